@@ -1,0 +1,310 @@
+"""Every option of the training scripts, declared once.
+
+Each option is a field of one of the frozen dataclasses below. The field gives its type, default, choices and help
+text, and from it come the command line (through transformers' HfArgumentParser), the keys of a `--config` YAML file
+and the entries of `run.json`. `parse_config` is the only way a script obtains a `Config`:
+
+    config = parse_config(sys.argv[1:])
+    config.data.max_seq_length
+
+Precedence, lowest first: the field's default, the YAML file, the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_type_hints
+
+import yaml
+from transformers import HfArgumentParser
+
+from llm_fp8.errors import EXIT_USER_ERROR, UserError
+
+EMBEDDED = "embedded"
+"""Name of the model and of the dataset that the repository carries."""
+
+
+def option(default: Any, help: str) -> Any:
+    """A dataclass field that becomes a command-line option with this default and help text."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, from where, and how it is built."""
+
+    model_name: str = option(
+        EMBEDDED, "Hub id or local folder of a Llama, Qwen or Mistral model, or 'embedded' for the tiny one in this repository."
+    )
+    use_te: bool = option(
+        False, "Build the decoder layers from Transformer Engine modules (te_llama.py). Needs an NVIDIA GPU."
+    )
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
+        "auto",
+        "Attention of the Hugging Face path (without --use_te). 'auto' takes flash-attn where it is installed and sdpa elsewhere.",
+    )
+    random_init: bool = option(
+        False, "Start from random weights of the model's architecture; hub ids with a bundled config need no hub then."
+    )
+    weights_cache_dir: str | None = option(None, "Folder in which downloaded weights are kept (default: the Hugging Face cache).")
+    gradient_checkpointing: bool = option(
+        False, "Recompute each decoder layer in the backward pass: less memory, about a third more compute."
+    )
+    parity_check: bool | None = option(
+        None,
+        "Compare the TE decoder with the Hugging Face one on the first real batch before training and refuse to train on a "
+        "difference. Default: on with --use_te when weights were loaded.",
+    )
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """In which precision the linear layers compute."""
+
+    mixed_precision: Literal["no", "bf16", "fp16", "fp8"] | None = option(
+        None,
+        "no (fp32), bf16, fp16 or fp8. Default: what 'accelerate launch' asked for, else bf16 on a GPU that has it, else no.",
+    )
+    fp8_scenario: Literal["default", "delayed", "current", "block", "mxfp8", "nvfp4"] = option(
+        "default",
+        "FP8 recipe: delayed scaling, current scaling, block scaling, MXFP8 or NVFP4. 'default' is delayed on Ada and Hopper. What this GPU "
+        "lacks falls back to 'default' with a warning.",
+    )
+    fp8_format: Literal["HYBRID", "E4M3"] | None = option(
+        None,
+        "HYBRID: E4M3 forward and E5M2 gradients. E4M3: both. Default: HYBRID for delayed and current scaling, E4M3 for block and MXFP8.",
+    )
+    amax_history_len: int | None = option(
+        None, "Delayed scaling: how many forward passes of absolute maxima the scale looks back on (default 1024)."
+    )
+    amax_compute_algo: Literal["max", "most_recent"] | None = option(
+        None, "Delayed scaling: the scale comes from the history's maximum (default) or from its newest entry."
+    )
+    fp8_margin: int | None = option(None, "Delayed scaling: powers of two kept free above the largest value seen (default 0).")
+    fp8_first_bf16_layers: int = option(0, "Number of decoder layers at the input side that stay in bf16.")
+    fp8_last_bf16_layers: int = option(0, "Number of decoder layers at the output side that stay in bf16.")
+    fp8_strict: bool = option(False, "Stop with an error where an fp8 recipe would fall back to another.")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text, and how it becomes batches."""
+
+    dataset_name: str = option(
+        EMBEDDED,
+        "Hub id (nvidia/OpenMathInstruct-2), local folder, jsonl/json/parquet/csv file, save_to_disk folder, or 'embedded'.",
+    )
+    split_name: str | None = option(None, "Split to train on. Default: train_1M where the dataset has it, else train.")
+    validation_split_name: str | None = option(
+        None, "Split to evaluate on. Default: 'validation' where there is one, else a share of the training problems."
+    )
+    validation_fraction: float = option(
+        0.01, "Share of the training problems held out for evaluation where there is no validation split; 0 holds out none."
+    )
+    num_of_samples: int | None = option(None, "Use only the first so many rows of the split (default: all).")
+    streaming: bool = option(False, "Read the dataset as a stream instead of preparing all of it first (for the 14M-row split).")
+    max_seq_length: int = option(1024, "Tokens in a row of a batch; a longer sample is handled as --overlong says.")
+    batch_size: int = option(8, "Rows of a micro-batch per GPU.")
+    packing: bool | None = option(
+        None,
+        "Pack whole samples into rows of max_seq_length tokens, with attention kept inside each sample. Default: on with --use_te.",
+    )
+    train_on_prompt: bool = option(False, "Take the loss on the prompt too, not on the solution only.")
+    overlong: Literal["drop", "truncate"] = option("drop", "What happens to a sample longer than max_seq_length.")
+    preprocessing_workers: int = option(1, "Processes that tokenise.")
+    data_cache_dir: str | None = option(None, "Folder for the tokenised cache (default: the Hugging Face datasets cache).")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """How the weights move."""
+
+    num_epochs: int = option(1, "Passes over the training rows.")
+    max_steps: int | None = option(None, "Stop after so many optimizer steps, whatever num_epochs says.")
+    learning_rate: float = option(1e-5, "Peak learning rate.")
+    gradient_accumulation_steps: int = option(1, "Micro-batches per optimizer step.")
+    num_warmup_steps: int = option(100, "Optimizer steps of linear warm-up; at most a tenth of the run is used for it.")
+    lr_scheduler: Literal["linear", "cosine", "constant"] = option("cosine", "Shape of the learning rate after warm-up.")
+    weight_decay: float = option(0.0, "Decoupled weight decay; norms and biases are exempt.")
+    adam_beta1: float = option(0.9, "Decay of the first moment.")
+    adam_beta2: float = option(0.95, "Decay of the second moment.")
+    adam_epsilon: float = option(1e-8, "Added to the denominator of the update.")
+    max_grad_norm: float = option(1.0, "Clip the global gradient norm to this; 0 turns clipping off.")
+    optimizer: Literal["auto", "adamw_fp32", "adamw_master", "adamw_8bit"] = option(
+        "auto",
+        "adamw_fp32: fp32 parameters (16 bytes each). adamw_master: bf16 parameters whose fp32 master is kept as a 16-bit remainder, fused "
+        "on the GPU (12 bytes). adamw_8bit: bf16 parameters with stochastic rounding and 8-bit moments (6 bytes). auto: adamw_master with Transformer Engine "
+        "on a GPU, else adamw_fp32.",
+    )
+    seed: int = option(42, "Seed of initialisation, data order and the held-out share.")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where results go, what is reported and when it is saved."""
+
+    output_dir: str = option("runs/default", "Folder of the run: run.json, metrics.jsonl, summary.json, checkpoints/ and final/.")
+    resume_from: str | None = option(None, "'latest' (of output_dir) or a checkpoint folder to continue from.")
+    save_every: int = option(0, "Optimizer steps between checkpoints; 0 saves none during training.")
+    save_total_limit: int = option(2, "Checkpoints kept; the oldest go first.")
+    export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
+    eval_every: int = option(0, "Optimizer steps between evaluations; 0 evaluates at the end only.")
+    eval_batches: int | None = option(None, "Batches per evaluation (default: the whole held-out set).")
+    log_every: int = option(10, "Optimizer steps between log lines; every step reaches metrics.jsonl.")
+    use_wandb: bool = option(False, "Log to Weights & Biases (the same as --report_to wandb).")
+    wandb_project: str = option("llm-fp8", "Project of the W&B run.")
+    wandb_run_name: str | None = option(None, "Name of the W&B run.")
+    report_to: Literal["none", "wandb", "tensorboard", "all"] = option("none", "Trackers besides metrics.jsonl.")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration of a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """The configuration as plain nested dicts, as stored in run.json."""
+        return dataclasses.asdict(self)
+
+    @property
+    def packing(self) -> bool:
+        """Whether rows are packed, with the default (on with --use_te) resolved."""
+        return self.model.use_te if self.data.packing is None else self.data.packing
+
+    @property
+    def trackers(self) -> list[str]:
+        """Names of the trackers asked for, as Accelerate names them."""
+        chosen = {"none": [], "all": ["wandb", "tensorboard"]}.get(self.run.report_to, [self.run.report_to])
+        if self.run.use_wandb and "wandb" not in chosen:
+            chosen = ["wandb", *chosen]
+        return chosen
+
+
+SECTIONS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
+
+
+class _Parser(HfArgumentParser):
+    """HfArgumentParser whose errors are one sentence and whose optional booleans can be bare flags."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(list(SECTIONS.values()), allow_abbrev=False, **kwargs)
+        for section in SECTIONS.values():
+            for name, hint in get_type_hints(section).items():
+                if bool in get_args(hint):
+                    self._make_flag(name)
+
+    def _make_flag(self, name: str) -> None:
+        """Let `--name` stand for true and add `--no_name`; argparse's default for Optional[bool] wants a value."""
+        action = next(a for a in self._actions if a.dest == name)
+        action.nargs, action.const = "?", True
+        self.add_argument(f"--no_{name}", dest=name, action="store_false", help=f"Turn --{name} off.", default=None)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USER_ERROR, f"error: {message}; '{self.prog} --help' lists the options.\n")
+
+
+def _yaml_arguments(path: str) -> list[str]:
+    """The entries of a YAML file as command-line words, so that they are parsed and checked like typed ones."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"--config {path}: no such file.")
+    try:
+        entries = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if entries is None:
+        return []
+    if not isinstance(entries, dict):
+        raise UserError(f"--config {path} must hold 'option: value' lines, not a {type(entries).__name__}.")
+    known = {f.name for section in SECTIONS.values() for f in dataclasses.fields(section)}
+    words: list[str] = []
+    for key, value in entries.items():
+        if key not in known:
+            raise UserError(f"--config {path}: '{key}' is not an option; --help lists them.")
+        if value is not None:
+            words.append(f"--{key}={value}")
+    return words
+
+
+def build_parser(prog: str | None = None, description: str | None = None) -> HfArgumentParser:
+    """The command-line parser of the training scripts."""
+    parser = _Parser(prog=prog, description=description)
+    parser.add_argument("--config", help="YAML file with options; the command line overrides it.")
+    return parser
+
+
+def parse_config(argv: list[str], prog: str | None = None, description: str | None = None) -> Config:
+    """Parse a command line (without the program's name) into a `Config`.
+
+    Raises `UserError` on values that cannot be; argparse itself exits with code 2 on unknown options and choices.
+    """
+    parser = build_parser(prog, description)
+    path = parser.parse_known_args(argv)[0].config
+    words = _yaml_arguments(path) if path else []
+    namespace = parser.parse_args([*words, *argv])
+    values = vars(namespace)
+    sections = {
+        name: section(**{f.name: values[f.name] for f in dataclasses.fields(section)}) for name, section in SECTIONS.items()
+    }
+    config = Config(**sections)
+    check_config(config)
+    return config
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise UserError(sentence)
+
+
+def check_config(config: Config) -> None:
+    """Raise `UserError` for values that no machine could run with; what depends on the machine is checked later."""
+    positive = {
+        "max_seq_length": config.data.max_seq_length,
+        "batch_size": config.data.batch_size,
+        "num_epochs": config.optim.num_epochs,
+        "gradient_accumulation_steps": config.optim.gradient_accumulation_steps,
+        "log_every": config.run.log_every,
+        "save_total_limit": config.run.save_total_limit,
+        "amax_history_len": config.precision.amax_history_len,
+        "preprocessing_workers": config.data.preprocessing_workers,
+        "num_of_samples": config.data.num_of_samples,
+        "max_steps": config.optim.max_steps,
+        "eval_batches": config.run.eval_batches,
+    }
+    for name, value in positive.items():
+        _require(value is None or value > 0, f"--{name} must be at least 1, not {value}.")
+    non_negative = {
+        "learning_rate": config.optim.learning_rate,
+        "num_warmup_steps": config.optim.num_warmup_steps,
+        "weight_decay": config.optim.weight_decay,
+        "max_grad_norm": config.optim.max_grad_norm,
+        "save_every": config.run.save_every,
+        "eval_every": config.run.eval_every,
+        "fp8_first_bf16_layers": config.precision.fp8_first_bf16_layers,
+        "fp8_last_bf16_layers": config.precision.fp8_last_bf16_layers,
+    }
+    for name, value in non_negative.items():
+        _require(value >= 0, f"--{name} must not be negative, and is {value}.")
+    for name in ("adam_beta1", "adam_beta2"):
+        value = getattr(config.optim, name)
+        _require(0.0 <= value < 1.0, f"--{name} must be at least 0 and below 1, not {value}.")
+    fraction = config.data.validation_fraction
+    _require(0.0 <= fraction < 1.0, f"--validation_fraction must be at least 0 and below 1, not {fraction}.")
+    tokens = config.data.max_seq_length * config.data.batch_size
+    if config.precision.mixed_precision == "fp8" or config.packing:
+        _require(
+            tokens % 16 == 0,
+            f"--batch_size {config.data.batch_size} times --max_seq_length {config.data.max_seq_length} is {tokens} tokens, which is not a "
+            "multiple of 16 as fp8 kernels and packed rows need; choose a --max_seq_length that is a multiple of 16.",
+        )
+    _require(
+        not (config.data.streaming and config.optim.max_steps is None),
+        "--streaming does not know how many rows there are, so --max_steps must say when to stop.",
+    )

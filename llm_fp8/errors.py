@@ -1,0 +1,26 @@
+"""The one exception that stands for a user's mistake, and how a script ends on it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+EXIT_USER_ERROR = 2
+
+
+class UserError(Exception):
+    """A mistake in what the user asked for or supplied.
+
+    The message is one sentence (two at most) that names the flag or the file, says what is wrong and what to do.
+    Scripts print it without a traceback and exit with code 2.
+    """
+
+
+def run_script(main: Callable[[], int]) -> None:
+    """Run `main` and exit with its code, or with code 2 and one sentence on a `UserError`."""
+    try:
+        code = main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = EXIT_USER_ERROR
+    sys.exit(code)

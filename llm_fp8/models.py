@@ -1,0 +1,289 @@
+"""From a model's name to a module on the device: config, tokenizer, weights in, weights out.
+
+A name is 'embedded', a local folder laid out as the hub lays it out, or a hub id. With --random_init a hub id whose
+architecture is bundled (`llm_fp8/architectures`) needs no hub. Two builds:
+
+- Hugging Face's own model, through `from_pretrained`, whose missing and unexpected tensors are errors here;
+- the same model with TE decoder layers (te_llama.py), filled from the safetensors files tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+import te_llama
+from llm_fp8.config import EMBEDDED, Config, ModelConfig
+from llm_fp8.errors import UserError
+from llm_fp8.precision import require_te
+
+PACKAGE = Path(__file__).parent
+EMBEDDED_MODEL = PACKAGE / "embedded" / "model"
+ARCHITECTURES = PACKAGE / "architectures"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model's files come from: `location` is a local folder or a hub id."""
+
+    name: str
+    location: str
+    architecture_only: bool
+    """Only a config is at hand: weights are random and the tokenizer is the embedded one unless the hub gives its own."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether `location` is a folder on this machine."""
+        return Path(self.location).is_dir()
+
+
+def resolve_source(options: ModelConfig) -> ModelSource:
+    """Find out what --model_name names. Raises `UserError` for a path that does not exist."""
+    name = options.model_name
+    if name == EMBEDDED:
+        return ModelSource(name, str(EMBEDDED_MODEL), architecture_only=True)
+    if Path(name).is_dir():
+        return ModelSource(name, name, architecture_only=not any(Path(name).glob("*.safetensors*")) and options.random_init)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UserError(f"--model_name {name}: no such folder.")
+    bundled = _bundled_config(name)
+    if options.random_init and bundled is not None:
+        return ModelSource(name, str(bundled), architecture_only=True)
+    return ModelSource(name, name, architecture_only=False)
+
+
+def bundled_architectures() -> list[str]:
+    """Model names (the last component of the hub id) whose config is bundled."""
+    return sorted(path.stem for path in ARCHITECTURES.glob("*.json"))
+
+
+def _bundled_config(name: str) -> Path | None:
+    # The 8B model has had both names on the hub.
+    path = ARCHITECTURES / f"{name.rpartition('/')[2].replace('Meta-Llama', 'Llama')}.json"
+    return path if path.is_file() else None
+
+
+@contextlib.contextmanager
+def _named_errors(what: str, name: str) -> Iterator[None]:
+    """Turn what transformers and the hub raise on a bad name or file into a `UserError`."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, HfHubHTTPError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"--model_name {name}: cannot load the {what} ({first_line}). Give a local folder with config.json, tokenizer and safetensors, "
+            "or a hub id that this machine can reach (for a gated model, log in with 'hf auth login')."
+        ) from error
+
+
+def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
+    """The model's Hugging Face config."""
+    with _named_errors("config", options.model_name):
+        return AutoConfig.from_pretrained(source.location, cache_dir=options.weights_cache_dir)
+
+
+def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTrainedTokenizerBase, str | None]:
+    """The model's tokenizer and, where it is not the model's own, a sentence that says so."""
+    if source.architecture_only and source.location.endswith(".json"):
+        note = f"--random_init {source.name}: random weights have no use for the model's own tokenizer, so the embedded one is used."
+        return AutoTokenizer.from_pretrained(EMBEDDED_MODEL), note
+    with _named_errors("tokenizer", options.model_name):
+        return AutoTokenizer.from_pretrained(source.location, cache_dir=options.weights_cache_dir), None
+
+
+def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `UserError` where the model, the tokenizer and the options cannot go together."""
+    name = config.model.model_name
+    if getattr(hf_config, "quantization_config", None) is not None:
+        raise UserError(
+            f"--model_name {name} holds quantised weights (quantization_config in its config.json), which can be neither fine-tuned in full nor "
+            "cast to fp8; give the unquantised model."
+        )
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    if limit is not None and config.data.max_seq_length > limit:
+        raise UserError(
+            f"--max_seq_length {config.data.max_seq_length} is more than the {limit} positions of {name} (max_position_embeddings); lower it."
+        )
+    if len(tokenizer) > hf_config.vocab_size:
+        raise UserError(
+            f"--model_name {name}: the tokenizer has {len(tokenizer)} tokens and the model's embedding only {hf_config.vocab_size} rows; "
+            "give the tokenizer that belongs to the model."
+        )
+    if config.model.use_te:
+        try:
+            te_llama.decoder_spec(hf_config)
+        except te_llama.UnsupportedArchitecture as error:
+            raise UserError(f"--use_te cannot build {name}: {error}. Drop --use_te to train it with its linear layers swapped.") from error
+
+
+# --- Weights in ----------------------------------------------------------------------------------------------------------
+
+
+def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
+    """Local paths of the model's safetensors files, fetched from the hub where need be."""
+
+    def fetch(file_name: str) -> Path | None:
+        if source.is_local:
+            path = Path(source.location) / file_name
+            return path if path.is_file() else None
+        try:
+            return Path(hf_hub_download(source.location, file_name, cache_dir=options.weights_cache_dir))
+        except LocalEntryNotFoundError:
+            raise
+        except EntryNotFoundError:
+            return None
+
+    with _named_errors("weights", options.model_name):
+        index = fetch("model.safetensors.index.json")
+        if index is not None:
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = [(shard, fetch(shard)) for shard in shards]
+        else:
+            files = [("model.safetensors", fetch("model.safetensors"))]
+    for file_name, path in files:
+        if path is None:
+            raise UserError(
+                f"--model_name {options.model_name}: there is no {file_name}. Weights must be safetensors (save_pretrained writes them); "
+                "--random_init trains from random ones."
+            )
+    return [path for _, path in files if path is not None]
+
+
+def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
+    """Copy the weights of `files` into a TE model, one tensor in memory at a time. Raises `UserError` that names file and tensor."""
+    filler = te_llama.WeightFiller(te_llama.decoder_spec(model.config), te_llama.te_parameters(model))
+    device = str(next(model.parameters()).device)
+    for path in files:
+        try:
+            with safe_open(path, framework="pt", device=device) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    filler.fill(name, tensors.get_tensor(name))
+        except SafetensorError as error:
+            raise UserError(f"{path} is truncated or corrupt ({error}); fetch it again.") from error
+        except te_llama.UnsupportedArchitecture as error:
+            raise UserError(f"{path}: {error}.") from error
+    try:
+        filler.finish()
+    except te_llama.UnsupportedArchitecture as error:
+        raise UserError(f"{files[0].parent}: {error}.") from error
+
+
+def choose_attention(requested: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The attention implementation of the Hugging Face path."""
+    installed = importlib.util.find_spec("flash_attn") is not None
+    if requested == "flash_attention_2" and not installed:
+        raise UserError("--attn_implementation flash_attention_2 needs flash-attn, which is not installed; run: pip install --no-build-isolation flash-attn")
+    if requested != "auto":
+        return requested
+    return "flash_attention_2" if installed and device.type == "cuda" and dtype != torch.float32 else "sdpa"
+
+
+def build_model(
+    options: ModelConfig,
+    source: ModelSource,
+    hf_config: PretrainedConfig,
+    *,
+    parameter_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> tuple[PreTrainedModel, bool]:
+    """The model on `device` with parameters of `parameter_dtype`, and whether its weights were loaded (else: random)."""
+    random_weights = options.random_init or source.architecture_only
+    generator = torch.Generator(device=device).manual_seed(seed)
+    if options.use_te:
+        require_te("--use_te")
+        if device.type != "cuda":
+            raise UserError("--use_te needs an NVIDIA GPU, and none is found; drop --use_te to train on the CPU.")
+        model = te_llama.build_te_model(hf_config, parameter_dtype, device)
+        if random_weights:
+            te_llama.initialize_weights_(model, generator)
+        else:
+            fill_te_model(model, weight_files(options, source))
+        return model, not random_weights
+    attention = choose_attention(options.attn_implementation, device, compute_dtype)
+    if random_weights:
+        with torch.device(device):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
+        return model, False
+    return _load_hf_model(options, source, attention, parameter_dtype, device), True
+
+
+def _load_hf_model(
+    options: ModelConfig, source: ModelSource, attention: str, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    weight_files(options, source)  # A clear sentence for what is missing, before transformers' own.
+    with _named_errors("weights", options.model_name):
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source.location,
+                dtype=dtype,
+                attn_implementation=attention,
+                cache_dir=options.weights_cache_dir,
+                device_map={"": device},
+                output_loading_info=True,
+            )
+        except SafetensorError as error:
+            raise UserError(f"{_corrupt_file(weight_files(options, source))} is truncated or corrupt ({error}); fetch it again.") from error
+    wrong = {kind: names for kind, names in info.items() if names and kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    if wrong:
+        kind, names = next(iter(wrong.items()))
+        raise UserError(f"--model_name {options.model_name}: {kind.replace('_', ' ')} in the checkpoint: {', '.join(sorted(map(str, names))[:4])}.")
+    return model
+
+
+def _corrupt_file(files: list[Path]) -> Path:
+    """The first of `files` that cannot be opened; the last one where all can."""
+    for path in files:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError:
+            return path
+    return files[-1]
+
+
+# --- Properties ------------------------------------------------------------------------------------------------------------
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers in order; raises `UserError` for an architecture without a single list of them."""
+    layers = getattr(model.base_model, "layers", None)
+    if layers is None:
+        layers = getattr(model.base_model, "h", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise UserError(f"{type(model).__name__} has no list of decoder layers that these scripts know.")
+    return layers
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel, fp8: bool) -> None:
+    """Recompute every decoder layer in the backward pass.
+
+    TE's checkpoint restores the fp8 context and the scales of the forward pass for the recomputation; torch's would recompute in bf16.
+    """
+    function: Callable | None = None
+    if fp8 or any(isinstance(layer, te_llama.TEDecoderLayer) for layer in decoder_layers(model)):
+        function = require_te("--gradient_checkpointing").checkpoint
+    if function is None:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)

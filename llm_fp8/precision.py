@@ -1,0 +1,272 @@
+"""In which precision a run computes: resolved once, entered at one seam.
+
+    plan = resolve_precision(config.precision, device)      # what was asked, what this machine gives, and why
+    precision = Precision(plan)
+    precision.attach(model)                                 # finds the TE modules; applies --fp8_first/last_bf16_layers
+    with precision.context(first_microbatch=True):          # the only place that enters te.autocast
+        loss = model(batch)
+
+A bf16 run and an fp8 run differ in `plan.recipe` alone: None means that te.autocast is not entered and no fp8 kernel can run.
+
+Scenarios (recipe classes of Transformer Engine 2.20):
+- delayed: per-tensor scale from the maxima of past steps; the fastest; a spike beyond what the history saw is clipped.
+- current: per-tensor scale from the tensor itself; one more pass over it.
+- block: one scale per 128 values (1 x 128 for activations, 128 x 128 for weights); Hopper with CUDA 12.9 or later.
+- mxfp8: one power-of-two scale per 32 values; Blackwell (compute capability 10).
+- nvfp4: 4-bit values with a scale per 16; Blackwell (compute capability 10).
+- default: delayed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llm_fp8.config import PrecisionConfig
+from llm_fp8.errors import UserError
+
+DEFAULT_SCENARIO = "delayed"
+MIN_FP8_CAPABILITY = (8, 9)
+TOKEN_MULTIPLE = {"delayed": 16, "current": 16, "block": 128, "mxfp8": 32, "nvfp4": 16}
+"""The number of tokens of a micro-batch must be a multiple of this: the GEMM of the weight gradient runs along the tokens."""
+
+INSTALL_TE = "pip install --no-build-isolation -r requirements-gpu.txt"
+
+
+def require_te(why: str) -> Any:
+    """Import and return `transformer_engine.pytorch`; a `UserError` that starts with `why` where that fails."""
+    try:
+        import transformer_engine.pytorch as te
+    except ImportError as error:
+        raise UserError(f"{why} needs Transformer Engine, which is not installed ({error}); run: {INSTALL_TE}") from error
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{why} needs Transformer Engine, which is installed but does not load: {error}") from error
+    return te
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """What was asked for and what runs; stored in run.json, the trackers' config and the summary."""
+
+    requested: str
+    effective: str
+    """no, bf16, fp16 or fp8."""
+    requested_scenario: str | None = None
+    effective_scenario: str | None = None
+    """delayed, current, block, mxfp8 or nvfp4; None outside fp8."""
+    fallback_reason: str | None = None
+    recipe: Any = field(default=None, repr=False)
+    """The TE recipe object; None outside fp8."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of activations between the linear layers."""
+        return {"no": torch.float32, "fp16": torch.float16}.get(self.effective, torch.bfloat16)
+
+    @property
+    def name(self) -> str:
+        """A short name for tables: 'bf16', 'fp8 delayed', ..."""
+        return f"fp8 {self.effective_scenario}" if self.effective == "fp8" else self.effective
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for run.json."""
+        return {
+            "requested": self.requested,
+            "effective": self.effective,
+            "requested_scenario": self.requested_scenario,
+            "effective_scenario": self.effective_scenario,
+            "fallback_reason": self.fallback_reason,
+            "recipe": None if self.recipe is None else repr(self.recipe),
+        }
+
+
+def describe_device(device: torch.device) -> str:
+    """The device in words, for messages."""
+    if device.type != "cuda":
+        return "no CUDA GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
+
+
+def resolve_precision(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
+    """Check the request against the hardware and the installed TE. Raises `UserError`; prints nothing."""
+    requested = options.mixed_precision
+    if requested is None:
+        requested = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "no"
+    if requested != "fp8":
+        _refuse_fp8_options(options, requested)
+        if requested == "fp16" and device.type != "cuda":
+            raise UserError("--mixed_precision fp16 needs a CUDA GPU; use bf16 or no on the CPU.")
+        return PrecisionPlan(requested=requested, effective=requested)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < MIN_FP8_CAPABILITY:
+        raise UserError(
+            f"--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell); found "
+            f"{describe_device(device)}. Use --mixed_precision bf16."
+        )
+    te = require_te("--mixed_precision fp8")
+    available, reason = te.is_fp8_available(return_reason=True)
+    if not available:
+        raise UserError(f"--mixed_precision fp8: Transformer Engine says fp8 cannot run here: {reason}")
+    wanted = DEFAULT_SCENARIO if options.fp8_scenario == "default" else options.fp8_scenario
+    effective, fallback = wanted, None
+    available, reason = _scenario_available(te, wanted)
+    if not available:
+        alternatives = [name for name in TOKEN_MULTIPLE if _scenario_available(te, name)[0]]
+        fallback = f"{wanted} is not available on {describe_device(device)}: {reason} Available here: {', '.join(alternatives)}."
+        if options.fp8_strict:
+            raise UserError(f"--fp8_scenario {wanted} with --fp8_strict: {fallback}")
+        effective = DEFAULT_SCENARIO
+    return PrecisionPlan(
+        requested="fp8",
+        effective="fp8",
+        requested_scenario=options.fp8_scenario,
+        effective_scenario=effective,
+        fallback_reason=fallback,
+        recipe=_build_recipe(options, wanted, effective),
+    )
+
+
+def _refuse_fp8_options(options: PrecisionConfig, precision: str) -> None:
+    """Options of fp8 cannot take effect elsewhere; say so instead of ignoring them."""
+    unset = PrecisionConfig()
+    for name in vars(unset):
+        if name != "mixed_precision" and getattr(options, name) != getattr(unset, name):
+            raise UserError(f"--{name} has no effect with --mixed_precision {precision}; use --mixed_precision fp8 or drop it.")
+
+
+def _scenario_available(te: Any, scenario: str) -> tuple[bool, str]:
+    """TE's own verdict on a scenario and its reason."""
+    checks = {
+        "block": te.is_fp8_block_scaling_available,
+        "mxfp8": te.is_mxfp8_available,
+        "nvfp4": te.is_nvfp4_available,
+    }
+    return checks.get(scenario, te.is_fp8_available)(return_reason=True)
+
+
+def _build_recipe(options: PrecisionConfig, wanted: str, effective: str) -> Any:
+    """The TE recipe of `effective`. Options that it cannot take are errors, unless `wanted` fell back to it."""
+    from transformer_engine.common import recipe as recipes
+
+    delayed_only = {"amax_history_len": 1024, "amax_compute_algo": "max", "fp8_margin": 0}
+    for name in delayed_only:
+        if getattr(options, name) is not None and wanted != "delayed":
+            raise UserError(f"--{name} belongs to delayed scaling and has no effect with --fp8_scenario {wanted}; drop one of them.")
+    if options.fp8_format is not None and wanted == "nvfp4":
+        raise UserError("--fp8_format has no effect with --fp8_scenario nvfp4; drop it.")
+    chosen: dict[str, Any] = {}
+    if options.fp8_format is not None:
+        chosen["fp8_format"] = getattr(recipes.Format, options.fp8_format)
+    if effective == "delayed":
+        values = {name: getattr(options, name) for name in delayed_only}
+        values = {name: default if values[name] is None else values[name] for name, default in delayed_only.items()}
+        return recipes.DelayedScaling(margin=values.pop("fp8_margin"), **values, **chosen)
+    if effective == "current":
+        return recipes.Float8CurrentScaling(**chosen)
+    if effective == "block":
+        return recipes.Float8BlockScaling(**chosen)
+    if effective == "mxfp8":
+        return recipes.MXFP8BlockScaling(**chosen)
+    return recipes.NVFP4BlockScaling()
+
+
+def linear_weights(module: nn.Module) -> list[Tensor]:
+    """The GEMM weights that this module itself holds ([out, in] each), of torch's or TE's linear modules; else empty."""
+    names = ("fc1_weight", "fc2_weight") if hasattr(module, "fc1_weight") else ("weight",)
+    if names == ("weight",) and not hasattr(module, "in_features"):
+        return []
+    return [getattr(module, name) for name in names]
+
+
+class Precision:
+    """The seam: gives the context of a forward pass and owns what TE keeps between passes."""
+
+    def __init__(self, plan: PrecisionPlan, options: PrecisionConfig, device: torch.device, parameter_dtype: torch.dtype) -> None:
+        self.plan = plan
+        self._options = options
+        self._device = device
+        # With parameters already in the compute dtype, torch.autocast would only add casts.
+        self._torch_autocast = parameter_dtype != plan.compute_dtype
+        self._caching_modules: list[nn.Module] = []
+        self._fp8_modules: dict[str, nn.Module] = {}
+
+    def attach(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
+        """Find the TE modules of `model` and keep the first and last decoder layers in bf16 where asked to."""
+        self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
+        if self.plan.recipe is None:
+            return
+        from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+        first, last = self._options.fp8_first_bf16_layers, self._options.fp8_last_bf16_layers
+        if first + last >= len(decoder_layers) and first + last > 0:
+            raise UserError(
+                f"--fp8_first_bf16_layers {first} and --fp8_last_bf16_layers {last} leave none of the {len(decoder_layers)} decoder layers in fp8."
+            )
+        kept: set[nn.Module] = set()
+        for layer in [*decoder_layers[:first], *decoder_layers[len(decoder_layers) - last :]]:
+            kept.update(layer.modules())
+            layer.forward = functools.partial(self._without_fp8, layer.forward)  # type: ignore[method-assign]
+        self._fp8_modules = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, TransformerEngineBaseModule) and linear_weights(module) and module not in kept
+        }
+        if not self._fp8_modules:
+            raise UserError("--mixed_precision fp8: the model holds no Transformer Engine module, so nothing would run in fp8.")
+
+    @property
+    def fp8_modules(self) -> frozenset[nn.Module]:
+        """The TE modules whose GEMMs run in fp8 in this run."""
+        return frozenset(self._fp8_modules.values())
+
+    def _te_autocast(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
+        import transformer_engine.pytorch as te
+
+        return te.autocast(enabled=enabled, recipe=self.plan.recipe)
+
+    def _without_fp8(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._te_autocast(enabled=False):
+            return forward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def context(self, first_microbatch: bool | None) -> Iterator[None]:
+        """Enclose one forward pass of the whole model.
+
+        `first_microbatch` True casts weights to fp8 and keeps the casts for the further micro-batches of the step, which pass False. None
+        neither uses nor keeps casts: for evaluation, and for steps of a single micro-batch, where keeping costs memory and saves nothing.
+        """
+        for module in self._caching_modules:
+            module.is_first_microbatch = first_microbatch  # type: ignore[assignment]
+        with contextlib.ExitStack() as stack:
+            if self._torch_autocast:
+                stack.enter_context(torch.autocast(self._device.type, self.plan.compute_dtype))
+            if self.plan.recipe is not None:
+                stack.enter_context(self._te_autocast(enabled=True))
+            yield
+
+    # --- state between steps: scales and histories of delayed scaling, as plain tensors --------------------------------
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Scales fp32 [num_tensors] and amax histories fp32 [history, num_tensors] by module; empty for recipes without state.
+
+        The tensors are TE's own, not copies. Modules that have not run yet are initialised first, so that the names are the same
+        before and after training.
+        """
+        if self.plan.effective_scenario != "delayed":
+            return {}
+        state: dict[str, Tensor] = {}
+        # Without no_grad, leaving the autocast would count as a forward pass and shift the histories.
+        with torch.no_grad(), self._te_autocast(enabled=True):
+            for name, module in self._fp8_modules.items():
+                module.init_fp8_metadata(num_gemms=len(linear_weights(module)))  # type: ignore[operator]
+                for direction in ("scaling_fwd", "scaling_bwd"):
+                    meta = module.fp8_meta[direction]  # type: ignore[index]
+                    state[f"{name}.{direction}.scale"] = meta.scale
+                    state[f"{name}.{direction}.amax_history"] = meta.amax_history
+        return state

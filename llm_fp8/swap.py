@@ -1,0 +1,125 @@
+"""fp8 for any Hugging Face architecture: `nn.Linear` swapped for TE's, and the census of what computes in what.
+
+Without --use_te the decoder stays Hugging Face's and only its linear layers change. The parameters are kept as they are (the same
+objects), so tied weights stay tied, checkpoints keep their names and whoever holds the parameters holds the right ones. Left
+alone: the output head and embeddings, whose rounding would go straight into the loss, and layers whose sizes are not multiples of 16,
+which fp8 GEMMs cannot take. The census lists both, with reasons: an fp8 run that converted little should be seen at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from llm_fp8.precision import linear_weights, require_te
+
+SIZE_MULTIPLE = 16
+"""fp8 GEMMs need both sizes of a weight to be multiples of this."""
+
+HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")
+"""Last name components of modules that produce logits."""
+
+
+def swap_linears(model: nn.Module) -> dict[str, str]:
+    """Replace the `nn.Linear` modules of `model` by TE's in place; returns name -> reason for each one left alone."""
+    te = require_te("--mixed_precision fp8")
+
+    class SwappedLinear(te.Linear):  # type: ignore[misc, name-defined]
+        """te.Linear that is called like nn.Linear; `is_first_microbatch` is an attribute, as in te_llama.TEDecoderLayer."""
+
+        is_first_microbatch: bool | None = None
+
+        def forward(self, inputs: Any) -> Any:
+            return super().forward(inputs, is_first_microbatch=self.is_first_microbatch)
+
+    left: dict[str, str] = {}
+    linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+    for name, linear in linears:
+        reason = _reason_to_leave(name, linear)
+        if reason:
+            left[name] = reason
+            continue
+        swapped = SwappedLinear(
+            linear.in_features, linear.out_features, bias=linear.bias is not None, params_dtype=linear.weight.dtype, device="meta"
+        )
+        swapped.weight = linear.weight
+        if linear.bias is not None:
+            swapped.bias = linear.bias
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, swapped)
+    return left
+
+
+def _reason_to_leave(name: str, linear: nn.Linear) -> str | None:
+    if name.rpartition(".")[2] in HEAD_NAMES:
+        return "output head"
+    if linear.in_features % SIZE_MULTIPLE or linear.out_features % SIZE_MULTIPLE:
+        return f"size {linear.in_features} x {linear.out_features} is not a multiple of {SIZE_MULTIPLE}"
+    return None
+
+
+@dataclass(frozen=True)
+class Census:
+    """Which linear weights compute in fp8. FLOPs per token are 2 per weight, so shares of weights are shares of FLOPs."""
+
+    num_fp8_weights: int
+    num_linear_weights: int
+    """Elements of all linear weights, the output head included (also where it is the tied embedding)."""
+    converted: dict[str, int] = field(default_factory=dict)
+    """Name pattern (layer numbers as *) -> number of modules in fp8."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Name pattern -> number of modules and the reason why they are not in fp8."""
+
+    @property
+    def fp8_linear_flop_share(self) -> float:
+        """Share of the linear layers' FLOPs that run in fp8, 0 to 1."""
+        return self.num_fp8_weights / self.num_linear_weights
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for run.json."""
+        return {
+            "fp8_linear_flop_share": self.fp8_linear_flop_share,
+            "num_fp8_weights": self.num_fp8_weights,
+            "num_linear_weights": self.num_linear_weights,
+            "converted": self.converted,
+            "skipped": self.skipped,
+        }
+
+    def describe(self) -> str:
+        """A few lines for the terminal."""
+        lines = [f"linear layers in fp8: {self.fp8_linear_flop_share:.1%} of linear FLOPs"]
+        lines += [f"  fp8   {pattern} x {count}" for pattern, count in self.converted.items()]
+        lines += [f"  other {pattern} x {reason}" for pattern, reason in self.skipped.items()]
+        return "\n".join(lines)
+
+
+def take_census(model: nn.Module, fp8_modules: Iterable[nn.Module], compute: str, reasons: dict[str, str]) -> Census:
+    """Count the linear weights of `model`; `compute` names the precision of what is not in fp8, `reasons` says why for some names."""
+    in_fp8 = set(fp8_modules)
+    converted: Counter[str] = Counter()
+    skipped: Counter[tuple[str, str]] = Counter()
+    num_fp8 = num_all = 0
+    for name, module in model.named_modules():
+        weights = linear_weights(module)
+        if not weights:
+            continue
+        size = sum(weight.numel() for weight in weights)
+        pattern = re.sub(r"\.\d+\.", ".*.", name)
+        num_all += size
+        if module in in_fp8:
+            num_fp8 += size
+            converted[pattern] += 1
+        else:
+            why = reasons.get(name) or ("output head" if name.rpartition(".")[2] in HEAD_NAMES else "")
+            skipped[pattern, f"{compute}{f' ({why})' if why else ''}"] += 1
+    return Census(
+        num_fp8_weights=num_fp8,
+        num_linear_weights=num_all,
+        converted=dict(converted),
+        skipped={pattern: f"{count} {reason}" for (pattern, reason), count in skipped.items()},
+    )

@@ -1,0 +1,491 @@
+"""Llama, Qwen2/2.5, Qwen3 and Mistral with decoder layers made of Transformer Engine (TE) modules.
+
+What: `build_te_model(config, ...)` returns Hugging Face's own `LlamaForCausalLM` (or `Qwen2ForCausalLM`, ...) whose decoder
+layers, final norm and rotary table are replaced. Embedding, `lm_head`, `generate`, `save_pretrained` and PEFT stay Hugging Face's.
+
+    hidden [B, S, h]
+      ├─ LayerNormLinear    RMSNorm + one fused QKV GEMM -> [B, S, (heads + 2 * kv_heads) * head_dim]
+      │   (Qwen3: RMSNorm of every q and k head) -> RoPE, fused, fp32 angles
+      │   DotProductAttention   cuDNN or flash-attn, causal, GQA, sliding window
+      │   Linear                output projection
+      ├─ + residual
+      ├─ LayerNormMLP       RMSNorm + fc1 (gate, then up) + SwiGLU + fc2
+      └─ + residual
+
+Why: TE's fused modules quantise an activation once per GEMM group, keep the norm next to the cast and have fp8 kernels for
+forward, data gradient and weight gradient. This file knows nothing of precision: under `te.autocast` the same modules run
+in fp8, outside of it in their parameters' dtype.
+
+Three ways into attention:
+- packed: `input_ids [1, T]` with `cu_seq_lens_q` int32 [n + 1]; documents do not see each other and each starts at position 0;
+- padded on the right: `input_ids [B, S]` with `cu_seq_lens_q` int32 [B + 1], the running sum of the rows' real lengths;
+- neither (generation with a KV cache, any 2-D or 4-D mask, any position ids): Hugging Face's masks and torch's SDPA. Right for
+  everything and slower; training never takes it.
+
+The parameter map between the two layouts is declared in `parameter_map`: every TE tensor is one or more Hugging Face tensors
+stacked along dim 0, so conversion is slicing, exact in both directions, and needs no TE and no GPU.
+
+Sources: TE 2.20 (`LayerNormLinear`, `LayerNormMLP`, `DotProductAttention`, `apply_rotary_pos_emb`); transformers 5
+(`modeling_llama.py` and its siblings) for the architecture and for the rotary frequencies.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""RoPE types whose frequencies do not depend on the sequence at hand; one table serves the whole run."""
+
+
+class UnsupportedArchitecture(ValueError):
+    """The configuration asks for something that the TE decoder cannot express; the message names the entry."""
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """The sizes and features of a decoder, read from a Hugging Face config. All sizes are numbers of elements."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    attention_dropout: float
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied_embeddings: bool
+    windows: tuple[int | None, ...]
+    """Per layer: number of most recent positions attended to, itself included; None for all."""
+
+    @property
+    def q_size(self) -> int:
+        """Columns of the query projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Columns of the key projection, and of the value projection."""
+        return self.num_kv_heads * self.head_dim
+
+
+def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
+    """Read a `DecoderSpec` from a Hugging Face config; raises `UnsupportedArchitecture` on what TE cannot express."""
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
+        raise UnsupportedArchitecture(
+            f"model_type '{config.model_type}' has no TE decoder here (it exists for {', '.join(SUPPORTED_MODEL_TYPES)})"
+        )
+    if config.hidden_act != "silu":
+        raise UnsupportedArchitecture(f"hidden_act '{config.hidden_act}' is not SwiGLU's 'silu'")
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    if rope_type not in STATIC_ROPE_TYPES:
+        raise UnsupportedArchitecture(
+            f"rope_type '{rope_type}' depends on the sequence length at run time (supported: {', '.join(STATIC_ROPE_TYPES)})"
+        )
+    attention_bias = bool(getattr(config, "attention_bias", False))
+    return DecoderSpec(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        norm_eps=config.rms_norm_eps,
+        attention_dropout=config.attention_dropout,
+        # Qwen2 and Qwen2.5 have biases on q, k and v alone and no config entry that says so.
+        qkv_bias=config.model_type == "qwen2" or attention_bias,
+        output_bias=config.model_type != "qwen2" and attention_bias,
+        mlp_bias=bool(getattr(config, "mlp_bias", False)),
+        qk_norm=config.model_type == "qwen3",
+        tied_embeddings=bool(config.tie_word_embeddings),
+        windows=tuple(_window(config, layer) for layer in range(config.num_hidden_layers)),
+    )
+
+
+def _window(config: PretrainedConfig, layer: int) -> int | None:
+    """The sliding window of a layer: Mistral has one for all layers, Qwen one per entry of `layer_types`."""
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and layer_types[layer] != "sliding_attention":
+        return None
+    return window
+
+
+# --- Parameter map -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """A Hugging Face tensor inside a TE tensor: rows `start` to `stop` of dim 0, of shape `shape`."""
+
+    hf_name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+def parameter_map(spec: DecoderSpec) -> dict[str, tuple[Part, ...]]:
+    """TE parameter name -> the Hugging Face tensors it is made of, stacked along dim 0 in this order.
+
+    Complete for the whole `*ForCausalLM`: parameters outside the decoder layers map to themselves. A tied `lm_head.weight` is
+    the embedding and has no entry.
+    """
+    h, ffn, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
+    entries: dict[str, tuple[Part, ...]] = {}
+
+    def add(te_name: str, *parts: tuple[str, tuple[int, ...]]) -> None:
+        row, made = 0, []
+        for hf_name, shape in parts:
+            made.append(Part(hf_name, row, row + shape[0], shape))
+            row += shape[0]
+        entries[te_name] = tuple(made)
+
+    add("model.embed_tokens.weight", ("model.embed_tokens.weight", (spec.vocab_size, h)))
+    for layer in range(spec.num_layers):
+        te, hf = f"model.layers.{layer}", f"model.layers.{layer}"
+        attention, mlp = f"{hf}.self_attn", f"{hf}.mlp"
+        add(f"{te}.qkv.layer_norm_weight", (f"{hf}.input_layernorm.weight", (h,)))
+        add(
+            f"{te}.qkv.weight",
+            (f"{attention}.q_proj.weight", (q, h)),
+            (f"{attention}.k_proj.weight", (kv, h)),
+            (f"{attention}.v_proj.weight", (kv, h)),
+        )
+        if spec.qkv_bias:
+            add(
+                f"{te}.qkv.bias",
+                (f"{attention}.q_proj.bias", (q,)),
+                (f"{attention}.k_proj.bias", (kv,)),
+                (f"{attention}.v_proj.bias", (kv,)),
+            )
+        if spec.qk_norm:
+            add(f"{te}.q_norm.weight", (f"{attention}.q_norm.weight", (spec.head_dim,)))
+            add(f"{te}.k_norm.weight", (f"{attention}.k_norm.weight", (spec.head_dim,)))
+        add(f"{te}.output.weight", (f"{attention}.o_proj.weight", (h, q)))
+        if spec.output_bias:
+            add(f"{te}.output.bias", (f"{attention}.o_proj.bias", (h,)))
+        add(f"{te}.mlp.layer_norm_weight", (f"{hf}.post_attention_layernorm.weight", (h,)))
+        # TE's SwiGLU applies SiLU to the first half of fc1.
+        add(f"{te}.mlp.fc1_weight", (f"{mlp}.gate_proj.weight", (ffn, h)), (f"{mlp}.up_proj.weight", (ffn, h)))
+        add(f"{te}.mlp.fc2_weight", (f"{mlp}.down_proj.weight", (h, ffn)))
+        if spec.mlp_bias:
+            add(f"{te}.mlp.fc1_bias", (f"{mlp}.gate_proj.bias", (ffn,)), (f"{mlp}.up_proj.bias", (ffn,)))
+            add(f"{te}.mlp.fc2_bias", (f"{mlp}.down_proj.bias", (h,)))
+    add("model.norm.weight", ("model.norm.weight", (h,)))
+    if not spec.tied_embeddings:
+        add("lm_head.weight", ("lm_head.weight", (spec.vocab_size, h)))
+    return entries
+
+
+def _listed(names: Iterable[str]) -> str:
+    """The first few of the names, for an error message."""
+    found = sorted(names)
+    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+
+
+class WeightFiller:
+    """Fills TE parameters from Hugging Face tensors that arrive one by one, in any order, with no second copy in memory.
+
+    Use: `fill(name, tensor)` for each tensor of each file, then `finish()`. Each Hugging Face tensor must come exactly once.
+    Raises `UnsupportedArchitecture` that names the tensor on anything unexpected, doubled, missing or of another shape.
+    """
+
+    def __init__(self, spec: DecoderSpec, te_parameters: Mapping[str, Tensor]) -> None:
+        entries = parameter_map(spec)
+        if entries.keys() != te_parameters.keys():
+            raise UnsupportedArchitecture(f"parameter map and model differ in {_listed(entries.keys() ^ te_parameters.keys())}")
+        self._targets = {
+            part.hf_name: (te_parameters[te_name], part) for te_name, parts in entries.items() for part in parts
+        }
+        self._missing = set(self._targets)
+        self._tied = spec.tied_embeddings
+
+    def fill(self, hf_name: str, tensor: Tensor) -> None:
+        """Copy one Hugging Face tensor to its place, cast to the parameter's dtype."""
+        if hf_name == "lm_head.weight" and self._tied:
+            return  # Some checkpoints store the tied matrix a second time.
+        if hf_name.endswith("rotary_emb.inv_freq"):
+            return  # Llama 2 checkpoints carry this buffer; the frequencies come from the config.
+        if hf_name not in self._targets:
+            raise UnsupportedArchitecture(f"the checkpoint holds '{hf_name}', which this architecture does not have")
+        if hf_name not in self._missing:
+            raise UnsupportedArchitecture(f"the checkpoint holds '{hf_name}' twice")
+        target, part = self._targets[hf_name]
+        if tuple(tensor.shape) != part.shape:
+            raise UnsupportedArchitecture(
+                f"'{hf_name}' has shape {list(tensor.shape)} in the checkpoint and {list(part.shape)} in the config"
+            )
+        with torch.no_grad():
+            target[part.start : part.stop].copy_(tensor)
+        self._missing.discard(hf_name)
+
+    def finish(self) -> None:
+        """Raise unless every parameter was filled."""
+        if self._missing:
+            raise UnsupportedArchitecture(f"the checkpoint lacks {_listed(self._missing)}")
+
+
+def hf_state_dict(spec: DecoderSpec, te_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors (weights, or gradients by the same names) under Hugging Face's names and shapes.
+
+    Parts of a fused tensor are views of it. A tied `lm_head.weight` is left out, as Hugging Face's own checkpoints do.
+    """
+    return {
+        part.hf_name: te_tensors[te_name][part.start : part.stop]
+        for te_name, parts in parameter_map(spec).items()
+        for part in parts
+    }
+
+
+# --- Modules -----------------------------------------------------------------------------------------------------------
+
+
+class RotaryTable(nn.Module):
+    """RoPE angles for every position, once for the whole model, in Hugging Face's frequencies.
+
+    `forward` returns `angles` fp32 [max_positions, 1, 1, rotary_dim] (frequencies repeated for both halves), the form in which TE's
+    fused kernel wants them. YaRN also scales cos and sin by `attention_scaling` a; since (a q)(a k) = a² q k it is applied as a
+    factor a² of the softmax scale instead.
+    """
+
+    def __init__(self, config: PretrainedConfig, hf_rotary_class: type[nn.Module], device: torch.device) -> None:
+        super().__init__()
+        with torch.device("cpu"):
+            reference = hf_rotary_class(config)
+        self.attention_scaling = float(reference.attention_scaling)
+        frequencies = reference.inv_freq.float()
+        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+        angles = torch.outer(positions, frequencies)
+        self.angles: Tensor
+        # A plain attribute, not a buffer: a cast of the model to bf16 must not touch it.
+        self.angles = torch.cat((angles, angles), dim=-1)[:, None, None, :].to(device)
+
+    def forward(self, hidden: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """The table; the arguments are those Hugging Face passes."""
+        return self.angles
+
+
+def _rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """RoPE of `x` [B, S, heads, d] by `angles` fp32 [B, S, 1, rotary_dim], rotary_dim <= d, rotate-half layout."""
+    rotary_dim = angles.shape[-1]
+    rotated, rest = x[..., :rotary_dim].float(), x[..., rotary_dim:]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
+
+
+class TEDecoderLayer(GradientCheckpointingLayer):
+    """One decoder layer; called as Hugging Face calls its own, returns hidden states [B, S, h].
+
+    `is_first_microbatch` is read on every call: True casts the weights to fp8 and keeps the casts, False reuses them, None
+    casts without keeping. It changes nothing outside fp8.
+    """
+
+    def __init__(self, spec: DecoderSpec, layer: int, softmax_scale: float, dtype: torch.dtype, device: torch.device) -> None:
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        self.layer = layer
+        self.spec = spec
+        self.is_first_microbatch: bool | None = None
+        # Names that Hugging Face's SDPA function reads.
+        self.num_key_value_groups = spec.num_heads // spec.num_kv_heads
+        self.is_causal = True
+        self.softmax_scale = softmax_scale
+        shared: dict[str, Any] = {"params_dtype": dtype, "device": device}
+        self.qkv = te.LayerNormLinear(
+            spec.hidden_size,
+            spec.q_size + 2 * spec.kv_size,
+            eps=spec.norm_eps,
+            bias=spec.qkv_bias,
+            normalization="RMSNorm",
+            **shared,
+        )
+        if spec.qk_norm:
+            self.q_norm = te.RMSNorm(spec.head_dim, eps=spec.norm_eps, dtype=dtype, device=device)
+            self.k_norm = te.RMSNorm(spec.head_dim, eps=spec.norm_eps, dtype=dtype, device=device)
+        window = spec.windows[layer]
+        self.attention = te.DotProductAttention(
+            spec.num_heads,
+            spec.head_dim,
+            num_gqa_groups=spec.num_kv_heads,
+            attention_dropout=spec.attention_dropout,
+            qkv_format="bshd",
+            attn_mask_type="causal",
+            window_size=(-1, 0) if window is None else (window - 1, 0),
+            softmax_scale=softmax_scale,
+            layer_number=layer + 1,
+        )
+        self.output = te.Linear(spec.q_size, spec.hidden_size, bias=spec.output_bias, **shared)
+        self.mlp = te.LayerNormMLP(
+            spec.hidden_size,
+            spec.intermediate_size,
+            eps=spec.norm_eps,
+            bias=spec.mlp_bias,
+            normalization="RMSNorm",
+            activation="swiglu",
+            **shared,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        position_embeddings: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        max_length_q: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """hidden_states [B, S, h]; `position_embeddings` is the table of `RotaryTable`; the rest as the module's docstring says."""
+        assert position_embeddings is not None
+        batch, length, _size = hidden_states.shape
+        spec = self.spec
+        fused = self.qkv(hidden_states, is_first_microbatch=self.is_first_microbatch)
+        q, k, v = fused.view(batch, length, -1, spec.head_dim).split(
+            (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=2
+        )
+        if spec.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if cu_seq_lens_q is not None:
+            context = self._documents(q, k, v, position_embeddings, cu_seq_lens_q, max_length_q)
+        else:
+            context = self._general(q, k, v, position_embeddings, position_ids, attention_mask, past_key_values)
+        hidden_states = hidden_states + self.output(context, is_first_microbatch=self.is_first_microbatch)
+        return hidden_states + self.mlp(hidden_states, is_first_microbatch=self.is_first_microbatch)
+
+    def _documents(
+        self, q: Tensor, k: Tensor, v: Tensor, angles: Tensor, cu_seqlens: Tensor, max_seqlen: int | None
+    ) -> Tensor:
+        """Attention inside documents that each start at position 0; q, k, v [B, S, heads, d] -> [B, S, heads * d].
+
+        B == 1 with more documents than rows is the packed form (TE's "thd"); else every row is one right-padded document.
+        """
+        from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+        batch, length = q.shape[:2]
+        num_documents = cu_seqlens.shape[0] - 1
+        packed = batch == 1 and num_documents != batch
+        if packed:
+            q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        rotate = functools.partial(
+            apply_rotary_pos_emb,
+            freqs=angles,
+            tensor_format="thd" if packed else "bshd",
+            interleaved=False,
+            fused=True,
+            cu_seqlens=cu_seqlens if packed else None,
+        )
+        context = self.attention(
+            rotate(q),
+            rotate(k),
+            v.contiguous(),
+            qkv_format="thd" if packed else "bshd",
+            attn_mask_type="padding_causal",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=max_seqlen if packed else length,
+            max_seqlen_kv=max_seqlen if packed else length,
+        )
+        return context.reshape(batch, length, -1)
+
+    def _general(
+        self, q: Tensor, k: Tensor, v: Tensor, angles: Tensor, position_ids: Tensor | None, mask: Tensor | None, cache: Any
+    ) -> Tensor:
+        """Attention under Hugging Face's 4-D mask (None: causal) with its KV cache; q, k, v [B, S, heads, d]."""
+        batch, length = q.shape[:2]
+        assert position_ids is not None
+        rows = angles[position_ids].flatten(2).unsqueeze(2)
+        q, k = _rotate(q, rows).transpose(1, 2), _rotate(k, rows).transpose(1, 2)
+        v = v.transpose(1, 2)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        dropout = self.spec.attention_dropout if self.training else 0.0
+        context, _weights = sdpa_attention_forward(self, q, k, v, mask, dropout=dropout, scaling=self.softmax_scale)
+        return context.reshape(batch, length, -1)
+
+
+@functools.cache
+def _te_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A subclass of a Hugging Face model class whose `save_pretrained` writes the Hugging Face layout.
+
+    It keeps the base's name, so that the saved config names the architecture that can load the checkpoint.
+    """
+
+    def save_pretrained(self: Any, save_directory: Any, *, state_dict: Any = None, **kwargs: Any) -> None:
+        if state_dict is None:
+            state_dict = export_state_dict(self)
+        base.save_pretrained(self, save_directory, state_dict=state_dict, **kwargs)
+
+    return type(base.__name__, (base,), {"__doc__": base.__doc__, "__module__": __name__, "save_pretrained": save_pretrained})
+
+
+def build_te_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+    """A Hugging Face causal LM with TE decoder layers, parameters of `dtype` allocated on `device` and not yet filled.
+
+    Fill them with `WeightFiller` or `initialize_weights_`. Raises `UnsupportedArchitecture`.
+    """
+    import transformer_engine.pytorch as te
+
+    device = torch.device(device)
+    spec = decoder_spec(config)
+    # SDPA for the general path: Hugging Face then builds the masks that path needs, and none for training's (see `_documents`).
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        hf_rotary_class = type(model.model.rotary_emb)
+        model.model.layers = nn.ModuleList()
+        model.model.rotary_emb = nn.Identity()
+    model.to_empty(device=device)
+    model.tie_weights()
+    rotary = RotaryTable(config, hf_rotary_class, device)
+    if rotary.attention_scaling != 1.0 and rotary.angles.shape[-1] != spec.head_dim:
+        raise UnsupportedArchitecture("rope_parameters combine an attention factor with a partial rotary dimension")
+    softmax_scale = rotary.attention_scaling**2 / math.sqrt(spec.head_dim)
+    model.model.rotary_emb = rotary
+    model.model.norm = te.RMSNorm(spec.hidden_size, eps=spec.norm_eps, dtype=dtype, device=device)
+    model.model.layers = nn.ModuleList(
+        TEDecoderLayer(spec, layer, softmax_scale, dtype, device) for layer in range(spec.num_layers)
+    )
+    model.__class__ = _te_class(type(model))
+    return model
+
+
+def initialize_weights_(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Random weights as Hugging Face initialises these families: normal(0, initializer_range), norms one, biases zero."""
+    std = model.config.initializer_range
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, std, generator=generator)
+
+
+def te_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The model's parameters by name, a tied matrix once."""
+    return dict(model.named_parameters())
+
+
+def export_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights in Hugging Face's layout on the CPU, each tensor with memory of its own, ready to be saved."""
+    views = hf_state_dict(decoder_spec(model.config), te_parameters(model))
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in views.items()}
