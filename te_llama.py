@@ -210,9 +210,7 @@ class WeightFiller:
         entries = parameter_map(spec)
         if entries.keys() != te_parameters.keys():
             raise UnsupportedArchitecture(f"parameter map and model differ in {_listed(entries.keys() ^ te_parameters.keys())}")
-        self._targets = {
-            part.hf_name: (te_parameters[te_name], part) for te_name, parts in entries.items() for part in parts
-        }
+        self._targets = {part.hf_name: (te_parameters[te_name], part) for te_name, parts in entries.items() for part in parts}
         self._missing = set(self._targets)
         self._tied = spec.tied_embeddings
 
@@ -267,7 +265,7 @@ class RotaryTable(nn.Module):
     def __init__(self, config: PretrainedConfig, hf_rotary_class: type[nn.Module], device: torch.device) -> None:
         super().__init__()
         with torch.device("cpu"):
-            reference = hf_rotary_class(config)
+            reference: Any = hf_rotary_class(config)
         self.attention_scaling = float(reference.attention_scaling)
         frequencies = reference.inv_freq.float()
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
@@ -371,9 +369,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         hidden_states = hidden_states + self.output(context, is_first_microbatch=self.is_first_microbatch)
         return hidden_states + self.mlp(hidden_states, is_first_microbatch=self.is_first_microbatch)
 
-    def _documents(
-        self, q: Tensor, k: Tensor, v: Tensor, angles: Tensor, cu_seqlens: Tensor, max_seqlen: int | None
-    ) -> Tensor:
+    def _documents(self, q: Tensor, k: Tensor, v: Tensor, angles: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
         """Attention inside documents that each start at position 0; q, k, v [B, S, heads, d] -> [B, S, heads * d].
 
         B == 1 with more documents than rows is the packed form (TE's "thd"); else every row is one right-padded document.
@@ -463,7 +459,8 @@ def build_te_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.d
     model.model.layers = nn.ModuleList(
         TEDecoderLayer(spec, layer, softmax_scale, dtype, device) for layer in range(spec.num_layers)
     )
-    model.__class__ = _te_class(type(model))
+    hf_class: Any = type(model)
+    model.__class__ = _te_class(hf_class)
     return model
 
 

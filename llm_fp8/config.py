@@ -38,9 +38,7 @@ class ModelConfig:
     model_name: str = option(
         EMBEDDED, "Hub id or local folder of a Llama, Qwen or Mistral model, or 'embedded' for the tiny one in this repository."
     )
-    use_te: bool = option(
-        False, "Build the decoder layers from Transformer Engine modules (te_llama.py). Needs an NVIDIA GPU."
-    )
+    use_te: bool = option(False, "Build the decoder layers from Transformer Engine modules (te_llama.py). Needs an NVIDIA GPU.")
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
         "auto",
         "Attention of the Hugging Face path (without --use_te). 'auto' takes flash-attn where it is installed and sdpa elsewhere.",
@@ -145,7 +143,11 @@ class OptimConfig:
 class RunConfig:
     """Where results go, what is reported and when it is saved."""
 
-    output_dir: str = option("runs/default", "Folder of the run: run.json, metrics.jsonl, summary.json, checkpoints/ and final/.")
+    output_dir: str | None = option(
+        None,
+        "Folder of the run: run.json, metrics.jsonl, summary.json, checkpoints/ and final/. Default: a new folder under runs/, named after the "
+        "time, model and precision.",
+    )
     resume_from: str | None = option(None, "'latest' (of output_dir) or a checkpoint folder to continue from.")
     save_every: int = option(0, "Optimizer steps between checkpoints; 0 saves none during training.")
     save_total_limit: int = option(2, "Checkpoints kept; the oldest go first.")
@@ -194,7 +196,7 @@ class _Parser(HfArgumentParser):
     """HfArgumentParser whose errors are one sentence and whose optional booleans can be bare flags."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(list(SECTIONS.values()), allow_abbrev=False, **kwargs)
+        super().__init__(list(SECTIONS.values()), allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
         for section in SECTIONS.values():
             for name, hint in get_type_hints(section).items():
                 if bool in get_args(hint):
@@ -290,11 +292,11 @@ def check_config(config: Config) -> None:
         "fp8_first_bf16_layers": config.precision.fp8_first_bf16_layers,
         "fp8_last_bf16_layers": config.precision.fp8_last_bf16_layers,
     }
-    for name, value in non_negative.items():
-        _require(value >= 0, f"--{name} must not be negative, and is {value}.")
+    for name, number in non_negative.items():
+        _require(number >= 0, f"--{name} must not be negative, and is {number}.")
     for name in ("adam_beta1", "adam_beta2"):
-        value = getattr(config.optim, name)
-        _require(0.0 <= value < 1.0, f"--{name} must be at least 0 and below 1, not {value}.")
+        beta = getattr(config.optim, name)
+        _require(0.0 <= beta < 1.0, f"--{name} must be at least 0 and below 1, not {beta}.")
     fraction = config.data.validation_fraction
     _require(0.0 <= fraction < 1.0, f"--validation_fraction must be at least 0 and below 1, not {fraction}.")
     tokens = config.data.max_seq_length * config.data.batch_size
@@ -304,6 +306,10 @@ def check_config(config: Config) -> None:
             f"--batch_size {config.data.batch_size} times --max_seq_length {config.data.max_seq_length} is {tokens} tokens, which is not a "
             "multiple of 16 as fp8 kernels and packed rows need; choose a --max_seq_length that is a multiple of 16.",
         )
+    _require(
+        not (config.run.resume_from == "latest" and config.run.output_dir is None),
+        "--resume_from latest needs --output_dir, the folder of the run to continue.",
+    )
     _require(
         not (config.data.streaming and config.optim.max_steps is None),
         "--streaming does not know how many rows there are, so --max_steps must say when to stop.",

@@ -9,7 +9,7 @@ itself would convert the model, in a bf16 run too. A flag that contradicts the f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from llm_fp8.config import PrecisionConfig
@@ -33,7 +33,9 @@ def take_launch_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
         return {"mixed_precision": precision}
     backend = fp8.get("BACKEND", "TE").upper()
     if backend != "TE":
-        raise UserError(f"accelerate's fp8_config asks for backend {backend}, and these scripts train fp8 with backend TE; set 'backend: TE'.")
+        raise UserError(
+            f"accelerate's fp8_config asks for backend {backend}, and these scripts train fp8 with backend TE; set 'backend: TE'."
+        )
     if any(fp8.get(f"OVERRIDE_{gemm}", "false").lower() in _TRUE for gemm in ("FPROP", "DGRAD", "WGRAD")):
         raise UserError(
             "accelerate's fp8_config sets override_linear_precision, which Transformer Engine no longer has; set it to "
@@ -42,7 +44,7 @@ def take_launch_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
     settings: dict[str, Any] = {"mixed_precision": "fp8"}
     if fp8.get("USE_MXFP8_BLOCK_SCALING", "false").lower() in _TRUE:
         settings["fp8_scenario"] = "mxfp8"
-    readers = {
+    readers: dict[str, tuple[str, Callable[[str], Any]]] = {
         "FORMAT": ("fp8_format", str.upper),
         "AMAX_HISTORY_LEN": ("amax_history_len", int),
         "AMAX_COMPUTE_ALGO": ("amax_compute_algo", str.lower),

@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -103,7 +104,9 @@ def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
 def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTrainedTokenizerBase, str | None]:
     """The model's tokenizer and, where it is not the model's own, a sentence that says so."""
     if source.architecture_only and source.location.endswith(".json"):
-        note = f"--random_init {source.name}: random weights have no use for the model's own tokenizer, so the embedded one is used."
+        note = (
+            f"--random_init {source.name}: random weights have no use for the model's own tokenizer, so the embedded one is used."
+        )
         return AutoTokenizer.from_pretrained(EMBEDDED_MODEL), note
     with _named_errors("tokenizer", options.model_name):
         return AutoTokenizer.from_pretrained(source.location, cache_dir=options.weights_cache_dir), None
@@ -131,7 +134,9 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
         try:
             te_llama.decoder_spec(hf_config)
         except te_llama.UnsupportedArchitecture as error:
-            raise UserError(f"--use_te cannot build {name}: {error}. Drop --use_te to train it with its linear layers swapped.") from error
+            raise UserError(
+                f"--use_te cannot build {name}: {error}. Drop --use_te to train it with its linear layers swapped."
+            ) from error
 
 
 # --- Weights in ----------------------------------------------------------------------------------------------------------
@@ -174,7 +179,7 @@ def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
     for path in files:
         try:
             with safe_open(path, framework="pt", device=device) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                for name in tensors.keys():
                     filler.fill(name, tensors.get_tensor(name))
         except SafetensorError as error:
             raise UserError(f"{path} is truncated or corrupt ({error}); fetch it again.") from error
@@ -190,7 +195,9 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype) -
     """The attention implementation of the Hugging Face path."""
     installed = importlib.util.find_spec("flash_attn") is not None
     if requested == "flash_attention_2" and not installed:
-        raise UserError("--attn_implementation flash_attention_2 needs flash-attn, which is not installed; run: pip install --no-build-isolation flash-attn")
+        raise UserError(
+            "--attn_implementation flash_attention_2 needs flash-attn, which is not installed; run: pip install --no-build-isolation flash-attn"
+        )
     if requested != "auto":
         return requested
     return "flash_attention_2" if installed and device.type == "cuda" and dtype != torch.float32 else "sdpa"
@@ -234,7 +241,7 @@ def _load_hf_model(
     weight_files(options, source)  # A clear sentence for what is missing, before transformers' own.
     with _named_errors("weights", options.model_name):
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.location,
                 dtype=dtype,
                 attn_implementation=attention,
@@ -243,11 +250,18 @@ def _load_hf_model(
                 output_loading_info=True,
             )
         except SafetensorError as error:
-            raise UserError(f"{_corrupt_file(weight_files(options, source))} is truncated or corrupt ({error}); fetch it again.") from error
-    wrong = {kind: names for kind, names in info.items() if names and kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+            raise UserError(
+                f"{_corrupt_file(weight_files(options, source))} is truncated or corrupt ({error}); fetch it again."
+            ) from error
+    model, info = loaded
+    wrong = {
+        kind: names for kind, names in info.items() if names and kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    }
     if wrong:
         kind, names = next(iter(wrong.items()))
-        raise UserError(f"--model_name {options.model_name}: {kind.replace('_', ' ')} in the checkpoint: {', '.join(sorted(map(str, names))[:4])}.")
+        raise UserError(
+            f"--model_name {options.model_name}: {kind.replace('_', ' ')} in the checkpoint: {', '.join(sorted(map(str, names))[:4])}."
+        )
     return model
 
 

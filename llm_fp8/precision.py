@@ -70,6 +70,11 @@ class PrecisionPlan:
         return {"no": torch.float32, "fp16": torch.float16}.get(self.effective, torch.bfloat16)
 
     @property
+    def compute_name(self) -> str:
+        """What linear layers outside fp8 compute in: fp32, bf16 or fp16."""
+        return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[self.compute_dtype]
+
+    @property
     def name(self) -> str:
         """A short name for tables: 'bf16', 'fp8 delayed', ..."""
         return f"fp8 {self.effective_scenario}" if self.effective == "fp8" else self.effective
@@ -157,7 +162,9 @@ def _build_recipe(options: PrecisionConfig, wanted: str, effective: str) -> Any:
     delayed_only = {"amax_history_len": 1024, "amax_compute_algo": "max", "fp8_margin": 0}
     for name in delayed_only:
         if getattr(options, name) is not None and wanted != "delayed":
-            raise UserError(f"--{name} belongs to delayed scaling and has no effect with --fp8_scenario {wanted}; drop one of them.")
+            raise UserError(
+                f"--{name} belongs to delayed scaling and has no effect with --fp8_scenario {wanted}; drop one of them."
+            )
     if options.fp8_format is not None and wanted == "nvfp4":
         raise UserError("--fp8_format has no effect with --fp8_scenario nvfp4; drop it.")
     chosen: dict[str, Any] = {}
@@ -211,7 +218,7 @@ class Precision:
         kept: set[nn.Module] = set()
         for layer in [*decoder_layers[:first], *decoder_layers[len(decoder_layers) - last :]]:
             kept.update(layer.modules())
-            layer.forward = functools.partial(self._without_fp8, layer.forward)  # type: ignore[method-assign]
+            layer.forward = functools.partial(self._without_fp8, layer.forward)
         self._fp8_modules = {
             name: module
             for name, module in model.named_modules()
@@ -266,7 +273,7 @@ class Precision:
             for name, module in self._fp8_modules.items():
                 module.init_fp8_metadata(num_gemms=len(linear_weights(module)))  # type: ignore[operator]
                 for direction in ("scaling_fwd", "scaling_bwd"):
-                    meta = module.fp8_meta[direction]  # type: ignore[index]
+                    meta: Any = module.fp8_meta[direction]  # type: ignore[index]
                     state[f"{name}.{direction}.scale"] = meta.scale
                     state[f"{name}.{direction}.amax_history"] = meta.amax_history
         return state

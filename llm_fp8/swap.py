@@ -29,7 +29,7 @@ def swap_linears(model: nn.Module) -> dict[str, str]:
     """Replace the `nn.Linear` modules of `model` by TE's in place; returns name -> reason for each one left alone."""
     te = require_te("--mixed_precision fp8")
 
-    class SwappedLinear(te.Linear):  # type: ignore[misc, name-defined]
+    class SwappedLinear(te.Linear):  # type: ignore[name-defined]
         """te.Linear that is called like nn.Linear; `is_first_microbatch` is an attribute, as in te_llama.TEDecoderLayer."""
 
         is_first_microbatch: bool | None = None
@@ -91,7 +91,9 @@ class Census:
         }
 
     def describe(self) -> str:
-        """A few lines for the terminal."""
+        """A few lines for the terminal; one where nothing is in fp8."""
+        if not self.num_fp8_weights:
+            return "linear layers in fp8: none"
         lines = [f"linear layers in fp8: {self.fp8_linear_flop_share:.1%} of linear FLOPs"]
         lines += [f"  fp8   {pattern} x {count}" for pattern, count in self.converted.items()]
         lines += [f"  other {pattern} x {reason}" for pattern, reason in self.skipped.items()]

@@ -1,0 +1,24 @@
+"""Which text, and how it becomes batches.
+
+`prepare_data` is the way in; the rooms behind it are named in prepare.py. Labels in a `Batch` are already shifted
+(collate.py).
+"""
+
+from llm_fp8.data.collate import IGNORED, Batch
+from llm_fp8.data.loader import EvalLoader, TrainLoader
+from llm_fp8.data.prepare import PreparedData, prepare_data
+from llm_fp8.data.prompt import PROMPT_FORM, encode_prompt, format_prompt
+from llm_fp8.data.report import DataReport
+
+__all__ = [
+    "IGNORED",
+    "PROMPT_FORM",
+    "Batch",
+    "DataReport",
+    "EvalLoader",
+    "PreparedData",
+    "TrainLoader",
+    "encode_prompt",
+    "format_prompt",
+    "prepare_data",
+]

@@ -1,0 +1,200 @@
+"""Datasets in: a hub id, or any local form, becomes one split of a `datasets` dataset.
+
+Understood names (`--dataset_name`):
+
+    embedded                    the dataset of this repository
+    owner/name                  a dataset of the Hugging Face hub
+    path/to/folder              laid out as the hub lays them out, or written by `save_to_disk`
+    path/to/file.jsonl          also .json, .parquet, .csv
+
+Only the files of the split that is asked for are downloaded and converted. A dataset whose largest split has 14 million
+rows costs no more than the split that is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+import datasets
+from datasets import Dataset, DatasetDict, IterableDataset
+from datasets.exceptions import DatasetNotFoundError, DatasetsError
+
+from llm_fp8.config import EMBEDDED
+from llm_fp8.embedded import DATASET_DIR
+from llm_fp8.errors import UserError
+
+FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+DEFAULT_SPLITS = ("train_1M", "train")
+"""The first of these that the dataset has is the default of `--split_name`."""
+
+READ_ERRORS = (DatasetsError, OSError, ValueError, RuntimeError)
+"""What `datasets` raises on something it cannot reach, find or parse (pyarrow's errors are ValueErrors)."""
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """A dataset that was found, and its splits.
+
+    `path` is what `datasets.load_dataset` takes. `files` holds the data files of each split, relative to the dataset, and an
+    empty list where they are not known. `saved` is the opened dataset when it came from `save_to_disk`.
+    """
+
+    name: str
+    path: str
+    files: dict[str, list[str]]
+    saved: Optional[DatasetDict] = field(default=None, repr=False)
+
+    @property
+    def splits(self) -> list[str]:
+        """Names of the splits."""
+        return list(self.files)
+
+    def training_split(self, wanted: Optional[str]) -> str:
+        """`wanted`, or the default split; `UserError` where the dataset does not have it."""
+        if wanted is None:
+            for split in DEFAULT_SPLITS:
+                if split in self.files:
+                    return split
+            raise UserError(
+                f"--dataset_name {self.name} has no split 'train'; choose --split_name from: {', '.join(self.splits)}."
+            )
+        return self.check_split(wanted, "--split_name")
+
+    def check_split(self, wanted: str, flag: str) -> str:
+        """`wanted`, or a `UserError` that lists the splits there are."""
+        if wanted not in self.files:
+            raise UserError(f"{flag} {wanted}: {self.name} has no such split; it has: {', '.join(self.splits)}.")
+        return wanted
+
+
+def open_source(name: str) -> DatasetSource:
+    """Find the dataset called `name` and list its splits; no row is read yet."""
+    path = DATASET_DIR if name == EMBEDDED else Path(name)
+    if path.is_file():
+        if path.suffix not in FILE_BUILDERS:
+            raise UserError(
+                f"--dataset_name {name}: '{path.suffix}' files are not understood; give one of {', '.join(FILE_BUILDERS)} or a folder."
+            )
+        return DatasetSource(name, FILE_BUILDERS[path.suffix], {"train": [str(path.resolve())]})
+    if path.is_dir():
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            return _open_saved(name, path)
+    elif name.startswith((".", "/", "~")) or path.suffix in FILE_BUILDERS or name.count("/") > 1:
+        raise UserError(f"--dataset_name {name}: no such file or folder.")
+    return _open_builder(name, str(path.resolve()) if path.is_dir() else name)
+
+
+def _open_saved(name: str, path: Path) -> DatasetSource:
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except READ_ERRORS as error:
+        raise UserError(f"--dataset_name {name}: the save_to_disk folder cannot be read: {_first_line(error)}") from error
+    saved = loaded if isinstance(loaded, DatasetDict) else DatasetDict({str(loaded.split or "train"): loaded})
+    return DatasetSource(name, str(path), {split: [] for split in saved}, saved)
+
+
+def _open_builder(name: str, path: str) -> DatasetSource:
+    local = Path(path).is_dir()
+    try:
+        builder = datasets.load_dataset_builder(path)
+    except DatasetNotFoundError as error:
+        raise UserError(
+            f"--dataset_name {name} is not a local path, and the Hugging Face hub has no such dataset or wants a login for it "
+            f"('hf auth login', and accept its terms on its page if it is gated)."
+        ) from error
+    except ConnectionError as error:
+        raise UserError(
+            f"--dataset_name {name} is not a local path, and the Hugging Face hub cannot be reached; check the network, or fetch it "
+            f"where there is one with 'hf download {name} --repo-type dataset --local-dir DIR' and pass that folder."
+        ) from error
+    except READ_ERRORS as error:
+        kind = "the folder holds no data that can be read" if local else "the dataset cannot be opened"
+        raise UserError(f"--dataset_name {name}: {kind}: {_first_line(error)}") from error
+    data_files = builder.config.data_files
+    if data_files is None:  # an earlier download, used because the hub cannot be reached
+        return DatasetSource(name, path, {split: [] for split in builder.info.splits or {}})
+    return DatasetSource(name, path, {str(split): [_relative(f, path) for f in files] for split, files in data_files.items()})
+
+
+def _relative(file: str, dataset_path: str) -> str:
+    """A data file's path inside its dataset, from a local path or `hf://datasets/owner/name@revision/path`."""
+    if file.startswith("hf://"):
+        return file.split("@", 1)[1].split("/", 1)[1]
+    return str(Path(file).relative_to(dataset_path))
+
+
+def load_split(source: DatasetSource, split: str) -> Dataset:
+    """One split, converted to memory-mapped Arrow once. Raises `UserError` with file and line where a JSON line is broken."""
+    return source.saved[split] if source.saved is not None else _load(source, split, streaming=False)
+
+
+def open_split_stream(source: DatasetSource, split: str) -> IterableDataset:
+    """One split as a stream, from its beginning; read it with `iterate`."""
+    if source.saved is not None:
+        return source.saved[split].to_iterable_dataset()
+    return _load(source, split, streaming=True)
+
+
+def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
+    files = source.files[split]
+    # Naming the files keeps `datasets` from downloading and converting every other split too.
+    data_files = {split: files} if files else None
+    try:
+        return datasets.load_dataset(source.path, data_files=data_files, split=split, streaming=streaming)
+    except READ_ERRORS as error:
+        raise _unreadable(source, split, error) from error
+
+
+def iterate(source: DatasetSource, split: str, stream: IterableDataset) -> Iterator[dict[str, Any]]:
+    """The rows of a stream, with unreadable ones turned into a `UserError`."""
+    try:
+        yield from stream
+    except READ_ERRORS as error:
+        raise _unreadable(source, split, error) from error
+
+
+def _unreadable(source: DatasetSource, split: str, error: BaseException) -> UserError:
+    """The error of a broken file: with the line where one of the split's local JSON files is to blame."""
+    root = Path(source.path) if Path(source.path).is_dir() else Path()
+    for file in source.files[split]:
+        path = root / file
+        if path.suffix in (".jsonl", ".json") and path.is_file():
+            broken = _broken_line(path)
+            if broken is not None:
+                line, reason = broken
+                return UserError(f"{path}, line {line}: not valid JSON ({reason}); mend or remove the line.")
+    cause = error.__cause__ or error
+    return UserError(f"--dataset_name {source.name}: split '{split}' cannot be read: {_first_line(cause)}")
+
+
+def _broken_line(path: Path) -> Optional[tuple[int, str]]:
+    """Number, from 1, of the first line that is no JSON object, and why; None if the file is in order."""
+    content = path.read_bytes()
+    try:
+        json.loads(content)
+        return None  # one JSON document, however it is broken into lines
+    except UnicodeDecodeError:
+        pass
+    except json.JSONDecodeError as error:
+        if content.lstrip().startswith(b"["):
+            return error.lineno, error.msg
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except json.JSONDecodeError as error:
+            return number, error.msg
+        except UnicodeDecodeError as error:
+            return number, f"not UTF-8: {error.reason}"
+        if not isinstance(row, dict):
+            return number, f"a {type(row).__name__}, not an object"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

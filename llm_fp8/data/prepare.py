@@ -1,0 +1,319 @@
+"""From a configuration and a tokenizer to the loaders of a run: `prepare_data`.
+
+load (load.py) -> documents, cached (prompt.py, tokenise.py) -> held-out share (split.py) -> rows (pack.py)
+-> global batches (rows.py, stream.py) -> micro-batches (collate.py, loader.py)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from llm_fp8.config import Config
+from llm_fp8.data.collate import PackedCollate, PaddedCollate
+from llm_fp8.data.load import DatasetSource, iterate, load_split, open_source, open_split_stream
+from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
+from llm_fp8.data.pack import RowPlan, one_per_row, pack
+from llm_fp8.data.prompt import describe_prompt_form, detect_columns
+from llm_fp8.data.report import DataReport
+from llm_fp8.data.rows import MapRows, Row, RowSource, row_readers
+from llm_fp8.data.split import held_out_mask, is_held_out
+from llm_fp8.data.stream import StreamedRow, StreamRows
+from llm_fp8.data.tokenise import Document, DocumentStore, Outcome, TokeniseOptions, cache_key, tokenise, tokenise_rows
+from llm_fp8.errors import UserError
+
+IndexArray = npt.NDArray[np.int64]
+
+VALIDATION_SPLIT = "validation"
+
+STREAMED_EVAL_ROWS = 512
+"""Rows held out of a stream: the first so many that the held-out rule takes, or the first of the validation split."""
+
+STREAMED_EVAL_SCAN_ROWS = 200_000
+"""Rows of a stream that are searched for them at most."""
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The loaders of a run and what its data look like."""
+
+    train: TrainLoader
+    eval: Optional[EvalLoader]
+    """None where no row is held out."""
+    report: DataReport
+    description: str
+    sample: str
+
+    def describe(self) -> str:
+        """A few lines to print: where the data come from, their counts, the prompt form and one sample, its supervised part
+        between >>> and <<<."""
+        lines = [self.description, f"  {self.report.summary()}"]
+        if self.report.padding_efficiency is not None:
+            lines.append(
+                f"  {self.report.num_tokens} tokens, {self.report.num_supervised_tokens} of them supervised, in "
+                f"{self.report.num_rows_of_batches} rows of {self.report.max_seq_length}: {self.report.padding_efficiency:.1%} filled"
+            )
+        lines.append(f"  evaluation: {self.report.num_eval_rows} rows")
+        if self.report.num_eval_rows_seen_in_training:
+            lines[-1] += f" ({self.report.num_eval_rows_seen_in_training} left out because their problem is trained on)"
+        sample = "\n".join("    " + line for line in self.sample.splitlines())
+        return "\n".join([*lines, "  a sample, >>>supervised<<<:", sample])
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Id that fills unused positions: PAD, else EOS. Padding is never recognised by it."""
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(token_id, int):
+            return token_id
+    return 0
+
+
+def prepare_data(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    rank: int = 0,
+    world_size: int = 1,
+    pin_memory: bool = False,
+    main_process_first: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> PreparedData:
+    """Load, tokenise, split and plan the data of a run.
+
+    `main_process_first` (such as `accelerator.local_main_process_first`) returns a context in which the other processes wait
+    for the main one, so that it alone downloads and tokenises and they find the result in the cache.
+
+    Raises `UserError` on a dataset that cannot be found, read or used.
+    """
+    with main_process_first():
+        source = open_source(config.data.dataset_name)
+        split = source.training_split(config.data.split_name)
+        job = _Job(config, tokenizer, Share(rank, world_size), pin_memory, source, split)
+        return _prepare_stream(job) if config.data.streaming else _prepare_map(job)
+
+
+def mark_supervised(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The decoded document with each supervised stretch between >>> and <<<."""
+    bounds = [0, *(np.flatnonzero(np.diff(document.supervised.astype(np.int8))) + 1).tolist(), len(document.input_ids)]
+    text = ""
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        piece = str(tokenizer.decode(document.input_ids[start:end].tolist()))
+        text += f">>>{piece}<<<" if document.supervised[start] else piece
+    return text
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What both ways of preparing need to know."""
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    share: Share
+    pin_memory: bool
+    source: DatasetSource
+    split: str
+
+    @property
+    def validation_split(self) -> Optional[str]:
+        """The split to evaluate on, or None where a share of the training problems is to be held out."""
+        wanted = self.config.data.validation_split_name
+        if wanted is not None:
+            return self.source.check_split(wanted, "--validation_split_name")
+        return VALIDATION_SPLIT if VALIDATION_SPLIT in self.source.files and self.split != VALIDATION_SPLIT else None
+
+    def options(self, columns: Sequence[str]) -> TokeniseOptions:
+        """How rows with these columns become documents."""
+        data = self.config.data
+        return TokeniseOptions(detect_columns(columns), data.max_seq_length, data.overlong, data.train_on_prompt)
+
+    def plan(self, lengths: IndexArray, chosen: IndexArray) -> RowPlan:
+        """Rows of the `chosen` among all documents, by their indices."""
+        local = pack(lengths[chosen], self.config.data.max_seq_length) if self.config.packing else one_per_row(len(chosen))
+        return RowPlan(chosen[local.samples], local.offsets)
+
+    def identify(self, *parts: Any) -> str:
+        """Hash of what decides which rows there are and in which order they come."""
+        content = [*parts, self.config.packing, self.config.optim.seed]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+    def finish(
+        self,
+        train_rows: RowSource,
+        eval_rows: Sequence[Callable[[], Row]],
+        report: DataReport,
+        options: TokeniseOptions,
+        eval_from: str,
+        sample: str,
+    ) -> PreparedData:
+        """The loaders over training rows and rows to evaluate."""
+        data, kind = self.config.data, PackedCollate if self.config.packing else PaddedCollate
+        collate = kind(data.batch_size, data.max_seq_length, pad_token_id(self.tokenizer))
+        num_micro_batches = self.config.optim.gradient_accumulation_steps
+        description = (
+            f"data: {data.dataset_name}, split {self.split}, evaluated on {eval_from}, "
+            f"{'packed' if self.config.packing else 'padded'} rows of {data.max_seq_length} tokens\n"
+            f"  prompt form: {describe_prompt_form(options.form, self.tokenizer)}"
+        )
+        evaluation = EvalLoader(eval_rows, collate, data.batch_size, self.share, self.config.run.eval_batches, self.pin_memory)
+        return PreparedData(
+            TrainLoader(train_rows, collate, data.batch_size, num_micro_batches, self.share, self.pin_memory),
+            evaluation if eval_rows else None,
+            report,
+            description,
+            sample,
+        )
+
+
+# ---- all rows at hand ----
+
+
+def _prepare_map(job: _Job) -> PreparedData:
+    data = job.config.data
+    dataset = load_split(job.source, job.split)
+    if data.num_of_samples is not None:
+        dataset = dataset.select(range(min(data.num_of_samples, len(dataset))))
+    make = partial(tokenise, tokenizer=job.tokenizer, cache_dir=data.data_cache_dir, num_workers=data.preprocessing_workers)
+    options = job.options(dataset.column_names)
+    rows = make(dataset, options=options)
+    columns = _columns(rows)
+    report = DataReport(max_seq_length=options.max_seq_length)
+    report.count_unused(columns["outcome"].tolist())
+    train = columns["length"] > 0
+
+    if job.validation_split is None:
+        held_out = np.zeros(len(train), dtype=bool)
+        held_out[train] = held_out_mask(columns["problem_key"][train], data.validation_fraction)
+        train &= ~held_out
+        eval_set, eval_tokenised, eval_columns = np.flatnonzero(held_out), rows, columns
+        report.num_rows_held_out = len(eval_set)
+        eval_from = f"{data.validation_fraction:.2%} of its problems" if len(eval_set) else "nothing"
+    else:
+        other = load_split(job.source, job.validation_split)
+        eval_tokenised = make(other, options=job.options(other.column_names))
+        eval_columns = _columns(eval_tokenised)
+        seen = (eval_columns["length"] > 0) & np.isin(eval_columns["problem_key"], columns["problem_key"][train])
+        eval_set = np.flatnonzero((eval_columns["length"] > 0) & ~seen)
+        report.num_eval_rows_seen_in_training = int(seen.sum())
+        eval_from = f"split {job.validation_split}"
+        if len(eval_set) == 0:
+            raise UserError(
+                f"--validation_split_name {job.validation_split}: none of its {len(other)} rows can be evaluated on: {int(seen.sum())} "
+                f"hold a problem that split {job.split} trains on, the others are empty or too long."
+            )
+
+    train_set = np.flatnonzero(train)
+    report.num_rows_used, report.num_eval_rows = len(train_set), len(eval_set)
+    report.num_tokens = int(columns["length"][train_set].sum())
+    report.num_supervised_tokens = int(columns["num_supervised"][train_set].sum())
+    if len(train_set) == 0:
+        raise UserError(f"--dataset_name {data.dataset_name}: no row of split {job.split} can be trained on: {report.summary()}.")
+    plan = job.plan(columns["length"], train_set)
+    report.num_rows_of_batches = len(plan)
+
+    documents = DocumentStore(rows)
+    eval_plan = job.plan(eval_columns["length"], eval_set)
+    identity = job.identify(rows._fingerprint, job.validation_split is None and data.validation_fraction)
+    return job.finish(
+        MapRows(plan, documents, job.config.optim.seed, identity),
+        row_readers(eval_plan, DocumentStore(eval_tokenised), range(len(eval_plan))),
+        report,
+        options,
+        eval_from,
+        mark_supervised(documents([int(train_set[0])])[0], job.tokenizer),
+    )
+
+
+def _columns(tokenised: Dataset) -> dict[str, IndexArray]:
+    """The columns of numbers, whole."""
+    names = ["length", "num_supervised", "outcome", "problem_key"]
+    table = tokenised.select_columns(names).with_format("numpy")[:]
+    return {name: np.asarray(table[name], dtype=np.int64) for name in names}
+
+
+# ---- streaming ----
+
+
+def _prepare_stream(job: _Job) -> PreparedData:
+    data, validation = job.config.data, job.validation_split
+
+    def open_stream() -> IterableDataset:
+        opened = open_split_stream(job.source, job.split)
+        return opened if data.num_of_samples is None else opened.take(data.num_of_samples)
+
+    stream = open_stream()
+    options = job.options(_stream_columns(job, job.split, stream))
+    fraction = data.validation_fraction if validation is None else 0.0
+    make = partial(_streamed_rows, tokenizer=job.tokenizer, options=options, fraction=fraction)
+
+    held_out: list[Document] = []
+    sample = ""
+    for row in _scan(iterate(job.source, job.split, stream), make):
+        if row.document is not None and row.held_out:
+            held_out.append(row.document)
+        elif row.document is not None and not sample:
+            sample = mark_supervised(row.document, job.tokenizer)
+        if sample and (fraction == 0.0 or len(held_out) == STREAMED_EVAL_ROWS):
+            break
+    eval_from = f"the first {len(held_out)} rows of {fraction:.2%} of its problems" if held_out else "nothing"
+    if validation is not None:
+        other = open_split_stream(job.source, validation)
+        make_eval = partial(make, options=job.options(_stream_columns(job, validation, other)))
+        documents = (row.document for row in _scan(iterate(job.source, validation, other), make_eval))
+        held_out = list(islice((document for document in documents if document is not None), STREAMED_EVAL_ROWS))
+        eval_from = f"the first {len(held_out)} rows of split {validation}"
+
+    report = DataReport(max_seq_length=data.max_seq_length, num_eval_rows=len(held_out))
+    identity = job.identify(data.dataset_name, job.split, data.num_of_samples, cache_key("", job.tokenizer, options), fraction)
+    capacity = data.max_seq_length if job.config.packing else None
+    rows = StreamRows(
+        open_stream, partial(iterate, job.source, job.split), make, capacity, job.config.optim.seed, identity, report
+    )
+    lengths = np.array([len(document.input_ids) for document in held_out], dtype=np.int64)
+    eval_plan = job.plan(lengths, np.arange(len(held_out)))
+    eval_readers = row_readers(eval_plan, lambda indices: [held_out[i] for i in indices], range(len(eval_plan)))
+    return job.finish(rows, eval_readers, report, options, eval_from, sample)
+
+
+def _stream_columns(job: _Job, split: str, stream: IterableDataset) -> list[str]:
+    """Column names of a stream; where nobody has written them down, those of its first row."""
+    if stream.column_names is not None:
+        return list(stream.column_names)
+    return list(next(iterate(job.source, split, stream), {}))
+
+
+def _streamed_rows(
+    rows: Sequence[dict[str, Any]],
+    row_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    options: TokeniseOptions,
+    fraction: float,
+) -> list[StreamedRow]:
+    """What becomes of `rows` of a stream, one by one the same as of a dataset at hand."""
+    columns = tokenise_rows(rows, row_ids, tokenizer, options)
+    streamed = []
+    for index, row_id in enumerate(row_ids):
+        ids = np.array(columns["input_ids"][index], dtype=np.int64)
+        document = Document(ids, np.array(columns["supervised"][index], dtype=bool), row_id) if len(ids) else None
+        held_out = is_held_out(columns["problem_key"][index], fraction)
+        streamed.append(StreamedRow(Outcome(columns["outcome"][index]), held_out, document))
+    return streamed
+
+
+def _scan(
+    rows: Iterator[dict[str, Any]], make: Callable[[Sequence[dict[str, Any]], Sequence[int]], list[StreamedRow]]
+) -> Iterator[StreamedRow]:
+    """The rows at the beginning of a stream."""
+    for first in range(0, STREAMED_EVAL_SCAN_ROWS, STREAMED_EVAL_ROWS):
+        chunk = list(islice(rows, STREAMED_EVAL_ROWS))
+        if not chunk:
+            return
+        yield from make(chunk, range(first, first + len(chunk)))

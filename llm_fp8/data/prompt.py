@@ -1,0 +1,355 @@
+"""A row becomes token ids and a mask of the supervised ones.
+
+Columns, the first that fit:
+
+    problem + generated_solution    a question and a worked answer (nvidia/OpenMathInstruct-2)
+    messages                        a conversation: a list of {role, content}; every assistant turn is supervised
+    prompt + completion             put together as they stand: no template, no prompt form
+    text                            all of it supervised
+
+A problem and its solution, or a conversation, go through the tokenizer's chat template where it has one, and through
+`PROMPT_FORM` or `PLAIN_TURN` where it has none.
+
+What is supervised:
+
+- The solution, the completion, each assistant turn, and the EOS token: it is the last token of every document and the last
+  supervised one, once, so that the model learns to stop. What a template puts after it (a line break) is cut off.
+- With `train_on_prompt` every token.
+- A supervised span is a range of characters. A document is tokenised as a whole, and a span begins where the tokens of the
+  text before it end, so that the prompt's tokens are those that generation will start from. Where a token would straddle
+  the boundary, the pieces on both sides are tokenised alone.
+
+BOS stands at the front once: chat templates write it themselves, elsewhere it is put there if the tokenizer would.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Optional, cast
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from llm_fp8.errors import UserError
+
+PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"
+"""The prompt of a problem for tokenizers without a chat template; the solution follows at once."""
+
+PLAIN_TURN = "{role}:\n"
+"""Stands before each turn of a conversation for tokenizers without a chat template. A blank line follows a turn, and EOS the
+content of an assistant's."""
+
+FORMAT_VERSION = 1
+"""Raised whenever this module turns the same row into other tokens, so that cached tokens are made anew."""
+
+ColumnForm = Literal["problem_solution", "messages", "prompt_completion", "text"]
+Span = tuple[int, int]
+
+COLUMNS: dict[ColumnForm, tuple[str, ...]] = {
+    "problem_solution": ("problem", "generated_solution"),
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The whole text of a row, the character ranges to supervise, and whether a chat template wrote it."""
+
+    text: str
+    spans: tuple[Span, ...]
+    from_template: bool = False
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of a document and, for each, whether it is to be predicted. Both have the same length; EOS is last."""
+
+    input_ids: list[int]
+    supervised: list[bool]
+
+
+def detect_columns(columns: Sequence[str]) -> ColumnForm:
+    """Which of the understood forms these columns are."""
+    for form, needed in COLUMNS.items():
+        if all(column in columns for column in needed):
+            return form
+    understood = "; ".join(" + ".join(needed) for needed in COLUMNS.values())
+    raise UserError(f"--dataset_name: the dataset has the columns {', '.join(columns)}; understood are: {understood}.")
+
+
+def problem_of(row: Mapping[str, Any], form: ColumnForm) -> str:
+    """The text by which two rows are the same problem: the question, whatever was answered to it."""
+    if form == "messages":
+        turns = []
+        for message in row["messages"] or []:
+            if message["role"] == "assistant":
+                break
+            turns.append(str(message["content"] or ""))
+        return "\n".join(turns)
+    return str(row[COLUMNS[form][0]] or "")
+
+
+def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether prompts go through the tokenizer's own template."""
+    return tokenizer.chat_template is not None
+
+
+def format_prompt(problem: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text to generate from, for a problem of the problem + generated_solution form; tokenise it with `encode_prompt`."""
+    if has_chat_template(tokenizer):
+        return _apply_template(tokenizer, [{"role": "user", "content": problem.strip()}], add_generation_prompt=True)
+    return PROMPT_FORM.format(problem=problem.strip())
+
+
+def encode_prompt(problem: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token ids to generate from: those that a training document of the same problem begins with."""
+    text = format_prompt(problem, tokenizer)
+    ids = _tokenise([text], tokenizer)[0]
+    return ids if has_chat_template(tokenizer) else [*_missing_bos(ids, _added_bos(tokenizer)), *ids]
+
+
+def describe_prompt_form(form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The prompt form in use, for the log."""
+    if form == "prompt_completion":
+        return "prompt and completion as they stand"
+    if form == "text":
+        return "text as it stands"
+    if has_chat_template(tokenizer):
+        return "the tokenizer's chat template"
+    return repr(PROMPT_FORM if form == "problem_solution" else PLAIN_TURN) + " (the tokenizer has no chat template)"
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value).strip()
+
+
+def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Optional[Rendered]:
+    """The text of a row and what to supervise in it; None for a row with nothing to learn."""
+    if form == "text":
+        text = row["text"] or ""
+        return Rendered(text, ((0, len(text)),)) if text.strip() else None
+    if form == "prompt_completion":
+        prompt, completion = row["prompt"] or "", row["completion"] or ""
+        if not isinstance(prompt, str) or not isinstance(completion, str):
+            raise UserError("--dataset_name: prompt and completion must be strings; put conversations into a column 'messages'.")
+        return Rendered(prompt + completion, ((len(prompt), len(prompt) + len(completion)),)) if completion.strip() else None
+    messages = _conversation(row, form)
+    if not messages:
+        return None
+    if form == "messages" or has_chat_template(tokenizer):
+        return _render_messages(messages, tokenizer)
+    prompt, solution = PROMPT_FORM.format(problem=messages[0]["content"]), messages[1]["content"]
+    return Rendered(prompt + solution, ((len(prompt), len(prompt) + len(solution)),))
+
+
+def _conversation(row: Mapping[str, Any], form: ColumnForm) -> list[dict[str, Any]]:
+    """The row as messages that end with an assistant's, or none if there is nothing to learn."""
+    if form == "messages":
+        return _clean_messages(row["messages"])
+    problem, solution = _text(row["problem"]), _text(row["generated_solution"])
+    if not problem or not solution:
+        return []
+    return [{"role": "user", "content": problem}, {"role": "assistant", "content": solution}]
+
+
+def _clean_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages up to the last assistant turn, without the None fields that Arrow fills in."""
+    turns: list[dict[str, Any]] = []
+    for message in messages or []:
+        turn = {key: value for key, value in message.items() if value is not None}
+        if "role" not in turn:
+            raise UserError("--dataset_name: every entry of 'messages' must be an object with 'role' and 'content'.")
+        turn.setdefault("content", "")
+        if not isinstance(turn["content"], str):
+            raise UserError("--dataset_name: the 'content' of a message must be text; images and other parts are not understood.")
+        turns.append(turn)
+    while turns and (turns[-1]["role"] != "assistant" or not turns[-1]["content"].strip()):
+        turns.pop()
+    return turns
+
+
+def _render_messages(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Rendered:
+    if has_chat_template(tokenizer):
+        text = _apply_template(tokenizer, messages)
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = tuple(_template_span(text, messages, turn, tokenizer) for turn in turns)
+        return Rendered(text, spans, from_template=True)
+
+    text, plain_spans = "", []
+    for message in messages:
+        content = message["content"].strip()
+        text += PLAIN_TURN.format(role=message["role"].capitalize())
+        if message["role"] == "assistant":
+            content += str(tokenizer.eos_token)
+            plain_spans.append((len(text), len(text) + len(content)))
+        text += content + "\n\n"
+    return Rendered(text, tuple(plain_spans))
+
+
+def _apply_template(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], add_generation_prompt: bool = False
+) -> str:
+    try:
+        return cast(str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
+    except TemplateError as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise UserError(
+            f"--dataset_name: the tokenizer's chat template refuses a conversation of the roles {roles}: {error}"
+        ) from error
+
+
+def _template_span(text: str, messages: list[dict[str, Any]], turn: int, tokenizer: PreTrainedTokenizerBase) -> Span:
+    """Where in `text` the assistant's `turn` stands: from the end of its generation prompt to the end of the turn.
+
+    Most templates render a conversation's beginning the same whatever follows. Some (Qwen3's, which shows the reasoning of the
+    last turn only) write an earlier turn differently once it is no longer the last; its end is then found by its content and
+    by what the template closes the turn with.
+    """
+    before = _apply_template(tokenizer, messages[:turn], add_generation_prompt=True) if turn else ""
+    until = _apply_template(tokenizer, messages[: turn + 1])
+    if text.startswith(before):
+        if text.startswith(until):
+            return len(before), len(until)
+        content = messages[turn]["content"].strip()
+        at, closing = text.find(content, len(before)), until[until.rfind(content) + len(content) :]
+        if at >= 0 and content in until and text.startswith(closing, at + len(content)):
+            return len(before), at + len(content) + len(closing)
+    raise UserError(
+        "--dataset_name: the tokenizer's chat template writes the beginning of a conversation differently once it goes on, so its "
+        "assistant turns cannot be told apart; use conversations of one question and one answer, or a template with "
+        "{% generation %} blocks."
+    )
+
+
+def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of each text with nothing added."""
+    if not texts:
+        return []
+    output = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    return cast("list[list[int]]", output["input_ids"])
+
+
+def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """BOS, if the tokenizer puts one before every text; else nothing."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
+
+
+def _missing_bos(ids: list[int], added_bos: list[int]) -> list[int]:
+    """What to put before `ids`: BOS, unless the text itself begins with it."""
+    return [] if ids[:1] == added_bos else added_bos
+
+
+def encode_batch(
+    rows: Sequence[Mapping[str, Any]], form: ColumnForm, tokenizer: PreTrainedTokenizerBase, train_on_prompt: bool = False
+) -> list[Optional[Encoded]]:
+    """The documents of `rows`, None where a row has nothing to learn.
+
+    All texts go to the tokenizer in one call, which a fast tokenizer works on in parallel.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("--model_name: the tokenizer has no EOS token, so the model could not learn to stop.")
+    if form in ("problem_solution", "messages") and _GENERATION_BLOCK.search(str(tokenizer.chat_template or "")):
+        encoded = [_encode_marked(row, form, tokenizer) for row in rows]
+    else:
+        rendered = [render(row, form, tokenizer) for row in rows]
+        encoded = _encode_spans(rendered, tokenizer)
+    documents = [None if e is None else _end_with_eos(e, tokenizer) for e in encoded]
+    if train_on_prompt:
+        documents = [None if d is None else Encoded(d.input_ids, [True] * len(d.input_ids)) for d in documents]
+    return documents
+
+
+def _encode_marked(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Optional[Encoded]:
+    """A row through a chat template that marks the assistant's words itself, with `{% generation %}`."""
+    messages = _conversation(row, form)
+    if not messages:
+        return None
+    output = cast(
+        "dict[str, list[int]]",
+        tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True),
+    )
+    return Encoded(list(output["input_ids"]), [bool(m) for m in output["assistant_masks"]])
+
+
+def _encode_spans(rendered: Sequence[Optional[Rendered]], tokenizer: PreTrainedTokenizerBase) -> list[Optional[Encoded]]:
+    texts: list[str] = []
+    for item in rendered:
+        if item is not None:
+            texts.append(item.text)
+            texts += [item.text[:cut] for cut in _cuts(item)]
+    tokens = iter(_tokenise(texts, tokenizer))
+    added_bos = _added_bos(tokenizer)
+
+    encoded: list[Optional[Encoded]] = []
+    for item in rendered:
+        if item is None:
+            encoded.append(None)
+            continue
+        cuts = _cuts(item)
+        ids = next(tokens)
+        prefixes = [next(tokens) for _ in cuts]
+        if all(ids[: len(prefix)] == prefix for prefix in prefixes):
+            ends = [*(len(prefix) for prefix in prefixes), len(ids)]
+        else:
+            bounds = [0, *cuts, len(item.text)]
+            pieces = _tokenise([item.text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)], tokenizer)
+            ids = [token for piece in pieces for token in piece]
+            ends = [sum(len(piece) for piece in pieces[: i + 1]) for i in range(len(pieces))]
+        supervised: list[bool] = []
+        for cut, end in zip([0, *cuts], ends, strict=True):
+            inside = any(start <= cut < stop for start, stop in item.spans)
+            supervised += [inside] * (end - len(supervised))
+        if not item.from_template:
+            bos = _missing_bos(ids, added_bos)
+            ids, supervised = bos + ids, [False] * len(bos) + supervised
+        encoded.append(Encoded(ids, supervised))
+    return encoded
+
+
+def _cuts(item: Rendered) -> list[int]:
+    """Positions inside the text at which a supervised span begins or ends, in order."""
+    return sorted({position for span in item.spans for position in span if 0 < position < len(item.text)})
+
+
+def _end_with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Optional[Encoded]:
+    """Close every supervised run at its EOS, and the document at the last one, adding it if it is missing.
+
+    A template may close a turn inside the span ("answer<EOS>\\n"), just behind it, or without EOS at all (base models whose
+    template ends turns with another token).
+    """
+    eos = tokenizer.eos_token_id
+    ids, supervised = list(encoded.input_ids), list(encoded.supervised)
+    end = 0  # of the last supervised run
+    position = 0
+    while position < len(ids):
+        if not supervised[position]:
+            position += 1
+            continue
+        start = position
+        while position < len(ids) and supervised[position]:
+            position += 1
+        end = position
+        if end < len(ids) and ids[end] == eos:
+            supervised[end] = True
+            end = position = end + 1
+        if eos in ids[start:end]:
+            last = max(i for i in range(start, end) if ids[i] == eos)
+            if not str(tokenizer.decode(ids[last + 1 : end])).strip():
+                while last > start and ids[last - 1] == eos:
+                    last -= 1
+                supervised[last + 1 : end] = [False] * (end - last - 1)
+                end = last + 1
+    if end == 0:
+        return None
+    ids, supervised = ids[:end], supervised[:end]
+    if ids[-1] != eos:
+        ids.append(eos)
+        supervised.append(True)
+    return Encoded(ids, supervised)

@@ -1,0 +1,65 @@
+"""What became of the rows of a dataset: nothing is left out without being counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from llm_fp8.data.tokenise import Outcome
+
+
+@dataclass
+class DataReport:
+    """Counts over the training split. With streaming they cover what was read so far and grow as the run goes on.
+
+    rows read = used + held out + overlong dropped + empty. Truncated rows are among the used or the held out ones.
+    """
+
+    num_rows_read: int = 0
+    num_rows_used: int = 0
+    """Rows trained on."""
+    num_rows_held_out: int = 0
+    """Rows of the training split kept for evaluation."""
+    num_overlong_dropped: int = 0
+    num_overlong_truncated: int = 0
+    num_empty: int = 0
+    """Rows without a solution, or without a supervised token."""
+    num_tokens: int = 0
+    """Tokens of the rows trained on."""
+    num_supervised_tokens: int = 0
+    """Those of them that are predicted."""
+    num_rows_of_batches: int = 0
+    """Lines of max_seq_length tokens into which they were packed, or padded."""
+    max_seq_length: int = 0
+    num_eval_rows: int = 0
+    """Rows evaluated on, whichever split they came from."""
+    num_eval_rows_seen_in_training: int = 0
+    """Rows left out of a validation split because their problem is trained on."""
+
+    @property
+    def padding_efficiency(self) -> Optional[float]:
+        """Tokens / (num_rows_of_batches * max_seq_length): the share of the positions that hold text, if rows are padded in full."""
+        positions = self.num_rows_of_batches * self.max_seq_length
+        return self.num_tokens / positions if positions else None
+
+    def count_unused(self, outcomes: Iterable[int]) -> None:
+        """Count rows read, and those among them that were dropped, truncated or empty."""
+        for outcome in outcomes:
+            self.num_rows_read += 1
+            self.num_overlong_truncated += outcome == Outcome.TRUNCATED
+            self.num_overlong_dropped += outcome == Outcome.OVERLONG
+            self.num_empty += outcome == Outcome.EMPTY
+
+    def summary(self) -> str:
+        """The counts of rows in one line."""
+        return (
+            f"{self.num_rows_read} rows read, {self.num_rows_used} used, {self.num_rows_held_out} held out, "
+            f"{self.num_overlong_dropped} dropped as longer than {self.max_seq_length} tokens, "
+            f"{self.num_overlong_truncated} truncated to that, {self.num_empty} empty"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counts and the padding efficiency, for run.json."""
+        return {**dataclasses.asdict(self), "padding_efficiency": self.padding_efficiency}

@@ -1,0 +1,186 @@
+"""Rows become documents, once: the tokenised dataset and its cache.
+
+The tokenised rows are an Arrow file that `datasets.map` writes and memory-maps. Its name is a hash of everything that shapes
+its content (`cache_key`), so a second run of whatever batch size, seed, packing or held-out share opens the same file, and a
+change of the tokenizer, its chat template or any other input makes a new one.
+
+Every row of the dataset has its row there, also those that are not used; `outcome` says what became of it:
+
+    input_ids       list of int32   token ids, EOS last; empty where the row is not used
+    supervised      list of bool    whether the token is to be predicted
+    length          int32           number of tokens
+    num_supervised  int32           supervised tokens after the shift (the first token is never predicted)
+    outcome         int8            an `Outcome`
+    problem_key     int64           hash of the problem, by which the held-out share is cut
+    row_id          int64           index of the row in the dataset's split
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+from datasets import Dataset, Features, Value
+from datasets import Sequence as ListOf
+from transformers import PreTrainedTokenizerBase
+
+from llm_fp8.data.prompt import COLUMNS, FORMAT_VERSION, PLAIN_TURN, PROMPT_FORM, ColumnForm, encode_batch, problem_of
+from llm_fp8.data.split import problem_key
+
+FEATURES = Features(
+    {
+        "input_ids": ListOf(Value("int32")),
+        "supervised": ListOf(Value("bool")),
+        "length": Value("int32"),
+        "num_supervised": Value("int32"),
+        "outcome": Value("int8"),
+        "problem_key": Value("int64"),
+        "row_id": Value("int64"),
+    }
+)
+
+
+class Outcome(IntEnum):
+    """What became of a row."""
+
+    USED = 0
+    TRUNCATED = 1
+    """Used, but longer than max_seq_length and cut there; it has lost its EOS."""
+    OVERLONG = 2
+    """Longer than max_seq_length and dropped."""
+    EMPTY = 3
+    """Without a solution, or without a supervised token after tokenising or truncating."""
+
+
+@dataclass(frozen=True)
+class TokeniseOptions:
+    """How rows become documents; every field shapes the cached result."""
+
+    form: ColumnForm
+    max_seq_length: int
+    overlong: Literal["drop", "truncate"] = "drop"
+    train_on_prompt: bool = False
+
+
+@dataclass(frozen=True)
+class Document:
+    """One tokenised sample: `input_ids` int64 [n], `supervised` bool [n] and the row it came from."""
+
+    input_ids: npt.NDArray[np.int64]
+    supervised: npt.NDArray[np.bool_]
+    row_id: int
+
+
+def tokenise_rows(
+    rows: Sequence[Mapping[str, Any]], row_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions
+) -> dict[str, list[Any]]:
+    """The columns described above for `rows`."""
+    columns: dict[str, list[Any]] = {name: [] for name in FEATURES}
+    encoded = encode_batch(rows, options.form, tokenizer, options.train_on_prompt)
+    for row, row_id, document in zip(rows, row_ids, encoded, strict=True):
+        ids, supervised = ([], []) if document is None else (document.input_ids, document.supervised)
+        outcome = Outcome.USED
+        if len(ids) > options.max_seq_length:
+            outcome = Outcome.TRUNCATED if options.overlong == "truncate" else Outcome.OVERLONG
+            ids, supervised = ids[: options.max_seq_length], supervised[: options.max_seq_length]
+        if outcome is not Outcome.OVERLONG and not any(supervised[1:]):
+            outcome = Outcome.EMPTY
+        if outcome in (Outcome.OVERLONG, Outcome.EMPTY):
+            ids, supervised = [], []
+        columns["input_ids"].append(ids)
+        columns["supervised"].append(supervised)
+        columns["length"].append(len(ids))
+        columns["num_supervised"].append(sum(supervised[1:]))
+        columns["outcome"].append(int(outcome))
+        columns["problem_key"].append(problem_key(problem_of(row, options.form)))
+        columns["row_id"].append(row_id)
+    return columns
+
+
+def _tokenise_columns(
+    batch: dict[str, list[Any]], row_ids: list[int], tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions
+) -> dict[str, list[Any]]:
+    """`tokenise_rows` in the shape that `Dataset.map` calls."""
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    return tokenise_rows(rows, row_ids, tokenizer, options)
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of what the tokenizer does to a text: its vocabulary and rules, chat template and special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        rules = json.loads(backend.to_str())
+        # Left behind by earlier calls with padding=True or truncation=True; our calls ask for neither.
+        rules["padding"] = rules["truncation"] = None
+    else:
+        rules = [
+            type(tokenizer).__name__,
+            sorted(tokenizer.get_vocab().items()),
+            repr(sorted(tokenizer.init_kwargs.items(), key=str)),
+        ]
+    content = [rules, tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions) -> str:
+    """Hash of everything that shapes the tokenised dataset."""
+    content = [
+        dataset_fingerprint,
+        tokenizer_digest(tokenizer),
+        [options.form, options.max_seq_length, options.overlong, options.train_on_prompt],
+        [FORMAT_VERSION, PROMPT_FORM, PLAIN_TURN, FEATURES.to_dict()],
+    ]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def default_cache_dir() -> Path:
+    """Where tokenised datasets are kept without `--data_cache_dir`."""
+    return Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8"
+
+
+def tokenise(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    options: TokeniseOptions,
+    cache_dir: Optional[str] = None,
+    num_workers: int = 1,
+) -> Dataset:
+    """The tokenised form of `dataset`, from the cache if it is there."""
+    key = cache_key(dataset._fingerprint, tokenizer, options)
+    folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    return dataset.select_columns(list(COLUMNS[options.form])).map(
+        _tokenise_columns,
+        batched=True,
+        with_indices=True,
+        fn_kwargs={"tokenizer": tokenizer, "options": options},
+        remove_columns=list(COLUMNS[options.form]),
+        features=FEATURES,
+        num_proc=num_workers if num_workers > 1 else None,
+        new_fingerprint=key,
+        cache_file_name=str(folder / f"tokenised-{key}.arrow"),
+        load_from_cache_file=True,
+        desc="tokenising",
+    )
+
+
+class DocumentStore:
+    """Documents of a tokenised dataset by index, read from the memory-mapped file when asked for."""
+
+    def __init__(self, tokenised: Dataset) -> None:
+        self._rows = tokenised.select_columns(["input_ids", "supervised", "row_id"]).with_format("numpy")
+
+    def __call__(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> list[Document]:
+        batch = self._rows[[int(i) for i in indices]]
+        return [
+            Document(np.asarray(ids, dtype=np.int64), np.asarray(supervised, dtype=bool), int(row_id))
+            for ids, supervised, row_id in zip(batch["input_ids"], batch["supervised"], batch["row_id"], strict=True)
+        ]

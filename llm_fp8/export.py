@@ -1,0 +1,54 @@
+"""The final weights as an ordinary Hugging Face checkpoint: safetensors, config, tokenizer and a model card.
+
+Written beside its place and renamed, so that `final/` is whole or absent. A TE model is written in Hugging Face's layout
+(`te_llama.export_state_dict`). Tensors have the dtype of the model that training began with, so that exporting what was just loaded gives the
+same bits; the fp32 that training keeps is in the checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import te_llama
+from llm_fp8.models import decoder_layers
+
+
+def export_hf(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, dtype: torch.dtype, card: dict[str, Any]
+) -> None:
+    """Write `model` and `tokenizer` to `folder` (replaced if it exists), tensors as `dtype`; `card` fills README.md."""
+    if isinstance(decoder_layers(model)[0], te_llama.TEDecoderLayer):
+        weights = te_llama.export_state_dict(model)
+    else:
+        weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        if model.config.tie_word_embeddings:
+            weights.pop("lm_head.weight", None)
+    weights = {name: tensor.to("cpu", dtype) for name, tensor in weights.items()}
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        model.save_pretrained(temporary, state_dict=weights)
+        tokenizer.save_pretrained(temporary)
+        (temporary / "README.md").write_text(model_card(card))
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def model_card(card: dict[str, Any]) -> str:
+    """A short README.md for the exported folder: how the model was trained, from run facts alone."""
+    rows = "\n".join(f"| {key} | {value} |" for key, value in card.items())
+    return (
+        f"---\nlibrary_name: transformers\nbase_model: {card['base model']}\n---\n\n"
+        f"# {card['base model']}, fine-tuned\n\n"
+        "Trained with the llm-fp8 scripts; `run.json` and `summary.json` of the run hold the whole configuration and outcome.\n\n"
+        f"| | |\n|---|---|\n{rows}\n\n"
+        "Load it with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` on this folder.\n"
+    )

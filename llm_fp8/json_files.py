@@ -1,0 +1,47 @@
+"""JSON that survives a crash and that every reader accepts.
+
+A file that is replaced whole (run.json, summary.json) is written beside its place and renamed over it, so that a reader sees
+the old or the new one and never half of one. JSON has no NaN or infinity; they are written as the strings "NaN", "Infinity" and
+"-Infinity", which `float()` reads back, instead of Python's bare words that other parsers refuse.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+
+def _plain(value: Any) -> Any:
+    """`value` with everything JSON lacks replaced: non-finite floats and paths by strings, tuples by lists."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """`record` as one line of a JSONL file, newline included."""
+    return json.dumps(_plain(record), allow_nan=False) + "\n"
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    """Write `value` to `path` as indented JSON, whole or not at all. Missing folders are made.
+
+    Raises TypeError for what JSON cannot hold (tensors, sets), and leaves the old file alone then.
+    """
+    text = json.dumps(_plain(value), indent=2, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,237 @@
+"""The training loop, once, for one process or many.
+
+One optimizer step, in the order of the mathematics. The global batch is cut into micro-batches m = 1..M on each of R ranks; C counts the
+supervised tokens of all of them. With L_m the summed cross entropy of a micro-batch,
+
+    loss = (1 / C) * sum over ranks and m of L_m        gradient = d loss / d weights
+
+so the loss is the mean over real, supervised tokens however the batch is cut. Data-parallel wrappers average gradients over ranks,
+which the factor R in front of the backward pass undoes.
+
+Numbers stay on the device. Every `log_every` steps (and before anything is saved or evaluated) they are read at once; that read is also
+where a loss or norm that is not finite ends the run, before it can reach a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from llm_fp8.data.collate import Batch
+from llm_fp8.data.loader import TrainLoader
+from llm_fp8.errors import UserError
+from llm_fp8.gradients import clip_gradients_
+from llm_fp8.metrics import DecoderSize, PeakTflops, StepTokens, memory_metrics, speed_metrics
+from llm_fp8.precision import Precision
+from llm_fp8.report import RunReporter
+
+
+class NonFiniteLoss(UserError):
+    """The loss or the gradient norm was not finite; the message says at which step and in which rows."""
+
+
+class Hooks(Protocol):
+    """What the loop calls between steps, with all numbers read and found finite."""
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate and report."""
+
+    def save(self, step: int) -> Path:
+        """Write a checkpoint and return its folder."""
+
+
+class StepClock:
+    """Time stamps in the stream of work: CUDA events on a GPU (no synchronisation), the host's clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+
+    def stamp(self) -> Any:
+        """A stamp behind the work submitted so far."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds from one stamp to another; both must have been reached."""
+        return start.elapsed_time(end) / 1e3 if self._cuda else end - start
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """An optimizer step whose numbers are still on the device."""
+
+    step: int
+    epoch: float
+    learning_rate: float
+    loss: Tensor
+    grad_norm: Tensor
+    tokens: Tensor
+    """int64 [4]: all, real and supervised tokens and the sum of squared document lengths, over all ranks."""
+    row_ids: tuple[int, ...]
+    start: Any
+    end: Any
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """The options that the loop itself reads; each `_every` is in optimizer steps, 0 for never."""
+
+    total_steps: int
+    max_grad_norm: float
+    log_every: int
+    eval_every: int
+    save_every: int
+
+
+@dataclass
+class Trainer:
+    """Takes optimizer steps and keeps count. `step` and `tokens_seen` are set by whoever resumes a run."""
+
+    accelerator: Accelerator
+    model: nn.Module
+    precision: Precision
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    loader: TrainLoader
+    reporter: RunReporter
+    options: LoopOptions
+    size: DecoderSize
+    peak: PeakTflops | None
+    fp8_linear_flop_share: float
+    step: int = 0
+    tokens_seen: int = 0
+    last_checkpoint: Path | None = None
+
+    def __post_init__(self) -> None:
+        self._clock = StepClock(self.accelerator.device)
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._pending: list[PendingStep] = []
+
+    def train(self, hooks: Hooks, stop_requested: Callable[[], bool]) -> None:
+        """Train to `total_steps`, to the end of the data, or until `stop_requested()`, which saves a checkpoint too."""
+        options = self.options
+        self.model.train()
+        stamp = self._clock.stamp()
+        for batches in self.loader:
+            stamp = self._take_step(batches, stamp)
+            stopping = stop_requested()
+            last = self.step >= options.total_steps or stopping
+            evaluate = self._due(options.eval_every) and not last
+            save = self._due(options.save_every) or stopping or (last and options.save_every > 0)
+            if self._due(options.log_every) or evaluate or save or last:
+                self._read_pending()
+            if evaluate:
+                hooks.evaluate(self.step)
+            if save:
+                self.last_checkpoint = hooks.save(self.step)
+            if last:
+                return
+            if evaluate or save:
+                stamp = self._clock.stamp()  # Their time is not the next step's.
+        self._read_pending()
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _take_step(self, batches: list[Batch], start: Any) -> Any:
+        """One optimizer step on this rank's micro-batches; returns the stamp of its end."""
+        accelerator, device = self.accelerator, self.accelerator.device
+        tokens = self._count_tokens(batches)
+        num_supervised = tokens[2].clamp(min=1)
+        loss_sum = torch.zeros((), device=device)
+        for number, batch in enumerate(batches, start=1):
+            # Gradients are exchanged once, in the last backward pass.
+            with contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(self.model):
+                # The weight casts of the first micro-batch serve the others; with a single one there are no others.
+                with self.precision.context(first_microbatch=number == 1 if len(batches) > 1 else None):
+                    loss = self.model(batch.to(device)) / num_supervised
+                accelerator.backward(loss * accelerator.num_processes)
+            loss_sum += loss.detach()
+        accelerator.unscale_gradients()  # fp16 only
+        grad_norm = clip_gradients_(self._parameters, self.options.max_grad_norm)
+        learning_rate = float(self.scheduler.get_last_lr()[0])
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        end = self._clock.stamp()
+        self._pending.append(
+            PendingStep(
+                step=self.step,
+                epoch=self.loader.epoch,
+                learning_rate=learning_rate,
+                loss=accelerator.reduce(loss_sum, reduction="sum"),
+                grad_norm=grad_norm,
+                tokens=tokens,
+                row_ids=tuple(row for batch in batches for row in batch.row_ids),
+                start=start,
+                end=end,
+            )
+        )
+        return end
+
+    def _count_tokens(self, batches: list[Batch]) -> Tensor:
+        """The token counts of the step over all micro-batches and ranks, int64 [4] as in `PendingStep`, on the device."""
+        counts = [
+            sum(getattr(batch, name) for batch in batches)
+            for name in ("num_tokens", "num_real_tokens", "num_supervised_tokens", "sum_squared_lengths")
+        ]
+        return self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device), reduction="sum")
+
+    def _read_pending(self) -> None:
+        """Bring the numbers of the steps since the last call to the host, check them and report them."""
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        losses = torch.stack([p.loss for p in pending]).tolist()
+        grad_norms = torch.stack([p.grad_norm for p in pending]).tolist()
+        counts = torch.stack([p.tokens for p in pending]).tolist()
+        memory = memory_metrics(self.accelerator.device)
+        fp8 = self.precision.plan.recipe is not None
+        records = []
+        for taken, loss, grad_norm, count in zip(pending, losses, grad_norms, counts, strict=True):
+            self._require_finite(taken, loss, grad_norm)
+            tokens = StepTokens(*count)
+            self.tokens_seen += tokens.num_real_tokens
+            seconds = self._clock.seconds(taken.start, taken.end)
+            records.append(
+                {
+                    "step": taken.step,
+                    "epoch": taken.epoch,
+                    "tokens_seen": self.tokens_seen,
+                    "loss": loss,
+                    "grad_norm": grad_norm,
+                    "learning_rate": taken.learning_rate,
+                    **speed_metrics(tokens, seconds, self.size, self.accelerator.num_processes, self.peak, fp8),
+                    **memory,
+                    "fp8_linear_flop_share": self.fp8_linear_flop_share,
+                }
+            )
+        self.reporter.steps(records)
+
+    def _require_finite(self, taken: PendingStep, loss: float, grad_norm: float) -> None:
+        # fp16's loss scaling meets overflowing gradients by design: the scaler skips such a step and lowers the scale.
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or self.accelerator.scaler is not None):
+            return
+        rows = ", ".join(map(str, taken.row_ids[:16])) + (", ..." if len(taken.row_ids) > 16 else "")
+        kept = (
+            f"The last good checkpoint is {self.last_checkpoint}." if self.last_checkpoint else "No checkpoint was saved before."
+        )
+        raise NonFiniteLoss(
+            f"step {taken.step}: the loss is {loss} and the gradient norm {grad_norm}; training stopped. The step's dataset rows: {rows}. {kept} "
+            "Lower --learning_rate, look at these rows, or in fp8 keep the outer layers in bf16 (--fp8_last_bf16_layers 2)."
+        )

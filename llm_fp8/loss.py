@@ -1,0 +1,288 @@
+"""Exact cross entropy straight from hidden states, without a [tokens, vocabulary] tensor in fp32.
+
+For hidden states `x [T, h]`, the output projection `W [V, h]` and labels `y [T]` this module computes
+
+    loss = sum over t with y_t != -100 of  -log softmax(x_t W^T)[y_t]
+
+and its gradients. The sum is never divided here: the training loop divides by the number of supervised tokens of the
+whole optimizer step, so that the loss does not depend on how a batch is cut into micro-batches and ranks.
+
+Why not `F.cross_entropy(model(x).float(), y)`: with V = 128,256 (Llama 3) and T = 8,192 the logits are 2.0 GiB in bf16 and
+3.9 GiB in fp32, and the plain expression holds the bf16 logits, their fp32 copy, the fp32 log-softmax and its gradient at
+once, some 14 GiB. Here the softmax's gradient overwrites the logits, so one bf16 buffer is all there is.
+
+Two routes, chosen by the number of chunks (`num_chunks = ceil(T / chunk_tokens)`); neither makes an extra pass over a
+tensor of the size of W:
+
+    one chunk     The logits are kept until the backward pass, where the softmax's gradient, already multiplied by
+                  grad_output, replaces them. The loss is the last thing of a forward pass and the first of the backward, so
+                  keeping them does not raise the peak. Two GEMMs in the backward pass, nothing else.
+    many chunks   At most `chunk_tokens` rows of logits exist at a time. They cannot be kept, so both gradients are formed in
+                  the forward pass. grad_W is summed over chunks in fp32 (4 V h bytes): in bf16 each of the n additions
+                  would round the running sum. The backward pass multiplies by grad_output in the same sweep that casts to
+                  W's dtype.
+
+Because of that accumulator (2.0 GiB for h = 4,096) chunks save memory only once T is well above 2 h; see `default_chunk_tokens`.
+
+Arithmetic: the GEMMs run in `compute_dtype` (bf16 in training). Everything from the logits on, the maximum, the sum of
+exponentials, the loss, the softmax and its gradient, is computed in fp32 (fp64 for fp64 inputs) and only the gradient with
+respect to the logits is rounded back to `compute_dtype`. The row maximum is subtracted first, so that logits of any size
+are safe, and NaN stays NaN.
+
+On a GPU with Transformer Engine that elementwise part runs as its two Triton kernels (transformer_engine.pytorch.triton.
+cross_entropy): two reads and one write of the logits. Elsewhere it is torch, in blocks of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORE_INDEX = -100
+"""Label of a position that takes no part in the loss."""
+
+LOGITS_BUDGET_GIB = 4.0
+"""Largest logits buffer that the default chunk size allows: 16,384 tokens of a 128k vocabulary in bf16 are 3.9 GiB."""
+
+_CHUNK_MULTIPLE = 128
+"""Default chunks are a multiple of this many tokens: T is the inner dimension of grad_W's GEMM."""
+
+_ROWS_PER_BLOCK = 1024
+"""Rows whose fp32 copy the torch implementation makes at a time (0.5 GiB for V = 128,256)."""
+
+
+def default_chunk_tokens(num_tokens: int, vocab_size: int, dtype: torch.dtype) -> int:
+    """Tokens per chunk such that one chunk's logits fit `LOGITS_BUDGET_GIB`, with chunks of nearly equal size.
+
+    One chunk is the fast case, so the budget is generous: many chunks cost an fp32 pass over grad_W each.
+    """
+    logits_bytes = num_tokens * vocab_size * dtype.itemsize
+    num_chunks = max(1, -(-logits_bytes // int(LOGITS_BUDGET_GIB * 2**30)))
+    chunk_tokens = -(-num_tokens // num_chunks)
+    return max(_CHUNK_MULTIPLE, -(-chunk_tokens // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE)
+
+
+def linear_cross_entropy_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Sum over supervised tokens of the cross entropy of `hidden @ weight.T`, differentiable once in hidden and weight.
+
+    Args:
+        hidden: `[..., h]`, floating point; already normalised, the output of the last norm.
+        weight: `[V, h]`, the output projection without bias; may be the embedding's parameter (tied), whose gradients
+            autograd then adds.
+        labels: `[...]`, int64 on the device of `hidden`, already shifted (labels[t] is the token after t); -100 is left out.
+        chunk_tokens: rows of logits that exist at a time. Default: `default_chunk_tokens`.
+        compute_dtype: dtype of the GEMMs and of the logits. Default: autocast's dtype inside an autocast region, else the
+            dtype of `hidden`.
+
+    Returns:
+        A 0-dim tensor in fp32 (fp64 if `compute_dtype` is fp64). It is 0, with zero gradients, where every label is -100,
+        and NaN where a supervised row of `hidden` holds a NaN.
+
+    Raises:
+        ValueError: shapes that do not belong together, or `chunk_tokens` below 1.
+    """
+    _check_shapes(hidden, weight, labels)
+    device_type = hidden.device.type
+    if compute_dtype is None:
+        autocast = torch.is_autocast_enabled(device_type)
+        compute_dtype = torch.get_autocast_dtype(device_type) if autocast else hidden.dtype
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    if chunk_tokens is None:
+        chunk_tokens = default_chunk_tokens(hidden.shape[0], weight.shape[0], compute_dtype)
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, not {chunk_tokens}.")
+    # The dtypes are chosen above; autocast must not choose again inside.
+    with torch.autocast(device_type, enabled=False):
+        if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
+            return _loss_only(hidden, weight, labels, chunk_tokens, compute_dtype)
+        if hidden.shape[0] <= chunk_tokens:
+            return _OneChunk.apply(hidden, weight, labels, compute_dtype)
+        return _ManyChunks.apply(hidden, weight, labels, chunk_tokens, compute_dtype)
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+    if weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)} needs a weight [V, {hidden.shape[-1]}], not {tuple(weight.shape)}.")
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)} needs labels {tuple(hidden.shape[:-1])}, not {tuple(labels.shape)}.")
+
+
+def _loss_only(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, compute_dtype: torch.dtype) -> Tensor:
+    """The sum without gradients, for evaluation."""
+    with torch.no_grad():
+        weight = weight.to(compute_dtype)
+        loss = torch.zeros((), dtype=_accurate(compute_dtype), device=hidden.device)
+        for rows, row_labels in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
+            losses, _ = _losses(rows.to(compute_dtype) @ weight.t(), row_labels)
+            loss += losses.sum()
+    return loss
+
+
+class _OneChunk(torch.autograd.Function):
+    """All logits at once, kept for the backward pass and overwritten there by their own gradient.
+
+    A second backward pass through the same graph would read that gradient as logits: autograd notices that a saved tensor
+    was modified and raises.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, compute_dtype: torch.dtype) -> Tensor:
+        ctx.dtypes = hidden.dtype, weight.dtype
+        hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
+        logits = hidden @ weight.t()
+        losses, statistics = _losses(logits, labels)
+        ctx.save_for_backward(hidden, weight, labels, logits, statistics)
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, logits, statistics = ctx.saved_tensors
+        hidden_dtype, weight_dtype = ctx.dtypes
+        with torch.autocast(hidden.device.type, enabled=False):
+            _to_gradient_(logits, statistics, labels, grad_output)
+            grad_hidden = (logits @ weight).to(hidden_dtype) if ctx.needs_input_grad[0] else None
+            grad_weight = (logits.t() @ hidden).to(weight_dtype) if ctx.needs_input_grad[1] else None
+        return grad_hidden, grad_weight, None, None
+
+
+class _ManyChunks(torch.autograd.Function):
+    """Logits of a chunk at a time; gradients with respect to a grad_output of 1 are formed in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, dtype: torch.dtype) -> Tensor:
+        ctx.weight_dtype = weight.dtype
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        accurate = _accurate(dtype)
+        compute_weight = weight.to(dtype)
+        one = torch.ones((), dtype=accurate, device=hidden.device)
+        loss = torch.zeros((), dtype=accurate, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=accurate, device=weight.device) if needs_weight else None
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            rows = hidden[chunk].to(dtype)
+            logits = rows @ compute_weight.t()
+            losses, statistics = _losses(logits, labels[chunk])
+            loss += losses.sum()
+            _to_gradient_(logits, statistics, labels[chunk], one)
+            if grad_hidden is not None:
+                grad_hidden[chunk] = logits @ compute_weight
+            if grad_weight is not None:
+                grad_weight += logits.t() @ rows
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad_output  # 0-dim, so the product keeps the dtype
+        if grad_weight is not None:
+            # One sweep: reads the accumulator, writes the product already rounded to the weight's dtype.
+            grad_weight = torch.mul(grad_weight, grad_output, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _accurate(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which softmax, loss and sums are computed: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+# The elementwise part has two implementations with one contract:
+#
+#   _losses(logits [T, V], labels [T]) -> losses [T], statistics [T, 2]     logits are left alone
+#       statistics are the row maximum m and d = sum of exp(logit - m); losses are log(d) - (logit[label] - m), or 0 for -100
+#   _to_gradient_(logits, statistics, labels, grad_output [])               logits are overwritten
+#       by grad_output * (softmax - one_hot(label)), or 0 in ignored rows
+
+
+@functools.cache
+def _transformer_engine_installed() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _use_triton(logits: Tensor) -> bool:
+    """Transformer Engine's kernels take contiguous bf16 or fp32 logits on a GPU; all else goes to torch."""
+    on_gpu = logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float32) and logits.numel() > 0
+    return on_gpu and _transformer_engine_installed()
+
+
+def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return _triton_losses(logits, labels) if _use_triton(logits) else _torch_losses(logits, labels)
+
+
+def _to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> None:
+    implementation = _triton_to_gradient_ if _use_triton(logits) else _torch_to_gradient_
+    implementation(logits, statistics, labels, grad_output)
+
+
+def _torch_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    losses, statistics = [], []
+    for rows, row_labels in zip(logits.split(_ROWS_PER_BLOCK), labels.split(_ROWS_PER_BLOCK), strict=True):
+        ignored = row_labels == IGNORE_INDEX
+        x = rows.to(_accurate(logits.dtype))
+        maximum = x.amax(dim=-1, keepdim=True)
+        exp_sum = (x - maximum).exp_().sum(dim=-1, keepdim=True)
+        label_logit = x.gather(-1, row_labels.masked_fill(ignored, 0)[:, None])
+        losses.append((exp_sum.log() - (label_logit - maximum)).squeeze(-1).masked_fill_(ignored, 0.0))
+        statistics.append(torch.cat([maximum, exp_sum], dim=-1))
+    return torch.cat(losses), torch.cat(statistics)
+
+
+def _torch_to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> None:
+    blocks = (tensor.split(_ROWS_PER_BLOCK) for tensor in (logits, statistics, labels))
+    for rows, row_statistics, row_labels in zip(*blocks, strict=True):
+        ignored = (row_labels == IGNORE_INDEX)[:, None]
+        maximum, exp_sum = row_statistics.unbind(dim=-1)
+        gradient = (rows.to(statistics.dtype) - maximum[:, None]).exp_().div_(exp_sum[:, None])
+        label_column = row_labels[:, None].masked_fill(ignored, 0)
+        gradient.scatter_add_(-1, label_column, torch.full_like(label_column, -1, dtype=gradient.dtype))
+        rows.copy_(gradient.mul_(grad_output).masked_fill_(ignored, 0.0))
+
+
+def _triton_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_forward
+
+    losses, _, statistics, *_ = cross_entropy_forward(
+        logits.unsqueeze(0),
+        labels.unsqueeze(0),
+        label_smoothing=0.0,
+        reduce_loss=False,
+        dist_process_group=None,
+        ignore_idx=IGNORE_INDEX,
+        overwrite_input=True,  # the forward kernel then makes no copy; it writes nothing into the logits
+    )
+    return losses.squeeze(0), statistics
+
+
+def _triton_to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> None:
+    from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_backward
+
+    cross_entropy_backward(
+        logits.unsqueeze(0),
+        statistics,
+        labels.contiguous(),
+        n_non_ignore=None,
+        grad_output=grad_output.expand(logits.shape[0]),  # the kernel reads one value per row
+        label_smoothing=0.0,
+        reduce_loss=False,
+        rank=0,
+        world_size=1,
+        ignore_idx=IGNORE_INDEX,
+    )
+    # Autograd does not see what a Triton kernel writes; this is what makes a second backward pass an error.
+    torch.autograd.graph.increment_version(logits)

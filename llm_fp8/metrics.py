@@ -1,0 +1,224 @@
+"""What is measured and how each figure is worked out: pure functions, no state.
+
+**Floating-point operations (FLOPs).** One multiply-add counts as two. A weight matrix with `n` entries costs `2 n` per token
+forward and twice that backward (gradient of the input, gradient of the weight): `6 n`. Causal attention reads, for a query at
+position `t` of its document, `t` keys: over a document of `l` tokens `l**2 / 2` pairs, each a dot product of width `h` for the
+scores and one for the values, forward once and backward twice: `6 h l**2` per layer in all. So one step costs
+
+    6 P num_tokens  +  6 L h sum(l**2 over documents)
+
+with `P` the linear weights including the output projection (embedding look-up, norms, softmax and RoPE are left out, as is
+usual), `L` layers and `h = num_attention_heads * head_dim`. For unpacked rows of `S` positions every row is one document and
+the formula is the familiar `num_tokens * (6 P + 6 L S h)`; for packed rows the documents' true lengths count, because
+attention stays inside a document. These are *model* FLOPs in the sense of PaLM (Chowdhery et al. 2022, arXiv:2204.02311,
+appendix B; with the causal half of attention only): what the mathematics needs. Recomputation by activation checkpointing is
+not counted, padding positions are, since they are computed (`packing_efficiency` says how many they are). Nothing is taken
+off for frozen weights or for a sliding window shorter than the document.
+
+**Utilisation** (MFU) is model FLOP/s over the GPU's peak. The peaks are the vendor's figures for dense matrices (without 2:4
+sparsity, which doubles them in most data sheets). An fp8 step mixes fp8 and bf16 matrix products, so its figure is given against
+both peaks, and neither alone is the truth. A GPU that is not in the table has no utilisation figure.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Unit and meaning of one reported figure."""
+
+    unit: str
+    description: str
+
+
+METRICS: dict[str, Metric] = {
+    "step": Metric("steps", "Optimizer steps taken, this one included; counted on from the checkpoint after a resume."),
+    "epoch": Metric("epochs", "Passes over the training rows, as a fraction."),
+    "tokens_seen": Metric("tokens", "Real (not padding) tokens trained on so far, on all GPUs."),
+    "loss": Metric("nats/token", "Cross entropy averaged over the supervised tokens of the step, all micro-batches and GPUs."),
+    "grad_norm": Metric("-", "Global L2 norm of the gradient before clipping."),
+    "learning_rate": Metric("-", "Learning rate with which the step was taken."),
+    "step_time_s": Metric("s", "Wall time of the optimizer step, loading of its data included."),
+    "tokens_per_s": Metric("tokens/s", "All positions of the step, padding included, over its time, on all GPUs."),
+    "tokens_per_s_per_gpu": Metric("tokens/s", "The same for one GPU."),
+    "real_tokens_per_s": Metric("tokens/s", "Tokens that are not padding, on all GPUs."),
+    "supervised_tokens_per_s": Metric("tokens/s", "Tokens that carry loss, on all GPUs."),
+    "packing_efficiency": Metric("share", "Tokens that are not padding over all positions of the step."),
+    "model_tflops": Metric("TFLOP/s", "Model FLOPs of the step over its time, for one GPU."),
+    "mfu_bf16_peak": Metric("share", "model_tflops over the GPU's dense bf16 peak; absent for GPUs that are not in the table."),
+    "mfu_fp8_peak": Metric("share", "model_tflops over the GPU's dense fp8 peak; fp8 runs only."),
+    "fp8_linear_flop_share": Metric("share", "Share of the linear layers' FLOPs that the fp8 recipe covers; 0 in a bf16 run."),
+    "peak_memory_gib": Metric("GiB", "Most memory that tensors held on the first GPU since the run began."),
+    "peak_reserved_memory_gib": Metric(
+        "GiB", "Most memory that PyTorch's allocator took from the first GPU since the run began."
+    ),
+    "eval_loss": Metric("nats/token", "Cross entropy averaged over the supervised tokens of the held-out set."),
+    "eval_perplexity": Metric("-", "exp(eval_loss)."),
+    "eval_exact_match": Metric("share", "Held-out problems whose generated answer equals the expected one."),
+    "eval_num_supervised_tokens": Metric("tokens", "Supervised tokens that eval_loss averages over."),
+    "eval_num_problems": Metric("problems", "Problems that eval_exact_match averages over."),
+    "eval_time_s": Metric("s", "Wall time of the evaluation."),
+}
+"""Every key that reaches metrics.jsonl, summary.json and the trackers. A key keeps its meaning for good."""
+
+
+@dataclass(frozen=True)
+class DecoderSize:
+    """The dimensions of a decoder that its FLOPs depend on."""
+
+    num_linear_parameters: int
+    """Entries of all weight matrices that multiply activations, output projection included, embedding look-up not."""
+    num_layers: int
+    attention_width: int
+    """num_attention_heads * head_dim: width of all query heads together."""
+
+    @classmethod
+    def from_config(cls, config: Any) -> DecoderSize:
+        """Read the dimensions off a transformers config of a Llama, Qwen or Mistral model.
+
+        A tied output projection counts like a separate one: it computes the same product.
+        """
+        num_heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        query_width, key_value_width = num_heads * head_dim, config.num_key_value_heads * head_dim
+        attention = config.hidden_size * (query_width + 2 * key_value_width) + query_width * config.hidden_size
+        mlp = 3 * config.hidden_size * config.intermediate_size
+        return cls(
+            num_linear_parameters=config.num_hidden_layers * (attention + mlp) + config.hidden_size * config.vocab_size,
+            num_layers=config.num_hidden_layers,
+            attention_width=query_width,
+        )
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """Token counts of one optimizer step, summed over its micro-batches and all GPUs."""
+
+    num_tokens: int
+    """All positions, padding included."""
+    num_real_tokens: int
+    """Positions that are not padding."""
+    num_supervised_tokens: int
+    """Positions with a label."""
+    sum_squared_lengths: int
+    """Sum of l**2 over documents; for unpacked rows of S positions `num_tokens * S`."""
+
+
+def model_flops_per_token(size: DecoderSize, mean_length: float) -> float:
+    """Model FLOPs of training on one token, forward and backward.
+
+    `mean_length` is the document length averaged over tokens, `sum(l**2) / sum(l)`: the row length for unpacked rows.
+    Formula: see the module's docstring.
+    """
+    return 6.0 * size.num_linear_parameters + 6.0 * size.num_layers * size.attention_width * mean_length
+
+
+def step_flops(size: DecoderSize, tokens: StepTokens) -> float:
+    """Model FLOPs of one optimizer step on all GPUs together."""
+    return tokens.num_tokens * model_flops_per_token(size, tokens.sum_squared_lengths / tokens.num_tokens)
+
+
+@dataclass(frozen=True)
+class PeakTflops:
+    """Dense tensor-core peaks of one GPU in TFLOP/s (10**12 per second), and where they are published."""
+
+    bf16: float
+    fp8: float | None
+    """None where the GPU has no fp8 tensor cores."""
+    source: str
+
+
+_H100_DATASHEET = "NVIDIA H100 Tensor Core GPU data sheet (with-sparsity figure halved)"
+_H200_DATASHEET = "NVIDIA H200 Tensor Core GPU data sheet (with-sparsity figure halved)"
+_HOPPER_WHITEPAPER = "NVIDIA H100 Tensor Core GPU Architecture white paper, table of peak rates, dense"
+_ADA_WHITEPAPER = "NVIDIA Ada GPU Architecture white paper, appendix A, dense, FP32 accumulation"
+
+# By the name that `torch.cuda.get_device_name` gives, matched whole: a laptop, MIG or cut-down part has another name and peak.
+_PEAKS: dict[str, PeakTflops] = {
+    r"NVIDIA H100 80GB HBM3": PeakTflops(989.4, 1978.9, f"{_HOPPER_WHITEPAPER}; SXM5"),
+    r"NVIDIA H100 PCIe": PeakTflops(756.0, 1513.0, f"{_H100_DATASHEET}; PCIe"),
+    r"NVIDIA H100 NVL": PeakTflops(835.5, 1670.5, f"{_H100_DATASHEET}; NVL"),
+    r"NVIDIA H200": PeakTflops(989.4, 1978.9, f"{_H200_DATASHEET}; SXM; same GH100 rates as H100 SXM5"),
+    r"NVIDIA H200 NVL": PeakTflops(835.5, 1670.5, f"{_H200_DATASHEET}; NVL"),
+    r"NVIDIA H20": PeakTflops(148.0, 296.0, "NVIDIA H20 specification as published by system vendors, dense"),
+    r"NVIDIA GH200 (480GB|144G HBM3e)": PeakTflops(
+        989.4, 1978.9, "NVIDIA GH200 Grace Hopper Superchip data sheet (with-sparsity figure halved)"
+    ),
+    r"NVIDIA B200": PeakTflops(2250.0, 4500.0, "NVIDIA HGX B200 data sheet, one GPU (with-sparsity figure halved)"),
+    r"NVIDIA GB200": PeakTflops(2500.0, 5000.0, "NVIDIA GB200 NVL72 data sheet, one GPU (with-sparsity figure halved)"),
+    r"NVIDIA B300 SXM6 AC": PeakTflops(2250.0, 4500.0, "NVIDIA HGX B300 data sheet, one GPU (with-sparsity figure halved)"),
+    r"NVIDIA GB300": PeakTflops(2500.0, 5000.0, "NVIDIA GB300 NVL72 data sheet, one GPU (with-sparsity figure halved)"),
+    r"NVIDIA A100-SXM4-(40|80)GB|NVIDIA A100-PCIE-40GB|NVIDIA A100 80GB PCIe": PeakTflops(
+        312.0, None, "NVIDIA A100 Tensor Core GPU data sheet, dense"
+    ),
+    r"NVIDIA L40S": PeakTflops(362.05, 733.0, "NVIDIA L40S data sheet, dense"),
+    r"NVIDIA L40": PeakTflops(181.05, 362.0, "NVIDIA L40 data sheet, dense"),
+    r"NVIDIA L4": PeakTflops(121.0, 242.5, "NVIDIA L4 data sheet (with-sparsity figure halved)"),
+    r"NVIDIA RTX 6000 Ada Generation": PeakTflops(364.25, 728.5, "NVIDIA RTX 6000 Ada Generation data sheet (halved)"),
+    r"NVIDIA GeForce RTX 4090": PeakTflops(165.2, 330.3, _ADA_WHITEPAPER),
+    r"NVIDIA GeForce RTX 5090": PeakTflops(
+        209.5, 419.0, "NVIDIA RTX Blackwell GPU Architecture white paper, appendix, dense, FP32 accumulation"
+    ),
+}
+
+
+def peak_tflops(gpu_name: str) -> PeakTflops | None:
+    """Peaks of a GPU by the name that `torch.cuda.get_device_name` gives; None for one that is not in the table."""
+    return next((peak for pattern, peak in _PEAKS.items() if re.fullmatch(pattern, gpu_name)), None)
+
+
+def device_peak_tflops(device: torch.device) -> PeakTflops | None:
+    """Peaks of this device; None for a CPU or a GPU that is not in the table."""
+    return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def speed_metrics(
+    tokens: StepTokens, step_time_s: float, size: DecoderSize, num_gpus: int, peak: PeakTflops | None, fp8: bool
+) -> dict[str, float]:
+    """The throughput figures of one step under the keys of `METRICS`.
+
+    `num_gpus` is the number of training processes (1 on a CPU). `fp8` says whether linear layers ran in fp8: only then is
+    there a `mfu_fp8_peak`. Figures that do not exist on this hardware are left out.
+    """
+    tflops = step_flops(size, tokens) / step_time_s / num_gpus / 1e12
+    figures = {
+        "step_time_s": step_time_s,
+        "tokens_per_s": tokens.num_tokens / step_time_s,
+        "tokens_per_s_per_gpu": tokens.num_tokens / step_time_s / num_gpus,
+        "real_tokens_per_s": tokens.num_real_tokens / step_time_s,
+        "supervised_tokens_per_s": tokens.num_supervised_tokens / step_time_s,
+        "packing_efficiency": tokens.num_real_tokens / tokens.num_tokens,
+        "model_tflops": tflops,
+    }
+    if peak is not None:
+        figures["mfu_bf16_peak"] = tflops / peak.bf16
+        if fp8 and peak.fp8 is not None:
+            figures["mfu_fp8_peak"] = tflops / peak.fp8
+    return figures
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Peak memory of this process on `device` under the keys of `METRICS`; empty on a CPU, where PyTorch keeps no count."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "peak_memory_gib": torch.cuda.max_memory_allocated(device) / GIB,
+        "peak_reserved_memory_gib": torch.cuda.max_memory_reserved(device) / GIB,
+    }
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss) for a mean cross entropy in nats per token; infinity where that is beyond a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,142 @@
+"""With what a run was made: versions, hardware, code and command, kept in its run.json.
+
+Versions come from the installed packages' metadata, so that nothing heavy is imported to ask for them. Of the environment only
+variables that change what the GPU or the launcher does are kept, by prefix, and none whose name speaks of a secret.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llm_fp8.config import Config
+from llm_fp8.json_files import write_json_atomic
+from llm_fp8.metrics import GIB
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+PACKAGES = (
+    "torch",
+    "transformer-engine",
+    "transformer-engine-torch",
+    "accelerate",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "flash-attn",
+    "wandb",
+    "tensorboard",
+)
+ENVIRONMENT_PREFIXES = ("NVTE_", "NCCL_", "CUDA_", "CUDNN_", "ACCELERATE_", "TORCH_", "PYTORCH_")
+_SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+
+
+def package_version(name: str) -> str | None:
+    """Version of an installed distribution, None where it is not installed; imports nothing."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _output_of(*command: str) -> str | None:
+    """What a program prints, or None where it does not exist or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL, check=True)
+    except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip()
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit and whether files differ from it, of the git repository whose root is `folder`.
+
+    None where git is missing, `folder` is not itself such a root (a copy unpacked inside another repository would otherwise
+    take that one's commit for its own), or nothing was committed yet.
+    """
+    root = _output_of("git", "-C", str(folder), "rev-parse", "--show-toplevel")
+    if root is None or Path(root).resolve() != folder.resolve():
+        return None
+    commit = _output_of("git", "-C", str(folder), "rev-parse", "--verify", "HEAD")
+    changes = _output_of("git", "-C", str(folder), "status", "--porcelain")
+    if commit is None or changes is None:
+        return None
+    return {"commit": commit, "dirty": changes != ""}
+
+
+def _gpus() -> list[dict[str, Any]]:
+    """Name, memory and compute capability of each GPU that this process sees."""
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {
+                "name": properties.name,
+                "memory_gib": round(properties.total_memory / GIB, 1),
+                "compute_capability": f"{properties.major}.{properties.minor}",
+            }
+        )
+    return gpus
+
+
+def _driver_version() -> str | None:
+    """Version of the NVIDIA driver, None without one."""
+    versions = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return versions.splitlines()[0] if versions else None
+
+
+def _cpu_model() -> str | None:
+    """The processor's name as Linux gives it, elsewhere as Python does."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or None
+
+
+def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
+    """The variables of `environment` that steer the GPU libraries or the launcher, secrets left out."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(ENVIRONMENT_PREFIXES) and not any(word in name.upper() for word in _SECRET_WORDS)
+    }
+
+
+def collect_provenance(argv: list[str]) -> dict[str, Any]:
+    """Everything about this process that a reader of the results would ask for, as plain JSON values.
+
+    `argv` is the command line with the script's name first (`sys.argv`). What is absent on this machine is None.
+    """
+    return {
+        "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": list(argv),
+        "git": git_state(REPOSITORY),
+        "python": platform.python_version(),
+        "packages": {name: package_version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "driver": _driver_version(),
+        "gpus": _gpus(),
+        "cpu": {"model": _cpu_model(), "num_cores": os.cpu_count()},
+        "os": platform.platform(),
+        "environment": relevant_environment(dict(os.environ)),
+    }
+
+
+def write_run_json(path: Path, config: Config, provenance: dict[str, Any], precision: dict[str, Any], **sections: Any) -> None:
+    """Write a run's run.json: its configuration, the precision asked for and in effect, and `provenance`.
+
+    `precision` is what the precision module reports (requested and effective recipe, census). Further keyword arguments
+    become sections of their own, for example `model={...}` or `data={...}`.
+    """
+    write_json_atomic(path, {"config": config.to_dict(), "precision": precision, **sections, "provenance": provenance})

@@ -1,0 +1,436 @@
+"""A whole run, from configuration to exported model: builds the parts, resumes, trains, evaluates, exports, sums up."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from llm_fp8.checkpoint import CheckpointManager, check_compatible, read_meta, restore_rng_state, rng_state
+from llm_fp8.config import Config, check_config
+from llm_fp8.data import PreparedData, prepare_data
+from llm_fp8.data.collate import Batch
+from llm_fp8.data.loader import TrainLoader
+from llm_fp8.errors import UserError
+from llm_fp8.evaluate import evaluate_loss
+from llm_fp8.export import export_hf
+from llm_fp8.launch_env import merge_launch_settings, take_launch_settings
+from llm_fp8.loop import LoopOptions, Trainer
+from llm_fp8.memory import out_of_memory_advice
+from llm_fp8.metrics import DecoderSize, device_peak_tflops
+from llm_fp8.models import (
+    ModelSource,
+    build_model,
+    check_model,
+    decoder_layers,
+    enable_gradient_checkpointing,
+    load_config,
+    load_tokenizer,
+    resolve_source,
+)
+from llm_fp8.optim import (
+    build_optimizer,
+    build_scheduler,
+    initialize_state,
+    load_optimizer_scalars,
+    optimizer_scalars,
+    optimizer_tensors,
+    parameter_dtype,
+    resolve_optimizer,
+)
+from llm_fp8.parity import check_parity
+from llm_fp8.precision import TOKEN_MULTIPLE, Precision, PrecisionPlan, resolve_precision
+from llm_fp8.provenance import collect_provenance, write_run_json
+from llm_fp8.report import RunReporter, accelerator_tracking, check_trackers
+from llm_fp8.signals import GracefulStop
+from llm_fp8.swap import Census, swap_linears, take_census
+from llm_fp8.training_model import TrainingModel
+
+
+def run_training(config: Config) -> int:
+    """Train as `config` says; returns the exit code: 0, or the one that stands for the signal that stopped the run."""
+    started = time.time()
+    precision_options = merge_launch_settings(config.precision, take_launch_settings(os.environ))
+    config = dataclasses.replace(config, precision=precision_options)
+    check_config(config)
+    check_trackers(config)
+    config = with_output_dir(config)
+    accelerator = build_accelerator(config)
+    run = Run(config, accelerator)
+    with GracefulStop() as stop:
+        with run.explained_out_of_memory():
+            return run.execute(stop, started)
+
+
+def with_output_dir(config: Config) -> Config:
+    """`config` with the output folder chosen where none was given; raises `UserError` where it holds another run."""
+    if config.run.output_dir is None:
+        model = re.sub(r"[^A-Za-z0-9.]+", "-", config.model.model_name).strip("-")
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.precision.mixed_precision or 'auto'}"
+        return dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(Path("runs") / name)))
+    folder = Path(config.run.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output_dir {folder} is a file; give a folder.")
+    if config.run.resume_from is None and (folder / "run.json").exists():
+        raise UserError(
+            f"--output_dir {folder} holds another run; choose another folder, remove this one, or continue it with --resume_from latest."
+        )
+    return config
+
+
+def build_accelerator(config: Config) -> Accelerator:
+    """The one Accelerator. Precision is ours (llm_fp8.precision), so it gets "no", or "fp16" for its gradient scaler."""
+    fp16 = config.precision.mixed_precision == "fp16"
+    return Accelerator(mixed_precision="fp16" if fp16 else "no", **accelerator_tracking(config))
+
+
+def first_batch(loader: TrainLoader) -> Batch:
+    """The first micro-batch that `loader` will give, which it will give again."""
+    position = loader.state_dict()
+    batches = next(iter(loader))
+    loader.load_state_dict(position)
+    return batches[0]
+
+
+class Run:
+    """The parts of one run and what is done with them, in order."""
+
+    def __init__(self, config: Config, accelerator: Accelerator) -> None:
+        self.config = config
+        self.accelerator = accelerator
+        self.device = accelerator.device
+        self.folder = Path(config.run.output_dir or "")
+        self.checkpoints = CheckpointManager(self.folder, config.run.save_total_limit)
+        self.plan: PrecisionPlan = resolve_precision(config.precision, self.device)
+        self._check_token_multiple()
+        self.optimizer_kind = self._resolve_optimizer()
+        self.parameter_dtype = parameter_dtype(self.optimizer_kind)
+
+    def say(self, text: str) -> None:
+        """Print on the main process."""
+        if self.accelerator.is_main_process:
+            print(text, flush=True)
+
+    def _check_token_multiple(self) -> None:
+        multiple = TOKEN_MULTIPLE.get(self.plan.effective_scenario or "", 1)
+        data = self.config.data
+        tokens = data.batch_size * data.max_seq_length
+        if tokens % multiple:
+            raise UserError(
+                f"--fp8_scenario {self.plan.effective_scenario} needs a multiple of {multiple} tokens in a micro-batch, and --batch_size {data.batch_size} times "
+                f"--max_seq_length {data.max_seq_length} is {tokens}; choose a --max_seq_length that is a multiple of {multiple}."
+            )
+
+    def _resolve_optimizer(self) -> Any:
+        """--optimizer for this machine; bf16 parameters need a run that computes in bf16."""
+        requested = self.config.optim.optimizer
+        te_installed = importlib.util.find_spec("transformer_engine") is not None
+        computes_bf16 = self.plan.compute_dtype == torch.bfloat16
+        if not computes_bf16 and requested in ("adamw_master", "adamw_8bit"):
+            raise UserError(
+                f"--optimizer {requested} keeps the parameters in bf16, and --mixed_precision {self.plan.effective} does not; use adamw_fp32."
+            )
+        return resolve_optimizer(requested, te_installed and computes_bf16, self.device.type)
+
+    # --- building -----------------------------------------------------------------------------------------------------
+
+    def execute(self, stop: GracefulStop, started: float) -> int:
+        """Everything, in order."""
+        config, accelerator = self.config, self.accelerator
+        set_seed(config.optim.seed)
+        self._describe_precision()
+        source = resolve_source(config.model)
+        hf_config = load_config(config.model, source)
+        tokenizer, note = load_tokenizer(config.model, source)
+        if note:
+            self.say(note)
+        check_model(config, hf_config, tokenizer)
+        resume_path = self.checkpoints.find(config.run.resume_from) if config.run.resume_from else None
+        data = prepare_data(
+            config,
+            tokenizer,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            pin_memory=self.device.type == "cuda",
+            main_process_first=accelerator.main_process_first,
+        )
+        self.say(data.describe())
+        model, loaded, census = self._build_model(source, hf_config)
+        trainer = self._build_trainer(model, data, census, resume_path, hf_config)
+        with trainer.reporter:
+            self._parity_gate(model, data, loaded and resume_path is None)
+            self._write_run_json(source, hf_config, data, census, trainer)
+            self.say(f"training {trainer.options.total_steps} steps on {self._device_name()}, results in {self.folder}")
+            hooks = RunHooks(self, trainer, data, model)
+            trainer.train(hooks, lambda: stop.requested is not None)
+            if stop.requested is not None:
+                trainer.reporter.finish({"stopped_by": stop.requested, "checkpoint": str(trainer.last_checkpoint)})
+                self.say(f"stopped by {stop.requested}; continue with --resume_from latest --output_dir {self.folder}")
+                return stop.exit_code
+            hooks.evaluate(trainer.step)
+            exported = self._export(model, tokenizer, source, trainer) if config.run.export else None
+            summary = trainer.reporter.finish(self._summary(census, trainer, exported, started))
+            self._closing_words(summary, exported)
+        return 0
+
+    def _describe_precision(self) -> None:
+        plan = self.plan
+        if plan.fallback_reason:
+            self.say(
+                f"WARNING: --fp8_scenario {plan.requested_scenario} FELL BACK to {plan.effective_scenario}: {plan.fallback_reason}"
+            )
+        self.say(
+            f"precision: {plan.name} (asked for: {plan.requested}{f' {plan.requested_scenario}' if plan.requested_scenario else ''})"
+        )
+        self.say(f"optimizer: {self.optimizer_kind}, parameters in {str(self.parameter_dtype).removeprefix('torch.')}")
+
+    def _build_model(self, source: ModelSource, hf_config: PretrainedConfig) -> tuple[PreTrainedModel, bool, Census]:
+        """The model, whether its weights were loaded, and the census; the precision seam is attached to it."""
+        options = self.config.model
+        model, loaded = build_model(
+            options,
+            source,
+            hf_config,
+            parameter_dtype=self.parameter_dtype,
+            compute_dtype=self.plan.compute_dtype,
+            device=self.device,
+            seed=self.config.optim.seed,
+        )
+        reasons: dict[str, str] = {}
+        if self.plan.recipe is not None and not options.use_te:
+            reasons = swap_linears(model)
+        self.precision = Precision(self.plan, self.config.precision, self.device, self.parameter_dtype)
+        self.precision.attach(model, decoder_layers(model))
+        census = take_census(model, self.precision.fp8_modules, self.plan.compute_name, reasons)
+        self.say(census.describe())
+        if options.gradient_checkpointing:
+            enable_gradient_checkpointing(model, fp8=self.plan.recipe is not None)
+        return model, loaded, census
+
+    def _build_trainer(
+        self,
+        model: PreTrainedModel,
+        data: PreparedData,
+        census: Census,
+        resume_path: Path | None,
+        hf_config: PretrainedConfig,
+    ) -> Trainer:
+        config, accelerator = self.config, self.accelerator
+        training_model = TrainingModel(model, config.data.max_seq_length, self.plan.compute_dtype)
+        optimizer = build_optimizer(config.optim, self.optimizer_kind, training_model.named_parameters())
+        training_model, optimizer = accelerator.prepare(training_model, optimizer, device_placement=[True, False])
+        self.fingerprint = self._fingerprint(hf_config)
+        total_steps = self._total_steps(data)
+        step = tokens_seen = 0
+        if resume_path is not None:
+            step, tokens_seen = self._resume(resume_path, model, optimizer, data)
+            if step >= total_steps:
+                raise UserError(
+                    f"--resume_from {resume_path}: it has all {total_steps} steps behind it; raise --max_steps or --num_epochs to train on."
+                )
+        trainer = Trainer(
+            accelerator=accelerator,
+            model=training_model,
+            precision=self.precision,
+            optimizer=optimizer,
+            scheduler=build_scheduler(optimizer, config.optim, total_steps, step),
+            loader=data.train,
+            reporter=RunReporter(accelerator, config, {"precision": self._precision_record(census)}, total_steps, step),
+            options=LoopOptions(
+                total_steps=total_steps,
+                max_grad_norm=config.optim.max_grad_norm,
+                log_every=config.run.log_every,
+                eval_every=config.run.eval_every if data.eval is not None else 0,
+                save_every=config.run.save_every,
+            ),
+            size=DecoderSize.from_config(hf_config),
+            peak=device_peak_tflops(self.device),
+            fp8_linear_flop_share=census.fp8_linear_flop_share,
+            step=step,
+            tokens_seen=tokens_seen,
+            last_checkpoint=resume_path,
+        )
+        return trainer
+
+    def _total_steps(self, data: PreparedData) -> int:
+        """Optimizer steps of the whole run."""
+        options = self.config.optim
+        if options.max_steps is not None:
+            return options.max_steps
+        assert data.train.steps_per_epoch is not None  # checked with the options: streaming needs --max_steps
+        return data.train.steps_per_epoch * options.num_epochs
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------------
+
+    def _fingerprint(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        """What a checkpoint must share with the run that continues it."""
+        architecture = {
+            k: v for k, v in hf_config.to_dict().items() if k not in ("dtype", "transformers_version", "_name_or_path")
+        }
+        text = json.dumps(architecture, sort_keys=True, default=str)
+        return {
+            "architecture": hashlib.sha256(text.encode()).hexdigest()[:16],
+            "layout": "te" if self.config.model.use_te else "hf",
+            "optimizer": self.optimizer_kind,
+            "precision": self.plan.name,
+            "max_seq_length": self.config.data.max_seq_length,
+            "packing": self.config.packing,
+        }
+
+    def _state(self, model: PreTrainedModel, optimizer: Any) -> dict[str, Tensor]:
+        """Every tensor of a checkpoint, by name: the live ones, not copies."""
+        named = list(model.named_parameters())
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in named}
+        tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, named).items()}
+        tensors |= {f"fp8.{name}": tensor for name, tensor in self.precision.state_tensors().items()}
+        return tensors
+
+    def save(self, trainer: Trainer, model: PreTrainedModel, data: PreparedData) -> Path:
+        """Write a checkpoint of the run as it stands after `trainer.step`."""
+        scaler = self.accelerator.scaler
+        meta = {
+            "step": trainer.step,
+            "tokens_seen": trainer.tokens_seen,
+            "fingerprint": self.fingerprint,
+            "loader": data.train.state_dict(),
+            "optimizer": optimizer_scalars(trainer.optimizer),
+            "fp16_scaler": None if scaler is None else scaler.state_dict(),
+        }
+        tensors = self._state(model, trainer.optimizer) | {f"rng.{name}": tensor for name, tensor in rng_state().items()}
+        return self.checkpoints.save(trainer.step, tensors, meta)
+
+    def _resume(self, path: Path, model: PreTrainedModel, optimizer: Any, data: PreparedData) -> tuple[int, int]:
+        """Put everything back as it was; returns the step and the tokens seen."""
+        check_compatible(read_meta(path)["fingerprint"], self.fingerprint)
+        initialize_state(optimizer)
+        rng = rng_state()
+        meta = self.checkpoints.load(
+            path, self._state(model, optimizer) | {f"rng.{name}": tensor for name, tensor in rng.items()}
+        )
+        load_optimizer_scalars(optimizer, meta["optimizer"])
+        data.train.load_state_dict(meta["loader"])
+        if self.accelerator.scaler is not None and meta["fp16_scaler"]:
+            self.accelerator.scaler.load_state_dict(meta["fp16_scaler"])
+        restore_rng_state(rng)
+        self.say(f"resumed from {path} after step {meta['step']}")
+        return meta["step"], meta["tokens_seen"]
+
+    # --- gates, records, words ------------------------------------------------------------------------------------------
+
+    def _parity_gate(self, model: PreTrainedModel, data: PreparedData, default: bool) -> None:
+        wanted = self.config.model.parity_check
+        if wanted and not self.config.model.use_te:
+            raise UserError("--parity_check compares the TE decoder with Hugging Face's and needs --use_te.")
+        if not self.config.model.use_te or not (default if wanted is None else wanted):
+            return
+        report = check_parity(model, first_batch(data.train).to(self.device), self.config.data.max_seq_length)
+        self.say(
+            f"parity with Hugging Face: outputs within {report.output:.2g}, gradients within {max(report.input_gradient, report.weight_gradient):.2g} "
+            f"(relative) over {report.num_layers} layers"
+        )
+
+    def _precision_record(self, census: Census) -> dict[str, Any]:
+        return {
+            **self.plan.to_dict(),
+            "census": census.to_dict(),
+            "optimizer": self.optimizer_kind,
+            "parameter_dtype": str(self.parameter_dtype),
+        }
+
+    def _write_run_json(
+        self, source: ModelSource, hf_config: PretrainedConfig, data: PreparedData, census: Census, trainer: Trainer
+    ) -> None:
+        if self.accelerator.is_main_process:
+            write_run_json(
+                self.folder / "run.json",
+                self.config,
+                collect_provenance(sys.argv),
+                self._precision_record(census),
+                model={"location": source.location, "config": hf_config.to_dict()},
+                data=data.report.to_dict(),
+                total_steps=trainer.options.total_steps,
+                resumed_after_step=trainer.step,
+            )
+
+    def _device_name(self) -> str:
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "the CPU"
+        return name if self.accelerator.num_processes == 1 else f"{self.accelerator.num_processes} x {name}"
+
+    def _export(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: ModelSource, trainer: Trainer) -> Path:
+        folder = self.folder / "final"
+        card = {
+            "base model": source.name,
+            "dataset": self.config.data.dataset_name,
+            "precision": self.plan.name,
+            "optimizer steps": trainer.step,
+            "tokens": trainer.tokens_seen,
+            "learning rate": self.config.optim.learning_rate,
+            "row length": self.config.data.max_seq_length,
+        }
+        dtype = getattr(model.config, "dtype", None) or self.parameter_dtype
+        if self.accelerator.is_main_process:
+            export_hf(model, tokenizer, folder, dtype=dtype, card=card)
+        return folder
+
+    def _summary(self, census: Census, trainer: Trainer, exported: Path | None, started: float) -> dict[str, Any]:
+        return {
+            "precision": self._precision_record(census),
+            "tokens_seen": trainer.tokens_seen,
+            "exported": None if exported is None else str(exported),
+            "wall_time_s": time.time() - started,
+        }
+
+    def _closing_words(self, summary: dict[str, Any], exported: Path | None) -> None:
+        self.say(f"done: {summary['steps']} steps in {summary['wall_time_s']:.0f} s, precision {self.plan.name}")
+        self.say(f"  figures of every step   {self.folder / 'metrics.jsonl'}")
+        self.say(f"  configuration, versions {self.folder / 'run.json'}")
+        self.say(f"  summary                 {self.folder / 'summary.json'}")
+        if exported is not None:
+            self.say(f"  Hugging Face checkpoint {exported}")
+
+    @contextlib.contextmanager
+    def explained_out_of_memory(self) -> Iterator[None]:
+        """Turn running out of GPU memory into a sentence that says what would fit."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise UserError(out_of_memory_advice(self.config, self.device)) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class RunHooks:
+    """What the loop asks for between steps."""
+
+    run: Run
+    trainer: Trainer
+    data: PreparedData
+    model: PreTrainedModel
+
+    def evaluate(self, step: int) -> None:
+        """Held-out loss, reported."""
+        if self.data.eval is None:
+            return
+        trainer = self.trainer
+        figures = evaluate_loss(trainer.accelerator, trainer.model, trainer.precision, self.data.eval)
+        trainer.reporter.evaluation({"step": step, **figures})
+
+    def save(self, step: int) -> Path:
+        """A checkpoint."""
+        path = self.run.save(self.trainer, self.model, self.data)
+        self.trainer.reporter.print(f"saved {path}")
+        return path

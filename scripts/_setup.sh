@@ -1,0 +1,125 @@
+# shellcheck shell=bash
+# Makes the virtual environment that the other scripts run in. Sourced by them, not run.
+#
+#   PYTHON    the interpreter to use (default: the first of python3, python3.13 ... python3.10 that is in range)
+#   VENV_DIR  where the environment lies (default: .venv in the repository)
+#
+# Afterwards the working directory is the repository and $venv_python is the environment's interpreter. What is installed already
+# is left alone: a copy of each requirements file beside it tells whether anything changed since.
+
+set -euo pipefail
+
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$repository"
+venv=${VENV_DIR:-.venv}
+venv_python=$venv/bin/python
+te_build_tools=(setuptools==81.0.0 wheel==0.48.0 ninja==1.13.2 pybind11==3.1.0 packaging==26.3)
+
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+
+say() { printf '== %s\n' "$*"; }
+
+warn() { printf 'warning: %s\n' "$*" >&2; }
+
+fail() {
+    printf 'error: %s\n' "$*" >&2
+    exit 2
+}
+
+# Whether the command $1 is a Python that the pinned packages exist for.
+python_in_range() {
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' </dev/null >/dev/null 2>&1
+}
+
+# Prints the interpreter to make the environment with.
+find_python() {
+    local candidate
+    if [[ -n ${PYTHON:-} ]]; then
+        python_in_range "$PYTHON" || fail "PYTHON=$PYTHON is not a CPython 3.10 to 3.13; set PYTHON to one."
+        printf '%s\n' "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+        if python_in_range "$candidate"; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+    fail "no CPython 3.10 to 3.13 found; install one, or name it: PYTHON=/path/to/python3.12 $0"
+}
+
+make_venv() {
+    local python
+    if [[ -e $venv_python ]]; then
+        python_in_range "$venv_python" || fail "$venv is not an environment of a CPython 3.10 to 3.13; delete it and run this again."
+        return
+    fi
+    python=$(find_python)
+    "$python" -c 'import ensurepip, venv' 2>/dev/null </dev/null ||
+        fail "$python cannot make virtual environments; on Debian and Ubuntu run: sudo apt-get install python3-venv"
+    say "making $venv with $("$python" --version 2>&1)"
+    "$python" -m venv "$venv" || fail "could not make $venv; see the message above."
+}
+
+# pip in the environment; quiet unless a person is watching.
+pip_install() {
+    local quiet=(--quiet)
+    if [[ -t 1 ]]; then quiet=(); fi
+    "$venv_python" -m pip install "${quiet[@]}" "$@" </dev/null
+}
+
+# Whether the requirements file $1 changed since it was installed here.
+changed() { ! cmp -s "$1" "$venv/installed-$(basename "$1")"; }
+
+remember() { cp "$1" "$venv/installed-$(basename "$1")"; }
+
+# Installs the requirements file $1 where it changed; $2 says what it is for.
+install_requirements() {
+    if ! changed "$1"; then return; fi
+    say "installing $1 ($2)"
+    pip_install -r "$1" || fail "pip could not install $1; see the message above."
+    remember "$1"
+}
+
+# Whether the best GPU here has fp8 tensor cores (compute capability 8.9 or newer).
+has_fp8_gpu() {
+    local capability
+    command -v nvidia-smi >/dev/null || return 1
+    capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -V | tail -n 1) || return 1
+    [[ $capability =~ ^[0-9]+\.[0-9]+$ && $(printf '8.9\n%s\n' "$capability" | sort -V | head -n 1) == 8.9 ]]
+}
+
+has_transformer_engine() {
+    "$venv_python" -c 'import importlib.metadata as m; m.version("transformer-engine-torch")' >/dev/null 2>&1
+}
+
+# Transformer Engine where there is a GPU for it. Without it everything but fp8 works, so a failure is a warning; it is not tried
+# again by itself until requirements-gpu.txt changes, because each try may compile for minutes.
+install_gpu_requirements() {
+    local file=requirements-gpu.txt includes
+    has_fp8_gpu || return 0
+    if ! changed "$file"; then
+        has_transformer_engine || warn "Transformer Engine is not installed, so no fp8; $file says how to install it."
+        return 0
+    fi
+    say "installing $file (Transformer Engine, for fp8; compiles its PyTorch bindings, about ten minutes)"
+    command -v nvcc >/dev/null || [[ -n ${CUDA_HOME:-} ]] ||
+        warn "nvcc is not on the PATH; Transformer Engine needs the CUDA toolkit to compile."
+    # cuDNN's and NCCL's headers come with torch's own packages, where the compiler does not look by itself.
+    includes=$("$venv_python" -c '
+import glob, os, sysconfig
+print(os.pathsep.join(sorted(glob.glob(os.path.join(sysconfig.get_paths()["purelib"], "nvidia", "*", "include")))))')
+    if ! pip_install "${te_build_tools[@]}" ||
+        ! CPLUS_INCLUDE_PATH=$includes${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH} \
+            pip_install --no-build-isolation -r "$file"; then
+        warn "Transformer Engine could not be installed, so no fp8 for now; mend what the message above names, then run:" \
+            "$venv_python -m pip install --no-build-isolation -r $file"
+    fi
+    remember "$file"
+}
+
+setup_environment() {
+    make_venv
+    install_requirements requirements.txt "PyTorch and the Hugging Face libraries, several minutes the first time"
+    install_gpu_requirements
+}

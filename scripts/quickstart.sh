@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# From a fresh clone to a trained model: makes .venv, then fine-tunes the model in this repository on the problems in this
+# repository, offline, on whatever is here (fp8 on a GPU that has it, else bf16 or fp32, or the CPU). A few minutes.
+#
+#   scripts/quickstart.sh [options of train_fp8.py]
+#
+# Each run starts afresh in runs/quickstart.
+
+# shellcheck source=scripts/_setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
+setup_environment
+
+output_dir=runs/quickstart
+options=()
+if has_fp8_gpu && has_transformer_engine; then
+    options=(--use_te --mixed_precision fp8)
+fi
+
+say "training in $output_dir"
+rm -rf "$output_dir"
+"$venv_python" train_fp8.py \
+    --learning_rate 3e-3 --num_epochs 3 --num_warmup_steps 20 \
+    --max_seq_length 256 --batch_size 8 --log_every 10 \
+    --output_dir "$output_dir" "${options[@]}" "$@"
+
+say "done. In $repository/$output_dir:"
+cat <<END
+   run.json        configuration, versions, GPU, precision asked for and in effect
+   metrics.jsonl   loss, gradient norm, tokens/s and more for every step
+   summary.json    how it ended
+   final/          the trained model as a Hugging Face checkpoint
+
+Next, a model of your choice on a dataset of your choice:
+   cd $repository && source $venv/bin/activate
+   python train_fp8.py --model_name Qwen/Qwen2.5-1.5B --dataset_name nvidia/OpenMathInstruct-2 --max_steps 200 --output_dir runs/first
+   python train_fp8.py --help
+END

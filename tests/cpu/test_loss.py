@@ -1,0 +1,216 @@
+"""The fused linear + cross entropy against torch's own, in value, gradient, stability and what it keeps."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llm_fp8.loss import IGNORE_INDEX, default_chunk_tokens, linear_cross_entropy_sum
+
+TOKENS, HIDDEN, VOCAB = 37, 24, 101
+
+
+def make_inputs(dtype=torch.float64, tokens=TOKENS, ignored=(0, 5, 6, 36), scale=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = (scale * torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    labels = torch.randint(0, VOCAB, (tokens,), generator=generator)
+    labels[list(ignored)] = IGNORE_INDEX
+    return hidden, weight, labels
+
+
+def reference(hidden, weight, labels):
+    """Loss and gradients in fp64 from torch's cross entropy."""
+    hidden, weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    loss = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 36, 37, 1000, None])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
+)
+def test_matches_torch_for_every_chunking(dtype, tolerance, chunk_tokens):
+    hidden, weight, labels = make_inputs(dtype)
+    loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens)
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    (loss * 0.37).backward()
+    want_loss, want_hidden, want_weight = reference(hidden, weight, labels)
+    pairs = {"loss": (loss, want_loss), "hidden": (hidden.grad, 0.37 * want_hidden), "weight": (weight.grad, 0.37 * want_weight)}
+    for name, (got, want) in pairs.items():
+        error = (got.double() - want).norm() / want.norm()
+        assert error < tolerance, f"{name}: relative error {error:.1e}"
+    assert hidden.grad.dtype == weight.grad.dtype == dtype
+    assert not hidden.grad[labels == IGNORE_INDEX].any()
+
+
+def test_leading_dimensions_and_non_contiguous_inputs():
+    hidden, weight, labels = make_inputs(tokens=12, ignored=(3,))
+    transposed = hidden.detach().reshape(3, 4, HIDDEN).transpose(0, 1).requires_grad_()
+    loss = linear_cross_entropy_sum(transposed, weight, labels.reshape(3, 4).t(), chunk_tokens=5)
+    loss.backward()
+    want_loss, want_hidden, _ = reference(hidden, weight, labels)
+    torch.testing.assert_close(loss, want_loss)
+    torch.testing.assert_close(transposed.grad, want_hidden.reshape(3, 4, HIDDEN).transpose(0, 1))
+
+
+def test_gradcheck_when_chunked():
+    hidden, weight, labels = make_inputs(tokens=7, ignored=())
+    labels %= 19
+    labels[2] = IGNORE_INDEX
+    weight = weight[:19].detach().requires_grad_()
+    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy_sum(h, w, labels, chunk_tokens=3), (hidden, weight))
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, 100])
+def test_ignored_labels(chunk_tokens):
+    hidden, weight, labels = make_inputs(ignored=range(4, 8))  # the second chunk of four is ignored as a whole
+    loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens)
+    torch.testing.assert_close(loss, reference(hidden, weight, labels)[0])
+    nothing = linear_cross_entropy_sum(hidden, weight, torch.full_like(labels, IGNORE_INDEX), chunk_tokens=chunk_tokens)
+    nothing.backward()
+    assert nothing.item() == 0.0
+    assert not hidden.grad.any() and not weight.grad.any()
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, 100])
+def test_large_logits_are_stable(chunk_tokens):
+    hidden, weight, labels = make_inputs(torch.float32, scale=1e4)
+    loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens)
+    loss.backward()
+    want_loss, want_hidden, want_weight = reference(hidden, weight, labels)
+    assert want_loss > 1e5
+    assert (loss.double() - want_loss).abs() / want_loss < 1e-5
+    # At such sizes the softmax is a step function whose jump fp32 logits may place elsewhere in a row or two.
+    assert torch.isfinite(hidden.grad).all() and torch.isfinite(weight.grad).all()
+    assert F.cosine_similarity(hidden.grad.double().flatten(), want_hidden.flatten(), dim=0) > 0.99
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, 100])
+def test_nan_is_not_hidden(chunk_tokens):
+    hidden, weight, labels = make_inputs(torch.float32)
+    with torch.no_grad():
+        hidden[10, 3] = float("nan")
+    assert torch.isnan(linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens))
+    with torch.no_grad():
+        assert torch.isnan(linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens))
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, 100])
+def test_evaluation_gives_the_same_loss_without_a_graph(chunk_tokens):
+    hidden, weight, labels = make_inputs(torch.float32)
+    trained = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens)
+    with torch.no_grad():
+        evaluated = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens)
+    assert not evaluated.requires_grad
+    assert evaluated.item() == trained.item()
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, 100])
+def test_tied_weight_sums_both_gradients(chunk_tokens):
+    _, weight, labels = make_inputs()
+    tokens = torch.arange(TOKENS)
+
+    def gradient(loss_of_hidden):
+        return torch.autograd.grad(loss_of_hidden(F.embedding(tokens, weight)), weight)[0]
+
+    got = gradient(lambda hidden: linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens))
+    want = gradient(lambda hidden: F.cross_entropy(hidden @ weight.t(), labels, reduction="sum"))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, 100])
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_only_what_requires_grad_gets_one(frozen, chunk_tokens):
+    hidden, weight, labels = make_inputs()
+    (hidden if frozen == "hidden" else weight).requires_grad_(False)
+    linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens).backward()
+    _, want_hidden, want_weight = reference(hidden, weight, labels)
+    if frozen == "hidden":
+        assert hidden.grad is None
+        torch.testing.assert_close(weight.grad, want_weight)
+    else:
+        assert weight.grad is None
+        torch.testing.assert_close(hidden.grad, want_hidden)
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, 100])
+@pytest.mark.parametrize("how", ["autocast", "argument"])
+def test_bf16_compute_with_fp32_parameters(how, chunk_tokens):
+    """The same numbers as with everything cast to bf16 beforehand, and gradients in the parameters' fp32."""
+    hidden, weight, labels = make_inputs(torch.float32)
+    low_hidden, low_weight = (t.detach().bfloat16().requires_grad_() for t in (hidden, weight))
+    want = linear_cross_entropy_sum(low_hidden, low_weight, labels, chunk_tokens=chunk_tokens)
+    want.backward()
+    if how == "autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens)
+            loss.backward()
+    else:
+        loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens, compute_dtype=torch.bfloat16)
+        loss.backward()
+    assert loss.dtype == hidden.grad.dtype == weight.grad.dtype == torch.float32
+    assert loss.item() == want.item()
+    assert loss.item() != linear_cross_entropy_sum(hidden.detach(), weight.detach(), labels).item()
+    torch.testing.assert_close(hidden.grad.bfloat16(), low_hidden.grad)
+    torch.testing.assert_close(weight.grad.bfloat16(), low_weight.grad)
+
+
+def test_second_backward_is_an_error_and_not_a_wrong_gradient():
+    hidden, weight, labels = make_inputs()
+    loss = linear_cross_entropy_sum(hidden, weight, labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements that any operation's output had."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+def test_chunks_never_hold_all_logits():
+    tokens, chunk_tokens = 400, 20
+    hidden, weight, labels = make_inputs(torch.float32, tokens=tokens)
+    with LargestTensor() as chunked:
+        linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens).backward()
+    assert chunked.numel == max(tokens * HIDDEN, chunk_tokens * VOCAB)
+    with LargestTensor() as whole:
+        linear_cross_entropy_sum(hidden, weight, labels).backward()
+    assert whole.numel == tokens * VOCAB
+
+
+def test_one_chunk_keeps_nothing_of_the_logits_size_but_the_logits():
+    hidden, weight, labels = make_inputs(torch.bfloat16)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        linear_cross_entropy_sum(hidden, weight, labels)
+    large = [tensor for tensor in saved if tensor.numel() == TOKENS * VOCAB]
+    assert [tensor.dtype for tensor in large] == [torch.bfloat16]
+
+
+def test_default_chunk_size():
+    assert default_chunk_tokens(16_384, 128_256, torch.bfloat16) >= 16_384  # one chunk
+    assert default_chunk_tokens(16_384, 128_256, torch.float32) == 8_192  # two equal ones
+    assert default_chunk_tokens(40_000, 151_936, torch.bfloat16) == 13_440  # three, of a multiple of 128 tokens
+    assert default_chunk_tokens(1, 10, torch.float32) == 128
+
+
+def test_wrong_shapes_are_named():
+    hidden, weight, labels = make_inputs()
+    with pytest.raises(ValueError, match=r"labels \(37,\), not \(36,\)"):
+        linear_cross_entropy_sum(hidden, weight, labels[:-1])
+    with pytest.raises(ValueError, match=r"\[V, 24\], not \(24, 101\)"):
+        linear_cross_entropy_sum(hidden, weight.t(), labels)
+    with pytest.raises(ValueError, match="chunk_tokens"):
+        linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=0)

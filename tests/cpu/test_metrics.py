@@ -1,0 +1,193 @@
+"""FLOPs against the matrices of real models, peaks, and the keys' table in docs/metrics.md."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import PreTrainedConfig as PretrainedConfig
+
+from llm_fp8 import metrics
+from llm_fp8.metrics import (
+    METRICS,
+    DecoderSize,
+    StepTokens,
+    memory_metrics,
+    model_flops_per_token,
+    peak_tflops,
+    perplexity,
+    speed_metrics,
+    step_flops,
+)
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SMALL, num_key_value_heads=2),
+        LlamaConfig(**SMALL, num_key_value_heads=2, tie_word_embeddings=True),
+        MistralConfig(**SMALL, num_key_value_heads=1),
+        Qwen2Config(**SMALL, num_key_value_heads=4),
+        Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16),
+    ],
+    ids=["llama", "llama-tied", "mistral", "qwen2", "qwen3-wide-heads"],
+)
+def test_decoder_size_counts_the_matrices_of_the_model(config: PretrainedConfig) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    size = DecoderSize.from_config(config)
+    assert size.num_linear_parameters == sum(linear.weight.numel() for linear in linears)
+    assert size.num_layers == 3
+    assert size.attention_width == model.model.layers[0].self_attn.q_proj.out_features
+
+
+def test_flops_agree_with_those_that_torch_counts() -> None:
+    config = LlamaConfig(**SMALL, num_key_value_heads=4, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config)
+    rows, length = 2, 48
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.zeros(rows, length, dtype=torch.long)).logits.sum().backward()
+    size = DecoderSize.from_config(config)
+    # Eager attention computes the whole square, of which the causal half counts here; torch also sees RoPE's outer product.
+    attention_forward = 2 * size.num_layers * size.attention_width * length**2 * rows
+    tokens = StepTokens(rows * length, rows * length, rows * length, rows * length**2)
+    assert counter.get_total_flops() == pytest.approx(step_flops(size, tokens) + 3 * attention_forward, rel=0.01)
+
+
+def test_the_conventional_figure_for_unpacked_rows() -> None:
+    size = DecoderSize(num_linear_parameters=1_000_000, num_layers=4, attention_width=256)
+    num_tokens, row_length = 8 * 512, 512
+    tokens = StepTokens(num_tokens, num_tokens, num_tokens, num_tokens * row_length)
+    assert step_flops(size, tokens) == num_tokens * (6 * 1_000_000 + 6 * 4 * row_length * 256)
+
+
+def test_packed_documents_cost_what_they_cost_alone() -> None:
+    size = DecoderSize(num_linear_parameters=1000, num_layers=2, attention_width=64)
+    lengths = [100, 30, 382]
+    packed = StepTokens(sum(lengths), sum(lengths), sum(lengths), sum(n * n for n in lengths))
+    assert step_flops(size, packed) == pytest.approx(sum(n * model_flops_per_token(size, n) for n in lengths))
+    whole_row = StepTokens(512, 512, 512, 512 * 512)
+    assert step_flops(size, packed) < step_flops(size, whole_row)
+
+
+def test_llama_8b_has_the_published_number_of_parameters() -> None:
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    size = DecoderSize.from_config(config)
+    embedding_and_norms = 128256 * 4096 + 65 * 4096
+    assert size.num_linear_parameters + embedding_and_norms == 8_030_261_248
+
+
+def test_speed_is_per_second_and_per_gpu() -> None:
+    size = DecoderSize(num_linear_parameters=10**9, num_layers=0, attention_width=0)
+    tokens = StepTokens(num_tokens=4000, num_real_tokens=3000, num_supervised_tokens=1000, sum_squared_lengths=4000)
+    h200 = peak_tflops("NVIDIA H200")
+    figures = speed_metrics(tokens, step_time_s=0.5, size=size, num_gpus=2, peak=h200, fp8=True)
+    assert figures == pytest.approx(
+        {
+            "step_time_s": 0.5,
+            "tokens_per_s": 8000,
+            "tokens_per_s_per_gpu": 4000,
+            "real_tokens_per_s": 6000,
+            "supervised_tokens_per_s": 2000,
+            "packing_efficiency": 0.75,
+            "model_tflops": 24.0,
+            "mfu_bf16_peak": 24.0 / 989.4,
+            "mfu_fp8_peak": 24.0 / 1978.9,
+        }
+    )
+    assert figures.keys() <= METRICS.keys()
+
+
+def test_utilisation_is_given_only_where_it_means_something() -> None:
+    size = DecoderSize(10**6, 1, 8)
+    tokens = StepTokens(16, 16, 16, 256)
+
+    def keys(gpu_name: str, fp8: bool) -> set[str]:
+        return {key for key in speed_metrics(tokens, 1.0, size, 1, peak_tflops(gpu_name), fp8) if key.startswith("mfu")}
+
+    assert keys("NVIDIA H200", fp8=True) == {"mfu_bf16_peak", "mfu_fp8_peak"}
+    assert keys("NVIDIA H200", fp8=False) == {"mfu_bf16_peak"}
+    assert keys("NVIDIA A100-SXM4-80GB", fp8=True) == {"mfu_bf16_peak"}
+    assert keys("NVIDIA Future GPU", fp8=True) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp8"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4, 1978.9),
+        ("NVIDIA H100 PCIe", 756.0, 1513.0),
+        ("NVIDIA H200 NVL", 835.5, 1670.5),
+        ("NVIDIA H20", 148.0, 296.0),
+        ("NVIDIA L4", 121.0, 242.5),
+        ("NVIDIA GH200 480GB", 989.4, 1978.9),
+        ("NVIDIA A100 80GB PCIe", 312.0, None),
+        ("NVIDIA GB200", 2500.0, 5000.0),
+    ],
+)
+def test_peaks_are_dense(name: str, bf16: float, fp8: float | None) -> None:
+    peak = peak_tflops(name)
+    assert peak is not None and (peak.bf16, peak.fp8) == (bf16, fp8)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA H20-3e",
+        "Tesla T4",
+    ],
+)
+def test_a_gpu_that_is_not_in_the_table_has_no_peak(name: str) -> None:
+    assert peak_tflops(name) is None
+
+
+def test_every_peak_has_a_source_and_fp8_is_about_twice_bf16() -> None:
+    for pattern, peak in metrics._PEAKS.items():
+        assert peak.source, pattern
+        assert peak.fp8 is None or peak.fp8 / peak.bf16 == pytest.approx(2, rel=0.02), pattern
+
+
+def test_a_cpu_has_neither_peak_nor_memory_figures() -> None:
+    assert metrics.device_peak_tflops(torch.device("cpu")) is None
+    assert memory_metrics(torch.device("cpu")) == {}
+
+
+@pytest.mark.gpu
+def test_memory_figures_follow_an_allocation() -> None:
+    device = torch.device("cuda")
+    torch.cuda.reset_peak_memory_stats(device)
+    before = memory_metrics(device)["peak_memory_gib"]
+    held = torch.empty(2**28, dtype=torch.uint8, device=device)
+    after = memory_metrics(device)
+    assert after["peak_memory_gib"] - before == pytest.approx(held.numel() / 2**30, rel=0.01)
+    assert after["peak_reserved_memory_gib"] >= after["peak_memory_gib"]
+
+
+def test_perplexity() -> None:
+    assert perplexity(math.log(7)) == pytest.approx(7)
+    assert perplexity(1e4) == math.inf
+
+
+def test_the_document_lists_every_key_with_its_unit_and_meaning() -> None:
+    table = DOCUMENT.read_text().partition("## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert rows == [f"| `{key}` | {metric.unit} | {metric.description} |" for key, metric in METRICS.items()]

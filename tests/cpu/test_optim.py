@@ -1,0 +1,334 @@
+"""Parameter groups, schedules, what becomes of small updates, and optimizer state as tensors."""
+
+import importlib.util
+import json
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+from llm_fp8.config import OptimConfig
+from llm_fp8.errors import UserError
+from llm_fp8.optim import (
+    _split_groups,
+    build_optimizer,
+    build_scheduler,
+    bytes_per_parameter,
+    effective_warmup_steps,
+    initialize_state,
+    learning_rate_factor,
+    load_optimizer_scalars,
+    load_optimizer_tensors,
+    optimizer_scalars,
+    optimizer_tensors,
+    parameter_dtype,
+    parameter_groups,
+    resolve_optimizer,
+)
+
+
+class TinyModel(torch.nn.Module):
+    """An embedding tied to the output, a projection with bias, a norm and a frozen matrix."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = torch.nn.Embedding(16, 8)
+        self.linear = torch.nn.Linear(8, 8)
+        self.norm = torch.nn.RMSNorm(8)
+        self.frozen = torch.nn.Linear(8, 8, bias=False).requires_grad_(False)
+        self.head = torch.nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.frozen(self.norm(self.linear(self.embedding(tokens)))))
+
+
+def train(model, optimizer, steps, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        tokens = torch.randint(0, 16, (4, 8), generator=generator)
+        logits = model(tokens)
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def named(model):
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def test_groups_hold_each_trainable_parameter_once():
+    model = TinyModel()
+    matrices, others = parameter_groups(named(model), weight_decay=0.1)
+    assert matrices["weight_decay"] == 0.1
+    assert [id(p) for p in matrices["params"]] == [id(model.embedding.weight), id(model.linear.weight)]
+    assert others["weight_decay"] == 0.0
+    assert [id(p) for p in others["params"]] == [id(model.linear.bias), id(model.norm.weight)]
+
+
+def test_groups_of_a_frozen_model_are_an_error():
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        parameter_groups(TinyModel().requires_grad_(False).named_parameters(), 0.0)
+
+
+def test_split_groups_keep_order_and_bound():
+    parameters = [torch.nn.Parameter(torch.empty(size)) for size in (3, 4, 20, 2, 5, 1)]
+    groups = [{"params": parameters, "weight_decay": 0.1}]
+    split = _split_groups(groups, max_elements=8)
+    assert [[p.numel() for p in group["params"]] for group in split] == [[3, 4], [20], [2, 5, 1]]
+    assert all(group["weight_decay"] == 0.1 for group in split)
+
+
+@pytest.mark.parametrize(
+    ("requested", "te_available", "device", "want"),
+    [
+        ("auto", True, "cuda", "adamw_master"),
+        ("auto", False, "cuda", "adamw_fp32"),
+        ("auto", True, "cpu", "adamw_fp32"),
+        ("adamw_fp32", True, "cuda", "adamw_fp32"),
+        ("adamw_master", True, "cuda", "adamw_master"),
+    ],
+)
+def test_resolve(requested, te_available, device, want):
+    assert resolve_optimizer(requested, te_available, device) == want
+
+
+@pytest.mark.parametrize(
+    ("requested", "te_available", "device", "sentence"),
+    [
+        ("adamw_master", True, "cpu", "needs an NVIDIA GPU"),
+        ("adamw_8bit", True, "cpu", "needs an NVIDIA GPU"),
+        ("adamw_master", False, "cuda", "Transformer Engine cannot be imported"),
+        ("adamw_4bit", True, "cuda", "unknown"),
+    ],
+)
+def test_resolve_refuses_what_the_machine_lacks(requested, te_available, device, sentence):
+    with pytest.raises(UserError, match=f"--optimizer {requested}.*{sentence}"):
+        resolve_optimizer(requested, te_available, device)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")
+def test_resolve_says_how_to_install_torchao():
+    with pytest.raises(UserError, match="pip install torchao"):
+        resolve_optimizer("adamw_8bit", True, "cuda")
+
+
+def test_bytes_per_parameter():
+    """The totals that the help text of --optimizer promises."""
+    assert bytes_per_parameter("adamw_fp32").total == 16
+    assert bytes_per_parameter("adamw_master").total == 12
+    assert bytes_per_parameter("adamw_8bit").total == pytest.approx(6, abs=0.05)
+
+
+def test_bytes_of_adamw_fp32_are_what_is_allocated():
+    parameter = torch.nn.Parameter(torch.zeros(256, 256))
+    optimizer = build_optimizer(OptimConfig(), "adamw_fp32", [("weight", parameter)])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = [parameter, parameter.grad, *optimizer.state[parameter].values()]
+    allocated = sum(tensor.nbytes for tensor in held) / parameter.numel()
+    assert allocated == pytest.approx(bytes_per_parameter("adamw_fp32").total, abs=0.01)
+
+
+def test_options_reach_the_optimizer():
+    config = OptimConfig(learning_rate=3e-4, weight_decay=0.2, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6)
+    optimizer = build_optimizer(config, "adamw_fp32", named(TinyModel()))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (3e-4, (0.8, 0.9), 1e-6, True)
+
+
+def test_bf16_parameters_under_adamw_fp32_are_an_error():
+    assert parameter_dtype("adamw_fp32") == torch.float32
+    with pytest.raises(ValueError, match="takes torch.float32 parameters, and embedding.weight is torch.bfloat16"):
+        build_optimizer(OptimConfig(), "adamw_fp32", named(TinyModel().bfloat16()))
+
+
+def test_small_updates_accumulate():
+    """100 updates of 1e-5 move a weight of 0.02 by 1e-3 in fp32, and not at all in plain bf16."""
+    config = OptimConfig(learning_rate=1e-5)
+    start = torch.full((8, 8), 0.02)
+    kept = torch.nn.Parameter(start.clone())
+    lost = torch.nn.Parameter(start.bfloat16())
+    optimizers = [
+        build_optimizer(config, "adamw_fp32", [("kept", kept)]),
+        torch.optim.AdamW([lost], lr=config.learning_rate, weight_decay=0.0),
+    ]
+    for _ in range(100):
+        for parameter, optimizer in zip([kept, lost], optimizers, strict=True):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    torch.testing.assert_close(kept.detach(), start - 1e-3, rtol=0, atol=1e-6)
+    assert torch.equal(lost.detach(), start.bfloat16())
+
+
+def test_schedule_values():
+    factors = [learning_rate_factor(step, total_steps=20, warmup_steps=4, kind="linear") for step in range(21)]
+    assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert factors[12] == 0.5
+    assert factors[19] == pytest.approx(1 / 16) and factors[20] == 0.0
+    assert learning_rate_factor(12, 20, 4, "cosine") == pytest.approx(0.5)
+    assert learning_rate_factor(8, 20, 4, "cosine") == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+    assert learning_rate_factor(25, 20, 4, "cosine") == 0.0
+    assert [learning_rate_factor(step, 20, 4, "constant") for step in (0, 3, 4, 30)] == [0.25, 1.0, 1.0, 1.0]
+    assert learning_rate_factor(0, 1, 0, "cosine") == 1.0
+    with pytest.raises(ValueError, match="sawtooth"):
+        learning_rate_factor(5, 20, 4, "sawtooth")
+
+
+@pytest.mark.parametrize(("asked", "total", "want"), [(100, 10_000, 100), (100, 500, 50), (100, 9, 0), (0, 500, 0)])
+def test_warmup_is_at_most_a_tenth(asked, total, want):
+    assert effective_warmup_steps(asked, total) == want
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])
+def test_scheduler_follows_the_function_and_resumes_anywhere(kind):
+    config = OptimConfig(learning_rate=2e-4, lr_scheduler=kind, num_warmup_steps=100)
+    want = [2e-4 * learning_rate_factor(step, 50, 5, kind) for step in range(50)]
+
+    def learning_rates(completed):
+        optimizer = build_optimizer(config, "adamw_fp32", named(TinyModel()))
+        scheduler = build_scheduler(optimizer, config, total_steps=50, completed_steps=completed)
+        rates = []
+        for _ in range(completed, 50):
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            optimizer.step()
+            scheduler.step()
+        return rates
+
+    for completed in (0, 1, 3, 30):
+        assert learning_rates(completed) == [pytest.approx([rate, rate]) for rate in want[completed:]]
+
+
+def fresh(config=None, seed=0):
+    model = TinyModel(seed)
+    return model, build_optimizer(config or OptimConfig(learning_rate=1e-2), "adamw_fp32", named(model))
+
+
+def test_state_tensors_are_the_optimizers_own():
+    model, optimizer = fresh()
+    assert optimizer_tensors(optimizer, named(model)) == {}
+    train(model, optimizer, 2)
+    tensors = optimizer_tensors(optimizer, named(model))
+    parts = ["step", "exp_avg", "exp_avg_sq"]
+    names = ["embedding.weight", "linear.weight", "linear.bias", "norm.weight"]  # head.weight is embedding.weight
+    assert sorted(tensors) == sorted(f"{name}.{part}" for name in names for part in parts)
+    assert tensors["linear.weight.exp_avg"] is optimizer.state[model.linear.weight]["exp_avg"]
+
+
+@pytest.fixture
+def accelerator():
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_initialize_state_changes_nothing(wrapped, accelerator):
+    model, optimizer = fresh(OptimConfig(learning_rate=1e-2, weight_decay=0.1))
+    model.linear.weight.grad = torch.ones_like(model.linear.weight)
+    before = {name: parameter.detach().clone() for name, parameter in named(model)}
+    initialize_state(accelerator.prepare_optimizer(optimizer) if wrapped else optimizer)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in named(model))
+    tensors = optimizer_tensors(optimizer, named(model))
+    assert len(tensors) == 12 and not any(tensor.any() for tensor in tensors.values())
+    assert torch.equal(model.linear.weight.grad, torch.ones(8, 8)) and model.norm.weight.grad is None
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2]
+    optimizer.zero_grad()
+
+    other, other_optimizer = fresh(OptimConfig(learning_rate=1e-2, weight_decay=0.1))
+    train(model, optimizer, 3)
+    train(other, other_optimizer, 3)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_initialize_state_leaves_existing_state():
+    model, optimizer = fresh()
+    train(model, optimizer, 2)
+    before = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, named(model)).items()}
+    initialize_state(optimizer)
+    after = optimizer_tensors(optimizer, named(model))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_resumed_run_is_the_uninterrupted_run():
+    whole, whole_optimizer = fresh()
+    train(whole, whole_optimizer, 5)
+    train(whole, whole_optimizer, 5, seed=2)
+
+    first, first_optimizer = fresh()
+    train(first, first_optimizer, 5)
+    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(first_optimizer, named(first)).items()}
+    scalars = json.loads(json.dumps(optimizer_scalars(first_optimizer)))
+
+    second, second_optimizer = fresh(seed=9)
+    second.load_state_dict(first.state_dict())
+    load_optimizer_tensors(second_optimizer, named(second), saved)
+    load_optimizer_scalars(second_optimizer, scalars)
+    train(second, second_optimizer, 5, seed=2)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+
+
+def test_state_that_does_not_fit_is_named():
+    model, optimizer = fresh()
+    train(model, optimizer, 1)
+    good = dict(optimizer_tensors(optimizer, named(model)))
+
+    def load(tensors, sentence):
+        other, other_optimizer = fresh()
+        with pytest.raises(UserError, match=sentence):
+            load_optimizer_tensors(other_optimizer, named(other), tensors)
+
+    missing = {name: tensor for name, tensor in good.items() if name != "norm.weight.exp_avg"}
+    load(missing, "norm.weight.exp_avg is missing")
+    load({**good, "extra.weight.exp_avg": torch.zeros(1)}, "extra.weight.exp_avg is unexpected")
+    load(
+        {**good, "linear.bias.exp_avg": torch.zeros(9)}, r"linear.bias.exp_avg is torch.float32 \(9,\), not torch.float32 \(8,\)"
+    )
+    load({**good, "linear.bias.exp_avg": good["linear.bias.exp_avg"].bfloat16()}, "torch.bfloat16")
+    load({}, "is missing.* and 9 more")
+    with pytest.raises(UserError, match="3 parameter groups and this one 2"):
+        load_optimizer_scalars(optimizer, {"group_steps": [1, 1, 1]})
+
+
+def test_8bit_keeps_small_updates_and_its_state_round_trips():
+    pytest.importorskip("torchao")
+    config = OptimConfig(learning_rate=1e-5)
+    torch.manual_seed(0)
+    start = torch.full((64, 128), 0.02).bfloat16()
+
+    def make():
+        parameter = torch.nn.Parameter(start.clone())
+        return parameter, build_optimizer(config, "adamw_8bit", [("weight", parameter)])
+
+    def train_on_ones(parameter, optimizer, steps):
+        for _ in range(steps):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+
+    parameter, optimizer = make()
+    train_on_ones(parameter, optimizer, 100)
+    moved = (start.float() - parameter.detach().float()).mean().item()
+    assert moved == pytest.approx(1e-3, rel=0.1)
+
+    tensors = optimizer_tensors(optimizer, [("weight", parameter)])
+    assert tensors["weight.exp_avg.codes"].dtype == torch.uint8
+    saved = {name: tensor.clone() for name, tensor in tensors.items()}
+    other, other_optimizer = make()
+    load_optimizer_tensors(other_optimizer, [("weight", other)], saved)
+    assert torch.equal(other, start)
+    with torch.no_grad():
+        other.copy_(parameter)
+    for each, its_optimizer in ((parameter, optimizer), (other, other_optimizer)):
+        torch.manual_seed(5)
+        train_on_ones(each, its_optimizer, 3)
+    assert torch.equal(parameter, other)
+
+    # torchao keeps the learning rate in a tensor; the schedule has to reach it.
+    scheduler = build_scheduler(optimizer, OptimConfig(learning_rate=1e-5, lr_scheduler="linear"), total_steps=200)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(1e-5 / 20)
+    scheduler.step()
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(2e-5 / 20)

@@ -1,0 +1,116 @@
+"""What run.json says about code and machine, and that a file is replaced whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from llm_fp8.config import Config
+from llm_fp8.json_files import json_line, write_json_atomic
+from llm_fp8.provenance import REPOSITORY, collect_provenance, git_state, package_version, relevant_environment, write_run_json
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=Test", "-c", "user.email=test@example.org", "-c", "commit.gpgsign=false"]
+    return subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def test_provenance_names_versions_hardware_and_command() -> None:
+    found = collect_provenance(["train_fp8.py", "--learning_rate", "3e-3"])
+    assert json.loads(json.dumps(found)) == found
+    assert found["command"] == ["train_fp8.py", "--learning_rate", "3e-3"]
+    assert found["packages"]["torch"] == package_version("torch")
+    assert str(found["packages"]["torch"]).split("+")[0] == torch.__version__.split("+")[0]
+    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert found["time_utc"].endswith("+00:00")
+    assert len(found["gpus"]) == torch.cuda.device_count()
+    assert (found["cuda"] is None) == (torch.version.cuda is None)
+
+
+def test_provenance_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from llm_fp8.provenance import collect_provenance; collect_provenance(['x']); "
+        "print([name for name in ('transformer_engine', 'wandb', 'flash_attn', 'datasets') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_package_that_is_not_installed_has_no_version() -> None:
+    assert package_version("no-such-package-here") is None
+
+
+def test_git_state_tells_a_clean_commit_from_a_changed_one(tmp_path: Path) -> None:
+    assert git_state(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    assert git_state(tmp_path) is None  # nothing committed
+    (tmp_path / "file.txt").write_text("one")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    assert git_state(tmp_path) == {"commit": commit, "dirty": False}
+    (tmp_path / "file.txt").write_text("two")
+    assert git_state(tmp_path) == {"commit": commit, "dirty": True}
+
+
+def test_a_copy_inside_another_repository_has_no_git_state(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    (tmp_path / "file.txt").write_text("one")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    inner = tmp_path / "unpacked"
+    inner.mkdir()
+    assert git_state(inner) is None
+
+
+def test_of_the_environment_only_what_steers_the_gpu_is_kept_and_no_secret() -> None:
+    environment = {
+        "NVTE_DEBUG": "1",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "WANDB_API_KEY": "secret",
+        "HF_TOKEN": "secret",
+        "ACCELERATE_SECRET_TOKEN": "secret",
+        "HOME": "/home/someone",
+    }
+    assert relevant_environment(environment) == {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "NVTE_DEBUG": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+
+
+def test_run_json_holds_configuration_precision_and_provenance(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "run.json"
+    provenance = collect_provenance(["train_fp8.py"])
+    precision = {"requested": "fp8", "effective": "bf16", "reason": "no GPU"}
+    write_run_json(path, Config(), provenance, precision, model={"num_parameters": 12})
+    stored = json.loads(path.read_text())
+    assert stored["config"] == Config().to_dict()
+    assert stored["precision"] == precision
+    assert stored["provenance"] == provenance
+    assert stored["model"] == {"num_parameters": 12}
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json_atomic(path, {"loss": 1.0})
+    with pytest.raises(TypeError):
+        write_json_atomic(path, {"loss": torch.tensor(1.0)})
+    assert json.loads(path.read_text()) == {"loss": 1.0}
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_json_has_no_bare_nan() -> None:
+    line = json_line({"a": math.nan, "b": [math.inf, -math.inf], "c": Path("x") / "y", "d": (1, 2)})
+    read = json.loads(line, parse_constant=lambda word: pytest.fail(f"bare {word} in JSON"))
+    assert read == {"a": "NaN", "b": ["Infinity", "-Infinity"], "c": "x/y", "d": [1, 2]}
+    assert math.isnan(float(read["a"])) and float(read["b"][1]) == -math.inf

@@ -1,0 +1,152 @@
+"""Shell scripts and requirements: that they parse, are pinned, cover what is imported, and do nothing twice."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted([*REPOSITORY.glob("scripts/*.sh"), REPOSITORY / ".ci" / "run"])
+REQUIREMENTS = ["requirements.txt", "requirements-gpu.txt", "requirements-dev.txt"]
+PIN = re.compile(r"^(?P<name>[A-Za-z0-9_.-]+)(\[\w+\])?==[\w.]+(; python_version (<|>=) \"3\.\d+\")?  # \S.*$")
+
+
+def pinned(file: str) -> list[str]:
+    """Names in a requirements file, normalised; one under two markers comes twice."""
+    lines = [line for line in (REPOSITORY / file).read_text().splitlines() if line and not line.startswith("#")]
+    return [match["name"].lower().replace("_", "-") for line in lines if (match := PIN.match(line))]
+
+
+def imported(files: list[Path]) -> set[str]:
+    """Top-level names of the packages that `files` import anywhere, those of the standard library and of the project left out."""
+    names: set[str] = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(), str(file))):
+            if isinstance(node, ast.Import):
+                names.update(alias.name.split(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                names.add(node.module.split(".")[0])
+    own = {path.stem for path in [*REPOSITORY.glob("*.py"), *REPOSITORY.glob("scripts/*.py")]} | {"llm_fp8", "tests", "scripts"}
+    return names - set(sys.stdlib_module_names) - own
+
+
+def distribution(package: str) -> str:
+    """The normalised name under which an importable package is installed."""
+    known = metadata.packages_distributions().get(package, [package])
+    return known[0].lower().replace("_", "-")
+
+
+def run_bash(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run bash code with the setup functions loaded, without a terminal and without input."""
+    return subprocess.run(
+        ["bash", "-c", f"source scripts/_setup.sh; {code}"],
+        cwd=REPOSITORY,
+        env={**os.environ, "CI": "true", **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_script_parses_and_can_be_run(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    if not script.name.startswith("_"):
+        assert script.read_text().startswith("#!/usr/bin/env bash\n")
+        assert os.access(script, os.X_OK), f"{script} is not executable"
+
+
+@pytest.mark.parametrize("file", REQUIREMENTS)
+def test_every_requirement_is_pinned_and_says_why(file: str) -> None:
+    lines = [line for line in (REPOSITORY / file).read_text().splitlines() if line and not line.startswith("#")]
+    assert lines
+    for line in lines:
+        assert PIN.match(line), f"{file}: '{line}' is not 'name==version  # reason'"
+
+
+def test_a_version_that_stands_in_two_places_is_the_same() -> None:
+    """The build tools of Transformer Engine are in the script that installs them and in the file that explains it."""
+    script = (REPOSITORY / "scripts" / "_setup.sh").read_text()
+    tools = re.search(r"te_build_tools=\((.*?)\)", script)
+    assert tools and f"pip install {tools[1]}\n" in (REPOSITORY / "requirements-gpu.txt").read_text()
+
+
+def test_the_packages_that_the_product_imports_are_required() -> None:
+    files = [*REPOSITORY.glob("*.py"), *REPOSITORY.glob("llm_fp8/**/*.py")]
+    required = {*pinned("requirements.txt"), *pinned("requirements-gpu.txt")}
+    optional = {"flash-attn"}  # looked for, and done without
+    missing = {distribution(name) for name in imported(files)} - required - optional
+    assert not missing
+
+
+def test_the_packages_that_scripts_and_tests_import_are_required() -> None:
+    files = [*REPOSITORY.glob("scripts/*.py"), *REPOSITORY.glob("tests/**/*.py")]
+    required = {name for file in REQUIREMENTS for name in pinned(file)}
+    # Peers that the benchmarks measure where they are installed; protobuf comes with wandb, to read its files.
+    optional = {"flash-attn", "liger-kernel", "deepspeed", "protobuf"}
+    missing = {distribution(name) for name in imported(files)} - required - optional
+    assert not missing
+
+
+@pytest.mark.parametrize("command", ["false", "/no/such/python"])
+def test_a_python_that_will_not_do_is_refused_in_one_sentence(command: str, tmp_path: Path) -> None:
+    done = run_bash("make_venv", PYTHON=command, VENV_DIR=str(tmp_path / "venv"))
+    assert done.returncode == 2
+    assert done.stderr == f"error: PYTHON={command} is not a CPython 3.10 to 3.13; set PYTHON to one.\n"
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_broken_environment_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    broken = tmp_path / "bin" / "python"
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    done = run_bash("make_venv", VENV_DIR=str(tmp_path))
+    assert done.returncode == 2
+    assert "delete it and run this again" in done.stderr
+
+
+def test_requirements_are_installed_once_until_they_change(tmp_path: Path) -> None:
+    file = tmp_path / "requirements.txt"
+    file.write_text("# nothing yet\n")
+    setup = f"make_venv; install_requirements {file} 'a test'"
+    environment = {"PYTHON": sys.executable, "VENV_DIR": str(tmp_path / "venv")}
+    first = run_bash(setup, **environment)
+    assert first.returncode == 0, first.stderr
+    assert "making" in first.stdout and "installing" in first.stdout
+    again = run_bash(setup, **environment)
+    assert (again.returncode, again.stdout) == (0, "")
+    file.write_text("# changed\n")
+    changed = run_bash(setup, **environment)
+    assert "installing" in changed.stdout and "making" not in changed.stdout
+
+
+def test_an_installation_that_fails_is_not_remembered(tmp_path: Path) -> None:
+    file = tmp_path / "requirements.txt"
+    file.write_text("./no-such-folder-here\n")
+    setup = f"make_venv; install_requirements {file} 'a test'"
+    environment = {"PYTHON": sys.executable, "VENV_DIR": str(tmp_path / "venv")}
+    for _ in range(2):
+        done = run_bash(setup, **environment)
+        assert done.returncode == 2
+        assert f"error: pip could not install {file}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [("9.0", True), ("8.9", True), ("7.5\\n12.0", True), ("8.6", False), ("[N/A]", False), ("", False)],
+)
+def test_fp8_gpus_are_told_by_compute_capability(capabilities: str, expected: bool, tmp_path: Path) -> None:
+    """The driver's query tool is replaced by one that answers for other GPUs."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nprintf '{capabilities}\\n'\n")
+    tool.chmod(0o755)
+    done = run_bash("has_fp8_gpu && echo yes || echo no", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.stdout.strip() == ("yes" if expected else "no")

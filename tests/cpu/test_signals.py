@@ -1,0 +1,82 @@
+"""Real signals to real processes."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from llm_fp8.signals import GracefulStop, exit_code
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+LOOP = """
+    import sys, time
+    from llm_fp8.signals import GracefulStop
+
+    with GracefulStop() as stop:
+        for step in range(2000):
+            print("step", step, flush=True)
+            for _ in range(20):       # a step in many small pieces: it must be finished
+                time.sleep(0.005)
+            print("done", step, flush=True)
+            if stop.requested and "--ignore" not in sys.argv:
+                print("saved after", stop.requested, flush=True)
+                sys.exit(stop.exit_code)
+"""
+
+
+def start(*arguments):
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(LOOP), *arguments],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "step 0\n"
+    return process
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_first_signal_finishes_the_step_and_saves(sent, code):
+    process = start()
+    process.send_signal(sent)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == code == exit_code(sent.name)
+    assert out.splitlines() == ["done 0", f"saved after {sent.name}"]
+    assert err.startswith(f"{sent.name} received")
+    assert ("Ctrl-C again" in err) == (sent == signal.SIGINT)
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_second_ctrl_c_stops_at_once(first):
+    process = start("--ignore")
+    process.send_signal(first)
+    assert process.stderr.readline().startswith(f"{first.name} received")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode != 0 and "KeyboardInterrupt" in err
+
+
+def test_second_sigterm_changes_nothing():
+    process = start()
+    process.send_signal(signal.SIGINT)
+    assert process.stderr.readline().startswith("SIGINT received")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert out.splitlines()[-1] == "saved after SIGINT"
+
+
+def test_old_handlers_come_back():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with GracefulStop() as stop:
+        assert signal.getsignal(signal.SIGTERM) == stop._handle
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    with pytest.raises(ValueError, match="from inside"), GracefulStop():
+        raise ValueError("from inside")
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert stop.requested is None and stop.exit_code == 0

@@ -1,0 +1,48 @@
+"""Small models that have each family's awkward features on."""
+
+from __future__ import annotations
+
+FAMILIES = {
+    "llama2": dict(model_type="llama", num_key_value_heads=8, rope_theta=10000.0),
+    "llama3_rope_gqa": dict(
+        model_type="llama",
+        rope_theta=500000.0,
+        rope_scaling=dict(
+            rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+        ),
+    ),
+    "llama_tied": dict(model_type="llama", tie_word_embeddings=True),
+    "llama_biases": dict(model_type="llama", attention_bias=True, mlp_bias=True),
+    "llama_linear_rope": dict(model_type="llama", rope_scaling=dict(rope_type="linear", factor=4.0)),
+    "llama_yarn": dict(
+        model_type="llama",
+        rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0),
+    ),
+    "mistral_window": dict(model_type="mistral", sliding_window=24),
+    "qwen2_qkv_bias_tied": dict(model_type="qwen2", tie_word_embeddings=True, rope_theta=1000000.0),
+    "qwen2_window": dict(model_type="qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1),
+    "qwen3_qk_norm_head_dim": dict(model_type="qwen3", head_dim=128, rope_theta=1000000.0),
+}
+"""3 layers, head_dim 64 unless said."""
+
+
+def family_config(name: str):
+    """The transformers config of an entry of `FAMILIES`."""
+    from transformers import AutoConfig
+
+    entry = dict(FAMILIES[name])
+    shape = dict(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=1024,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    return AutoConfig.for_model(entry.pop("model_type"), **{**shape, **entry})

@@ -1,0 +1,119 @@
+"""Transformer Engine's cross-entropy kernels against fp32 torch, on logits of a real vocabulary's size."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llm_fp8 import loss as loss_module
+from llm_fp8.loss import IGNORE_INDEX, linear_cross_entropy_sum
+
+pytestmark = pytest.mark.gpu
+
+TOKENS, VOCAB, HIDDEN = 2048, 128_256, 512
+
+
+@pytest.fixture(autouse=True)
+def needs_gpu_and_transformer_engine():
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    pytest.importorskip("transformer_engine")
+
+
+def make_labels():
+    generator = torch.Generator("cuda").manual_seed(1)
+    labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator, device="cuda")
+    labels[torch.rand(TOKENS, generator=generator, device="cuda") < 0.3] = IGNORE_INDEX
+    labels[:2] = torch.tensor([0, VOCAB - 1])
+    return labels
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_match_fp32_reference(dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = (4 * torch.randn(TOKENS, VOCAB, generator=generator, device="cuda")).to(dtype)
+    labels = make_labels()
+    assert loss_module._use_triton(logits)
+    reference_logits = logits.float().requires_grad_()
+    want = F.cross_entropy(reference_logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    factor = torch.tensor(0.25, device="cuda")
+    (want.sum() * factor).backward()
+
+    original = logits.clone()
+    losses, statistics = loss_module._losses(logits, labels)
+    assert torch.equal(logits, original), "the forward kernel must leave the logits alone"
+    torch.testing.assert_close(losses, want.detach(), rtol=1e-5, atol=1e-5)
+    loss_module._to_gradient_(logits, statistics, labels, factor)
+    gradient = logits.float()
+    # One rounding to the logits' dtype is all that may differ.
+    unit_roundoff = torch.finfo(dtype).eps / 2
+    assert ((gradient - reference_logits.grad).norm() / reference_logits.grad.norm()).item() < max(unit_roundoff, 1e-5)
+    assert not gradient[labels == IGNORE_INDEX].any()
+
+
+def test_both_implementations_agree():
+    generator = torch.Generator("cuda").manual_seed(2)
+    logits = (4 * torch.randn(TOKENS, VOCAB, generator=generator, device="cuda")).bfloat16()
+    labels = make_labels()
+    factor = torch.tensor(3.0, device="cuda")
+    torch_logits = logits.clone()
+    torch_losses, torch_statistics = loss_module._torch_losses(torch_logits, labels)
+    losses, statistics = loss_module._triton_losses(logits, labels)
+    torch.testing.assert_close(losses, torch_losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(statistics, torch_statistics, rtol=1e-5, atol=1e-5)
+    loss_module._torch_to_gradient_(torch_logits, torch_statistics, labels, factor)
+    loss_module._triton_to_gradient_(logits, statistics, labels, factor)
+    torch.testing.assert_close(logits, torch_logits)
+
+
+@pytest.mark.parametrize("chunk_tokens", [600, None])
+def test_whole_function_on_the_gpu(chunk_tokens):
+    generator = torch.Generator("cuda").manual_seed(3)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator, device="cuda").bfloat16().requires_grad_()
+    weight = (0.05 * torch.randn(VOCAB, HIDDEN, generator=generator, device="cuda")).bfloat16().requires_grad_()
+    labels = make_labels()
+    count = (labels != IGNORE_INDEX).sum()
+    loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens) / count
+    loss.backward()
+
+    reference_hidden, reference_weight = (t.detach().float().requires_grad_() for t in (hidden, weight))
+    want = F.cross_entropy(reference_hidden @ reference_weight.t(), labels, ignore_index=IGNORE_INDEX)
+    want.backward()
+    assert (loss - want).abs() / want < 1e-3
+    for name, got, expected in [
+        ("hidden", hidden.grad, reference_hidden.grad),
+        ("weight", weight.grad, reference_weight.grad),
+    ]:
+        error = ((got.float() - expected).norm() / expected.norm()).item()
+        assert error < 1e-2, f"{name}: relative error {error:.1e}"
+
+
+def test_nan_reaches_the_loss():
+    hidden = torch.randn(32, HIDDEN, device="cuda").bfloat16().requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, device="cuda").bfloat16()
+    labels = torch.randint(0, VOCAB, (32,), device="cuda")
+    with torch.no_grad():
+        hidden[7, 0] = float("nan")
+    assert torch.isnan(linear_cross_entropy_sum(hidden, weight, labels))
+
+
+def test_second_backward_is_an_error():
+    hidden = torch.randn(32, HIDDEN, device="cuda").bfloat16().requires_grad_()
+    weight = torch.randn(1024, HIDDEN, device="cuda").bfloat16()
+    loss = linear_cross_entropy_sum(hidden, weight, torch.randint(0, 1024, (32,), device="cuda"))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_no_fp32_copy_of_the_logits():
+    hidden = torch.randn(TOKENS, HIDDEN, device="cuda").bfloat16().requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, device="cuda").bfloat16().requires_grad_()
+    labels = make_labels()
+    linear_cross_entropy_sum(hidden, weight, labels).backward()  # compiles the kernels
+    hidden.grad = weight.grad = None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy_sum(hidden, weight, labels).backward()
+    extra_bytes = torch.cuda.max_memory_allocated() - before
+    logits_bytes, weight_bytes = 2 * TOKENS * VOCAB, 2 * VOCAB * HIDDEN
+    assert extra_bytes < 1.1 * (logits_bytes + weight_bytes)

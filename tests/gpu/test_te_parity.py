@@ -1,0 +1,185 @@
+"""The TE decoder computes what Hugging Face's computes, for every family, packed and padded, in fp32 and bf16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.families import FAMILIES, family_config
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import te_llama
+from llm_fp8.data.collate import Batch
+from llm_fp8.models import fill_te_model
+from llm_fp8.parity import check_parity, relative_difference
+from llm_fp8.training_model import TrainingModel
+
+pytestmark = pytest.mark.gpu
+
+S = 128
+LENGTHS = [[50, 77], [128], [9, 100, 16]]
+"""Document lengths in each of three rows of S tokens; the rest of a row is padding."""
+
+FP32_TOLERANCE = 2e-5
+"""Both sides round differently (fused QKV, another order of summation), and gradients pass through three layers."""
+
+BF16_EXCESS = 1.5
+"""In bf16 TE may be so many times as far from fp32 as Hugging Face's own bf16 is. Some gradients (a key bias, whose shift softmax does not
+see) are nearly all rounding in both, so that a fixed tolerance would be either blind or wrong."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def randomised_hf_model(config, folder):
+    """A model whose norms and biases are not one and zero, so that swapping or dropping one shows."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+
+
+def packed_batch(device) -> Batch:
+    """Three rows of S tokens as one row of 3 S."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 1024, (1, len(LENGTHS) * S), generator=generator)
+    labels = torch.full_like(ids, -100)
+    positions = torch.zeros_like(ids)
+    bounds = [0]
+    for row, lengths in enumerate(LENGTHS):
+        start = row * S
+        for length in [*lengths, S - sum(lengths)]:
+            if length == 0:
+                continue
+            positions[0, start : start + length] = torch.arange(length)
+            if length in lengths:
+                labels[0, start : start + length - 1] = ids[0, start + 1 : start + length]
+            start += length
+            bounds.append(start)
+    return make_batch(ids, labels, positions, None, torch.tensor(bounds, dtype=torch.int32), device)
+
+
+def padded_batch(device) -> Batch:
+    """The same documents, one a row."""
+    packed = packed_batch("cpu")
+    spans = [(row * S + sum(lengths[:i]), length) for row, lengths in enumerate(LENGTHS) for i, length in enumerate(lengths)]
+    ids, labels = torch.zeros(len(spans), S, dtype=torch.int64), torch.full((len(spans), S), -100)
+    mask = torch.zeros(len(spans), S, dtype=torch.bool)
+    for row, (start, length) in enumerate(spans):
+        ids[row, :length] = packed.input_ids[0, start : start + length]
+        labels[row, :length] = packed.labels[0, start : start + length]
+        mask[row, :length] = True
+    positions = torch.arange(S).expand(len(spans), -1).contiguous()
+    return make_batch(ids, labels, positions, mask, None, device)
+
+
+def make_batch(ids, labels, positions, mask, cu_seqlens, device) -> Batch:
+    return Batch(
+        input_ids=ids,
+        labels=labels,
+        position_ids=positions,
+        attention_mask=mask,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=S,
+        num_tokens=ids.numel(),
+        num_real_tokens=sum(map(sum, LENGTHS)),
+        num_supervised_tokens=int((labels != -100).sum()),
+        sum_squared_lengths=sum(length**2 for lengths in LENGTHS for length in lengths),
+        row_ids=(),
+    ).to(device)
+
+
+BATCHES = {"packed": packed_batch, "padded": padded_batch}
+
+
+def run(model, batch, dtype):
+    """Loss, logits of the supervised positions and all gradients of one forward and backward pass."""
+    training_model = TrainingModel(model, S, dtype)
+    loss = training_model(batch) / batch.num_supervised_tokens
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    with torch.no_grad():
+        hidden = training_model.hidden(batch)[batch.labels != -100]
+        logits = hidden @ model.get_output_embeddings().weight.T
+    return loss.detach(), logits, gradients
+
+
+@pytest.mark.parametrize("layout", BATCHES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_logits_and_every_gradient(family, dtype, layout, tmp_path, device):
+    config = family_config(family)
+    randomised_hf_model(config, tmp_path)
+    batch = BATCHES[layout](device)
+    reference, *hf = (hf_run(tmp_path, batch, kind) for kind in dict.fromkeys((torch.float32, dtype)))
+    te_model = te_llama.build_te_model(config, dtype, device)
+    fill_te_model(te_model, [tmp_path / "model.safetensors"])
+    loss, logits, gradients = run(te_model, batch, dtype)
+    gradients = te_llama.hf_state_dict(te_llama.decoder_spec(config), gradients)
+    assert gradients.keys() == reference[2].keys()
+    ours = differences((loss, logits, gradients), reference)
+    theirs = differences(hf[0], reference) if hf else dict.fromkeys(ours, FP32_TOLERANCE / BF16_EXCESS)
+    worst = max(ours, key=lambda name: ours[name] / (theirs[name] + 1e-4))
+    print(f"PARITY {family} {dtype} {layout} logits {ours['logits']:.2e} (HF {theirs['logits']:.2e}) ", end="")
+    print(f"worst {worst} {ours[worst]:.2e} (HF {theirs[worst]:.2e})")
+    assert not [name for name in ours if not ours[name] <= BF16_EXCESS * theirs[name] + (1e-3 if hf else 0)]
+
+
+def hf_run(folder, batch, dtype):
+    """Hugging Face's own loss, logits and gradients."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(batch.input_ids.device)
+    return run(model, batch, dtype)
+
+
+def differences(result, reference):
+    """Relative difference of loss, logits and each gradient, by name."""
+    pairs = {"loss": (result[0], reference[0]), "logits": (result[1], reference[1])}
+    pairs |= {name: (gradient, reference[2][name]) for name, gradient in result[2].items()}
+    return {name: relative_difference(*pair) for name, pair in pairs.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_is_bit_identical_and_loads_in_hugging_face(family, tmp_path, device):
+    config = family_config(family)
+    randomised_hf_model(config, tmp_path / "in")
+    te_model = te_llama.build_te_model(config, torch.float32, device)
+    fill_te_model(te_model, [tmp_path / "in" / "model.safetensors"])
+    te_model.save_pretrained(tmp_path / "out")
+    before, after = (load_file(tmp_path / side / "model.safetensors") for side in ("in", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+@pytest.mark.parametrize("family", ["llama3_rope_gqa", "mistral_window", "qwen3_qk_norm_head_dim", "llama_yarn"])
+def test_generate_gives_hugging_faces_tokens(family, tmp_path, device):
+    config = family_config(family)
+    randomised_hf_model(config, tmp_path)
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").to(device).eval()
+    te_model = te_llama.build_te_model(config, torch.float32, device).eval()
+    fill_te_model(te_model, [tmp_path / "model.safetensors"])
+    prompt = torch.randint(3, 1024, (3, 40), generator=torch.Generator().manual_seed(2)).to(device)
+    mask = torch.ones_like(prompt)
+    mask[1, :7] = 0  # padded on the left, as for generation
+    arguments = dict(attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=2)
+    assert torch.equal(te_model.generate(prompt, **arguments), hf.generate(prompt, **arguments))
+
+
+def test_gate_passes_a_right_model_and_names_what_is_wrong(tmp_path, device):
+    from llm_fp8.errors import UserError
+
+    config = family_config("llama3_rope_gqa")
+    randomised_hf_model(config, tmp_path)
+    for dtype in DTYPES:
+        model = te_llama.build_te_model(config, dtype, device)
+        fill_te_model(model, [tmp_path / "model.safetensors"])
+        for batch in (packed_batch(device), padded_batch(device)):
+            report = check_parity(model, batch, S)
+            print(f"GATE {dtype} {report}")
+            assert report.num_layers == 3 and 0 <= report.largest < 0.03
+    model.model.rotary_emb.angles = model.model.rotary_emb.angles * 1.5  # as a forgotten RoPE base or scaling would
+    with pytest.raises(UserError, match="--parity_check"):
+        check_parity(model, packed_batch(device), S)

@@ -1,0 +1,28 @@
+#!/usr/bin/env python
+"""Fine-tune a Llama, Qwen or Mistral model on one GPU (or the CPU) in FP8, MXFP8 or BF16.
+
+    python train_fp8.py                                                      the embedded model on the embedded dataset
+    python train_fp8.py --model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 \\
+        --batch_size 12 --max_seq_length 1024 --use_te --mixed_precision fp8 --use_wandb
+
+`--help` lists every option; the configuration and what really ran are written to run.json in the output folder.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from llm_fp8.config import parse_config
+from llm_fp8.errors import run_script
+
+
+def main() -> int:
+    """Parse the command line, train, and return the exit code."""
+    config = parse_config(sys.argv[1:], prog="train_fp8.py", description=(__doc__ or "").split("\n\n")[0])
+    from llm_fp8.run import run_training  # after the parser: --help and mistakes answer without loading the rest
+
+    return run_training(config)
+
+
+if __name__ == "__main__":
+    run_script(main)
