@@ -1,6 +1,6 @@
 """What gradients lose when micro-batches are summed in bf16 instead of fp32.
 
-    python benchmarks/grad_accumulation.py        (CPU, under a minute; writes benchmarks/results/grad_accumulation_bf16.json)
+    python benchmarks/grad_accumulation.py        (CPU, some seconds; writes benchmarks/results/grad_accumulation_bf16.json)
 
 A micro-batch's gradient is modelled as scale_i * (signal + noise) for each coordinate i, rounded to bf16 as a backward pass in
 bf16 leaves it. scale_i is log-normal over three orders of magnitude, as gradients of a layer are; noise is standard normal and
@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ def measure(signal: float) -> list[dict[str, float]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    result = {
+    result: dict[str, Any] = {
         "script": "benchmarks/grad_accumulation.py",
         "machine": {"cpu": platform.machine(), "python": platform.python_version(), "torch": torch.__version__},
         "num_coordinates": NUM_COORDINATES,

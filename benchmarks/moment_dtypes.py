@@ -1,6 +1,6 @@
 """How far AdamW's moments may be rounded: bf16 against fp32, at two values of beta2.
 
-    python benchmarks/moment_dtypes.py            (CPU, about a minute; writes benchmarks/results/moment_dtypes.json)
+    python benchmarks/moment_dtypes.py            (CPU, some seconds; writes benchmarks/results/moment_dtypes.json)
 
 AdamW runs twice on the same gradients, noise of a fixed scale for each coordinate plus 0.3 of it as signal, with master weights
 in fp32: once with fp32 moments and once with moments rounded to the given dtypes after each step. Half-way the gradients fall to
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -68,7 +69,7 @@ def main() -> None:
         for beta2 in (0.95, 0.999)
         for m, v in ((bf16, fp32), (bf16, bf16))
     ]
-    result = {
+    result: dict[str, Any] = {
         "script": "benchmarks/moment_dtypes.py",
         "machine": {"cpu": platform.machine(), "python": platform.python_version(), "torch": torch.__version__},
         "num_coordinates": NUM_COORDINATES,

@@ -146,7 +146,7 @@ def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
     try:
         return datasets.load_dataset(source.path, data_files=data_files, split=split, streaming=streaming)
     except READ_ERRORS as error:
-        raise _unreadable(source, split, error) from error
+        raise unreadable(source, split, error) from error
 
 
 def iterate(source: DatasetSource, split: str, stream: IterableDataset) -> Iterator[dict[str, Any]]:
@@ -154,10 +154,10 @@ def iterate(source: DatasetSource, split: str, stream: IterableDataset) -> Itera
     try:
         yield from stream
     except READ_ERRORS as error:
-        raise _unreadable(source, split, error) from error
+        raise unreadable(source, split, error) from error
 
 
-def _unreadable(source: DatasetSource, split: str, error: BaseException) -> UserError:
+def unreadable(source: DatasetSource, split: str, error: BaseException) -> UserError:
     """The error of a broken file: with the line where one of the split's local JSON files is to blame."""
     root = Path(source.path) if Path(source.path).is_dir() else Path()
     for file in source.files[split]:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config import Config
 from llm_fp8.data.collate import PackedCollate, PaddedCollate
-from llm_fp8.data.load import DatasetSource, iterate, load_split, open_source, open_split_stream
+from llm_fp8.data.load import DatasetSource, iterate, load_split, open_source, open_split_stream, unreadable
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
 from llm_fp8.data.pack import RowPlan, one_per_row, pack
 from llm_fp8.data.prompt import describe_prompt_form, detect_columns
@@ -126,9 +126,13 @@ class _Job:
     def validation_split(self) -> Optional[str]:
         """The split to evaluate on, or None where a share of the training problems is to be held out."""
         wanted = self.config.data.validation_split_name
+        if wanted == self.split:
+            raise UserError(
+                f"--validation_split_name {wanted} is the split that is trained on; leave it out to hold out a share of it."
+            )
         if wanted is not None:
             return self.source.check_split(wanted, "--validation_split_name")
-        return VALIDATION_SPLIT if VALIDATION_SPLIT in self.source.files and self.split != VALIDATION_SPLIT else None
+        return VALIDATION_SPLIT if VALIDATION_SPLIT in self.source.files and VALIDATION_SPLIT != self.split else None
 
     def options(self, columns: Sequence[str]) -> TokeniseOptions:
         """How rows with these columns become documents."""
@@ -181,9 +185,8 @@ def _prepare_map(job: _Job) -> PreparedData:
     dataset = load_split(job.source, job.split)
     if data.num_of_samples is not None:
         dataset = dataset.select(range(min(data.num_of_samples, len(dataset))))
-    make = partial(tokenise, tokenizer=job.tokenizer, cache_dir=data.data_cache_dir, num_workers=data.preprocessing_workers)
     options = job.options(dataset.column_names)
-    rows = make(dataset, options=options)
+    rows = _tokenise(job, job.split, dataset)
     columns = _columns(rows)
     report = DataReport(max_seq_length=options.max_seq_length)
     report.count_unused(columns["outcome"].tolist())
@@ -198,7 +201,7 @@ def _prepare_map(job: _Job) -> PreparedData:
         eval_from = f"{data.validation_fraction:.2%} of its problems" if len(eval_set) else "nothing"
     else:
         other = load_split(job.source, job.validation_split)
-        eval_tokenised = make(other, options=job.options(other.column_names))
+        eval_tokenised = _tokenise(job, job.validation_split, other)
         eval_columns = _columns(eval_tokenised)
         seen = (eval_columns["length"] > 0) & np.isin(eval_columns["problem_key"], columns["problem_key"][train])
         eval_set = np.flatnonzero((eval_columns["length"] > 0) & ~seen)
@@ -230,6 +233,14 @@ def _prepare_map(job: _Job) -> PreparedData:
         eval_from,
         mark_supervised(documents([int(train_set[0])])[0], job.tokenizer),
     )
+
+
+def _tokenise(job: _Job, split: str, dataset: Dataset) -> Dataset:
+    data, options = job.config.data, job.options(dataset.column_names)
+    try:
+        return tokenise(dataset, job.tokenizer, options, data.data_cache_dir, data.preprocessing_workers)
+    except UnicodeDecodeError as error:  # Arrow takes any bytes for a string; they are decoded only here
+        raise unreadable(job.source, split, error) from error
 
 
 def _columns(tokenised: Dataset) -> dict[str, IndexArray]:

@@ -12,7 +12,7 @@ from llm_fp8.data.tokenise import Outcome
 
 @dataclass
 class DataReport:
-    """Counts over the training split. With streaming they cover what was read so far and grow as the run goes on.
+    """Counts over the training split. With streaming they cover what this process has read so far, pass after pass.
 
     rows read = used + held out + overlong dropped + empty. Truncated rows are among the used or the held out ones.
     """

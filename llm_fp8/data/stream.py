@@ -47,7 +47,7 @@ class StreamedRow:
     document: Optional[Document]
 
 
-@dataclass(frozen=True)
+@dataclass
 class StreamRows:
     """Training rows of a stream, packed into `capacity` tokens, or one document to a row where `capacity` is None.
 
@@ -63,6 +63,8 @@ class StreamRows:
     data: str
     report: DataReport
     buffer_rows: int = STREAM_BUFFER_ROWS
+    counted: tuple[int, int] = (0, 0)
+    """Epoch and source row up to which the report counts: a buffer that is filled once more is not counted once more."""
 
     @property
     def num_rows(self) -> None:
@@ -99,9 +101,15 @@ class StreamRows:
             source = self.iterate(stream)
             num_rows, ended = 0, False
             while not ended:
-                documents, num_read = self._fill(source, begin["source_row"])
-                ended = num_read < self.buffer_rows
-                rows, handed_on = self._plan([_from_json(d) for d in begin["carried"]], documents, ended)
+                raw = list(islice(source, self.buffer_rows))
+                ended = len(raw) < self.buffer_rows
+                next_source_row = begin["source_row"] + len(raw)
+                streamed = self.tokenise(raw, range(begin["source_row"], next_source_row))
+                used = [s.document for s in streamed if s.document is not None and not s.held_out]
+                rows, handed_on = self._plan([_from_json(d) for d in begin["carried"]], used, ended)
+                if (begin["epoch"], begin["source_row"]) >= self.counted:
+                    self._count(streamed, used, len(rows))
+                    self.counted = (begin["epoch"], next_source_row)
                 order = np.random.default_rng([self.seed, begin["buffer"]]).permutation(len(rows)).tolist()
                 for done, row in enumerate(order[begin["next_row"] :], start=begin["next_row"] + 1):
                     yield rows[row], {**begin, "next_row": done}
@@ -111,24 +119,20 @@ class StreamRows:
                     "epoch": begin["epoch"] + ended,
                     "buffer": begin["buffer"] + 1,
                     "next_row": 0,
-                    "source_row": 0 if ended else begin["source_row"] + num_read,
+                    "source_row": 0 if ended else next_source_row,
                     "source": None if ended else stream.state_dict(),
                     "carried": [_to_json(d) for d in handed_on],
                 }
             if whole_pass and num_rows == 0:
                 raise UserError(f"--dataset_name: no row of the stream can be trained on: {self.report.summary()}.")
 
-    def _fill(self, source: Iterator[dict[str, Any]], first: int) -> tuple[list[Document], int]:
-        """The usable documents of the next buffer and how many rows of the source were read for it."""
-        raw = list(islice(source, self.buffer_rows))
-        streamed = self.tokenise(raw, range(first, first + len(raw)))
-        used = [s.document for s in streamed if s.document is not None and not s.held_out]
+    def _count(self, streamed: Sequence[StreamedRow], used: Row, num_rows: int) -> None:
         self.report.count_unused(s.outcome for s in streamed)
         self.report.num_rows_held_out += sum(s.held_out and s.document is not None for s in streamed)
         self.report.num_rows_used += len(used)
         self.report.num_tokens += sum(len(document.input_ids) for document in used)
         self.report.num_supervised_tokens += sum(int(document.supervised[1:].sum()) for document in used)
-        return used, len(raw)
+        self.report.num_rows_of_batches += num_rows
 
     def _plan(self, carried: Row, fresh: Row, last: bool) -> tuple[list[Row], Row]:
         """Rows to train on and documents to hand on to the next buffer; none are handed on from the `last` of an epoch."""
@@ -143,7 +147,6 @@ class StreamRows:
             poor = [r for r in emit if fill[r] < POORLY_FILLED * self.capacity and plan[r].min() >= len(carried)]
             handed_on = sorted(poor, key=lambda row: fill[row])[:MAX_ROWS_HANDED_ON]
             emit = sorted(set(emit) - set(handed_on))
-        self.report.num_rows_of_batches += len(emit)
         rows = [[documents[i] for i in plan[row]] for row in emit]
         return rows, [documents[i] for row in handed_on for i in plan[row]]
 

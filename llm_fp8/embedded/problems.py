@@ -127,6 +127,7 @@ def _linear_equation(rng: Random) -> Problem:
             f"Subtract {b} from both sides: {a}x = {c} - {b} = {c - b}",
             f"Divide by {a}: x = {c - b} / {a} = {x}",
         )
+    b = rng.randint(1, a * x - 1)
     c = a * x - b
     return _problem(
         f"Solve for x: {a}x - {b} = {c}.",

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import math
+from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from accelerate.state import AcceleratorState, GradientState
 from llm_fp8.config import OptimConfig
 from llm_fp8.errors import UserError
 from llm_fp8.optim import (
+    OptimizerKind,
     _split_groups,
     build_optimizer,
     build_scheduler,
@@ -121,6 +124,15 @@ def test_bytes_per_parameter():
     assert bytes_per_parameter("adamw_fp32").total == 16
     assert bytes_per_parameter("adamw_master").total == 12
     assert bytes_per_parameter("adamw_8bit").total == pytest.approx(6, abs=0.05)
+
+
+def test_documented_bytes_are_the_tables():
+    document = (Path(__file__).resolve().parents[2] / "docs" / "numerics.md").read_text()
+    for kind in get_args(OptimizerKind):
+        parts = bytes_per_parameter(kind)
+        values = [parts.weight, parts.gradient, parts.master, parts.first_moment, parts.second_moment, parts.total]
+        row = " | ".join(f"{value:.2f}".rstrip("0").rstrip(".") for value in values)
+        assert f"| {kind} | {row} | {parts.total * 8e9 / 2**30:.0f} GiB |" in document
 
 
 def test_bytes_of_adamw_fp32_are_what_is_allocated():

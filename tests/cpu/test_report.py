@@ -168,6 +168,8 @@ def test_the_reporter_refuses_what_would_mislead(tmp_path: Path) -> None:
 
 
 def test_wandb_offline_holds_the_same_numbers_and_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = tmp_path / "first"
     config = a_config(
@@ -181,6 +183,7 @@ def test_wandb_offline_holds_the_same_numbers_and_the_configuration(tmp_path: Pa
         reporter.steps(steps[20:])
         reporter.evaluation(an_evaluation(TOTAL_STEPS))
         reporter.finish({})
+    wandb.teardown()  # W&B's service writes the file behind our back; a process that ends waits for it, and so does this.
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     stored, history, last = read_wandb(file)
 

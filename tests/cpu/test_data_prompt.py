@@ -1,0 +1,310 @@
+"""Rows to tokens and supervised mask, with real tokenizers and the templates of the model families."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from llm_fp8.data.prompt import (
+    PROMPT_FORM,
+    Encoded,
+    detect_columns,
+    encode_batch,
+    encode_prompt,
+    format_prompt,
+    problem_of,
+)
+from llm_fp8.embedded import MODEL_DIR
+from llm_fp8.errors import UserError
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Llama 3: writes BOS itself, ends turns with a token that is the tokenizer's EOS.
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] | trim }}<|eot_id|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+# Mistral: no generation prompt, EOS after the answer, a space before it; refuses two user turns in a row.
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]"
+    "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+# Qwen 3: only the last assistant turn shows (empty) reasoning, so the beginning of a conversation changes as it goes on.
+QWEN3 = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TURN_TOKENS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "[INST]", "[/INST]"]
+
+PROBLEM = {"problem": " What is 7 * 8? ", "generated_solution": "7 * 8 = 56\nThe answer is \\boxed{56}.\n"}
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "What is 2 + 2?", "name": None},
+        {"role": "assistant", "content": "4", "name": None},
+        {"role": "user", "content": "And 4 + 4?", "name": None},
+        {"role": "assistant", "content": "It is 8.", "name": None},
+    ]
+}
+
+
+def _tokenizer(template: str | None = None, eos: str | None = None) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    if template is not None:
+        tokenizer.add_special_tokens({"additional_special_tokens": TURN_TOKENS})
+        tokenizer.chat_template = template
+        if eos is not None:
+            tokenizer.eos_token = eos
+    return tokenizer
+
+
+def _sentencepiece_like() -> PreTrainedTokenizerFast:
+    """Metaspace puts a space before every text, as Llama 2 and Mistral do: pieces alone tokenise unlike the whole."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator([PROMPT_FORM, PROBLEM["problem"], PROBLEM["generated_solution"]] * 5, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def _encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, train_on_prompt: bool = False) -> Encoded:
+    encoded = encode_batch([row], detect_columns(list(row)), tokenizer, train_on_prompt)[0]
+    assert encoded is not None
+    _check(encoded, tokenizer)
+    return encoded
+
+
+def _check(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> None:
+    """What holds for every document: EOS last, supervised; at most one BOS, at the front."""
+    assert len(encoded.input_ids) == len(encoded.supervised)
+    assert encoded.input_ids[-1] == tokenizer.eos_token_id and encoded.supervised[-1]
+    assert tokenizer.bos_token_id not in encoded.input_ids[1:]
+
+
+def _supervised(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The decoded supervised stretches."""
+    stretches: list[list[int]] = []
+    before = False
+    for token, supervised in zip(encoded.input_ids, encoded.supervised, strict=True):
+        if supervised and not before:
+            stretches.append([])
+        if supervised:
+            stretches[-1].append(token)
+        before = supervised
+    return [str(tokenizer.decode(stretch)) for stretch in stretches]
+
+
+def test_columns() -> None:
+    assert detect_columns(["generated_solution", "problem", "text"]) == "problem_solution"
+    assert detect_columns(["messages", "id"]) == "messages"
+    assert detect_columns(["prompt", "completion"]) == "prompt_completion"
+    assert detect_columns(["text"]) == "text"
+    with pytest.raises(UserError, match=r"columns question, answer; understood are: problem \+ generated_solution; messages;"):
+        detect_columns(["question", "answer"])
+
+
+def test_the_problem_of_a_row() -> None:
+    assert problem_of({"problem": "p", "generated_solution": "s"}, "problem_solution") == "p"
+    assert problem_of(CHAT, "messages") == "What is 2 + 2?"
+    assert problem_of({"prompt": "p", "completion": "c"}, "prompt_completion") == "p"
+    assert problem_of({"text": None}, "text") == ""
+
+
+def test_prompt_form_without_a_template() -> None:
+    tokenizer = _tokenizer()
+    encoded = _encode(PROBLEM, tokenizer)
+    text = "<|bos|>Problem:\nWhat is 7 * 8?\n\nSolution:\n7 * 8 = 56\nThe answer is \\boxed{56}.<|eos|>"
+    assert tokenizer.decode(encoded.input_ids) == text
+    assert _supervised(encoded, tokenizer) == ["7 * 8 = 56\nThe answer is \\boxed{56}.<|eos|>"]
+    assert encoded.input_ids.count(tokenizer.eos_token_id) == 1
+
+
+def test_train_on_prompt_supervises_everything() -> None:
+    tokenizer = _tokenizer()
+    alone, everything = _encode(PROBLEM, tokenizer), _encode(PROBLEM, tokenizer, train_on_prompt=True)
+    assert everything.input_ids == alone.input_ids
+    assert all(everything.supervised)
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "answer"),
+    [
+        (CHATML, "<|im_end|>", "7 * 8 = 56\nThe answer is \\boxed{56}.<|im_end|>"),
+        # A base model whose template ends turns with another token than EOS: both are learnt.
+        (CHATML, "<|eos|>", "7 * 8 = 56\nThe answer is \\boxed{56}.<|im_end|>\n<|eos|>"),
+        (LLAMA3, "<|eot_id|>", "7 * 8 = 56\nThe answer is \\boxed{56}.<|eot_id|>"),
+        (MISTRAL, "<|eos|>", " 7 * 8 = 56\nThe answer is \\boxed{56}.<|eos|>"),
+        (QWEN3, "<|im_end|>", "<think>\n\n</think>\n\n7 * 8 = 56\nThe answer is \\boxed{56}.<|im_end|>"),
+        (MARKED, "<|im_end|>", "7 * 8 = 56\nThe answer is \\boxed{56}.<|im_end|>"),
+        (MARKED, "<|eos|>", "7 * 8 = 56\nThe answer is \\boxed{56}.<|im_end|><|eos|>"),
+    ],
+)
+def test_chat_templates(template: str, eos: str, answer: str) -> None:
+    tokenizer = _tokenizer(template, eos)
+    encoded = _encode(PROBLEM, tokenizer)
+    assert _supervised(encoded, tokenizer) == [answer]
+    assert encoded.input_ids.count(tokenizer.eos_token_id) == (2 if template == CHATML and False else 1)
+    # The template's own rendering, and nothing else, stands before the answer.
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "What is 7 * 8?"}], add_generation_prompt=True)["input_ids"]
+    assert encoded.input_ids[: len(prompt)] == prompt
+    assert encoded.supervised.index(True) == len(prompt)
+    bos = [tokenizer.bos_token_id] if template in (LLAMA3, MISTRAL) else []
+    assert [i for i in encoded.input_ids if i == tokenizer.bos_token_id] == bos
+
+
+@pytest.mark.parametrize("template", [None, CHATML, LLAMA3, MISTRAL, QWEN3, MARKED])
+def test_generation_starts_where_training_started(template: str | None) -> None:
+    tokenizer = _tokenizer(template)
+    encoded = _encode(PROBLEM, tokenizer)
+    prompt = encode_prompt(PROBLEM["problem"], tokenizer)
+    assert encoded.input_ids[: len(prompt)] == prompt
+    assert not any(encoded.supervised[: len(prompt)]) and encoded.supervised[len(prompt)]
+    assert format_prompt(PROBLEM["problem"], tokenizer).count("What is 7 * 8?") == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "answers"),
+    [
+        (CHATML, "<|im_end|>", ["4<|im_end|>", "It is 8.<|im_end|>"]),
+        (LLAMA3, "<|eot_id|>", ["4<|eot_id|>", "It is 8.<|eot_id|>"]),
+        (MISTRAL, "<|eos|>", [" 4<|eos|>", " It is 8.<|eos|>"]),
+        (QWEN3, "<|im_end|>", ["4<|im_end|>", "<think>\n\n</think>\n\nIt is 8.<|im_end|>"]),
+        (MARKED, "<|im_end|>", ["4<|im_end|>", "It is 8.<|im_end|>"]),
+        (None, "<|eos|>", ["4<|eos|>", "It is 8.<|eos|>"]),
+    ],
+)
+def test_every_assistant_turn_is_supervised(template: str | None, eos: str, answers: list[str]) -> None:
+    tokenizer = _tokenizer(template, eos)
+    assert _supervised(_encode(CHAT, tokenizer), tokenizer) == answers
+
+
+def test_what_follows_the_last_answer_is_cut_off() -> None:
+    tokenizer = _tokenizer(CHATML, "<|im_end|>")
+    longer = {"messages": [*CHAT["messages"], {"role": "user", "content": "Thanks"}]}
+    assert _encode(longer, tokenizer) == _encode(CHAT, tokenizer)
+
+
+def test_a_system_message_belongs_to_the_prompt() -> None:
+    tokenizer = _tokenizer(LLAMA3, "<|eot_id|>")
+    row = {"messages": [{"role": "system", "content": "Be brief."}, *CHAT["messages"]]}
+    assert _supervised(_encode(row, tokenizer), tokenizer) == ["4<|eot_id|>", "It is 8.<|eot_id|>"]
+
+
+def test_a_template_that_refuses_is_the_users_error() -> None:
+    tokenizer = _tokenizer(MISTRAL)
+    row = {"messages": [{"role": "user", "content": "a"}, *CHAT["messages"]]}
+    with pytest.raises(UserError, match="refuses a conversation of the roles user, user.*roles must alternate"):
+        _encode(row, tokenizer)
+
+
+def test_a_template_that_rewrites_the_beginning_is_refused() -> None:
+    # The system message moves to the last user turn, as in early Mistral templates.
+    template = "{% for m in messages %}{% if loop.last %}!{% endif %}[INST]{{ m['content'] }}[/INST]{% endfor %}"
+    with pytest.raises(UserError, match="assistant turns cannot be told apart"):
+        _encode(CHAT, _tokenizer(template))
+
+
+def test_prompt_and_completion_stand_as_they_are() -> None:
+    for template in (None, CHATML):
+        tokenizer = _tokenizer(template)
+        encoded = _encode({"prompt": "Q: 1 + 1? A:", "completion": " 2"}, tokenizer)
+        assert tokenizer.decode(encoded.input_ids) == "<|bos|>Q: 1 + 1? A: 2<|eos|>"
+        assert _supervised(encoded, tokenizer) == [" 2<|eos|>"]
+
+
+def test_text_is_all_supervised_and_bos_and_eos_are_not_doubled() -> None:
+    tokenizer = _tokenizer()
+    for text in ("1 + 1 = 2", "<|bos|>1 + 1 = 2<|eos|>", "1 + 1 = 2<|eos|><|eos|>\n"):
+        encoded = _encode({"text": text}, tokenizer)
+        assert tokenizer.decode(encoded.input_ids) == "<|bos|>1 + 1 = 2<|eos|>"
+        assert _supervised(encoded, tokenizer)[0].endswith("1 + 1 = 2<|eos|>")
+
+
+def test_a_token_across_the_boundary_is_cut() -> None:
+    tokenizer = _tokenizer()
+    # " answer" is one token of the whole text; generation would start from the tokens of "The".
+    encoded = _encode({"prompt": "The ans", "completion": "wer is 5"}, tokenizer)
+    prompt = tokenizer("The ans")["input_ids"]
+    assert encoded.input_ids[: len(prompt)] == prompt
+    assert _supervised(encoded, tokenizer) == ["wer is 5<|eos|>"]
+    assert len(tokenizer("The answer")["input_ids"]) < len(tokenizer("The ans")["input_ids"]) + 1
+
+
+def test_a_tokenizer_that_puts_a_space_before_every_text() -> None:
+    tokenizer = _sentencepiece_like()
+    encoded = _encode(PROBLEM, tokenizer)
+    whole = tokenizer("Problem:\nWhat is 7 * 8?\n\nSolution:\n7 * 8 = 56\nThe answer is \\boxed{56}.")["input_ids"]
+    assert encoded.input_ids == [*whole, tokenizer.eos_token_id]
+    assert _supervised(encoded, tokenizer) == ["7 * 8 = 56\nThe answer is \\boxed{56}.</s>"]
+
+
+def test_a_tokenizer_without_bos() -> None:
+    tokenizer = _tokenizer()
+    tokenizer.backend_tokenizer.post_processor = pre_post_processor()
+    encoded = _encode(PROBLEM, tokenizer)
+    assert tokenizer.bos_token_id not in encoded.input_ids
+
+
+def pre_post_processor() -> Any:
+    """A post-processor that adds nothing."""
+    from tokenizers import processors
+
+    return processors.ByteLevel(trim_offsets=False)
+
+
+def test_pad_may_be_eos() -> None:
+    tokenizer = _tokenizer()
+    same = copy.deepcopy(tokenizer)
+    same.pad_token = same.eos_token
+    assert _encode(PROBLEM, same) == _encode(PROBLEM, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"problem": "p", "generated_solution": None},
+        {"problem": "p", "generated_solution": "  \n"},
+        {"problem": "", "generated_solution": "s"},
+        {"messages": []},
+        {"messages": None},
+        {"messages": [{"role": "user", "content": "q"}]},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": " "}]},
+        {"prompt": "p", "completion": None},
+        {"text": " "},
+        {"text": None},
+    ],
+)
+@pytest.mark.parametrize("template", [None, CHATML, MARKED])
+def test_rows_with_nothing_to_learn(row: dict[str, Any], template: str | None) -> None:
+    tokenizer = _tokenizer(template)
+    other = {key: PROBLEM.get(key, CHAT.get(key, "x")) for key in row}
+    documents = encode_batch([row, other, row], detect_columns(list(row)), tokenizer)
+    assert documents[0] is None and documents[2] is None and documents[1] == _encode(other, tokenizer)
+
+
+def test_messages_must_be_text() -> None:
+    with pytest.raises(UserError, match="'content' of a message must be text"):
+        _encode({"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}, _tokenizer())
+    with pytest.raises(UserError, match="'role' and 'content'"):
+        _encode({"messages": [{"from": "human", "value": "x"}]}, _tokenizer())
+
+
+def test_no_eos_token() -> None:
+    tokenizer = _tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="no EOS token"):
+        encode_batch([PROBLEM], "problem_solution", tokenizer)

@@ -1,0 +1,101 @@
+"""The held-out rule and the packing."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from llm_fp8.data.pack import RowPlan, one_per_row, pack
+from llm_fp8.data.split import held_out_mask, is_held_out, normalise_problem, problem_key
+
+
+def test_spelling_does_not_make_another_problem() -> None:
+    assert problem_key("What is  2 + 2?\n") == problem_key("what is 2 + 2?")
+    assert problem_key("x² = 4") == problem_key("X2 = 4")
+    assert problem_key("What is 2 + 2?") != problem_key("What is 2 + 3?")
+    assert normalise_problem(" A\tb ") == "a b"
+
+
+def test_keys_are_fixed_for_good() -> None:
+    # A checkpoint's held-out problems must stay held out in the next version.
+    assert problem_key("What is 2 + 2?") == 7901968567399691251
+
+
+def test_the_share_is_about_the_fraction_and_grows_with_it() -> None:
+    keys = np.array([problem_key(f"problem {i}") for i in range(20_000)])
+    small, large = held_out_mask(keys, 0.01), held_out_mask(keys, 0.1)
+    assert 0.008 < small.mean() < 0.012 and 0.09 < large.mean() < 0.11
+    assert not (small & ~large).any()
+    assert small.tolist() == [is_held_out(key, 0.01) for key in keys.tolist()]
+    assert not held_out_mask(keys, 0.0).any()
+
+
+def test_the_rule_knows_no_row_order() -> None:
+    keys = np.array([problem_key(f"problem {i % 700}") for i in range(5000)])
+    order = np.random.default_rng(0).permutation(len(keys))
+    np.testing.assert_array_equal(held_out_mask(keys, 0.2)[order], held_out_mask(keys[order], 0.2))
+    assert not set(keys[held_out_mask(keys, 0.2)]) & set(keys[~held_out_mask(keys, 0.2)])
+
+
+def test_a_small_dataset_gives_up_one_problem() -> None:
+    keys = np.array([problem_key(text) for text in ("a", "b", "a", "c")])
+    mask = held_out_mask(keys, 1e-6)
+    assert set(keys[mask]) == {keys.min()}
+    assert not held_out_mask(keys[[0, 2]], 1e-6).any()  # the only problem stays in training
+
+
+def _check_plan(plan: RowPlan, lengths: np.ndarray, capacity: int) -> None:
+    np.testing.assert_array_equal(np.sort(plan.samples), np.arange(len(lengths)))
+    sums = np.add.reduceat(lengths[plan.samples], plan.offsets[:-1])
+    assert sums.max() <= capacity and (np.diff(plan.offsets) > 0).all()
+
+
+def _slow_best_fit(lengths: list[int], capacity: int) -> int:
+    """Number of rows of the textbook algorithm, one sample at a time."""
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [room for room in rooms if room >= length]
+        if fitting:
+            rooms.remove(min(fitting))
+            rooms.append(min(fitting) - length)
+        else:
+            rooms.append(capacity - length)
+    return len(rooms)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packs_as_the_textbook_algorithm_does(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    capacity = int(rng.integers(5, 200))
+    lengths = rng.integers(1, capacity + 1, size=int(rng.integers(1, 400)))
+    if seed % 2:
+        lengths = np.maximum(1, lengths // 5)
+    plan = pack(lengths, capacity)
+    _check_plan(plan, lengths, capacity)
+    assert len(plan) == _slow_best_fit(lengths.tolist(), capacity)
+
+
+def test_packing_is_deterministic_and_knows_edge_cases() -> None:
+    lengths = np.random.default_rng(1).integers(1, 64, size=5000)
+    first, second = pack(lengths, 64), pack(list(lengths), 64)
+    np.testing.assert_array_equal(first.samples, second.samples)
+    np.testing.assert_array_equal(first.offsets, second.offsets)
+    assert len(pack([], 8)) == 0
+    assert [pack([8, 8], 8)[i].tolist() for i in range(2)] == [[0], [1]]
+    assert one_per_row(3)[2].tolist() == [2]
+    with pytest.raises(ValueError, match="9"):
+        pack([9], 8)
+    with pytest.raises(ValueError, match="0"):
+        pack([0, 4], 8)
+
+
+def test_a_million_samples_pack_fast_and_tight() -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 0.5, size=1_000_000).astype(int), 1, 2048)
+    start_s = time.perf_counter()
+    plan = pack(lengths, 2048)
+    elapsed_s = time.perf_counter() - start_s
+    _check_plan(plan, lengths, 2048)
+    assert elapsed_s < 20
+    assert lengths.sum() / (len(plan) * 2048) > 0.995
