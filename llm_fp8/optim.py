@@ -16,8 +16,8 @@ Moments of adamw_master. m averages over about 1 / (1 - beta1) = 10 gradients an
 changes by a fraction (1 - beta2) of (g^2 / v - 1) a step; at beta2 = 0.999 that is often below bf16's half spacing of
 2^-9, so a bf16 v stalls. It is fp32 here. The price: FusedAdam's kernels know one dtype for both moments, so it makes an
 fp32 copy of every m of a parameter group, runs, and rounds back: about 42 bytes of memory traffic per parameter in place of
-22, and 4 bytes of peak memory per parameter of the group. `_split_groups` keeps groups small so that the peak stays near
-1 GiB (2 for a large embedding) where one group would take 30 GiB at 8 billion parameters. Both moments in bf16, or both in
+22, and 4 bytes of peak memory per parameter of a group, of two groups at a time. `_split_groups` keeps groups small so that the peak stays
+near 1 GiB (more for a large embedding) where one group would take 30 GiB at 8 billion parameters. Both moments in bf16, or both in
 fp32, would skip the copies (18 and 26 bytes of traffic).
 
 State as tensors. `optimizer_tensors` names every state tensor "parameter_name.state_name" and hands out the tensors
@@ -51,8 +51,8 @@ FIRST_MOMENT_DTYPE = torch.bfloat16
 SECOND_MOMENT_DTYPE = torch.float32
 """dtype of adamw_master's v, the running mean of squared gradients; see the module's docstring for why not bf16."""
 
-MAX_GROUP_ELEMENTS = 2**28
-"""Parameters in a group of adamw_master: 1 GiB for the fp32 copy of the group's m during a step."""
+MAX_GROUP_ELEMENTS = 2**27
+"""Parameters in a group of adamw_master: 0.5 GiB for the fp32 copy of a group's m during a step, of which two exist at a time."""
 
 MAX_WARMUP_SHARE = 10
 """Warm-up takes at most one part in so many of the run."""

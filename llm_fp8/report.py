@@ -85,9 +85,16 @@ def _check_wandb(flag: str) -> None:
         )
 
 
+def _output_dir(config: Config) -> Path:
+    """The run's folder, which has been chosen by the time that anything is reported."""
+    if config.run.output_dir is None:
+        raise ValueError("config.run.output_dir must be set before the run is reported.")
+    return Path(config.run.output_dir)
+
+
 def accelerator_tracking(config: Config) -> dict[str, Any]:
     """The arguments of `Accelerator(...)` that concern trackers: `log_with` and `project_config`."""
-    folder = Path(config.run.output_dir)
+    folder = _output_dir(config)
     return {
         "log_with": config.trackers or None,
         "project_config": ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "tensorboard")),
@@ -172,7 +179,7 @@ class RunReporter:
         metrics.jsonl is begun anew.
         """
         self._accelerator = accelerator
-        self._folder = Path(config.run.output_dir)
+        self._folder = _output_dir(config)
         self._total_steps = total_steps
         self._last_step = resume_step
         self._steps: list[dict[str, float]] = []
@@ -224,7 +231,9 @@ class RunReporter:
             raise ValueError(f"evaluation of step {record['step']} while the last reported step is {self._last_step}.")
         self._write(record)
         self._last_evaluation = record
-        figures = "  ".join(f"{key} {value:.4g}" for key, value in record.items() if key != "step")
+        figures = "  ".join(
+            f"{key} {value:,.0f}" if value >= 1000 else f"{key} {value:.4g}" for key, value in record.items() if key != "step"
+        )
         self._display.print(f"evaluation at step {self._last_step}: {figures}")
 
     def _write(self, record: dict[str, float]) -> None:

@@ -339,10 +339,7 @@ class Run:
         if not self.config.model.use_te or not (default if wanted is None else wanted):
             return
         report = check_parity(model, first_batch(data.train).to(self.device), self.config.data.max_seq_length)
-        self.say(
-            f"parity with Hugging Face: outputs within {report.output:.2g}, gradients within {max(report.input_gradient, report.weight_gradient):.2g} "
-            f"(relative) over {report.num_layers} layers"
-        )
+        self.say(report.describe())
 
     def _precision_record(self, census: Census) -> dict[str, Any]:
         return {

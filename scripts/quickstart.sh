@@ -23,12 +23,7 @@ rm -rf "$output_dir"
     --max_seq_length 256 --batch_size 8 --log_every 10 \
     --output_dir "$output_dir" "${options[@]}" "$@"
 
-say "done. In $repository/$output_dir:"
 cat <<END
-   run.json        configuration, versions, GPU, precision asked for and in effect
-   metrics.jsonl   loss, gradient norm, tokens/s and more for every step
-   summary.json    how it ended
-   final/          the trained model as a Hugging Face checkpoint
 
 Next, a model of your choice on a dataset of your choice:
    cd $repository && source $venv/bin/activate

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # Before torch, datasets or transformers are imported: they read these once.
 _CACHE = tempfile.TemporaryDirectory(prefix="llm-fp8-tests-")

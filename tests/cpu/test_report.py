@@ -207,11 +207,9 @@ def without_wandb_variables() -> dict[str, str]:
 
 def test_a_run_that_fails_is_marked_as_failed_on_wandb(tmp_path: Path) -> None:
     code = f"""
-import sys
-sys.path.insert(0, {str(REPOSITORY / "tests" / "cpu")!r})
 from pathlib import Path
 from llm_fp8.errors import UserError, run_script
-from test_report import a_config, a_reporter, a_step
+from tests.cpu.test_report import a_config, a_reporter, a_step
 
 def main():
     with a_reporter(a_config(Path({str(tmp_path)!r}), "--use_wandb")) as reporter:

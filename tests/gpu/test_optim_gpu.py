@@ -161,5 +161,5 @@ def test_memory_is_what_the_table_says():
     torch.cuda.reset_peak_memory_stats()
     optimizer.step()
     extra = torch.cuda.max_memory_allocated() - before - at_rest
-    # fp32 copies of one group's m, of the next one's first tensor, and one tensor's bf16 rounding.
-    assert extra < 1.5 * 4 * optim.MAX_GROUP_ELEMENTS
+    # fp32 copies of two groups' m (FusedAdam holds the last one's until the next are made) and one tensor's bf16 rounding.
+    assert extra < 2.5 * 4 * optim.MAX_GROUP_ELEMENTS

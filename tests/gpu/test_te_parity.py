@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.families import FAMILIES, family_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -13,6 +12,7 @@ from llm_fp8.data.collate import Batch
 from llm_fp8.models import fill_te_model
 from llm_fp8.parity import check_parity, relative_difference
 from llm_fp8.training_model import TrainingModel
+from tests.families import FAMILIES, family_config
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +23,7 @@ LENGTHS = [[50, 77], [128], [9, 100, 16]]
 FP32_TOLERANCE = 2e-5
 """Both sides round differently (fused QKV, another order of summation), and gradients pass through three layers."""
 
-BF16_EXCESS = 1.5
+BF16_EXCESS = 2.0
 """In bf16 TE may be so many times as far from fp32 as Hugging Face's own bf16 is. Some gradients (a key bias, whose shift softmax does not
 see) are nearly all rounding in both, so that a fixed tolerance would be either blind or wrong."""
 
@@ -178,8 +178,8 @@ def test_gate_passes_a_right_model_and_names_what_is_wrong(tmp_path, device):
         fill_te_model(model, [tmp_path / "model.safetensors"])
         for batch in (packed_batch(device), padded_batch(device)):
             report = check_parity(model, batch, S)
-            print(f"GATE {dtype} {report}")
-            assert report.num_layers == 3 and 0 <= report.largest < 0.03
+            print(f"GATE {dtype} {report.describe()}")
+            assert report.num_layers == 3 and 0 <= report.difference <= report.limit
     model.model.rotary_emb.angles = model.model.rotary_emb.angles * 1.5  # as a forgotten RoPE base or scaling would
     with pytest.raises(UserError, match="--parity_check"):
         check_parity(model, packed_batch(device), S)

@@ -1,0 +1,187 @@
+"""Packed and padded batches: their layout, and that a model sees the same in both."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llm_fp8.data.collate import IGNORED, Batch, PackedCollate, PaddedCollate, shifted_labels
+from llm_fp8.data.pack import pack
+from llm_fp8.data.tokenise import Document
+
+PAD = 3
+
+
+def _document(length: int, row_id: int, prompt: int = 0, seed: int = 0) -> Document:
+    """Random tokens, PAD's id among them, of which the first `prompt` are not supervised."""
+    ids = np.random.default_rng([seed, row_id]).integers(0, 64, size=length)
+    return Document(ids, np.arange(length) >= prompt, row_id)
+
+
+def _documents(lengths: list[int]) -> list[Document]:
+    return [_document(length, row_id=i, prompt=length // 3) for i, length in enumerate(lengths)]
+
+
+def _packed_rows(documents: list[Document], capacity: int) -> list[list[Document]]:
+    plan = pack([len(d.input_ids) for d in documents], capacity)
+    return [[documents[i] for i in plan[row]] for row in range(len(plan))]
+
+
+def test_labels_are_the_next_token_of_the_same_document() -> None:
+    document = Document(np.array([10, 11, 12, 13]), np.array([False, False, True, True]), 0)
+    assert shifted_labels(document).tolist() == [IGNORED, 12, 13, IGNORED]
+    assert shifted_labels(Document(np.array([10]), np.array([True]), 0)).tolist() == [IGNORED]
+
+
+def test_packed_layout() -> None:
+    rows = [[_document(5, 7), _document(3, 8)], [_document(4, 9, prompt=2)]]
+    batch = PackedCollate(batch_size=3, max_seq_length=8, pad_token_id=PAD)(rows)
+    assert batch.input_ids.shape == batch.labels.shape == batch.position_ids.shape == (1, 24)
+    assert {t.dtype for t in (batch.input_ids, batch.labels, batch.position_ids)} == {torch.int64}
+    assert batch.attention_mask is None and batch.is_packed
+    assert batch.cu_seqlens is not None and batch.cu_seqlens.dtype == torch.int32
+    # Row 0 is full; the rest of row 1 is a segment of its own; the missing row 2 is one.
+    assert batch.cu_seqlens.tolist() == [0, 5, 8, 12, 16, 24]
+    assert batch.position_ids[0].tolist() == [*range(5), *range(3), *range(4), *range(4), *range(8)]
+    assert batch.input_ids[0, :5].tolist() == rows[0][0].input_ids.tolist()
+    assert batch.labels[0, :5].tolist() == [*rows[0][0].input_ids[1:], IGNORED]
+    assert batch.labels[0, 8:12].tolist() == [IGNORED, *rows[1][0].input_ids[2:], IGNORED]
+    assert (batch.input_ids[0, 12:] == PAD).all() and (batch.labels[0, 12:] == IGNORED).all()
+    assert (batch.max_seqlen, batch.num_tokens, batch.num_real_tokens) == (8, 24, 12)
+    assert batch.num_supervised_tokens == 4 + 2 + 2 == int((batch.labels != IGNORED).sum())
+    assert batch.row_ids == (7, 8, 9)
+
+
+def test_padded_layout() -> None:
+    rows = [[_document(130, 1)], [_document(4, 2, prompt=2)]]
+    batch = PaddedCollate(batch_size=3, max_seq_length=1024, pad_token_id=PAD)(rows)
+    assert batch.input_ids.shape == batch.labels.shape == batch.position_ids.shape == (3, 256)
+    assert batch.cu_seqlens is None and not batch.is_packed
+    assert batch.attention_mask is not None and batch.attention_mask.dtype == torch.bool
+    assert batch.attention_mask.sum(dim=1).tolist() == [130, 4, 1]
+    assert batch.attention_mask[0, :130].all() and batch.attention_mask[1, :4].all() and batch.attention_mask[2, 0]
+    assert batch.position_ids.tolist() == [list(range(256))] * 3
+    assert batch.labels[1, :5].tolist() == [IGNORED, *rows[1][0].input_ids[2:], IGNORED, IGNORED]
+    assert (batch.labels[2] == IGNORED).all()
+    assert (batch.max_seqlen, batch.num_tokens, batch.num_real_tokens) == (256, 768, 134)
+    assert batch.num_supervised_tokens == 129 + 2
+    assert batch.row_ids == (1, 2)
+
+
+@pytest.mark.parametrize(("longest", "limit", "width"), [(1, 1024, 128), (128, 1024, 128), (129, 1024, 256), (90, 96, 96)])
+def test_padded_width(longest: int, limit: int, width: int) -> None:
+    rows = [[_document(longest, 0)]]
+    assert PaddedCollate(2, limit, PAD)(rows).input_ids.shape == (2, width)
+    assert PaddedCollate(2, limit, PAD, pad_to_full=True)(rows).input_ids.shape == (2, limit)
+
+
+@pytest.mark.parametrize("collate", [PackedCollate(2, 128, PAD), PaddedCollate(2, 128, PAD)])
+def test_a_batch_without_rows_teaches_nothing(collate: PackedCollate | PaddedCollate) -> None:
+    batch = collate([])
+    assert batch.num_tokens == 256 and batch.num_real_tokens == 0 and batch.num_supervised_tokens == 0
+    assert (batch.labels == IGNORED).all() and batch.row_ids == ()
+    if batch.attention_mask is not None:
+        assert batch.attention_mask.any(dim=1).all()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than 8 tokens"):
+        PackedCollate(1, 8, PAD)([[_document(5, 0), _document(4, 1)]])
+    with pytest.raises(ValueError, match="2 rows do not fit"):
+        PackedCollate(1, 8, PAD)([[_document(5, 0)], [_document(5, 0)]])
+    with pytest.raises(ValueError, match="of 9 tokens does not fit 8"):
+        PaddedCollate(1, 8, PAD)([[_document(9, 0)]])
+    with pytest.raises(ValueError, match="one document each"):
+        PaddedCollate(1, 8, PAD)([[_document(5, 0), _document(1, 1)]])
+
+
+def test_to_moves_every_tensor() -> None:
+    for collate in (PackedCollate(1, 8, PAD), PaddedCollate(1, 8, PAD)):
+        batch = collate([[_document(5, 0)]])
+        moved = batch.to("meta", non_blocking=True)
+        tensors = [moved.input_ids, moved.labels, moved.position_ids, moved.attention_mask, moved.cu_seqlens]
+        assert [None if t is None else t.device.type for t in tensors].count("meta") == 4
+        assert moved.row_ids == batch.row_ids and moved.num_tokens == batch.num_tokens
+
+
+def _predictions(batch: Batch) -> list[tuple[list[int], int]]:
+    """Every supervised position as (the document's tokens up to it, the token to predict), read from the tensors alone."""
+    found = []
+    lines = batch.input_ids.tolist(), batch.labels.tolist(), batch.position_ids.tolist()
+    for ids, labels, positions in zip(*lines, strict=True):
+        for t, label in enumerate(labels):
+            if label != IGNORED:
+                found.append((ids[t - positions[t] : t + 1], label))
+    return sorted(found)
+
+
+def test_packed_and_padded_batches_hold_the_same() -> None:
+    documents = _documents([30, 64, 7, 12, 51, 2, 33, 20])
+    packed = PackedCollate(8, 64, PAD)(_packed_rows(documents, 64))
+    padded = PaddedCollate(8, 64, PAD)([[d] for d in documents])
+    assert _predictions(packed) == _predictions(padded)
+    assert packed.num_supervised_tokens == padded.num_supervised_tokens == len(_predictions(packed))
+    assert packed.num_real_tokens == padded.num_real_tokens == 219
+    assert sorted(packed.row_ids) == sorted(padded.row_ids) == list(range(8))
+
+
+def _loss_and_gradients(batch: Batch, attention: str, view: tuple[int, int]) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        attn_implementation=attention,
+    )
+    model = LlamaForCausalLM(config)
+    mask = None if batch.attention_mask is None else batch.attention_mask.view(view)
+    logits = model(
+        input_ids=batch.input_ids.view(view), position_ids=batch.position_ids.view(view), attention_mask=mask, use_cache=False
+    ).logits
+    loss = torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("missing_rows", [0, 2])
+def test_a_model_learns_the_same_from_packed_and_padded(attention: str, missing_rows: int) -> None:
+    documents = _documents([30, 64, 7, 12, 51, 2, 33, 20])
+    rows = _packed_rows(documents, 64)
+    batch_size = len(rows) + missing_rows
+    packed = PackedCollate(batch_size, 64, PAD)(rows)
+    padded = PaddedCollate(8 + missing_rows, 64, PAD)([[d] for d in documents])
+    packed_loss, packed_grads = _loss_and_gradients(packed, attention, (batch_size, 64))
+    padded_loss, padded_grads = _loss_and_gradients(padded, attention, (8 + missing_rows, 64))
+    torch.testing.assert_close(packed_loss, padded_loss, rtol=1e-5, atol=1e-5)
+    assert packed_grads.keys() == padded_grads.keys()
+    for name, gradient in packed_grads.items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(gradient, padded_grads[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_the_labels_train_on_the_token_that_hugging_face_trains_on() -> None:
+    document = _document(40, 0)
+    batch = PaddedCollate(1, 40, PAD)([[document]])
+    loss, _ = _loss_and_gradients(batch, "sdpa", (1, 40))
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    theirs = LlamaForCausalLM(config)(input_ids=batch.input_ids, labels=batch.input_ids).loss  # shifts by itself, takes the mean
+    torch.testing.assert_close(loss / 39, theirs.detach(), rtol=1e-5, atol=1e-6)
