@@ -358,7 +358,11 @@ class Run:
                 self.config,
                 collect_provenance(sys.argv),
                 self._precision_record(census),
-                model={"location": source.location, "config": hf_config.to_dict()},
+                model={
+                    "location": source.location,
+                    "num_parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+                    "config": hf_config.to_dict(),
+                },
                 data=data.report.to_dict(),
                 total_steps=trainer.options.total_steps,
                 resumed_after_step=trainer.step,

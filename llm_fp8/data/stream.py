@@ -34,7 +34,7 @@ STREAM_BUFFER_ROWS = 8192
 POORLY_FILLED = 0.9
 """A packed row filled less than this hands its documents on to the next buffer."""
 
-MAX_ROWS_HANDED_ON = 32
+MAX_ROWS_HANDED_ON = 16
 """At most so many do, the emptiest first: their documents are part of every position."""
 
 

@@ -16,7 +16,7 @@ from llm_fp8.precision import Precision, resolve_precision
 from llm_fp8.swap import swap_linears, take_census
 from llm_fp8.training_model import TrainingModel
 from tests.families import family_config
-from tests.gpu.kernels import gemm_types
+from llm_fp8.kernels import gemm_kernels
 from tests.gpu.test_te_parity import S, packed_batch, padded_batch
 
 pytestmark = pytest.mark.gpu
@@ -69,7 +69,7 @@ def test_kernels_are_what_was_asked_for(scenario, use_te, device):
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         step(model, precision, batch, num_micro_batches=2)
         torch.cuda.synchronize()
-    kinds = gemm_types(prof)
+    kinds = {kind: kernels.count for kind, kernels in gemm_kernels(prof).items()}
     print(f"KERNELS {scenario} te={use_te} {kinds}")
     num_layers = len(decoder_layers(model.model))
     if scenario is None:

@@ -1,0 +1,237 @@
+"""Global batches, their cut into ranks and micro-batches, the order, resuming, and the thread."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate
+from llm_fp8.data.loader import EvalLoader, Share, TrainLoader, prefetch
+from llm_fp8.data.pack import one_per_row, pack
+from llm_fp8.data.rows import MapRows, row_readers
+from llm_fp8.data.tokenise import Document
+from llm_fp8.errors import UserError
+
+NUM_DOCUMENTS = 45
+LENGTHS = np.random.default_rng(3).integers(2, 33, size=NUM_DOCUMENTS)
+
+
+def _read(indices: Any) -> list[Document]:
+    return [Document(np.arange(LENGTHS[i]) + i, np.arange(LENGTHS[i]) > 0, int(i)) for i in indices]
+
+
+def _rows(packed: bool = False, seed: int = 0) -> MapRows:
+    return MapRows(pack(LENGTHS, 32) if packed else one_per_row(NUM_DOCUMENTS), _read, seed, f"packed {packed}, seed {seed}")
+
+
+def _loader(
+    batch_size: int = 2, accumulate: int = 2, rank: int = 0, world_size: int = 1, packed: bool = False, seed: int = 0
+) -> TrainLoader:
+    collate = (PackedCollate if packed else PaddedCollate)(batch_size, 32, 0)
+    return TrainLoader(_rows(packed, seed), collate, batch_size, accumulate, Share(rank, world_size))
+
+
+def _steps(loader: TrainLoader, count: int) -> list[list[Batch]]:
+    iterator = iter(loader)
+    steps = list(islice(iterator, count))
+    iterator.close()  # type: ignore[attr-defined]
+    return steps
+
+
+def _ids(steps: list[list[Batch]]) -> list[list[tuple[int, ...]]]:
+    return [[batch.row_ids for batch in step] for step in steps]
+
+
+def _same(first: list[list[Batch]], second: list[list[Batch]]) -> bool:
+    if _ids(first) != _ids(second):
+        return False
+    pairs = zip((b for step in first for b in step), (b for step in second for b in step), strict=True)
+    return all(torch.equal(a.input_ids, b.input_ids) and torch.equal(a.labels, b.labels) for a, b in pairs)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_epoch_holds_every_row_once(packed: bool) -> None:
+    loader = _loader(batch_size=3, accumulate=2, packed=packed)
+    assert loader.steps_per_epoch is not None
+    num_steps = loader.steps_per_epoch
+    seen = [row for step in _steps(loader, num_steps) for batch in step for row in batch.row_ids]
+    assert Counter(seen) == Counter(range(NUM_DOCUMENTS))
+    assert loader.epoch == 1.0
+    two_epochs = _ids(_steps(_loader(batch_size=3, accumulate=2, packed=packed), 2 * num_steps))
+    assert two_epochs[:num_steps] != two_epochs[num_steps:]
+    second = Counter(row for step in two_epochs[num_steps:] for ids in step for row in ids)
+    assert second == Counter(range(NUM_DOCUMENTS))
+
+
+def test_the_order_is_that_of_the_seed() -> None:
+    assert _ids(_steps(_loader(seed=1), 5)) == _ids(_steps(_loader(seed=1), 5))
+    assert _ids(_steps(_loader(seed=1), 5)) != _ids(_steps(_loader(seed=2), 5))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_global_batch_does_not_know_how_it_is_cut(packed: bool) -> None:
+    # 8 rows a step each time; 45 rows leave 5 for the last step of an epoch.
+    cuts = [(8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (4, 1, 2), (1, 2, 4), (2, 1, 4), (1, 1, 8)]
+    by_cut = []
+    for batch_size, accumulate, world_size in cuts:
+        ranks = [_loader(batch_size, accumulate, rank, world_size, packed) for rank in range(world_size)]
+        per_rank = [_steps(loader, 9) for loader in ranks]
+        num_steps = ranks[0].steps_per_epoch
+        by_cut.append([sorted(row for steps in per_rank for batch in steps[i] for row in batch.row_ids) for i in range(9)])
+        for i in range(9):
+            assert len({len(steps[i]) for steps in per_rank}) == 1, "every rank has as many micro-batches"
+            assert len(per_rank[0][i]) <= accumulate
+        assert num_steps == -(-len(ranks[0]._rows.plan) // 8)  # type: ignore[attr-defined]
+    assert all(batches == by_cut[0] for batches in by_cut)
+
+
+def test_micro_batch_i_goes_to_rank_i_modulo_world_size() -> None:
+    whole = _ids(_steps(_loader(batch_size=2, accumulate=4), 3))
+    for rank in range(2):
+        part = _ids(_steps(_loader(batch_size=2, accumulate=2, rank=rank, world_size=2), 3))
+        assert part == [step[rank::2] for step in whole]
+
+
+def test_ranks_without_rows_get_empty_micro_batches() -> None:
+    rows = list(range(5))
+    shares = [Share(rank, 4).micro_batches(rows, 2) for rank in range(4)]
+    assert shares == [[[0, 1]], [[2, 3]], [[4]], [[]]]
+    last = [_steps(_loader(1, 1, rank, 8), 6)[-1] for rank in range(8)]
+    assert [step[0].num_supervised_tokens > 0 for step in last] == [True] * 5 + [False] * 3
+    assert all(len(step) == 1 for step in last)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("done", [0, 1, 4, 5, 6, 11, 12, 13])
+def test_resuming_gives_the_steps_that_would_have_followed(packed: bool, done: int) -> None:
+    whole = _steps(_loader(packed=packed, batch_size=4), 20)
+    first = _loader(packed=packed, batch_size=4)
+    _steps(first, done)
+    state = json.loads(json.dumps(first.state_dict()))
+    second = _loader(packed=packed, batch_size=4)
+    second.load_state_dict(state)
+    assert second.epoch == first.epoch
+    assert _same(_steps(second, 20 - done), whole[done:])
+
+
+def test_the_state_is_that_of_the_consumer_not_of_the_thread() -> None:
+    loader = _loader()
+    iterator = iter(loader)
+    states = []
+    for _ in range(4):
+        next(iterator)
+        time.sleep(0.05)  # lets the thread run ahead as far as it may
+        states.append(loader.state_dict()["rows"]["next_row"])
+    assert states == [4, 8, 12, 16]
+    # The same loader goes on where it was, with a new iterator too.
+    iterator.close()  # type: ignore[attr-defined]
+    assert _ids(_steps(loader, 2)) == _ids(_steps(_loader(), 6)[4:])
+
+
+def test_resuming_with_another_cut_of_the_same_rows() -> None:
+    whole = _ids(_steps(_loader(batch_size=2, accumulate=4), 8))
+    first = _loader(batch_size=2, accumulate=4)
+    _steps(first, 3)
+    ranks = [_loader(batch_size=2, accumulate=2, rank=rank, world_size=2) for rank in range(2)]
+    for loader in ranks:
+        loader.load_state_dict(first.state_dict())
+    parts = [_ids(_steps(loader, 2)) for loader in ranks]
+    assert [[*parts[0][i], *parts[1][i]] for i in range(2)] == [[*step[0::2], *step[1::2]] for step in whole[3:5]]
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    state = _loader(seed=1).state_dict()
+    with pytest.raises(UserError, match="--resume_from: the checkpoint was made with other training data"):
+        _loader(seed=2).load_state_dict(state)
+
+
+def test_progress() -> None:
+    loader = _loader(batch_size=9, accumulate=1)
+    assert loader.epoch == 0.0 and loader.steps_per_epoch == 5
+    _steps(loader, 2)
+    assert loader.epoch == pytest.approx(0.4)
+    _steps(loader, 4)
+    assert loader.epoch == pytest.approx(1.2)
+
+
+# ---- evaluation ----
+
+
+def _eval(rank: int = 0, world_size: int = 1, batch_size: int = 4, max_batches: int | None = None) -> EvalLoader:
+    readers = row_readers(one_per_row(NUM_DOCUMENTS), _read, range(NUM_DOCUMENTS))
+    return EvalLoader(readers, PaddedCollate(batch_size, 32, 0), batch_size, Share(rank, world_size), max_batches)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5, 16])
+@pytest.mark.parametrize("max_batches", [None, 3])
+def test_evaluation_sees_the_same_rows_whatever_the_ranks(world_size: int, max_batches: int | None) -> None:
+    loaders = [_eval(rank, world_size, max_batches=max_batches) for rank in range(world_size)]
+    batches = [list(loader) for loader in loaders]
+    assert len({len(part) for part in batches}) == 1 and all(len(loader) == len(batches[0]) for loader in loaders)
+    rows = sorted(row for part in batches for batch in part for row in batch.row_ids)
+    assert rows == list(range(NUM_DOCUMENTS if max_batches is None else 12))
+
+
+def test_evaluation_is_repeatable() -> None:
+    loader = _eval()
+    assert _same([list(loader)], [list(loader)])
+
+
+# ---- the thread ----
+
+
+def _threads() -> int:
+    return sum(thread.name == "data-prefetch" for thread in threading.enumerate())
+
+
+def test_an_error_in_the_thread_reaches_the_consumer() -> None:
+    def numbers() -> Iterator[int]:
+        yield 1
+        raise ValueError("broken row")
+
+    ahead = prefetch(numbers(), 2)
+    assert next(ahead) == 1
+    with pytest.raises(ValueError, match="broken row"):
+        next(ahead)
+    assert _threads() == 0
+
+
+def test_an_error_in_a_row_reaches_the_training_loop() -> None:
+    loader = TrainLoader(_rows(), PaddedCollate(2, 8, 0), 2, 1, Share())  # documents are longer than 8
+    with pytest.raises(ValueError, match="does not fit 8"):
+        for _ in loader:
+            pass
+    assert _threads() == 0
+
+
+def test_the_thread_stays_within_its_depth_and_ends() -> None:
+    made = []
+
+    def numbers() -> Iterator[int]:
+        for i in range(1000):
+            made.append(i)
+            yield i
+
+    ahead = prefetch(numbers(), 2)
+    assert next(ahead) == 0
+    time.sleep(0.2)
+    assert len(made) <= 1 + 2 + 1  # taken, waiting, and the one that does not fit
+    assert _threads() == 1
+    ahead.close()  # type: ignore[attr-defined]
+    assert _threads() == 0
+    assert list(prefetch(iter(range(50)), 2)) == list(range(50))
+
+
+def test_leaving_the_loop_ends_the_thread() -> None:
+    for _ in _loader():
+        break
+    assert _threads() == 0

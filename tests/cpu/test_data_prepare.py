@@ -1,0 +1,341 @@
+"""`prepare_data` from a configuration to batches: splits, leaks, counts, and the same through a stream."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, load_from_disk
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from llm_fp8.config import parse_config
+from llm_fp8.data import PreparedData, prepare_data
+from llm_fp8.data.collate import Batch
+from llm_fp8.data.split import is_held_out, normalise_problem, problem_key
+from llm_fp8.data.stream import StreamRows
+from llm_fp8.embedded import MODEL_DIR
+from llm_fp8.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def prepare(tokenizer: PreTrainedTokenizerBase, cache: Path) -> Any:
+    def call(name: Path | str, *options: str, **keywords: Any) -> PreparedData:
+        words = ["--dataset_name", str(name), "--data_cache_dir", str(cache), "--max_seq_length", "128", *options]
+        if "--streaming" in options:
+            words += ["--max_steps", "1000"]
+        return prepare_data(parse_config(words), tokenizer, **keywords)
+
+    return call
+
+
+def _row(problem: str, solution: str) -> dict[str, str]:
+    return {"problem": problem, "generated_solution": solution}
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _repeated_problems(path: Path, num_problems: int = 60, each: int = 5) -> list[dict[str, Any]]:
+    """Each problem several times with other solutions and other spelling, as in OpenMathInstruct-2."""
+    rows = []
+    for answer in range(each):
+        for i in range(num_problems):
+            problem = f"What is {i} + {i}?" if answer % 2 else f"what is  {i} + {i}? "
+            rows.append(_row(problem, f"Way {answer}: {i} + {i} = {2 * i}"))
+    _write(path, rows)
+    return rows
+
+
+def _epoch(data: PreparedData) -> list[Batch]:
+    assert data.train.steps_per_epoch is not None
+    return [batch for step in islice(iter(data.train), data.train.steps_per_epoch) for batch in step]
+
+
+def _row_ids(batches: Any) -> list[int]:
+    return sorted(row for batch in batches for row in batch.row_ids)
+
+
+@pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
+def test_embedded(prepare: Any, packing: str) -> None:
+    data = prepare("embedded", packing, "--num_of_samples", "500")
+    assert data.report.num_rows_read == 500
+    assert data.report.num_eval_rows_seen_in_training == 0
+    assert len(_row_ids(data.eval)) == data.report.num_eval_rows > 200
+    batches = _epoch(data)
+    assert len(_row_ids(batches)) == data.report.num_rows_used == len(set(_row_ids(batches)))
+    assert sum(batch.num_real_tokens for batch in batches) == data.report.num_tokens
+    assert sum(batch.num_supervised_tokens for batch in batches) == data.report.num_supervised_tokens
+    assert sum(int((batch.labels != -100).sum()) for batch in batches) == data.report.num_supervised_tokens
+    assert data.report.padding_efficiency == data.report.num_tokens / (data.report.num_rows_of_batches * 128)
+    assert (packing == "--packing") == all(batch.is_packed for batch in batches)
+    json.dumps(data.report.to_dict())
+
+
+def test_packing_wastes_less(prepare: Any) -> None:
+    packed, padded = (prepare("embedded", flag, "--max_seq_length", "1024") for flag in ("--packing", "--no_packing"))
+    assert packed.report.num_tokens == padded.report.num_tokens
+    assert packed.report.padding_efficiency > 0.97 and padded.report.padding_efficiency < 0.2
+
+
+def test_no_problem_is_trained_on_and_evaluated_on(prepare: Any, tmp_path: Path) -> None:
+    rows = _repeated_problems(tmp_path / "train.jsonl")
+    data = prepare(tmp_path, "--validation_fraction", "0.2", "--packing")
+    trained, held_out = _row_ids(_epoch(data)), _row_ids(data.eval)
+    assert sorted(trained + held_out) == list(range(len(rows)))
+    problems = [{normalise_problem(rows[i]["problem"]) for i in part} for part in (trained, held_out)]
+    assert problems[0].isdisjoint(problems[1]) and len(problems[1]) > 3
+    assert data.report.num_rows_held_out == len(held_out) == 5 * len(problems[1])
+
+
+def test_the_held_out_problems_depend_on_neither_order_nor_seed(prepare: Any, tmp_path: Path) -> None:
+    rows = _repeated_problems(tmp_path / "a" / "train.jsonl")
+    _write(tmp_path / "b" / "train.jsonl", rows[::-1])
+    first = prepare(tmp_path / "a", "--validation_fraction", "0.2")
+    second = prepare(tmp_path / "b", "--validation_fraction", "0.2", "--seed", "7")
+    backwards = [len(rows) - 1 - i for i in _row_ids(second.eval)]
+    assert sorted(backwards) == _row_ids(first.eval)
+
+
+def test_nothing_held_out(prepare: Any, tmp_path: Path) -> None:
+    _repeated_problems(tmp_path / "train.jsonl")
+    data = prepare(tmp_path, "--validation_fraction", "0")
+    assert data.eval is None and data.report.num_eval_rows == 0
+
+
+def test_a_validation_split_without_the_problems_trained_on(prepare: Any, tmp_path: Path) -> None:
+    rows = _repeated_problems(tmp_path / "train.jsonl", num_problems=5)
+    others = [_row(f"What is {i} - 1?", f"{i - 1}") for i in range(10)]
+    _write(tmp_path / "validation.jsonl", [*others, _row("WHAT IS 3 + 3?", "6")])
+    _write(tmp_path / "test.jsonl", others[:3])
+    data = prepare(tmp_path)
+    assert data.report.num_eval_rows == 10 and data.report.num_eval_rows_seen_in_training == 1
+    assert "1 left out because their problem is trained on" in data.describe()
+    assert _row_ids(data.eval) == list(range(10)) and _row_ids(_epoch(data)) == list(range(len(rows)))
+    assert prepare(tmp_path, "--validation_split_name", "test").report.num_eval_rows == 3
+    assert prepare(tmp_path, "--split_name", "test").report.num_rows_used == 3
+    with pytest.raises(UserError, match="--validation_split_name dev: .* it has: "):
+        prepare(tmp_path, "--validation_split_name", "dev")
+    with pytest.raises(UserError, match="--validation_split_name train is the split that is trained on"):
+        prepare(tmp_path, "--validation_split_name", "train")
+
+
+def test_a_validation_split_that_is_all_trained_on(prepare: Any, tmp_path: Path) -> None:
+    rows = _repeated_problems(tmp_path / "train.jsonl", num_problems=5)
+    _write(tmp_path / "validation.jsonl", rows[:4])
+    with pytest.raises(UserError, match="none of its 4 rows can be evaluated on: 4 hold a problem that split train trains on"):
+        prepare(tmp_path)
+
+
+MIXED = [
+    _row("What is 1 + 1?", "2"),
+    _row("What is 1 + 2?", ""),
+    _row("What is 1 + 3?", "1 2 3 4 5 6 7 8 9 " * 30),
+    _row("", "5"),
+    _row("What is 1 + 5?", "6"),
+]
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming"]])
+def test_every_row_is_counted(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
+    _write(tmp_path / "train.jsonl", MIXED)
+    for overlong, dropped, truncated, used in (("drop", 1, 0, 2), ("truncate", 0, 1, 3)):
+        data = prepare(tmp_path, "--validation_fraction", "0", "--overlong", overlong, *streaming)
+        first = next(iter(data.train))
+        report = data.report
+        # A stream is read on and on to fill the batches, so its counts are a multiple.
+        times = report.num_rows_read // 5
+        assert times == 1 or (times > 1 and streaming)
+        counts = (report.num_rows_read, report.num_rows_used, report.num_overlong_dropped, report.num_overlong_truncated)
+        assert counts == (5 * times, used * times, dropped * times, truncated * times) and report.num_empty == 2 * times
+        assert first[0].num_real_tokens > 0
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming"]])
+def test_nothing_left(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
+    _write(tmp_path / "train.jsonl", MIXED[1:4])
+    with pytest.raises(UserError, match=r"can be trained on: 3 rows read, 0 used, 0 held out, 1 dropped .*, 2 empty"):
+        next(iter(prepare(tmp_path, *streaming).train))
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming"]])
+def test_columns_that_are_not_understood(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
+    _write(tmp_path / "train.jsonl", [{"question": "q", "answer": "a"}])
+    with pytest.raises(UserError, match="columns question, answer; understood are"):
+        prepare(tmp_path, *streaming)
+
+
+def test_bytes_that_are_no_text(prepare: Any, tmp_path: Path) -> None:
+    file = _write(tmp_path / "train.jsonl", MIXED[:1])
+    file.write_bytes(file.read_bytes() + b'{"problem": "\xff\xfe", "generated_solution": "x"}\n')
+    with pytest.raises(UserError, match=r"train\.jsonl, line 2: not valid JSON \(not UTF-8"):
+        prepare(tmp_path)
+
+
+def test_a_folder_from_save_to_disk_stays_as_it_is(prepare: Any, tmp_path: Path) -> None:
+    Dataset.from_list(MIXED).save_to_disk(tmp_path / "saved")
+    before = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    assert prepare(tmp_path / "saved").report.num_rows_read == 5
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == before
+    assert len(load_from_disk(tmp_path / "saved")) == 5
+
+
+def test_ranks_share_the_work_and_the_preparation(prepare: Any, tmp_path: Path) -> None:
+    rows = _repeated_problems(tmp_path / "train.jsonl")
+    entered = []
+
+    @contextmanager
+    def main_first() -> Iterator[None]:
+        entered.append("in")
+        yield
+        entered.append("out")
+
+    options = ("--validation_fraction", "0.2", "--batch_size", "4", "--gradient_accumulation_steps", "2")
+    ranks = [prepare(tmp_path, *options, rank=rank, world_size=2, main_process_first=main_first) for rank in range(2)]
+    assert entered == ["in", "out"] * 2
+    trained = _row_ids(batch for data in ranks for batch in _epoch(data))
+    evaluated = _row_ids(batch for data in ranks for batch in data.eval)
+    assert sorted(trained + evaluated) == list(range(len(rows)))
+    assert len({len(_epoch(data)) for data in ranks}) == 1 and len({len(list(data.eval)) for data in ranks}) == 1
+
+
+def test_the_description(prepare: Any, tmp_path: Path) -> None:
+    _write(tmp_path / "train.jsonl", MIXED)
+    lines = prepare(tmp_path, "--packing", "--validation_fraction", "0").describe()
+    assert f"data: {tmp_path}, split train, evaluated on nothing, packed rows of 128 tokens" in lines
+    assert r"prompt form: 'Problem:\n{problem}\n\nSolution:\n'" in lines
+    assert "5 rows read, 2 used, 0 held out, 1 dropped as longer than 128 tokens, 0 truncated to that, 2 empty" in lines
+    assert "Solution:\n    >>>2<|eos|><<<" in lines
+
+
+def test_eval_batches(prepare: Any) -> None:
+    data = prepare("embedded", "--eval_batches", "3", "--batch_size", "5")
+    assert len(data.eval) == 3 and len(_row_ids(data.eval)) == 15
+
+
+# ---- streaming ----
+
+
+def _take(data: PreparedData, steps: int) -> list[list[Batch]]:
+    iterator = iter(data.train)
+    taken = list(islice(iterator, steps))
+    iterator.close()  # type: ignore[attr-defined]
+    return taken
+
+
+def _small_buffer(data: PreparedData, buffer_rows: int = 64) -> PreparedData:
+    rows = data.train._rows
+    assert isinstance(rows, StreamRows)
+    rows.buffer_rows = buffer_rows
+    return data
+
+
+def _same(first: list[list[Batch]], second: list[list[Batch]]) -> bool:
+    pairs = list(zip((b for step in first for b in step), (b for step in second for b in step), strict=True))
+    return all(a.row_ids == b.row_ids and torch.equal(a.labels, b.labels) for a, b in pairs)
+
+
+@pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
+def test_a_stream_holds_out_the_same_problems(prepare: Any, tmp_path: Path, packing: str) -> None:
+    rows = _repeated_problems(tmp_path / "train.jsonl")
+    options = (packing, "--validation_fraction", "0.2", "--batch_size", "4")
+    whole, stream = prepare(tmp_path, *options), _small_buffer(prepare(tmp_path, *options, "--streaming"))
+    assert stream.train.steps_per_epoch is None
+    assert _row_ids(stream.eval) == _row_ids(whole.eval)
+    held_out = {i for i, row in enumerate(rows) if is_held_out(problem_key(row["problem"]), 0.2)}
+    assert set(_row_ids(stream.eval)) == held_out
+
+    trained: Counter[int] = Counter()
+    for step in stream.train:
+        trained.update(row for batch in step for row in batch.row_ids)
+        if stream.train.epoch >= 2:
+            break
+    # Of two passes at least, and no more than the global batch that went over into the third.
+    assert set(trained) == set(range(len(rows))) - held_out
+    assert set(trained.values()) <= {2, 3} and stream.report.num_rows_read >= 2 * len(rows)
+
+
+@pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
+@pytest.mark.parametrize("done", [0, 1, 7, 12, 19])
+def test_a_stream_resumes_where_it_was(prepare: Any, tmp_path: Path, packing: str, done: int) -> None:
+    _repeated_problems(tmp_path / "train.jsonl")
+    options = (packing, "--validation_fraction", "0.1", "--batch_size", "4", "--streaming", "--num_of_samples", "250")
+    whole = _take(_small_buffer(prepare(tmp_path, *options)), 40)
+    first = _small_buffer(prepare(tmp_path, *options))
+    _take(first, done)
+    state = json.loads(json.dumps(first.train.state_dict()))
+    second = _small_buffer(prepare(tmp_path, *options))
+    second.train.load_state_dict(state)
+    assert _same(_take(second, 40 - done), whole[done:])
+
+
+def test_a_stream_hands_poorly_filled_rows_on(prepare: Any, tmp_path: Path) -> None:
+    _repeated_problems(tmp_path / "train.jsonl", num_problems=200)
+    data = _small_buffer(prepare(tmp_path, "--packing", "--validation_fraction", "0", "--streaming", "--batch_size", "2"), 37)
+    carried = []
+    batches = []
+    for step in data.train:
+        if data.train.epoch >= 1:
+            break
+        batches += step
+        carried.append(len(data.train.state_dict()["rows"]["carried"]))
+    assert max(carried) > 0
+    counts = Counter(row for batch in batches for row in batch.row_ids)
+    assert set(counts.values()) == {1}
+    filled = sum(batch.num_real_tokens for batch in batches) / sum(batch.num_tokens for batch in batches)
+    best = prepare(tmp_path, "--packing", "--validation_fraction", "0").report.padding_efficiency
+    assert filled > 0.97 * best
+
+
+def test_a_stream_is_cut_into_ranks_as_rows_at_hand_are(prepare: Any, tmp_path: Path) -> None:
+    _repeated_problems(tmp_path / "train.jsonl")
+    options = ("--packing", "--streaming", "--gradient_accumulation_steps", "2", "--batch_size", "2")
+    one = _take(prepare(tmp_path, *options[:-4], "--gradient_accumulation_steps", "4", "--batch_size", "2"), 6)
+    ranks = [_take(prepare(tmp_path, *options, rank=rank, world_size=2), 6) for rank in range(2)]
+    for i in range(6):
+        assert [batch.row_ids for batch in one[i]][0::2] == [batch.row_ids for batch in ranks[0][i]]
+        assert [batch.row_ids for batch in one[i]][1::2] == [batch.row_ids for batch in ranks[1][i]]
+
+
+def test_looking_at_the_first_batch_counts_nothing_twice(prepare: Any, tmp_path: Path) -> None:
+    rows = _repeated_problems(tmp_path / "train.jsonl")
+    data = _small_buffer(prepare(tmp_path, "--streaming", "--validation_fraction", "0"), len(rows) + 1)
+    start = data.train.state_dict()
+    assert len(_take(data, 1)) == 1
+    read = data.report.num_rows_read
+    data.train.load_state_dict(start)
+    _take(data, 1)
+    assert data.report.num_rows_read == read == len(rows)
+
+
+def test_a_stream_takes_its_validation_split(prepare: Any) -> None:
+    data = prepare("embedded", "--streaming", "--max_seq_length", "1024")
+    assert data.report.num_eval_rows == 300 == len(_row_ids(data.eval))
+    assert ">>>" in data.describe()
+
+
+def test_a_broken_line_in_a_stream(prepare: Any, tmp_path: Path) -> None:
+    rows = _repeated_problems(tmp_path / "train.jsonl")
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write('{"problem": "What')
+    with pytest.raises(UserError, match=rf"train\.jsonl, line {len(rows) + 1}: not valid JSON"):
+        list(islice(iter(prepare(tmp_path, "--streaming").train), 1000))
