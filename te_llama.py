@@ -486,3 +486,11 @@ def export_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights in Hugging Face's layout on the CPU, each tensor with memory of its own, ready to be saved."""
     views = hf_state_dict(decoder_spec(model.config), te_parameters(model))
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in views.items()}
+
+
+def attention_backend() -> str | None:
+    """The kernels that TE chose for the attention call it ran last: fused (cuDNN), flash-attn or unfused; None before any."""
+    from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends as chosen
+
+    names = {"use_fused_attention": "fused (cuDNN)", "use_flash_attention": "flash-attn", "use_unfused_attention": "unfused"}
+    return next((name for flag, name in names.items() if chosen[flag]), None)

@@ -12,7 +12,9 @@ Precedence, lowest first: the field's default, the YAML file, the command line.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_type_hints
@@ -120,7 +122,9 @@ class OptimConfig:
     """How the weights move."""
 
     num_epochs: int = option(1, "Passes over the training rows.")
-    max_steps: int | None = option(None, "Stop after so many optimizer steps, whatever num_epochs says.")
+    max_steps: int | None = option(
+        None, "Stop after so many optimizer steps, whatever --num_epochs says (default: when its passes are done)."
+    )
     learning_rate: float = option(1e-5, "Peak learning rate.")
     gradient_accumulation_steps: int = option(1, "Micro-batches per optimizer step.")
     num_warmup_steps: int = option(100, "Optimizer steps of linear warm-up; at most a tenth of the run is used for it.")
@@ -148,7 +152,9 @@ class RunConfig:
         "Folder of the run: run.json, metrics.jsonl, summary.json, checkpoints/ and final/. Default: a new folder under runs/, named after the "
         "time, model and precision.",
     )
-    resume_from: str | None = option(None, "'latest' (of output_dir) or a checkpoint folder to continue from.")
+    resume_from: str | None = option(
+        None, "'latest' (of --output_dir) or a checkpoint folder to continue from (default: start anew)."
+    )
     save_every: int = option(0, "Optimizer steps between checkpoints; 0 saves none during training.")
     save_total_limit: int = option(2, "Checkpoints kept; the oldest go first.")
     export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
@@ -157,7 +163,7 @@ class RunConfig:
     log_every: int = option(10, "Optimizer steps between log lines; every step reaches metrics.jsonl.")
     use_wandb: bool = option(False, "Log to Weights & Biases (the same as --report_to wandb).")
     wandb_project: str = option("llm-fp8", "Project of the W&B run.")
-    wandb_run_name: str | None = option(None, "Name of the W&B run.")
+    wandb_run_name: str | None = option(None, "Name of the W&B run (default: W&B makes one up).")
     report_to: Literal["none", "wandb", "tensorboard", "all"] = option("none", "Trackers besides metrics.jsonl.")
 
 
@@ -192,21 +198,35 @@ class Config:
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Help that ends with the default. Where that is None, the text itself says what then happens."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        if action.default is None or action.default == argparse.SUPPRESS:
+            return action.help or ""
+        shown = ("on" if action.default else "off") if isinstance(action.default, bool) else action.default
+        return f"{action.help} (default: {shown})"
+
+
 class _Parser(HfArgumentParser):
     """HfArgumentParser whose errors are one sentence and whose optional booleans can be bare flags."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(list(SECTIONS.values()), allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
+        kwargs = {"formatter_class": _HelpFormatter, "allow_abbrev": False, **kwargs}
+        super().__init__(list(SECTIONS.values()), **kwargs)  # type: ignore[arg-type]
         for section in SECTIONS.values():
             for name, hint in get_type_hints(section).items():
                 if bool in get_args(hint):
                     self._make_flag(name)
+        for action in self._actions:
+            if action.option_strings[0].startswith("--no_"):
+                action.help, action.default = f"Turn --{action.dest} off.", argparse.SUPPRESS
 
     def _make_flag(self, name: str) -> None:
         """Let `--name` stand for true and add `--no_name`; argparse's default for Optional[bool] wants a value."""
         action = next(a for a in self._actions if a.dest == name)
         action.nargs, action.const = "?", True
-        self.add_argument(f"--no_{name}", dest=name, action="store_false", help=f"Turn --{name} off.", default=None)
+        self.add_argument(f"--no_{name}", dest=name, action="store_false")
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USER_ERROR, f"error: {message}; '{self.prog} --help' lists the options.\n")
@@ -218,8 +238,8 @@ def _yaml_arguments(path: str) -> list[str]:
     if not file.is_file():
         raise UserError(f"--config {path}: no such file.")
     try:
-        entries = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
+        entries = yaml.safe_load(file.read_bytes())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from error
     if entries is None:
         return []
@@ -238,7 +258,7 @@ def _yaml_arguments(path: str) -> list[str]:
 def build_parser(prog: str | None = None, description: str | None = None) -> HfArgumentParser:
     """The command-line parser of the training scripts."""
     parser = _Parser(prog=prog, description=description)
-    parser.add_argument("--config", help="YAML file with options; the command line overrides it.")
+    parser.add_argument("--config", help="YAML file of 'option: value' lines; the command line overrides it (default: none).")
     return parser
 
 
@@ -293,12 +313,19 @@ def check_config(config: Config) -> None:
         "fp8_last_bf16_layers": config.precision.fp8_last_bf16_layers,
     }
     for name, number in non_negative.items():
-        _require(number >= 0, f"--{name} must not be negative, and is {number}.")
+        _require(0 <= number < math.inf, f"--{name} must be a finite number that is not negative, and is {number}.")
+    epsilon = config.optim.adam_epsilon
+    _require(0 < epsilon < math.inf, f"--adam_epsilon must be above 0, and is {epsilon}.")
+    _require(0 <= config.optim.seed < 2**32, f"--seed must be from 0 to 2**32 - 1, and is {config.optim.seed}.")
     for name in ("adam_beta1", "adam_beta2"):
         beta = getattr(config.optim, name)
         _require(0.0 <= beta < 1.0, f"--{name} must be at least 0 and below 1, not {beta}.")
     fraction = config.data.validation_fraction
     _require(0.0 <= fraction < 1.0, f"--validation_fraction must be at least 0 and below 1, not {fraction}.")
+    _require(
+        not config.model.use_te or config.model.attn_implementation == "auto",
+        f"--attn_implementation {config.model.attn_implementation} has no effect with --use_te, whose attention is Transformer Engine's; drop one.",
+    )
     tokens = config.data.max_seq_length * config.data.batch_size
     if config.precision.mixed_precision == "fp8" or config.packing:
         _require(

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 
 EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+"""What a shell reports for a program that SIGINT ended."""
 
 
 class UserError(Exception):
@@ -17,10 +19,13 @@ class UserError(Exception):
 
 
 def run_script(main: Callable[[], int]) -> None:
-    """Run `main` and exit with its code, or with code 2 and one sentence on a `UserError`."""
+    """Run `main` and exit with its code, with code 2 and one sentence on a `UserError`, or with 130 on Ctrl-C."""
     try:
         code = main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
     sys.exit(code)

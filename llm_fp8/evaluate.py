@@ -24,10 +24,11 @@ def evaluate_loss(accelerator: Accelerator, model: nn.Module, precision: Precisi
     was_training = model.training
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
-    for batch in loader:
-        with precision.context(first_microbatch=None):
-            totals[0] += model(batch.to(accelerator.device))
-        totals[1] += batch.num_supervised_tokens
+    with precision.preserving_state():
+        for batch in loader:
+            with precision.context(first_microbatch=None):
+                totals[0] += model(batch.to(accelerator.device))
+            totals[1] += batch.num_supervised_tokens
     model.train(was_training)
     loss_sum, num_supervised = accelerator.reduce(totals, reduction="sum").tolist()
     loss = loss_sum / num_supervised if num_supervised else float("nan")

@@ -7,6 +7,7 @@ same bits; the fp32 that training keeps is in the checkpoints.
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -26,7 +27,8 @@ def export_hf(
     if isinstance(decoder_layers(model)[0], te_llama.TEDecoderLayer):
         weights = te_llama.export_state_dict(model)
     else:
-        weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        # TE's modules add what they keep between steps, under names that no other program knows.
+        weights = {name: tensor.detach() for name, tensor in model.state_dict().items() if not name.endswith("_extra_state")}
         if model.config.tie_word_embeddings:
             weights.pop("lm_head.weight", None)
     weights = {name: tensor.to("cpu", dtype) for name, tensor in weights.items()}
@@ -34,6 +36,9 @@ def export_hf(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         model.save_pretrained(temporary, state_dict=weights)
+        config = copy.deepcopy(model.config)  # save_pretrained wrote the dtype of training into it
+        config.dtype = dtype
+        config.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(model_card(card))
         shutil.rmtree(folder, ignore_errors=True)

@@ -2,14 +2,15 @@
 
 `accelerate launch --config_file x.yaml train_fp8.py` turns the file's `mixed_precision` and `fp8_config` into variables. They
 become the same settings as our flags here, and are then removed: with `ACCELERATE_FP8_BACKEND` left in place, Accelerate
-itself would convert the model, in a bf16 run too. A flag that contradicts the file is an error, with one exception: the launcher sets
+itself would convert the model, in a bf16 run too. What these scripts do not do (torch.compile), or do with train_multi_gpu.py
+only (several processes, FSDP, DeepSpeed), is refused. A flag that contradicts the file is an error, with one exception: the launcher sets
 `ACCELERATE_MIXED_PRECISION=no` also when nobody asked for a precision, so `no` counts as nothing said.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from llm_fp8.config import PrecisionConfig
@@ -20,11 +21,28 @@ _FP8 = "ACCELERATE_FP8_"
 _TRUE = ("1", "true", "yes", "on")
 
 
+def require_single_process(environ: Mapping[str, str]) -> None:
+    """Raise `UserError` where the launcher asks for more than the one process and device of train_fp8.py."""
+    num_processes = int(environ.get("WORLD_SIZE", "1"))
+    if num_processes > 1:
+        raise UserError(f"train_fp8.py trains in one process, and the launcher started {num_processes}; use train_multi_gpu.py.")
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if environ.get(f"ACCELERATE_USE_{name}", "false").lower() in _TRUE:
+            raise UserError(
+                f"accelerate's launch configuration asks for {name}, and train_fp8.py trains on one device; use train_multi_gpu.py."
+            )
+
+
 def take_launch_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
     """Remove Accelerate's precision variables from `environ` and return them as fields of `PrecisionConfig`.
 
     Empty where nothing was asked for. Raises `UserError` on a backend or value that cannot be honoured.
     """
+    if environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise UserError(
+            f"accelerate's launch configuration asks for torch.compile (dynamo backend {environ['ACCELERATE_DYNAMO_BACKEND']}), which these "
+            "scripts do not use; remove dynamo_config."
+        )
     precision = environ.pop(_PRECISION, "no").lower()
     fp8 = {key.removeprefix(_FP8): environ.pop(key) for key in sorted(environ) if key.startswith(_FP8)}
     if precision == "no":

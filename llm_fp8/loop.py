@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -124,6 +125,8 @@ class Trainer:
     def train(self, hooks: Hooks, stop_requested: Callable[[], bool]) -> None:
         """Train to `total_steps`, to the end of the data, or until `stop_requested()`, which saves a checkpoint too."""
         options = self.options
+        if self.step >= options.total_steps:
+            return  # Resumed behind the last step, for what follows it.
         self.model.train()
         stamp = self._clock.stamp()
         for batches in self.loader:
@@ -137,6 +140,7 @@ class Trainer:
             if evaluate:
                 hooks.evaluate(self.step)
             if save:
+                self.require_finite_weights()
                 self.last_checkpoint = hooks.save(self.step)
             if last:
                 return
@@ -223,15 +227,28 @@ class Trainer:
             )
         self.reporter.steps(records)
 
+    def require_finite_weights(self) -> None:
+        """Raise `NonFiniteLoss` where the update after the last finite loss left weights that are not finite; collective."""
+        weights = [p.detach() for p in self._parameters]
+        local = [w.to_local() if isinstance(w, DTensor) else w for w in weights]
+        total = torch.stack(torch._foreach_norm(local, 1, dtype=torch.float32)).sum()
+        if not math.isfinite(self.accelerator.reduce(total, reduction="sum").item()):
+            raise NonFiniteLoss(
+                f"step {self.step}: its update left weights that are not finite; training stopped and they are not saved. "
+                f"{self._last_good_checkpoint()} Lower --learning_rate."
+            )
+
+    def _last_good_checkpoint(self) -> str:
+        if self.last_checkpoint is None:
+            return "No checkpoint was saved before."
+        return f"The last good checkpoint is {self.last_checkpoint}."
+
     def _require_finite(self, taken: PendingStep, loss: float, grad_norm: float) -> None:
         # fp16's loss scaling meets overflowing gradients by design: the scaler skips such a step and lowers the scale.
         if math.isfinite(loss) and (math.isfinite(grad_norm) or self.accelerator.scaler is not None):
             return
         rows = ", ".join(map(str, taken.row_ids[:16])) + (", ..." if len(taken.row_ids) > 16 else "")
-        kept = (
-            f"The last good checkpoint is {self.last_checkpoint}." if self.last_checkpoint else "No checkpoint was saved before."
-        )
         raise NonFiniteLoss(
-            f"step {taken.step}: the loss is {loss} and the gradient norm {grad_norm}; training stopped. The step's dataset rows: {rows}. {kept} "
-            "Lower --learning_rate, look at these rows, or in fp8 keep the outer layers in bf16 (--fp8_last_bf16_layers 2)."
+            f"step {taken.step}: the loss is {loss} and the gradient norm {grad_norm}; training stopped. The step's dataset rows: {rows}. "
+            f"{self._last_good_checkpoint()} Lower --learning_rate, look at these rows, or in fp8 keep the outer layers in bf16 (--fp8_last_bf16_layers 2)."
         )

@@ -101,6 +101,11 @@ def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
         return AutoConfig.from_pretrained(source.location, cache_dir=options.weights_cache_dir)
 
 
+def stored_dtype(hf_config: PretrainedConfig, default: torch.dtype) -> torch.dtype:
+    """The dtype in which the model's files hold its weights, as its config says; `default` where it does not say."""
+    return hf_config.dtype if isinstance(hf_config.dtype, torch.dtype) else default
+
+
 def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTrainedTokenizerBase, str | None]:
     """The model's tokenizer and, where it is not the model's own, a sentence that says so."""
     if source.architecture_only and source.location.endswith(".json"):
@@ -248,6 +253,7 @@ def _load_hf_model(
                 cache_dir=options.weights_cache_dir,
                 device_map={"": device},
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported in `info`, and refused below
             )
         except SafetensorError as error:
             raise UserError(
@@ -258,9 +264,12 @@ def _load_hf_model(
         kind: names for kind, names in info.items() if names and kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
     }
     if wrong:
-        kind, names = next(iter(wrong.items()))
+        kind, found = next(iter(wrong.items()))
+        names = [f"{n[0]} {tuple(n[1])} instead of {tuple(n[2])}" if isinstance(n, tuple) else str(n) for n in found]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise UserError(
-            f"--model_name {options.model_name}: {kind.replace('_', ' ')} in the checkpoint: {', '.join(sorted(map(str, names))[:4])}."
+            f"--model_name {options.model_name}: its safetensors do not fit its config.json: {kind.replace('_keys', '')} tensors "
+            f"{', '.join(sorted(names)[:4])}{more}; fetch the model again."
         )
     return model
 

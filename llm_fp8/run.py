@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
+import errno
 import importlib.util
 import json
 import os
@@ -15,13 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
+import transformers
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import GradientAccumulationPlugin, set_seed
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llm_fp8.checkpoint import CheckpointManager, check_compatible, read_meta, restore_rng_state, rng_state
+from llm_fp8.checkpoint import LATEST, CheckpointManager, check_compatible, read_meta, restore_rng_state, rng_state
 from llm_fp8.config import Config, check_config
 from llm_fp8.data import PreparedData, prepare_data
 from llm_fp8.data.collate import Batch
@@ -29,6 +31,7 @@ from llm_fp8.data.loader import TrainLoader
 from llm_fp8.errors import UserError
 from llm_fp8.evaluate import evaluate_loss
 from llm_fp8.export import export_hf
+from llm_fp8.json_files import write_json_atomic
 from llm_fp8.launch_env import merge_launch_settings, take_launch_settings
 from llm_fp8.loop import LoopOptions, Trainer
 from llm_fp8.memory import out_of_memory_advice
@@ -42,10 +45,12 @@ from llm_fp8.models import (
     load_config,
     load_tokenizer,
     resolve_source,
+    stored_dtype,
 )
 from llm_fp8.optim import (
     build_optimizer,
     build_scheduler,
+    effective_warmup_steps,
     initialize_state,
     load_optimizer_scalars,
     optimizer_scalars,
@@ -61,10 +66,30 @@ from llm_fp8.signals import GracefulStop
 from llm_fp8.swap import Census, swap_linears, take_census
 from llm_fp8.training_model import TrainingModel
 
+ARCHITECTURE_KEYS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+    "tie_word_embeddings",
+)
+"""Entries of a model's config that a checkpoint and the run that continues it must share."""
+
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+
 
 def run_training(config: Config) -> int:
     """Train as `config` says; returns the exit code: 0, or the one that stands for the signal that stopped the run."""
     started = time.time()
+    quiet_libraries()
     precision_options = merge_launch_settings(config.precision, take_launch_settings(os.environ))
     config = dataclasses.replace(config, precision=precision_options)
     check_config(config)
@@ -72,21 +97,34 @@ def run_training(config: Config) -> int:
     config = with_output_dir(config)
     accelerator = build_accelerator(config)
     run = Run(config, accelerator)
-    with GracefulStop() as stop:
-        with run.explained_out_of_memory():
-            return run.execute(stop, started)
+    with run.explained_failures():
+        return run.execute(started)
+
+
+def quiet_libraries() -> None:
+    """Leave the console to the run's own lines; on a terminal, bars of downloads and of tokenising stay."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
 
 
 def with_output_dir(config: Config) -> Config:
-    """`config` with the output folder chosen where none was given; raises `UserError` where it holds another run."""
+    """`config` with the output folder chosen where none was given; `UserError` where it cannot be written or holds another run."""
     if config.run.output_dir is None:
         model = re.sub(r"[^A-Za-z0-9.]+", "-", config.model.model_name).strip("-")
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.precision.mixed_precision or 'auto'}"
-        return dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(Path("runs") / name)))
-    folder = Path(config.run.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output_dir {folder} is a file; give a folder.")
-    if config.run.resume_from is None and (folder / "run.json").exists():
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(Path("runs") / name)))
+    folder = Path(str(config.run.output_dir))
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"--output_dir {folder}: {existing} is a file; give a folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"--output_dir {folder}: {existing} is not writable for this user; choose another folder.")
+    resume_from = config.run.resume_from
+    continues_it = resume_from == LATEST or (resume_from is not None and folder.resolve() in Path(resume_from).resolve().parents)
+    if (folder / "run.json").exists() and not continues_it:
         raise UserError(
             f"--output_dir {folder} holds another run; choose another folder, remove this one, or continue it with --resume_from latest."
         )
@@ -94,9 +132,16 @@ def with_output_dir(config: Config) -> Config:
 
 
 def build_accelerator(config: Config) -> Accelerator:
-    """The one Accelerator. Precision is ours (llm_fp8.precision), so it gets "no", or "fp16" for its gradient scaler."""
-    fp16 = config.precision.mixed_precision == "fp16"
-    return Accelerator(mixed_precision="fp16" if fp16 else "no", **accelerator_tracking(config))
+    """The one Accelerator. Precision is ours (llm_fp8.precision), so it gets "no", or "fp16" for its gradient scaler.
+
+    Accumulation is the loop's, which divides by tokens: without the plugin, Accelerate would divide by a number of steps that it finds
+    in the environment.
+    """
+    return Accelerator(
+        mixed_precision="fp16" if config.precision.mixed_precision == "fp16" else "no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        **accelerator_tracking(config),
+    )
 
 
 def first_batch(loader: TrainLoader) -> Batch:
@@ -149,8 +194,8 @@ class Run:
 
     # --- building -----------------------------------------------------------------------------------------------------
 
-    def execute(self, stop: GracefulStop, started: float) -> int:
-        """Everything, in order."""
+    def execute(self, started: float) -> int:
+        """Everything, in order; returns the exit code."""
         config, accelerator = self.config, self.accelerator
         set_seed(config.optim.seed)
         self._describe_precision()
@@ -170,20 +215,24 @@ class Run:
             main_process_first=accelerator.main_process_first,
         )
         self.say(data.describe())
+        self._check_evaluation(data)
+        export_dtype = stored_dtype(hf_config, default=self.parameter_dtype)  # building the model changes the entry
         model, loaded, census = self._build_model(source, hf_config)
+        self._parity_gate(model, data, loaded and resume_path is None)
         trainer = self._build_trainer(model, data, census, resume_path, hf_config)
-        with trainer.reporter:
-            self._parity_gate(model, data, loaded and resume_path is None)
-            self._write_run_json(source, hf_config, data, census, trainer)
+        # From here on there is something to save: before, a signal ends the process at once.
+        with GracefulStop() as stop, trainer.reporter:
+            self._write_run_json(source, model, data, census, trainer)
             self.say(f"training {trainer.options.total_steps} steps on {self._device_name()}, results in {self.folder}")
             hooks = RunHooks(self, trainer, data, model)
             trainer.train(hooks, lambda: stop.requested is not None)
-            if stop.requested is not None:
+            if trainer.step < trainer.options.total_steps:
                 trainer.reporter.finish({"stopped_by": stop.requested, "checkpoint": str(trainer.last_checkpoint)})
                 self.say(f"stopped by {stop.requested}; continue with --resume_from latest --output_dir {self.folder}")
                 return stop.exit_code
+            trainer.require_finite_weights()
             hooks.evaluate(trainer.step)
-            exported = self._export(model, tokenizer, source, trainer) if config.run.export else None
+            exported = self._export(model, tokenizer, source, trainer, export_dtype) if config.run.export else None
             summary = trainer.reporter.finish(self._summary(census, trainer, exported, started))
             self._closing_words(summary, exported)
         return 0
@@ -239,9 +288,10 @@ class Run:
         step = tokens_seen = 0
         if resume_path is not None:
             step, tokens_seen = self._resume(resume_path, model, optimizer, data)
-            if step >= total_steps:
+            if step > total_steps or (step == total_steps and self._is_finished(step)):
                 raise UserError(
-                    f"--resume_from {resume_path}: it has all {total_steps} steps behind it; raise --max_steps or --num_epochs to train on."
+                    f"--resume_from {resume_path}: it has {step} steps behind it, and the run that was asked for has {total_steps}; raise "
+                    "--max_steps or --num_epochs to train on."
                 )
         trainer = Trainer(
             accelerator=accelerator,
@@ -267,6 +317,22 @@ class Run:
         )
         return trainer
 
+    def _check_evaluation(self, data: PreparedData) -> None:
+        options = self.config.run
+        for name, value in (("eval_every", options.eval_every), ("eval_batches", options.eval_batches)):
+            if data.eval is None and value:
+                raise UserError(
+                    f"--{name} {value} has no effect, because no row is held out to evaluate on; raise --validation_fraction or drop it."
+                )
+
+    def _is_finished(self, step: int) -> bool:
+        """Whether the run in the output folder got through its evaluation and export after `step`, not only through its steps."""
+        path = self.folder / "summary.json"
+        if not path.exists():
+            return False
+        summary = json.loads(path.read_text())
+        return summary["steps"] == step and "stopped_by" not in summary
+
     def _total_steps(self, data: PreparedData) -> int:
         """Optimizer steps of the whole run."""
         options = self.config.optim
@@ -279,12 +345,8 @@ class Run:
 
     def _fingerprint(self, hf_config: PretrainedConfig) -> dict[str, Any]:
         """What a checkpoint must share with the run that continues it."""
-        architecture = {
-            k: v for k, v in hf_config.to_dict().items() if k not in ("dtype", "transformers_version", "_name_or_path")
-        }
-        text = json.dumps(architecture, sort_keys=True, default=str)
         return {
-            "architecture": hashlib.sha256(text.encode()).hexdigest()[:16],
+            **{key: getattr(hf_config, key, None) for key in ARCHITECTURE_KEYS},
             "layout": "te" if self.config.model.use_te else "hf",
             "optimizer": self.optimizer_kind,
             "precision": self.plan.name,
@@ -311,17 +373,14 @@ class Run:
             "optimizer": optimizer_scalars(trainer.optimizer),
             "fp16_scaler": None if scaler is None else scaler.state_dict(),
         }
-        tensors = self._state(model, trainer.optimizer) | {f"rng.{name}": tensor for name, tensor in rng_state().items()}
-        return self.checkpoints.save(trainer.step, tensors, meta)
+        return self.checkpoints.save(trainer.step, self._state(model, trainer.optimizer) | rng_state(), meta)
 
     def _resume(self, path: Path, model: PreTrainedModel, optimizer: Any, data: PreparedData) -> tuple[int, int]:
         """Put everything back as it was; returns the step and the tokens seen."""
         check_compatible(read_meta(path)["fingerprint"], self.fingerprint)
         initialize_state(optimizer)
         rng = rng_state()
-        meta = self.checkpoints.load(
-            path, self._state(model, optimizer) | {f"rng.{name}": tensor for name, tensor in rng.items()}
-        )
+        meta = self.checkpoints.load(path, self._state(model, optimizer) | rng)
         load_optimizer_scalars(optimizer, meta["optimizer"])
         data.train.load_state_dict(meta["loader"])
         if self.accelerator.scaler is not None and meta["fp16_scaler"]:
@@ -349,30 +408,50 @@ class Run:
             "parameter_dtype": str(self.parameter_dtype),
         }
 
+    def _effective_settings(self, model: PreTrainedModel, data: PreparedData, trainer: Trainer) -> dict[str, Any]:
+        """What the options that were left to the program came to; precision and optimizer have a section of their own."""
+        return {
+            "packing": self.config.packing,
+            "attn_implementation": "te" if self.config.model.use_te else model.config._attn_implementation,
+            "global_batch_size": data.train.global_batch_size,
+            "num_warmup_steps": effective_warmup_steps(self.config.optim.num_warmup_steps, trainer.options.total_steps),
+            "total_steps": trainer.options.total_steps,
+        }
+
     def _write_run_json(
-        self, source: ModelSource, hf_config: PretrainedConfig, data: PreparedData, census: Census, trainer: Trainer
+        self, source: ModelSource, model: PreTrainedModel, data: PreparedData, census: Census, trainer: Trainer
     ) -> None:
-        if self.accelerator.is_main_process:
+        """Write run.json; a run that is resumed in its folder keeps what its beginning wrote and adds an entry to `resumes`."""
+        if not self.accelerator.is_main_process:
+            return
+        path, provenance, precision = self.folder / "run.json", collect_provenance(sys.argv), self._precision_record(census)
+        sections = {"effective": self._effective_settings(model, data, trainer), "resumed_after_step": trainer.step}
+        if trainer.step > 0 and path.exists():
+            first = json.loads(path.read_text())
+            resume = {"config": self.config.to_dict(), "precision": precision, **sections, "provenance": provenance}
+            write_json_atomic(path, {**first, "resumes": [*first.get("resumes", []), resume]})
+        else:
+            described_model = {
+                "location": source.location,
+                "num_parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+                "config": model.config.to_dict(),
+            }
             write_run_json(
-                self.folder / "run.json",
-                self.config,
-                collect_provenance(sys.argv),
-                self._precision_record(census),
-                model={
-                    "location": source.location,
-                    "num_parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
-                    "config": hf_config.to_dict(),
-                },
-                data=data.report.to_dict(),
-                total_steps=trainer.options.total_steps,
-                resumed_after_step=trainer.step,
+                path, self.config, provenance, precision, **sections, model=described_model, data=data.report.to_dict()
             )
 
     def _device_name(self) -> str:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "the CPU"
         return name if self.accelerator.num_processes == 1 else f"{self.accelerator.num_processes} x {name}"
 
-    def _export(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: ModelSource, trainer: Trainer) -> Path:
+    def _export(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        source: ModelSource,
+        trainer: Trainer,
+        dtype: torch.dtype,
+    ) -> Path:
         folder = self.folder / "final"
         card = {
             "base model": source.name,
@@ -383,7 +462,6 @@ class Run:
             "learning rate": self.config.optim.learning_rate,
             "row length": self.config.data.max_seq_length,
         }
-        dtype = getattr(model.config, "dtype", None) or self.parameter_dtype
         if self.accelerator.is_main_process:
             export_hf(model, tokenizer, folder, dtype=dtype, card=card)
         return folder
@@ -405,12 +483,19 @@ class Run:
             self.say(f"  Hugging Face checkpoint {exported}")
 
     @contextlib.contextmanager
-    def explained_out_of_memory(self) -> Iterator[None]:
-        """Turn running out of GPU memory into a sentence that says what would fit."""
+    def explained_failures(self) -> Iterator[None]:
+        """Turn running out of GPU memory or of disk into a sentence that says what to do."""
         try:
             yield
         except torch.OutOfMemoryError as error:
             raise UserError(out_of_memory_advice(self.config, self.device)) from error
+        except OSError as error:
+            if error.errno not in _WRITE_ERRORS:
+                raise
+            raise UserError(
+                f"{error.filename or self.folder}: {error.strerror}. Checkpoints saved before are intact; make room or choose another "
+                "--output_dir, then continue with --resume_from."
+            ) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import os
 import statistics
 import sys
 import time
@@ -25,12 +26,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # for every arm, as in the training scripts
+
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import te_llama
@@ -201,6 +205,7 @@ def hf_arm(work: Workload, device: torch.device) -> tuple[StepFunction, dict[str
 def measure(work: Workload, arm: str, warmup: int, device: torch.device) -> dict[str, Any]:
     """Build an arm, time it, profile one step, and let go of it."""
     torch.cuda.reset_peak_memory_stats()
+    AcceleratorState._reset_state(reset_partial_state=True)  # the arms differ in what they ask of Accelerate's singleton
     started = time.perf_counter()
     take, facts = hf_arm(work, device) if arm == "hf_bf16" else our_arm(work, OURS[arm], device)
     recorder = take(work.num_steps)
@@ -271,12 +276,18 @@ def main() -> int:
         rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
         for _ in range(options.rounds):
             for arm in arms:
-                rounds[arm].append(measure(work, arm, options.warmup, device))
+                try:
+                    rounds[arm].append(measure(work, arm, options.warmup, device))
+                except torch.OutOfMemoryError:
+                    print(f"{model:14} {arm:8} does not fit this GPU's memory", flush=True)
                 gc.collect()
                 torch.cuda.empty_cache()
         for arm in arms:
-            rows.append(summarise(work, arm, rounds[arm]))
-            print_row(rows[-1])
+            if rounds[arm]:
+                rows.append(summarise(work, arm, rounds[arm]))
+                print_row(rows[-1])
+            else:
+                rows.append({**dataclasses.asdict(work), "arm": arm, "out_of_memory": True})
     if options.output:
         record = {"provenance": collect_provenance(sys.argv), "peaks": _peaks(device), "rows": rows}
         write_json_atomic(Path(options.output), record)

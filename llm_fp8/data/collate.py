@@ -36,7 +36,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Optional, Protocol, Union
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -59,8 +59,8 @@ class Batch:
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor
-    attention_mask: Optional[Tensor]
-    cu_seqlens: Optional[Tensor]
+    attention_mask: Tensor | None
+    cu_seqlens: Tensor | None
     max_seqlen: int
     """Upper bound of a segment's length, the same for every packed batch: max_seq_length; S for padded ones."""
     num_tokens: int
@@ -79,7 +79,7 @@ class Batch:
         """Whether documents lie behind each other in one line, told apart by `cu_seqlens`."""
         return self.cu_seqlens is not None
 
-    def to(self, device: Union[str, torch.device], non_blocking: bool = False) -> Batch:
+    def to(self, device: str | torch.device, non_blocking: bool = False) -> Batch:
         """The batch with its tensors on `device`."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 

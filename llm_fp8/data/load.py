@@ -14,14 +14,16 @@ rows costs no more than the split that is used.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import datasets
 from datasets import Dataset, DatasetDict, IterableDataset
+from datasets.data_files import get_data_patterns
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
+from huggingface_hub import snapshot_download
 
 from llm_fp8.config import EMBEDDED
 from llm_fp8.embedded import DATASET_DIR
@@ -46,14 +48,14 @@ class DatasetSource:
     name: str
     path: str
     files: dict[str, list[str]]
-    saved: Optional[DatasetDict] = field(default=None, repr=False)
+    saved: DatasetDict | None = field(default=None, repr=False)
 
     @property
     def splits(self) -> list[str]:
         """Names of the splits."""
         return list(self.files)
 
-    def training_split(self, wanted: Optional[str]) -> str:
+    def training_split(self, wanted: str | None) -> str:
         """`wanted`, or the default split; `UserError` where the dataset does not have it."""
         if wanted is None:
             for split in DEFAULT_SPLITS:
@@ -73,7 +75,7 @@ class DatasetSource:
 
 def open_source(name: str) -> DatasetSource:
     """Find the dataset called `name` and list its splits; no row is read yet."""
-    path = DATASET_DIR if name == EMBEDDED else Path(name)
+    path = DATASET_DIR if name == EMBEDDED else Path(name).expanduser()
     if path.is_file():
         if path.suffix not in FILE_BUILDERS:
             raise UserError(
@@ -101,22 +103,44 @@ def _open_builder(name: str, path: str) -> DatasetSource:
     local = Path(path).is_dir()
     try:
         builder = datasets.load_dataset_builder(path)
-    except DatasetNotFoundError as error:
-        raise UserError(
+    except READ_ERRORS as error:
+        downloaded = None if local or isinstance(error, DatasetNotFoundError) else _open_downloaded(name)
+        if downloaded is not None:
+            return downloaded
+        raise _not_opened(name, local, error) from error
+    if builder.config.data_files is None:
+        # The hub cannot be reached, but `load_dataset` has converted the dataset earlier, and found it in its cache.
+        return DatasetSource(name, path, {split: [] for split in builder.info.splits or {}})
+    return _source(name, path, builder.config.data_files)
+
+
+def _not_opened(name: str, local: bool, error: BaseException) -> UserError:
+    if local:
+        return UserError(f"--dataset_name {name}: the folder holds no data that can be read: {_first_line(error)}")
+    if isinstance(error, DatasetNotFoundError):
+        return UserError(
             f"--dataset_name {name} is not a local path, and the Hugging Face hub has no such dataset or wants a login for it "
             f"('hf auth login', and accept its terms on its page if it is gated)."
-        ) from error
-    except ConnectionError as error:
-        raise UserError(
+        )
+    if isinstance(error, ConnectionError):
+        return UserError(
             f"--dataset_name {name} is not a local path, and the Hugging Face hub cannot be reached; check the network, or fetch it "
             f"where there is one with 'hf download {name} --repo-type dataset --local-dir DIR' and pass that folder."
-        ) from error
-    except READ_ERRORS as error:
-        kind = "the folder holds no data that can be read" if local else "the dataset cannot be opened"
-        raise UserError(f"--dataset_name {name}: {kind}: {_first_line(error)}") from error
-    data_files = builder.config.data_files
-    if data_files is None:  # an earlier download, used because the hub cannot be reached
-        return DatasetSource(name, path, {split: [] for split in builder.info.splits or {}})
+        )
+    return UserError(f"--dataset_name {name}: the dataset cannot be opened: {_first_line(error)}")
+
+
+def _open_downloaded(name: str) -> DatasetSource | None:
+    """The splits whose files lie in the hub's cache, from an earlier run or `hf download`; None where there are none."""
+    try:
+        path = snapshot_download(name, repo_type="dataset", local_files_only=True)
+        builder = datasets.load_dataset_builder(path, data_files=get_data_patterns(path))
+    except READ_ERRORS:
+        return None
+    return _source(name, path, builder.config.data_files)
+
+
+def _source(name: str, path: str, data_files: Mapping[Any, Sequence[str]]) -> DatasetSource:
     return DatasetSource(name, path, {str(split): [_relative(f, path) for f in files] for split, files in data_files.items()})
 
 
@@ -171,7 +195,7 @@ def unreadable(source: DatasetSource, split: str, error: BaseException) -> UserE
     return UserError(f"--dataset_name {source.name}: split '{split}' cannot be read: {_first_line(cause)}")
 
 
-def _broken_line(path: Path) -> Optional[tuple[int, str]]:
+def _broken_line(path: Path) -> tuple[int, str] | None:
     """Number, from 1, of the first line that is no JSON object, and why; None if the file is in order."""
     content = path.read_bytes()
     try:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Generic, Optional, TypeVar, Union
+from typing import Generic, TypeVar
 
 from llm_fp8.data.collate import Batch, Collate
 from llm_fp8.data.rows import Position, Row, RowSource, check_position
@@ -54,10 +54,10 @@ def prefetch(items: Iterator[T], depth: int) -> Iterator[T]:
 
     An exception in `items` is raised here in its turn. Closing this generator stops the thread and waits for it.
     """
-    ready: queue.Queue[Union[T, _Failure, _End]] = queue.Queue(maxsize=depth)
+    ready: queue.Queue[T | _Failure | _End] = queue.Queue(maxsize=depth)
     stopped = threading.Event()
 
-    def put(item: Union[T, _Failure, _End]) -> None:
+    def put(item: T | _Failure | _End) -> None:
         while not stopped.is_set():
             try:
                 ready.put(item, timeout=0.1)
@@ -112,7 +112,7 @@ class TrainLoader(Generic[T]):
         self._epoch = 0.0
 
     @property
-    def steps_per_epoch(self) -> Optional[int]:
+    def steps_per_epoch(self) -> int | None:
         """Optimizer steps in which every row is seen once; None when streaming."""
         num_rows = self._rows.num_rows
         return None if num_rows is None else -(-num_rows // self.global_batch_size)
@@ -157,7 +157,7 @@ class EvalLoader:
         collate: Collate,
         batch_size: int,
         share: Share,
-        max_batches: Optional[int] = None,
+        max_batches: int | None = None,
         pin_memory: bool = False,
     ) -> None:
         limit = None if max_batches is None else max_batches * batch_size

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +49,7 @@ class PreparedData:
     """The loaders of a run and what its data look like."""
 
     train: TrainLoader
-    eval: Optional[EvalLoader]
+    eval: EvalLoader | None
     """None where no row is held out."""
     report: DataReport
     description: str
@@ -58,7 +58,9 @@ class PreparedData:
     def describe(self) -> str:
         """A few lines to print: where the data come from, their counts, the prompt form and one sample, its supervised part
         between >>> and <<<."""
-        lines = [self.description, f"  {self.report.summary()}"]
+        lines = [self.description]
+        if self.report.num_rows_read:  # a stream has not been read yet
+            lines.append(f"  {self.report.summary()}")
         if self.report.padding_efficiency is not None:
             lines.append(
                 f"  {self.report.num_tokens} tokens, {self.report.num_supervised_tokens} of them supervised, in "
@@ -123,7 +125,7 @@ class _Job:
     split: str
 
     @property
-    def validation_split(self) -> Optional[str]:
+    def validation_split(self) -> str | None:
         """The split to evaluate on, or None where a share of the training problems is to be held out."""
         wanted = self.config.data.validation_split_name
         if wanted == self.split:

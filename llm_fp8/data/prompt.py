@@ -27,7 +27,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Optional, cast
+from typing import Any, Literal, cast
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -129,7 +129,7 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value).strip()
 
 
-def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Optional[Rendered]:
+def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Rendered | None:
     """The text of a row and what to supervise in it; None for a row with nothing to learn."""
     if form == "text":
         text = row["text"] or ""
@@ -248,7 +248,7 @@ def _missing_bos(ids: list[int], added_bos: list[int]) -> list[int]:
 
 def encode_batch(
     rows: Sequence[Mapping[str, Any]], form: ColumnForm, tokenizer: PreTrainedTokenizerBase, train_on_prompt: bool = False
-) -> list[Optional[Encoded]]:
+) -> list[Encoded | None]:
     """The documents of `rows`, None where a row has nothing to learn.
 
     All texts go to the tokenizer in one call, which a fast tokenizer works on in parallel.
@@ -266,7 +266,7 @@ def encode_batch(
     return documents
 
 
-def _encode_marked(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Optional[Encoded]:
+def _encode_marked(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Encoded | None:
     """A row through a chat template that marks the assistant's words itself, with `{% generation %}`."""
     messages = _conversation(row, form)
     if not messages:
@@ -278,7 +278,7 @@ def _encode_marked(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrain
     return Encoded(list(output["input_ids"]), [bool(m) for m in output["assistant_masks"]])
 
 
-def _encode_spans(rendered: Sequence[Optional[Rendered]], tokenizer: PreTrainedTokenizerBase) -> list[Optional[Encoded]]:
+def _encode_spans(rendered: Sequence[Rendered | None], tokenizer: PreTrainedTokenizerBase) -> list[Encoded | None]:
     texts: list[str] = []
     for item in rendered:
         if item is not None:
@@ -287,7 +287,7 @@ def _encode_spans(rendered: Sequence[Optional[Rendered]], tokenizer: PreTrainedT
     tokens = iter(_tokenise(texts, tokenizer))
     added_bos = _added_bos(tokenizer)
 
-    encoded: list[Optional[Encoded]] = []
+    encoded: list[Encoded | None] = []
     for item in rendered:
         if item is None:
             encoded.append(None)
@@ -318,7 +318,7 @@ def _cuts(item: Rendered) -> list[int]:
     return sorted({position for span in item.spans for position in span if 0 < position < len(item.text)})
 
 
-def _end_with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Optional[Encoded]:
+def _end_with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Encoded | None:
     """Close every supervised run at its EOS, and the document at the last one, adding it if it is missing.
 
     A template may close a turn inside the span ("answer<EOS>\\n"), just behind it, or without EOS at all (base models whose

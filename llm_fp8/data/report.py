@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 from llm_fp8.data.tokenise import Outcome
 
@@ -39,7 +39,7 @@ class DataReport:
     """Rows left out of a validation split because their problem is trained on."""
 
     @property
-    def padding_efficiency(self) -> Optional[float]:
+    def padding_efficiency(self) -> float | None:
         """Tokens / (num_rows_of_batches * max_seq_length): the share of the positions that hold text, if rows are padded in full."""
         positions = self.num_rows_of_batches * self.max_seq_length
         return self.num_tokens / positions if positions else None

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Optional, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class RowSource(Protocol):
     """An endless sequence of global batches that can be entered at any position."""
 
     @property
-    def num_rows(self) -> Optional[int]:
+    def num_rows(self) -> int | None:
         """Rows of an epoch; None when nobody knows."""
 
     def start(self) -> Position:

@@ -17,7 +17,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 from datasets import IterableDataset
@@ -44,7 +44,7 @@ class StreamedRow:
 
     outcome: Outcome
     held_out: bool
-    document: Optional[Document]
+    document: Document | None
 
 
 @dataclass
@@ -58,7 +58,7 @@ class StreamRows:
     open_stream: Callable[[], IterableDataset]
     iterate: Callable[[IterableDataset], Iterator[dict[str, Any]]]
     tokenise: Callable[[Sequence[dict[str, Any]], Sequence[int]], list[StreamedRow]]
-    capacity: Optional[int]
+    capacity: int | None
     seed: int
     data: str
     report: DataReport

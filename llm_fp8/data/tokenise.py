@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, Literal
 
 import datasets
 import numpy as np
@@ -150,7 +150,7 @@ def tokenise(
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
     options: TokeniseOptions,
-    cache_dir: Optional[str] = None,
+    cache_dir: str | None = None,
     num_workers: int = 1,
 ) -> Dataset:
     """The tokenised form of `dataset`, from the cache if it is there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.server
 import json
 import os
@@ -10,6 +11,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -64,7 +67,9 @@ def test_a_folder_like_a_hub_repository(tmp_path: Path) -> None:
 
 def test_a_folder_whose_readme_names_the_splits(tmp_path: Path) -> None:
     for split in ("train", "train_1M"):
-        Dataset.from_list(ROWS if split == "train_1M" else ROWS[:1]).to_parquet(tmp_path / "data" / f"{split}-00000-of-00001.parquet")
+        Dataset.from_list(ROWS if split == "train_1M" else ROWS[:1]).to_parquet(
+            tmp_path / "data" / f"{split}-00000-of-00001.parquet"
+        )
     splits = "".join(f"  - split: {s}\n    path: data/{s}-*\n" for s in ("train", "train_1M"))
     (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{splits}---\n")
     source = open_source(str(tmp_path))
@@ -151,25 +156,73 @@ def test_no_network() -> None:
         open_source("nobody/nothing")
 
 
+COMMIT = "a" * 40
+
+
 class _Hub(http.server.BaseHTTPRequestHandler):
-    """Answers as the hub does for a dataset that is not there, or gated, by the name asked for."""
+    """Answers as the hub does: for one dataset that is there, for one that is gated, and for others that are not there."""
+
+    files: dict[str, bytes]
+    downloads: list[str]
 
     def _answer(self) -> None:
-        gated = "gated" in self.path
-        self.send_response(403 if gated else 404)
-        self.send_header("X-Error-Code", "GatedRepo" if gated else "RepoNotFound")
-        self.send_header("X-Error-Message", "refused")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        path = unquote(urlparse(self.path).path)
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if "own/math" not in path:
+            self._refuse(403, "GatedRepo") if "gated" in path else self._refuse(404, "RepoNotFound")
+        elif "/resolve/" in path:
+            file = path.split("/resolve/")[1].split("/", 1)[1]
+            if file not in self.files:
+                return self._refuse(404, "EntryNotFound")
+            if self.command == "GET":
+                self.downloads.append(file)
+            self._send(self.files[file], {"ETag": f'"{hashlib.sha1(self.files[file]).hexdigest()}"', "X-Repo-Commit": COMMIT})
+        elif "/tree/" in path:
+            folder = path.split(COMMIT)[1].strip("/")
+            inside = [file for file in self.files if folder in ("", file.split("/")[0])]
+            entries = [{"type": "file", "path": file, "size": len(self.files[file]), "oid": COMMIT} for file in inside]
+            directory = [{"type": "directory", "path": "data", "oid": COMMIT}]
+            self._send_json(entries if folder else [e for e in entries if "/" not in str(e["path"])] + directory)
+        else:
+            info = {"id": "own/math", "sha": COMMIT, "private": False, "gated": False, "disabled": False, "tags": []}
+            self._send_json({**info, "siblings": [{"rfilename": file} for file in self.files]})
 
     do_GET = do_HEAD = do_POST = _answer
+
+    def _send_json(self, content: Any) -> None:
+        self._send(json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def _send(self, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(200)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        for name, value in {
+            "X-Error-Code": code,
+            "X-Error-Message": "no",
+            "X-Repo-Commit": COMMIT,
+            "Content-Length": "0",
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Keep the test's output clean."""
 
 
 @pytest.fixture
-def hub() -> Iterator[str]:
+def hub(tmp_path: Path) -> Iterator[str]:
+    splits = "".join(f"  - split: {split}\n    path: data/{split}-*\n" for split in ("train", "train_1M"))
+    _Hub.files = {"README.md": f"---\nconfigs:\n- config_name: default\n  data_files:\n{splits}---\n".encode()}
+    for split, rows in (("train", ROWS), ("train_1M", ROWS[:3])):
+        Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+        _Hub.files[f"data/{split}-00000-of-00001.parquet"] = (tmp_path / "rows.parquet").read_bytes()
+    _Hub.downloads = []
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -177,11 +230,43 @@ def hub() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize("name", ["nobody/nothing", "somebody/gated"])
-def test_a_hub_that_refuses(hub: str, name: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-    program = f"from llm_fp8.data.load import open_source\nopen_source({name!r})"
-    result = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert f"UserError: --dataset_name {name} is not a local path, and the Hugging Face hub has no such dataset" in result.stderr
+def _run_with_hub(hub: str, home: Path, program: str, offline: bool = False) -> subprocess.CompletedProcess[str]:
+    flag = "1" if offline else "0"
+    environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HUB_OFFLINE": flag, "HF_DATASETS_OFFLINE": flag, "HF_HOME": str(home)}
+    environment["HF_DATASETS_CACHE"] = str(home / "datasets")
+    command = [sys.executable, "-c", "from llm_fp8.data.load import *\n" + program]
+    return subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_a_hub_that_refuses(hub: str, tmp_path: Path) -> None:
+    program = """
+for name in ("nobody/nothing", "somebody/gated"):
+    try:
+        open_source(name)
+    except UserError as error:
+        print(error)
+"""
+    said = _run_with_hub(hub, tmp_path / "home", program).stdout.splitlines()
+    for name, sentence in zip(("nobody/nothing", "somebody/gated"), said, strict=True):
+        assert sentence.startswith(f"--dataset_name {name} is not a local path, and the Hugging Face hub has no such dataset")
+
+
+def test_a_hub_dataset_and_then_without_the_hub(hub: str, tmp_path: Path) -> None:
+    program = """
+source = open_source("own/math")
+split = source.training_split(None)
+print(source.splits, split, len(load_split(source, split)), len(list(iterate(source, split, open_split_stream(source, split)))))
+"""
+    online = _run_with_hub(hub, tmp_path / "home", program)
+    assert online.stdout.strip() == "['train', 'train_1M'] train_1M 3 3", online.stderr
+    assert {file for file in _Hub.downloads if file.startswith("data/")} == {"data/train_1M-00000-of-00001.parquet"}
+    offline = _run_with_hub("http://127.0.0.1:9", tmp_path / "home", program, offline=True)
+    assert offline.stdout.strip() == "['train_1M'] train_1M 3 3", offline.stderr
+
+
+def test_a_cache_without_the_data_is_no_dataset(hub: str, tmp_path: Path) -> None:
+    # Only the README was ever fetched.
+    online = _run_with_hub(hub, tmp_path / "home", "open_source('own/math')")
+    assert online.returncode == 0, online.stderr
+    offline = _run_with_hub("http://127.0.0.1:9", tmp_path / "home", "open_source('own/math')", offline=True)
+    assert "UserError: --dataset_name own/math is not a local path, and the Hugging Face hub cannot be reached" in offline.stderr

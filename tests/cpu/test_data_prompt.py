@@ -160,7 +160,9 @@ def test_chat_templates(template: str, eos: str, answer: str) -> None:
     learnt = [token for token, supervised in zip(encoded.input_ids, encoded.supervised, strict=True) if supervised]
     assert learnt.count(tokenizer.eos_token_id) == 1
     # The template's own rendering, and nothing else, stands before the answer.
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "What is 7 * 8?"}], add_generation_prompt=True)["input_ids"]
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "What is 7 * 8?"}], add_generation_prompt=True)[
+        "input_ids"
+    ]
     assert encoded.input_ids[: len(prompt)] == prompt
     assert encoded.supervised.index(True) == len(prompt)
     bos = [tokenizer.bos_token_id] if template in (LLAMA3, MISTRAL) else []

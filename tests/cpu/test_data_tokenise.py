@@ -69,7 +69,10 @@ def test_outcomes_when_truncating(dataset: Dataset, tokenizer: PreTrainedTokeniz
 def test_a_length_that_just_fits(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     length = tokenise(dataset, tokenizer, OPTIONS, str(tmp_path))["length"][0]
     for limit, outcome in ((length, Outcome.USED), (length - 1, Outcome.OVERLONG)):
-        assert _outcomes(tokenise(dataset, tokenizer, dataclasses.replace(OPTIONS, max_seq_length=limit), str(tmp_path)))[0] == outcome
+        assert (
+            _outcomes(tokenise(dataset, tokenizer, dataclasses.replace(OPTIONS, max_seq_length=limit), str(tmp_path)))[0]
+            == outcome
+        )
 
 
 def test_a_second_run_reads_the_cache(
@@ -91,7 +94,9 @@ def test_a_second_run_reads_the_cache(
     assert len(list(tmp_path.glob("tokenised-*.arrow"))) == 2
 
 
-def test_everything_that_shapes_the_tokens_changes_the_key(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_that_shapes_the_tokens_changes_the_key(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def changed(change: str, value: Any) -> PreTrainedTokenizerBase:
         other = copy.deepcopy(tokenizer)
         setattr(other, change, value)

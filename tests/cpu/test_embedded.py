@@ -73,7 +73,9 @@ def test_solutions_end_in_the_expected_answer() -> None:
 
 def test_every_equality_between_numbers_is_true() -> None:
     number, operator = r"-?\d+(?:/\d+)?", r" [+\-*/] "
-    chain = re.compile(rf"(?<![+\-*/] )(?<![\w)^./-])({number}(?:{operator}{number})*(?: = {number}(?:{operator}{number})*)+)(?![\w(])")
+    chain = re.compile(
+        rf"(?<![+\-*/] )(?<![\w)^./-])({number}(?:{operator}{number})*(?: = {number}(?:{operator}{number})*)+)(?![\w(])"
+    )
     checked = 0
     for row in TRAIN + VALIDATION:
         for match in chain.findall(row["generated_solution"]):

@@ -1,0 +1,209 @@
+"""Models in and out: every layout that the hub knows loads, and what is exported at once has the same bits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from llm_fp8.config import ModelConfig
+from llm_fp8.errors import UserError
+from llm_fp8.export import export_hf
+from llm_fp8.models import (
+    build_model,
+    bundled_architectures,
+    decoder_layers,
+    enable_gradient_checkpointing,
+    load_config,
+    load_tokenizer,
+    resolve_source,
+    stored_dtype,
+)
+from tests.families import FAMILIES, family_config
+from tests.small import write_model
+
+CPU = torch.device("cpu")
+CARD = {"base model": "a/b", "optimizer steps": 0}
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, **options: object) -> tuple[PreTrainedModel, torch.dtype]:
+    """The model that --model_name `name` gives, and the dtype of its files."""
+    config = ModelConfig(model_name=name, **options)
+    source = resolve_source(config)
+    hf_config = load_config(config, source)
+    stored = stored_dtype(hf_config, default=dtype)
+    model, _ = build_model(config, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=CPU, seed=3)
+    return model, stored
+
+
+def export(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Load a model and export it untouched."""
+    model, stored = build(name, dtype)
+    config = ModelConfig(model_name=name)
+    tokenizer, _ = load_tokenizer(config, resolve_source(config))
+    export_hf(model, tokenizer, folder, dtype=stored, card=CARD)
+
+
+def stored_weights(folder: str | Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors files."""
+    return {name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """Same names, dtypes and values."""
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "40KB"], ids=["one file", "shards"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_is_exported_at_once_has_the_bits_that_were_loaded(tmp_path, dtype, tied, max_shard_size):
+    source = write_model(tmp_path / "source", dtype, max_shard_size, tie_word_embeddings=tied)
+    assert (Path(source) / "model.safetensors.index.json").exists() == (max_shard_size != "1GB")
+    export(source, tmp_path / "final")
+    assert_same_bits(stored_weights(source), stored_weights(tmp_path / "final"))
+    assert ("lm_head.weight" in stored_weights(tmp_path / "final")) != tied
+    assert json.loads((tmp_path / "final" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_loads_again_with_nothing_missing_or_left_over(tmp_path, family):
+    torch.manual_seed(0)
+    written = AutoModelForCausalLM.from_config(family_config(family), dtype=torch.bfloat16)
+    written.save_pretrained(tmp_path / "source")
+    model, stored = build(str(tmp_path / "source"))
+    assert stored == torch.bfloat16 and {p.dtype for p in model.parameters()} == {torch.float32}
+    tokenizer = AutoTokenizer.from_pretrained(resolve_source(ModelConfig()).location)
+    export_hf(model, tokenizer, tmp_path / "final", dtype=stored, card=CARD)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)
+    assert not any(info.values())
+    assert_same_bits(loaded.state_dict(), written.state_dict())
+
+
+def test_the_exported_folder_is_whole(tmp_path, tiny_model):
+    export(tiny_model, tmp_path / "final")
+    (tmp_path / "final" / "of an earlier run").touch()
+    export(tiny_model, tmp_path / "final")
+    names = {path.name for path in (tmp_path / "final").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"} <= names
+    assert "of an earlier run" not in names
+    assert [path.name for path in tmp_path.iterdir()] == ["final"], "nothing temporary is left"
+    assert "| optimizer steps | 0 |" in (tmp_path / "final" / "README.md").read_text()
+    own, exported = AutoTokenizer.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tmp_path / "final")
+    text = "Compute 2730 + 8130 - 5227."
+    assert own(text).input_ids == exported(text).input_ids
+
+
+def test_state_that_modules_keep_for_themselves_is_not_exported(tmp_path, tiny_model):
+    """Transformer Engine's linear layers have an `_extra_state` in their state dict."""
+
+    class KeepsState(nn.Linear):
+        def get_extra_state(self) -> torch.Tensor:
+            return torch.zeros(4, dtype=torch.uint8)
+
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            pass
+
+    model, stored = build(tiny_model)
+    layer = decoder_layers(model)[0]
+    kept = KeepsState(32, 32, bias=False)
+    kept.weight = layer.self_attn.q_proj.weight
+    layer.self_attn.q_proj = kept
+    assert "model.layers.0.self_attn.q_proj._extra_state" in model.state_dict()
+    export_hf(model, AutoTokenizer.from_pretrained(tiny_model), tmp_path / "final", dtype=stored, card=CARD)
+    assert_same_bits(stored_weights(tmp_path / "final"), stored_weights(tiny_model))
+
+
+def test_weights_come_from_the_cache_folder(tmp_path, tiny_model):
+    """A hub id is looked up where --weights_cache_dir says, in the hub's own layout."""
+    snapshot = tmp_path / "cache" / "models--someone--tiny" / "snapshots" / "0123abcd"
+    shutil.copytree(tiny_model, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0123abcd")
+    model, _ = build("someone/tiny", weights_cache_dir=str(tmp_path / "cache"))
+    assert_same_bits(model.state_dict(), stored_weights(tiny_model))
+    with pytest.raises(UserError, match="--model_name someone/tiny"):
+        build("someone/tiny")
+
+
+def test_random_init_depends_on_the_seed_alone(tiny_model):
+    options = ModelConfig(model_name=tiny_model, random_init=True)
+    source = resolve_source(options)
+    weights = {}
+    for run, seed in (("first", 5), ("again", 5), ("other", 6)):
+        torch.manual_seed(len(run))
+        model, loaded = build_model(
+            options,
+            source,
+            load_config(options, source),
+            parameter_dtype=torch.float32,
+            compute_dtype=torch.float32,
+            device=CPU,
+            seed=seed,
+        )
+        assert not loaded
+        weights[run] = model.state_dict()
+    assert_same_bits(weights["first"], weights["again"])
+    assert not torch.equal(weights["first"]["lm_head.weight"], weights["other"]["lm_head.weight"])
+    assert not torch.equal(weights["first"]["lm_head.weight"], stored_weights(tiny_model)["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", bundled_architectures())
+def test_a_bundled_architecture_needs_no_hub(name):
+    options = ModelConfig(model_name=f"somebody/{name}", random_init=True)
+    source = resolve_source(options)
+    config = load_config(options, source)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert source.architecture_only and len(decoder_layers(model)) == config.num_hidden_layers
+    tokenizer, note = load_tokenizer(options, source)
+    assert len(tokenizer) <= config.vocab_size and "--random_init" in str(note)
+
+
+def test_both_names_of_the_8b_model():
+    old, new = (
+        resolve_source(ModelConfig(model_name=f"meta-llama/{name}", random_init=True))
+        for name in ("Meta-Llama-3.1-8B", "Llama-3.1-8B")
+    )
+    assert old.location == new.location
+
+
+def test_the_attention_implementation_is_the_one_asked_for(tiny_model):
+    assert build(tiny_model, attn_implementation="eager")[0].config._attn_implementation == "eager"
+    assert build(tiny_model)[0].config._attn_implementation == "sdpa"
+
+
+def test_gradient_checkpointing_computes_each_layer_twice_and_the_same_gradients(tiny_model):
+    gradients, calls = [], []
+    for checkpointing in (False, True):
+        model, _ = build(tiny_model)
+        model.train()
+        if checkpointing:
+            enable_gradient_checkpointing(model, fp8=False)
+        count = []
+        for layer in decoder_layers(model):
+            layer.mlp.register_forward_pre_hook(lambda *_, count=count: count.append(1))
+        model(torch.arange(3, 35)[None]).logits.sum().backward()
+        calls.append(len(count))
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert calls == [2, 4]
+    assert_same_bits(*gradients)
+
+
+def test_a_config_of_another_kind_has_no_layers_we_know():
+    config = AutoConfig.for_model(
+        "t5", d_model=32, num_layers=1, num_decoder_layers=1, num_heads=2, d_kv=16, d_ff=32, vocab_size=32
+    )
+    from transformers import AutoModelForSeq2SeqLM
+
+    with pytest.raises(UserError, match="decoder layers"):
+        decoder_layers(AutoModelForSeq2SeqLM.from_config(config))

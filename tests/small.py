@@ -1,0 +1,79 @@
+"""A model of some ten thousand weights and a few dozen rows, and how tests train with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from llm_fp8.config import parse_config
+from llm_fp8.embedded import DATASET_DIR
+from llm_fp8.models import EMBEDDED_MODEL
+from llm_fp8.run import run_training
+
+
+def tiny_config(**changes: Any) -> LlamaConfig:
+    """Two layers of width 32 with the embedded tokenizer's vocabulary."""
+    entries: dict[str, Any] = dict(
+        vocab_size=1024,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    return LlamaConfig(**{**entries, **changes})
+
+
+def write_model(folder: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB", **changes: Any) -> str:
+    """A folder laid out as the hub lays models out, with random weights that are the same every time; returns its path."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(tiny_config(**changes), dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)  # norms of ones would hide that they are lost or decayed
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
+    return str(folder)
+
+
+def write_rows(path: Path, num_rows: int) -> str:
+    """The first so many short rows of the embedded dataset as a jsonl file; returns its path."""
+    lines = (DATASET_DIR / "data" / "train-00000-of-00004.jsonl").read_text().splitlines()
+    path.write_text("".join(line + "\n" for line in [line for line in lines if len(line) < 400][:num_rows]))
+    return str(path)
+
+
+def train(*options: object) -> int:
+    """Run train_fp8.py's work in this process; returns the exit code."""
+    return run_training(parse_config([str(option) for option in options]))
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    """Those of optimizer steps."""
+    return [record for record in records(folder) if "loss" in record]
+
+
+def run_json(folder: Path) -> dict[str, Any]:
+    """The contents of run.json."""
+    return json.loads((Path(folder) / "run.json").read_text())
+
+
+def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The exported weights."""
+    return load_file(Path(folder) / "final" / "model.safetensors")
