@@ -43,13 +43,16 @@ class NonFiniteLoss(UserError):
 
 
 class Hooks(Protocol):
-    """What the loop calls between steps, with all numbers read and found finite."""
+    """What the loop calls between steps."""
+
+    def after_first_step(self) -> None:
+        """Called once, when the first step of this process is submitted: what runs is known by then, its numbers are not."""
 
     def evaluate(self, step: int) -> None:
-        """Evaluate and report."""
+        """Evaluate and report; all numbers so far are read and finite."""
 
     def save(self, step: int) -> Path:
-        """Write a checkpoint and return its folder."""
+        """Write a checkpoint and return its folder; all numbers so far are read and finite."""
 
 
 class StepClock:
@@ -128,9 +131,12 @@ class Trainer:
         if self.step >= options.total_steps:
             return  # Resumed behind the last step, for what follows it.
         self.model.train()
+        first = self.step + 1
         stamp = self._clock.stamp()
         for batches in self.loader:
             stamp = self._take_step(batches, stamp)
+            if self.step == first:
+                hooks.after_first_step()
             stopping = stop_requested()
             last = self.step >= options.total_steps or stopping
             evaluate = self._due(options.eval_every) and not last

@@ -10,6 +10,7 @@ architecture is bundled (`llm_fp8/architectures`) needs no hub. Two builds:
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
@@ -39,6 +41,8 @@ from llm_fp8.precision import require_te
 PACKAGE = Path(__file__).parent
 EMBEDDED_MODEL = PACKAGE / "embedded" / "model"
 ARCHITECTURES = PACKAGE / "architectures"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+"""The file that lists the shards of a model of more than one file."""
 
 
 @dataclass(frozen=True)
@@ -156,13 +160,15 @@ def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
             return path if path.is_file() else None
         try:
             return Path(hf_hub_download(source.location, file_name, cache_dir=options.weights_cache_dir))
-        except LocalEntryNotFoundError:
+        except LocalEntryNotFoundError:  # not in the cache, and the hub cannot be asked
+            if file_name == WEIGHTS_INDEX:
+                return None  # a cached model of one file has none
             raise
         except EntryNotFoundError:
             return None
 
     with _named_errors("weights", options.model_name):
-        index = fetch("model.safetensors.index.json")
+        index = fetch(WEIGHTS_INDEX)
         if index is not None:
             shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             files = [(shard, fetch(shard)) for shard in shards]
@@ -303,10 +309,8 @@ def enable_gradient_checkpointing(model: PreTrainedModel, fp8: bool) -> None:
 
     TE's checkpoint restores the fp8 context and the scales of the forward pass for the recomputation; torch's would recompute in bf16.
     """
-    function: Callable | None = None
+    function: Callable = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
     if fp8 or any(isinstance(layer, te_llama.TEDecoderLayer) for layer in decoder_layers(model)):
         function = require_te("--gradient_checkpointing").checkpoint
-    if function is None:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    else:
-        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+    # The public method takes no function and has changed its name between versions of transformers.
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)

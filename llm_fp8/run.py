@@ -23,6 +23,7 @@ from accelerate.utils import GradientAccumulationPlugin, set_seed
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+import te_llama
 from llm_fp8.checkpoint import LATEST, CheckpointManager, check_compatible, read_meta, restore_rng_state, rng_state
 from llm_fp8.config import Config, check_config
 from llm_fp8.data import PreparedData, prepare_data
@@ -163,6 +164,7 @@ class Run:
         self.checkpoints = CheckpointManager(self.folder, config.run.save_total_limit)
         self.plan: PrecisionPlan = resolve_precision(config.precision, self.device)
         self._check_token_multiple()
+        self.attention_backend: str | None = None
         self.optimizer_kind = self._resolve_optimizer()
         self.parameter_dtype = parameter_dtype(self.optimizer_kind)
 
@@ -469,6 +471,7 @@ class Run:
     def _summary(self, census: Census, trainer: Trainer, exported: Path | None, started: float) -> dict[str, Any]:
         return {
             "precision": self._precision_record(census),
+            "attention_backend": self.attention_backend,
             "tokens_seen": trainer.tokens_seen,
             "exported": None if exported is None else str(exported),
             "wall_time_s": time.time() - started,
@@ -506,6 +509,19 @@ class RunHooks:
     trainer: Trainer
     data: PreparedData
     model: PreTrainedModel
+
+    def after_first_step(self) -> None:
+        """Say which attention kernels run, and warn of the slow ones."""
+        if not self.run.config.model.use_te:
+            return
+        backend = self.run.attention_backend = te_llama.attention_backend()
+        if backend == "unfused":
+            self.trainer.reporter.print(
+                "WARNING: attention runs UNFUSED, several times slower: Transformer Engine found neither a usable cuDNN nor flash-attn for this "
+                "model's shapes and dtype. NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 in the environment prints why."
+            )
+        else:
+            self.trainer.reporter.print(f"attention: {backend}")
 
     def evaluate(self, step: int) -> None:
         """Held-out loss, reported."""

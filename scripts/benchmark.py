@@ -124,6 +124,20 @@ class FixedLoader:
             yield self.batches
 
 
+class NoHooks:
+    """Between the steps of a benchmark nothing happens."""
+
+    def after_first_step(self) -> None:
+        """Nothing."""
+
+    def evaluate(self, step: int) -> None:
+        """Never due."""
+
+    def save(self, step: int) -> Path:
+        """Never due."""
+        raise NotImplementedError
+
+
 StepFunction = Callable[[int], Recorder]
 
 
@@ -160,7 +174,7 @@ def our_arm(work: Workload, options: PrecisionConfig, device: torch.device) -> t
 
     def take(num_steps: int) -> Recorder:
         trainer.options = dataclasses.replace(trainer.options, total_steps=trainer.step + num_steps)
-        trainer.train(hooks=None, stop_requested=lambda: False)  # type: ignore[arg-type]
+        trainer.train(hooks=NoHooks(), stop_requested=lambda: False)
         return recorder
 
     return take, {"precision": plan.to_dict(), "fp8_linear_flop_share": census.fp8_linear_flop_share, "optimizer": "adamw_master"}
