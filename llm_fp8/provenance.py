@@ -59,9 +59,12 @@ def _output_of(*command: str) -> str | None:
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Commit and whether files differ from it, of the git repository whose root is `folder`.
 
-    None where git is missing, `folder` is not itself such a root (a copy unpacked inside another repository would otherwise
-    take that one's commit for its own), or nothing was committed yet.
+    A copy without git's files (a container, a machine that got the working tree alone) can be told its commit in LLM_FP8_COMMIT;
+    `dirty` is None then. None where git is missing, `folder` is not itself such a root (a copy unpacked inside another repository would
+    otherwise take that one's commit for its own), or nothing was committed yet.
     """
+    if told := os.environ.get("LLM_FP8_COMMIT"):
+        return {"commit": told, "dirty": None}
     root = _output_of("git", "-C", str(folder), "rev-parse", "--show-toplevel")
     if root is None or Path(root).resolve() != folder.resolve():
         return None

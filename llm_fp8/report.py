@@ -101,23 +101,25 @@ def accelerator_tracking(config: Config) -> dict[str, Any]:
     }
 
 
-def truncate_metrics(path: Path, last_step: int) -> None:
+def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> None:
     """Cut from a metrics.jsonl every line of a step beyond `last_step`, and a last line that was never finished.
 
+    `keep_evaluation` False cuts the evaluation after `last_step` too, for a run that was killed behind its last step and repeats it.
     Raises `UserError` where a line before the last is not JSON: that is not the trace of an interrupted run.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     kept = []
     for number, line in enumerate(lines, start=1):
         try:
-            step = json.loads(line)["step"]
+            record = json.loads(line)
+            step = record["step"]
         except (json.JSONDecodeError, KeyError, TypeError):
             if number == len(lines):
                 break
             raise UserError(
                 f"{path}: line {number} is not a metrics record; move the file away to resume without the earlier metrics."
             ) from None
-        if step <= last_step:
+        if step < last_step or (step == last_step and (keep_evaluation or "eval_loss" not in record)):
             kept.append(line + "\n")
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
@@ -190,7 +192,7 @@ class RunReporter:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / "metrics.jsonl"
         if resume_step > 0 and path.exists():
-            truncate_metrics(path, resume_step)
+            truncate_metrics(path, resume_step, keep_evaluation=resume_step < total_steps)
         self._file = open(path, "a" if resume_step > 0 else "w", encoding="utf-8", buffering=1)
         if accelerator.log_with:
             self._start_trackers(config, run_info, resume_step)

@@ -19,8 +19,7 @@ fi
 say "training in $output_dir"
 rm -rf "$output_dir"
 "$venv_python" train_fp8.py \
-    --learning_rate 3e-3 --num_epochs 3 --num_warmup_steps 20 \
-    --max_seq_length 256 --batch_size 8 --log_every 10 \
+    --max_steps 250 --learning_rate 3e-3 --packing --max_seq_length 256 --batch_size 8 --log_every 25 \
     --output_dir "$output_dir" "${options[@]}" "$@"
 
 cat <<END

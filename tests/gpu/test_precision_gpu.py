@@ -60,7 +60,7 @@ def step(model, precision, batch, num_micro_batches: int = 1) -> torch.Tensor:
 
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
 @pytest.mark.parametrize("scenario", [*SCENARIOS, None])
-def test_kernels_are_what_was_asked_for(scenario, use_te, device):
+def test_kernels_are_what_was_asked_for(scenario, use_te, device, record_property):
     options = BF16 if scenario is None else fp8(fp8_scenario=scenario)
     model, precision, census = build(options, device, use_te)
     batch = packed_batch(device)
@@ -70,7 +70,7 @@ def test_kernels_are_what_was_asked_for(scenario, use_te, device):
         step(model, precision, batch, num_micro_batches=2)
         torch.cuda.synchronize()
     kinds = {kind: kernels.count for kind, kernels in gemm_kernels(prof).items()}
-    print(f"KERNELS {scenario} te={use_te} {kinds}")
+    record_property("gemm_kernels", kinds)
     num_layers = len(decoder_layers(model.model))
     if scenario is None:
         assert "fp8" not in kinds and census.num_fp8_weights == 0

@@ -109,7 +109,7 @@ def run(model, batch, dtype):
 @pytest.mark.parametrize("layout", BATCHES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_logits_and_every_gradient(family, dtype, layout, tmp_path, device):
+def test_loss_logits_and_every_gradient(family, dtype, layout, tmp_path, device, record_property):
     config = family_config(family)
     randomised_hf_model(config, tmp_path)
     batch = BATCHES[layout](device)
@@ -122,8 +122,12 @@ def test_loss_logits_and_every_gradient(family, dtype, layout, tmp_path, device)
     ours = differences((loss, logits, gradients), reference)
     theirs = differences(hf[0], reference) if hf else dict.fromkeys(ours, FP32_TOLERANCE / BF16_EXCESS)
     worst = max(ours, key=lambda name: ours[name] / (theirs[name] + 1e-4))
-    print(f"PARITY {family} {dtype} {layout} logits {ours['logits']:.2e} (HF {theirs['logits']:.2e}) ", end="")
-    print(f"worst {worst} {ours[worst]:.2e} (HF {theirs[worst]:.2e})")
+    record_property("logits_difference", ours["logits"])
+    record_property("worst_difference", ours[worst])
+    record_property("worst", worst)
+    if hf:
+        record_property("hf_logits_difference", theirs["logits"])
+        record_property("hf_worst_difference", theirs[worst])
     assert not [name for name in ours if not ours[name] <= BF16_EXCESS * theirs[name] + (1e-3 if hf else 0)]
 
 
@@ -168,7 +172,7 @@ def test_generate_gives_hugging_faces_tokens(family, tmp_path, device):
     assert torch.equal(te_model.generate(prompt, **arguments), hf.generate(prompt, **arguments))
 
 
-def test_gate_passes_a_right_model_and_names_what_is_wrong(tmp_path, device):
+def test_gate_passes_a_right_model_and_names_what_is_wrong(tmp_path, device, record_property):
     from llm_fp8.errors import UserError
 
     config = family_config("llama3_rope_gqa")
@@ -178,7 +182,7 @@ def test_gate_passes_a_right_model_and_names_what_is_wrong(tmp_path, device):
         fill_te_model(model, [tmp_path / "model.safetensors"])
         for batch in (packed_batch(device), padded_batch(device)):
             report = check_parity(model, batch, S)
-            print(f"GATE {dtype} {report.describe()}")
+            record_property(f"{dtype} {'packed' if batch.is_packed else 'padded'}", report.describe())
             assert report.num_layers == 3 and 0 <= report.difference <= report.limit
     model.model.rotary_emb.angles = model.model.rotary_emb.angles * 1.5  # as a forgotten RoPE base or scaling would
     with pytest.raises(UserError, match="--parity_check"):

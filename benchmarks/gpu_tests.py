@@ -1,0 +1,59 @@
+#!/usr/bin/env python
+"""Run the GPU tests and keep their outcome, with versions, GPU and commit, as JSON.
+
+    python benchmarks/gpu_tests.py --output benchmarks/results/gpu_tests.json [tests/gpu ...]
+
+CI has no GPU, so this record is how a reader knows that they ran, on what, and what they measured (each test's recorded properties).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llm_fp8.json_files import write_json_atomic
+from llm_fp8.provenance import collect_provenance
+
+
+class Outcomes:
+    """A pytest plugin that keeps each test's outcome and recorded properties."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, dict[str, Any]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called for set-up, call and tear-down of each test; a failure in any of them is the test's."""
+        entry = self.tests.setdefault(report.nodeid, {"outcome": "passed", "duration_s": 0.0, "properties": {}})
+        entry["duration_s"] += report.duration
+        entry["properties"].update(dict(report.user_properties))
+        if report.outcome != "passed":
+            entry["outcome"] = report.outcome
+            entry["reason"] = str(report.longrepr)[-600:]
+
+
+def main() -> int:
+    """Run pytest in this process; returns its exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--output", required=True, help="JSON file to write")
+    parser.add_argument("tests", nargs="*", default=["tests/gpu"], help="what to run (default tests/gpu)")
+    options = parser.parse_args()
+    outcomes = Outcomes()
+    code = pytest.main(["-q", "-p", "no:cacheprovider", *options.tests], plugins=[outcomes])
+    counts: dict[str, int] = {}
+    for entry in outcomes.tests.values():
+        counts[entry["outcome"]] = counts.get(entry["outcome"], 0) + 1
+    write_json_atomic(
+        Path(options.output),
+        {"provenance": collect_provenance(sys.argv), "exit_code": int(code), "counts": counts, "tests": outcomes.tests},
+    )
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

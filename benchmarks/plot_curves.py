@@ -1,0 +1,53 @@
+#!/usr/bin/env python
+"""Draw the held-out loss curves that `benchmarks/gsm8k_curves.py` measured.
+
+python benchmarks/plot_curves.py benchmarks/results/gsm8k_curves.json benchmarks/plots/gsm8k_curves.png
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """One line per arm (mean over seeds), bf16's range over seeds as a band; right, the end of training enlarged."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    runs = record["runs"]
+    for arm, colour in COLOURS.items():
+        curves = [np.array(run["evaluations"]) for run in runs if run["arm"] == arm]
+        tokens, losses = curves[0][:, 1] / 1e6, np.array([curve[:, 2] for curve in curves])
+        for axis in axes:
+            axis.plot(tokens, losses.mean(axis=0), color=colour, label=f"{arm} (mean of {len(curves)} seeds)")
+            if arm == "bf16":
+                axis.fill_between(
+                    tokens, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.15, label="bf16, all seeds"
+                )
+    parameters = runs[0]["num_parameters"] / 1e6
+    axes[0].set_title(f"{parameters:.0f}M parameters from scratch on GSM8K")
+    axes[1].set_title("the end of training")
+    last = np.array(runs[0]["evaluations"])[:, 1].max() / 1e6
+    finals = [run["final_eval_loss"] for run in runs]
+    axes[1].set_xlim(0.6 * last, last)
+    axes[1].set_ylim(min(finals) - 0.05, max(finals) + 0.15)
+    for axis in axes:
+        axis.set_xlabel("tokens seen (millions)")
+        axis.set_ylabel("held-out loss (nats per token)")
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

@@ -1,0 +1,61 @@
+"""Training in processes of their own, which can be signalled and killed.
+
+They are forked from a server that has imported everything once, so that each starts in a tenth of a second. What runs in them
+is what train_fp8.py runs, down to the exit code.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from llm_fp8.config import parse_config
+from llm_fp8.errors import run_script
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["llm_fp8.run"])
+
+DEADLINE_S = 60.0
+
+
+def _train(options: list[str], log: str) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+    def main() -> int:
+        from llm_fp8.run import run_training
+
+        return run_training(parse_config(options))
+
+    run_script(main)
+
+
+def start_training(log: Path, *options: object) -> BaseProcess:
+    """Start a process that trains with these options and appends what it prints to `log`."""
+    log.touch()
+    process = _CONTEXT.Process(target=_train, args=([str(option) for option in options], str(log)), daemon=True)
+    process.start()
+    return process
+
+
+def wait_until(condition: Callable[[], bool], process: BaseProcess, poll_s: float = 0.001) -> bool:
+    """Wait for `condition`; False where the process ended before it came true."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        if not process.is_alive():
+            return condition()
+        if time.monotonic() > deadline:
+            raise TimeoutError("the training process did not get there")
+        time.sleep(poll_s)
+    return True
+
+
+def exit_code(process: BaseProcess) -> int | None:
+    """Wait for the end; the exit code, negative for a signal that ended it."""
+    process.join(DEADLINE_S)
+    return process.exitcode
