@@ -14,16 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import te_llama
+from llm_fp8.errors import UserError
 from llm_fp8.models import decoder_layers
 
 
 def export_hf(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, dtype: torch.dtype, card: dict[str, Any]
 ) -> None:
-    """Write `model` and `tokenizer` to `folder` (replaced if it exists), tensors as `dtype`; `card` fills README.md."""
+    """Write `model` and `tokenizer` to `folder` (replaced if it exists), tensors as `dtype`; `card` fills README.md.
+
+    Raises `UserError` where the folder cannot be written; what was there before is still there then.
+    """
     if isinstance(decoder_layers(model)[0], te_llama.TEDecoderLayer):
         weights = te_llama.export_state_dict(model)
     else:
@@ -43,6 +48,11 @@ def export_hf(
         (temporary / "README.md").write_text(model_card(card))
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"The trained model could not be written to {folder} ({error}). Make room; if a checkpoint was saved, the same command with "
+            "--resume_from latest then writes the model from it."
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

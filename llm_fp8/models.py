@@ -170,7 +170,7 @@ def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
     with _named_errors("weights", options.model_name):
         index = fetch(WEIGHTS_INDEX)
         if index is not None:
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            shards = _shard_names(index)
             files = [(shard, fetch(shard)) for shard in shards]
         else:
             files = [("model.safetensors", fetch("model.safetensors"))]
@@ -181,6 +181,14 @@ def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
                 "--random_init trains from random ones."
             )
     return [path for _, path in files if path is not None]
+
+
+def _shard_names(index: Path) -> list[str]:
+    """The file names in a model.safetensors.index.json."""
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{index} is not the index of a sharded model ({error}); fetch it again.") from error
 
 
 def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:

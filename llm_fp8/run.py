@@ -118,7 +118,7 @@ def with_output_dir(config: Config) -> Config:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.precision.mixed_precision or 'auto'}"
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(Path("runs") / name)))
     folder = Path(str(config.run.output_dir))
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    existing = _existing_part(folder)
     if not existing.is_dir():
         raise UserError(f"--output_dir {folder}: {existing} is a file; give a folder.")
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -132,14 +132,20 @@ def with_output_dir(config: Config) -> Config:
     return config
 
 
+def _existing_part(folder: Path) -> Path:
+    """`folder`, or the first folder above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+
+
 def build_accelerator(config: Config) -> Accelerator:
-    """The one Accelerator. Precision is ours (llm_fp8.precision), so it gets "no", or "fp16" for its gradient scaler.
+    """The one Accelerator. Precision is ours (llm_fp8.precision), so it gets "no", or "fp16" on a GPU for its gradient scaler.
 
     Accumulation is the loop's, which divides by tokens: without the plugin, Accelerate would divide by a number of steps that it finds
     in the environment.
     """
+    scales_gradients = config.precision.mixed_precision == "fp16" and torch.cuda.is_available()
     return Accelerator(
-        mixed_precision="fp16" if config.precision.mixed_precision == "fp16" else "no",
+        mixed_precision="fp16" if scales_gradients else "no",
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         **accelerator_tracking(config),
     )

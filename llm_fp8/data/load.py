@@ -169,6 +169,8 @@ def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
     data_files = {split: files} if files else None
     try:
         return datasets.load_dataset(source.path, data_files=data_files, split=split, streaming=streaming)
+    except StopIteration as error:  # an empty JSON file
+        raise UserError(f"--dataset_name {source.name}: split '{split}' holds no row.") from error
     except READ_ERRORS as error:
         raise unreadable(source, split, error) from error
 

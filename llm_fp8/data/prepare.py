@@ -276,6 +276,11 @@ def _prepare_stream(job: _Job) -> PreparedData:
             sample = mark_supervised(row.document, job.tokenizer)
         if sample and (fraction == 0.0 or len(held_out) == STREAMED_EVAL_ROWS):
             break
+    if not sample:
+        raise UserError(
+            f"--dataset_name {data.dataset_name}: no row of split {job.split} can be trained on: all that were read are empty, longer than "
+            f"--max_seq_length {data.max_seq_length} or held out."
+        )
     eval_from = f"the first {len(held_out)} rows of {fraction:.2%} of its problems" if held_out else "nothing"
     if validation is not None:
         other = open_split_stream(job.source, validation)
