@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ from llm_fp8.json_files import write_json_atomic
 from llm_fp8.launch_env import merge_launch_settings, take_launch_settings
 from llm_fp8.loop import LoopOptions, Trainer
 from llm_fp8.memory import out_of_memory_advice
-from llm_fp8.metrics import DecoderSize, device_peak_tflops
+from llm_fp8.metrics import GIB, DecoderSize, device_peak_tflops
 from llm_fp8.models import (
     ModelSource,
     build_model,
@@ -213,7 +214,8 @@ class Run:
         if note:
             self.say(note)
         check_model(config, hf_config, tokenizer)
-        resume_path = self.checkpoints.find(config.run.resume_from) if config.run.resume_from else None
+        self.fingerprint = self._fingerprint(hf_config)
+        resume_path = self._find_checkpoint()
         data = prepare_data(
             config,
             tokenizer,
@@ -227,6 +229,7 @@ class Run:
         export_dtype = stored_dtype(hf_config, default=self.parameter_dtype)  # building the model changes the entry
         model, loaded, census = self._build_model(source, hf_config)
         self._parity_gate(model, data, loaded and resume_path is None)
+        self._check_free_space(model, export_dtype)
         trainer = self._build_trainer(model, data, census, resume_path, hf_config)
         # From here on there is something to save: before, a signal ends the process at once.
         with GracefulStop() as stop, trainer.reporter:
@@ -291,7 +294,6 @@ class Run:
         training_model = TrainingModel(model, config.data.max_seq_length, self.plan.compute_dtype)
         optimizer = build_optimizer(config.optim, self.optimizer_kind, training_model.named_parameters())
         training_model, optimizer = accelerator.prepare(training_model, optimizer, device_placement=[True, False])
-        self.fingerprint = self._fingerprint(hf_config)
         total_steps = self._total_steps(data)
         step = tokens_seen = 0
         if resume_path is not None:
@@ -333,6 +335,16 @@ class Run:
                     f"--{name} {value} has no effect, because no row is held out to evaluate on; raise --validation_fraction or drop it."
                 )
 
+    def _check_free_space(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        """Refuse now what could not be exported hours later."""
+        needed_gib = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize / GIB
+        free_gib = shutil.disk_usage(_existing_part(self.folder)).free / GIB
+        if self.config.run.export and free_gib < needed_gib:
+            raise UserError(
+                f"--output_dir {self.folder}: the trained model will take {needed_gib:.3g} GiB and its disk has {free_gib:.3g} GiB free; make room, "
+                "choose another folder or use --no_export."
+            )
+
     def _is_finished(self, step: int) -> bool:
         """Whether the run in the output folder got through its evaluation and export after `step`, not only through its steps."""
         path = self.folder / "summary.json"
@@ -362,6 +374,14 @@ class Run:
             "packing": self.config.packing,
         }
 
+    def _find_checkpoint(self) -> Path | None:
+        """The checkpoint to resume from, None for a new run; `UserError` where it is another run's."""
+        if self.config.run.resume_from is None:
+            return None
+        path = self.checkpoints.find(self.config.run.resume_from)
+        check_compatible(read_meta(path)["fingerprint"], self.fingerprint)
+        return path
+
     def _state(self, model: PreTrainedModel, optimizer: Any) -> dict[str, Tensor]:
         """Every tensor of a checkpoint, by name: the live ones, not copies."""
         named = list(model.named_parameters())
@@ -385,7 +405,6 @@ class Run:
 
     def _resume(self, path: Path, model: PreTrainedModel, optimizer: Any, data: PreparedData) -> tuple[int, int]:
         """Put everything back as it was; returns the step and the tokens seen."""
-        check_compatible(read_meta(path)["fingerprint"], self.fingerprint)
         initialize_state(optimizer)
         rng = rng_state()
         meta = self.checkpoints.load(path, self._state(model, optimizer) | rng)

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +19,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from llm_fp8.errors import run_script
+from llm_fp8.config import parse_config
+from llm_fp8.errors import UserError, run_script
 from llm_fp8.models import EMBEDDED_MODEL
-from tests.small import records, steps, train, write_model, write_rows
+from llm_fp8.run import RunHooks, with_output_dir
+from tests.small import records, steps, train, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -161,7 +164,7 @@ def test_no_such_split_lists_those_there_are(refuse, common):
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ('{"text_of_a_kind": "a"}\n', "text_of_a_kind"),
+        ('{"text_of_a_kind": "a"}\n', "columns text_of_a_kind"),
         ('{"problem": "1 + 1?", "generated_solution": "2"}\n{"problem": "2 + \n', "line 2"),
         ('{"problem": "1 + 1?", "generated_solution": ""}\n', "no row of"),
         ("", "rows.jsonl"),
@@ -172,7 +175,7 @@ def test_a_dataset_that_cannot_be_used(tmp_path, refuse, common, content, named,
     path = tmp_path / "rows.jsonl"
     path.write_text(content)
     message = refuse(*common, f"--dataset_name={path}", *streaming)
-    assert named in message and "rows.jsonl" in message
+    assert named in message and "--dataset_name" in message or str(path) in message
 
 
 def test_every_row_too_long(refuse, common):
@@ -245,31 +248,38 @@ def test_an_output_folder_that_is_a_file(tmp_path, refuse, common, below):
     assert f"--output_dir {tmp_path / 'file'}{below}" in refuse(*common, f"--output_dir={tmp_path / 'file'}{below}")
 
 
-def test_an_output_folder_that_cannot_be_written(tmp_path, common):
-    """As root every folder can be written, so the script is run as somebody else where this process is root."""
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=0o555)
-    code = (
-        "import os, sys\n"
-        "if os.geteuid() == 0:\n"
-        "    os.setegid(65534); os.seteuid(65534)\n"
-        "from llm_fp8.errors import run_script\n"
-        "from llm_fp8.config import parse_config\n"
-        "from llm_fp8.run import with_output_dir\n"
-        "run_script(lambda: with_output_dir(parse_config(sys.argv[1:])) and 0)\n"
-    )
-    for path in [tmp_path, *list(tmp_path.parents)[:2]]:
-        path.chmod(0o755)
-    done = subprocess.run(
-        [sys.executable, "-c", code, f"--output_dir={locked / 'run'}"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: --output_dir {locked / 'run'}: {locked} is not writable")
+@pytest.fixture
+def ordinary_user():
+    """Root may write anywhere, so where this process is root it is somebody else for a while."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.setresuid(65534, 65534, 0)
+    yield
+    os.setresuid(0, 0, 0)
+
+
+@pytest.fixture
+def locked_folder():
+    """A folder that its visitors can enter and not change."""
+    with tempfile.TemporaryDirectory() as outer:
+        os.chmod(outer, 0o755)
+        locked = Path(outer) / "locked"
+        locked.mkdir(mode=0o555)
+        yield locked
+
+
+@pytest.mark.parametrize("below", ["", "run", "runs/run"])
+def test_an_output_folder_that_cannot_be_written(locked_folder, ordinary_user, below):
+    folder = locked_folder / below
+    with pytest.raises(UserError) as error:
+        with_output_dir(parse_config([f"--output_dir={folder}"]))
+    assert str(error.value).startswith(f"--output_dir {folder}: {locked_folder} is not writable")
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of a megabyte and a half."""
+    """A file system of four megabytes."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if shutil.which("mount") is None:
@@ -304,11 +314,27 @@ def test_a_full_disk_leaves_the_last_checkpoint_usable(tmp_path, small_disk, cap
     assert steps(elsewhere)[0]["step"] == int(saved[-1].name.removeprefix("step-")) + 1
 
 
-def test_a_disk_full_at_the_export_leaves_no_half_of_it(small_disk, capfd, common):
+def test_a_disk_too_small_for_the_model_is_refused_before_training(small_disk, capfd, common):
     (small_disk / "ballast").write_bytes(bytes(4 * 2**20 - 2**16))
-    code, lines = end_of(capfd, *common, "--max_steps=1", f"--output_dir={small_disk / 'run'}")
-    assert code == 2 and len(lines) == 1 and "final" in lines[0]
-    assert not any("final" in path.name for path in (small_disk / "run").iterdir())
+    code, lines = end_of(capfd, *common, f"--output_dir={small_disk / 'run'}")
+    assert code == 2 and len(lines) == 1 and "--no_export" in lines[0] and "GiB" in lines[0]
+    assert not (small_disk / "run").exists()
+
+
+def test_a_disk_full_at_the_export_leaves_no_half_of_it(small_disk, capfd, common, monkeypatch):
+    def fill_disk(self, step):
+        (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - 2**16))
+
+    run = small_disk / "run"
+    options = [*common, "--max_steps=2", "--save_every=2", f"--output_dir={run}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(RunHooks, "evaluate", fill_disk)
+        code, lines = end_of(capfd, *options)
+    assert code == 2 and len(lines) == 1 and str(run / "final") in lines[0] and "--resume_from latest" in lines[0]
+    assert not any("final" in path.name for path in run.iterdir())
+    (small_disk / "ballast").unlink()
+    assert train(*options, "--resume_from=latest") == 0
+    assert (run / "final" / "model.safetensors").exists()
 
 
 # ---- trackers ----
@@ -383,7 +409,7 @@ def test_weights_broken_by_the_last_update_are_not_exported(tmp_path, capfd, com
         (["--config", "/no/such.yaml"], "/no/such.yaml"),
         (["--model_name", "/no/such/model"], "/no/such/model"),
     ],
-    ids=" ".join,
+    ids=["option", "config", "model"],
 )
 def test_the_script_says_it_in_one_line(tmp_path, options, named):
     done = subprocess.run([sys.executable, str(ROOT / "train_fp8.py"), *options], cwd=tmp_path, capture_output=True, text=True)
