@@ -6,16 +6,31 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The global L2 norm of all gradients, an fp32 scalar on their device.
+
+    It is accumulated in fp32: torch's own `clip_grad_norm_` keeps it in the gradients' dtype, whose bf16 rounds it by up to 0.4 %.
+    """
+    norms = torch._foreach_norm(_gradients(parameters), 2.0, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm  # of shards: summed over ranks
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of global norm `norm` are multiplied by so that it is at most `max_norm`; 1 where it is already."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def clip_gradients_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients so that their global L2 norm is at most `max_norm` (0: leave them) and return the norm before, fp32.
-
-    The norm is accumulated in fp32: torch's own `clip_grad_norm_` keeps it in the gradients' dtype, whose bf16 rounds it by up to 0.4 %.
-    """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
-    norm = torch.linalg.vector_norm(torch.stack(norms))
+    """Scale all gradients so that their global L2 norm is at most `max_norm` (0: leave them) and return the norm before, fp32."""
+    norm = gradient_norm(parameters)
     if max_norm > 0:
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(_gradients(parameters), clip_factor(norm, max_norm))
     return norm
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]

@@ -32,8 +32,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
 from llm_fp8.errors import UserError
-from llm_fp8.gradients import clip_gradients_
 from llm_fp8.metrics import DecoderSize, PeakTflops, StepTokens, memory_metrics, speed_metrics
+from llm_fp8.optim import clip_and_step
 from llm_fp8.precision import Precision
 from llm_fp8.report import RunReporter
 
@@ -172,9 +172,8 @@ class Trainer:
                 accelerator.backward(loss * accelerator.num_processes)
             loss_sum += loss.detach()
         accelerator.unscale_gradients()  # fp16 only
-        grad_norm = clip_gradients_(self._parameters, self.options.max_grad_norm)
         learning_rate = float(self.scheduler.get_last_lr()[0])
-        self.optimizer.step()
+        grad_norm = clip_and_step(self.optimizer, self._parameters, self.options.max_grad_norm)
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1

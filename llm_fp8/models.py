@@ -222,6 +222,13 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype) -
     return "flash_attention_2" if installed and device.type == "cuda" and dtype != torch.float32 else "sdpa"
 
 
+def require_te_decoder(device: torch.device) -> None:
+    """Raise `UserError` where --use_te cannot work."""
+    if device.type != "cuda":
+        raise UserError("--use_te needs an NVIDIA GPU, and none is found; drop --use_te to train on the CPU.")
+    require_te("--use_te")
+
+
 def build_model(
     options: ModelConfig,
     source: ModelSource,
@@ -236,9 +243,7 @@ def build_model(
     random_weights = options.random_init or source.architecture_only
     generator = torch.Generator(device=device).manual_seed(seed)
     if options.use_te:
-        require_te("--use_te")
-        if device.type != "cuda":
-            raise UserError("--use_te needs an NVIDIA GPU, and none is found; drop --use_te to train on the CPU.")
+        require_te_decoder(device)
         model = te_llama.build_te_model(hf_config, parameter_dtype, device)
         if random_weights:
             te_llama.initialize_weights_(model, generator)

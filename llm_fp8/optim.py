@@ -6,7 +6,7 @@ rounds nearly all of it away and trains only what the noise pushes over the edge
 
     kind           parameters   how small updates survive                              m / v          made by
     adamw_fp32     fp32         the parameters are fp32 (the forward pass casts)       fp32 / fp32    torch, fused
-    adamw_master   bf16         the lower 16 bits of an fp32 master are kept apart     bf16 / fp32    Transformer Engine FusedAdam
+    adamw_master   bf16         the lower 16 bits of an fp32 master are kept apart     bf16 / fp32    llm_fp8.master_adamw
     adamw_8bit     bf16         stochastic rounding: right on average                  8-bit blocks   torchao AdamW8bit
 
 `bytes_per_parameter` has the bytes. AdamW itself is Loshchilov and Hutter, arXiv 1711.05101; 8-bit moments in blocks of 256
@@ -14,21 +14,17 @@ with a shared scale are Dettmers et al., arXiv 2110.02861.
 
 Moments of adamw_master. m averages over about 1 / (1 - beta1) = 10 gradients and bears bf16's relative error of 2^-9. v
 changes by a fraction (1 - beta2) of (g^2 / v - 1) a step; at beta2 = 0.999 that is often below bf16's half spacing of
-2^-9, so a bf16 v stalls. It is fp32 here. The price: FusedAdam's kernels know one dtype for both moments, so it makes an
-fp32 copy of every m of a parameter group, runs, and rounds back: about 42 bytes of memory traffic per parameter in place of
-22, and 4 bytes of peak memory per parameter of a group, of two groups at a time. `_split_groups` keeps groups small so that the peak stays
-near 1 GiB (more for a large embedding) where one group would take 30 GiB at 8 billion parameters. Both moments in bf16, or both in
-fp32, would skip the copies (18 and 26 bytes of traffic).
+2^-9, so a bf16 v stalls. It is fp32 here.
 
 State as tensors. `optimizer_tensors` names every state tensor "parameter_name.state_name" and hands out the tensors
-themselves, never casts: `FusedAdam.state_dict()` would turn bf16 moments into fp32 ones.
+themselves, never casts: `Optimizer.load_state_dict` would turn fp32 moments of bf16 parameters into bf16 ones.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,17 +38,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from llm_fp8.config import OptimConfig
 from llm_fp8.errors import UserError
+from llm_fp8.gradients import clip_factor, clip_gradients_, gradient_norm
+from llm_fp8.master_adamw import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, MasterAdamW
 
 OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
-
-FIRST_MOMENT_DTYPE = torch.bfloat16
-"""dtype of adamw_master's m, the running mean of gradients."""
-
-SECOND_MOMENT_DTYPE = torch.float32
-"""dtype of adamw_master's v, the running mean of squared gradients; see the module's docstring for why not bf16."""
-
-MAX_GROUP_ELEMENTS = 2**27
-"""Parameters in a group of adamw_master: 0.5 GiB for the fp32 copy of a group's m during a step, of which two exist at a time."""
 
 MAX_WARMUP_SHARE = 10
 """Warm-up takes at most one part in so many of the run."""
@@ -101,36 +90,45 @@ def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
     return torch.float32 if kind == "adamw_fp32" else torch.bfloat16
 
 
-def resolve_optimizer(requested: str, use_te_available: bool, device_type: str) -> OptimizerKind:
+def resolve_optimizer(requested: str, computes_bf16: bool, device_type: str) -> OptimizerKind:
     """The optimizer that `--optimizer` means on this machine.
+
+    auto is adamw_master on a GPU where the run computes in bf16, and adamw_fp32 elsewhere. On a CPU adamw_master is plain torch, for
+    trials; adamw_8bit has no CPU implementation.
 
     Args:
         requested: value of `--optimizer`, 'auto' included.
-        use_te_available: whether Transformer Engine can be imported here.
+        computes_bf16: whether the forward pass computes in bf16, so that bf16 parameters lose nothing.
         device_type: 'cuda', 'cpu', ...: where the parameters live.
 
     Raises:
-        UserError: the machine or the installation lacks what the requested optimizer needs.
+        UserError: the run, the machine or the installation lacks what the requested optimizer needs.
     """
     on_gpu = device_type == "cuda"
     if requested == "auto":
-        return "adamw_master" if on_gpu and use_te_available else "adamw_fp32"
+        return "adamw_master" if on_gpu and computes_bf16 and _is_installed("triton") else "adamw_fp32"
     if requested == "adamw_fp32":
         return "adamw_fp32"
-    if not on_gpu:
-        raise UserError(f"--optimizer {requested} needs an NVIDIA GPU; use --optimizer adamw_fp32 on the {device_type}.")
+    if requested not in ("adamw_master", "adamw_8bit"):
+        raise UserError(f"--optimizer {requested} is unknown; choose auto, adamw_fp32, adamw_master or adamw_8bit.")
+    if not computes_bf16:
+        raise UserError(
+            f"--optimizer {requested} keeps the parameters in bf16 and needs a run that computes in bf16: --mixed_precision bf16 or fp8, "
+            "or use --optimizer adamw_fp32."
+        )
     if requested == "adamw_master":
-        if not use_te_available:
-            raise UserError(
-                "--optimizer adamw_master is Transformer Engine's FusedAdam and Transformer Engine cannot be imported; "
-                "install it (pip install --no-build-isolation 'transformer_engine[pytorch]') or use --optimizer adamw_fp32."
-            )
+        if on_gpu and not _is_installed("triton"):
+            raise UserError("--optimizer adamw_master needs triton on a GPU, and it is not installed: pip install triton.")
         return "adamw_master"
-    if requested == "adamw_8bit":
-        if importlib.util.find_spec("torchao") is None:
-            raise UserError("--optimizer adamw_8bit needs torchao, which is not installed: pip install torchao.")
-        return "adamw_8bit"
-    raise UserError(f"--optimizer {requested} is unknown; choose auto, adamw_fp32, adamw_master or adamw_8bit.")
+    if not on_gpu:
+        raise UserError(f"--optimizer adamw_8bit needs an NVIDIA GPU; use --optimizer adamw_fp32 on the {device_type}.")
+    if not _is_installed("torchao"):
+        raise UserError("--optimizer adamw_8bit needs torchao, which is not installed: pip install torchao.")
+    return "adamw_8bit"
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_decay: float) -> list[dict[str, Any]]:
@@ -151,20 +149,6 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_d
         {"params": norms_and_biases, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def _split_groups(groups: list[dict[str, Any]], max_elements: int) -> list[dict[str, Any]]:
-    """The same groups cut into runs of at most `max_elements` parameters; a tensor above that has a group to itself."""
-    split: list[dict[str, Any]] = []
-    for group in groups:
-        run: list[Parameter] = []
-        for parameter in group["params"]:
-            if run and sum(p.numel() for p in run) + parameter.numel() > max_elements:
-                split.append({**group, "params": run})
-                run = []
-            run.append(parameter)
-        split.append({**group, "params": run})
-    return split
 
 
 def build_optimizer(config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]) -> Optimizer:
@@ -194,16 +178,7 @@ def build_optimizer(config: OptimConfig, kind: OptimizerKind, named_parameters: 
         fused = all(parameter.device.type in ("cpu", "cuda") for group in groups for parameter in group["params"])
         return torch.optim.AdamW(groups, fused=fused, **shared)
     if kind == "adamw_master":
-        from transformer_engine.pytorch.optimizers import FusedAdam
-
-        return FusedAdam(
-            _split_groups(groups, MAX_GROUP_ELEMENTS),
-            master_weights=True,
-            store_param_remainders=True,
-            exp_avg_dtype=FIRST_MOMENT_DTYPE,
-            exp_avg_sq_dtype=SECOND_MOMENT_DTYPE,
-            **shared,
-        )
+        return MasterAdamW(groups, **shared)
     # torchao compiles its step with torch.compile: once per parameter shape, in the first step. Tensors of fewer than 4,096
     # elements, or of a number that 256 does not divide, keep both moments in the parameter's dtype.
     from torchao.optim import AdamW8bit
@@ -266,6 +241,27 @@ def _unwrap(optimizer: Optimizer) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
+def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
+    """Take one optimizer step with the gradients' global norm clipped to `max_norm`; returns the norm before, an fp32 scalar.
+
+    MasterAdamW multiplies by the clip factor as it reads the gradients, which stay as they are; for the others they are scaled in
+    place first.
+
+    Args:
+        optimizer: plain or wrapped by Accelerate; fp16's gradients are unscaled already.
+        parameters: those that the norm is taken over; at least one has a gradient.
+        max_norm: 0 for no clipping.
+    """
+    inner = _unwrap(optimizer)
+    if isinstance(inner, MasterAdamW):
+        norm = gradient_norm(parameters)
+        inner.gradient_scale = clip_factor(norm, max_norm) if max_norm > 0 else None
+    else:
+        norm = clip_gradients_(parameters, max_norm)
+    optimizer.step()
+    return norm
+
+
 def initialize_state(optimizer: Optimizer) -> None:
     """Create the state of every parameter as it is before the first step, so that it can be saved, loaded and counted.
 
@@ -275,14 +271,10 @@ def initialize_state(optimizer: Optimizer) -> None:
     optimizer = _unwrap(optimizer)
     if optimizer.state:
         return
-    fused_adam_initialize: Callable[[Parameter, bool], None] | None = getattr(optimizer, "initialize_state", None)
-    if fused_adam_initialize is None:
+    if isinstance(optimizer, MasterAdamW):
+        optimizer.initialize_state()
+    else:
         _initialize_by_an_idle_step(optimizer)
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            store_remainder = parameter.dtype == torch.bfloat16
-            fused_adam_initialize(parameter, store_remainder)
 
 
 def _initialize_by_an_idle_step(optimizer: Optimizer) -> None:
@@ -308,9 +300,9 @@ def _initialize_by_an_idle_step(optimizer: Optimizer) -> None:
 def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Tensor]:
     """Every state tensor under "parameter_name.state_name": the tensors themselves, without copy or cast.
 
-    adamw_fp32 has step, exp_avg and exp_avg_sq. adamw_master has exp_avg, exp_avg_sq and master_param (int16 remainders;
-    its step is in `optimizer_scalars`; FusedAdam's per-tensor scales stay 1 for bf16 and fp32 moments and are not state).
-    adamw_8bit has step and, for each quantised moment, codes, scale and qmap. Tied parameters appear under their first name.
+    adamw_fp32 has step, exp_avg and exp_avg_sq. adamw_master has exp_avg, exp_avg_sq and, for bf16 parameters, remainder; its step
+    is in `optimizer_scalars`. adamw_8bit has step and, for each quantised moment, codes, scale and qmap. Tied parameters appear
+    under their first name.
     """
     optimizer = _unwrap(optimizer)
     tensors: dict[str, Tensor] = {}
@@ -360,7 +352,7 @@ def load_optimizer_tensors(
 
 
 def optimizer_scalars(optimizer: Optimizer) -> dict[str, Any]:
-    """State that is not a tensor, fit for JSON: FusedAdam counts steps per parameter group, the others per parameter."""
+    """State that is not a tensor, fit for JSON: MasterAdamW counts steps per parameter group, the others per parameter."""
     return {"group_steps": [group.get("step") for group in _unwrap(optimizer).param_groups]}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import importlib.util
 import json
 import os
 import re
@@ -46,6 +45,7 @@ from llm_fp8.models import (
     enable_gradient_checkpointing,
     load_config,
     load_tokenizer,
+    require_te_decoder,
     resolve_source,
     stored_dtype,
 )
@@ -169,6 +169,8 @@ class Run:
         self.device = accelerator.device
         self.folder = Path(config.run.output_dir or "")
         self.checkpoints = CheckpointManager(self.folder, config.run.save_total_limit)
+        if config.model.use_te:
+            require_te_decoder(self.device)
         self.plan: PrecisionPlan = resolve_precision(config.precision, self.device)
         self._check_token_multiple()
         self.attention_backend: str | None = None
@@ -192,14 +194,8 @@ class Run:
 
     def _resolve_optimizer(self) -> Any:
         """--optimizer for this machine; bf16 parameters need a run that computes in bf16."""
-        requested = self.config.optim.optimizer
-        te_installed = importlib.util.find_spec("transformer_engine") is not None
         computes_bf16 = self.plan.compute_dtype == torch.bfloat16
-        if not computes_bf16 and requested in ("adamw_master", "adamw_8bit"):
-            raise UserError(
-                f"--optimizer {requested} keeps the parameters in bf16, and --mixed_precision {self.plan.effective} does not; use adamw_fp32."
-            )
-        return resolve_optimizer(requested, te_installed and computes_bf16, self.device.type)
+        return resolve_optimizer(self.config.optim.optimizer, computes_bf16, self.device.type)
 
     # --- building -----------------------------------------------------------------------------------------------------
 

@@ -84,11 +84,18 @@ def assert_same_run(whole: Path, resumed: Path, last_step: int = NUM_STEPS) -> N
 
 SCENARIOS = {
     "padded": [],
-    "packed": ["--packing", "--batch_size=4"],
+    "packed": ["--packing", "--max_seq_length=256", "--batch_size=4"],
     "accumulated": ["--batch_size=4", "--gradient_accumulation_steps=2"],
     "bf16": ["--mixed_precision=bf16"],
     "streamed": ["--streaming", "--eval_every=0", "--validation_fraction=0"],
-    "streamed and packed": ["--streaming", "--packing", "--batch_size=4", "--eval_every=0", "--validation_fraction=0"],
+    "streamed and packed": [
+        "--streaming",
+        "--packing",
+        "--max_seq_length=256",
+        "--batch_size=4",
+        "--eval_every=0",
+        "--validation_fraction=0",
+    ],
     "random init": ["--random_init", "--gradient_checkpointing"],
 }
 
@@ -146,7 +153,7 @@ def test_a_run_killed_between_its_last_save_and_its_export_is_finished(tmp_path,
 
 
 def test_sigterm_to_the_script_saves_and_exits_with_143(tmp_path, options):
-    command = [sys.executable, "-u", str(ROOT / "train_fp8.py"), *options, "--max_steps=100000", f"--output_dir={tmp_path}"]
+    command = [sys.executable, "-u", str(ROOT / "train_fp8.py"), *options, "--max_steps=100000", "--save_every=0", f"--output_dir={tmp_path}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line.startswith("step"):

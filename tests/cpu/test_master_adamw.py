@@ -1,0 +1,244 @@
+"""The exact split of fp32 masters, and MasterAdamW against AdamW in numpy and in torch."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import Parameter
+
+from llm_fp8 import master_adamw
+from llm_fp8.master_adamw import Coefficients, MasterAdamW, join_master, split_master, update_with_torch_
+
+LOWER_HALVES = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
+
+
+def bits(tensor):
+    return tensor.detach().view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
+
+
+def edge_masters():
+    """Each upper half with lower halves at and around the tie: both signs, denormals, powers of two, infinities and NaNs."""
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32).repeat_interleave(len(LOWER_HALVES))
+    return ((upper << 16) | torch.tensor(LOWER_HALVES, dtype=torch.int32).repeat(2**16)).view(torch.float32)
+
+
+def random_masters(count, seed=0):
+    """Numbers with random bits: all magnitudes alike."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(-(2**31), 2**31, (count,), generator=generator).to(torch.int32).view(torch.float32)
+    return torch.where(drawn.isnan(), 0.02, drawn)
+
+
+@pytest.mark.parametrize("masters", [edge_masters, lambda: random_masters(200_000)], ids=["edges", "random"])
+def test_the_split_keeps_every_bit_and_rounds_to_nearest(masters):
+    master = masters()
+    weight, remainder = split_master(master)
+    assert (weight.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
+    numbers = ~master.isnan()
+    assert torch.equal(bits(join_master(weight, remainder))[numbers], bits(master)[numbers])
+    assert torch.equal(weight.isnan(), master.isnan()) and torch.equal(join_master(weight, remainder).isnan(), master.isnan())
+    tie = (bits(master) & 0xFFFF) == 0x8000
+    ordinary = numbers & ~tie
+    assert torch.equal(bits(weight)[ordinary], bits(master.bfloat16())[ordinary])
+    away = numbers & tie
+    assert torch.equal(bits(weight)[away].int(), (bits(master)[away] >> 16) + 1)
+
+
+def test_a_bf16_number_has_no_remainder():
+    weight = torch.linspace(-2, 2, 1001).bfloat16()
+    split, remainder = split_master(weight.float())
+    assert torch.equal(split, weight) and not remainder.any()
+
+
+class NumpyAdamW:
+    """AdamW on an fp32 master, one IEEE operation after another, with fp32 moments."""
+
+    def __init__(self, master):
+        self.master, self.m, self.v = master.copy(), np.zeros_like(master), np.zeros_like(master)
+
+    def step(self, gradient, number, lr, betas, eps, weight_decay):
+        beta1, beta2 = betas
+        f = np.float32
+        self.m = self.m + (gradient - self.m) * f(1 - beta1)
+        self.v = self.v * f(beta2) + gradient * f(1 - beta2) * gradient
+        denominator = np.sqrt(self.v) * f(1 / np.sqrt(1 - beta2**number)) + f(eps)
+        self.master = self.master * f(1 - lr * weight_decay) - self.m * f(lr / (1 - beta1**number)) / denominator
+
+
+@pytest.mark.parametrize("spread", ["weights of 0.02", "all magnitudes"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_with_fp32_moments_it_is_fp32_adamw_bit_for_bit(dtype, spread, monkeypatch):
+    monkeypatch.setattr(master_adamw, "CHUNK_ELEMENTS", 999)
+    count = 5000
+    generator = torch.Generator().manual_seed(1)
+    start = random_masters(count) if spread == "all magnitudes" else 0.02 * torch.randn(count, generator=generator)
+    if spread == "all magnitudes":
+        special = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 1.0, 0.25 - 2**-10, -(2.0**-126), 1.0 + 2**-8, 1.0 - 2**-9, 3.39e38]
+        start[: len(special)] = torch.tensor(special)
+    weight, remainder = split_master(start) if dtype == torch.bfloat16 else (start.clone(), None)
+    exp_avg, exp_avg_sq = torch.zeros(count), torch.zeros(count)
+    reference = NumpyAdamW(start.numpy())
+    for number in range(1, 31):
+        options = {"lr": 1e-3 / number, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+        gradient = (1e-3 * torch.randn(count, generator=generator) * 10.0 ** (number % 5 - 2)).to(dtype)
+        reference.step(gradient.float().numpy(), number, **options)
+        update_with_torch_(
+            weight, remainder, gradient, exp_avg, exp_avg_sq, None, Coefficients.of_step(number, **options)
+        )  # fmt: skip
+        master = weight if remainder is None else join_master(weight, remainder)
+        assert np.array_equal(bits(master).numpy(), reference.master.view(np.int32)), number
+    assert np.array_equal(exp_avg.numpy(), reference.m) and np.array_equal(exp_avg_sq.numpy(), reference.v)
+
+
+def matrix(dtype, seed=0, shape=(64, 96)):
+    generator = torch.Generator().manual_seed(seed)
+    return Parameter((0.02 * torch.randn(shape, generator=generator)).bfloat16().to(dtype))
+
+
+def set_gradient(parameter, step):
+    generator = torch.Generator().manual_seed(100 + step)
+    parameter.grad = (1e-3 * (torch.randn(parameter.shape, generator=generator) + 0.3)).bfloat16().to(parameter.dtype)
+
+
+def master_of(optimizer, parameter):
+    remainder = optimizer.state[parameter].get("remainder")
+    return parameter.detach().clone() if remainder is None else join_master(parameter.detach(), remainder)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_it_follows_torchs_adamw(dtype):
+    ours, theirs = matrix(dtype), matrix(torch.float32)
+    start = theirs.detach().clone()
+    options = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    optimizers = [MasterAdamW([ours], **options), torch.optim.AdamW([theirs], **options)]
+    for step in range(50):
+        for parameter, optimizer in zip([ours, theirs], optimizers, strict=True):
+            optimizer.param_groups[0]["lr"] = 1e-5 * (1 - step / 50)
+            set_gradient(parameter, step)
+            optimizer.step()
+    master = master_of(optimizers[0], ours)
+    moved, wanted = master - start, theirs.detach() - start
+    # m in bf16 errs by up to 2^-9 a step, and these errors average out over steps.
+    assert (moved - wanted).norm() / wanted.norm() < 2e-3
+    if dtype == torch.bfloat16:
+        assert torch.equal(ours.detach(), split_master(master)[0])
+    state, theirs_state = optimizers[0].state[ours], optimizers[1].state[theirs]
+    torch.testing.assert_close(state["exp_avg_sq"], theirs_state["exp_avg_sq"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(state["exp_avg"].float(), theirs_state["exp_avg"], rtol=2**-6, atol=1e-5)
+
+
+def test_state_is_of_the_documented_dtypes():
+    low, full = matrix(torch.bfloat16), matrix(torch.float32, shape=(8,))
+    optimizer = MasterAdamW([low, full])
+    optimizer.initialize_state()
+    assert {name: tensor.dtype for name, tensor in optimizer.state[low].items()} == {
+        "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.float32,
+        "remainder": torch.int16,
+    }
+    assert {name: tensor.dtype for name, tensor in optimizer.state[full].items()} == {
+        "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.float32,
+    }
+    assert all(tensor.shape == p.shape for p in (low, full) for tensor in optimizer.state[p].values())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gradient_that_is_not_finite_shows_in_its_weight_alone(dtype, value):
+    parameter, clean = matrix(dtype), matrix(dtype)
+    optimizers = [MasterAdamW([parameter], lr=1e-3), MasterAdamW([clean], lr=1e-3)]
+    for each in (parameter, clean):
+        set_gradient(each, 0)
+    parameter.grad[3, 4] = value
+    for optimizer in optimizers:
+        optimizer.step()
+    assert parameter[3, 4].isnan()
+    others = torch.ones_like(parameter, dtype=torch.bool)
+    others[3, 4] = False
+    assert torch.equal(parameter[others], clean[others])
+
+
+def test_the_gpus_own_nan_shows_as_nan():
+    """0x7FFFFFFF and 0xFFFFFFFF would round up into the sign, to -0 and 0."""
+    weight, remainder = split_master(torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32))
+    assert weight.isnan().all() and join_master(weight, remainder).isnan().all()
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 0.37), (torch.bfloat16, 0.25)])
+def test_gradient_scale_is_scaling_beforehand_and_serves_one_step(dtype, factor):
+    folded, scaled = matrix(dtype), matrix(dtype)
+    optimizers = [MasterAdamW([folded], lr=1e-3), MasterAdamW([scaled], lr=1e-3)]
+    for step in range(5):
+        for parameter in (folded, scaled):
+            set_gradient(parameter, step)
+        if step % 2 == 0:
+            optimizers[0].gradient_scale = torch.tensor(factor)
+            scaled.grad *= torch.tensor(factor)
+        before = folded.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(folded.grad, before) and optimizers[0].gradient_scale is None
+        assert torch.equal(master_of(optimizers[0], folded), master_of(optimizers[1], scaled))
+        assert torch.equal(optimizers[0].state[folded]["exp_avg_sq"], optimizers[1].state[scaled]["exp_avg_sq"])
+
+
+def test_steps_are_counted_by_group_and_parameters_without_gradient_stay():
+    trained, idle = matrix(torch.bfloat16), matrix(torch.bfloat16, seed=1)
+    before = idle.detach().clone()
+    optimizer = MasterAdamW([{"params": [trained]}, {"params": [idle], "weight_decay": 0.5}], lr=1e-2)
+    for step in range(3):
+        set_gradient(trained, step)
+        optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [3, 3]
+    assert torch.equal(idle, before) and idle not in optimizer.state
+
+
+def test_a_gradient_of_any_strides():
+    straight, transposed = matrix(torch.bfloat16), matrix(torch.bfloat16)
+    set_gradient(straight, 0)
+    transposed.grad = straight.grad.t().contiguous().t()
+    assert not transposed.grad.is_contiguous()
+    for parameter in (straight, transposed):
+        MasterAdamW([parameter], lr=1e-2).step()
+    assert torch.equal(straight, transposed)
+
+
+def test_what_it_does_not_take():
+    with pytest.raises(ValueError, match=r"contiguous parameters, and one of shape \(96, 64\)"):
+        MasterAdamW([Parameter(torch.zeros(64, 96).t())]).initialize_state()
+    with pytest.raises(ValueError, match="torch.float16"):
+        MasterAdamW([Parameter(torch.zeros(4, dtype=torch.float16))]).initialize_state()
+    with pytest.raises(ValueError, match="betas must lie"):
+        MasterAdamW([matrix(torch.bfloat16)], betas=(0.9, 1.0))
+
+
+def test_a_closure_is_called_with_gradients_on():
+    parameter = matrix(torch.float32)
+    optimizer = MasterAdamW([parameter], lr=1e-2)
+
+    def closure():
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss
+
+    before = parameter.detach().clone()
+    assert optimizer.step(closure) == before.square().sum()
+    assert not torch.equal(parameter, before)
+
+
+def test_state_dict_keeps_dtypes_and_bits():
+    first, second = matrix(torch.bfloat16), matrix(torch.bfloat16)
+    optimizer, other = MasterAdamW([first], lr=1e-3), MasterAdamW([second], lr=1e-2)
+    for step in range(3):
+        set_gradient(first, step)
+        optimizer.step()
+    other.load_state_dict(optimizer.state_dict())
+    with torch.no_grad():
+        second.copy_(first)
+    for name, tensor in optimizer.state[first].items():
+        loaded = other.state[second][name]
+        assert loaded.dtype == tensor.dtype and torch.equal(loaded, tensor) and loaded is not tensor
+    for parameter, its_optimizer in ((first, optimizer), (second, other)):
+        set_gradient(parameter, 3)
+        its_optimizer.step()
+    assert torch.equal(master_of(optimizer, first), master_of(other, second))

@@ -1,0 +1,64 @@
+"""Every recorded result has the shape that its readers count on, and says where it comes from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+FROM_GPU = ("gpu_tests", "throughput_", "gsm8k_curves")
+
+
+def load(pattern: str) -> list[tuple[str, dict]]:
+    return [(path.name, json.loads(path.read_text())) for path in sorted(RESULTS.glob(pattern))]
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_origin(path):
+    record = json.loads(path.read_text())
+    if not path.stem.startswith(FROM_GPU):
+        assert record["script"] and record["machine"]
+        return
+    origin = record["provenance"]
+    assert len(origin["git"]["commit"]) == 40
+    assert all(gpu["name"] and gpu["memory_gib"] > 0 for gpu in origin["gpus"]) and origin["gpus"]
+    assert all(origin["packages"][name] for name in ("torch", "transformer-engine", "accelerate", "transformers"))
+    assert origin["driver"] and origin["cuda"] and origin["command"] and origin["time_utc"]
+
+
+def test_gpu_tests_ran_and_passed():
+    ((_, record),) = load("gpu_tests.json")
+    assert record["exit_code"] == 0
+    assert record["counts"].get("failed", 0) == 0 and record["counts"]["passed"] >= 90
+    parity = {name: entry for name, entry in record["tests"].items() if "test_loss_logits_and_every_gradient" in name}
+    assert len(parity) >= 40
+    assert all(entry["properties"]["logits_difference"] < 0.05 for entry in parity.values() if entry["outcome"] == "passed")
+
+
+@pytest.mark.parametrize("name", [name for name, _ in load("throughput_*.json")])
+def test_throughput_rows(name):
+    rows = json.loads((RESULTS / name).read_text())["rows"]
+    arms = {row["arm"] for row in rows}
+    assert "hf_bf16" in arms and {"bf16", "delayed"} <= arms, "a rival and ours, in one run"
+    for row in rows:
+        if row.get("out_of_memory"):
+            continue
+        assert row["tokens_per_s_slowest"] <= row["tokens_per_s"] <= row["tokens_per_s_fastest"]
+        assert row["peak_memory_gib"] > 0 and row["model_tflops"] > 0
+        for measured in row["rounds"]:
+            kernels = measured["gemm_kernels"]
+            assert ("fp8" in kernels) == (row["arm"] not in ("hf_bf16", "bf16")), "fp8 kernels in fp8 arms, and only there"
+
+
+def test_curves():
+    ((_, record),) = load("gsm8k_curves.json")
+    arms = record["comparison"]["arms"]
+    assert set(arms) == {"bf16", "delayed", "current", "block"}
+    assert len(arms["bf16"]["losses"]) >= 3
+    for run in record["runs"]:
+        assert 50e6 <= run["num_parameters"] <= 100e6
+        assert (run["fp8_linear_flop_share"] > 0.9) == (run["arm"] != "bf16")
+        steps = [step for step, _, _ in run["evaluations"]]
+        assert steps == sorted(set(steps)) and len(steps) >= 10
