@@ -27,6 +27,9 @@ from llm_fp8.errors import EXIT_USER_ERROR, UserError
 EMBEDDED = "embedded"
 """Name of the model and of the dataset that the repository carries."""
 
+SCRATCH_LEARNING_RATE = 1e-3
+"""Default learning rate of a model whose weights start random: the embedded one, and any with --random_init."""
+
 
 def option(default: Any, help: str) -> Any:
     """A dataclass field that becomes a command-line option with this default and help text."""
@@ -125,7 +128,9 @@ class OptimConfig:
     max_steps: int | None = option(
         None, "Stop after so many optimizer steps, whatever --num_epochs says (default: when its passes are done)."
     )
-    learning_rate: float = option(1e-5, "Peak learning rate.")
+    learning_rate: float = option(
+        1e-5, f"Peak learning rate (default: 1e-5, or {SCRATCH_LEARNING_RATE} for weights that start random)."
+    )
     gradient_accumulation_steps: int = option(1, "Micro-batches per optimizer step.")
     num_warmup_steps: int = option(100, "Optimizer steps of linear warm-up; at most a tenth of the run is used for it.")
     lr_scheduler: Literal["linear", "cosine", "constant"] = option("cosine", "Shape of the learning rate after warm-up.")
@@ -137,10 +142,10 @@ class OptimConfig:
     optimizer: Literal["auto", "adamw_fp32", "adamw_master", "adamw_8bit"] = option(
         "auto",
         "adamw_fp32: fp32 parameters (16 bytes each). adamw_master: bf16 parameters whose fp32 master is kept as a 16-bit remainder, fused "
-        "on the GPU (12 bytes). adamw_8bit: bf16 parameters with stochastic rounding and 8-bit moments (6 bytes). auto: adamw_master with Transformer Engine "
-        "on a GPU, else adamw_fp32.",
+        "on the GPU (12 bytes). adamw_8bit: bf16 parameters with stochastic rounding and 8-bit moments (6 bytes). auto: adamw_master on a GPU when "
+        "the run computes in bf16 or fp8, else adamw_fp32.",
     )
-    seed: int = option(42, "Seed of initialisation, data order and the held-out share.")
+    seed: int = option(42, "Seed of initialisation and data order.")
 
 
 @dataclass(frozen=True)
@@ -270,8 +275,11 @@ def parse_config(argv: list[str], prog: str | None = None, description: str | No
     parser = build_parser(prog, description)
     path = parser.parse_known_args(argv)[0].config
     words = _yaml_arguments(path) if path else []
-    namespace = parser.parse_args([*words, *argv])
-    values = vars(namespace)
+    parser.set_defaults(learning_rate=None)  # to tell "not given" from its default
+    values = vars(parser.parse_args([*words, *argv]))
+    if values["learning_rate"] is None:
+        from_scratch = values["random_init"] or values["model_name"] == EMBEDDED
+        values["learning_rate"] = SCRATCH_LEARNING_RATE if from_scratch else OptimConfig().learning_rate
     sections = {
         name: section(**{f.name: values[f.name] for f in dataclasses.fields(section)}) for name, section in SECTIONS.items()
     }

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm_fp8.loop import Trainer
-from tests.small import final_weights, records, run_json, steps, train, write_rows
+from tests.small import final_weights, records, run_json, steps, train, write_model, write_rows
 
 NUM_ROWS = 16
 NUM_STEPS = 10
@@ -150,10 +150,11 @@ def compare_with_reference(folder: Path, model: str, rows: str, train_on_prompt:
         torch.testing.assert_close(exported[name], weight, rtol=0, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_the_evaluation_is_the_mean_over_the_held_out_tokens(tmp_path, tiny_model, sixteen_rows):
-    """In batches of unequal token counts, whose means must not be averaged."""
+def test_the_evaluation_is_the_mean_over_the_held_out_tokens(tmp_path, sixteen_rows):
+    """In batches of unequal token counts, whose means must not be averaged; and without dropout."""
+    model_folder = write_model(tmp_path / "model", attention_dropout=0.5)
     train(
-        f"--model_name={tiny_model}",
+        f"--model_name={model_folder}",
         "--dataset_name", folder_with_validation(tmp_path / "data", sixteen_rows),
         "--max_seq_length=256",
         "--batch_size=3",
@@ -161,9 +162,9 @@ def test_the_evaluation_is_the_mean_over_the_held_out_tokens(tmp_path, tiny_mode
         "--learning_rate=0",
         f"--output_dir={tmp_path / 'run'}",
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
     with torch.no_grad():
-        expected = float(mean_loss(model, documents(sixteen_rows, tiny_model, False)[-4:]))
+        expected = float(mean_loss(model, documents(sixteen_rows, model_folder, False)[-4:]))
     evaluation = next(record for record in records(tmp_path / "run") if "eval_loss" in record)
     assert evaluation["eval_loss"] == pytest.approx(expected, rel=1e-6)
     assert evaluation["eval_perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)

@@ -153,7 +153,15 @@ def test_a_run_killed_between_its_last_save_and_its_export_is_finished(tmp_path,
 
 
 def test_sigterm_to_the_script_saves_and_exits_with_143(tmp_path, options):
-    command = [sys.executable, "-u", str(ROOT / "train_fp8.py"), *options, "--max_steps=100000", "--save_every=0", f"--output_dir={tmp_path}"]
+    command = [
+        sys.executable,
+        "-u",
+        str(ROOT / "train_fp8.py"),
+        *options,
+        "--max_steps=100000",
+        "--save_every=0",
+        f"--output_dir={tmp_path}",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line.startswith("step"):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import wandb
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import setup_fp8_env
@@ -20,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm_fp8.config import PrecisionConfig, parse_config
 from llm_fp8.launch_env import merge_launch_settings, take_launch_settings
-from tests.small import final_weights, records, run_json, steps, train
+from llm_fp8.run import with_output_dir
+from tests.small import final_weights, records, run_json, steps, train, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -292,6 +294,7 @@ def test_gradient_checkpointing_and_attention_are_recorded_and_change_no_result(
 def test_trackers_get_the_run(run, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = run("--report_to=all", "--wandb_project=my-project", "--wandb_run_name=my-run", "--no_export", "--max_steps=2")
+    wandb.teardown()  # waits for W&B's own process, which writes the file
     (stored,) = folder.glob("wandb/offline-run-*/*.wandb")
     assert b"my-project" in stored.read_bytes() and b"my-run" in stored.read_bytes()
     assert list(folder.glob("tensorboard/**/events.out.tfevents.*"))
@@ -300,6 +303,7 @@ def test_trackers_get_the_run(run, monkeypatch):
 def test_use_wandb_alone_and_its_default_project(run, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = run("--use_wandb", "--no_export", "--max_steps=1")
+    wandb.teardown()
     (stored,) = folder.glob("wandb/offline-run-*/*.wandb")
     assert b"llm-fp8" in stored.read_bytes()
     assert not list(folder.glob("tensorboard/**/events.out.tfevents.*"))
@@ -317,8 +321,6 @@ def test_a_run_from_a_yaml_file_is_the_run_from_flags(run, tmp_path):
 
 
 def test_a_bf16_model_is_trained_in_fp32_and_exported_in_bf16(tmp_path, rows):
-    from tests.small import write_model
-
     model = write_model(tmp_path / "bf16", torch.bfloat16)
     train(
         f"--model_name={model}",
@@ -335,8 +337,6 @@ def test_a_bf16_model_is_trained_in_fp32_and_exported_in_bf16(tmp_path, rows):
 
 def test_the_default_folder_is_named_after_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    from llm_fp8.run import with_output_dir
-
     config = with_output_dir(parse_config(["--model_name=meta-llama/Llama-3.2-1B", "--mixed_precision=bf16"]))
     assert re.fullmatch(r"runs/\d{8}-\d{6}-meta-llama-Llama-3\.2-1B-bf16", str(config.run.output_dir))
     assert list(tmp_path.iterdir()) == []

@@ -131,6 +131,7 @@ def test_accelerate_launch_sets_the_recipe(model_folder, tmp_path):
     assert "contradicts accelerate's launch configuration" in refused.stderr
 
 
+@pytest.mark.exclusive
 def test_out_of_memory_is_a_sentence(tmp_path):
     done = train(
         "--model_name", "Qwen/Qwen2.5-14B", "--random_init", "--use_te", "--mixed_precision", "bf16", "--optimizer", "adamw_master",
