@@ -204,13 +204,14 @@ SECTIONS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fiel
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Help that ends with the default. Where that is None, the text itself says what then happens."""
+    """Help that ends with the default, unless the text itself says it, as it must where the default is None."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        if action.default is None or action.default == argparse.SUPPRESS:
-            return action.help or ""
+        text = action.help or ""
+        if action.default is None or action.default == argparse.SUPPRESS or "(default:" in text:
+            return text
         shown = ("on" if action.default else "off") if isinstance(action.default, bool) else action.default
-        return f"{action.help} (default: {shown})"
+        return f"{text} (default: {shown})"
 
 
 class _Parser(HfArgumentParser):

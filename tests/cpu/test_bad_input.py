@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoTokenizer
 
 from llm_fp8.config import parse_config
@@ -385,8 +386,6 @@ def test_a_learning_rate_that_blows_up(tmp_path, capfd, common, learning_rate, s
     assert not (tmp_path / "run" / "final").exists()
     assert all(torch.tensor(record["loss"]).isfinite() for record in records(tmp_path / "run"))
     for checkpoint in tmp_path.glob("run/checkpoints/step-*"):
-        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
         dcp_to_torch_save(checkpoint, tmp_path / "merged.pt")
         for name, tensor in torch.load(tmp_path / "merged.pt").items():
             assert not name.startswith("model.") or tensor.isfinite().all(), name

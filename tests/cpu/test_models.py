@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
 from llm_fp8.config import ModelConfig
 from llm_fp8.errors import UserError
@@ -203,7 +203,5 @@ def test_a_config_of_another_kind_has_no_layers_we_know():
     config = AutoConfig.for_model(
         "t5", d_model=32, num_layers=1, num_decoder_layers=1, num_heads=2, d_kv=16, d_ff=32, vocab_size=32
     )
-    from transformers import AutoModelForSeq2SeqLM
-
     with pytest.raises(UserError, match="decoder layers"):
         decoder_layers(AutoModelForSeq2SeqLM.from_config(config))
