@@ -72,12 +72,17 @@ def _check_wandb(flag: str) -> None:
         raise UserError(f"{flag} needs the wandb package, which is not installed: run 'pip install wandb', or leave {flag} out.")
     import wandb
 
-    if wandb.setup().settings.mode in ("offline", "dryrun", "disabled"):
-        return
+    # Silent, because a login that is greeted by name asks the server for it, and hangs where there is no network; the run's own start
+    # speaks again, in a set-up of its own.
+    settings = wandb.setup(settings=wandb.Settings(silent=True)).settings
     try:
+        if settings.mode in ("offline", "dryrun", "disabled"):
+            return
         logged_in = wandb.login(prompt=False, verify=False)
     except wandb.errors.AuthenticationError as error:
         raise UserError(f"{flag}: the stored W&B login is not usable ({error}); run 'wandb login --relogin'.") from error
+    finally:
+        wandb.teardown()
     if not logged_in:
         raise UserError(
             f"{flag}: there is no W&B login on this machine; run 'wandb login', or set WANDB_MODE=offline in the environment to keep "

@@ -255,7 +255,7 @@ def test_tensorboard_holds_the_same_numbers_also_after_a_resume(tmp_path: Path) 
         assert found == pytest.approx(expected, rel=1e-6), key
     assert {event.value for event in events.Scalars("loss") if event.step == 3} == {9.0}
     hparams = [file.read_text() for file in tmp_path.glob("tensorboard/**/hparams.yml")]
-    assert len(hparams) == 2 and all("optim.learning_rate: 1.0e-05" in text for text in hparams)
+    assert len(hparams) == 2 and all("optim.learning_rate: 0.001" in text for text in hparams)
     assert "precision.effective.compute: bf16" in hparams[0]
 
 
@@ -273,6 +273,7 @@ def check_in_a_bare_home(home: Path, *arguments: str, **environment: str) -> sub
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
+        timeout=60,  # a key and no network must not hang
     )
 
 

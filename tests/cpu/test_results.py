@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.families import FAMILIES
+
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-FROM_GPU = ("gpu_tests", "throughput_", "gsm8k_curves")
+FROM_GPU = ("gpu_tests", "gpu_parity", "throughput_", "gsm8k_curves")
 
 
 def load(pattern: str) -> list[tuple[str, dict]]:
@@ -28,13 +30,24 @@ def test_origin(path):
     assert origin["driver"] and origin["cuda"] and origin["command"] and origin["time_utc"]
 
 
-def test_gpu_tests_ran_and_passed():
-    ((_, record),) = load("gpu_tests.json")
+@pytest.mark.parametrize("name", [name for name, _ in load("gpu_tests*.json")])
+def test_gpu_tests_ran_and_passed(name):
+    record = json.loads((RESULTS / name).read_text())
     assert record["exit_code"] == 0
     assert record["counts"].get("failed", 0) == 0 and record["counts"]["passed"] >= 90
-    parity = {name: entry for name, entry in record["tests"].items() if "test_loss_logits_and_every_gradient" in name}
-    assert len(parity) >= 40
-    assert all(entry["properties"]["logits_difference"] < 0.05 for entry in parity.values() if entry["outcome"] == "passed")
+
+
+def test_parity_by_family():
+    ((_, record),) = load("gpu_parity.json")
+    assert len(record["parity"]) == len(FAMILIES) * 2 * 2
+    for row in record["parity"]:
+        assert row["family"] in FAMILIES and row["layout"] in ("packed", "padded")
+        if row["dtype"] == "float32":
+            assert row["logits_difference"] <= 2e-5 and row["worst_difference"] <= 2e-5
+        else:
+            assert row["logits_difference"] <= 2 * row["hf_logits_difference"] + 1e-3
+    for row in record["kernels"]:
+        assert ("fp8" in row["gemm_kernels"]) == (row["scenario"] != "bf16")
 
 
 @pytest.mark.parametrize("name", [name for name, _ in load("throughput_*.json")])
