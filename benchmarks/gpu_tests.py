@@ -41,14 +41,16 @@ def main() -> int:
     """Run pytest in this process; returns its exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--output", required=True, help="JSON file to write")
-    parser.add_argument("--workers", type=int, default=5, help="tests at a time (default 5)")
+    parser.add_argument("--workers", type=int, default=8, help="tests at a time (default 8)")
     parser.add_argument("tests", nargs="*", default=["tests/gpu"], help="what to run (default tests/gpu)")
     options = parser.parse_args()
     outcomes = Outcomes()
     common = ["-q", "-p", "no:cacheprovider", *options.tests]
     # Most of the time is processes that start, so several tests share the GPU; those that fill its memory come after, alone.
     codes = [
-        pytest.main([*common, "-m", "gpu and not exclusive", "-n", str(options.workers)], plugins=[outcomes]),
+        pytest.main(
+            [*common, "-m", "gpu and not exclusive", "-n", str(options.workers), "--dist", "worksteal"], plugins=[outcomes]
+        ),
         pytest.main([*common, "-m", "gpu and exclusive"], plugins=[outcomes]),
     ]
     code = max(codes)

@@ -7,8 +7,6 @@ import dataclasses
 import errno
 import json
 import os
-import re
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -20,11 +18,10 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, set_seed
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import te_llama
-from llm_fp8.checkpoint import LATEST, CheckpointManager, check_compatible, read_meta, restore_rng_state, rng_state
+from llm_fp8.checkpoint import CheckpointManager
 from llm_fp8.config import Config, check_config
 from llm_fp8.data import PreparedData, prepare_data
 from llm_fp8.data.collate import Batch
@@ -36,7 +33,7 @@ from llm_fp8.json_files import write_json_atomic
 from llm_fp8.launch_env import merge_launch_settings, take_launch_settings
 from llm_fp8.loop import LoopOptions, Trainer
 from llm_fp8.memory import out_of_memory_advice
-from llm_fp8.metrics import GIB, DecoderSize, device_peak_tflops
+from llm_fp8.metrics import DecoderSize, device_peak_tflops
 from llm_fp8.models import (
     ModelSource,
     build_model,
@@ -53,37 +50,18 @@ from llm_fp8.optim import (
     build_optimizer,
     build_scheduler,
     effective_warmup_steps,
-    initialize_state,
-    load_optimizer_scalars,
-    optimizer_scalars,
-    optimizer_tensors,
     parameter_dtype,
     resolve_optimizer,
 )
+from llm_fp8.output_folder import check_free_space, is_finished, with_output_dir
 from llm_fp8.parity import check_parity
 from llm_fp8.precision import TOKEN_MULTIPLE, Precision, PrecisionPlan, resolve_precision
 from llm_fp8.provenance import collect_provenance, write_run_json
 from llm_fp8.report import RunReporter, accelerator_tracking, check_trackers
+from llm_fp8.run_state import RunState, find_checkpoint, run_fingerprint
 from llm_fp8.signals import GracefulStop
 from llm_fp8.swap import Census, swap_linears, take_census
 from llm_fp8.training_model import TrainingModel
-
-ARCHITECTURE_KEYS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-    "sliding_window",
-    "tie_word_embeddings",
-)
-"""Entries of a model's config that a checkpoint and the run that continues it must share."""
 
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -110,32 +88,6 @@ def quiet_libraries() -> None:
     datasets.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-
-
-def with_output_dir(config: Config) -> Config:
-    """`config` with the output folder chosen where none was given; `UserError` where it cannot be written or holds another run."""
-    if config.run.output_dir is None:
-        model = re.sub(r"[^A-Za-z0-9.]+", "-", config.model.model_name).strip("-")
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.precision.mixed_precision or 'auto'}"
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(Path("runs") / name)))
-    folder = Path(str(config.run.output_dir))
-    existing = _existing_part(folder)
-    if not existing.is_dir():
-        raise UserError(f"--output_dir {folder}: {existing} is a file; give a folder.")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--output_dir {folder}: {existing} is not writable for this user; choose another folder.")
-    resume_from = config.run.resume_from
-    continues_it = resume_from == LATEST or (resume_from is not None and folder.resolve() in Path(resume_from).resolve().parents)
-    if (folder / "run.json").exists() and not continues_it:
-        raise UserError(
-            f"--output_dir {folder} holds another run; choose another folder, remove this one, or continue it with --resume_from latest."
-        )
-    return config
-
-
-def _existing_part(folder: Path) -> Path:
-    """`folder`, or the first folder above it that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
 
 
 def build_accelerator(config: Config) -> Accelerator:
@@ -210,8 +162,8 @@ class Run:
         if note:
             self.say(note)
         check_model(config, hf_config, tokenizer)
-        self.fingerprint = self._fingerprint(hf_config)
-        resume_path = self._find_checkpoint()
+        self.fingerprint = run_fingerprint(config, self.plan, self.optimizer_kind, hf_config)
+        resume_path = find_checkpoint(self.checkpoints, config.run.resume_from, self.fingerprint)
         data = prepare_data(
             config,
             tokenizer,
@@ -225,13 +177,14 @@ class Run:
         export_dtype = stored_dtype(hf_config, default=self.parameter_dtype)  # building the model changes the entry
         model, loaded, census = self._build_model(source, hf_config)
         self._parity_gate(model, data, loaded and resume_path is None)
-        self._check_free_space(model, export_dtype)
+        if config.run.export:
+            check_free_space(self.folder, model, export_dtype)
         trainer = self._build_trainer(model, data, census, resume_path, hf_config)
         # From here on there is something to save: before, a signal ends the process at once.
         with GracefulStop() as stop, trainer.reporter:
             self._write_run_json(source, model, data, census, trainer)
             self.say(f"training {trainer.options.total_steps} steps on {self._device_name()}, results in {self.folder}")
-            hooks = RunHooks(self, trainer, data, model)
+            hooks = RunHooks(self, trainer, data)
             trainer.train(hooks, lambda: stop.requested is not None)
             if trainer.step < trainer.options.total_steps:
                 trainer.reporter.finish({"stopped_by": stop.requested, "checkpoint": str(trainer.last_checkpoint)})
@@ -290,11 +243,13 @@ class Run:
         training_model = TrainingModel(model, config.data.max_seq_length, self.plan.compute_dtype)
         optimizer = build_optimizer(config.optim, self.optimizer_kind, training_model.named_parameters())
         training_model, optimizer = accelerator.prepare(training_model, optimizer, device_placement=[True, False])
+        self.state = RunState(accelerator, self.checkpoints, self.precision, self.fingerprint, model, data)
         total_steps = self._total_steps(data)
         step = tokens_seen = 0
         if resume_path is not None:
-            step, tokens_seen = self._resume(resume_path, model, optimizer, data)
-            if step > total_steps or (step == total_steps and self._is_finished(step)):
+            step, tokens_seen = self.state.restore(resume_path, optimizer)
+            self.say(f"resumed from {resume_path} after step {step}")
+            if step > total_steps or (step == total_steps and is_finished(self.folder, step)):
                 raise UserError(
                     f"--resume_from {resume_path}: it has {step} steps behind it, and the run that was asked for has {total_steps}; raise "
                     "--max_steps or --num_epochs to train on."
@@ -331,24 +286,6 @@ class Run:
                     f"--{name} {value} has no effect, because no row is held out to evaluate on; raise --validation_fraction or drop it."
                 )
 
-    def _check_free_space(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Refuse now what could not be exported hours later."""
-        needed_gib = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize / GIB
-        free_gib = shutil.disk_usage(_existing_part(self.folder)).free / GIB
-        if self.config.run.export and free_gib < needed_gib:
-            raise UserError(
-                f"--output_dir {self.folder}: the trained model will take {needed_gib:.3g} GiB and its disk has {free_gib:.3g} GiB free; make room, "
-                "choose another folder or use --no_export."
-            )
-
-    def _is_finished(self, step: int) -> bool:
-        """Whether the run in the output folder got through its evaluation and export after `step`, not only through its steps."""
-        path = self.folder / "summary.json"
-        if not path.exists():
-            return False
-        summary = json.loads(path.read_text())
-        return summary["steps"] == step and "stopped_by" not in summary
-
     def _total_steps(self, data: PreparedData) -> int:
         """Optimizer steps of the whole run."""
         options = self.config.optim
@@ -356,61 +293,6 @@ class Run:
             return options.max_steps
         assert data.train.steps_per_epoch is not None  # checked with the options: streaming needs --max_steps
         return data.train.steps_per_epoch * options.num_epochs
-
-    # --- checkpoints ----------------------------------------------------------------------------------------------------
-
-    def _fingerprint(self, hf_config: PretrainedConfig) -> dict[str, Any]:
-        """What a checkpoint must share with the run that continues it."""
-        return {
-            **{key: getattr(hf_config, key, None) for key in ARCHITECTURE_KEYS},
-            "layout": "te" if self.config.model.use_te else "hf",
-            "optimizer": self.optimizer_kind,
-            "precision": self.plan.name,
-            "max_seq_length": self.config.data.max_seq_length,
-            "packing": self.config.packing,
-        }
-
-    def _find_checkpoint(self) -> Path | None:
-        """The checkpoint to resume from, None for a new run; `UserError` where it is another run's."""
-        if self.config.run.resume_from is None:
-            return None
-        path = self.checkpoints.find(self.config.run.resume_from)
-        check_compatible(read_meta(path)["fingerprint"], self.fingerprint)
-        return path
-
-    def _state(self, model: PreTrainedModel, optimizer: Any) -> dict[str, Tensor]:
-        """Every tensor of a checkpoint, by name: the live ones, not copies."""
-        named = list(model.named_parameters())
-        tensors = {f"model.{name}": parameter.detach() for name, parameter in named}
-        tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, named).items()}
-        tensors |= {f"fp8.{name}": tensor for name, tensor in self.precision.state_tensors().items()}
-        return tensors
-
-    def save(self, trainer: Trainer, model: PreTrainedModel, data: PreparedData) -> Path:
-        """Write a checkpoint of the run as it stands after `trainer.step`."""
-        scaler = self.accelerator.scaler
-        meta = {
-            "step": trainer.step,
-            "tokens_seen": trainer.tokens_seen,
-            "fingerprint": self.fingerprint,
-            "loader": data.train.state_dict(),
-            "optimizer": optimizer_scalars(trainer.optimizer),
-            "fp16_scaler": None if scaler is None else scaler.state_dict(),
-        }
-        return self.checkpoints.save(trainer.step, self._state(model, trainer.optimizer) | rng_state(), meta)
-
-    def _resume(self, path: Path, model: PreTrainedModel, optimizer: Any, data: PreparedData) -> tuple[int, int]:
-        """Put everything back as it was; returns the step and the tokens seen."""
-        initialize_state(optimizer)
-        rng = rng_state()
-        meta = self.checkpoints.load(path, self._state(model, optimizer) | rng)
-        load_optimizer_scalars(optimizer, meta["optimizer"])
-        data.train.load_state_dict(meta["loader"])
-        if self.accelerator.scaler is not None and meta["fp16_scaler"]:
-            self.accelerator.scaler.load_state_dict(meta["fp16_scaler"])
-        restore_rng_state(rng)
-        self.say(f"resumed from {path} after step {meta['step']}")
-        return meta["step"], meta["tokens_seen"]
 
     # --- gates, records, words ------------------------------------------------------------------------------------------
 
@@ -529,7 +411,6 @@ class RunHooks:
     run: Run
     trainer: Trainer
     data: PreparedData
-    model: PreTrainedModel
 
     def after_first_step(self) -> None:
         """Say which attention kernels run, and warn of the slow ones."""
@@ -554,6 +435,6 @@ class RunHooks:
 
     def save(self, step: int) -> Path:
         """A checkpoint."""
-        path = self.run.save(self.trainer, self.model, self.data)
+        path = self.run.state.save(self.trainer)
         self.trainer.reporter.print(f"saved {path}")
         return path

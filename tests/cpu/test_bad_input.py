@@ -23,7 +23,8 @@ from transformers import AutoTokenizer
 from llm_fp8.config import parse_config
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.models import EMBEDDED_MODEL
-from llm_fp8.run import RunHooks, with_output_dir
+from llm_fp8.output_folder import with_output_dir
+from llm_fp8.run import RunHooks
 from tests.small import records, steps, train, write_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm_fp8.config import PrecisionConfig, parse_config
 from llm_fp8.launch_env import merge_launch_settings, take_launch_settings
-from llm_fp8.run import with_output_dir
+from llm_fp8.output_folder import with_output_dir
 from tests.small import final_weights, records, run_json, steps, train, write_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,65 @@
+"""The folder of a run: which one, whether it may be written to, and what it already holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from llm_fp8.checkpoint import LATEST
+from llm_fp8.config import Config
+from llm_fp8.errors import UserError
+from llm_fp8.metrics import GIB
+
+
+def with_output_dir(config: Config) -> Config:
+    """`config` with the output folder chosen where none was given; `UserError` where it cannot be written or holds another run."""
+    if config.run.output_dir is None:
+        model = re.sub(r"[^A-Za-z0-9.]+", "-", config.model.model_name).strip("-")
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.precision.mixed_precision or 'auto'}"
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(Path("runs") / name)))
+    folder = Path(str(config.run.output_dir))
+    existing = existing_part(folder)
+    if not existing.is_dir():
+        raise UserError(f"--output_dir {folder}: {existing} is a file; give a folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"--output_dir {folder}: {existing} is not writable for this user; choose another folder.")
+    resume_from = config.run.resume_from
+    continues_it = resume_from == LATEST or (resume_from is not None and folder.resolve() in Path(resume_from).resolve().parents)
+    if (folder / "run.json").exists() and not continues_it:
+        raise UserError(
+            f"--output_dir {folder} holds another run; choose another folder, remove this one, or continue it with --resume_from latest."
+        )
+    return config
+
+
+def existing_part(folder: Path) -> Path:
+    """`folder`, or the first folder above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+
+
+def check_free_space(folder: Path, model: nn.Module, dtype: torch.dtype) -> None:
+    """Refuse now what could not be exported hours later: `UserError` where `folder`'s disk has no room for the model as `dtype`."""
+    needed_gib = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize / GIB
+    free_gib = shutil.disk_usage(existing_part(folder)).free / GIB
+    if free_gib < needed_gib:
+        raise UserError(
+            f"--output_dir {folder}: the trained model will take {needed_gib:.3g} GiB and its disk has {free_gib:.3g} GiB free; make room, "
+            "choose another folder or use --no_export."
+        )
+
+
+def is_finished(folder: Path, step: int) -> bool:
+    """Whether the run in `folder` got through its evaluation and export after `step`, not only through its steps."""
+    path = folder / "summary.json"
+    if not path.exists():
+        return False
+    summary = json.loads(path.read_text())
+    return summary["steps"] == step and "stopped_by" not in summary

@@ -1,0 +1,101 @@
+"""What a checkpoint of a run holds, and how it is put back: weights, optimizer, scales, random states, position in the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from llm_fp8.checkpoint import CheckpointManager, check_compatible, read_meta, restore_rng_state, rng_state
+from llm_fp8.config import Config
+from llm_fp8.data import PreparedData
+from llm_fp8.loop import Trainer
+from llm_fp8.optim import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
+from llm_fp8.precision import Precision, PrecisionPlan
+
+ARCHITECTURE_KEYS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+    "tie_word_embeddings",
+)
+"""Entries of a model's config that a checkpoint and the run that continues it must share."""
+
+
+def run_fingerprint(config: Config, plan: PrecisionPlan, optimizer_kind: str, hf_config: PretrainedConfig) -> dict[str, Any]:
+    """What a checkpoint must share with the run that continues it."""
+    return {
+        **{key: getattr(hf_config, key, None) for key in ARCHITECTURE_KEYS},
+        "layout": "te" if config.model.use_te else "hf",
+        "optimizer": optimizer_kind,
+        "precision": plan.name,
+        "max_seq_length": config.data.max_seq_length,
+        "packing": config.packing,
+    }
+
+
+def find_checkpoint(checkpoints: CheckpointManager, resume_from: str | None, fingerprint: dict[str, Any]) -> Path | None:
+    """The checkpoint to resume from, None for a new run; `UserError` where it is another run's."""
+    if resume_from is None:
+        return None
+    path = checkpoints.find(resume_from)
+    check_compatible(read_meta(path)["fingerprint"], fingerprint)
+    return path
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Saves and restores a run whose parts are built."""
+
+    accelerator: Accelerator
+    checkpoints: CheckpointManager
+    precision: Precision
+    fingerprint: dict[str, Any]
+    model: PreTrainedModel
+    data: PreparedData
+
+    def _tensors(self, optimizer: Any) -> dict[str, Tensor]:
+        """Every tensor of a checkpoint but the random states, by name: the live ones, not copies."""
+        named = list(self.model.named_parameters())
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in named}
+        tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, named).items()}
+        tensors |= {f"fp8.{name}": tensor for name, tensor in self.precision.state_tensors().items()}
+        return tensors
+
+    def save(self, trainer: Trainer) -> Path:
+        """Write a checkpoint of the run as it stands after `trainer.step`; returns its folder."""
+        scaler = self.accelerator.scaler
+        meta = {
+            "step": trainer.step,
+            "tokens_seen": trainer.tokens_seen,
+            "fingerprint": self.fingerprint,
+            "loader": self.data.train.state_dict(),
+            "optimizer": optimizer_scalars(trainer.optimizer),
+            "fp16_scaler": None if scaler is None else scaler.state_dict(),
+        }
+        return self.checkpoints.save(trainer.step, self._tensors(trainer.optimizer) | rng_state(), meta)
+
+    def restore(self, path: Path, optimizer: Any) -> tuple[int, int]:
+        """Put everything back as it was; returns the step and the tokens seen."""
+        initialize_state(optimizer)
+        rng = rng_state()
+        meta = self.checkpoints.load(path, self._tensors(optimizer) | rng)
+        load_optimizer_scalars(optimizer, meta["optimizer"])
+        self.data.train.load_state_dict(meta["loader"])
+        if self.accelerator.scaler is not None and meta["fp16_scaler"]:
+            self.accelerator.scaler.load_state_dict(meta["fp16_scaler"])
+        restore_rng_state(rng)
+        return meta["step"], meta["tokens_seen"]
