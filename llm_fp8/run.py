@@ -18,7 +18,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, set_seed
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import te_llama
 from llm_fp8.checkpoint import CheckpointManager
@@ -32,8 +32,8 @@ from llm_fp8.export import export_hf
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.launch_env import merge_launch_settings, take_launch_settings
 from llm_fp8.loop import LoopOptions, Trainer
-from llm_fp8.memory import out_of_memory_advice
-from llm_fp8.metrics import DecoderSize, device_peak_tflops
+from llm_fp8.memory import MemoryUse, out_of_memory_advice
+from llm_fp8.metrics import GIB, DecoderSize, device_peak_tflops
 from llm_fp8.models import (
     ModelSource,
     build_model,
@@ -126,6 +126,7 @@ class Run:
         self.plan: PrecisionPlan = resolve_precision(config.precision, self.device)
         self._check_token_multiple()
         self.attention_backend: str | None = None
+        self.resident_gib = 0.0
         self.optimizer_kind = self._resolve_optimizer()
         self.parameter_dtype = parameter_dtype(self.optimizer_kind)
 
@@ -157,7 +158,7 @@ class Run:
         set_seed(config.optim.seed)
         self._describe_precision()
         source = resolve_source(config.model)
-        hf_config = load_config(config.model, source)
+        hf_config = self.hf_config = load_config(config.model, source)
         tokenizer, note = load_tokenizer(config.model, source)
         if note:
             self.say(note)
@@ -185,6 +186,8 @@ class Run:
             self._write_run_json(source, model, data, census, trainer)
             self.say(f"training {trainer.options.total_steps} steps on {self._device_name()}, results in {self.folder}")
             hooks = RunHooks(self, trainer, data)
+            if self.device.type == "cuda":
+                self.resident_gib = torch.cuda.memory_allocated(self.device) / GIB
             trainer.train(hooks, lambda: stop.requested is not None)
             if trainer.step < trainer.options.total_steps:
                 trainer.reporter.finish({"stopped_by": stop.requested, "checkpoint": str(trainer.last_checkpoint)})
@@ -388,13 +391,23 @@ class Run:
         if exported is not None:
             self.say(f"  Hugging Face checkpoint {exported}")
 
+    def _out_of_memory_advice(self) -> str:
+        with torch.device("meta"):
+            num_parameters = AutoModelForCausalLM.from_config(self.hf_config).num_parameters()
+        use = MemoryUse(
+            total_gib=torch.cuda.get_device_properties(self.device).total_memory / GIB,
+            peak_gib=torch.cuda.max_memory_allocated(self.device) / GIB,
+            resident_gib=self.resident_gib,
+        )
+        return out_of_memory_advice(self.config, self.optimizer_kind, num_parameters, use)
+
     @contextlib.contextmanager
     def explained_failures(self) -> Iterator[None]:
         """Turn running out of GPU memory or of disk into a sentence that says what to do."""
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise UserError(out_of_memory_advice(self.config, self.device)) from error
+            raise UserError(self._out_of_memory_advice()) from error
         except OSError as error:
             if error.errno not in _WRITE_ERRORS:
                 raise

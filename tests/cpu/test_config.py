@@ -257,3 +257,10 @@ def test_a_value_that_cannot_be_is_refused_by_name(argv):
         parse_config(argv)
     assert argv[0] in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_every_example_file_is_a_configuration(path):
+    assert parse_config(["--config", str(path)]).run.output_dir

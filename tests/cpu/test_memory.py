@@ -1,0 +1,31 @@
+"""The advice that running out of GPU memory ends with."""
+
+from __future__ import annotations
+
+from llm_fp8.config import parse_config
+from llm_fp8.memory import MemoryUse, out_of_memory_advice
+
+BILLION = 10**9
+
+
+def test_a_batch_that_fits_keeps_the_global_batch():
+    config = parse_config(["--batch_size", "12", "--gradient_accumulation_steps", "2"])
+    # 8 billion parameters stand at 89.4 GiB of 139.8; the step had taken 60 GiB of activations for 12 rows when it failed: 5 GiB a row.
+    use = MemoryUse(total_gib=139.8, peak_gib=15 + 14.9 + 60, resident_gib=15)
+    advice = out_of_memory_advice(config, "adamw_master", 8 * BILLION, use)
+    assert "89.4 GiB with --optimizer adamw_master" in advice
+    assert "--batch_size 8 --gradient_accumulation_steps 3 (the same global batch)" in advice
+    assert "--gradient_checkpointing" in advice and "adamw_8bit (44.9 GiB in place of 89.4)" in advice
+
+
+def test_one_row_too_many_leaves_a_shorter_row():
+    config = parse_config(["--batch_size", "1", "--gradient_checkpointing"])
+    advice = out_of_memory_advice(config, "adamw_master", 8 * BILLION, MemoryUse(139.8, 139.0, 89.0))
+    assert "a --max_seq_length below 1024" in advice and "--gradient_checkpointing;" not in advice
+
+
+def test_a_model_that_cannot_stand_gets_no_batch():
+    advice = out_of_memory_advice(parse_config([]), "adamw_master", 15 * BILLION, MemoryUse(139.8, 139.0, 0.0))
+    assert "--batch_size" not in advice and "adamw_8bit (84.3 GiB in place of 167.6)" in advice
+    advice = out_of_memory_advice(parse_config([]), "adamw_8bit", 70 * BILLION, MemoryUse(139.8, 139.0, 0.0))
+    assert "adamw_8bit (" not in advice and advice.endswith("several GPUs with train_multi_gpu.py.")
