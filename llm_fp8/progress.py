@@ -13,6 +13,7 @@ from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 _RECENT_STEPS = 50
 """Steps over which the time left is extrapolated; their median, so that a step with an evaluation or a save does not count."""
@@ -51,7 +52,12 @@ class ProgressDisplay:
         self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._bar: Progress | None = None
         if self._console.is_terminal:
-            self._bar = Progress(BarColumn(bar_width=20), TextColumn("{task.description}", markup=False), console=self._console)
+            self._bar = Progress(
+                # The minimum keeps the bar on a narrow terminal, where the text would push it out.
+                BarColumn(bar_width=16, table_column=Column(min_width=16)),
+                TextColumn("{task.description}", markup=False),
+                console=self._console,
+            )
             self._task = self._bar.add_task("waiting for the first step", total=total_steps, completed=first_step)
             self._bar.start()
 
