@@ -53,9 +53,9 @@ class ProgressDisplay:
         self._bar: Progress | None = None
         if self._console.is_terminal:
             self._bar = Progress(
-                # The minimum keeps the bar on a narrow terminal, where the text would push it out.
-                BarColumn(bar_width=16, table_column=Column(min_width=16)),
-                TextColumn("{task.description}", markup=False),
+                # On a narrow terminal the text takes a second line; left to itself it would push the bar out and lose its end.
+                BarColumn(bar_width=16, table_column=Column(no_wrap=True)),
+                TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=False)),
                 console=self._console,
             )
             self._task = self._bar.add_task("waiting for the first step", total=total_steps, completed=first_step)

@@ -366,6 +366,16 @@ def test_a_terminal_gets_a_bar_and_lines_above_it() -> None:
     assert "a line" in out.getvalue()
 
 
+def test_a_narrow_terminal_keeps_the_bar_and_all_figures() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, color_system=None)
+    display = ProgressDisplay(total_steps=25, log_every=10, console=console)
+    display.step({**a_step(12), "peak_memory_gib": 41.2})
+    display.close()
+    assert "\u2501" * 8 in out.getvalue()
+    assert "GiB" in out.getvalue() and "left" in out.getvalue()
+
+
 def test_the_line_of_a_step_leaves_out_what_is_not_there() -> None:
     full = {"step": 7, "loss": 1.23456, "grad_norm": 0.5, "learning_rate": 1e-5, "tokens_per_s": 18912.3, "model_tflops": 867.4}
     text = "step   7/100  loss 1.2346  grad norm 0.5  lr 1.00e-05  18,912 tokens/s  867 TFLOP/s  41.2 GiB  1:02:03 left"
