@@ -372,7 +372,7 @@ def test_a_narrow_terminal_keeps_the_bar_and_all_figures() -> None:
     display = ProgressDisplay(total_steps=25, log_every=10, console=console)
     display.step({**a_step(12), "peak_memory_gib": 41.2})
     display.close()
-    assert "\u2501" * 8 in out.getvalue()
+    assert "\u2501" * 7 in out.getvalue()
     assert "GiB" in out.getvalue() and "left" in out.getvalue()
 
 
