@@ -2,8 +2,8 @@
 
 `accelerate launch --config_file x.yaml train_fp8.py` turns the file's `mixed_precision` and `fp8_config` into variables. They
 become the same settings as our flags here, and are then removed: with `ACCELERATE_FP8_BACKEND` left in place, Accelerate
-itself would convert the model, in a bf16 run too. What these scripts do not do (torch.compile), or do with train_multi_gpu.py
-only (several processes, FSDP, DeepSpeed), is refused. A flag that contradicts the file is an error, with one exception: the launcher sets
+itself would convert the model, in a bf16 run too. What train_fp8.py does not do (torch.compile,
+several processes, FSDP, DeepSpeed) is refused. A flag that contradicts the file is an error, with one exception: the launcher sets
 `ACCELERATE_MIXED_PRECISION=no` also when nobody asked for a precision, so `no` counts as nothing said.
 """
 
@@ -25,11 +25,13 @@ def require_single_process(environ: Mapping[str, str]) -> None:
     """Raise `UserError` where the launcher asks for more than the one process and device of train_fp8.py."""
     num_processes = int(environ.get("WORLD_SIZE", "1"))
     if num_processes > 1:
-        raise UserError(f"train_fp8.py trains in one process, and the launcher started {num_processes}; use train_multi_gpu.py.")
+        raise UserError(
+            f"train_fp8.py trains in one process, and the launcher started {num_processes}; start it with python, or with --num_processes 1."
+        )
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if environ.get(f"ACCELERATE_USE_{name}", "false").lower() in _TRUE:
             raise UserError(
-                f"accelerate's launch configuration asks for {name}, and train_fp8.py trains on one device; use train_multi_gpu.py."
+                f"accelerate's launch configuration asks for {name}, and train_fp8.py trains on one device; take it out of the configuration."
             )
 
 

@@ -32,7 +32,7 @@ def out_of_memory_advice(config: Config, kind: OptimizerKind, num_parameters: in
         advice.append("--gradient_checkpointing")
     if kind != "adamw_8bit" and lean_gib + _RESERVE_GIB < use.total_gib:
         advice.append(f"--optimizer adamw_8bit ({lean_gib:.1f} GiB in place of {standing_gib:.1f})")
-    advice.append("several GPUs with train_multi_gpu.py")
+    advice.append("a smaller model, or a GPU with more memory")
     return (
         f"the GPU is out of memory: weights, gradients and optimizer state of {num_parameters / 1e9:.2f} billion parameters take "
         f"{standing_gib:.1f} GiB with --optimizer {kind}, and {use.peak_gib:.1f} of {use.total_gib:.1f} GiB were in use at the peak. "

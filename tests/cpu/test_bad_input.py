@@ -420,7 +420,7 @@ def test_the_script_says_it_in_one_line(tmp_path, options, named):
 
 @pytest.mark.parametrize(
     ("environment", "named"),
-    [({"WORLD_SIZE": "2", "RANK": "0"}, "train_multi_gpu.py"), ({"ACCELERATE_USE_FSDP": "true"}, "train_multi_gpu.py")],
+    [({"WORLD_SIZE": "2", "RANK": "0"}, "--num_processes 1"), ({"ACCELERATE_USE_FSDP": "true"}, "take it out")],
 )
 def test_the_script_is_for_one_process(tmp_path, environment, named):
     done = subprocess.run(
