@@ -93,9 +93,10 @@ def check_parity(model: PreTrainedModel, batch: Batch, max_seq_length: int) -> P
         weights = _layer_weights(spec, parameters, layer)
         results = {}
         for kind in dtypes:
-            reference = references.setdefault(
-                (_layer_type(model.config, layer), kind), _one_layer_model(model.config, layer, kind, hidden.device)
-            )
+            key = (_layer_type(model.config, layer), kind)
+            if key not in references:
+                references[key] = _one_layer_model(model.config, layer, kind, hidden.device)
+            reference = references[key]
             reference.layers[0].load_state_dict(weights)
             reference.zero_grad(set_to_none=True)
             output, input_gradient = _run(reference, hidden.to(kind), gradient.to(kind), position_ids=position_ids)
