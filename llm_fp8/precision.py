@@ -58,11 +58,15 @@ def _prefer_torchs_cudnn() -> None:
     """Let Transformer Engine load the cuDNN that torch brought, not an older one of the system.
 
     It looks for the system's first. With two versions in one process its fused attention fails its own check and it takes the unfused
-    one without a word, which was 2.7 times slower on an H200. A CUDNN_HOME that the user set stays.
+    one without a word, which was 2.7 times slower on an H200. A CUDNN_HOME or CUDNN_PATH that the user set stays; an empty one counts
+    as none, because Transformer Engine would search the whole file system for it.
     """
+    if "transformer_engine" in sys.modules or os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH"):
+        return
     found = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
-    if found is not None and found.submodule_search_locations and "transformer_engine" not in sys.modules:
-        os.environ.setdefault("CUDNN_HOME", next(iter(found.submodule_search_locations)))
+    if found is not None and found.submodule_search_locations:
+        os.environ["CUDNN_HOME"] = next(iter(found.submodule_search_locations))
+        os.environ.pop("CUDNN_PATH", None)
 
 
 @dataclass(frozen=True)

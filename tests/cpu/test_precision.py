@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 import torch
 
 from llm_fp8.config import PrecisionConfig
 from llm_fp8.errors import UserError
-from llm_fp8.precision import Precision, resolve_precision
+from llm_fp8.precision import Precision, require_te, resolve_precision
 
 CPU = torch.device("cpu")
 
@@ -52,3 +55,41 @@ def test_micro_batch_position_reaches_the_modules():
     for first in (True, False, None):
         with precision.context(first_microbatch=first):
             assert module.is_first_microbatch is first
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "torchs"),
+        ({"CUDNN_HOME": "", "CUDNN_PATH": ""}, "torchs"),
+        ({"CUDNN_HOME": "/mine"}, "mine"),
+        ({"CUDNN_PATH": "/mine"}, "mine"),
+    ],
+    ids=["none", "empty", "home", "path"],
+)
+def test_transformer_engine_is_pointed_at_torchs_cudnn(environment, expected, tmp_path, monkeypatch):
+    """A stand-in `nvidia.cudnn` and a stand-in Transformer Engine that notes where it would look; the first of the two variables counts."""
+    (tmp_path / "nvidia" / "cudnn").mkdir(parents=True)
+    (tmp_path / "nvidia" / "cudnn" / "__init__.py").touch()
+    engine = tmp_path / "transformer_engine"
+    engine.mkdir()
+    (engine / "__init__.py").touch()
+    (engine / "pytorch.py").write_text(
+        "import os\nlooked_in = [os.environ[n] for n in ('CUDNN_HOME', 'CUDNN_PATH') if n in os.environ]\n"
+    )
+    for name in [name for name in sys.modules if name.split(".")[0] in ("nvidia", "transformer_engine")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("CUDNN_HOME", "CUDNN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    try:
+        looked_in = require_te("this test").looked_in
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] in ("nvidia", "transformer_engine")]:
+            del sys.modules[name]
+        for name in ("CUDNN_HOME", "CUDNN_PATH"):
+            os.environ.pop(name, None)
+    torchs = str(tmp_path / "nvidia" / "cudnn")
+    assert looked_in == ([torchs] if expected == "torchs" else ["/mine"])

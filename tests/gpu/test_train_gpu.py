@@ -104,7 +104,10 @@ def test_the_run_says_what_ran_and_exports_a_hugging_face_model(model_folder, tm
 
 
 def test_a_system_cudnn_does_not_push_attention_off_the_fused_path(model_folder, tmp_path):
-    """Without CUDNN_HOME and with no library path of the user's, Transformer Engine must still take torch's cuDNN."""
+    """With an empty CUDNN_HOME and no library path of the user's, Transformer Engine must still take torch's cuDNN.
+
+    Left to itself it would search the whole file system for one.
+    """
     environment = {"CUDNN_HOME": "", "LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", "")}
     kept = [p for p in environment["LD_LIBRARY_PATH"].split(":") if "cudnn" not in p]
     environment["LD_LIBRARY_PATH"] = ":".join(kept)
