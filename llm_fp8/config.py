@@ -172,6 +172,66 @@ class RunConfig:
     report_to: Literal["none", "wandb", "tensorboard", "all"] = option("none", "Trackers besides metrics.jsonl.")
 
 
+SHARDING_MODES = (
+    "ddp",
+    "fsdp_grad",
+    "fsdp_full",
+    "fsdp_hybrid",
+    "fsdp_offload",
+    "deepspeed_1",
+    "deepspeed_2",
+    "deepspeed_3",
+)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the training is spread over several GPUs (train_multi_gpu.py)."""
+
+    sharding_mode: Literal[
+        "auto",
+        "ddp",
+        "fsdp_grad",
+        "fsdp_full",
+        "fsdp_hybrid",
+        "fsdp_offload",
+        "deepspeed_1",
+        "deepspeed_2",
+        "deepspeed_3",
+    ] = option(
+        "auto",
+        "ddp: every GPU holds the whole model. fsdp_grad: gradients and optimizer are sharded, parameters are kept whole from the forward to the "
+        "backward pass. fsdp_full: parameters are sharded too. fsdp_hybrid: sharded inside a host, replicated across hosts. fsdp_offload: "
+        "fsdp_full with parameters, gradients and optimizer in the hosts' memory. deepspeed_1, _2, _3: DeepSpeed's ZeRO stages. auto: "
+        "the first of ddp, fsdp_grad and fsdp_full that the GPUs have room for; it says why.",
+    )
+    hybrid_shard_size: int | None = option(
+        None, "fsdp_hybrid: GPUs that hold one copy of the model together (default: the GPUs of a host)."
+    )
+    sync_every_micro_batch: bool = option(
+        False,
+        "Exchange gradients after every micro-batch rather than once a step: sharded modes then keep no unsharded gradients (4 bytes per "
+        "parameter), for more traffic.",
+    )
+    fp8_params: bool = option(
+        False, "Keep the decoder's linear weights in fp8 between steps and gather them in fp8 (fsdp modes with --use_te)."
+    )
+    context_parallel_size: int = option(
+        1, "GPUs that share the tokens of a row, for rows too long for one GPU (needs --use_te and an fsdp mode)."
+    )
+    deepspeed_config: str | None = option(
+        None, "DeepSpeed JSON file for the deepspeed modes (default: configs/ds_z1.json, ds_z2.json or ds_z3.json)."
+    )
+    async_save: bool = option(
+        False, "Write checkpoints in the background: training waits only until the tensors are copied to the host's memory."
+    )
+    empty_cache_freq: int = option(
+        0,
+        "Give cached GPU memory back to the driver every so many steps (0: never). It costs the time to allocate it anew; use it only where memory "
+        "is fragmented.",
+    )
+
+
 @dataclass(frozen=True)
 class Config:
     """The whole configuration of a run."""
@@ -181,6 +241,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """The configuration as plain nested dicts, as stored in run.json."""
@@ -201,6 +262,13 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
+PARALLEL_SECTION = "parallel"
+"""Name of the section whose options train_multi_gpu.py has and train_fp8.py has not."""
+
+
+def _sections(parallel: bool) -> dict[str, type]:
+    """The sections of a script's options."""
+    return {name: section for name, section in SECTIONS.items() if parallel or name != PARALLEL_SECTION}
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -217,10 +285,10 @@ class _HelpFormatter(argparse.HelpFormatter):
 class _Parser(HfArgumentParser):
     """HfArgumentParser whose errors are one sentence and whose optional booleans can be bare flags."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, sections: dict[str, type], **kwargs: Any) -> None:
         kwargs = {"formatter_class": _HelpFormatter, "allow_abbrev": False, **kwargs}
-        super().__init__(list(SECTIONS.values()), **kwargs)  # type: ignore[arg-type]
-        for section in SECTIONS.values():
+        super().__init__(list(sections.values()), **kwargs)  # type: ignore[arg-type]
+        for section in sections.values():
             for name, hint in get_type_hints(section).items():
                 if bool in get_args(hint):
                     self._make_flag(name)
@@ -238,7 +306,7 @@ class _Parser(HfArgumentParser):
         self.exit(EXIT_USER_ERROR, f"error: {message}; '{self.prog} --help' lists the options.\n")
 
 
-def _yaml_arguments(path: str) -> list[str]:
+def _yaml_arguments(path: str, sections: dict[str, type]) -> list[str]:
     """The entries of a YAML file as command-line words, so that they are parsed and checked like typed ones."""
     file = Path(path)
     if not file.is_file():
@@ -251,7 +319,7 @@ def _yaml_arguments(path: str) -> list[str]:
         return []
     if not isinstance(entries, dict):
         raise UserError(f"--config {path} must hold 'option: value' lines, not a {type(entries).__name__}.")
-    known = {f.name for section in SECTIONS.values() for f in dataclasses.fields(section)}
+    known = {f.name for section in sections.values() for f in dataclasses.fields(section)}
     words: list[str] = []
     for key, value in entries.items():
         if key not in known:
@@ -261,28 +329,29 @@ def _yaml_arguments(path: str) -> list[str]:
     return words
 
 
-def build_parser(prog: str | None = None, description: str | None = None) -> HfArgumentParser:
-    """The command-line parser of the training scripts."""
-    parser = _Parser(prog=prog, description=description)
+def build_parser(prog: str | None = None, description: str | None = None, parallel: bool = False) -> HfArgumentParser:
+    """The command-line parser of train_fp8.py, or with `parallel` that of train_multi_gpu.py."""
+    parser = _Parser(_sections(parallel), prog=prog, description=description)
     parser.add_argument("--config", help="YAML file of 'option: value' lines; the command line overrides it (default: none).")
     return parser
 
 
-def parse_config(argv: list[str], prog: str | None = None, description: str | None = None) -> Config:
-    """Parse a command line (without the program's name) into a `Config`.
+def parse_config(argv: list[str], prog: str | None = None, description: str | None = None, parallel: bool = False) -> Config:
+    """Parse a command line (without the program's name) into a `Config`; `parallel` adds the options of `ParallelConfig`.
 
     Raises `UserError` on values that cannot be; argparse itself exits with code 2 on unknown options and choices.
     """
-    parser = build_parser(prog, description)
+    parser = build_parser(prog, description, parallel)
     path = parser.parse_known_args(argv)[0].config
-    words = _yaml_arguments(path) if path else []
+    words = _yaml_arguments(path, _sections(parallel)) if path else []
     parser.set_defaults(learning_rate=None)  # to tell "not given" from its default
     values = vars(parser.parse_args([*words, *argv]))
     if values["learning_rate"] is None:
         from_scratch = values["random_init"] or values["model_name"] == EMBEDDED
         values["learning_rate"] = SCRATCH_LEARNING_RATE if from_scratch else OptimConfig().learning_rate
     sections = {
-        name: section(**{f.name: values[f.name] for f in dataclasses.fields(section)}) for name, section in SECTIONS.items()
+        name: section(**{f.name: values[f.name] for f in dataclasses.fields(section)})
+        for name, section in _sections(parallel).items()
     }
     config = Config(**sections)
     check_config(config)
@@ -308,6 +377,8 @@ def check_config(config: Config) -> None:
         "num_of_samples": config.data.num_of_samples,
         "max_steps": config.optim.max_steps,
         "eval_batches": config.run.eval_batches,
+        "context_parallel_size": config.parallel.context_parallel_size,
+        "hybrid_shard_size": config.parallel.hybrid_shard_size,
     }
     for name, value in positive.items():
         _require(value is None or value > 0, f"--{name} must be at least 1, not {value}.")
@@ -320,6 +391,7 @@ def check_config(config: Config) -> None:
         "eval_every": config.run.eval_every,
         "fp8_first_bf16_layers": config.precision.fp8_first_bf16_layers,
         "fp8_last_bf16_layers": config.precision.fp8_last_bf16_layers,
+        "empty_cache_freq": config.parallel.empty_cache_freq,
     }
     for name, number in non_negative.items():
         _require(0 <= number < math.inf, f"--{name} must be a finite number that is not negative, and is {number}.")

@@ -1,0 +1,121 @@
+"""Which --sharding_mode a run uses, and which options cannot go together with it.
+
+`auto` estimates what stands in a GPU's memory between micro-batches, in bytes per parameter with N GPUs:
+
+    ddp          12              bf16 weight, gradient and moments, with the master's remainder (`adamw_master`)
+    fsdp_grad    16 / N + 2 + 4  fp32 master, gradient and moments sharded; whole bf16 weights; whole fp32 gradients while accumulating
+    fsdp_full    16 / N + 4      the same without the whole weights
+
+and takes the first that leaves 40% of the memory to activations, fp8 casts, logits and the gathered layer. The 4 bytes fall away with a
+single micro-batch per step or --sync_every_micro_batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llm_fp8.config import Config
+from llm_fp8.errors import UserError
+from llm_fp8.metrics import GIB
+from llm_fp8.optim import bytes_per_parameter
+from llm_fp8.parallel.ranks import LaunchRanks
+
+STATE_SHARE = 0.6
+"""Share of a GPU's memory that weights, gradients and optimizer state may take."""
+
+_MASTER_BYTES = 16
+"""fp32 weight, gradient and two moments."""
+_GATHERED_WEIGHT_BYTES = 2
+_ACCUMULATED_GRADIENT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ModeChoice:
+    """The mode of a run and, where it was left to the program, the reason."""
+
+    mode: str
+    reason: str | None = None
+
+
+def choose_mode(config: Config, ranks: LaunchRanks, num_parameters: int, gpu_memory_gib: float | None) -> ModeChoice:
+    """What --sharding_mode means in this run.
+
+    Args:
+        config: the run's.
+        ranks: the launch's.
+        num_parameters: of the model.
+        gpu_memory_gib: of the smallest GPU; None on CPUs.
+    """
+    asked = config.parallel.sharding_mode
+    if asked != "auto":
+        return ModeChoice(asked)
+    if ranks.world_size == 1:
+        return ModeChoice("single", "there is one process")
+    if gpu_memory_gib is None:
+        return ModeChoice("ddp", "there is no GPU whose memory would count")
+    room = STATE_SHARE * gpu_memory_gib
+    accumulates = config.optim.gradient_accumulation_steps > 1 and not config.parallel.sync_every_micro_batch
+    sharded = _MASTER_BYTES / ranks.world_size + (_ACCUMULATED_GRADIENT_BYTES if accumulates else 0)
+    needs = {
+        "ddp": num_parameters * bytes_per_parameter("adamw_master").total / GIB,
+        "fsdp_grad": num_parameters * (sharded + _GATHERED_WEIGHT_BYTES) / GIB,
+        "fsdp_full": num_parameters * sharded / GIB,
+    }
+    for mode, needed in needs.items():
+        if needed <= room or mode == "fsdp_full":
+            told = ", ".join(f"{name} {value:.0f} GiB" for name, value in needs.items())
+            fits = "fits" if needed <= room else "comes nearest to"
+            return ModeChoice(
+                mode,
+                f"weights, gradients and optimizer state of {num_parameters / 1e9:.2f} billion parameters on {ranks.world_size} GPUs take, per GPU, "
+                f"{told}; {mode} is the first that {fits} {room:.0f} GiB, {STATE_SHARE:.0%} of the smallest GPU",
+            )
+    raise AssertionError("fsdp_full ends the loop")
+
+
+def check_mode(config: Config, mode: str, ranks: LaunchRanks, compute_name: str) -> None:
+    """Raise `UserError` where the run's options cannot go together with `mode`; `compute_name` is fp32, bf16 or fp16."""
+    options, flag = config.parallel, f"--sharding_mode {mode}"
+    sharded, deepspeed = mode.startswith("fsdp"), mode.startswith("deepspeed")
+    refused = {
+        f"--mixed_precision fp16 cannot go with {flag}, which would shard what its gradient scaler has to see; use bf16.": (
+            compute_name == "fp16" and mode not in ("ddp", "single")
+        ),
+        f"--optimizer adamw_8bit cannot go with {flag}: its 8-bit blocks cannot be split over GPUs; use auto, or --sharding_mode ddp.": (
+            config.optim.optimizer == "adamw_8bit" and (sharded or deepspeed)
+        ),
+        f"--fp8_params needs an fsdp mode, --use_te and --mixed_precision fp8, and this run has {flag}.": (
+            options.fp8_params
+            and not (sharded and mode != "fsdp_offload" and config.model.use_te and config.precision.mixed_precision == "fp8")
+        ),
+        f"--context_parallel_size {options.context_parallel_size} needs --use_te and an fsdp mode, and this run has {flag}.": (
+            options.context_parallel_size > 1 and not (config.model.use_te and sharded)
+        ),
+        f"--context_parallel_size {options.context_parallel_size} does not divide the {ranks.world_size} processes; choose a size that does.": (
+            ranks.world_size % options.context_parallel_size != 0
+        ),
+        f"--hybrid_shard_size {options.hybrid_shard_size} has no effect with {flag}; use --sharding_mode fsdp_hybrid or drop it.": (
+            options.hybrid_shard_size is not None and mode != "fsdp_hybrid"
+        ),
+        f"--deepspeed_config {options.deepspeed_config} has no effect with {flag}; use a deepspeed mode or drop it.": (
+            options.deepspeed_config is not None and not deepspeed
+        ),
+        f"--sync_every_micro_batch has no effect with {flag}, which decides that itself; drop it.": (
+            options.sync_every_micro_batch and (deepspeed or mode == "single")
+        ),
+    }
+    for sentence, wrong in refused.items():
+        if wrong:
+            raise UserError(sentence)
+    if mode == "fsdp_hybrid":
+        size = hybrid_shard_size(config, ranks)
+        if ranks.world_size % size or ranks.world_size == size:
+            raise UserError(
+                f"--sharding_mode fsdp_hybrid shards over {size} GPUs (--hybrid_shard_size, by default those of a host) and replicates, which "
+                f"{ranks.world_size} GPUs cannot be divided into; choose a proper divisor, or fsdp_full."
+            )
+
+
+def hybrid_shard_size(config: Config, ranks: LaunchRanks) -> int:
+    """GPUs that hold one copy of the model together under fsdp_hybrid."""
+    return config.parallel.hybrid_shard_size or ranks.local_world_size

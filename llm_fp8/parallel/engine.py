@@ -1,0 +1,76 @@
+"""The seam between the training loop and whatever spreads it over GPUs. The base class is one process, or DDP.
+
+The order in which a run calls an engine:
+
+    engine = build_engine(...)
+    engine.shard(model, layers)              parameters take their final form (FSDP), before weights are loaded
+    model, optimizer = engine.prepare(model, optimizer)
+    for each step:
+        for each micro-batch:
+            with engine.micro_batch(model, last=...):
+                engine.backward(loss)        loss: this rank's share of the global mean, see llm_fp8.loop
+        grad_norm = engine.step(optimizer, parameters, max_norm)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from llm_fp8.config import ParallelConfig
+from llm_fp8.optim import clip_and_step
+
+
+class Engine:
+    """One process, or several with a whole model each (DDP), whose gradients are averaged.
+
+    Attributes:
+        mode: a value of --sharding_mode, or 'single' for one process.
+        shards_parameters: each rank holds a part of every parameter (DTensors); weights are then loaded part by part.
+        caches_weight_casts: whether fp8 casts of weights may serve several micro-batches.
+    """
+
+    shards_parameters = False
+    caches_weight_casts = True
+
+    def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig) -> None:
+        self.mode = mode
+        self.accelerator = accelerator
+        self.options = options
+
+    def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
+        """Give the parameters of `model`, which may have no memory yet, the form in which they are trained."""
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
+        """The model to call and the optimizer to step."""
+        prepared = self.accelerator.prepare(model, optimizer, device_placement=[True, False])
+        return prepared[0], prepared[1]
+
+    @contextlib.contextmanager
+    def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
+        """Encloses forward and backward of a micro-batch; gradients are exchanged in the `last` one of a step only."""
+        synchronise = last or self.options.sync_every_micro_batch
+        with contextlib.nullcontext() if synchronise else self.accelerator.no_sync(model):
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, this rank's share of a sum over ranks."""
+        # Exchanging gradients averages them over ranks, which this factor undoes.
+        self.accelerator.backward(loss * self.accelerator.num_processes)
+
+    def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
+        """Clip to the global norm `max_norm` (0: no clipping), take an optimizer step, drop the gradients; the norm before, fp32."""
+        self.accelerator.unscale_gradients()  # fp16 only
+        norm = clip_and_step(optimizer, parameters, max_norm)
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def full_tensor(self, parameter: Tensor) -> Tensor:
+        """The whole of a parameter, on every rank; collective where it is sharded."""
+        return parameter.detach()

@@ -1,0 +1,108 @@
+"""FSDP2: every decoder layer is a unit whose parameters are split over ranks along their first dimension.
+
+    between steps    each rank keeps its rows of every parameter in fp32 (the master), and their moments
+    forward          a layer's rows are gathered in the compute dtype (bf16) just before it runs and dropped after it
+                     (fsdp_grad keeps them until the backward pass)
+    backward         gathered again; gradients are summed over ranks in fp32, each rank keeping its rows
+    accumulation     without exchange between micro-batches each rank keeps whole gradients in fp32 until the last one
+
+The embedding, the final norm and the output head form the outermost unit, gathered once per micro-batch: a tied matrix must not be in two.
+
+This calls torch's `fully_shard` itself rather than through `Accelerator.prepare`, which would map the optimizer's parameters by their
+addresses: parameters that have no memory yet (so that no rank ever holds the whole model) all share one.
+
+Inputs of a unit are not cast (`cast_forward_inputs`): the table of rotary angles has to stay fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from llm_fp8.config import ParallelConfig
+from llm_fp8.parallel.engine import Engine
+
+
+class FsdpEngine(Engine):
+    """The modes fsdp_grad, fsdp_full, fsdp_hybrid and fsdp_offload.
+
+    `hybrid_shard_size` ranks hold one copy of the model together (fsdp_hybrid); it divides the number of ranks.
+    """
+
+    shards_parameters = True
+    caches_weight_casts = False
+
+    def __init__(
+        self,
+        mode: str,
+        accelerator: Accelerator,
+        options: ParallelConfig,
+        compute_dtype: torch.dtype,
+        hybrid_shard_size: int,
+    ) -> None:
+        super().__init__(mode, accelerator, options)
+        self.compute_dtype = compute_dtype
+        self.mesh = self._mesh(hybrid_shard_size)
+
+    def _mesh(self, hybrid_shard_size: int) -> DeviceMesh:
+        num_ranks, device_type = self.accelerator.num_processes, self.accelerator.device.type
+        if self.mode != "fsdp_hybrid":
+            return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("shard",))
+        shape = (num_ranks // hybrid_shard_size, hybrid_shard_size)
+        return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+    @property
+    def parameter_device(self) -> torch.device:
+        """Where the parts of parameters are kept between steps."""
+        return torch.device("cpu") if self.mode == "fsdp_offload" else self.accelerator.device
+
+    def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
+        """Split the parameters of every layer, then what is left; gives memory to those that have none (contents undefined)."""
+        shared: dict[str, Any] = {
+            "mesh": self.mesh,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=self.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
+            "offload_policy": CPUOffloadPolicy() if self.mode == "fsdp_offload" else OffloadPolicy(),
+        }
+        for layer in layers:
+            fully_shard(layer, reshard_after_forward=self.mode != "fsdp_grad", **shared)
+        fully_shard(model, reshard_after_forward=False, **shared)
+        materialize_(model, self.parameter_device, self.accelerator.device)
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
+        """Both as they are: the optimizer was built over the split parameters."""
+        return model, optimizer
+
+    @contextlib.contextmanager
+    def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
+        """See `Engine.micro_batch`."""
+        assert isinstance(model, FSDPModule)
+        # The last micro-batch of an accumulation also reduces what the others left.
+        model.set_requires_gradient_sync(last or self.options.sync_every_micro_batch)
+        yield
+
+    def full_tensor(self, parameter: Tensor) -> Tensor:
+        """See `Engine.full_tensor`; on the accelerator's device, which the collective needs."""
+        if not isinstance(parameter, DTensor):
+            return parameter.detach()
+        return parameter.detach().to(self.accelerator.device).full_tensor()
+
+
+def materialize_(model: nn.Module, parameter_device: torch.device, buffer_device: torch.device) -> None:
+    """Give memory to parameters that have none and move the others, and the buffers, to their devices."""
+
+    def move(tensor: Tensor) -> Tensor:
+        device = parameter_device if isinstance(tensor, DTensor) else buffer_device
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    model._apply(move)

@@ -1,0 +1,68 @@
+"""What the launcher says of this process, and what its processes can agree on before they are a process group.
+
+torchrun (and accelerate launch, which starts it) runs a key-value store that outlives the processes it starts. Through it they say a
+message once instead of once each, and take the same name for the run's folder, also after a restart.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_STORE_TIMEOUT = datetime.timedelta(seconds=20)
+
+
+@dataclass(frozen=True)
+class LaunchRanks:
+    """This process among those that the launcher started."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    """Processes on this host."""
+    restart_count: int = 0
+    """How often torchrun has started them anew (--max-restarts)."""
+    launched: bool = False
+    """Whether a launcher started this process at all."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> LaunchRanks:
+        """Read torchrun's variables."""
+        world_size = int(environ.get("WORLD_SIZE", "1"))
+        return cls(
+            rank=int(environ.get("RANK", "0")),
+            world_size=world_size,
+            local_world_size=int(environ.get("LOCAL_WORLD_SIZE", str(world_size))),
+            restart_count=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            launched="WORLD_SIZE" in environ,
+        )
+
+
+def _launcher_store(environ: Mapping[str, str]):  # type: ignore[no-untyped-def]
+    """A connection to the launcher's store; None in a single process or where the launcher has none."""
+    if int(environ.get("WORLD_SIZE", "1")) == 1 or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    from torch.distributed import TCPStore
+
+    return TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=_STORE_TIMEOUT)
+
+
+def first_to_say(text: str) -> bool:
+    """Whether no other process of this launch has said `text` before; true where that cannot be known."""
+    try:
+        store = _launcher_store(os.environ)
+        if store is None:
+            return True
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return store.add(f"llm_fp8/said/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{digest}", 1) == 1
+    except RuntimeError:  # torch.distributed.DistError among them: the launcher is gone
+        return True
+
+
+def agree_on(name: str, value: str) -> str:
+    """The value that the first process to get here gave for `name`; the same for every process and restart of a launch."""
+    store = _launcher_store(os.environ)
+    return value if store is None else store.compare_set(f"llm_fp8/agreed/{name}", "", value).decode()
