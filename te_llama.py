@@ -199,44 +199,84 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 
 
-class WeightFiller:
-    """Fills TE parameters from Hugging Face tensors that arrive one by one, in any order, with no second copy in memory.
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows of a parameter that is split along dim 0: `data` [n, ...] holds its rows `start` to `start + n`; n may be 0."""
 
-    Use: `fill(name, tensor)` for each tensor of each file, then `finish()`. Each Hugging Face tensor must come exactly once.
+    data: Tensor
+    start: int
+
+
+class PartFiller:
+    """Fills parameters from the Hugging Face tensors they are made of, which arrive one by one, in any order, with no second copy in memory.
+
+    Use: `fill_rows` (or `fill`, with the whole tensor) for each tensor of each file, then `finish()`. Each Hugging Face tensor must come
+    exactly once.
     Raises `UnsupportedArchitecture` that names the tensor on anything unexpected, doubled, missing or of another shape.
+
+    Args:
+        entries: parameter name -> its parts, as `parameter_map` gives them.
+        blocks: parameter name -> the rows to fill.
     """
 
-    def __init__(self, spec: DecoderSpec, te_parameters: Mapping[str, Tensor]) -> None:
-        entries = parameter_map(spec)
-        if entries.keys() != te_parameters.keys():
-            raise UnsupportedArchitecture(f"parameter map and model differ in {_listed(entries.keys() ^ te_parameters.keys())}")
-        self._targets = {part.hf_name: (te_parameters[te_name], part) for te_name, parts in entries.items() for part in parts}
+    def __init__(self, entries: Mapping[str, tuple[Part, ...]], blocks: Mapping[str, RowBlock]) -> None:
+        if entries.keys() != blocks.keys():
+            raise UnsupportedArchitecture(f"parameter map and model differ in {_listed(entries.keys() ^ blocks.keys())}")
+        self._targets = {part.hf_name: (blocks[name], part) for name, parts in entries.items() for part in parts}
         self._missing = set(self._targets)
-        self._tied = spec.tied_embeddings
+
+    def resolve(self, hf_name: str) -> str | None:
+        """The name under which the map knows a tensor of a checkpoint; None for one to pass over."""
+        return hf_name
 
     def fill(self, hf_name: str, tensor: Tensor) -> None:
-        """Copy one Hugging Face tensor to its place, cast to the parameter's dtype."""
-        if hf_name == "lm_head.weight" and self._tied:
-            return  # Some checkpoints store the tied matrix a second time.
-        if hf_name.endswith("rotary_emb.inv_freq"):
-            return  # Llama 2 checkpoints carry this buffer; the frequencies come from the config.
-        if hf_name not in self._targets:
+        """`fill_rows` from a whole tensor."""
+        self.fill_rows(hf_name, tuple(tensor.shape), tensor)
+
+    def fill_rows(self, hf_name: str, shape: tuple[int, ...], rows: Any) -> None:
+        """Copy what is wanted of one Hugging Face tensor to its place, cast to the parameter's dtype.
+
+        `rows[a:b]` gives rows a to b of dim 0: the tensor itself, or a slice of a safetensors file, of which nothing else is then read.
+        """
+        known_name = self.resolve(hf_name)
+        if known_name is None:
+            return
+        if known_name not in self._targets:
             raise UnsupportedArchitecture(f"the checkpoint holds '{hf_name}', which this architecture does not have")
-        if hf_name not in self._missing:
+        if known_name not in self._missing:
             raise UnsupportedArchitecture(f"the checkpoint holds '{hf_name}' twice")
-        target, part = self._targets[hf_name]
-        if tuple(tensor.shape) != part.shape:
+        block, part = self._targets[known_name]
+        if shape != part.shape:
             raise UnsupportedArchitecture(
-                f"'{hf_name}' has shape {list(tensor.shape)} in the checkpoint and {list(part.shape)} in the config"
+                f"'{hf_name}' has shape {list(shape)} in the checkpoint and {list(part.shape)} in the config"
             )
-        with torch.no_grad():
-            target[part.start : part.stop].copy_(tensor)
-        self._missing.discard(hf_name)
+        first, last = max(part.start, block.start), min(part.stop, block.start + len(block.data))
+        if first < last:
+            with torch.no_grad():
+                block.data[first - block.start : last - block.start].copy_(rows[first - part.start : last - part.start])
+        self._missing.discard(known_name)
 
     def finish(self) -> None:
         """Raise unless every parameter was filled."""
         if self._missing:
             raise UnsupportedArchitecture(f"the checkpoint lacks {_listed(self._missing)}")
+
+
+class WeightFiller(PartFiller):
+    """A `PartFiller` of TE parameters, whole (tensors) or in part (`RowBlock`s)."""
+
+    def __init__(self, spec: DecoderSpec, te_parameters: Mapping[str, Tensor | RowBlock]) -> None:
+        blocks = {name: value if isinstance(value, RowBlock) else RowBlock(value, 0) for name, value in te_parameters.items()}
+        super().__init__(parameter_map(spec), blocks)
+        self._tied = spec.tied_embeddings
+
+    def resolve(self, hf_name: str) -> str | None:
+        """See `PartFiller.resolve`."""
+        if hf_name == "lm_head.weight" and self._tied:
+            return None  # Some checkpoints store the tied matrix a second time.
+        if hf_name.endswith("rotary_emb.inv_freq"):
+            return None  # Llama 2 checkpoints carry this buffer; the frequencies come from the config.
+        return hf_name
 
 
 def hf_state_dict(spec: DecoderSpec, te_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -306,7 +346,8 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         self.num_key_value_groups = spec.num_heads // spec.num_kv_heads
         self.is_causal = True
         self.softmax_scale = softmax_scale
-        shared: dict[str, Any] = {"params_dtype": dtype, "device": device}
+        # By name: TE compares it with "meta", which a torch.device never equals, to leave parameters without memory.
+        shared: dict[str, Any] = {"params_dtype": dtype, "device": str(device)}
         self.qkv = te.LayerNormLinear(
             spec.hidden_size,
             spec.q_size + 2 * spec.kv_size,
@@ -433,9 +474,12 @@ def _te_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return type(base.__name__, (base,), {"__doc__": base.__doc__, "__module__": __name__, "save_pretrained": save_pretrained})
 
 
-def build_te_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+def build_te_model(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str, *, table_device: torch.device | str | None = None
+) -> PreTrainedModel:
     """A Hugging Face causal LM with TE decoder layers, parameters of `dtype` allocated on `device` and not yet filled.
 
+    With `device` "meta" the parameters have no memory; `table_device` (default: `device`) is then where the rotary table is.
     Fill them with `WeightFiller` or `initialize_weights_`. Raises `UnsupportedArchitecture`.
     """
     import transformer_engine.pytorch as te
@@ -450,7 +494,7 @@ def build_te_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.d
         model.model.rotary_emb = nn.Identity()
     model.to_empty(device=device)
     model.tie_weights()
-    rotary = RotaryTable(config, hf_rotary_class, device)
+    rotary = RotaryTable(config, hf_rotary_class, torch.device(table_device or device))
     if rotary.attention_scaling != 1.0 and rotary.angles.shape[-1] != spec.head_dim:
         raise UnsupportedArchitecture("rope_parameters combine an attention factor with a partial rotary dimension")
     softmax_scale = rotary.attention_scaling**2 / math.sqrt(spec.head_dim)
@@ -466,15 +510,19 @@ def build_te_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.d
 
 def initialize_weights_(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Random weights as Hugging Face initialises these families: normal(0, initializer_range), norms one, biases zero."""
-    std = model.config.initializer_range
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif parameter.ndim == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(0.0, std, generator=generator)
+    for name, parameter in model.named_parameters():
+        random_(parameter, name, model.config.initializer_range, generator)
+
+
+@torch.no_grad()
+def random_(parameter: Tensor, name: str, std: float, generator: torch.Generator) -> None:
+    """One whole parameter of `initialize_weights_`; `std` is the standard deviation of a matrix."""
+    if name.endswith("bias"):
+        parameter.zero_()
+    elif parameter.ndim == 1:
+        parameter.fill_(1.0)
+    else:
+        parameter.normal_(0.0, std, generator=generator)
 
 
 def te_parameters(model: PreTrainedModel) -> dict[str, Tensor]:

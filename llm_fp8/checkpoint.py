@@ -29,6 +29,7 @@ import os
 import random
 import shutil
 import struct
+import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -43,6 +44,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from llm_fp8.errors import UserError
 
@@ -68,23 +70,16 @@ class CheckpointManager:
         output_dir: folder of the run; checkpoints go to its subfolder `checkpoints`.
         limit: checkpoints kept, at least 1.
         is_main: whether this process is the one (of all ranks) that renames, points and deletes.
-        barrier: waits for all ranks; does nothing in a run of one process.
 
     One process (group) at a time may write to an `output_dir`; any number may read.
     """
 
-    def __init__(
-        self,
-        output_dir: str | os.PathLike[str],
-        limit: int,
-        *,
-        is_main: bool = True,
-        barrier: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, output_dir: str | os.PathLike[str], limit: int, *, is_main: bool = True) -> None:
         self.folder = Path(output_dir) / "checkpoints"
         self.limit = limit
         self.is_main = is_main
-        self.barrier = barrier
+        self._background: BackgroundSave | None = None
+        self._background_group: Any = None
 
     def clean_up(self) -> None:
         """Remove what a killed save or deletion left behind. Call it at the start of a run; `save` does so too."""
@@ -116,10 +111,33 @@ class CheckpointManager:
         Raises:
             UserError: the disk has no room. The checkpoints that were there stay, nothing half-written does.
         """
+        self.finish()
+        return self._save(step, tensors, meta, group=None)
+
+    def save_in_background(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
+        """As `save`, but return once the tensors are copied to the host's memory; a thread writes the copies.
+
+        An earlier save is waited for first. Errors of the writing are raised by the next call of `save_in_background` or `finish`.
+        """
+        self.finish()
+        if self._background_group is None and dist.is_initialized():
+            self._background_group = dist.new_group(backend="gloo")  # the thread's collectives must not meet training's
+        copies = {name: _host_copy(tensor) for name, tensor in tensors.items()}
+        meta = json.loads(json.dumps(meta))  # a copy too
+        self._background = BackgroundSave(lambda: self._save(step, copies, meta, self._background_group))
+        return self.folder / f"{_STEP_PREFIX}{step:08d}"
+
+    def finish(self) -> None:
+        """Wait for a save in the background, if there is one; raises what it raised."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.wait()
+
+    def _save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], group: Any) -> Path:
         final = self.folder / f"{_STEP_PREFIX}{step:08d}"
         needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) + _FREE_SPACE_MARGIN_BYTES
         try:
-            self._write(final, needed_bytes, tensors, {**meta, "step": step})
+            self._write(final, needed_bytes, tensors, {**meta, "step": step}, group)
         except BaseException as error:
             if self.is_main:
                 self.clean_up()
@@ -129,23 +147,42 @@ class CheckpointManager:
             raise explained from error
         return final
 
-    def _write(self, final: Path, needed_bytes: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    def _write(self, final: Path, needed_bytes: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], group: Any) -> None:
         temporary = self.folder / f"{_TEMPORARY_PREFIX}{final.name}"
-        if self.is_main:
+
+        def prepare() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.clean_up()
             if shutil.disk_usage(self.folder).free < needed_bytes:
                 raise OSError(errno.ENOSPC, "less free space than the checkpoint needs")
             temporary.mkdir()
-        self.barrier()
-        metadata = _dcp_save(tensors, temporary)
-        if self.is_main:
+
+        def complete() -> None:
             _write_json(temporary / _META, meta)
             _write_json(temporary / _MANIFEST, _build_manifest(temporary, metadata))
             _sync_folder(temporary)
             self._publish(temporary, final)
             self._prune(keep=final)
-        self.barrier()
+
+        self._on_main(prepare, final, group)
+        metadata = _dcp_save(tensors, temporary, group)
+        self._on_main(complete, final, group)
+
+    def _on_main(self, work: Callable[[], None], final: Path, group: Any) -> None:
+        """Let the main process do `work` while the others wait; its failure is raised on all ranks."""
+        failure: BaseException | None = None
+        if self.is_main:
+            try:
+                work()
+            except BaseException as error:  # raised below, once the others know
+                failure = error
+        failed = torch.tensor([failure is not None], dtype=torch.int32)
+        if dist.is_initialized():
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+        if failure is not None:
+            raise failure
+        if failed.item():
+            raise UserError(f"The checkpoint {final} could not be written: see the main process's message.")
 
     def _explained(self, error: BaseException, final: Path, needed_bytes: int) -> BaseException:
         """The error to raise for a failed save: a sentence where the disk was full, Ctrl-C as itself, else the error."""
@@ -251,6 +288,11 @@ class CheckpointManager:
         return _read_json(folder / _META)
 
 
+def has_checkpoint(output_dir: str | os.PathLike[str]) -> bool:
+    """Whether a run left a complete checkpoint in its folder."""
+    return bool(CheckpointManager(output_dir, limit=1)._newest_first())
+
+
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
     """meta.json of a complete checkpoint: step and the caller's entries. Cheap; needs no model.
 
@@ -260,6 +302,11 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
     folder = Path(path)
     _verify(folder)
     return _read_json(folder / _META)
+
+
+def saved_names(path: str | os.PathLike[str]) -> list[str]:
+    """The names of the tensors in a complete checkpoint; `UserError` where it is not one."""
+    return list(_verify(Path(path))["tensors"])
 
 
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], may_differ: Collection[str] = ()) -> list[str]:
@@ -289,11 +336,44 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
     return repr(values[key]) if key in values else "absent"
 
 
-def _dcp_save(tensors: Mapping[str, Tensor], folder: Path) -> Metadata:
+class BackgroundSave:
+    """A function that runs in a thread of its own; what it raises is raised by `wait`."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # raised again by `wait`
+            self._failure = error
+
+    def wait(self) -> None:
+        """Wait for the end."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, sharded as `tensor` is."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.to("cpu", copy=True)
+    local = tensor.to_local().to("cpu", copy=True)
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _dcp_save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> Metadata:
     """Write this rank's part of the tensors; returns the index of all ranks' tensors."""
     writer = dcp.FileSystemWriter(folder, thread_count=1, sync_files=True)  # one thread: see the module's docstring
     with _without_single_process_warning():
-        return dcp.save(_detached(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
+        return dcp.save(_detached(tensors), storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
 
 
 def _dcp_load(tensors: Mapping[str, Tensor], folder: Path) -> None:

@@ -23,6 +23,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from llm_fp8.errors import EXIT_USER_ERROR, UserError
+from llm_fp8.ranks import first_to_say
 
 EMBEDDED = "embedded"
 """Name of the model and of the dataset that the repository carries."""
@@ -54,6 +55,9 @@ class ModelConfig:
     weights_cache_dir: str | None = option(None, "Folder in which downloaded weights are kept (default: the Hugging Face cache).")
     gradient_checkpointing: bool = option(
         False, "Recompute each decoder layer in the backward pass: less memory, about a third more compute."
+    )
+    gradient_checkpointing_every: int = option(
+        1, "With --gradient_checkpointing: recompute one decoder layer in so many (1: all of them)."
     )
     parity_check: bool | None = option(
         None,
@@ -303,7 +307,8 @@ class _Parser(HfArgumentParser):
         self.add_argument(f"--no_{name}", dest=name, action="store_false")
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, f"error: {message}; '{self.prog} --help' lists the options.\n")
+        text = f"error: {message}; '{self.prog} --help' lists the options.\n"
+        self.exit(EXIT_USER_ERROR, text if first_to_say(text) else None)
 
 
 def _yaml_arguments(path: str, sections: dict[str, type]) -> list[str]:
@@ -377,6 +382,7 @@ def check_config(config: Config) -> None:
         "num_of_samples": config.data.num_of_samples,
         "max_steps": config.optim.max_steps,
         "eval_batches": config.run.eval_batches,
+        "gradient_checkpointing_every": config.model.gradient_checkpointing_every,
         "context_parallel_size": config.parallel.context_parallel_size,
         "hybrid_shard_size": config.parallel.hybrid_shard_size,
     }
@@ -395,6 +401,10 @@ def check_config(config: Config) -> None:
     }
     for name, number in non_negative.items():
         _require(0 <= number < math.inf, f"--{name} must be a finite number that is not negative, and is {number}.")
+    _require(
+        config.model.gradient_checkpointing or config.model.gradient_checkpointing_every == 1,
+        f"--gradient_checkpointing_every {config.model.gradient_checkpointing_every} has no effect without --gradient_checkpointing; add it.",
+    )
     epsilon = config.optim.adam_epsilon
     _require(0 < epsilon < math.inf, f"--adam_epsilon must be above 0, and is {epsilon}.")
     _require(0 <= config.optim.seed < 2**32, f"--seed must be from 0 to 2**32 - 1, and is {config.optim.seed}.")

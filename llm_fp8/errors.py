@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from llm_fp8.ranks import first_to_say
+
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 """What a shell reports for a program that SIGINT ended."""
@@ -19,11 +21,15 @@ class UserError(Exception):
 
 
 def run_script(main: Callable[[], int]) -> None:
-    """Run `main` and exit with its code, with code 2 and one sentence on a `UserError`, or with 130 on Ctrl-C."""
+    """Run `main` and exit with its code, with code 2 and one sentence on a `UserError`, or with 130 on Ctrl-C.
+
+    Of the processes of one launch that make the same mistake, one says it.
+    """
     try:
         code = main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if first_to_say(str(error)):
+            print(f"error: {error}", file=sys.stderr, flush=True)
         code = EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -1,24 +1,33 @@
-"""What `accelerate launch` asked for, read once from its environment variables and merged with our own flags.
+"""What the launcher put in the environment: how this process was started, and what `accelerate launch` asked for.
 
-`accelerate launch --config_file x.yaml train_fp8.py` turns the file's `mixed_precision` and `fp8_config` into variables. They
-become the same settings as our flags here, and are then removed: with `ACCELERATE_FP8_BACKEND` left in place, Accelerate
-itself would convert the model, in a bf16 run too. What train_fp8.py does not do (torch.compile,
-several processes, FSDP, DeepSpeed) is refused. A flag that contradicts the file is an error, with one exception: the launcher sets
-`ACCELERATE_MIXED_PRECISION=no` also when nobody asked for a precision, so `no` counts as nothing said.
+`accelerate launch --config_file x.yaml script.py` turns the file into variables. They become the same settings as our flags here, and are
+then removed: with `ACCELERATE_FP8_BACKEND` left in place Accelerate itself would convert the model, in a bf16 run too, and with
+`ACCELERATE_USE_FSDP` it would shard it. `llm_fp8.launch_sharding` reads what concerns sharding.
+
+A flag that contradicts the file is an error. What the launcher sets when nobody asked for anything counts as nothing said: precision
+`no`, and plain MULTI_GPU, which means `--sharding_mode ddp` only where that flag is not given.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from llm_fp8.config import PrecisionConfig
+from llm_fp8.config import SECTIONS, Config
 from llm_fp8.errors import UserError
+from llm_fp8.launch_sharding import is_on, take_sharding_settings, whole_number
 
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
 _FP8 = "ACCELERATE_FP8_"
-_TRUE = ("1", "true", "yes", "on")
+_DYNAMO = "ACCELERATE_DYNAMO_"
+_TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_LAUNCHER_FP8_FORMAT = "HYBRID"
+"""What the launcher exports when the file says nothing of it; so too the defaults of delayed scaling below, ours beside them."""
+_DELAYED_DEFAULTS = {"amax_history_len": (1024,), "amax_compute_algo": ("most_recent", "max"), "fp8_margin": (0,)}
+
+Section = TypeVar("Section")
 
 
 def require_single_process(environ: Mapping[str, str]) -> None:
@@ -26,27 +35,75 @@ def require_single_process(environ: Mapping[str, str]) -> None:
     num_processes = int(environ.get("WORLD_SIZE", "1"))
     if num_processes > 1:
         raise UserError(
-            f"train_fp8.py trains in one process, and the launcher started {num_processes}; start it with python, or with --num_processes 1."
+            f"train_fp8.py trains in one process, and the launcher started {num_processes}; start train_multi_gpu.py in the same way, or train_fp8.py "
+            "with python or --num_processes 1."
         )
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        if environ.get(f"ACCELERATE_USE_{name}", "false").lower() in _TRUE:
+        if is_on(environ.get(f"ACCELERATE_USE_{name}", "false"), f"use_{name.lower()}"):
             raise UserError(
-                f"accelerate's launch configuration asks for {name}, and train_fp8.py trains on one device; take it out of the configuration."
+                f"accelerate's launch configuration asks for {name}, and train_fp8.py trains on one device; take it out of the configuration, "
+                "or start train_multi_gpu.py."
             )
 
 
+def require_launched(environ: Mapping[str, str]) -> None:
+    """Raise `UserError` where no launcher started this process of train_multi_gpu.py, or one that left out what torchrun says."""
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in environ]
+    if not missing:
+        return
+    command = "torchrun --nproc_per_node=NUMBER_OF_GPUS train_multi_gpu.py ..."
+    if "WORLD_SIZE" in missing:
+        raise UserError(
+            f"train_multi_gpu.py runs in several processes, which a launcher starts: {command} (for one process: train_fp8.py)."
+        )
+    raise UserError(
+        f"WORLD_SIZE is set in the environment, but {', '.join(missing)}, which a launcher sets with it, is not; unset it and let the launcher set "
+        f"all of them: {command}"
+    )
+
+
+def apply_launch_settings(config: Config, environ: MutableMapping[str, str]) -> Config:
+    """`config` completed by what `accelerate launch` asked for, whose variables are removed from `environ`.
+
+    Without `accelerate launch` this is `config` itself. The result is to be checked anew (`check_config`). Raises `UserError` for what
+    cannot be honoured and for a flag that contradicts the launch configuration.
+    """
+    is_multi_gpu = f"{_DYNAMO}BACKEND" in environ and int(environ.get("WORLD_SIZE", "1")) > 1
+    settings = {**take_sharding_settings(environ), **take_launch_settings(environ)}
+    if is_multi_gpu and "sharding_mode" not in settings and config.parallel.sharding_mode == "auto":
+        settings["sharding_mode"] = "ddp"
+    if config.precision.fp8_scenario not in ("default", "delayed"):
+        settings = _without_delayed_defaults(settings)
+    sections = {}
+    for name, section in SECTIONS.items():
+        own = {field.name: settings[field.name] for field in dataclasses.fields(section) if field.name in settings}
+        if own:
+            sections[name] = merge_launch_settings(getattr(config, name), own)
+    return dataclasses.replace(config, **sections) if sections else config
+
+
+def _without_delayed_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """`settings` without the defaults of delayed scaling, which mean nothing where a flag chose another recipe."""
+    kept = {name: value for name, value in settings.items() if value not in _DELAYED_DEFAULTS.get(name, ())}
+    if kept.get("fp8_format") == _LAUNCHER_FP8_FORMAT:
+        del kept["fp8_format"]
+    return kept
+
+
 def take_launch_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
-    """Remove Accelerate's precision variables from `environ` and return them as fields of `PrecisionConfig`.
+    """Remove Accelerate's variables about precision and torch.compile from `environ` and return them as fields of `PrecisionConfig`.
 
     Empty where nothing was asked for. Raises `UserError` on a backend or value that cannot be honoured.
     """
-    if environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
-        raise UserError(
-            f"accelerate's launch configuration asks for torch.compile (dynamo backend {environ['ACCELERATE_DYNAMO_BACKEND']}), which these "
-            "scripts do not use; remove dynamo_config."
-        )
+    dynamo = {name: environ.pop(name) for name in sorted(environ) if name.startswith(_DYNAMO)}
     precision = environ.pop(_PRECISION, "no").lower()
     fp8 = {key.removeprefix(_FP8): environ.pop(key) for key in sorted(environ) if key.startswith(_FP8)}
+    backend = dynamo.get(f"{_DYNAMO}BACKEND", "no")
+    if backend.lower() != "no":
+        raise UserError(
+            f"accelerate's launch configuration asks for torch.compile (dynamo backend {backend}), which these scripts do not use; remove "
+            "dynamo_config."
+        )
     if precision == "no":
         return {}
     if precision != "fp8":
@@ -56,19 +113,19 @@ def take_launch_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
         raise UserError(
             f"accelerate's fp8_config asks for backend {backend}, and these scripts train fp8 with backend TE; set 'backend: TE'."
         )
-    if any(fp8.get(f"OVERRIDE_{gemm}", "false").lower() in _TRUE for gemm in ("FPROP", "DGRAD", "WGRAD")):
+    if any(is_on(fp8.get(f"OVERRIDE_{gemm}", "false"), "override_linear_precision") for gemm in ("FPROP", "DGRAD", "WGRAD")):
         raise UserError(
             "accelerate's fp8_config sets override_linear_precision, which Transformer Engine no longer has; set it to "
             "[false, false, false], or keep layers in bf16 with --fp8_first_bf16_layers and --fp8_last_bf16_layers."
         )
     settings: dict[str, Any] = {"mixed_precision": "fp8"}
-    if fp8.get("USE_MXFP8_BLOCK_SCALING", "false").lower() in _TRUE:
+    if is_on(fp8.get("USE_MXFP8_BLOCK_SCALING", "false"), "use_mxfp8_block_scaling"):
         settings["fp8_scenario"] = "mxfp8"
     readers: dict[str, tuple[str, Callable[[str], Any]]] = {
         "FORMAT": ("fp8_format", str.upper),
-        "AMAX_HISTORY_LEN": ("amax_history_len", int),
+        "AMAX_HISTORY_LEN": ("amax_history_len", lambda value: whole_number(value, "amax_history_len")),
         "AMAX_COMPUTE_ALGO": ("amax_compute_algo", str.lower),
-        "MARGIN": ("fp8_margin", int),
+        "MARGIN": ("fp8_margin", lambda value: whole_number(value, "margin")),
     }
     for key, (name, read) in readers.items():
         # With MXFP8 the launcher still exports its defaults for delayed scaling, which mean nothing there.
@@ -77,13 +134,30 @@ def take_launch_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
     return settings
 
 
-def merge_launch_settings(flags: PrecisionConfig, launch: dict[str, Any]) -> PrecisionConfig:
-    """`flags` completed by what the launcher asked for; raises `UserError` where the two differ."""
-    unset = PrecisionConfig()
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """The values that a field of this type can have, where they are listed; else empty."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return tuple(choice for member in get_args(hint) for choice in _choices(member)) if get_origin(hint) is not None else ()
+
+
+def merge_launch_settings(flags: Section, launch: dict[str, Any]) -> Section:
+    """A section of the options, completed by what the launcher asked for in it.
+
+    A flag that has its default's value cannot be told from one that is not given. Raises `UserError` where a flag and the launcher differ,
+    and for a value that the option does not have.
+    """
+    unset: Any = type(flags)()
+    hints = get_type_hints(type(flags))
     for name, asked in launch.items():
+        choices = _choices(hints[name])
+        if choices and asked not in choices:
+            raise UserError(
+                f"accelerate's launch configuration asks for {name} {asked}, and --{name} knows {', '.join(choices)} only."
+            )
         flag = getattr(flags, name)
         if flag != getattr(unset, name) and flag != asked:
             raise UserError(
                 f"--{name} {flag} contradicts accelerate's launch configuration, which asks for {asked}; drop the flag or change the file."
             )
-    return dataclasses.replace(flags, **launch)
+    return dataclasses.replace(flags, **launch)  # type: ignore[type-var]

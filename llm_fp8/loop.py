@@ -5,8 +5,8 @@ supervised tokens of all of them. With L_m the summed cross entropy of a micro-b
 
     loss = (1 / C) * sum over ranks and m of L_m        gradient = d loss / d weights
 
-so the loss is the mean over real, supervised tokens however the batch is cut. Data-parallel wrappers average gradients over ranks,
-which the factor R in front of the backward pass undoes.
+so the loss is the mean over real, supervised tokens however the batch is cut. Whatever a way of sharding divides gradients by, its
+engine (llm_fp8.parallel) undoes.
 
 Numbers stay on the device. Every `log_every` steps (and before anything is saved or evaluated) they are read at once; that read is also
 where a loss or norm that is not finite ends the run, before it can reach a checkpoint.
@@ -14,7 +14,6 @@ where a loss or norm that is not finite ends the run, before it can reach a chec
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -33,7 +32,8 @@ from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
 from llm_fp8.errors import UserError
 from llm_fp8.metrics import DecoderSize, PeakTflops, StepTokens, memory_metrics, speed_metrics
-from llm_fp8.optim import clip_and_step
+from llm_fp8.parallel.engine import Engine
+from llm_fp8.parallel.profile import StepProfile, profiled
 from llm_fp8.precision import Precision
 from llm_fp8.report import RunReporter
 
@@ -47,6 +47,9 @@ class Hooks(Protocol):
 
     def after_first_step(self) -> None:
         """Called once, when the first step of this process is submitted: what runs is known by then, its numbers are not."""
+
+    def after_profiled_step(self, profile: StepProfile) -> None:
+        """Called after the step that `LoopOptions.profile_step` names; on every rank."""
 
     def evaluate(self, step: int) -> None:
         """Evaluate and report; all numbers so far are read and finite."""
@@ -99,6 +102,9 @@ class LoopOptions:
     log_every: int
     eval_every: int
     save_every: int
+    empty_cache_every: int = 0
+    profile_step: int = 0
+    """The step whose kernels are recorded, 0 for none."""
 
 
 @dataclass
@@ -106,6 +112,7 @@ class Trainer:
     """Takes optimizer steps and keeps count. `step` and `tokens_seen` are set by whoever resumes a run."""
 
     accelerator: Accelerator
+    engine: Engine
     model: nn.Module
     precision: Precision
     optimizer: Optimizer
@@ -134,7 +141,14 @@ class Trainer:
         first = self.step + 1
         stamp = self._clock.stamp()
         for batches in self.loader:
-            stamp = self._take_step(batches, stamp)
+            if self.step + 1 == options.profile_step:
+                with profiled(self.accelerator) as profile:
+                    stamp = self._take_step(batches, stamp)
+                hooks.after_profiled_step(profile)
+            else:
+                stamp = self._take_step(batches, stamp)
+            if self._due(options.empty_cache_every) and self.accelerator.device.type == "cuda":
+                torch.cuda.empty_cache()
             if self.step == first:
                 hooks.after_first_step()
             stopping = stop_requested()
@@ -159,23 +173,21 @@ class Trainer:
 
     def _take_step(self, batches: list[Batch], start: Any) -> Any:
         """One optimizer step on this rank's micro-batches; returns the stamp of its end."""
-        accelerator, device = self.accelerator, self.accelerator.device
+        accelerator, device, engine = self.accelerator, self.accelerator.device, self.engine
         tokens = self._count_tokens(batches)
         num_supervised = tokens[2].clamp(min=1)
         loss_sum = torch.zeros((), device=device)
+        # The weight casts of the first micro-batch serve the others; with a single one there are no others.
+        caches_casts = engine.caches_weight_casts and len(batches) > 1
         for number, batch in enumerate(batches, start=1):
-            # Gradients are exchanged once, in the last backward pass.
-            with contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(self.model):
-                # The weight casts of the first micro-batch serve the others; with a single one there are no others.
-                with self.precision.context(first_microbatch=number == 1 if len(batches) > 1 else None):
+            with engine.micro_batch(self.model, last=number == len(batches)):
+                with self.precision.context(first_microbatch=number == 1 if caches_casts else None):
                     loss = self.model(batch.to(device)) / num_supervised
-                accelerator.backward(loss * accelerator.num_processes)
+                engine.backward(loss)
             loss_sum += loss.detach()
-        accelerator.unscale_gradients()  # fp16 only
         learning_rate = float(self.scheduler.get_last_lr()[0])
-        grad_norm = clip_and_step(self.optimizer, self._parameters, self.options.max_grad_norm)
+        grad_norm = engine.step(self.optimizer, self._parameters, self.options.max_grad_norm)
         self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         end = self._clock.stamp()
         self._pending.append(
@@ -209,7 +221,7 @@ class Trainer:
         losses = torch.stack([p.loss for p in pending]).tolist()
         grad_norms = torch.stack([p.grad_norm for p in pending]).tolist()
         counts = torch.stack([p.tokens for p in pending]).tolist()
-        memory = memory_metrics(self.accelerator.device)
+        memory = self._memory()
         fp8 = self.precision.plan.recipe is not None
         records = []
         for taken, loss, grad_norm, count in zip(pending, losses, grad_norms, counts, strict=True):
@@ -231,6 +243,14 @@ class Trainer:
                 }
             )
         self.reporter.steps(records)
+
+    def _memory(self) -> dict[str, float]:
+        """Peak memory of this rank and, where there are several, of the one that needs most; collective."""
+        memory = memory_metrics(self.accelerator.device)
+        if memory and self.accelerator.num_processes > 1:
+            peaks = self.accelerator.gather(torch.tensor([memory["peak_memory_gib"]], device=self.accelerator.device))
+            memory["peak_memory_gib_max_rank"] = float(peaks.max())
+        return memory
 
     def require_finite_weights(self) -> None:
         """Raise `NonFiniteLoss` where the update after the last finite loss left weights that are not finite; collective."""

@@ -61,6 +61,11 @@ METRICS: dict[str, Metric] = {
     "peak_reserved_memory_gib": Metric(
         "GiB", "Most memory that PyTorch's allocator took from the first GPU since the run began."
     ),
+    "peak_memory_gib_max_rank": Metric("GiB", "The same on the rank that needs most; runs of several processes."),
+    "communication_share": Metric(
+        "share", "Share of one profiled step's time in which the first GPU ran communication kernels; runs on several GPUs."
+    ),
+    "exposed_communication_share": Metric("share", "The part of it in which the GPU ran nothing else."),
     "eval_loss": Metric("nats/token", "Cross entropy averaged over the supervised tokens of the held-out set."),
     "eval_perplexity": Metric("-", "exp(eval_loss)."),
     "eval_exact_match": Metric("share", "Held-out problems whose generated answer equals the expected one."),

@@ -10,7 +10,6 @@ architecture is bundled (`llm_fp8/architectures`) needs no hub. Two builds:
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
@@ -315,15 +313,3 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     if not isinstance(layers, nn.ModuleList):
         raise UserError(f"{type(model).__name__} has no list of decoder layers that these scripts know.")
     return layers
-
-
-def enable_gradient_checkpointing(model: PreTrainedModel, fp8: bool) -> None:
-    """Recompute every decoder layer in the backward pass.
-
-    TE's checkpoint restores the fp8 context and the scales of the forward pass for the recomputation; torch's would recompute in bf16.
-    """
-    function: Callable = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-    if fp8 or any(isinstance(layer, te_llama.TEDecoderLayer) for layer in decoder_layers(model)):
-        function = require_te("--gradient_checkpointing").checkpoint
-    # The public method takes no function and has changed its name between versions of transformers.
-    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)

@@ -13,24 +13,31 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from llm_fp8.checkpoint import LATEST
+from llm_fp8.checkpoint import LATEST, has_checkpoint
 from llm_fp8.config import Config
 from llm_fp8.errors import UserError
 from llm_fp8.metrics import GIB
+from llm_fp8.ranks import LaunchRanks, agree_on
 
 
-def with_output_dir(config: Config) -> Config:
-    """`config` with the output folder chosen where none was given; `UserError` where it cannot be written or holds another run."""
+def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
+    """`config` with the output folder chosen where none was given, the same on every rank.
+
+    Processes that a launcher starts anew after a failure continue from the newest checkpoint, or begin again where there is none.
+    Raises `UserError` where the folder cannot be written or holds another run.
+    """
     if config.run.output_dir is None:
         model = re.sub(r"[^A-Za-z0-9.]+", "-", config.model.model_name).strip("-")
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.precision.mixed_precision or 'auto'}"
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(Path("runs") / name)))
+        config = _with_run(config, output_dir=agree_on("output_dir", str(Path("runs") / name)))
     folder = Path(str(config.run.output_dir))
     existing = existing_part(folder)
     if not existing.is_dir():
         raise UserError(f"--output_dir {folder}: {existing} is a file; give a folder.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"--output_dir {folder}: {existing} is not writable for this user; choose another folder.")
+    if ranks.restart_count > 0:
+        return _with_run(config, resume_from=LATEST if has_checkpoint(folder) else config.run.resume_from)
     resume_from = config.run.resume_from
     continues_it = resume_from == LATEST or (resume_from is not None and folder.resolve() in Path(resume_from).resolve().parents)
     if (folder / "run.json").exists() and not continues_it:
@@ -38,6 +45,10 @@ def with_output_dir(config: Config) -> Config:
             f"--output_dir {folder} holds another run; choose another folder, remove this one, or continue it with --resume_from latest."
         )
     return config
+
+
+def _with_run(config: Config, **changes: str | None) -> Config:
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, **changes))  # type: ignore[arg-type]
 
 
 def existing_part(folder: Path) -> Path:

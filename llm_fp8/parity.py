@@ -15,11 +15,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import te_llama
@@ -76,21 +79,34 @@ def first_row(batch: Batch, max_seq_length: int) -> tuple[Tensor, Tensor, Tensor
     return batch.input_ids[:1, :length], batch.position_ids[:1, :length], cu_seqlens, length
 
 
-def check_parity(model: PreTrainedModel, batch: Batch, max_seq_length: int) -> ParityReport:
-    """Compare every decoder layer; raises `UserError` beyond the limit. Leaves no gradients behind."""
+def check_parity(
+    model: PreTrainedModel,
+    batch: Batch,
+    max_seq_length: int,
+    dtype: torch.dtype,
+    full_tensor: Callable[[Tensor], Tensor] = torch.Tensor.detach,
+) -> ParityReport:
+    """Compare every decoder layer; raises `UserError` beyond the limit. Leaves no gradients behind.
+
+    Args:
+        model: with TE decoder layers.
+        batch: on the device.
+        max_seq_length: tokens of a row.
+        dtype: in which the layers' modules see their weights.
+        full_tensor: gives the whole of a parameter; collective where they are sharded. Whole copies of layers are compared then.
+    """
     input_ids, position_ids, cu_seqlens, length = first_row(batch, max_seq_length)
-    parameters = te_llama.te_parameters(model)
     spec = te_llama.decoder_spec(model.config)
-    dtype = next(model.parameters()).dtype
     dtypes = list(dict.fromkeys((torch.float32, dtype)))
     rotary: Any = model.base_model.rotary_emb
-    hidden = model.get_input_embeddings()(input_ids).detach()
+    hidden = F.embedding(input_ids, full_tensor(model.get_input_embeddings().weight).to(dtype))
     generator = torch.Generator(device=hidden.device).manual_seed(0)
     references: dict[tuple[str, torch.dtype], Any] = {}
     reports = []
-    for layer, te_layer in enumerate(decoder_layers(model)):
+    for layer, own_layer in enumerate(decoder_layers(model)):
+        te_layer = _whole_layer(own_layer, spec, dtype, hidden.device, full_tensor)
         gradient = torch.randn(hidden.shape, generator=generator, device=hidden.device)
-        weights = _layer_weights(spec, parameters, layer)
+        weights = _layer_weights(spec, te_layer, layer)
         results = {}
         for kind in dtypes:
             key = (_layer_type(model.config, layer), kind)
@@ -171,10 +187,24 @@ def _layer_parts(spec: te_llama.DecoderSpec, layer: int) -> dict[str, list[te_ll
     }
 
 
-def _layer_weights(spec: te_llama.DecoderSpec, parameters: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
+def _whole_layer(
+    layer: Any, spec: te_llama.DecoderSpec, dtype: torch.dtype, device: torch.device, full_tensor: Callable[[Tensor], Tensor]
+) -> nn.Module:
+    """The layer itself, or where its weights are sharded a copy that has them whole; collective then."""
+    weights = dict(layer.named_parameters())
+    if not any(isinstance(weight, DTensor) for weight in weights.values()):
+        return layer
+    whole = te_llama.TEDecoderLayer(spec, layer.layer, layer.softmax_scale, dtype, device)
+    with torch.no_grad():
+        for name, target in whole.named_parameters():
+            target.copy_(full_tensor(weights[name]))
+    return whole.train()
+
+
+def _layer_weights(spec: te_llama.DecoderSpec, te_layer: nn.Module, layer: int) -> dict[str, Tensor]:
     """The layer's weights by Hugging Face's names."""
     return {
-        part.hf_name: parameters[f"model.layers.{layer}.{te_name}"][part.start : part.stop].detach()
+        part.hf_name: te_layer.get_parameter(te_name)[part.start : part.stop].detach()
         for te_name, parts in _layer_parts(spec, layer).items()
         for part in parts
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import os
 import sys
@@ -17,8 +18,8 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, set_seed
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, set_seed
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import te_llama
 from llm_fp8.checkpoint import CheckpointManager
@@ -37,9 +38,11 @@ from llm_fp8.metrics import GIB, DecoderSize, device_peak_tflops
 from llm_fp8.models import (
     ModelSource,
     build_model,
+    build_structure,
     check_model,
+    count_parameters,
     decoder_layers,
-    enable_gradient_checkpointing,
+    fill_sharded,
     load_config,
     load_tokenizer,
     require_te_decoder,
@@ -51,17 +54,25 @@ from llm_fp8.optim import (
     build_scheduler,
     effective_warmup_steps,
     parameter_dtype,
-    resolve_optimizer,
 )
 from llm_fp8.output_folder import check_free_space, is_finished, with_output_dir
+from llm_fp8.parallel.build import build_engine
+from llm_fp8.parallel.choice import check_mode, choose_mode
+from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.parity import check_parity
 from llm_fp8.precision import TOKEN_MULTIPLE, Precision, PrecisionPlan, resolve_precision
+from llm_fp8.process_group import is_loss_of_a_peer, start_process_group
 from llm_fp8.provenance import collect_provenance, write_run_json
+from llm_fp8.ranks import LaunchRanks
+from llm_fp8.recompute import enable_gradient_checkpointing
 from llm_fp8.report import RunReporter, accelerator_tracking, check_trackers
 from llm_fp8.run_state import RunState, find_checkpoint, run_fingerprint
 from llm_fp8.signals import GracefulStop
 from llm_fp8.swap import Census, swap_linears, take_census
 from llm_fp8.training_model import TrainingModel
+
+STEPS_BEFORE_PROFILE = 4
+"""Steps of a process before the one that is recorded on several GPUs."""
 
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -70,13 +81,15 @@ def run_training(config: Config) -> int:
     """Train as `config` says; returns the exit code: 0, or the one that stands for the signal that stopped the run."""
     started = time.time()
     quiet_libraries()
+    ranks = LaunchRanks.from_environment(os.environ)
     precision_options = merge_launch_settings(config.precision, take_launch_settings(os.environ))
     config = dataclasses.replace(config, precision=precision_options)
     check_config(config)
     check_trackers(config)
-    config = with_output_dir(config)
+    config = with_output_dir(config, ranks)
+    start_process_group(ranks)
     accelerator = build_accelerator(config)
-    run = Run(config, accelerator)
+    run = Run(config, accelerator, ranks)
     with run.explained_failures():
         return run.execute(started)
 
@@ -100,6 +113,8 @@ def build_accelerator(config: Config) -> Accelerator:
     return Accelerator(
         mixed_precision="fp16" if scales_gradients else "no",
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        # Buffers are tables that no rank changes; the gradients' memory is shared with the buckets that are exchanged.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
         **accelerator_tracking(config),
     )
 
@@ -115,20 +130,20 @@ def first_batch(loader: TrainLoader) -> Batch:
 class Run:
     """The parts of one run and what is done with them, in order."""
 
-    def __init__(self, config: Config, accelerator: Accelerator) -> None:
+    def __init__(self, config: Config, accelerator: Accelerator, ranks: LaunchRanks) -> None:
         self.config = config
         self.accelerator = accelerator
+        self.ranks = ranks
         self.device = accelerator.device
         self.folder = Path(config.run.output_dir or "")
-        self.checkpoints = CheckpointManager(self.folder, config.run.save_total_limit)
+        self.checkpoints = CheckpointManager(self.folder, config.run.save_total_limit, is_main=accelerator.is_main_process)
         if config.model.use_te:
             require_te_decoder(self.device)
         self.plan: PrecisionPlan = resolve_precision(config.precision, self.device)
         self._check_token_multiple()
         self.attention_backend: str | None = None
+        self.recorded: StepProfile | None = None
         self.resident_gib = 0.0
-        self.optimizer_kind = self._resolve_optimizer()
-        self.parameter_dtype = parameter_dtype(self.optimizer_kind)
 
     def say(self, text: str) -> None:
         """Print on the main process."""
@@ -145,10 +160,23 @@ class Run:
                 f"--max_seq_length {data.max_seq_length} is {tokens}; choose a --max_seq_length that is a multiple of {multiple}."
             )
 
-    def _resolve_optimizer(self) -> Any:
-        """--optimizer for this machine; bf16 parameters need a run that computes in bf16."""
-        computes_bf16 = self.plan.compute_dtype == torch.bfloat16
-        return resolve_optimizer(self.config.optim.optimizer, computes_bf16, self.device.type)
+    def _choose_engine(self) -> None:
+        """--sharding_mode and --optimizer for this run."""
+        config, plan = self.config, self.plan
+        choice = choose_mode(config, self.ranks, functools.partial(count_parameters, self.hf_config), self._gpu_memory_gib())
+        check_mode(config, choice.mode, self.ranks, plan.compute_name)
+        self.engine = build_engine(choice.mode, config, self.accelerator, self.ranks, plan.compute_dtype)
+        self.optimizer_kind = self.engine.resolve_optimizer(config.optim.optimizer, plan.compute_dtype)
+        self.parameter_dtype = parameter_dtype(self.optimizer_kind)
+        if self.ranks.world_size > 1:
+            self.say(f"sharding: {choice.mode}{f', because {choice.reason}' if choice.reason else ''}")
+
+    def _gpu_memory_gib(self) -> float | None:
+        """Memory of the smallest GPU of the run; None on CPUs. Collective."""
+        if self.device.type != "cuda":
+            return None
+        total = torch.tensor([torch.cuda.get_device_properties(self.device).total_memory / GIB], device=self.device)
+        return float(self.accelerator.gather(total).min())
 
     # --- building -----------------------------------------------------------------------------------------------------
 
@@ -156,9 +184,10 @@ class Run:
         """Everything, in order; returns the exit code."""
         config, accelerator = self.config, self.accelerator
         set_seed(config.optim.seed)
-        self._describe_precision()
         source = resolve_source(config.model)
         hf_config = self.hf_config = load_config(config.model, source)
+        self._choose_engine()
+        self._describe_precision()
         tokenizer, note = load_tokenizer(config.model, source)
         if note:
             self.say(note)
@@ -171,16 +200,16 @@ class Run:
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
             pin_memory=self.device.type == "cuda",
-            main_process_first=accelerator.main_process_first,
+            main_process_first=accelerator.local_main_process_first,
         )
         self.say(data.describe())
         self._check_evaluation(data)
         export_dtype = stored_dtype(hf_config, default=self.parameter_dtype)  # building the model changes the entry
-        model, loaded, census = self._build_model(source, hf_config)
+        model, training_model, loaded, census = self._build_model(source, hf_config)
         self._parity_gate(model, data, loaded and resume_path is None)
-        if config.run.export:
+        if config.run.export and accelerator.is_main_process:
             check_free_space(self.folder, model, export_dtype)
-        trainer = self._build_trainer(model, data, census, resume_path, hf_config)
+        trainer = self._build_trainer(model, training_model, data, census, resume_path, hf_config)
         # From here on there is something to save: before, a signal ends the process at once.
         with GracefulStop() as stop, trainer.reporter:
             self._write_run_json(source, model, data, census, trainer)
@@ -188,7 +217,8 @@ class Run:
             hooks = RunHooks(self, trainer, data)
             if self.device.type == "cuda":
                 self.resident_gib = torch.cuda.memory_allocated(self.device) / GIB
-            trainer.train(hooks, lambda: stop.requested is not None)
+            trainer.train(hooks, stop.agreed)
+            self.state.finish_save()
             if trainer.step < trainer.options.total_steps:
                 trainer.reporter.finish({"stopped_by": stop.requested, "checkpoint": str(trainer.last_checkpoint)})
                 self.say(f"stopped by {stop.requested}; continue with --resume_from latest --output_dir {self.folder}")
@@ -211,42 +241,55 @@ class Run:
         )
         self.say(f"optimizer: {self.optimizer_kind}, parameters in {str(self.parameter_dtype).removeprefix('torch.')}")
 
-    def _build_model(self, source: ModelSource, hf_config: PretrainedConfig) -> tuple[PreTrainedModel, bool, Census]:
-        """The model, whether its weights were loaded, and the census; the precision seam is attached to it."""
-        options = self.config.model
-        model, loaded = build_model(
-            options,
-            source,
-            hf_config,
-            parameter_dtype=self.parameter_dtype,
-            compute_dtype=self.plan.compute_dtype,
-            device=self.device,
-            seed=self.config.optim.seed,
-        )
+    def _build_model(
+        self, source: ModelSource, hf_config: PretrainedConfig
+    ) -> tuple[PreTrainedModel, TrainingModel, bool, Census]:
+        """The model, what the loop calls, whether weights were loaded, and the census; the precision seam is attached to it."""
+        options, engine, seed = self.config.model, self.engine, self.config.optim.seed
+        shared: dict[str, Any] = {
+            "parameter_dtype": self.parameter_dtype,
+            "compute_dtype": self.plan.compute_dtype,
+            "device": self.device,
+        }
+        loaded = False
+        if engine.shards_parameters:
+            model = build_structure(options, source, hf_config, **shared)
+        else:
+            model, loaded = build_model(options, source, hf_config, seed=seed, **shared)
         reasons: dict[str, str] = {}
         if self.plan.recipe is not None and not options.use_te:
             reasons = swap_linears(model)
-        self.precision = Precision(self.plan, self.config.precision, self.device, self.parameter_dtype)
-        self.precision.attach(model, decoder_layers(model))
+        layers = decoder_layers(model)
+        # FSDP hands modules their parameters in the compute dtype.
+        module_dtype = self.plan.compute_dtype if engine.shards_parameters else self.parameter_dtype
+        self.precision = Precision(self.plan, self.config.precision, self.device, module_dtype)
+        self.precision.attach(model, layers)
         census = take_census(model, self.precision.fp8_modules, self.plan.compute_name, reasons)
         self.say(census.describe())
         if options.gradient_checkpointing:
-            enable_gradient_checkpointing(model, fp8=self.plan.recipe is not None)
-        return model, loaded, census
+            uses_te = options.use_te or self.plan.recipe is not None
+            enable_gradient_checkpointing(layers, options.gradient_checkpointing_every, uses_te)
+        training_model = TrainingModel(model, self.config.data.max_seq_length, self.plan.compute_dtype)
+        engine.shard(training_model, layers)
+        if engine.shards_parameters:
+            loaded = fill_sharded(model, options, source, self.device, seed)
+        return model, training_model, loaded, census
 
     def _build_trainer(
         self,
         model: PreTrainedModel,
+        training_model: TrainingModel,
         data: PreparedData,
         census: Census,
         resume_path: Path | None,
         hf_config: PretrainedConfig,
     ) -> Trainer:
         config, accelerator = self.config, self.accelerator
-        training_model = TrainingModel(model, config.data.max_seq_length, self.plan.compute_dtype)
         optimizer = build_optimizer(config.optim, self.optimizer_kind, training_model.named_parameters())
-        training_model, optimizer = accelerator.prepare(training_model, optimizer, device_placement=[True, False])
-        self.state = RunState(accelerator, self.checkpoints, self.precision, self.fingerprint, model, data)
+        prepared, optimizer = self.engine.prepare(training_model, optimizer)
+        self.state = RunState(
+            accelerator, self.checkpoints, self.precision, self.fingerprint, model, data, background=config.parallel.async_save
+        )
         total_steps = self._total_steps(data)
         step = tokens_seen = 0
         if resume_path is not None:
@@ -259,7 +302,8 @@ class Run:
                 )
         trainer = Trainer(
             accelerator=accelerator,
-            model=training_model,
+            engine=self.engine,
+            model=prepared,
             precision=self.precision,
             optimizer=optimizer,
             scheduler=build_scheduler(optimizer, config.optim, total_steps, step),
@@ -271,6 +315,8 @@ class Run:
                 log_every=config.run.log_every,
                 eval_every=config.run.eval_every if data.eval is not None else 0,
                 save_every=config.run.save_every,
+                empty_cache_every=config.parallel.empty_cache_freq,
+                profile_step=self._profile_step(step, total_steps),
             ),
             size=DecoderSize.from_config(hf_config),
             peak=device_peak_tflops(self.device),
@@ -280,6 +326,12 @@ class Run:
             last_checkpoint=resume_path,
         )
         return trainer
+
+    def _profile_step(self, completed: int, total_steps: int) -> int:
+        """The step to record on several GPUs: soon, but behind the first ones, which compile and allocate."""
+        if self.device.type != "cuda" or self.accelerator.num_processes == 1:
+            return 0
+        return min(completed + STEPS_BEFORE_PROFILE + 1, total_steps)
 
     def _check_evaluation(self, data: PreparedData) -> None:
         options = self.config.run
@@ -305,8 +357,18 @@ class Run:
             raise UserError("--parity_check compares the TE decoder with Hugging Face's and needs --use_te.")
         if not self.config.model.use_te or not (default if wanted is None else wanted):
             return
-        report = check_parity(model, first_batch(data.train).to(self.device), self.config.data.max_seq_length)
+        report = check_parity(
+            model,
+            first_batch(data.train).to(self.device),
+            self.config.data.max_seq_length,
+            dtype=self.plan.compute_dtype if self.engine.shards_parameters else self.parameter_dtype,
+            full_tensor=self.engine.full_tensor,
+        )
         self.say(report.describe())
+
+    def _parallel_record(self) -> dict[str, Any]:
+        """How the run is spread over processes, as it came out."""
+        return {"sharding_mode": self.engine.mode, "num_processes": self.accelerator.num_processes}
 
     def _precision_record(self, census: Census) -> dict[str, Any]:
         return {
@@ -321,6 +383,7 @@ class Run:
         return {
             "packing": self.config.packing,
             "attn_implementation": "te" if self.config.model.use_te else model.config._attn_implementation,
+            **self._parallel_record(),
             "global_batch_size": data.train.global_batch_size,
             "num_warmup_steps": effective_warmup_steps(self.config.optim.num_warmup_steps, trainer.options.total_steps),
             "total_steps": trainer.options.total_steps,
@@ -370,14 +433,23 @@ class Run:
             "learning rate": self.config.optim.learning_rate,
             "row length": self.config.data.max_seq_length,
         }
-        if self.accelerator.is_main_process:
-            export_hf(model, tokenizer, folder, dtype=dtype, card=card)
+        export_hf(
+            model,
+            tokenizer,
+            folder,
+            dtype=dtype,
+            card=card,
+            full_tensor=self.engine.full_tensor,
+            is_main=self.accelerator.is_main_process,
+        )
         return folder
 
     def _summary(self, census: Census, trainer: Trainer, exported: Path | None, started: float) -> dict[str, Any]:
         return {
             "precision": self._precision_record(census),
             "attention_backend": self.attention_backend,
+            **self._parallel_record(),
+            "recorded_step": None if self.recorded is None else dataclasses.asdict(self.recorded),
             "tokens_seen": trainer.tokens_seen,
             "exported": None if exported is None else str(exported),
             "wall_time_s": time.time() - started,
@@ -392,8 +464,7 @@ class Run:
             self.say(f"  Hugging Face checkpoint {exported}")
 
     def _out_of_memory_advice(self) -> str:
-        with torch.device("meta"):
-            num_parameters = AutoModelForCausalLM.from_config(self.hf_config).num_parameters()
+        num_parameters = count_parameters(self.hf_config)
         use = MemoryUse(
             total_gib=torch.cuda.get_device_properties(self.device).total_memory / GIB,
             peak_gib=torch.cuda.max_memory_allocated(self.device) / GIB,
@@ -414,6 +485,14 @@ class Run:
             raise UserError(
                 f"{error.filename or self.folder}: {error.strerror}. Checkpoints saved before are intact; make room or choose another "
                 "--output_dir, then continue with --resume_from."
+            ) from error
+        except RuntimeError as error:
+            if not is_loss_of_a_peer(error):
+                raise
+            raise UserError(
+                f"another process of this run is gone (killed, out of memory, or ended by an error of its own, said above), so it cannot go on: "
+                f"{str(error).splitlines()[0][:200]}. Complete checkpoints under {self.folder / 'checkpoints'} are intact; continue with "
+                "--resume_from latest."
             ) from error
 
 
@@ -437,6 +516,11 @@ class RunHooks:
             )
         else:
             self.trainer.reporter.print(f"attention: {backend}")
+
+    def after_profiled_step(self, profile: StepProfile) -> None:
+        """Say and keep what the recorded step showed."""
+        self.run.recorded = profile
+        self.trainer.reporter.print(profile.describe())
 
     def evaluate(self, step: int) -> None:
         """Held-out loss, reported."""

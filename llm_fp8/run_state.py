@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from llm_fp8.checkpoint import CheckpointManager, check_compatible, read_meta, restore_rng_state, rng_state
+from llm_fp8.checkpoint import CheckpointManager, check_compatible, read_meta, restore_rng_state, rng_state, saved_names
 from llm_fp8.config import Config
 from llm_fp8.data import PreparedData
 from llm_fp8.loop import Trainer
@@ -66,6 +66,8 @@ class RunState:
     fingerprint: dict[str, Any]
     model: PreTrainedModel
     data: PreparedData
+    background: bool = False
+    """Write checkpoints while training goes on (--async_save)."""
 
     def _tensors(self, optimizer: Any) -> dict[str, Tensor]:
         """Every tensor of a checkpoint but the random states, by name: the live ones, not copies."""
@@ -86,16 +88,28 @@ class RunState:
             "optimizer": optimizer_scalars(trainer.optimizer),
             "fp16_scaler": None if scaler is None else scaler.state_dict(),
         }
-        return self.checkpoints.save(trainer.step, self._tensors(trainer.optimizer) | rng_state(), meta)
+        tensors = self._tensors(trainer.optimizer) | rng_state(self.accelerator.process_index)
+        if self.background:
+            return self.checkpoints.save_in_background(trainer.step, tensors, meta)
+        return self.checkpoints.save(trainer.step, tensors, meta)
+
+    def finish_save(self) -> None:
+        """Wait for a checkpoint that is being written in the background; collective."""
+        self.checkpoints.finish()
 
     def restore(self, path: Path, optimizer: Any) -> tuple[int, int]:
         """Put everything back as it was; returns the step and the tokens seen."""
         initialize_state(optimizer)
-        rng = rng_state()
+        rank = self.accelerator.process_index
+        rng = rng_state(rank)
+        # A run of more ranks than the checkpoint was written by keeps the seeds that its new ranks started with.
+        known = set(saved_names(path))
+        rng = {name: tensor for name, tensor in rng.items() if name in known}
         meta = self.checkpoints.load(path, self._tensors(optimizer) | rng)
         load_optimizer_scalars(optimizer, meta["optimizer"])
         self.data.train.load_state_dict(meta["loader"])
         if self.accelerator.scaler is not None and meta["fp16_scaler"]:
             self.accelerator.scaler.load_state_dict(meta["fp16_scaler"])
-        restore_rng_state(rng)
+        if rng:
+            restore_rng_state(rng, rank)
         return meta["step"], meta["tokens_seen"]

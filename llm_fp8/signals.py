@@ -13,7 +13,7 @@ the second an exception between any two instructions. Inside `GracefulStop` the 
 
 Whoever sends SIGTERM usually follows with SIGKILL after a while (torchrun and Kubernetes: 30 s by default), so a step and a
 save should fit in that. A later Ctrl-C is taken at its word: it raises KeyboardInterrupt at once. Under several ranks the signal
-may reach one of them only; the loop has to agree on `requested` over all ranks before it leaves.
+may reach one of them only, so `agreed` asks all of them; it takes the place of the test of `requested` above.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import os
 import signal
 from types import FrameType, TracebackType
 from typing import Any
+
+from llm_fp8.process_group import largest
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -49,6 +51,14 @@ class GracefulStop:
     def exit_code(self) -> int:
         """Exit code for the run as it stands: 0, or the requesting signal's."""
         return 0 if self.requested is None else exit_code(self.requested)
+
+    def agreed(self) -> bool:
+        """Whether any rank was asked to stop; then `requested` is set on all of them. Collective."""
+        number = 0 if self.requested is None else signal.Signals[self.requested].value
+        number = largest(number)
+        if number and self.requested is None:
+            self.requested = signal.Signals(number).name
+        return number != 0
 
     def __enter__(self) -> GracefulStop:
         for number in SIGNALS:

@@ -4,5 +4,5 @@
     engine.py      the seam that the loop sees; one process, and DDP
     fsdp.py        FSDP2
     deepspeed.py   DeepSpeed's ZeRO stages
-    ranks.py       what the launcher says of this process, and what processes agree on before they are a group
+    profile.py     one recorded step: share of communication, slowest rank
 """

@@ -12,13 +12,14 @@ single micro-batch per step or --sync_every_micro_batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from llm_fp8.config import Config
 from llm_fp8.errors import UserError
 from llm_fp8.metrics import GIB
 from llm_fp8.optim import bytes_per_parameter
-from llm_fp8.parallel.ranks import LaunchRanks
+from llm_fp8.ranks import LaunchRanks
 
 STATE_SHARE = 0.6
 """Share of a GPU's memory that weights, gradients and optimizer state may take."""
@@ -37,13 +38,15 @@ class ModeChoice:
     reason: str | None = None
 
 
-def choose_mode(config: Config, ranks: LaunchRanks, num_parameters: int, gpu_memory_gib: float | None) -> ModeChoice:
+def choose_mode(
+    config: Config, ranks: LaunchRanks, count_parameters: Callable[[], int], gpu_memory_gib: float | None
+) -> ModeChoice:
     """What --sharding_mode means in this run.
 
     Args:
         config: the run's.
         ranks: the launch's.
-        num_parameters: of the model.
+        count_parameters: of the model; called where the choice depends on it.
         gpu_memory_gib: of the smallest GPU; None on CPUs.
     """
     asked = config.parallel.sharding_mode
@@ -54,6 +57,7 @@ def choose_mode(config: Config, ranks: LaunchRanks, num_parameters: int, gpu_mem
     if gpu_memory_gib is None:
         return ModeChoice("ddp", "there is no GPU whose memory would count")
     room = STATE_SHARE * gpu_memory_gib
+    num_parameters = count_parameters()
     accumulates = config.optim.gradient_accumulation_steps > 1 and not config.parallel.sync_every_micro_batch
     sharded = _MASTER_BYTES / ranks.world_size + (_ACCUMULATED_GRADIENT_BYTES if accumulates else 0)
     needs = {

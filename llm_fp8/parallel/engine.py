@@ -18,13 +18,14 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from llm_fp8.config import ParallelConfig
-from llm_fp8.optim import clip_and_step
+from llm_fp8.optim import OptimizerKind, clip_and_step, resolve_optimizer
 
 
 class Engine:
@@ -43,6 +44,10 @@ class Engine:
         self.mode = mode
         self.accelerator = accelerator
         self.options = options
+
+    def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
+        """What `--optimizer` means in this mode on this machine; `UserError` where it cannot be had."""
+        return resolve_optimizer(requested, compute_dtype == torch.bfloat16, self.accelerator.device.type)
 
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
         """Give the parameters of `model`, which may have no memory yet, the form in which they are trained."""

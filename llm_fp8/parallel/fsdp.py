@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from llm_fp8.config import ParallelConfig
+from llm_fp8.optim import OptimizerKind
 from llm_fp8.parallel.engine import Engine
 
 
@@ -64,6 +65,10 @@ class FsdpEngine(Engine):
     def parameter_device(self) -> torch.device:
         """Where the parts of parameters are kept between steps."""
         return torch.device("cpu") if self.mode == "fsdp_offload" else self.accelerator.device
+
+    def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
+        """fp32 shards unless another storage was asked for."""
+        return super().resolve_optimizer("adamw_fp32" if requested == "auto" else requested, compute_dtype)
 
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
         """Split the parameters of every layer, then what is left; gives memory to those that have none (contents undefined)."""

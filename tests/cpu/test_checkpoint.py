@@ -124,11 +124,26 @@ def test_stale_temporaries_are_removed(tmp_path):
     CheckpointManager(tmp_path / "new", limit=2).clean_up()
 
 
-def test_other_ranks_wait_and_touch_nothing(tmp_path):
-    waited = []
-    manager = CheckpointManager(tmp_path, limit=1, barrier=lambda: waited.append(1))
-    manager.save(1, make_tensors(), {})
-    assert len(waited) == 2
+def test_a_background_save_is_what_was_there_when_it_was_asked_for(tmp_path):
+    manager, tensors = CheckpointManager(tmp_path, limit=2), make_tensors()
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    path = manager.save_in_background(1, tensors, {"entry": 5})
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.zero_()
+    manager.finish()
+    loaded = blank_like(tensors)
+    assert manager.load(path, loaded)["entry"] == 5
+    assert all(torch.equal(loaded[name], before[name]) for name in before)
+
+
+def test_the_failure_of_a_background_save_is_raised_by_what_follows(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path, limit=2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
+    manager.save_in_background(1, make_tensors(), {})
+    with pytest.raises(UserError, match="has 0.0 MiB free"):
+        manager.finish()
+    manager.finish()
 
 
 # Finding and refusing
@@ -368,7 +383,7 @@ def save_sharded(output_dir, rendezvous, rank):
     """One of two ranks: saves half of a sharded tensor, a replicated one and its own random state, and loads them again."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    manager = CheckpointManager(output_dir, limit=1, is_main=rank == 0, barrier=dist.barrier)
+    manager = CheckpointManager(output_dir, limit=1, is_main=rank == 0)
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(rank)
     for step in (1, 2):
@@ -377,7 +392,10 @@ def save_sharded(output_dir, rendezvous, rank):
             "replicated": torch.full((3,), float(step)),
             **rng_state(rank),
         }
-        manager.save(step, tensors, {"from_rank": rank})
+        if step == 1:
+            manager.save_in_background(step, tensors, {"from_rank": rank})
+        else:
+            manager.save(step, tensors, {"from_rank": rank})
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     assert manager.load("latest", targets) == {"from_rank": 0, "step": 2}
     assert torch.equal(targets["sharded"].full_tensor(), tensors["sharded"].full_tensor())

@@ -19,7 +19,6 @@ from llm_fp8.models import (
     build_model,
     bundled_architectures,
     decoder_layers,
-    enable_gradient_checkpointing,
     load_config,
     load_tokenizer,
     resolve_source,
@@ -180,23 +179,6 @@ def test_both_names_of_the_8b_model():
 def test_the_attention_implementation_is_the_one_asked_for(tiny_model):
     assert build(tiny_model, attn_implementation="eager")[0].config._attn_implementation == "eager"
     assert build(tiny_model)[0].config._attn_implementation == "sdpa"
-
-
-def test_gradient_checkpointing_computes_each_layer_twice_and_the_same_gradients(tiny_model):
-    gradients, calls = [], []
-    for checkpointing in (False, True):
-        model, _ = build(tiny_model)
-        model.train()
-        if checkpointing:
-            enable_gradient_checkpointing(model, fp8=False)
-        count = []
-        for layer in decoder_layers(model):
-            layer.mlp.register_forward_pre_hook(lambda *_, count=count: count.append(1))
-        model(torch.arange(3, 35)[None]).logits.sum().backward()
-        calls.append(len(count))
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    assert calls == [2, 4]
-    assert_same_bits(*gradients)
 
 
 def test_a_config_of_another_kind_has_no_layers_we_know():

@@ -11,9 +11,10 @@ import te_llama
 from llm_fp8.config import OptimConfig, PrecisionConfig
 from llm_fp8.errors import UserError
 from llm_fp8.kernels import gemm_kernels
-from llm_fp8.models import decoder_layers, enable_gradient_checkpointing
+from llm_fp8.models import decoder_layers
 from llm_fp8.optim import build_optimizer
 from llm_fp8.precision import Precision, resolve_precision
+from llm_fp8.recompute import enable_gradient_checkpointing
 from llm_fp8.swap import swap_linears, take_census
 from llm_fp8.training_model import TrainingModel
 from tests.families import family_config
@@ -160,17 +161,18 @@ def test_evaluation_of_odd_shapes(scenario, device):
 @pytest.mark.parametrize("scenario", [*SCENARIOS, None])
 def test_gradient_checkpointing_gives_the_same_gradients(scenario, use_te, device):
     gradients = []
-    for checkpointing in (False, True):
+    for every in (0, 1, 2):
         model, precision, _ = build(BF16 if scenario is None else fp8(fp8_scenario=scenario), device, use_te)
-        if checkpointing:
-            enable_gradient_checkpointing(model.model, fp8=scenario is not None)
+        if every:
+            enable_gradient_checkpointing(decoder_layers(model.model), every, uses_te=use_te or scenario is not None)
         model.train()
         for _ in range(2):
             model.zero_grad(set_to_none=True)
             loss = step(model, precision, packed_batch(device))
         gradients.append({"loss": loss, **{name: p.grad for name, p in model.named_parameters()}})
     for name, gradient in gradients[0].items():
-        assert torch.allclose(gradient, gradients[1][name], rtol=2e-2, atol=1e-5), name
+        for recomputed in gradients[1:]:
+            assert torch.allclose(gradient, recomputed[name], rtol=2e-2, atol=1e-5), name
 
 
 def test_scales_survive_a_restart(device):

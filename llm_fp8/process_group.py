@@ -1,0 +1,46 @@
+"""The process group of a run: started once, with NCCL for what lies on GPUs and gloo for what lies in the hosts' memory."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+
+import torch
+import torch.distributed as dist
+
+from llm_fp8.ranks import LaunchRanks
+
+TIMEOUT = datetime.timedelta(minutes=30)
+"""How long a rank waits for another in a collective operation: the first one may wait while the main rank tokenises a large dataset."""
+
+_LOST_PEER = re.compile(
+    r"connection (closed|reset) by peer|connection refused|broken pipe|socket closed|remote process exited|timed out waiting|"
+    r"watchdog caught collective|nccl communicator was aborted",
+    re.IGNORECASE,
+)
+
+
+def start_process_group(ranks: LaunchRanks) -> None:
+    """Join the other processes of the launch; nothing where no launcher started this one, or where it is done already."""
+    if not ranks.launched or dist.is_initialized():
+        return
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+
+
+def largest(value: int) -> int:
+    """The largest `value` of all ranks; collective, between the hosts, without waiting for a GPU."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return int(tensor.item())
+
+
+def is_loss_of_a_peer(error: BaseException) -> bool:
+    """Whether a collective operation failed because another process is gone, as far as the error's text tells."""
+    return dist.is_initialized() and isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None

@@ -1,0 +1,33 @@
+"""Gradient checkpointing: decoder layers whose activations are computed again in the backward pass instead of kept.
+
+The recomputation encloses a layer's forward function, inside whatever wraps the layer: FSDP gathers a layer's weights once for the backward
+pass and the recomputation uses them. TE's checkpoint restores the fp8 context and the scales of the forward pass; torch's would recompute
+in bf16.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils.checkpoint
+from torch import nn
+
+from llm_fp8.precision import require_te
+
+
+def enable_gradient_checkpointing(layers: nn.ModuleList, every: int, uses_te: bool) -> None:
+    """Recompute each `every`-th layer of `layers` (1: all of them). `uses_te`: whether they hold Transformer Engine modules."""
+    checkpoint: Callable[..., Any] = (
+        require_te("--gradient_checkpointing").checkpoint if uses_te else torch.utils.checkpoint.checkpoint
+    )
+    for layer in layers[::every]:
+        layer.forward = functools.partial(_recomputed, layer, checkpoint, layer.forward)
+
+
+def _recomputed(layer: nn.Module, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`forward` of a layer, under `checkpoint` while it trains."""
+    if not layer.training or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
