@@ -16,9 +16,10 @@ Why: TE's fused modules quantise an activation once per GEMM group, keep the nor
 forward, data gradient and weight gradient. This file knows nothing of precision: under `te.autocast` the same modules run
 in fp8, outside of it in their parameters' dtype.
 
-Three ways into attention:
+Four ways into attention:
 - packed: `input_ids [1, T]` with `cu_seq_lens_q` int32 [n + 1]; documents do not see each other and each starts at position 0;
 - padded on the right: `input_ids [B, S]` with `cu_seq_lens_q` int32 [B + 1], the running sum of the rows' real lengths;
+- shared between processes (`set_context_parallel_group`): `input_ids [1, T / C]`, a slice of the packed form, with its whole `cu_seq_lens_q`;
 - neither (generation with a KV cache, any 2-D or 4-D mask, any position ids): Hugging Face's masks and torch's SDPA. Right for
   everything and slower; training never takes it.
 
@@ -346,6 +347,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         self.num_key_value_groups = spec.num_heads // spec.num_kv_heads
         self.is_causal = True
         self.softmax_scale = softmax_scale
+        self.context_size, self.context_rank = 1, 0
         # By name: TE compares it with "meta", which a torch.device never equals, to leave parameters without memory.
         shared: dict[str, Any] = {"params_dtype": dtype, "device": str(device)}
         self.qkv = te.LayerNormLinear(
@@ -382,6 +384,16 @@ class TEDecoderLayer(GradientCheckpointingLayer):
             **shared,
         )
 
+    def set_context_parallel_group(
+        self, group: torch.distributed.ProcessGroup, ranks: list[int], stream: torch.cuda.Stream
+    ) -> None:
+        """From now on each process of `group`, whose global ranks are `ranks`, holds a slice of every document; see `_documents`.
+
+        `stream` is where every second step of the exchange is computed. TE's ring has neither sliding windows nor fp32.
+        """
+        self.context_size, self.context_rank = len(ranks), ranks.index(torch.distributed.get_rank())
+        self.attention.set_context_parallel_group(group, ranks, stream, cp_comm_type="p2p")
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -414,21 +426,28 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         """Attention inside documents that each start at position 0; q, k, v [B, S, heads, d] -> [B, S, heads * d].
 
         B == 1 with more documents than rows is the packed form (TE's "thd"); else every row is one right-padded document.
+
+        Under context parallelism over C processes the form is always the packed one. Tokens are then this process's: of every document,
+        whose length is a multiple of 2 C, chunks number r and 2 C - 1 - r of 2 C, for r its rank. `cu_seqlens` and `max_seqlen` are still
+        those of whole documents.
         """
         from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
         batch, length = q.shape[:2]
         num_documents = cu_seqlens.shape[0] - 1
-        packed = batch == 1 and num_documents != batch
+        packed = self.context_size > 1 or (batch == 1 and num_documents != batch)
         if packed:
             q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         rotate = functools.partial(
             apply_rotary_pos_emb,
-            freqs=angles,
+            # The packed kernel starts a block of threads for every document and row of the table.
+            freqs=angles[:max_seqlen] if packed else angles,
             tensor_format="thd" if packed else "bshd",
             interleaved=False,
             fused=True,
             cu_seqlens=cu_seqlens if packed else None,
+            cp_size=self.context_size,
+            cp_rank=self.context_rank,
         )
         context = self.attention(
             rotate(q),

@@ -1,49 +1,71 @@
 """The final weights as an ordinary Hugging Face checkpoint: safetensors, config, tokenizer and a model card.
 
 Written beside its place and renamed, so that `final/` is whole or absent. A TE model is written in Hugging Face's layout
-(`te_llama.export_state_dict`). Tensors have the dtype of the model that training began with, so that exporting what was just loaded gives the
+(`te_llama.parameter_map`). Tensors have the dtype of the model that training began with, so that exporting what was just loaded gives the
 same bits; the fp32 that training keeps is in the checkpoints.
+
+The files are planned from names and shapes, then parameters are gathered one by one and every file is written as soon as its tensors are
+there: host memory holds about one file of `MAX_FILE_SIZE`, the GPU one whole parameter, however large the model and however it is split.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import te_llama
 from llm_fp8.errors import UserError
-from llm_fp8.models import decoder_layers
+from llm_fp8.models import WEIGHTS_INDEX
+from llm_fp8.shards import parts_of, saved_tensors, stored_names, to_stored_layout
+from te_llama import Part
+
+MAX_FILE_SIZE = "5GB"
+"""Largest safetensors file, unless a single tensor is larger."""
 
 
 def export_hf(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, dtype: torch.dtype, card: dict[str, Any]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    card: dict[str, Any],
+    full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
+    is_main: bool = True,
+    max_file_size: str = MAX_FILE_SIZE,
 ) -> None:
     """Write `model` and `tokenizer` to `folder` (replaced if it exists), tensors as `dtype`; `card` fills README.md.
 
-    Raises `UserError` where the folder cannot be written; what was there before is still there then.
+    Every rank calls it; the one with `is_main` writes and the others touch no file. `full_tensor` gives the whole of a parameter and may be
+    collective: every rank calls it for the same parameters in the same order, also where writing fails.
+    Raises `UserError`, on the main rank, where the folder cannot be written; what was there before is still there then.
     """
-    if isinstance(decoder_layers(model)[0], te_llama.TEDecoderLayer):
-        weights = te_llama.export_state_dict(model)
-    else:
-        # TE's modules add what they keep between steps, under names that no other program knows.
-        weights = {name: tensor.detach() for name, tensor in model.state_dict().items() if not name.endswith("_extra_state")}
-        if model.config.tie_word_embeddings:
-            weights.pop("lm_head.weight", None)
-    weights = {name: tensor.to("cpu", dtype) for name, tensor in weights.items()}
+    gathered = _gathered(model, full_tensor, dtype if is_main else None)
+    if not is_main:
+        _exhaust(gathered)
+        return
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        model.save_pretrained(temporary, state_dict=weights)
-        config = copy.deepcopy(model.config)  # save_pretrained wrote the dtype of training into it
+        temporary.mkdir(parents=True)
+        _write_weights(model, gathered, temporary, dtype, max_file_size)
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]  # which fully_shard puts in front
         config.dtype = dtype
         config.save_pretrained(temporary)
+        if model.can_generate():
+            model.generation_config.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(model_card(card))
         shutil.rmtree(folder, ignore_errors=True)
@@ -55,6 +77,68 @@ def export_hf(
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        _exhaust(gathered)  # Other ranks wait in what is left of it.
+
+
+def _exhaust(iterator: Iterator[Any]) -> None:
+    for _ in iterator:
+        pass
+
+
+def _gathered(
+    model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor], dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of each Hugging Face tensor, with CPU memory of its own, as `dtype`; with None, takes part in the collectives and gives nothing."""
+    tensors = saved_tensors(model)
+    parameters = dict(model.named_parameters())
+    for name, parts in parts_of(model).items():
+        whole = full_tensor(parameters[name]) if name in parameters else tensors[name]
+        if dtype is not None:
+            for part in parts:
+                yield part.hf_name, _cut(whole, part, dtype)
+        del whole  # before the next one takes memory
+
+
+def _cut(whole: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
+    """A part of a parameter as a CPU tensor of `dtype` with memory of its own."""
+    rows = whole if part.shape == whole.shape else whole[part.start : part.stop]
+    return rows.detach().to("cpu", dtype, copy=True).contiguous()
+
+
+def _write_weights(
+    model: PreTrainedModel, gathered: Iterator[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, max_file_size: str
+) -> None:
+    """model.safetensors, or several files and their index, as `save_pretrained` writes them."""
+    shapes = {part.hf_name: part.shape for parts in parts_of(model).values() for part in parts}
+    empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    names = stored_names(model)
+    if names is None:
+        # Tensors that are merged or divided on their way to the files; which ones belong together is transformers' knowledge.
+        gathered = iter(to_stored_layout(model, dict(gathered)).items())
+    else:
+        file_names = {name: stored_name for stored_name, name in names.items()}
+        gathered = ((file_names[name], tensor) for name, tensor in gathered)
+    ignored = set(model._keys_to_ignore_on_save or ())
+    planned = {name: tensor for name, tensor in to_stored_layout(model, empty).items() if name not in ignored}
+    split = split_torch_state_dict_into_shards(
+        planned, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_size
+    )
+    waiting: dict[str, dict[str, Tensor]] = {name: {} for name in split.filename_to_tensors}
+    for name, tensor in gathered:
+        if name in ignored:
+            continue
+        file_name = split.tensor_to_filename[name]
+        contents = waiting[file_name]
+        contents[name] = tensor
+        if len(contents) == len(split.filename_to_tensors[file_name]):
+            save_file(contents, folder / file_name, metadata={"format": "pt"})
+            del waiting[file_name], contents
+    if waiting:
+        raise AssertionError(f"planned and not written: {', '.join(waiting)}")
+    if split.is_sharded:
+        metadata = {"total_parameters": sum(tensor.numel() for tensor in planned.values()), **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def model_card(card: dict[str, Any]) -> str:

@@ -5,19 +5,24 @@ architecture is bundled (`llm_fp8/architectures`) needs no hub. Two builds:
 
 - Hugging Face's own model, through `from_pretrained`, whose missing and unexpected tensors are errors here;
 - the same model with TE decoder layers (te_llama.py), filled from the safetensors files tensor by tensor.
+
+A model whose parameters are to be split over ranks is built in two steps: `build_structure` makes either of them without memory for its
+parameters, and when they are split `fill_sharded` reads into each rank its rows of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
@@ -26,6 +31,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -35,6 +41,7 @@ import te_llama
 from llm_fp8.config import EMBEDDED, Config, ModelConfig
 from llm_fp8.errors import UserError
 from llm_fp8.precision import require_te
+from llm_fp8.shards import HfFiller, initialize_rows_, row_block, stored_names
 
 PACKAGE = Path(__file__).parent
 EMBEDDED_MODEL = PACKAGE / "embedded" / "model"
@@ -190,22 +197,66 @@ def _shard_names(index: Path) -> list[str]:
 
 
 def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
-    """Copy the weights of `files` into a TE model, one tensor in memory at a time. Raises `UserError` that names file and tensor."""
-    filler = te_llama.WeightFiller(te_llama.decoder_spec(model.config), te_llama.te_parameters(model))
-    device = str(next(model.parameters()).device)
+    """Copy the weights of `files` into a TE model, one tensor in memory at a time; of a split model, this rank's rows.
+
+    Raises `UserError` that names file and tensor.
+    """
+    blocks = {name: row_block(parameter) for name, parameter in te_llama.te_parameters(model).items()}
+    _fill(te_llama.WeightFiller(te_llama.decoder_spec(model.config), blocks), files, next(model.parameters()).device)
+
+
+def _fill(filler: te_llama.PartFiller, files: list[Path], device: torch.device) -> None:
+    """Hand every tensor of `files` to `filler`, in the order in which they are stored; what it takes is read to `device`."""
     for path in files:
         try:
-            with safe_open(path, framework="pt", device=device) as tensors:
-                for name in tensors.keys():
-                    filler.fill(name, tensors.get_tensor(name))
-        except SafetensorError as error:
-            raise UserError(f"{path} is truncated or corrupt ({error}); fetch it again.") from error
+            with _open_weights(path, device) as tensors:
+                for name in tensors.offset_keys():
+                    rows = tensors.get_slice(name)
+                    filler.fill_rows(name, tuple(rows.get_shape()), rows)
         except te_llama.UnsupportedArchitecture as error:
             raise UserError(f"{path}: {error}.") from error
     try:
         filler.finish()
     except te_llama.UnsupportedArchitecture as error:
         raise UserError(f"{files[0].parent}: {error}.") from error
+
+
+@contextlib.contextmanager
+def _open_weights(path: Path, device: torch.device) -> Iterator[Any]:
+    """A safetensors file whose tensors are read to `device`; raises `UserError` where it is not whole."""
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise UserError(f"{path} is truncated or corrupt ({error}); fetch it again.") from error
+
+
+def fill_sharded(model: PreTrainedModel, options: ModelConfig, source: ModelSource, device: torch.device, seed: int) -> bool:
+    """Give a model of `build_structure` its weights, after its parameters were split over ranks and given memory.
+
+    From files each rank reads its rows and no others. Random weights are those of `te_llama.initialize_weights_`, drawn on `device`
+    from `seed`, and do not depend on the number of ranks. Returns whether the weights were loaded (else: random).
+    Raises `UserError` that names file and tensor where the files do not fit the model.
+    """
+    if _has_random_weights(options, source):
+        initialize_rows_(model, torch.Generator(device=device).manual_seed(seed))
+        return False
+    files = weight_files(options, source)
+    if options.use_te:
+        fill_te_model(model, files)
+        return True
+    names = stored_names(model)
+    if names is None:
+        raise UserError(
+            f"--model_name {options.model_name}: its files hold tensors in another layout than its modules (a mixture of experts does), which "
+            "cannot be read in parts; use --sharding_mode ddp or a deepspeed mode."
+        )
+    checkpoint_names: list[str] = []
+    for path in files:
+        with _open_weights(path, torch.device("cpu")) as tensors:
+            checkpoint_names += tensors.keys()
+    _fill(HfFiller(model, names, checkpoint_names), files, next(model.parameters()).device)
+    return True
 
 
 def choose_attention(requested: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -227,6 +278,10 @@ def require_te_decoder(device: torch.device) -> None:
     require_te("--use_te")
 
 
+def _has_random_weights(options: ModelConfig, source: ModelSource) -> bool:
+    return options.random_init or source.architecture_only
+
+
 def build_model(
     options: ModelConfig,
     source: ModelSource,
@@ -238,7 +293,7 @@ def build_model(
     seed: int,
 ) -> tuple[PreTrainedModel, bool]:
     """The model on `device` with parameters of `parameter_dtype`, and whether its weights were loaded (else: random)."""
-    random_weights = options.random_init or source.architecture_only
+    random_weights = _has_random_weights(options, source)
     generator = torch.Generator(device=device).manual_seed(seed)
     if options.use_te:
         require_te_decoder(device)
@@ -255,6 +310,49 @@ def build_model(
             model = AutoModelForCausalLM.from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
         return model, False
     return _load_hf_model(options, source, attention, parameter_dtype, device), True
+
+
+def build_structure(
+    options: ModelConfig,
+    source: ModelSource,
+    hf_config: PretrainedConfig,
+    *,
+    parameter_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+) -> PreTrainedModel:
+    """The model of `build_model` with parameters of `parameter_dtype` that have no memory (device "meta"); buffers are on `device`, with values.
+
+    Fill it with `fill_sharded`.
+    """
+    if options.use_te:
+        require_te_decoder(device)
+        return te_llama.build_te_model(hf_config, parameter_dtype, "meta", table_device=device)
+    attention = choose_attention(options.attn_implementation, device, compute_dtype)
+    with init_empty_weights(include_buffers=False), torch.device(device):
+        model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
+    model.tie_weights()  # which taking their memory away undid
+    if not _has_random_weights(options, source):
+        with contextlib.suppress(OSError):  # a model need not have the file
+            model.generation_config = GenerationConfig.from_pretrained(source.location, cache_dir=options.weights_cache_dir)
+    return model
+
+
+def _model_from_config(hf_config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_config(hf_config, **options)
+    except ValueError as error:
+        raise UserError(
+            f"--model_name: a model of type '{hf_config.model_type}' cannot be built as a causal language model "
+            f"({str(error).splitlines()[0]}); give one that can."
+        ) from error
+
+
+def count_parameters(hf_config: PretrainedConfig) -> int:
+    """Number of elements of a model's parameters, tied ones counted once."""
+    with torch.device("meta"):
+        model = _model_from_config(copy.deepcopy(hf_config))  # which building would change
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _load_hf_model(

@@ -20,12 +20,14 @@ Scenarios (recipe classes of Transformer Engine 2.20):
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,14 +61,18 @@ def _prefer_torchs_cudnn() -> None:
 
     It looks for the system's first. With two versions in one process its fused attention fails its own check and it takes the unfused
     one without a word, which was 2.7 times slower on an H200. A CUDNN_HOME or CUDNN_PATH that the user set stays; an empty one counts
-    as none, because Transformer Engine would search the whole file system for it.
+    as none, because Transformer Engine would search the whole file system for it. The first library of cuDNN loads its others by name
+    when they are needed, from the system's folders too, so all of them are loaded here.
     """
     if "transformer_engine" in sys.modules or os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH"):
         return
     found = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
     if found is not None and found.submodule_search_locations:
-        os.environ["CUDNN_HOME"] = next(iter(found.submodule_search_locations))
+        folder = next(iter(found.submodule_search_locations))
+        os.environ["CUDNN_HOME"] = folder
         os.environ.pop("CUDNN_PATH", None)
+        for library in sorted(Path(folder, "lib").glob("libcudnn*.so.*")):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,7 @@ def build_accelerator(config: Config) -> Accelerator:
     """
     scales_gradients = config.precision.mixed_precision == "fp16" and torch.cuda.is_available()
     return Accelerator(
+        cpu=not torch.cuda.is_available(),  # without it Accelerate takes processes that have no GPU for strangers
         mixed_precision="fp16" if scales_gradients else "no",
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         # Buffers are tables that no rank changes; the gradients' memory is shared with the buckets that are exchanged.

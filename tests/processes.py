@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -22,7 +23,8 @@ _CONTEXT.set_forkserver_preload(["llm_fp8.run"])
 DEADLINE_S = 60.0
 
 
-def _train(options: list[str], log: str) -> None:
+def _train(options: list[str], log: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -30,15 +32,33 @@ def _train(options: list[str], log: str) -> None:
     def main() -> int:
         from llm_fp8.run import run_training
 
-        return run_training(parse_config(options))
+        return run_training(parse_config(options, parallel=bool(environment)))
 
     run_script(main)
 
 
 def start_training(log: Path, *options: object) -> BaseProcess:
     """Start a process that trains with these options and appends what it prints to `log`."""
+    return _start(log, options, {})
+
+
+def start_ranks(num_ranks: int, log: Path, *options: object) -> list[BaseProcess]:
+    """Start the processes of one run as a launcher does, on the CPU; what they print goes to `log`, in any order."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    launch = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+    }
+    return [_start(log, options, {**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(num_ranks)]
+
+
+def _start(log: Path, options: tuple[object, ...], environment: dict[str, str]) -> BaseProcess:
     log.touch()
-    process = _CONTEXT.Process(target=_train, args=([str(option) for option in options], str(log)), daemon=True)
+    process = _CONTEXT.Process(target=_train, args=([str(option) for option in options], str(log), environment), daemon=True)
     process.start()
     return process
 

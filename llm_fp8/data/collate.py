@@ -10,11 +10,16 @@ Packed, for attention that takes `cu_seqlens` (or sees the restarts of `position
 
     input_ids, labels, position_ids   int64 [1, T]
     cu_seqlens                        int32 [n + 1], 0 = first < ... < last = T: where each segment begins
-    attention_mask                    None
+    attention_mask                    None; with context parallelism bool [1, T], true on documents' tokens
 
 Every row begins at a multiple of max_seq_length. A segment is a document, or the unused rest of a row; in that rest
 `position_ids` begin at 0 again and every label is -100, so it attends to itself alone and teaches nothing. Reshaping
 [1, T] to [batch_size, max_seq_length] gives one row to a line.
+
+With context parallelism over C processes a batch is still made whole and then split (`SplitCollate`, llm_fp8.parallel.context). Every
+document is cut into 2 C pieces of equal length, so it is padded on the right to a multiple of that, and the padding counts as part of
+its segment. That is harmless: attention is causal, so no token of the document sees its padding, and the padding's labels are -100, so
+nothing comes back from it either.
 
 Padded, on the right:
 
@@ -22,13 +27,15 @@ Padded, on the right:
     attention_mask                    bool [B, S], true on a document's tokens
     cu_seqlens                        None
 
-S is the longest document rounded up to a multiple of 128, at most max_seq_length; or max_seq_length with `pad_to_full`.
+S is the longest document rounded up to a multiple of 128 (per process of context parallelism), at most max_seq_length; or
+max_seq_length with `pad_to_full`.
 Padding is told by position, never by token id: where PAD and EOS are the same token, the EOS that ends a document is still
 learnt.
 
 A batch may hold fewer rows than batch_size, even none (the last ones of an epoch). Its shape does not change: a missing row
 is all padding. In a padded batch its first position is open to attention, since a row that may attend to nothing turns
-into NaN in some attention kernels; its labels are -100 and it is not counted as a real token.
+into NaN in some attention kernels; its labels are -100 and it is not counted as a real token. (Not so with context parallelism, whose
+attention takes the whole row for a document.)
 """
 
 from __future__ import annotations
@@ -52,6 +59,11 @@ PADDED_MULTIPLE = 128
 """Padded rows are a multiple of this long: few different shapes, and what fp8 kernels need."""
 
 
+def document_multiple(context_size: int) -> int:
+    """What the lengths of packed documents are rounded up to where `context_size` processes share every row, in tokens."""
+    return 2 * context_size if context_size > 1 else 1
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch. Shapes and dtypes are described above; `labels` are already shifted."""
@@ -70,7 +82,7 @@ class Batch:
     num_supervised_tokens: int
     """Positions with a label."""
     sum_squared_lengths: int
-    """Sum over segments (packed) or rows (padded) of their length squared: what attention costs."""
+    """Sum over segments (packed) or rows (padded) of their length squared: what attention costs. Of a split batch the share of a process."""
     row_ids: tuple[int, ...]
     """Rows of the dataset that the documents came from."""
 
@@ -104,6 +116,17 @@ class Collate(Protocol):
     def __call__(self, rows: Sequence[Sequence[Document]]) -> Batch: ...
 
 
+@dataclass(frozen=True)
+class SplitCollate:
+    """Makes a whole batch with `collate` and keeps what `split` takes of it."""
+
+    collate: Collate
+    split: Callable[[Batch], Batch]
+
+    def __call__(self, rows: Sequence[Sequence[Document]]) -> Batch:
+        return self.split(self.collate(rows))
+
+
 def shifted_labels(document: Document) -> npt.NDArray[np.int64]:
     """For each position the next token if that is supervised, else -100. int64 [n], the last is always -100."""
     labels = np.full(len(document.input_ids), IGNORED, dtype=np.int64)
@@ -113,33 +136,38 @@ def shifted_labels(document: Document) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class PackedCollate:
-    """Rows of documents to a packed `Batch` [1, batch_size * max_seq_length]."""
+    """Rows of documents to a packed `Batch` [1, batch_size * max_seq_length], ready to be split over `context_size` processes."""
 
     batch_size: int
     max_seq_length: int
     pad_token_id: int
+    context_size: int = 1
 
     def __call__(self, rows: Sequence[Sequence[Document]]) -> Batch:
         """Raises `ValueError` when a row holds more than max_seq_length tokens, or there are more than batch_size rows."""
         if len(rows) > self.batch_size:
             raise ValueError(f"{len(rows)} rows do not fit a batch of {self.batch_size}")
         total = self.batch_size * self.max_seq_length
+        multiple = document_multiple(self.context_size)
+        if self.max_seq_length % multiple:
+            raise ValueError(f"rows of {self.max_seq_length} tokens cannot be split into documents of a multiple of {multiple}")
         input_ids = np.full(total, self.pad_token_id, dtype=np.int64)
         labels = np.full(total, IGNORED, dtype=np.int64)
         position_ids = np.empty(total, dtype=np.int64)
+        real = np.zeros(total, dtype=bool)
         bounds = [0]
-        num_real = 0
         for index in range(self.batch_size):
             row_end = (index + 1) * self.max_seq_length
             for document in rows[index] if index < len(rows) else ():
-                start, end = bounds[-1], bounds[-1] + len(document.input_ids)
-                if end > row_end:
+                start, length = bounds[-1], len(document.input_ids)
+                end, padded_end = start + length, start + -(-length // multiple) * multiple
+                if padded_end > row_end:
                     raise ValueError(f"a row of more than {self.max_seq_length} tokens: rows {[d.row_id for d in rows[index]]}")
                 input_ids[start:end] = document.input_ids
                 labels[start:end] = shifted_labels(document)
-                position_ids[start:end] = np.arange(end - start)
-                num_real += end - start
-                bounds.append(end)
+                real[start:end] = True
+                position_ids[start:padded_end] = np.arange(padded_end - start)
+                bounds.append(padded_end)
             if bounds[-1] < row_end:
                 position_ids[bounds[-1] : row_end] = np.arange(row_end - bounds[-1])
                 bounds.append(row_end)
@@ -147,11 +175,11 @@ class PackedCollate:
             input_ids=torch.from_numpy(input_ids).view(1, total),
             labels=torch.from_numpy(labels).view(1, total),
             position_ids=torch.from_numpy(position_ids).view(1, total),
-            attention_mask=None,
+            attention_mask=torch.from_numpy(real).view(1, total) if self.context_size > 1 else None,
             cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
             max_seqlen=self.max_seq_length,
             num_tokens=total,
-            num_real_tokens=num_real,
+            num_real_tokens=int(real.sum()),
             num_supervised_tokens=int((labels != IGNORED).sum()),
             sum_squared_lengths=int((np.diff(bounds) ** 2).sum()),
             row_ids=tuple(document.row_id for row in rows for document in row),
@@ -166,6 +194,7 @@ class PaddedCollate:
     max_seq_length: int
     pad_token_id: int
     pad_to_full: bool = False
+    context_size: int = 1
 
     def __call__(self, rows: Sequence[Sequence[Document]]) -> Batch:
         """Raises `ValueError` for a row of several documents, a document that is too long, or more than batch_size rows."""
@@ -175,13 +204,15 @@ class PaddedCollate:
         longest = max((len(document.input_ids) for document in documents), default=1)
         if longest > self.max_seq_length:
             raise ValueError(f"a document of {longest} tokens does not fit {self.max_seq_length}")
-        rounded = -(-longest // PADDED_MULTIPLE) * PADDED_MULTIPLE
+        multiple = PADDED_MULTIPLE * self.context_size  # a process gets as many whole multiples of every row as the others
+        rounded = -(-longest // multiple) * multiple
         width = self.max_seq_length if self.pad_to_full else min(rounded, self.max_seq_length)
 
         input_ids = np.full((self.batch_size, width), self.pad_token_id, dtype=np.int64)
         labels = np.full((self.batch_size, width), IGNORED, dtype=np.int64)
         attention_mask = np.zeros((self.batch_size, width), dtype=bool)
-        attention_mask[len(documents) :, 0] = True
+        if self.context_size == 1:  # else no attention reads the mask, which then tells real tokens
+            attention_mask[len(documents) :, 0] = True
         for index, document in enumerate(documents):
             length = len(document.input_ids)
             input_ids[index, :length] = document.input_ids

@@ -38,16 +38,20 @@ def one_per_row(num_samples: int) -> RowPlan:
     return RowPlan(np.arange(num_samples), np.arange(num_samples + 1))
 
 
-def pack(lengths: npt.ArrayLike, capacity: int) -> RowPlan:
-    """Rows of at most `capacity` tokens for samples of these `lengths`; the same input gives the same plan.
+def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> RowPlan:
+    """Rows of at most `capacity` tokens for samples of these `lengths`, each of which takes up a multiple of `multiple` tokens.
 
-    Raises `ValueError` for a sample that is empty or longer than `capacity`.
+    The same input gives the same plan. Raises `ValueError` for a sample that is empty or longer than `capacity`, and for a capacity that
+    is not such a multiple itself.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) == 0:
         return one_per_row(0)
     if sizes.min() < 1 or sizes.max() > capacity:
         raise ValueError(f"lengths must lie in 1..{capacity}, not {sizes.min()}..{sizes.max()}")
+    if capacity % multiple:
+        raise ValueError(f"rows of {capacity} tokens cannot be filled with multiples of {multiple}")
+    sizes = -(-sizes // multiple) * multiple
 
     by_length = np.argsort(-sizes, kind="stable")
     row_of = np.empty(len(sizes), dtype=np.int64)

@@ -72,12 +72,13 @@ class FsdpEngine(Engine):
 
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
         """Split the parameters of every layer, then what is left; gives memory to those that have none (contents undefined)."""
+        on_gpu = self.accelerator.device.type == "cuda"
         shared: dict[str, Any] = {
             "mesh": self.mesh,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=self.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             ),
-            "offload_policy": CPUOffloadPolicy() if self.mode == "fsdp_offload" else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if self.mode == "fsdp_offload" else OffloadPolicy(),
         }
         for layer in layers:
             fully_shard(layer, reshard_after_forward=self.mode != "fsdp_grad", **shared)
@@ -100,7 +101,8 @@ class FsdpEngine(Engine):
         """See `Engine.full_tensor`; on the accelerator's device, which the collective needs."""
         if not isinstance(parameter, DTensor):
             return parameter.detach()
-        return parameter.detach().to(self.accelerator.device).full_tensor()
+        sharded: DTensor = parameter.detach().to(self.accelerator.device)  # type: ignore[assignment]
+        return sharded.full_tensor()
 
 
 def materialize_(model: nn.Module, parameter_device: torch.device, buffer_device: torch.device) -> None:

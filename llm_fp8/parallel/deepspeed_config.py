@@ -1,0 +1,258 @@
+"""The DeepSpeed file of a run: read, checked against the run's options, completed.
+
+A file under --deepspeed_config says how ZeRO exchanges and stores (bucket sizes, overlap, thresholds). What a run trains with, its
+batch, precision, optimizer, schedule and clipping, comes from the scripts' own options alone: an entry of the file that says the same, or
+"auto", is fine; one that says something else is refused, and so is one that nothing here would act on. "auto" elsewhere leaves
+DeepSpeed its default. The smallest useful file is
+
+    {"zero_optimization": {"stage": 1, "overlap_comm": false, "contiguous_gradients": true}}
+
+Reading and checking need no GPU and no process group.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from llm_fp8.config import Config
+from llm_fp8.errors import UserError
+
+CONFIGS_FOLDER = Path(__file__).resolve().parents[2] / "configs"
+
+AUTO = "auto"
+
+_ZERO = "zero_optimization"
+
+_DTYPE_NAMES = {
+    "fp32": ("fp32", "float32", "torch.float32"),
+    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+}
+"""How DeepSpeed's file may spell the dtypes in which a run computes."""
+
+_PASSED_ON = {
+    _ZERO,
+    "bf16",
+    "fp16",
+    "communication_data_type",
+    "data_types",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_allow_untested_optimizer",
+    "checkpoint",
+    "comms_logger",
+    "flops_profiler",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "steps_per_print",
+}
+"""Top-level keys that a file may have."""
+
+_REMEDIES = {
+    "fp8": "fp8 is Transformer Engine's here; remove the section and choose with --mixed_precision fp8 and --fp8_scenario",
+    "msamp": "MS-AMP is not used here; remove the section and choose with --mixed_precision fp8",
+    "amp": "precision comes from --mixed_precision; remove the section",
+    "torch_autocast": "precision comes from --mixed_precision; remove the section",
+    "optimizer": "the optimizer is AdamW from --learning_rate, --weight_decay, --adam_beta1, --adam_beta2 and --adam_epsilon; remove the section",
+    "scheduler": "the schedule comes from --lr_scheduler and --num_warmup_steps; remove the section",
+    "activation_checkpointing": "recomputation comes from --gradient_checkpointing; remove the section",
+    "tensorboard": "trackers come from --report_to; remove the section",
+    "wandb": "trackers come from --report_to; remove the section",
+}
+"""What to do about keys that people write and that cannot be passed on."""
+
+_ZERO_REFUSED = {
+    "load_from_fp32_weights": (False, "a resumed run would lose what bf16 weights cannot hold; remove it"),
+    "compute_grad_norm": (False, "every step reports the gradient norm; remove it"),
+    "zero_quantized_weights": (True, "it needs operators that DeepSpeed compiles; remove it"),
+    "zero_quantized_nontrainable_weights": (True, "it needs operators that DeepSpeed compiles; remove it"),
+    "zero_quantized_gradients": (True, "it needs operators that DeepSpeed compiles; remove it"),
+}
+"""Values of the section zero_optimization that cannot go with the rest of the run, and why."""
+
+_OFFLOADING = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", "zenflow")
+
+
+def default_file(mode: str) -> Path:
+    """The file that a deepspeed mode uses without --deepspeed_config."""
+    return CONFIGS_FOLDER / f"ds_z{zero_stage(mode)}.json"
+
+
+def zero_stage(mode: str) -> int:
+    """1, 2 or 3 of deepspeed_1, deepspeed_2 and deepspeed_3."""
+    return int(mode.removeprefix("deepspeed_"))
+
+
+def require_deepspeed() -> None:
+    """Raise `UserError` with the command that installs DeepSpeed where it is missing."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError(
+            "The deepspeed modes need DeepSpeed, which is not installed: pip install -r requirements-deepspeed.txt; "
+            "or use --sharding_mode fsdp_full."
+        )
+
+
+def deepspeed_settings(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
+    """What DeepSpeed is given: the checked file with the run's own values filled in.
+
+    Args:
+        config: the run's; batch, accumulation and clipping are read from it.
+        mode: deepspeed_1, deepspeed_2 or deepspeed_3.
+        compute_name: the dtype of everything that is not fp8: fp32 or bf16.
+        num_processes: of all hosts.
+
+    Raises:
+        UserError: the file is missing, is no JSON, or has an entry that contradicts the run or cannot take effect.
+    """
+    path = Path(config.parallel.deepspeed_config) if config.parallel.deepspeed_config else default_file(mode)
+    settings = _read(path)
+    settings = _without_auto(_checked(path, settings, _wanted(config, mode, num_processes), mode, compute_name))
+    settings |= _wanted(config, mode, num_processes)
+    settings[_ZERO] = {**settings[_ZERO], "stage": zero_stage(mode)}
+    _check_zero_section(path, settings[_ZERO])
+    # Looking for overflow costs a host synchronisation and a reduction in every step; the loop checks what it reads anyway.
+    settings["bf16"] = {"check_grad_overflow": False, **settings.get("bf16", {}), "enabled": compute_name == "bf16"}
+    settings["fp16"] = {"enabled": False}
+    settings["zero_allow_untested_optimizer"] = True
+    # DeepSpeed's own clock waits for the GPU in every micro-batch.
+    settings["timers"] = {"throughput": {"enabled": False}}
+    return settings
+
+
+def _wanted(config: Config, mode: str, num_processes: int) -> dict[str, Any]:
+    """Top-level entries whose values are the run's."""
+    batch_size, steps = config.data.batch_size, config.optim.gradient_accumulation_steps
+    return {
+        "train_micro_batch_size_per_gpu": batch_size,
+        "gradient_accumulation_steps": steps,
+        "train_batch_size": batch_size * steps * num_processes,
+        "gradient_clipping": config.optim.max_grad_norm,
+    }
+
+
+_FLAGS = {
+    "train_micro_batch_size_per_gpu": "--batch_size",
+    "gradient_accumulation_steps": "--gradient_accumulation_steps",
+    "train_batch_size": "--batch_size, --gradient_accumulation_steps and the number of processes",
+    "gradient_clipping": "--max_grad_norm",
+}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--deepspeed_config {path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise UserError(f"--deepspeed_config {path} is not valid JSON: {error}.") from error
+    if not isinstance(values, dict) or not isinstance(values.get(_ZERO), dict):
+        raise UserError(
+            f'--deepspeed_config {path} has no section "{_ZERO}"; the smallest file is {{"{_ZERO}": {{"stage": 1}}}}.'
+        )
+    return values
+
+
+def _checked(path: Path, settings: dict[str, Any], wanted: dict[str, Any], mode: str, compute_name: str) -> dict[str, Any]:
+    """`settings` as they are; `UserError` on the first entry that cannot stand."""
+
+    def refuse(key: str, why: str) -> None:
+        raise UserError(f"--deepspeed_config {path}, {key}: {why}.")
+
+    for key, value in settings.items():
+        if key not in _PASSED_ON:
+            refuse(f'"{key}"', _REMEDIES.get(key, "it has no effect on this training; remove it"))
+        if key in wanted and value not in (AUTO, wanted[key]):
+            refuse(
+                f'"{key}": {json.dumps(value)}',
+                f"this run has {wanted[key]}, from {_FLAGS[key]}; remove the entry or make it {json.dumps(AUTO)}",
+            )
+    for section in (_ZERO, "bf16", "fp16", "data_types"):
+        if not isinstance(settings.get(section, {}), dict):
+            refuse(f'"{section}"', f"it must be a section, like {{...}}, and is {json.dumps(settings[section])}")
+    _check_dtypes(settings, zero_stage(mode), compute_name, refuse)
+    stage = settings[_ZERO].get("stage", AUTO)
+    if stage not in (AUTO, zero_stage(mode)):
+        refuse(
+            f'"{_ZERO}.stage": {json.dumps(stage)}',
+            f"the run has --sharding_mode {mode}; use --sharding_mode deepspeed_{stage} or change the file",
+        )
+    for key in _OFFLOADING:
+        value = settings[_ZERO].get(key)
+        device = value.get("device", "none") if isinstance(value, dict) and key != "zenflow" else value
+        if device not in (None, False, "none", AUTO):
+            refuse(
+                f'"{_ZERO}.{key}"',
+                "it needs an optimizer that DeepSpeed compiles; remove it and use --sharding_mode fsdp_offload instead",
+            )
+    for key, (value, why) in _ZERO_REFUSED.items():
+        if settings[_ZERO].get(key) is value:
+            refuse(f'"{_ZERO}.{key}": {json.dumps(value)}', why)
+    return settings
+
+
+def _check_dtypes(settings: dict[str, Any], stage: int, compute_name: str, refuse: Any) -> None:
+    """Everything in the file that names a dtype."""
+    enabled = {name: settings.get(name, {}).get("enabled", AUTO) for name in ("bf16", "fp16")}
+    for name, value in enabled.items():
+        if value not in (AUTO, name == compute_name):
+            refuse(
+                f'"{name}.enabled": {json.dumps(value)}',
+                f"the run computes in {compute_name}, from --mixed_precision; remove the entry or make it {json.dumps(AUTO)}",
+            )
+    for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        if settings.get("bf16", {}).get(key) is True:
+            refuse(f'"bf16.{key}": true', "small updates would be rounded away without fp32 masters; remove it")
+    accepted = _DTYPE_NAMES[compute_name]
+    communication = settings.get("communication_data_type", AUTO)
+    if communication not in (AUTO, None, *accepted):
+        why = (
+            "gradients are exchanged in bf16, and fp32 would double that traffic"
+            if communication in _DTYPE_NAMES["fp32"]
+            else f"gradients are exchanged in {compute_name}, in which the run computes"
+        )
+        refuse(f'"communication_data_type": {json.dumps(communication)}', f"{why}; remove the entry")
+    data_types = settings.get("data_types", {})
+    if data_types.get("param_dtype", AUTO) not in (AUTO, None, *accepted):
+        refuse(
+            f'"data_types.param_dtype": {json.dumps(data_types["param_dtype"])}',
+            f"the run computes in {compute_name}, from --mixed_precision; remove the entry",
+        )
+    accumulation = data_types.get("grad_accum_dtype", AUTO)
+    if accumulation in (AUTO, None, *accepted):
+        return
+    if stage == 1 or accumulation not in _DTYPE_NAMES["fp32"]:
+        refuse(
+            f'"data_types.grad_accum_dtype": {json.dumps(accumulation)}',
+            "with stage 1 DeepSpeed then keeps whole fp32 gradients on every GPU under another optimizer; remove the entry, or use "
+            "--sharding_mode deepspeed_2, which keeps its share only"
+            if stage == 1
+            else f"gradients are added up in {compute_name} or fp32; remove the entry",
+        )
+
+
+def _without_auto(value: Any) -> Any:
+    """`value` without the entries that are "auto", at any depth."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_auto(entry) for key, entry in value.items() if entry != AUTO}
+
+
+def _check_zero_section(path: Path, section: dict[str, Any]) -> None:
+    """Names and types of the section zero_optimization, which DeepSpeed itself knows; `UserError` on the first that is wrong."""
+    require_deepspeed()
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedZeroConfig(**section)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, (_ZERO, *first["loc"])))
+        raise UserError(f'--deepspeed_config {path}, "{key}": DeepSpeed refuses it ({first["msg"]}).') from error

@@ -1,0 +1,127 @@
+"""Training in several processes: the same mathematics in every sharding mode, resumed, stopped, killed. gloo on the CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes import exit_code, start_ranks, wait_until
+from tests.reference import NUM_ROWS, check_against_reference, reference_options
+from tests.small import final_weights, run_json, steps, write_model, write_rows
+
+
+@pytest.fixture(scope="module")
+def sixteen_rows(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("exact") / "rows.jsonl", NUM_ROWS)
+
+
+@pytest.fixture(scope="module")
+def tied_model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "tied", tie_word_embeddings=True)
+
+
+def run_ranks(num_ranks: int, folder: Path, *options: object) -> str:
+    """Train in so many processes, which all have to end well; returns what they printed."""
+    log = folder.with_name(f"{folder.name}.log")
+    codes = [exit_code(process) for process in start_ranks(num_ranks, log, *options)]
+    assert codes == [0] * num_ranks, log.read_text()
+    return log.read_text()
+
+
+MODES = [
+    # ranks, mode, rows of a micro-batch, micro-batches, more
+    (1, "fsdp_full", 8, 2, []),
+    (2, "ddp", 4, 2, []),
+    (2, "ddp", 3, 3, ["--gradient_checkpointing"]),
+    (2, "fsdp_full", 8, 1, ["--gradient_checkpointing"]),
+    (2, "fsdp_full", 2, 4, []),
+    (2, "fsdp_full", 4, 2, ["--sync_every_micro_batch", "--gradient_checkpointing", "--gradient_checkpointing_every=2"]),
+    (2, "fsdp_grad", 4, 2, []),
+    (2, "fsdp_offload", 4, 2, []),
+    (3, "fsdp_full", 2, 3, []),
+    (4, "fsdp_full", 1, 4, []),
+    (4, "fsdp_hybrid", 2, 2, ["--hybrid_shard_size=2"]),
+    (8, "fsdp_full", 1, 2, []),
+]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "mode", "batch_size", "accumulation", "more"),
+    MODES,
+    ids=[f"{ranks}-{mode}-{size}x{accumulation}" for ranks, mode, size, accumulation, _ in MODES],
+)
+def test_a_step_is_the_reference_in_every_mode(
+    tmp_path, tiny_model, sixteen_rows, num_ranks, mode, batch_size, accumulation, more
+):
+    cut = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}", f"--sharding_mode={mode}"]
+    run_ranks(num_ranks, tmp_path, *reference_options(tiny_model, sixteen_rows, tmp_path), *cut, *more)
+    check_against_reference(tmp_path, tiny_model, sixteen_rows, False)
+    assert run_json(tmp_path)["effective"]["sharding_mode"] == mode
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
+def test_packed_rows_and_tied_embeddings_too(tmp_path, tied_model, sixteen_rows, mode):
+    cut = ["--batch_size=2", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}", "--packing"]
+    run_ranks(2, tmp_path, *reference_options(tied_model, sixteen_rows, tmp_path), *cut)
+    check_against_reference(tmp_path, tied_model, sixteen_rows, False)
+
+
+def options_of_short_run(model: str, rows: str, folder: Path) -> list[str]:
+    return [
+        f"--model_name={model}", f"--dataset_name={rows}", "--validation_fraction=0", "--max_seq_length=256", "--learning_rate=1e-3",
+        "--log_every=1", "--save_every=2", f"--output_dir={folder}",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
+@pytest.mark.parametrize("saving", [[], ["--async_save"]], ids=["waiting", "in_background"])
+def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_model, rows, mode, saving):
+    """Bit for bit on as many ranks; to rounding on another number of them, at the same global batch."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    cut = ["--batch_size=3", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}", *saving]
+    run_ranks(2, whole, *options_of_short_run(tiny_model, rows, whole), *cut, "--max_steps=6")
+    run_ranks(2, stopped, *options_of_short_run(tiny_model, rows, stopped), *cut, "--max_steps=6", "--save_total_limit=9")
+    checkpoint = stopped / "checkpoints" / "step-00000002"
+    expected = [step["loss"] for step in steps(whole)]
+    again = tmp_path / "again"
+    run_ranks(2, again, *options_of_short_run(tiny_model, rows, again), *cut, "--max_steps=6", f"--resume_from={checkpoint}")
+    assert [step["loss"] for step in steps(again)] == expected[2:]
+    one, other = final_weights(whole), final_weights(again)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    for num_ranks, accumulation in ((1, 4), (4, 1)):
+        folder = tmp_path / f"on-{num_ranks}"
+        options = options_of_short_run(tiny_model, rows, folder)
+        cut = ["--batch_size=3", f"--gradient_accumulation_steps={accumulation}", f"--sharding_mode={mode}"]
+        run_ranks(num_ranks, folder, *options, *cut, "--max_steps=6", f"--resume_from={checkpoint}")
+        assert [step["loss"] for step in steps(folder)] == pytest.approx(expected[2:], rel=1e-5)
+
+
+def test_a_signal_to_one_rank_stops_all_after_saving(tmp_path, tiny_model, rows):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    options = options_of_short_run(tiny_model, rows, folder)
+    ranks = start_ranks(2, log, *options, "--max_steps=100000", "--sharding_mode=fsdp_full")
+    assert wait_until(lambda: (folder / "metrics.jsonl").exists() and len(steps(folder)) > 2, ranks[0], poll_s=0.01)
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    assert [exit_code(rank) for rank in ranks] == [143, 143], log.read_text()
+    assert (folder / "checkpoints" / f"step-{len(steps(folder)):08d}").is_dir()
+    assert log.read_text().count("stopped by SIGTERM") == 1
+
+
+def test_a_killed_rank_ends_all_and_leaves_complete_checkpoints(tmp_path, tiny_model, rows):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    options = options_of_short_run(tiny_model, rows, folder)
+    ranks = start_ranks(3, log, *options, "--max_steps=100000", "--sharding_mode=fsdp_full")
+    assert wait_until(lambda: len(list((folder / "checkpoints").glob("step-*"))) > 1, ranks[0], poll_s=0.01)
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    started = time.monotonic()
+    assert [exit_code(rank) for rank in ranks] == [2, -signal.SIGKILL, 2], log.read_text()
+    assert time.monotonic() - started < 30
+    assert "another process of this run is gone" in log.read_text() and "Traceback" not in log.read_text()
+    last = len(steps(folder))
+    run_ranks(3, folder, *options, f"--max_steps={last + 2}", "--sharding_mode=fsdp_full", "--resume_from=latest")
+    assert len(steps(folder)) == last + 2
