@@ -114,12 +114,15 @@ def _write_weights(
     names = stored_names(model)
     if names is None:
         # Tensors that are merged or divided on their way to the files; which ones belong together is transformers' knowledge.
+        planned = to_stored_layout(model, empty)
         gathered = iter(to_stored_layout(model, dict(gathered)).items())
     else:
+        # In the order in which they will come, so that files are completed one after the other.
         file_names = {name: stored_name for stored_name, name in names.items()}
+        planned = {file_names[name]: tensor for name, tensor in empty.items()}
         gathered = ((file_names[name], tensor) for name, tensor in gathered)
     ignored = set(model._keys_to_ignore_on_save or ())
-    planned = {name: tensor for name, tensor in to_stored_layout(model, empty).items() if name not in ignored}
+    planned = {name: tensor for name, tensor in planned.items() if name not in ignored}
     split = split_torch_state_dict_into_shards(
         planned, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_size
     )

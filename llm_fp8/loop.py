@@ -131,6 +131,8 @@ class Trainer:
         self._clock = StepClock(self.accelerator.device)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._pending: list[PendingStep] = []
+        self._profile_figures: dict[int, dict[str, float]] = {}
+        """By step: what belongs to its record."""
 
     def train(self, hooks: Hooks, stop_requested: Callable[[], bool]) -> None:
         """Train to `total_steps`, to the end of the data, or until `stop_requested()`, which saves a checkpoint too."""
@@ -144,6 +146,7 @@ class Trainer:
             if self.step + 1 == options.profile_step:
                 with profiled(self.accelerator) as profile:
                     stamp = self._take_step(batches, stamp)
+                self._profile_figures[self.step] = profile.figures()
                 hooks.after_profiled_step(profile)
             else:
                 stamp = self._take_step(batches, stamp)
@@ -239,6 +242,7 @@ class Trainer:
                     "learning_rate": taken.learning_rate,
                     **speed_metrics(tokens, seconds, self.size, self.accelerator.num_processes, self.peak, fp8),
                     **memory,
+                    **self._profile_figures.pop(taken.step, {}),
                     "fp8_linear_flop_share": self.fp8_linear_flop_share,
                 }
             )

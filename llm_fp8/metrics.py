@@ -63,9 +63,11 @@ METRICS: dict[str, Metric] = {
     ),
     "peak_memory_gib_max_rank": Metric("GiB", "The same on the rank that needs most; runs of several processes."),
     "communication_share": Metric(
-        "share", "Share of one profiled step's time in which the first GPU ran communication kernels; runs on several GPUs."
+        "share", "Share of one recorded step's time in which the first GPU ran communication kernels; runs on several GPUs."
     ),
     "exposed_communication_share": Metric("share", "The part of it in which the GPU ran nothing else."),
+    "slowest_rank": Metric("-", "Number of the rank whose own work, communication left out, took longest in that step."),
+    "slowest_rank_lag": Metric("share", "How much longer than the mean rank's its work took."),
     "eval_loss": Metric("nats/token", "Cross entropy averaged over the supervised tokens of the held-out set."),
     "eval_perplexity": Metric("-", "exp(eval_loss)."),
     "eval_exact_match": Metric("share", "Held-out problems whose generated answer equals the expected one."),

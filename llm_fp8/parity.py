@@ -34,6 +34,9 @@ EXCESS = 2.0
 FLOOR = 0.005
 """With parameters in fp32 this is all that is allowed; TE multiplies fp32 in TF32, whose mantissa has 10 bits."""
 
+MAX_TOKENS = 4096
+"""Tokens that are compared, at most: Hugging Face's layer holds a mask of their square."""
+
 
 @dataclass(frozen=True)
 class ParityReport:
@@ -68,14 +71,16 @@ def relative_difference(value: Tensor, reference: Tensor) -> float:
 
 
 def first_row(batch: Batch, max_seq_length: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """`input_ids` and `position_ids` [1, S] of the batch's first row, `cu_seqlens` int32 [n + 1] and the real length in tokens."""
+    """`input_ids` and `position_ids` [1, n] of the batch's first row, up to `MAX_TOKENS` real ones, their `cu_seqlens` int32, and n."""
     if batch.cu_seqlens is None:
         assert batch.attention_mask is not None
-        length = int(batch.attention_mask[0].sum())
-        cu_seqlens = torch.tensor([0, length], dtype=torch.int32, device=batch.input_ids.device)
+        length = min(int(batch.attention_mask[0].sum()), MAX_TOKENS)
+        starts = torch.zeros(1, dtype=torch.int32, device=batch.input_ids.device)
     else:
-        length = max_seq_length  # Rows do not span, so a document ends here.
-        cu_seqlens = batch.cu_seqlens[batch.cu_seqlens <= length]
+        length = min(max_seq_length, MAX_TOKENS)
+        starts = batch.cu_seqlens[batch.cu_seqlens < length]
+    # The last document may be cut: under a causal mask its beginning does not depend on its end.
+    cu_seqlens = torch.cat((starts, starts.new_tensor([length])))
     return batch.input_ids[:1, :length], batch.position_ids[:1, :length], cu_seqlens, length
 
 
@@ -99,7 +104,8 @@ def check_parity(
     spec = te_llama.decoder_spec(model.config)
     dtypes = list(dict.fromkeys((torch.float32, dtype)))
     rotary: Any = model.base_model.rotary_emb
-    hidden = F.embedding(input_ids, full_tensor(model.get_input_embeddings().weight).to(dtype))
+    embedding: Any = model.get_input_embeddings()
+    hidden = F.embedding(input_ids, full_tensor(embedding.weight).to(dtype))
     generator = torch.Generator(device=hidden.device).manual_seed(0)
     references: dict[tuple[str, torch.dtype], Any] = {}
     reports = []

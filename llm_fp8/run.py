@@ -31,7 +31,7 @@ from llm_fp8.errors import UserError
 from llm_fp8.evaluate import evaluate_loss
 from llm_fp8.export import export_hf
 from llm_fp8.json_files import write_json_atomic
-from llm_fp8.launch_env import merge_launch_settings, take_launch_settings
+from llm_fp8.launch_env import apply_launch_settings
 from llm_fp8.loop import LoopOptions, Trainer
 from llm_fp8.memory import MemoryUse, out_of_memory_advice
 from llm_fp8.metrics import GIB, DecoderSize, device_peak_tflops
@@ -58,6 +58,7 @@ from llm_fp8.optim import (
 from llm_fp8.output_folder import check_free_space, is_finished, with_output_dir
 from llm_fp8.parallel.build import build_engine
 from llm_fp8.parallel.choice import check_mode, choose_mode
+from llm_fp8.parallel.context import ContextGroup, check_context_parallel
 from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.parity import check_parity
 from llm_fp8.precision import TOKEN_MULTIPLE, Precision, PrecisionPlan, resolve_precision
@@ -82,8 +83,7 @@ def run_training(config: Config) -> int:
     started = time.time()
     quiet_libraries()
     ranks = LaunchRanks.from_environment(os.environ)
-    precision_options = merge_launch_settings(config.precision, take_launch_settings(os.environ))
-    config = dataclasses.replace(config, precision=precision_options)
+    config = apply_launch_settings(config, os.environ)
     check_config(config)
     check_trackers(config)
     config = with_output_dir(config, ranks)
@@ -193,21 +193,29 @@ class Run:
         if note:
             self.say(note)
         check_model(config, hf_config, tokenizer)
+        context_size = config.parallel.context_parallel_size
+        self.context = ContextGroup.of_rank(context_size, accelerator.process_index)
+        if context_size > 1:
+            multiple = TOKEN_MULTIPLE.get(self.plan.effective_scenario or "", 1)
+            check_context_parallel(config, te_llama.decoder_spec(hf_config).windows, self.plan.compute_name, multiple)
         self.fingerprint = run_fingerprint(config, self.plan, self.optimizer_kind, hf_config)
         resume_path = find_checkpoint(self.checkpoints, config.run.resume_from, self.fingerprint)
         data = prepare_data(
             config,
             tokenizer,
-            rank=accelerator.process_index,
-            world_size=accelerator.num_processes,
+            rank=accelerator.process_index // context_size,
+            world_size=accelerator.num_processes // context_size,
             pin_memory=self.device.type == "cuda",
             main_process_first=accelerator.local_main_process_first,
+            split_batch=self.context.split if context_size > 1 else None,
         )
         self.say(data.describe())
         self._check_evaluation(data)
         export_dtype = stored_dtype(hf_config, default=self.parameter_dtype)  # building the model changes the entry
         model, training_model, loaded, census = self._build_model(source, hf_config)
         self._parity_gate(model, data, loaded and resume_path is None)
+        self.context = self.context.connected(self.device.type)
+        self.context.attach(decoder_layers(model))
         if config.run.export and accelerator.is_main_process:
             check_free_space(self.folder, model, export_dtype)
         trainer = self._build_trainer(model, training_model, data, census, resume_path, hf_config)
@@ -358,10 +366,11 @@ class Run:
             raise UserError("--parity_check compares the TE decoder with Hugging Face's and needs --use_te.")
         if not self.config.model.use_te or not (default if wanted is None else wanted):
             return
+        batch = self.context.on_its_own(first_batch(data.train))
         report = check_parity(
             model,
-            first_batch(data.train).to(self.device),
-            self.config.data.max_seq_length,
+            batch.to(self.device),
+            self.config.data.max_seq_length // self.context.size,
             dtype=self.plan.compute_dtype if self.engine.shards_parameters else self.parameter_dtype,
             full_tensor=self.engine.full_tensor,
         )

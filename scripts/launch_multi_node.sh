@@ -27,7 +27,9 @@ fail() {
 
 # require_number NAME VALUE LOWEST HIGHEST: VALUE must be a whole number in that range.
 require_number() {
-    [[ $2 =~ ^[0-9]{1,9}$ ]] && ((10#$2 >= $3 && 10#$2 <= $4)) || fail "$1 must be a whole number from $3 to $4, and is '$2'."
+    if ! [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] || (($2 < $3 || $2 > $4)); then
+        fail "$1 must be a whole number from $3 to $4, and is '$2'."
+    fi
 }
 
 # Prints the interpreter to start torchrun with.

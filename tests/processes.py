@@ -75,7 +75,7 @@ def wait_until(condition: Callable[[], bool], process: BaseProcess, poll_s: floa
     return True
 
 
-def exit_code(process: BaseProcess) -> int | None:
-    """Wait for the end; the exit code, negative for a signal that ended it."""
-    process.join(DEADLINE_S)
+def exit_code(process: BaseProcess, deadline_s: float = DEADLINE_S) -> int | None:
+    """Wait for the end; the exit code, negative for a signal that ended it, None where it did not end in time."""
+    process.join(deadline_s)
     return process.exitcode

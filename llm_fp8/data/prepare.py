@@ -21,7 +21,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config import Config
-from llm_fp8.data.collate import PackedCollate, PaddedCollate
+from llm_fp8.data.collate import Batch, Collate, PackedCollate, PaddedCollate, SplitCollate, document_multiple
 from llm_fp8.data.load import DatasetSource, iterate, load_split, open_source, open_split_stream, unreadable
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
 from llm_fp8.data.pack import RowPlan, one_per_row, pack
@@ -88,9 +88,12 @@ def prepare_data(
     world_size: int = 1,
     pin_memory: bool = False,
     main_process_first: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    split_batch: Callable[[Batch], Batch] | None = None,
 ) -> PreparedData:
     """Load, tokenise, split and plan the data of a run.
 
+    `rank` and `world_size` count context groups (--context_parallel_size), whose ranks get the same rows; `split_batch` then takes a
+    rank's slice of a batch.
     `main_process_first` (such as `accelerator.local_main_process_first`) returns a context in which the other processes wait
     for the main one, so that it alone downloads and tokenises and they find the result in the cache.
 
@@ -99,7 +102,7 @@ def prepare_data(
     with main_process_first():
         source = open_source(config.data.dataset_name)
         split = source.training_split(config.data.split_name)
-        job = _Job(config, tokenizer, Share(rank, world_size), pin_memory, source, split)
+        job = _Job(config, tokenizer, Share(rank, world_size), pin_memory, source, split, split_batch)
         return _prepare_stream(job) if config.data.streaming else _prepare_map(job)
 
 
@@ -123,6 +126,12 @@ class _Job:
     pin_memory: bool
     source: DatasetSource
     split: str
+    split_batch: Callable[[Batch], Batch] | None
+
+    @property
+    def document_multiple(self) -> int:
+        """What the length of a packed document is padded to a multiple of."""
+        return document_multiple(self.config.parallel.context_parallel_size)
 
     @property
     def validation_split(self) -> str | None:
@@ -143,12 +152,15 @@ class _Job:
 
     def plan(self, lengths: IndexArray, chosen: IndexArray) -> RowPlan:
         """Rows of the `chosen` among all documents, by their indices."""
-        local = pack(lengths[chosen], self.config.data.max_seq_length) if self.config.packing else one_per_row(len(chosen))
+        capacity = self.config.data.max_seq_length
+        local = pack(lengths[chosen], capacity, self.document_multiple) if self.config.packing else one_per_row(len(chosen))
         return RowPlan(chosen[local.samples], local.offsets)
 
     def identify(self, *parts: Any) -> str:
         """Hash of what decides which rows there are and in which order they come."""
         content = [*parts, self.config.packing, self.config.optim.seed]
+        if self.config.parallel.context_parallel_size > 1:
+            content.append(self.document_multiple)
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     def finish(
@@ -162,7 +174,10 @@ class _Job:
     ) -> PreparedData:
         """The loaders over training rows and rows to evaluate."""
         data, kind = self.config.data, PackedCollate if self.config.packing else PaddedCollate
-        collate = kind(data.batch_size, data.max_seq_length, pad_token_id(self.tokenizer))
+        context_size = self.config.parallel.context_parallel_size
+        collate: Collate = kind(data.batch_size, data.max_seq_length, pad_token_id(self.tokenizer), context_size=context_size)
+        if self.split_batch is not None:
+            collate = SplitCollate(collate, self.split_batch)
         num_micro_batches = self.config.optim.gradient_accumulation_steps
         description = (
             f"data: {data.dataset_name}, split {self.split}, evaluated on {eval_from}, "
@@ -293,7 +308,14 @@ def _prepare_stream(job: _Job) -> PreparedData:
     identity = job.identify(data.dataset_name, job.split, data.num_of_samples, cache_key("", job.tokenizer, options), fraction)
     capacity = data.max_seq_length if job.config.packing else None
     rows = StreamRows(
-        open_stream, partial(iterate, job.source, job.split), make, capacity, job.config.optim.seed, identity, report
+        open_stream,
+        partial(iterate, job.source, job.split),
+        make,
+        capacity,
+        job.config.optim.seed,
+        identity,
+        report,
+        document_multiple=job.document_multiple,
     )
     lengths = np.array([len(document.input_ids) for document in held_out], dtype=np.int64)
     eval_plan = job.plan(lengths, np.arange(len(held_out)))

@@ -62,6 +62,8 @@ class StreamRows:
     seed: int
     data: str
     report: DataReport
+    document_multiple: int = 1
+    """What the length of a packed document is padded to a multiple of."""
     buffer_rows: int = STREAM_BUFFER_ROWS
     counted: tuple[int, int] = (0, 0)
     """Epoch and source row up to which the report counts: a buffer that is filled once more is not counted once more."""
@@ -140,7 +142,7 @@ class StreamRows:
         if self.capacity is None:
             plan: RowPlan = one_per_row(len(documents))
         else:
-            plan = pack([len(document.input_ids) for document in documents], self.capacity)
+            plan = pack([len(document.input_ids) for document in documents], self.capacity, self.document_multiple)
         emit, handed_on = list(range(len(plan))), []
         if self.capacity is not None and not last:
             fill = {row: sum(len(documents[i].input_ids) for i in plan[row]) for row in emit}

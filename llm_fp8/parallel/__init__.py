@@ -4,5 +4,6 @@
     engine.py      the seam that the loop sees; one process, and DDP
     fsdp.py        FSDP2
     deepspeed.py   DeepSpeed's ZeRO stages
+    context.py     rows shared by several ranks (context parallelism)
     profile.py     one recorded step: share of communication, slowest rank
 """

@@ -149,7 +149,7 @@ class DeepSpeedEngine(Engine):
         self.accelerator.gradient_accumulation_steps = self.settings["gradient_accumulation_steps"]
         self._engine, _ = self.accelerator.prepare(model, optimizer)
         if self.stage == 3:
-            from deepspeed.zero import register_external_parameter
+            from deepspeed.runtime.zero import register_external_parameter
 
             register_external_parameter(model, model.model.get_output_embeddings().weight)
         return self._zero, self._zero.basic_optimizer
@@ -173,7 +173,7 @@ class DeepSpeedEngine(Engine):
     def full_tensor(self, parameter: Tensor) -> Tensor:
         """See `Engine.full_tensor`; of a trained parameter the fp32 master."""
         from deepspeed.utils import safe_get_full_fp32_param
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         master = safe_get_full_fp32_param(parameter)
         if master is not None:

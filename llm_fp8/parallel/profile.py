@@ -70,6 +70,8 @@ class StepProfile:
         return {
             "communication_share": self.communication_s / self.span_s,
             "exposed_communication_share": self.exposed_communication_s / self.span_s,
+            "slowest_rank": float(self.slowest_rank),
+            "slowest_rank_lag": self.lag,
         }
 
     def describe(self) -> str:

@@ -201,8 +201,10 @@ def test_the_exported_files_are_those_of_save_pretrained(tmp_path, family, max_f
     export_hf(model, tokenizer, tmp_path / "ours", dtype=torch.bfloat16, card=CARD, max_file_size=max_file_size)
     model.save_pretrained(tmp_path / "theirs", max_shard_size=max_file_size)
     ours, theirs = folder_contents(tmp_path / "ours"), folder_contents(tmp_path / "theirs")
-    assert {name: ours[name] for name in theirs} == theirs
-    assert ("model.safetensors.index.json" in theirs) == (max_file_size == "40KB")
+    assert_same_bits(stored_weights(tmp_path / "ours"), stored_weights(tmp_path / "theirs"))
+    assert ("model.safetensors.index.json" in ours) == (max_file_size == "40KB")
+    if (family, max_file_size) != ("mixtral", "40KB"):  # save_pretrained keeps what were views of one tensor in one file
+        assert {name: ours[name] for name in theirs} == theirs
 
 
 def load_counting_rows(rank: int, name: str) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llm_fp8.models import ARCHITECTURES, bundled_architectures
-from te_llama import UnsupportedArchitecture, WeightFiller, decoder_spec, hf_state_dict, parameter_map
+from te_llama import RowBlock, UnsupportedArchitecture, WeightFiller, decoder_spec, hf_state_dict, parameter_map
 from tests.families import FAMILIES, family_config
 
 
@@ -39,6 +39,27 @@ def test_every_hf_tensor_is_used_once_and_every_te_parameter_is_filled(family):
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
     num_used = [part.hf_name for parts in parameter_map(spec).values() for part in parts]
     assert len(num_used) == len(set(num_used))
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 7])
+def test_blocks_of_rows_add_up_to_the_whole(num_blocks):
+    """Blocks that cross the borders of q, k and v, that lie inside one of them, and that are empty."""
+    config = family_config("qwen2_qkv_bias_tied")
+    spec, tensors = decoder_spec(config), hf_tensors(config)
+    whole, in_blocks = empty_te_parameters(spec), empty_te_parameters(spec)
+    fillers = [WeightFiller(spec, whole)]
+    for number in range(num_blocks):
+        blocks = {}
+        for name, parameter in in_blocks.items():
+            rows = parameter.shape[0]
+            start, stop = (min(-(-rows // num_blocks) * border, rows) for border in (number, number + 1))
+            blocks[name] = RowBlock(parameter[start:stop], start)
+        fillers.append(WeightFiller(spec, blocks))
+    for filler in fillers:
+        for name, tensor in tensors.items():
+            filler.fill(name, tensor)
+        filler.finish()
+    assert all(torch.equal(in_blocks[name], parameter) for name, parameter in whole.items())
 
 
 @pytest.mark.parametrize("name", bundled_architectures())
