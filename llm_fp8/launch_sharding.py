@@ -189,8 +189,8 @@ def _deepspeed_settings(entries: dict[str, str]) -> dict[str, Any]:
         value = entries.pop(name)
         if value not in _NOTHING:
             raise UserError(
-                f"{_SOURCE} sets {name.lower()} to {value}; these scripts take offloading from a DeepSpeed file only, so write it there and name "
-                "the file in deepspeed_config_file."
+                f"{_SOURCE} sets {name.lower()} to {value}, and the deepspeed modes keep everything on the GPU; remove it, or use distributed_type: FSDP "
+                "with fsdp_offload_params: true."
             )
     if entries.pop("MOE_LAYER_CLS_NAMES", "None") not in _NOTHING:
         raise UserError(f"{_SOURCE} sets deepspeed_moe_layer_cls_names, and these scripts train dense models only; remove it.")
@@ -210,13 +210,14 @@ def _deepspeed_settings(entries: dict[str, str]) -> dict[str, Any]:
 
 
 def _zero_stage_of_file(path: str) -> int:
-    """`zero_optimization.stage` of a DeepSpeed file, whose other entries the engine checks; 0 where it has none, as DeepSpeed takes it."""
+    """`zero_optimization.stage` of a DeepSpeed file, whose other entries the engine checks."""
     try:
-        content = json.loads(Path(path).read_text())
-        return int(content.get("zero_optimization", {}).get("stage", 0))
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+        return int(json.loads(Path(path).read_text(encoding="utf-8"))["zero_optimization"]["stage"])
+    except OSError as error:
+        raise UserError(f"{_SOURCE} names deepspeed_config_file {path}, which cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{_SOURCE} names deepspeed_config_file {path}, whose zero_optimization.stage cannot be read: {error}"
+            f"{_SOURCE} names deepspeed_config_file {path}, which must be JSON whose zero_optimization.stage is 1, 2 or 3."
         ) from error
 
 

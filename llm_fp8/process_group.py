@@ -9,7 +9,7 @@ import re
 import torch
 import torch.distributed as dist
 
-from llm_fp8.ranks import LaunchRanks
+from llm_fp8.ranks import LaunchRanks, launcher_store
 
 TIMEOUT = datetime.timedelta(minutes=30)
 """How long a rank waits for another in a collective operation: the first one may wait while the main rank tokenises a large dataset."""
@@ -29,7 +29,13 @@ def start_process_group(ranks: LaunchRanks) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    store = launcher_store(os.environ)
+    if store is None:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+        return
+    # The launcher's store outlives a restart, and with it the addresses of processes that are gone: each attempt gets names of its own.
+    store = dist.PrefixStore(f"llm_fp8/attempt-{ranks.restart_count}", store)
+    dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=ranks.rank, world_size=ranks.world_size)
 
 
 def largest(value: int) -> int:

@@ -41,7 +41,7 @@ class LaunchRanks:
         )
 
 
-def _launcher_store(environ: Mapping[str, str]):  # type: ignore[no-untyped-def]
+def launcher_store(environ: Mapping[str, str]):  # type: ignore[no-untyped-def]
     """A connection to the launcher's store; None in a single process or where the launcher has none."""
     if int(environ.get("WORLD_SIZE", "1")) == 1 or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -53,7 +53,7 @@ def _launcher_store(environ: Mapping[str, str]):  # type: ignore[no-untyped-def]
 def first_to_say(text: str) -> bool:
     """Whether no other process of this launch has said `text` before; true where that cannot be known."""
     try:
-        store = _launcher_store(os.environ)
+        store = launcher_store(os.environ)
         if store is None:
             return True
         digest = hashlib.sha256(text.encode()).hexdigest()
@@ -64,5 +64,5 @@ def first_to_say(text: str) -> bool:
 
 def agree_on(name: str, value: str) -> str:
     """The value that the first process to get here gave for `name`; the same for every process and restart of a launch."""
-    store = _launcher_store(os.environ)
+    store = launcher_store(os.environ)
     return value if store is None else store.compare_set(f"llm_fp8/agreed/{name}", "", value).decode()

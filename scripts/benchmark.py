@@ -22,7 +22,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,204 +32,38 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from transformers import AutoConfig, AutoModelForCausalLM
 
-import te_llama
-from llm_fp8.config import OptimConfig, PrecisionConfig
-from llm_fp8.data.collate import Batch
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.kernels import gemm_kernels
-from llm_fp8.loop import LoopOptions, Trainer
 from llm_fp8.metrics import GIB, DecoderSize, StepTokens, device_peak_tflops, step_flops
-from llm_fp8.models import ARCHITECTURES, bundled_architectures, decoder_layers
-from llm_fp8.optim import build_optimizer, build_scheduler
-from llm_fp8.precision import Precision, resolve_precision
+from llm_fp8.models import bundled_architectures
 from llm_fp8.provenance import collect_provenance
-from llm_fp8.swap import take_census
-from llm_fp8.training_model import TrainingModel
+from llm_fp8.throughput.arms import PRECISIONS
+from llm_fp8.throughput.ours import OurArm, OurTraining
+from llm_fp8.throughput.rival import HfTraining
+from llm_fp8.throughput.workload import Workload
 
-OURS = {
-    "bf16": PrecisionConfig(mixed_precision="bf16"),
-    "delayed": PrecisionConfig(mixed_precision="fp8", fp8_scenario="delayed"),
-    "current": PrecisionConfig(mixed_precision="fp8", fp8_scenario="current"),
-    "block": PrecisionConfig(mixed_precision="fp8", fp8_scenario="block"),
-}
-ARMS = ("hf_bf16", *OURS)
+RIVAL = "hf_bf16"
+ARMS = (RIVAL, *PRECISIONS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """What every arm of a model trains on."""
-
-    model: str
-    batch_size: int
-    seq_length: int
-    micro_batches: int
-    num_steps: int
-    """Steps per round, the left-out ones included."""
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step."""
-        return self.batch_size * self.seq_length * self.micro_batches
-
-
-def random_batch(work: Workload, vocab_size: int, seed: int) -> Batch:
-    """One packed micro-batch of full rows, every token but each row's last supervised."""
-    total = work.batch_size * work.seq_length
-    ids = torch.randint(vocab_size, (1, total), generator=torch.Generator().manual_seed(seed))
-    labels = ids.roll(-1, dims=1)
-    labels[0, work.seq_length - 1 :: work.seq_length] = -100
-    return Batch(
-        input_ids=ids,
-        labels=labels,
-        position_ids=torch.arange(work.seq_length).repeat(work.batch_size)[None],
-        attention_mask=None,
-        cu_seqlens=torch.arange(0, total + 1, work.seq_length, dtype=torch.int32),
-        max_seqlen=work.seq_length,
-        num_tokens=total,
-        num_real_tokens=total,
-        num_supervised_tokens=total - work.batch_size,
-        sum_squared_lengths=work.batch_size * work.seq_length**2,
-        row_ids=(),
-    )
-
-
-class Recorder:
-    """Takes the place of the run's reporter: keeps the time of each step."""
-
-    def __init__(self) -> None:
-        self.step_times_s: list[float] = []
-        self.losses: list[float] = []
-
-    def steps(self, records: list[dict[str, float]]) -> None:
-        """Keep what the trainer reports."""
-        self.step_times_s += [record["step_time_s"] for record in records]
-        self.losses += [record["loss"] for record in records]
-
-
-@dataclasses.dataclass
-class FixedLoader:
-    """Gives the same micro-batches at every step."""
-
-    batches: list[Batch]
-    epoch: float = 0.0
-
-    def __iter__(self) -> Iterator[list[Batch]]:
-        while True:
-            yield self.batches
-
-
-class NoHooks:
-    """Between the steps of a benchmark nothing happens."""
-
-    def after_first_step(self) -> None:
-        """Nothing."""
-
-    def evaluate(self, step: int) -> None:
-        """Never due."""
-
-    def save(self, step: int) -> Path:
-        """Never due."""
-        raise NotImplementedError
-
-
-StepFunction = Callable[[int], Recorder]
-
-
-def our_arm(work: Workload, options: PrecisionConfig, device: torch.device) -> tuple[StepFunction, dict[str, Any]]:
-    """This project's training of `work`: a function that takes so many steps, and facts about the arm."""
-    config = AutoConfig.from_pretrained(ARCHITECTURES / f"{work.model}.json")
-    plan = resolve_precision(options, device)
-    model = te_llama.build_te_model(config, torch.bfloat16, device)
-    te_llama.initialize_weights_(model, torch.Generator(device=device).manual_seed(0))
-    precision = Precision(plan, options, device, torch.bfloat16)
-    precision.attach(model, decoder_layers(model))
-    census = take_census(model, precision.fp8_modules, plan.compute_name, {})
-    accelerator = Accelerator(mixed_precision="no")
-    training_model = TrainingModel(model, work.seq_length, torch.bfloat16)
-    optim = OptimConfig(learning_rate=1e-5)
-    optimizer: Any = build_optimizer(optim, "adamw_master", training_model.named_parameters())
-    training_model, optimizer = accelerator.prepare(training_model, optimizer, device_placement=[True, False])
-    batches = [random_batch(work, config.vocab_size, seed).to(device) for seed in range(work.micro_batches)]
-    recorder: Any = Recorder()
-    loader: Any = FixedLoader(batches)
-    trainer = Trainer(
-        accelerator=accelerator,
-        model=training_model,
-        precision=precision,
-        optimizer=optimizer,
-        scheduler=build_scheduler(optimizer, optim, total_steps=10_000),
-        loader=loader,
-        reporter=recorder,
-        options=LoopOptions(total_steps=0, max_grad_norm=1.0, log_every=1000, eval_every=0, save_every=0),
-        size=DecoderSize.from_config(config),
-        peak=None,
-        fp8_linear_flop_share=census.fp8_linear_flop_share,
-    )
-
-    def take(num_steps: int) -> Recorder:
-        trainer.options = dataclasses.replace(trainer.options, total_steps=trainer.step + num_steps)
-        trainer.train(hooks=NoHooks(), stop_requested=lambda: False)
-        return recorder
-
-    return take, {"precision": plan.to_dict(), "fp8_linear_flop_share": census.fp8_linear_flop_share, "optimizer": "adamw_master"}
-
-
-def hf_arm(work: Workload, device: torch.device) -> tuple[StepFunction, dict[str, Any]]:
-    """transformers + Accelerate in bf16, written as their documentation does."""
-    config = AutoConfig.from_pretrained(ARCHITECTURES / f"{work.model}.json")
-    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=work.micro_batches)
-    with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    model.train()
-    rows = [
-        random_batch(work, config.vocab_size, seed).input_ids.view(work.batch_size, -1).to(device)
-        for seed in range(work.micro_batches)
-    ]
-    recorder = Recorder()
-
-    def take(num_steps: int) -> Recorder:
-        for _ in range(num_steps):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            for input_ids in rows:
-                with accelerator.accumulate(model):
-                    loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
-                    accelerator.backward(loss)
-                    if accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                    optimizer.step()
-                    optimizer.zero_grad()
-            end.record()
-            torch.cuda.synchronize()
-            recorder.step_times_s.append(start.elapsed_time(end) / 1e3)
-            recorder.losses.append(loss.item())
-        return recorder
-
-    return take, {"attention": "sdpa", "optimizer": "torch fused AdamW on bf16 weights"}
-
-
-def measure(work: Workload, arm: str, warmup: int, device: torch.device) -> dict[str, Any]:
+def measure(work: Workload, arm: str, warmup: int) -> dict[str, Any]:
     """Build an arm, time it, profile one step, and let go of it."""
     torch.cuda.reset_peak_memory_stats()
     AcceleratorState._reset_state(reset_partial_state=True)  # the arms differ in what they ask of Accelerate's singleton
     started = time.perf_counter()
-    take, facts = hf_arm(work, device) if arm == "hf_bf16" else our_arm(work, OURS[arm], device)
-    recorder = take(work.num_steps)
+    training = HfTraining(work) if arm == RIVAL else OurTraining(work, OurArm(PRECISIONS[arm]))
+    training.take(work.num_steps)
     peak_gib = torch.cuda.max_memory_allocated() / GIB
-    times, losses = list(recorder.step_times_s), list(recorder.losses)
+    times, losses = list(training.recorder.step_times_s), list(training.recorder.losses)
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        take(1)
+        training.take(1)
         torch.cuda.synchronize()
     gemms = gemm_kernels(prof)
     return {
-        **facts,
+        **training.facts,
         "step_times_s": times[warmup:],
         "losses": losses,
         "peak_memory_gib": peak_gib,
@@ -242,7 +75,7 @@ def measure(work: Workload, arm: str, warmup: int, device: torch.device) -> dict
 
 def summarise(work: Workload, arm: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """The row of one arm: medians over all timed steps of all rounds."""
-    size = DecoderSize.from_config(AutoConfig.from_pretrained(ARCHITECTURES / f"{work.model}.json"))
+    size = DecoderSize.from_config(work.hf_config())
     times = sorted(value for measured in rounds for value in measured["step_times_s"])
     median = statistics.median(times)
     tokens = work.tokens_per_step
@@ -291,7 +124,7 @@ def main() -> int:
         for _ in range(options.rounds):
             for arm in arms:
                 try:
-                    rounds[arm].append(measure(work, arm, options.warmup, device))
+                    rounds[arm].append(measure(work, arm, options.warmup))
                 except torch.OutOfMemoryError:
                     print(f"{model:14} {arm:8} does not fit this GPU's memory", flush=True)
                 gc.collect()

@@ -13,12 +13,17 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from llm_fp8.config import parse_config
 from llm_fp8.errors import run_script
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["llm_fp8.run"])
+# What the server imports asks whether there are GPUs. By this variable torch asks the driver's management library, which leaves CUDA
+# untouched: processes could not be forked otherwise.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+_CONTEXT: Any = multiprocessing.get_context(os.environ.get("LLM_FP8_TESTS_START_METHOD", "forkserver"))
+if _CONTEXT.get_start_method() == "forkserver":
+    _CONTEXT.set_forkserver_preload(["llm_fp8.run"])
 
 DEADLINE_S = 60.0
 
@@ -40,6 +45,13 @@ def _train(options: list[str], log: str, environment: dict[str, str]) -> None:
 def start_training(log: Path, *options: object) -> BaseProcess:
     """Start a process that trains with these options and appends what it prints to `log`."""
     return _start(log, options, {})
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def start_ranks(num_ranks: int, log: Path, *options: object) -> list[BaseProcess]:

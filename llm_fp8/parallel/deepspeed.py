@@ -31,7 +31,7 @@ from torch.optim import AdamW, Optimizer
 from llm_fp8.config import Config, OptimConfig, ParallelConfig
 from llm_fp8.errors import UserError
 from llm_fp8.optim import parameter_groups
-from llm_fp8.parallel.deepspeed_config import deepspeed_settings, require_deepspeed, zero_stage
+from llm_fp8.parallel.deepspeed_config import deepspeed_settings, load_deepspeed, zero_stage
 from llm_fp8.parallel.engine import Engine
 from llm_fp8.training_model import TrainingModel
 
@@ -52,16 +52,6 @@ class _Plugin(DeepSpeedPlugin):
 
     def set_deepspeed_weakref(self) -> None:
         """Called when the plugin is selected."""
-
-
-def load_deepspeed() -> None:
-    """Import DeepSpeed for the device at hand; `UserError` where it is not installed."""
-    require_deepspeed()
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    import deepspeed.ops
-
-    # The one operator that DeepSpeed would compile unasked: a faster exchange between processes on CPUs.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def deepspeed_plugin(config: Config, mode: str, compute_name: str, num_processes: int) -> DeepSpeedPlugin:
@@ -172,8 +162,8 @@ class DeepSpeedEngine(Engine):
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
         """See `Engine.full_tensor`; of a trained parameter the fp32 master."""
-        from deepspeed.utils import safe_get_full_fp32_param
         from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_get_full_fp32_param
 
         master = safe_get_full_fp32_param(parameter)
         if master is not None:

@@ -14,8 +14,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import warnings
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from llm_fp8.config import Config
 from llm_fp8.errors import UserError
@@ -90,13 +94,20 @@ def zero_stage(mode: str) -> int:
     return int(mode.removeprefix("deepspeed_"))
 
 
-def require_deepspeed() -> None:
-    """Raise `UserError` with the command that installs DeepSpeed where it is missing."""
+def load_deepspeed() -> None:
+    """Import DeepSpeed for the device at hand; `UserError` with the command that installs it where it is missing."""
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
             "The deepspeed modes need DeepSpeed, which is not installed: pip install -r requirements-deepspeed.txt; "
             "or use --sharding_mode fsdp_full."
         )
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    import deepspeed.ops
+
+    # The one operator that DeepSpeed would compile unasked: a faster exchange between processes on CPUs.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # torch 2.13 renames collectives that DeepSpeed calls by their old names, and says so at every parameter.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 
 def deepspeed_settings(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
@@ -116,6 +127,9 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
     settings = _without_auto(_checked(path, settings, _wanted(config, mode, num_processes), mode, compute_name))
     settings |= _wanted(config, mode, num_processes)
     settings[_ZERO] = {**settings[_ZERO], "stage": zero_stage(mode)}
+    if zero_stage(mode) < 3:
+        # Weights become views of one long tensor; kernels load 16 bytes at a time.
+        settings[_ZERO].setdefault("parameter_alignment", True)
     _check_zero_section(path, settings[_ZERO])
     # Looking for overflow costs a host synchronisation and a reduction in every step; the loop checks what it reads anyway.
     settings["bf16"] = {"check_grad_overflow": False, **settings.get("bf16", {}), "enabled": compute_name == "bf16"}
@@ -246,13 +260,12 @@ def _without_auto(value: Any) -> Any:
 
 def _check_zero_section(path: Path, section: dict[str, Any]) -> None:
     """Names and types of the section zero_optimization, which DeepSpeed itself knows; `UserError` on the first that is wrong."""
-    require_deepspeed()
+    load_deepspeed()
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from pydantic import ValidationError
 
     try:
         DeepSpeedZeroConfig(**section)
-    except ValidationError as error:
-        first = error.errors()[0]
+    except ValueError as error:  # pydantic's, which lists what is wrong
+        first = error.errors()[0]  # type: ignore[attr-defined]
         key = ".".join(map(str, (_ZERO, *first["loc"])))
         raise UserError(f'--deepspeed_config {path}, "{key}": DeepSpeed refuses it ({first["msg"]}).') from error

@@ -24,6 +24,7 @@ from llm_fp8.config import parse_config
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.models import EMBEDDED_MODEL
 from llm_fp8.output_folder import with_output_dir
+from llm_fp8.ranks import LaunchRanks
 from llm_fp8.run import RunHooks
 from tests.small import records, steps, train, write_model
 
@@ -275,7 +276,7 @@ def locked_folder():
 def test_an_output_folder_that_cannot_be_written(locked_folder, ordinary_user, below):
     folder = locked_folder / below
     with pytest.raises(UserError) as error:
-        with_output_dir(parse_config([f"--output_dir={folder}"]))
+        with_output_dir(parse_config([f"--output_dir={folder}"]), LaunchRanks())
     assert str(error.value).startswith(f"--output_dir {folder}: {locked_folder} is not writable")
 
 

@@ -6,10 +6,12 @@ Both processes are started once and go through every case; the tests look at wha
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import socket
 import time
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from llm_fp8.config import Config, parse_config
 from llm_fp8.data.collate import IGNORED, Batch
 from llm_fp8.errors import UserError
+from llm_fp8.models import decoder_layers
 from llm_fp8.optim import build_scheduler, learning_rate_factor, parameter_groups
 from llm_fp8.parallel.deepspeed import deepspeed_plugin
-from llm_fp8.parallel.deepspeed_config import default_file, deepspeed_settings
+from llm_fp8.parallel.deepspeed_config import deepspeed_settings, default_file
+from llm_fp8.recompute import enable_gradient_checkpointing
 from tests.small import tiny_config
 
 NUM_RANKS = 2
@@ -59,12 +63,13 @@ class Case:
     dtype: torch.dtype = torch.float32
     file_entries: tuple[tuple[str, Any], ...] = ()
     overlap: bool = False
+    recompute: bool = False
 
     @property
     def name(self) -> str:
+        marks = {"overlap": self.overlap, "recompute": self.recompute, "fp32_sums": bool(self.file_entries)}
         kind = "tied" if self.tied else "untied"
-        extra = "_overlap" if self.overlap else ""
-        return f"z{self.stage}_{kind}_{str(self.dtype).removeprefix('torch.')}{extra}{'_fp32_sums' if self.file_entries else ''}"
+        return "_".join([f"z{self.stage}", kind, str(self.dtype).removeprefix("torch."), *[m for m, on in marks.items() if on]])
 
     @property
     def mode(self) -> str:
@@ -92,7 +97,7 @@ class Case:
 
 CASES = [
     *[Case(stage, tied) for stage in STAGES for tied in (False, True)],
-    *[Case(stage, overlap=True) for stage in STAGES],
+    *[Case(stage, overlap=True, recompute=True) for stage in STAGES],
     *[Case(stage, dtype=torch.bfloat16) for stage in STAGES],
     *[Case(stage, dtype=torch.bfloat16, file_entries=(("data_types", {"grad_accum_dtype": "fp32"}),)) for stage in (2, 3)],
 ]
@@ -202,6 +207,8 @@ def start(case: Case, folder: Path, *options: str, seed: int = 1) -> Any:
     )
     assert accelerator.num_processes == NUM_RANKS
     plain = make_model(case, seed)
+    if case.recompute:
+        enable_gradient_checkpointing(decoder_layers(plain), every=1, uses_te=False)
     training_model = TrainingModel(plain, 32, case.dtype)
     engine = DeepSpeedEngine(case.mode, accelerator, config.parallel)
     model, optimizer = engine.prepare(training_model, build_client_optimizer(config.optim, training_model))
@@ -244,18 +251,20 @@ def run_case(case: Case, folder: Path, rank: int) -> dict[str, Any]:
     taken = []
     for step in range(NUM_STEPS):
         taken.append(take_step(engine, model, optimizer, scheduler, step, rank, gradients if step == 0 else None))
+        resident = {name: parameter.numel() for name, parameter in plain.named_parameters()}
+        # In the middle of training, where it must not disturb what follows.
+        model.eval()
+        with torch.no_grad():
+            evaluation = model(make_batch(0, 0, rank)).item()
+        model.train()
         if step + 1 == SAVED_AFTER:
             engine.save_state(checkpoint)
-    model.eval()
-    with torch.no_grad():
-        evaluation = model(make_batch(0, 0, rank)).item()
-    model.train()
     result = {
         "before": before,
         "after": whole_weights(engine, plain),
         "local": {name: engine.local_tensor(parameter).clone() for name, parameter in plain.named_parameters()},
         "dtypes": {parameter.dtype for parameter in plain.parameters()},
-        "resident": {name: parameter.numel() for name, parameter in plain.named_parameters()},
+        "resident": resident,
         "gradients": gradients,
         "taken": taken,
         "evaluation": evaluation,
@@ -281,6 +290,9 @@ def run_case(case: Case, folder: Path, rank: int) -> dict[str, Any]:
         take_step(engine, model, optimizer, scheduler, step, rank) for step in range(SAVED_AFTER, NUM_STEPS)
     ]
     result["resumed"] = whole_weights(engine, plain)
+    with engine.micro_batch(model, last=True):
+        engine.backward(model(make_batch(0, 0, rank)) * (float("nan") if rank == 1 else 1.0))
+    result["norm_of_nan"] = engine.step(optimizer, list(model.parameters()), MAX_NORM).item()
     model.destroy()
     return result
 
@@ -390,10 +402,15 @@ def test_ranks_hold_the_same_weights_and_their_share_of_them(outcomes, case):
         assert torch.equal(whole, weight.to(case.dtype).flatten()), name
     num_elements = sum(weight.numel() for weight in first["after"].values())
     if case.stage == 3:
-        print(first["resident"])
         assert sum(first["resident"].values()) < num_elements / 100, "weights must not stay gathered"
     else:
         assert sum(first["resident"].values()) == num_elements
+
+
+@cases
+def test_a_gradient_that_is_not_finite_shows_in_the_norm(outcomes, case):
+    for result in outcomes[1][case.name]:
+        assert not math.isfinite(result["norm_of_nan"])
 
 
 @fp32_cases
@@ -461,7 +478,7 @@ def test_default_files_are_accepted_and_completed(stage, compute_name):
 
 def test_the_smallest_file_of_users(tmp_path):
     section = {"stage": 1, "overlap_comm": False, "contiguous_gradients": True}
-    assert settings_of(tmp_path, {"zero_optimization": section})["zero_optimization"] == section
+    assert settings_of(tmp_path, {"zero_optimization": section})["zero_optimization"] == {**section, "parameter_alignment": True}
 
 
 def test_auto_is_accepted_everywhere(tmp_path):
@@ -526,6 +543,18 @@ def test_a_missing_file(tmp_path):
     config = options_of("deepspeed_1", f"--deepspeed_config={tmp_path / 'none.json'}")
     with pytest.raises(UserError, match="none.json cannot be read: No such file"):
         deepspeed_settings(config, "deepspeed_1", "bf16", 2)
+
+
+def test_tests_run_the_version_that_users_install():
+    pins = [
+        [
+            line.split()[0]
+            for line in (default_file("deepspeed_1").parents[1] / file).read_text().splitlines()
+            if line.startswith("deepspeed==")
+        ]
+        for file in ("requirements-deepspeed.txt", "requirements-dev.txt")
+    ]
+    assert pins[0] == pins[1] == [f"deepspeed=={metadata.version('deepspeed')}"]
 
 
 def test_deepspeed_missing(monkeypatch):

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from llm_fp8.config import PrecisionConfig
+from llm_fp8.config import PrecisionConfig, parse_config
 from llm_fp8.errors import UserError
-from llm_fp8.launch_env import merge_launch_settings, take_launch_settings
+from llm_fp8.launch_env import (
+    apply_launch_settings,
+    merge_launch_settings,
+    require_launched,
+    require_single_process,
+    take_launch_settings,
+)
+from llm_fp8.launch_sharding import take_sharding_settings
 
 FP8 = {
     "ACCELERATE_MIXED_PRECISION": "fp8",
@@ -66,3 +75,252 @@ def test_a_flag_that_agrees_is_fine():
 def test_what_cannot_be_honoured_is_an_error(variable, value):
     with pytest.raises(UserError, match="fp8_config"):
         take_launch_settings({**FP8, f"ACCELERATE_FP8_{variable}": value})
+
+
+# ---- sharding ----
+
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_MIN_NUM_PARAMS": "100000000",
+    "FSDP_FORWARD_PREFETCH": "false",
+    "FSDP_USE_ORIG_PARAMS": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_SYNC_MODULE_STATES": "true",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
+}
+FSDP1 = {**FSDP, "FSDP_VERSION": "1"}
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_CONFIG_DS_FIELDS": "zero_stage"}
+MESH = {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1",
+    "PARALLELISM_CONFIG_TP_SIZE": "1",
+    "PARALLELISM_CONFIG_CP_SIZE": "1",
+    "PARALLELISM_CONFIG_CP_BACKEND": "torch",
+    "PARALLELISM_CONFIG_SP_SIZE": "1",
+    "PARALLELISM_CONFIG_SP_BACKEND": "deepspeed",
+}
+LAUNCHED = {"WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+PLAIN = {**LAUNCHED, "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_MODE": "default"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (FSDP, {"sharding_mode": "fsdp_full"}),
+        ({**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"}, {"sharding_mode": "fsdp_grad"}),
+        ({**FSDP, "FSDP_OFFLOAD_PARAMS": "true"}, {"sharding_mode": "fsdp_offload"}),
+        (
+            {**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"},
+            {"sharding_mode": "fsdp_full", "gradient_checkpointing": True},
+        ),
+        ({**FSDP, "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer,Qwen2DecoderLayer"}, {"sharding_mode": "fsdp_full"}),
+        ({"ACCELERATE_USE_FSDP": "1"}, {"sharding_mode": "fsdp_full"}),
+        (FSDP1, {"sharding_mode": "fsdp_full"}),
+        ({**FSDP1, "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}, {"sharding_mode": "fsdp_grad"}),
+        ({**FSDP1, "FSDP_SHARDING_STRATEGY": "2"}, {"sharding_mode": "fsdp_grad"}),
+        ({**FSDP1, "FSDP_SHARDING_STRATEGY": "NO_SHARD"}, {"sharding_mode": "ddp"}),
+        ({**FSDP1, "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, {"sharding_mode": "fsdp_hybrid"}),
+        (DEEPSPEED, {"sharding_mode": "deepspeed_2"}),
+        (
+            {
+                **DEEPSPEED,
+                "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+                "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+                "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+                "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+                "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+            },
+            {"sharding_mode": "deepspeed_3", "gradient_accumulation_steps": 4, "max_grad_norm": 0.5},
+        ),
+        ({**FSDP, **MESH}, {"sharding_mode": "fsdp_full"}),
+        ({**FSDP, **MESH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "8"}, {"sharding_mode": "fsdp_full"}),
+        (
+            {**FSDP, **MESH, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"},
+            {"sharding_mode": "fsdp_hybrid", "hybrid_shard_size": 4},
+        ),
+        (
+            {
+                **FSDP,
+                **MESH,
+                "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+                "PARALLELISM_CONFIG_CP_SIZE": "4",
+                "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "allgather",
+            },
+            {"sharding_mode": "fsdp_full", "context_parallel_size": 4},
+        ),
+        ({**MESH, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "8"}, {"sharding_mode": "ddp"}),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, {}),
+    ],
+)
+def test_sharding_settings_are_read_and_removed(variables, expected):
+    environ = {**LAUNCHED, **variables}
+    assert take_sharding_settings(environ) == expected
+    assert environ == LAUNCHED
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"ACCELERATE_USE_MEGATRON_LM": "true", "MEGATRON_LM_TP_DEGREE": "2"}, "Megatron-LM"),
+        ({**FSDP, **DEEPSPEED}, "at once"),
+        ({**FSDP, "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "fsdp_auto_wrap_policy"),
+        ({**FSDP, "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer,Embedding"}, "Embedding"),
+        ({**FSDP, "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}, "fsdp_sharding_strategy"),
+        ({**FSDP, "FSDP_VERSION": "3"}, "fsdp_version"),
+        ({**FSDP, "FSDP_VERSION": "two"}, "fsdp_version"),
+        ({**FSDP, "FSDP_OFFLOAD_PARAMS": "perhaps"}, "fsdp_offload_params"),
+        ({**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false", "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params"),
+        ({**FSDP, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, "fsdp_activation_checkpointing_offload"),
+        ({**FSDP, "FSDP_IGNORED_MODULES": "lm_head"}, "fsdp_ignored_modules"),
+        ({**FSDP, "FSDP_NEW_IN_SOME_VERSION": "1"}, "FSDP_NEW_IN_SOME_VERSION"),
+        ({**FSDP1, "FSDP_RESHARD_AFTER_FORWARD": "false"}, "fsdp_reshard_after_forward"),
+        ({**FSDP1, "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD_ZERO2"}, "HYBRID_SHARD_ZERO2"),
+        ({**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "stage 0"),
+        ({**DEEPSPEED, "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, "offload_optimizer_device"),
+        ({**DEEPSPEED, "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "MixtralSparseMoeBlock"}, "moe_layer"),
+        ({**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "/nowhere/ds.json"}, "/nowhere/ds.json"),
+        ({**DEEPSPEED, "ACCELERATE_GRADIENT_CLIPPING": "some"}, "gradient_clipping"),
+        ({**FSDP, **MESH, "PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size"),
+        ({**FSDP, **MESH, "PARALLELISM_CONFIG_SP_SIZE": "2"}, "sp_size"),
+        ({**FSDP, **MESH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}, "8 were started"),
+        ({**FSDP, **MESH, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "8"}, "nothing to shard over"),
+        ({**MESH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "8"}, "distributed_type: FSDP"),
+        (
+            {**FSDP, **MESH, "PARALLELISM_CONFIG_CP_SIZE": "8", "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "alltoall"},
+            "cp_comm_strategy",
+        ),
+        (
+            {
+                **FSDP,
+                **MESH,
+                "FSDP_RESHARD_AFTER_FORWARD": "false",
+                "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+                "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4",
+            },
+            "dp_replicate_size",
+        ),
+    ],
+)
+def test_sharding_that_cannot_be_honoured_is_an_error(variables, named):
+    environ = {**LAUNCHED, **variables}
+    with pytest.raises(UserError, match=named):
+        take_sharding_settings(environ)
+    assert environ == LAUNCHED
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_deepspeed_file_says_the_stage(tmp_path, stage):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    settings = take_sharding_settings(
+        {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
+    )
+    assert settings == {"sharding_mode": f"deepspeed_{stage}", "deepspeed_config": str(file)}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"zero_optimization": {"stage": "auto"}}', '{"zero_optimization": {"stage": 0}}'])
+def test_a_deepspeed_file_without_a_stage_is_an_error(tmp_path, text):
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"ds\.json"):
+        take_sharding_settings({**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)})
+
+
+# ---- the whole configuration ----
+
+
+def config_of(*options):
+    return parse_config(list(options), parallel=True)
+
+
+def test_every_section_takes_its_part_of_the_launch_configuration():
+    environ = {
+        **PLAIN,
+        **FP8,
+        **FSDP,
+        **MESH,
+        "FSDP_ACTIVATION_CHECKPOINTING": "true",
+        "PARALLELISM_CONFIG_CP_SIZE": "8",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_USE_CPU": "True",
+    }
+    config = apply_launch_settings(config_of("--batch_size", "2"), environ)
+    assert environ == {**LAUNCHED, "ACCELERATE_USE_CPU": "True"}  # which is Accelerate's to act on
+    assert (config.parallel.sharding_mode, config.parallel.context_parallel_size) == ("fsdp_full", 8)
+    assert config.precision.mixed_precision == "fp8" and config.precision.amax_history_len == 16
+    assert config.model.gradient_checkpointing and config.optim.gradient_accumulation_steps == 4
+    assert config.data.batch_size == 2
+
+
+def test_torchrun_alone_changes_nothing():
+    config, environ = config_of("--sharding_mode", "fsdp_grad"), dict(LAUNCHED)
+    assert apply_launch_settings(config, environ) is config
+    assert environ == LAUNCHED
+
+
+def test_plain_multi_gpu_means_ddp_unless_a_flag_says_otherwise():
+    assert apply_launch_settings(config_of(), dict(PLAIN)).parallel.sharding_mode == "ddp"
+    assert apply_launch_settings(config_of("--sharding_mode=fsdp_full"), dict(PLAIN)).parallel.sharding_mode == "fsdp_full"
+    assert apply_launch_settings(config_of(), {**PLAIN, "WORLD_SIZE": "1"}).parallel.sharding_mode == "auto"
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "named"),
+    [
+        (["--sharding_mode=ddp"], FSDP, "--sharding_mode ddp .*asks for fsdp_full"),
+        (
+            ["--context_parallel_size=2"],
+            {**FSDP, **MESH, "PARALLELISM_CONFIG_CP_SIZE": "8"},
+            "--context_parallel_size 2 .*asks for 8",
+        ),
+        (
+            ["--gradient_accumulation_steps=2"],
+            {**DEEPSPEED, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
+            "--gradient_accumulation_steps 2 .*asks for 4",
+        ),
+        ([], {**FP8, "ACCELERATE_FP8_FORMAT": "E5M2"}, "fp8_format E5M2"),
+        ([], {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "INDUCTOR"),
+    ],
+)
+def test_a_flag_and_a_file_that_contradict_each_other_are_both_named(options, variables, named):
+    with pytest.raises(UserError, match=named):
+        apply_launch_settings(config_of(*options), {**PLAIN, **variables})
+
+
+@pytest.mark.parametrize("algorithm", ["most_recent", "max"])
+def test_another_recipe_sheds_the_defaults_of_delayed_scaling(algorithm):
+    """The launcher exports them whatever the file says, and they would be refused beside --fp8_scenario current."""
+    defaults = {
+        **FP8,
+        "ACCELERATE_FP8_AMAX_HISTORY_LEN": "1024",
+        "ACCELERATE_FP8_MARGIN": "0",
+        "ACCELERATE_FP8_AMAX_COMPUTE_ALGO": algorithm,
+    }
+    config = apply_launch_settings(config_of("--fp8_scenario=current"), {**PLAIN, **defaults})
+    assert config.precision == PrecisionConfig(mixed_precision="fp8", fp8_scenario="current")
+    asked = apply_launch_settings(config_of("--fp8_scenario=current"), {**PLAIN, **FP8})  # a history of 16, which is no default
+    assert asked.precision.amax_history_len == 16
+
+
+# ---- how a process was started ----
+
+
+def test_train_multi_gpu_needs_a_launcher():
+    require_launched(LAUNCHED)
+    with pytest.raises(UserError, match="torchrun --nproc_per_node"):
+        require_launched({})
+    with pytest.raises(UserError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
+        require_launched({"WORLD_SIZE": "2", "RANK": "0"})
+
+
+@pytest.mark.parametrize(("variables", "named"), [({"WORLD_SIZE": "2"}, "started 2"), (FSDP, "FSDP"), (DEEPSPEED, "DEEPSPEED")])
+def test_train_fp8_is_one_process(variables, named):
+    require_single_process({"WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "false"})
+    with pytest.raises(UserError, match=f"{named}.*train_multi_gpu.py"):
+        require_single_process(variables)

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llm_fp8.config import PrecisionConfig, parse_config
 from llm_fp8.launch_env import merge_launch_settings, take_launch_settings
 from llm_fp8.output_folder import with_output_dir
+from llm_fp8.ranks import LaunchRanks
 from tests.small import final_weights, records, run_json, steps, train, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -337,6 +338,6 @@ def test_a_bf16_model_is_trained_in_fp32_and_exported_in_bf16(tmp_path, rows):
 
 def test_the_default_folder_is_named_after_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = with_output_dir(parse_config(["--model_name=meta-llama/Llama-3.2-1B", "--mixed_precision=bf16"]))
+    config = with_output_dir(parse_config(["--model_name=meta-llama/Llama-3.2-1B", "--mixed_precision=bf16"]), LaunchRanks())
     assert re.fullmatch(r"runs/\d{8}-\d{6}-meta-llama-Llama-3\.2-1B-bf16", str(config.run.output_dir))
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,124 @@
+"""This project's training of a workload: the parts of a run, built by the run's own code, and its loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from llm_fp8.config import Config, DataConfig, OptimConfig, ParallelConfig, PrecisionConfig, RunConfig
+from llm_fp8.loop import LoopOptions, Trainer
+from llm_fp8.metrics import DecoderSize
+from llm_fp8.models import decoder_layers
+from llm_fp8.optim import build_optimizer, build_scheduler
+from llm_fp8.parallel.context import ContextGroup
+from llm_fp8.parallel.profile import StepProfile
+from llm_fp8.ranks import LaunchRanks
+from llm_fp8.run import Run, build_accelerator
+from llm_fp8.swap import Census
+from llm_fp8.throughput.workload import FixedLoader, Recorder, Workload
+from llm_fp8.training_model import TrainingModel
+
+
+@dataclasses.dataclass(frozen=True)
+class OurArm:
+    """How this project trains a workload."""
+
+    precision: PrecisionConfig
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    use_te: bool = True
+    gradient_checkpointing: bool = False
+
+    def config(self, work: Workload) -> Config:
+        """The configuration of a run that trains `work` in this way."""
+        model = dataclasses.replace(work.model_options, use_te=self.use_te, gradient_checkpointing=self.gradient_checkpointing)
+        return Config(
+            model=model,
+            precision=self.precision,
+            data=DataConfig(max_seq_length=work.seq_length, batch_size=work.batch_size, packing=True),
+            optim=OptimConfig(learning_rate=1e-5, gradient_accumulation_steps=work.micro_batches, max_steps=work.num_steps),
+            run=RunConfig(output_dir=os.devnull),  # nothing is written
+            parallel=self.parallel,
+        )
+
+
+class _NoHooks:
+    """Between the steps of a benchmark nothing happens."""
+
+    def after_first_step(self) -> None:
+        """Nothing."""
+
+    def after_profiled_step(self, profile: StepProfile) -> None:
+        """Never due."""
+
+    def evaluate(self, step: int) -> None:
+        """Never due."""
+
+    def save(self, step: int) -> Path:
+        """Never due."""
+        raise NotImplementedError
+
+
+class _QuietRun(Run):
+    """A run whose parts are built one by one, and which says nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing: the benchmark prints its own lines."""
+
+    def parts(self, work: Workload) -> tuple[PretrainedConfig, PreTrainedModel, TrainingModel, Census]:
+        """Config, model, what the loop calls, and the census."""
+        self.hf_config = work.hf_config()
+        self._choose_engine()
+        model, training_model, _, census = self._build_model(work.source, self.hf_config)
+        return self.hf_config, model, training_model, census
+
+
+class OurTraining:
+    """An arm of this project, built. Attributes as in `llm_fp8.throughput.rival.HfTraining`."""
+
+    def __init__(self, work: Workload, arm: OurArm) -> None:
+        config, ranks = arm.config(work), LaunchRanks.from_environment(os.environ)
+        self.accelerator = build_accelerator(config)
+        run = _QuietRun(config, self.accelerator, ranks)
+        hf_config, model, training_model, census = run.parts(work)
+        optimizer: Any = build_optimizer(config.optim, run.optimizer_kind, training_model.named_parameters())
+        prepared, optimizer = run.engine.prepare(training_model, optimizer)
+        context_size = config.parallel.context_parallel_size
+        context = ContextGroup.of_rank(context_size, ranks.rank)
+        if context_size > 1:
+            context = context.connected(self.accelerator.device.type)
+            context.attach(decoder_layers(model))
+        batches = [context.split(batch) for batch in work.batches(hf_config.vocab_size, ranks.rank // context_size)]
+        self.recorder = Recorder()
+        loader: Any = FixedLoader([batch.to(self.accelerator.device) for batch in batches])
+        reporter: Any = self.recorder
+        self.facts = {
+            "precision": run.plan.to_dict(),
+            "fp8_linear_flop_share": census.fp8_linear_flop_share,
+            "optimizer": run.optimizer_kind,
+        }
+        self._trainer = Trainer(
+            accelerator=self.accelerator,
+            engine=run.engine,
+            model=prepared,
+            precision=run.precision,
+            optimizer=optimizer,
+            scheduler=build_scheduler(optimizer, config.optim, total_steps=10_000),
+            loader=loader,
+            reporter=reporter,
+            options=LoopOptions(
+                total_steps=0, max_grad_norm=config.optim.max_grad_norm, log_every=1000, eval_every=0, save_every=0
+            ),
+            size=DecoderSize.from_config(hf_config),
+            peak=None,
+            fp8_linear_flop_share=census.fp8_linear_flop_share,
+        )
+
+    def take(self, num_steps: int) -> None:
+        """Take so many optimizer steps."""
+        trainer = self._trainer
+        trainer.options = dataclasses.replace(trainer.options, total_steps=trainer.step + num_steps)
+        trainer.train(hooks=_NoHooks(), stop_requested=lambda: False)

@@ -1,0 +1,295 @@
+#!/usr/bin/env python
+"""Training throughput on the GPUs of one host: this project's sharding modes and the usual set-ups, in one launch.
+
+    torchrun --nproc_per_node=4 --max-restarts=8 scripts/benchmark_multi_gpu.py --workloads Llama-3.1-8B:8x1024x4,Llama-3.1-8B:1x8192x4 \\
+        --arms hf_fsdp2_bf16,fsdp_full:bf16,fsdp_full:delayed,fsdp_grad:delayed --output result.json
+
+Random weights, random tokens, rows that are one document each, the optimizer step included; each GPU (under context parallelism each group of
+GPUs) has tokens of its own. A workload is MODEL:ROWSxLENGTHxMICRO_BATCHES, per GPU. Arms:
+
+- MODE:PRECISION, this project's Trainer: a value of --sharding_mode with bf16, delayed, current or block, and the TE decoder. Behind it may
+  stand :swap (the Hugging Face decoder, its linear layers swapped in fp8), :recompute (gradient checkpointing), :fp8_params, :sync (gradients
+  exchanged in each micro-batch), and before it cpN: (N GPUs share the tokens of a row).
+- hf_fsdp2_bf16, hf_ddp_bf16: transformers' model with Accelerate's own FSDP2 plugin, or DDP, in bf16 (llm_fp8/throughput/rival.py).
+
+Throughput is the tokens of all GPUs over the median step of the slowest one, after `--warmup` steps; memory is that of the GPU that needs most.
+One more step is recorded, for the kernels that ran and the share of communication.
+
+The results are rewritten after every arm. An arm that fails, runs out of memory or takes longer than --arm_timeout_s ends its processes; its
+row says so, and --max-restarts of torchrun lets them start anew with the next arm, that many times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
+import gc
+import os
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # for every arm, as in the training scripts
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llm_fp8.errors import UserError, run_script
+from llm_fp8.metrics import GIB, DecoderSize, StepTokens, device_peak_tflops, step_flops
+from llm_fp8.parallel.profile import profiled
+from llm_fp8.process_group import start_process_group
+from llm_fp8.provenance import collect_provenance
+from llm_fp8.ranks import LaunchRanks, agree_on, first_to_say
+from llm_fp8.run import quiet_libraries
+from llm_fp8.throughput.arms import RIVALS, Arm, parse_arm
+from llm_fp8.throughput.results import ENDED_IN_SILENCE, ResultsFile
+from llm_fp8.throughput.workload import Workload
+
+EXIT_ARM_FAILED = 3
+DEFAULT_ARMS = ",".join([*RIVALS, "ddp:delayed", "fsdp_full:bf16", "fsdp_full:delayed", "fsdp_full:current", "fsdp_grad:delayed"])
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument(
+        "--workloads",
+        default="Llama-3.2-1B:8x1024x4",
+        help="comma-separated MODEL:ROWSxLENGTHxMICRO_BATCHES (default %(default)s)",
+    )
+    parser.add_argument("--arms", default=DEFAULT_ARMS, help="comma-separated, see the head of this file (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of an arm, the left-out ones included (default 6)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps of an arm left out (default 3)")
+    parser.add_argument("--arm_timeout_s", type=float, default=120, help="an arm that takes longer has failed (default 120)")
+    parser.add_argument("--output", required=True, help="JSON file for the results")
+    options = parser.parse_args(argv)
+    if not 0 <= options.warmup < options.steps:
+        raise UserError(f"--warmup {options.warmup} must leave some of the {options.steps} --steps to be timed.")
+    return options
+
+
+def subject_of(work: Workload, arm: Arm, num_gpus: int) -> dict[str, Any]:
+    """What a row is about."""
+    return {
+        "workload": work.name,
+        **dataclasses.asdict(work),
+        "arm": arm.name,
+        "mode": arm.mode,
+        "context_parallel_size": arm.context_size,
+        "num_gpus": num_gpus,
+    }
+
+
+# --- one arm --------------------------------------------------------------------------------------------------------------
+
+
+def measure(work: Workload, arm: Arm, warmup: int, device: torch.device) -> dict[str, Any]:
+    """Build an arm, time it, record one step, and let go of it; the figures of its row. Collective."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # the arms differ in what they ask of Accelerate's singletons
+    GradientState._reset_state()
+    started = time.perf_counter()
+    memory_before = _memory_gib(device)["allocated"]
+    training = arm.build(work)
+    built = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    training.take(work.num_steps)
+    times, losses = training.recorder.step_times_s[warmup:], list(training.recorder.losses)
+    memory = _memory_gib(device)
+    by_rank = training.accelerator.gather(
+        torch.tensor([[*times, memory["peak"], memory["reserved"], memory_before]], dtype=torch.float64, device=device)
+    )
+    figures = {
+        **summarise(work, arm, by_rank[:, :-3].tolist()),
+        **training.facts,
+        "losses": losses,
+    }
+    if device.type == "cuda":  # the CPU keeps no count of memory and runs no kernels
+        with profiled(training.accelerator) as recorded:
+            training.take(1)
+        peaks = by_rank[:, -3:].amax(dim=0).tolist()
+        figures.update(
+            zip(("peak_memory_gib", "peak_reserved_memory_gib", "memory_before_gib"), peaks, strict=True),
+            gemm_kernels=recorded.gemm_kernels,
+            recorded_step=dataclasses.asdict(recorded),
+            **recorded.figures(),
+        )
+    training.accelerator.free_memory()
+    return {**figures, "build_s": built - started, "wall_time_s": time.perf_counter() - started}
+
+
+def _memory_gib(device: torch.device) -> dict[str, float]:
+    """Memory of this process's tensors on `device`; zeros on a CPU, where PyTorch keeps no count."""
+    if device.type != "cuda":
+        return dict.fromkeys(("allocated", "peak", "reserved"), 0.0)
+    return {
+        "allocated": torch.cuda.memory_allocated(device) / GIB,
+        "peak": torch.cuda.max_memory_allocated(device) / GIB,
+        "reserved": torch.cuda.max_memory_reserved(device) / GIB,
+    }
+
+
+def summarise(work: Workload, arm: Arm, step_times_s: list[list[float]]) -> dict[str, Any]:
+    """The speed of an arm from the timed steps of each process (seconds)."""
+    num_gpus = len(step_times_s)
+    medians = [statistics.median(times) for times in step_times_s]
+    slowest = max(range(num_gpus), key=medians.__getitem__)
+    median, times = medians[slowest], step_times_s[slowest]
+    tokens = work.tokens_per_step * num_gpus // arm.context_size
+    flops = step_flops(DecoderSize.from_config(work.hf_config()), StepTokens(tokens, tokens, tokens, tokens * work.seq_length))
+    return {
+        "tokens_per_s": tokens / median,
+        "tokens_per_s_per_gpu": tokens / median / num_gpus,
+        "tokens_per_s_slowest": tokens / max(times),
+        "tokens_per_s_fastest": tokens / min(times),
+        "model_tflops": flops / median / num_gpus / 1e12,
+        "step_times_s": times,
+        "median_step_time_s_by_rank": medians,
+    }
+
+
+# --- what ends an arm -----------------------------------------------------------------------------------------------------
+
+
+def end_process() -> None:
+    """End at once, whatever the other threads and the GPU are doing."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_ARM_FAILED)
+
+
+@contextlib.contextmanager
+def time_limit(limit_s: float, when_over: Callable[[], None]) -> Iterator[None]:
+    """Show where this process stands and call `when_over`, in a thread, where the enclosed block takes longer than `limit_s`."""
+
+    def over() -> None:
+        faulthandler.dump_traceback()
+        when_over()
+
+    watchdog = threading.Timer(limit_s, over)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.cancel()
+
+
+@contextlib.contextmanager
+def ending_on_failure(results: ResultsFile, subject: dict[str, Any], timeout_s: float) -> Iterator[None]:
+    """End this process, with a row that says why, where the enclosed measurement fails or takes longer than `timeout_s`.
+
+    Nothing is cleaned up, because that could wait for processes that wait for this one; the launcher ends those.
+    """
+
+    def end(reason: str) -> None:
+        if first_to_say(f"{subject['workload']} {subject['arm']} failed"):
+            results.add_failure(subject, reason)
+            print(f"{subject['workload']} {subject['arm']} failed: {reason}", flush=True)
+        end_process()
+
+    try:
+        with time_limit(timeout_s, lambda: end(f"took longer than {timeout_s:g} s")):
+            yield
+    except torch.OutOfMemoryError:
+        end("out of memory")
+    except UserError as error:
+        end(str(error))
+    except Exception as error:
+        traceback.print_exc()
+        end(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}")
+
+
+# --- all arms -------------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Measure every arm of every workload that has no row yet; write a row for each."""
+    options = parse(sys.argv[1:])
+    ranks = LaunchRanks.from_environment(os.environ)
+    if not ranks.launched or ranks.local_world_size != ranks.world_size:
+        raise UserError(
+            "the benchmark runs in the processes of one host: torchrun --nproc_per_node=NUMBER_OF_GPUS scripts/benchmark_multi_gpu.py ..."
+        )
+    works = [Workload.parse(text, options.steps) for text in options.workloads.split(",")]
+    arms = [parse_arm(name) for name in options.arms.split(",")]
+    plan = [(work, arm) for work in works for arm in arms]
+    for work, arm in plan:
+        arm.check(work, ranks)
+    quiet_libraries()
+    started = time.perf_counter()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    is_main, launch = ranks.rank == 0, agree_on("benchmark", str(time.time_ns()))
+    with time_limit(options.arm_timeout_s, end_process):
+        start_process_group(ranks)
+        results = ResultsFile(Path(options.output), header(device) if is_main else {}, launch=launch, writes=is_main)
+        _meet()
+        take_up(results, is_main)
+    for work, arm in plan[len(results.rows()) :]:
+        subject = subject_of(work, arm, ranks.world_size)
+        results.begin(subject)
+        _meet()
+        with ending_on_failure(results, subject, options.arm_timeout_s):
+            row = {**subject, **measure(work, arm, options.warmup, device)}
+            results.add(row)
+            _meet()
+        if is_main:
+            print_row(row)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if is_main:
+        print(f"{options.output}: {len(plan)} arms, {time.perf_counter() - started:.0f} s since the last start", flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+def header(device: torch.device) -> dict[str, Any]:
+    """What the results file says of the launch."""
+    peak = device_peak_tflops(device)
+    return {"provenance": collect_provenance(sys.argv), "peaks": None if peak is None else dataclasses.asdict(peak)}
+
+
+def take_up(results: ResultsFile, is_main: bool) -> None:
+    """Write the row of an arm whose processes ended before they could; collective."""
+    subject = results.interrupted()
+    _meet()
+    if subject is not None and is_main:
+        results.begin(subject)
+        results.add_failure(subject, ENDED_IN_SILENCE)
+    _meet()
+
+
+def _meet() -> None:
+    """Wait for all processes, between the hosts' memories: no GPU is needed."""
+    met: Tensor = torch.zeros(1)
+    dist.all_reduce(met)
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """One line of the table."""
+    line = f"{row['workload']:28} {row['arm']:24} {row['tokens_per_s_per_gpu']:9,.0f} tokens/s/GPU  {row['model_tflops']:6.1f} TFLOP/s"
+    if "peak_memory_gib" in row:
+        kernels = ", ".join(f"{kind} {count}" for kind, count in sorted(row["gemm_kernels"].items()))
+        line += (
+            f"  {row['peak_memory_gib']:6.1f} GiB  communication {row['communication_share']:.0%}, alone "
+            f"{row['exposed_communication_share']:.0%}  GEMM kernels: {kernels}"
+        )
+    print(f"{line}  ({row['wall_time_s']:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    run_script(main)

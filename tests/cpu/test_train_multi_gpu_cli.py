@@ -1,0 +1,116 @@
+"""train_multi_gpu.py as a user starts it: torchrun and accelerate launch, with real processes on the CPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llm_fp8.config import parse_config
+from tests.processes import free_port
+from tests.small import run_json, steps
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "train_multi_gpu.py")
+
+
+def torchrun() -> list[str]:
+    """The launcher for two processes, with a port of its own."""
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+def launch(folder: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in `folder` with one thread per process."""
+    return subprocess.run(command, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=180)
+
+
+def test_the_documented_command(tmp_path, tiny_model, rows):
+    """With the options of the README's example, on a model and in a precision that a CPU has."""
+    done = launch(
+        tmp_path, *torchrun(), SCRIPT, "--model_name", tiny_model, "--dataset_name", rows, "--batch_size", "1", "--sharding_mode", "fsdp_full",
+        "--mixed_precision", "bf16", "--gradient_checkpointing", "--max_seq_length", "256", "--learning_rate", "1e-5",
+        "--gradient_accumulation_steps", "4", "--empty_cache_freq", "25", "--max_steps", "3", "--log_every", "1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()  # one name, though two processes made one up
+    assert [step["step"] for step in steps(folder)] == [1, 2, 3]
+    assert done.stdout.count("step 1/3") == 1 and "sharding: fsdp_full" in done.stdout
+    assert run_json(folder)["effective"]["global_batch_size"] == 8
+    assert (folder / "final" / "model.safetensors").exists()
+
+
+def test_the_seed_documents_command_is_understood():
+    config = parse_config(
+        "--model_name meta-llama/Llama-3.2-3B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 1 --sharding_mode fsdp_full "
+        "--mixed_precision fp8 --use_te --gradient_checkpointing --max_seq_length 512 --learning_rate 1e-5 "
+        "--gradient_accumulation_steps 4 --empty_cache_freq 25".split(),
+        parallel=True,
+    )
+    assert config.parallel.sharding_mode == "fsdp_full" and config.parallel.empty_cache_freq == 25 and config.packing
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--sharding_mode=fsdp_ful"], "--sharding_mode/--sharding-mode: invalid choice: 'fsdp_ful'"),
+        (["--sharding_mode=ddp", "--hybrid_shard_size=2"], "--hybrid_shard_size 2 has no effect with --sharding_mode ddp"),
+        (["--model_name=/no/such"], "--model_name /no/such: no such folder."),
+    ],
+)
+def test_a_mistake_is_said_once(tmp_path, options, sentence):
+    done = launch(tmp_path, *torchrun(), SCRIPT, *options)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and sentence in said[0]
+    assert "exitcode  : 2" in done.stderr or "exitcode: 2" in done.stderr
+    assert f'File "{SCRIPT}"' not in done.stderr, "no traceback of ours"
+
+
+def test_without_a_launcher_the_command_is_shown(tmp_path):
+    done = launch(tmp_path, sys.executable, SCRIPT)
+    assert done.returncode == 2
+    assert "torchrun --nproc_per_node=" in done.stderr
+
+
+def test_accelerate_launch_gives_the_mode_of_its_file(tmp_path, tiny_model, rows):
+    done = launch(
+        tmp_path, sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs" / "accelerate_bf16_fsdp.yaml"),
+        "--num_processes", "2", "--main_process_port", str(free_port()), SCRIPT, "--model_name", tiny_model, "--dataset_name", rows,
+        "--max_seq_length", "256", "--max_steps", "2", "--output_dir", str(tmp_path / "run"), "--no_export",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert run_json(tmp_path / "run")["effective"]["sharding_mode"] == "fsdp_full"
+    assert run_json(tmp_path / "run")["precision"]["effective"] == "bf16"
+
+
+def test_torchrun_restarts_and_the_run_goes_on(tmp_path, tiny_model, rows):
+    """One rank is killed behind the first checkpoint; the launcher starts all anew and they resume by themselves."""
+    process = subprocess.Popen(
+        [
+            *torchrun(), "--max_restarts=1", SCRIPT, "--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=fsdp_full",
+            "--max_seq_length=256", "--max_steps=60", "--save_every=5", "--log_every=1", "--no_export",
+        ],
+        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("runs/*/checkpoints/latest")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert [step["step"] for step in steps(folder)] == list(range(1, 61))
+    resumed_after = int(re.search(r"resumed from .* after step (\d+)", output)[1])
+    assert resumed_after >= 5 and [r["resumed_after_step"] for r in run_json(folder)["resumes"]] == [resumed_after]
