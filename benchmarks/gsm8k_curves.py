@@ -6,18 +6,26 @@
 The question is whether fp8 stays inside what the choice of a seed does to bf16. Every run is a `train_fp8.py` of its own on the same data in the
 same order of tokens per step; the seed changes the initial weights and the order. fp8 arms use every seed too, so that each pairs with a bf16 run.
 Draw the result with `benchmarks/plot_curves.py`.
+
+    python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --num_gpus 4 --seeds 1 --output benchmarks/results/multi_gpu_curves.json
+
+With several GPUs the question is whether they train as one does: bf16 and delayed scaling on one GPU, and under each of MODES on all of them
+(`train_multi_gpu.py`), at the same global batch, with the same seed and, since the modes differ in it, the same optimizer.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +42,10 @@ ARMS = {
     "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
     "block": ["--mixed_precision", "fp8", "--fp8_scenario", "block"],
 }
+MODES = ("fsdp_full", "ddp")
+"""Values of --sharding_mode that are compared with one GPU."""
+ROWS, MICRO_BATCHES = 8, 2
+"""Of a step on one GPU; several GPUs share the rows of a micro-batch."""
 SIZES = {
     "hidden_size": 640,
     "intermediate_size": 1792,
@@ -52,23 +64,75 @@ def write_model_folder(folder: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **SIZES}))
 
 
-def run_one(arm: str, seed: int, model: Path, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train one arm with one seed; returns its evaluations and summary."""
-    command = [
-        sys.executable, "train_fp8.py", "--model_name", str(model), "--random_init", "--use_te", "--dataset_name", options.data,
-        "--validation_fraction", "0.05", "--max_seq_length", "1024", "--batch_size", "8", "--gradient_accumulation_steps", "2",
-        "--num_epochs", str(options.epochs), "--learning_rate", "1e-3", "--weight_decay", "0.1", "--num_warmup_steps", "50",
-        "--eval_every", str(options.eval_every), "--seed", str(seed), "--output_dir", str(folder), "--no_export", *ARMS[arm],
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+@dataclass(frozen=True)
+class Job:
+    """One training."""
+
+    precision: str
+    seed: int
+    mode: str | None = None
+    """Value of --sharding_mode; None on one GPU."""
+    gpu: int = 0
+    """The GPU of a training on one."""
+
+    @property
+    def arm(self) -> str:
+        """Name of the curve."""
+        return self.precision if self.mode is None else f"{self.mode}:{self.precision}"
+
+    def launch(self, num_gpus: int) -> list[str]:
+        """The command that starts it, up to the training's own options."""
+        if self.mode is None:
+            return [sys.executable, "train_fp8.py"]
+        # A free port for each: several run at a time.
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_gpus}"]
+        return [*torchrun, "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "train_multi_gpu.py"]
+
+    def options(self, model: Path, folder: Path, settings: argparse.Namespace) -> list[str]:
+        """The options of train_fp8.py or train_multi_gpu.py."""
+        rows, more = ROWS, []
+        if self.mode is not None:
+            rows, more = ROWS // settings.num_gpus, ["--sharding_mode", self.mode]
+        if settings.num_gpus > 1:
+            more += ["--optimizer", "adamw_fp32"]
+        return [
+            "--model_name", str(model), "--random_init", "--use_te", "--dataset_name", settings.data, "--validation_fraction", "0.05",
+            "--max_seq_length", "1024", "--batch_size", str(rows), "--gradient_accumulation_steps", str(MICRO_BATCHES),
+            "--num_epochs", str(settings.epochs), "--learning_rate", "1e-3", "--weight_decay", "0.1", "--num_warmup_steps", "50",
+            "--eval_every", str(settings.eval_every), "--seed", str(self.seed), "--output_dir", str(folder), "--no_export",
+            *ARMS[self.precision], *more,
+        ]  # fmt: skip
+
+
+def plan(settings: argparse.Namespace) -> list[Job]:
+    """The trainings of the command line."""
+    seeds = [int(seed) for seed in settings.seeds.split(",")]
+    if settings.num_gpus == 1:
+        return [Job(arm, seed) for seed in seeds for arm in ARMS]
+    kinds = [(precision, mode) for mode in (None, *MODES) for precision in ("bf16", "delayed")]
+    jobs = [Job(precision, seed, mode) for seed in seeds for precision, mode in kinds]
+    return [dataclasses.replace(job, gpu=number % settings.num_gpus) for number, job in enumerate(jobs)]
+
+
+def run_one(job: Job, model: Path, settings: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Train; returns the evaluations and the summary."""
+    environment = dict(os.environ)
+    if job.mode is None and settings.num_gpus > 1:
+        visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(settings.num_gpus)))
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[job.gpu]
+    command = [*job.launch(settings.num_gpus), *job.options(model, folder, settings)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     if done.returncode:
-        raise RuntimeError(f"{arm} with seed {seed} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"{job.arm} with seed {job.seed} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     run = json.loads((folder / "run.json").read_text())
     return {
-        "arm": arm,
-        "seed": seed,
+        "arm": job.arm,
+        "seed": job.seed,
+        "sharding_mode": run["effective"]["sharding_mode"],
+        "num_gpus": run["effective"]["num_processes"],
+        "global_batch_size": run["effective"]["global_batch_size"],
         "effective_precision": f"{run['precision']['effective']} {run['precision']['effective_scenario'] or ''}".strip(),
         "fp8_linear_flop_share": run["precision"]["census"]["fp8_linear_flop_share"],
         "num_parameters": run["model"]["num_parameters"],
@@ -106,6 +170,31 @@ def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """For each arm on several GPUs, by seed: how far its held-out losses are from those of one GPU in the same precision."""
+    one = {(run["arm"], run["seed"]): run for run in runs if run["num_gpus"] == 1}
+    arms: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        if run["num_gpus"] == 1:
+            continue
+        reference = one[run["arm"].partition(":")[2], run["seed"]]
+        if run["global_batch_size"] != reference["global_batch_size"]:
+            raise RuntimeError(
+                f"{run['arm']} took {run['global_batch_size']} rows a step and one GPU {reference['global_batch_size']}"
+            )
+        both = zip(run["evaluations"], reference["evaluations"], strict=True)
+        arms.setdefault(run["arm"], []).append(
+            {
+                "seed": run["seed"],
+                "final_eval_loss": run["final_eval_loss"],
+                "final_eval_loss_one_gpu": reference["final_eval_loss"],
+                "final_difference": run["final_eval_loss"] - reference["final_eval_loss"],
+                "largest_difference": max(abs(here[2] - there[2]) for here, there in both),
+            }
+        )
+    return {"arms": arms}
+
+
 def main() -> None:
     """Run all arms and write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -114,17 +203,27 @@ def main() -> None:
     parser.add_argument("--seeds", default="1,2,3", help="comma-separated seeds of every arm (default 1,2,3)")
     parser.add_argument("--epochs", type=int, default=4, help="passes over the text (default 4)")
     parser.add_argument("--eval_every", type=int, default=25, help="optimizer steps between evaluations (default 25)")
-    parser.add_argument("--parallel", type=int, default=4, help="runs at a time on the GPU (default 4)")
-    options = parser.parse_args()
-    seeds = [int(seed) for seed in options.seeds.split(",")]
+    parser.add_argument(
+        "--num_gpus", type=int, default=1, help="compare one GPU with so many: 2, 4 or 8 (default 1: compare precisions)"
+    )
+    parser.add_argument(
+        "--parallel", type=int, default=4, help="trainings at a time (default 4); one on several GPUs takes a share of each"
+    )
+    settings = parser.parse_args()
+    if settings.num_gpus < 1 or ROWS % settings.num_gpus:
+        parser.error(f"--num_gpus {settings.num_gpus} does not divide the {ROWS} rows of a micro-batch")
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
         write_model_folder(model)
-        jobs = [(arm, seed) for seed in seeds for arm in ARMS]
-        with ThreadPoolExecutor(options.parallel) as pool:
-            runs = list(pool.map(lambda job: run_one(*job, model, options, Path(scratch) / f"{job[0]}-{job[1]}"), jobs))
-    comparison = compare(runs)
-    write_json_atomic(Path(options.output), {"provenance": collect_provenance(sys.argv), "comparison": comparison, "runs": runs})
+        with ThreadPoolExecutor(settings.parallel) as pool:
+            runs = list(
+                pool.map(
+                    lambda numbered: run_one(numbered[1], model, settings, Path(scratch) / str(numbered[0])),
+                    enumerate(plan(settings)),
+                )
+            )
+    comparison = compare(runs) if settings.num_gpus == 1 else compare_to_one_gpu(runs)
+    write_json_atomic(Path(settings.output), {"provenance": collect_provenance(sys.argv), "comparison": comparison, "runs": runs})
     print(json.dumps(comparison, indent=2))
 
 

@@ -2,6 +2,7 @@
 """Draw the held-out loss curves that `benchmarks/gsm8k_curves.py` measured.
 
 python benchmarks/plot_curves.py benchmarks/results/gsm8k_curves.json benchmarks/plots/gsm8k_curves.png
+python benchmarks/plot_curves.py benchmarks/results/multi_gpu_curves.json benchmarks/plots/multi_gpu_curves.png
 """
 
 from __future__ import annotations
@@ -18,20 +19,36 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
+LINES = {"": "-", "fsdp_full": "--", "ddp": ":"}
+"""By sharding mode."""
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """One line per arm (mean over seeds), bf16's range over seeds as a band; right, the end of training enlarged."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
     runs = record["runs"]
-    for arm, colour in COLOURS.items():
-        curves = [np.array(run["evaluations"]) for run in runs if run["arm"] == arm]
+    # Curves that should lie on one another: those of one GPU are drawn broad and pale, beneath the others.
+    pale = {"linewidth": 5, "alpha": 0.3} if any(":" in run["arm"] for run in runs) else {}
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        mode, _, precision = arm.rpartition(":")
+        of_arm = [run for run in runs if run["arm"] == arm]
+        curves = [np.array(run["evaluations"]) for run in of_arm]
         tokens, losses = curves[0][:, 1] / 1e6, np.array([curve[:, 2] for curve in curves])
+        where = f", {of_arm[0]['num_gpus']} x {mode}" if mode else ""
+        under: dict[str, Any] = pale if not mode else {}
+        seeds = f"mean of {len(curves)} seeds" if len(curves) > 1 else "one seed"
         for axis in axes:
-            axis.plot(tokens, losses.mean(axis=0), color=colour, label=f"{arm} (mean of {len(curves)} seeds)")
-            if arm == "bf16":
+            axis.plot(
+                tokens,
+                losses.mean(axis=0),
+                color=COLOURS[precision],
+                linestyle=LINES[mode],
+                label=f"{precision}{where} ({seeds})",
+                **under,
+            )
+            if arm == "bf16" and len(curves) > 1:
                 axis.fill_between(
-                    tokens, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.15, label="bf16, all seeds"
+                    tokens, losses.min(axis=0), losses.max(axis=0), color=COLOURS[precision], alpha=0.15, label="bf16, all seeds"
                 )
     parameters = runs[0]["num_parameters"] / 1e6
     axes[0].set_title(f"{parameters:.0f}M parameters from scratch on GSM8K")

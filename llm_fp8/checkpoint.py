@@ -35,7 +35,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -56,11 +56,24 @@ LATEST = "latest"
 FORMAT_VERSION = 1
 RNG_PREFIX = "rng/"
 
+MORE_STATE = "engine"
+"""Folder in a checkpoint for what an engine saves itself."""
+
 _META, _MANIFEST = "meta.json", "manifest.json"
 _STEP_PREFIX, _TEMPORARY_PREFIX, _REPLACED_PREFIX = "step-", ".tmp-", ".replaced-"
 _CHECKSUM_LIMIT_BYTES = 2**20
 _FREE_SPACE_MARGIN_BYTES = 2**20
 _DIFFERENCES_SHOWN = 3
+
+
+class MoreState(Protocol):
+    """State that is saved by its owner."""
+
+    def state_bytes(self) -> int:
+        """Bytes that `save_state` writes on all ranks together."""
+
+    def save_state(self, folder: Path) -> None:
+        """Write it to `folder`, brought to the disk; collective."""
 
 
 class CheckpointManager:
@@ -97,13 +110,14 @@ class CheckpointManager:
             else:
                 temporary.unlink()
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
+    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], more: MoreState | None = None) -> Path:
         """Write a checkpoint; collective.
 
         Args:
             step: completed optimizer steps.
             tensors: name -> tensor of any dtype and device; DTensors are saved shard by shard.
             meta: entries for `meta.json`; must be fit for JSON and is the main process's.
+            more: writes what is no tensor by name, to a folder of its own in the checkpoint.
 
         Returns:
             The checkpoint's folder, complete and pointed to by `latest`. A checkpoint of the same step is replaced.
@@ -112,7 +126,7 @@ class CheckpointManager:
             UserError: the disk has no room. The checkpoints that were there stay, nothing half-written does.
         """
         self.finish()
-        return self._save(step, tensors, meta, group=None)
+        return self._save(step, tensors, meta, group=None, more=more)
 
     def save_in_background(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
         """As `save`, but return once the tensors are copied to the host's memory; a thread writes the copies.
@@ -133,11 +147,15 @@ class CheckpointManager:
         if background is not None:
             background.wait()
 
-    def _save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], group: Any) -> Path:
+    def _save(
+        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], group: Any, more: MoreState | None = None
+    ) -> Path:
         final = self.folder / f"{_STEP_PREFIX}{step:08d}"
         needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) + _FREE_SPACE_MARGIN_BYTES
+        if more is not None:
+            needed_bytes += more.state_bytes()
         try:
-            self._write(final, needed_bytes, tensors, {**meta, "step": step}, group)
+            self._write(final, needed_bytes, tensors, {**meta, "step": step}, group, more)
         except BaseException as error:
             if self.is_main:
                 self.clean_up()
@@ -147,7 +165,15 @@ class CheckpointManager:
             raise explained from error
         return final
 
-    def _write(self, final: Path, needed_bytes: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], group: Any) -> None:
+    def _write(
+        self,
+        final: Path,
+        needed_bytes: int,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        group: Any,
+        more: MoreState | None,
+    ) -> None:
         temporary = self.folder / f"{_TEMPORARY_PREFIX}{final.name}"
 
         def prepare() -> None:
@@ -156,6 +182,8 @@ class CheckpointManager:
             if shutil.disk_usage(self.folder).free < needed_bytes:
                 raise OSError(errno.ENOSPC, "less free space than the checkpoint needs")
             temporary.mkdir()
+            if more is not None:
+                (temporary / MORE_STATE).mkdir()
 
         def complete() -> None:
             _write_json(temporary / _META, meta)
@@ -166,6 +194,8 @@ class CheckpointManager:
 
         self._on_main(prepare, final, group)
         metadata = _dcp_save(tensors, temporary, group)
+        if more is not None:
+            more.save_state(temporary / MORE_STATE)
         self._on_main(complete, final, group)
 
     def _on_main(self, work: Callable[[], None], final: Path, group: Any) -> None:
@@ -395,7 +425,8 @@ def _without_single_process_warning() -> Iterator[None]:
 
 
 def _build_manifest(folder: Path, metadata: Metadata) -> dict[str, Any]:
-    files = {path.name: _describe_file(path) for path in sorted(folder.iterdir())}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {path.relative_to(folder).as_posix(): _describe_file(path) for path in paths}
     tensors = {
         name: {"shape": list(entry.size), "dtype": str(entry.properties.dtype)}
         for name, entry in metadata.state_dict_metadata.items()

@@ -24,7 +24,6 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -258,8 +257,7 @@ class Trainer:
 
     def require_finite_weights(self) -> None:
         """Raise `NonFiniteLoss` where the update after the last finite loss left weights that are not finite; collective."""
-        weights = [p.detach() for p in self._parameters]
-        local = [w.to_local() if isinstance(w, DTensor) else w for w in weights]
+        local = [self.engine.local_tensor(p) for p in self._parameters]
         total = torch.stack(torch._foreach_norm(local, 1, dtype=torch.float32)).sum()
         if not math.isfinite(self.accelerator.reduce(total, reduction="sum").item()):
             raise NonFiniteLoss(

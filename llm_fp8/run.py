@@ -49,16 +49,12 @@ from llm_fp8.models import (
     resolve_source,
     stored_dtype,
 )
-from llm_fp8.optim import (
-    build_optimizer,
-    build_scheduler,
-    effective_warmup_steps,
-    parameter_dtype,
-)
+from llm_fp8.optim import build_scheduler, effective_warmup_steps
 from llm_fp8.output_folder import check_free_space, is_finished, with_output_dir
 from llm_fp8.parallel.build import build_engine
 from llm_fp8.parallel.choice import check_mode, choose_mode
 from llm_fp8.parallel.context import ContextGroup, check_context_parallel
+from llm_fp8.parallel.deepspeed import accelerator_arguments
 from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.parity import check_parity
 from llm_fp8.precision import TOKEN_MULTIPLE, Precision, PrecisionPlan, resolve_precision
@@ -88,8 +84,12 @@ def run_training(config: Config) -> int:
     check_trackers(config)
     config = with_output_dir(config, ranks)
     start_process_group(ranks)
-    accelerator = build_accelerator(config)
-    run = Run(config, accelerator, ranks)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if config.model.use_te:
+        require_te_decoder(device)
+    plan = resolve_precision(config.precision, device)
+    accelerator = build_accelerator(config, ranks, plan)
+    run = Run(config, accelerator, ranks, plan)
     with run.explained_failures():
         return run.execute(started)
 
@@ -103,12 +103,21 @@ def quiet_libraries() -> None:
         datasets.disable_progress_bars()
 
 
-def build_accelerator(config: Config) -> Accelerator:
+def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -> Accelerator:
     """The one Accelerator. Precision is ours (llm_fp8.precision), so it gets "no", or "fp16" on a GPU for its gradient scaler.
 
     Accumulation is the loop's, which divides by tokens: without the plugin, Accelerate would divide by a number of steps that it finds
     in the environment.
     """
+    mode = config.parallel.sharding_mode
+    if mode.startswith("deepspeed"):
+        check_mode(config, mode, ranks, plan.compute_name)
+        return Accelerator(
+            mixed_precision="no",
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            **accelerator_arguments(config, mode, plan.compute_name, ranks.world_size),
+            **accelerator_tracking(config),
+        )
     scales_gradients = config.precision.mixed_precision == "fp16" and torch.cuda.is_available()
     return Accelerator(
         cpu=not torch.cuda.is_available(),  # without it Accelerate takes processes that have no GPU for strangers
@@ -131,16 +140,14 @@ def first_batch(loader: TrainLoader) -> Batch:
 class Run:
     """The parts of one run and what is done with them, in order."""
 
-    def __init__(self, config: Config, accelerator: Accelerator, ranks: LaunchRanks) -> None:
+    def __init__(self, config: Config, accelerator: Accelerator, ranks: LaunchRanks, plan: PrecisionPlan) -> None:
         self.config = config
         self.accelerator = accelerator
         self.ranks = ranks
         self.device = accelerator.device
         self.folder = Path(config.run.output_dir or "")
         self.checkpoints = CheckpointManager(self.folder, config.run.save_total_limit, is_main=accelerator.is_main_process)
-        if config.model.use_te:
-            require_te_decoder(self.device)
-        self.plan: PrecisionPlan = resolve_precision(config.precision, self.device)
+        self.plan = plan
         self._check_token_multiple()
         self.attention_backend: str | None = None
         self.recorded: StepProfile | None = None
@@ -168,7 +175,7 @@ class Run:
         check_mode(config, choice.mode, self.ranks, plan.compute_name)
         self.engine = build_engine(choice.mode, config, self.accelerator, self.ranks, plan.compute_dtype)
         self.optimizer_kind = self.engine.resolve_optimizer(config.optim.optimizer, plan.compute_dtype)
-        self.parameter_dtype = parameter_dtype(self.optimizer_kind)
+        self.parameter_dtype = self.engine.parameter_dtype(self.optimizer_kind, plan.compute_dtype)
         if self.ranks.world_size > 1:
             self.say(f"sharding: {choice.mode}{f', because {choice.reason}' if choice.reason else ''}")
 
@@ -198,7 +205,7 @@ class Run:
         if context_size > 1:
             multiple = TOKEN_MULTIPLE.get(self.plan.effective_scenario or "", 1)
             check_context_parallel(config, te_llama.decoder_spec(hf_config).windows, self.plan.compute_name, multiple)
-        self.fingerprint = run_fingerprint(config, self.plan, self.optimizer_kind, hf_config)
+        self.fingerprint = run_fingerprint(config, self.plan, self.engine, self.optimizer_kind, hf_config)
         resume_path = find_checkpoint(self.checkpoints, config.run.resume_from, self.fingerprint)
         data = prepare_data(
             config,
@@ -294,10 +301,18 @@ class Run:
         hf_config: PretrainedConfig,
     ) -> Trainer:
         config, accelerator = self.config, self.accelerator
-        optimizer = build_optimizer(config.optim, self.optimizer_kind, training_model.named_parameters())
+        optimizer = self.engine.build_optimizer(config.optim, self.optimizer_kind, training_model.named_parameters())
+        self.num_parameters = sum(parameter.numel() for parameter in training_model.parameters())
         prepared, optimizer = self.engine.prepare(training_model, optimizer)
         self.state = RunState(
-            accelerator, self.checkpoints, self.precision, self.fingerprint, model, data, background=config.parallel.async_save
+            accelerator,
+            self.checkpoints,
+            self.precision,
+            self.fingerprint,
+            model,
+            data,
+            self.engine,
+            background=config.parallel.async_save,
         )
         total_steps = self._total_steps(data)
         step = tokens_seen = 0
@@ -414,7 +429,7 @@ class Run:
         else:
             described_model = {
                 "location": source.location,
-                "num_parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+                "num_parameters": self.num_parameters,
                 "config": model.config.to_dict(),
             }
             write_run_json(

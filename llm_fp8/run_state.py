@@ -10,11 +10,20 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from llm_fp8.checkpoint import CheckpointManager, check_compatible, read_meta, restore_rng_state, rng_state, saved_names
+from llm_fp8.checkpoint import (
+    MORE_STATE,
+    CheckpointManager,
+    check_compatible,
+    read_meta,
+    restore_rng_state,
+    rng_state,
+    saved_names,
+)
 from llm_fp8.config import Config
 from llm_fp8.data import PreparedData
 from llm_fp8.loop import Trainer
 from llm_fp8.optim import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
+from llm_fp8.parallel.engine import Engine
 from llm_fp8.precision import Precision, PrecisionPlan
 
 ARCHITECTURE_KEYS = (
@@ -35,12 +44,15 @@ ARCHITECTURE_KEYS = (
 """Entries of a model's config that a checkpoint and the run that continues it must share."""
 
 
-def run_fingerprint(config: Config, plan: PrecisionPlan, optimizer_kind: str, hf_config: PretrainedConfig) -> dict[str, Any]:
+def run_fingerprint(
+    config: Config, plan: PrecisionPlan, engine: Engine, optimizer_kind: str, hf_config: PretrainedConfig
+) -> dict[str, Any]:
     """What a checkpoint must share with the run that continues it."""
     return {
         **{key: getattr(hf_config, key, None) for key in ARCHITECTURE_KEYS},
         "layout": "te" if config.model.use_te else "hf",
         "optimizer": optimizer_kind,
+        "saved_by": engine.mode if engine.saves_itself else "parameter name",
         "precision": plan.name,
         "max_seq_length": config.data.max_seq_length,
         "packing": config.packing,
@@ -66,14 +78,17 @@ class RunState:
     fingerprint: dict[str, Any]
     model: PreTrainedModel
     data: PreparedData
+    engine: Engine
     background: bool = False
     """Write checkpoints while training goes on (--async_save)."""
 
     def _tensors(self, optimizer: Any) -> dict[str, Tensor]:
         """Every tensor of a checkpoint but the random states, by name: the live ones, not copies."""
-        named = list(self.model.named_parameters())
-        tensors = {f"model.{name}": parameter.detach() for name, parameter in named}
-        tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, named).items()}
+        tensors: dict[str, Tensor] = {}
+        if not self.engine.saves_itself:
+            named = list(self.model.named_parameters())
+            tensors |= {f"model.{name}": parameter.detach() for name, parameter in named}
+            tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, named).items()}
         tensors |= {f"fp8.{name}": tensor for name, tensor in self.precision.state_tensors().items()}
         return tensors
 
@@ -85,13 +100,13 @@ class RunState:
             "tokens_seen": trainer.tokens_seen,
             "fingerprint": self.fingerprint,
             "loader": self.data.train.state_dict(),
-            "optimizer": optimizer_scalars(trainer.optimizer),
+            "optimizer": None if self.engine.saves_itself else optimizer_scalars(trainer.optimizer),
             "fp16_scaler": None if scaler is None else scaler.state_dict(),
         }
         tensors = self._tensors(trainer.optimizer) | rng_state(self.accelerator.process_index)
         if self.background:
             return self.checkpoints.save_in_background(trainer.step, tensors, meta)
-        return self.checkpoints.save(trainer.step, tensors, meta)
+        return self.checkpoints.save(trainer.step, tensors, meta, self.engine if self.engine.saves_itself else None)
 
     def finish_save(self) -> None:
         """Wait for a checkpoint that is being written in the background; collective."""
@@ -99,14 +114,18 @@ class RunState:
 
     def restore(self, path: Path, optimizer: Any) -> tuple[int, int]:
         """Put everything back as it was; returns the step and the tokens seen."""
-        initialize_state(optimizer)
+        if self.engine.saves_itself:
+            self.engine.load_state(path / MORE_STATE)
+        else:
+            initialize_state(optimizer)
         rank = self.accelerator.process_index
         rng = rng_state(rank)
         # A run of more ranks than the checkpoint was written by keeps the seeds that its new ranks started with.
         known = set(saved_names(path))
         rng = {name: tensor for name, tensor in rng.items() if name in known}
         meta = self.checkpoints.load(path, self._tensors(optimizer) | rng)
-        load_optimizer_scalars(optimizer, meta["optimizer"])
+        if not self.engine.saves_itself:
+            load_optimizer_scalars(optimizer, meta["optimizer"])
         self.data.train.load_state_dict(meta["loader"])
         if self.accelerator.scaler is not None and meta["fp16_scaler"]:
             self.accelerator.scaler.load_state_dict(meta["fp16_scaler"])

@@ -159,6 +159,17 @@ def summarise(work: Workload, arm: Arm, step_times_s: list[list[float]]) -> dict
     }
 
 
+@contextlib.contextmanager
+def own_environment() -> Iterator[None]:
+    """Take back what Accelerate and DeepSpeed leave in the environment for themselves, which the next arm would read."""
+    kept = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
 # --- what ends an arm -----------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +253,7 @@ def main() -> int:
         subject = subject_of(work, arm, ranks.world_size)
         results.begin(subject)
         _meet()
-        with ending_on_failure(results, subject, options.arm_timeout_s):
+        with ending_on_failure(results, subject, options.arm_timeout_s), own_environment():
             row = {**subject, **measure(work, arm, options.warmup, device)}
             results.add(row)
             _meet()

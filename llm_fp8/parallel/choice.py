@@ -104,6 +104,8 @@ def check_mode(config: Config, mode: str, ranks: LaunchRanks, compute_name: str)
         f"--deepspeed_config {options.deepspeed_config} has no effect with {flag}; use a deepspeed mode or drop it.": (
             options.deepspeed_config is not None and not deepspeed
         ),
+        f"--async_save cannot go with {flag}, whose checkpoints DeepSpeed writes itself; drop it.": options.async_save
+        and deepspeed,
         f"--sync_every_micro_batch has no effect with {flag}, which decides that itself; drop it.": (
             options.sync_every_micro_batch and (deepspeed or mode == "single")
         ),

@@ -18,19 +18,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
 from llm_fp8.config import Config, OptimConfig, ParallelConfig
 from llm_fp8.errors import UserError
-from llm_fp8.optim import parameter_groups
+from llm_fp8.optim import OptimizerKind, parameter_groups
 from llm_fp8.parallel.deepspeed_config import deepspeed_settings, load_deepspeed, zero_stage
 from llm_fp8.parallel.engine import Engine
 from llm_fp8.training_model import TrainingModel
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 _TAG = "."
 """DeepSpeed writes to folder/tag: into the folder itself."""
-
-_LAUNCH_VARIABLES = ("ACCELERATE_DEEPSPEED_", "ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_GRADIENT_CLIPPING")
 
 _RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 _EXTRA_STATE = "_extra_state"
@@ -54,15 +53,24 @@ class _Plugin(DeepSpeedPlugin):
         """Called when the plugin is selected."""
 
 
+def accelerator_arguments(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
+    """What `Accelerator(mixed_precision="no", ...)` is given in a deepspeed mode; arguments and errors as of `deepspeed_plugin`."""
+    # With cpu=True Accelerate would leave DeepSpeed out; without a backend it would see one process where there are no GPUs.
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    return {
+        "cpu": False,
+        "deepspeed_plugin": deepspeed_plugin(config, mode, compute_name, num_processes),
+        "kwargs_handlers": [InitProcessGroupKwargs(backend=backend)],
+    }
+
+
 def deepspeed_plugin(config: Config, mode: str, compute_name: str, num_processes: int) -> DeepSpeedPlugin:
-    """The plugin for `Accelerator(deepspeed_plugin=..., mixed_precision="no")`; arguments as of `deepspeed_settings`.
+    """Accelerate's plugin with the settings of `deepspeed_settings`, whose arguments these are.
 
     Raises:
-        UserError: DeepSpeed is missing, its file cannot stand (see `deepspeed_settings`), or `accelerate launch` was given a DeepSpeed
-            configuration, which this one does not read.
+        UserError: DeepSpeed is missing, or its file cannot stand (see `deepspeed_settings`).
     """
     load_deepspeed()
-    refuse_launch_settings()
     settings = deepspeed_settings(config, mode, compute_name, num_processes)
     # Every argument is given: what is left out, Accelerate reads from the environment.
     return _Plugin(
@@ -82,37 +90,14 @@ def deepspeed_plugin(config: Config, mode: str, compute_name: str, num_processes
     )
 
 
-def refuse_launch_settings() -> None:
-    """Raise `UserError` where `accelerate launch` left DeepSpeed settings in the environment."""
-    names = sorted(name for name, value in os.environ.items() if name.startswith(_LAUNCH_VARIABLES) and value)
-    if names:
-        raise UserError(
-            f"accelerate's launch configuration has DeepSpeed settings ({names[0]}), and this script takes them from --sharding_mode and "
-            "--deepspeed_config; remove deepspeed_config from the launch configuration, or start with torchrun."
-        )
-
-
-def build_client_optimizer(config: OptimConfig, model: nn.Module) -> AdamW:
-    """torch's AdamW over the parameters of `model`, in the groups of `llm_fp8.optim.parameter_groups`.
-
-    The parameters may be bf16: DeepSpeed puts its fp32 masters in their place before the first step.
-    """
-    groups = parameter_groups(model.named_parameters(), config.weight_decay)
-    return AdamW(
-        groups,
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        fused=True,
-    )
-
-
 class DeepSpeedEngine(Engine):
-    """The modes deepspeed_1, deepspeed_2 and deepspeed_3. The accelerator was built with `deepspeed_plugin`.
+    """The modes deepspeed_1, deepspeed_2 and deepspeed_3. The accelerator was built with `accelerator_arguments`.
 
     Weights are loaded before `prepare`, whole on each rank's device. Under deepspeed_3 parameters are empty outside of their module's forward
     and backward pass: `full_tensor` gathers one, `local_tensor` is this rank's share.
     """
+
+    saves_itself = True
 
     def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig) -> None:
         super().__init__(mode, accelerator, options)
@@ -121,6 +106,30 @@ class DeepSpeedEngine(Engine):
         self.caches_weight_casts = self.stage < 3
         self.settings: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
         self._engine: deepspeed.DeepSpeedEngine | None = None
+
+    def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
+        """See `Engine.resolve_optimizer`: torch's AdamW in fp32, on masters that DeepSpeed keeps."""
+        if requested not in ("auto", "adamw_fp32"):
+            raise UserError(
+                f"--optimizer {requested} cannot go with --sharding_mode {self.mode}, where DeepSpeed keeps fp32 masters itself; use auto or adamw_fp32."
+            )
+        return "adamw_fp32"
+
+    def parameter_dtype(self, kind: OptimizerKind, compute_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the parameters that `prepare` is given: that in which they compute."""
+        return compute_dtype
+
+    def build_optimizer(
+        self, config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
+    ) -> Optimizer:
+        """torch's AdamW in the groups of `llm_fp8.optim.parameter_groups`; before its first step fp32 masters take the parameters' place."""
+        return AdamW(
+            parameter_groups(named_parameters, config.weight_decay),
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            fused=True,
+        )
 
     @property
     def _zero(self) -> deepspeed.DeepSpeedEngine:
@@ -132,7 +141,7 @@ class DeepSpeedEngine(Engine):
 
         Args:
             model: a `TrainingModel`, its weights loaded and on the device.
-            optimizer: of `build_client_optimizer`; its groups hold this rank's fp32 masters afterwards.
+            optimizer: of `build_optimizer`; its groups hold this rank's fp32 masters afterwards.
         """
         assert isinstance(model, TrainingModel)
         # Accelerate warns where its own number of micro-batches, which nothing here reads, is another than DeepSpeed's.

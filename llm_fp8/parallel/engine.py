@@ -15,17 +15,19 @@ The order in which a run calls an engine:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from llm_fp8.config import ParallelConfig
-from llm_fp8.optim import OptimizerKind, clip_and_step, resolve_optimizer
+from llm_fp8.config import OptimConfig, ParallelConfig
+from llm_fp8.optim import OptimizerKind, build_optimizer, clip_and_step, parameter_dtype, resolve_optimizer
 
 
 class Engine:
@@ -39,6 +41,8 @@ class Engine:
 
     shards_parameters = False
     caches_weight_casts = True
+    saves_itself = False
+    """Weights and optimizer state go into a checkpoint by `save_state`, not as tensors by name."""
 
     def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig) -> None:
         self.mode = mode
@@ -48,6 +52,16 @@ class Engine:
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
         """What `--optimizer` means in this mode on this machine; `UserError` where it cannot be had."""
         return resolve_optimizer(requested, compute_dtype == torch.bfloat16, self.accelerator.device.type)
+
+    def parameter_dtype(self, kind: OptimizerKind, compute_dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which the model's parameters are made."""
+        return parameter_dtype(kind)
+
+    def build_optimizer(
+        self, config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
+    ) -> Optimizer:
+        """The optimizer that `prepare` is given."""
+        return build_optimizer(config, kind, named_parameters)
 
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
         """Give the parameters of `model`, which may have no memory yet, the form in which they are trained."""
@@ -79,3 +93,18 @@ class Engine:
     def full_tensor(self, parameter: Tensor) -> Tensor:
         """The whole of a parameter, on every rank; collective where it is sharded."""
         return parameter.detach()
+
+    def local_tensor(self, parameter: Tensor) -> Tensor:
+        """This rank's share of a parameter; the whole where it is not sharded."""
+        parameter = parameter.detach()
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+    def state_bytes(self) -> int:
+        """Bytes that `save_state` writes on all ranks together."""
+        return 0
+
+    def save_state(self, folder: Path) -> None:
+        """Write to `folder` what a checkpoint does not hold by name; collective."""
+
+    def load_state(self, folder: Path) -> None:
+        """Put back what `save_state` wrote; collective."""

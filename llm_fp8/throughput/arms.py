@@ -18,9 +18,12 @@ from dataclasses import dataclass
 
 import torch
 
+import te_llama
 from llm_fp8.config import SHARDING_MODES, ParallelConfig, PrecisionConfig, check_config
 from llm_fp8.errors import UserError
 from llm_fp8.parallel.choice import check_mode
+from llm_fp8.parallel.context import check_context_parallel
+from llm_fp8.precision import TOKEN_MULTIPLE
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.ours import OurArm, OurTraining
 from llm_fp8.throughput.rival import HfTraining
@@ -72,6 +75,9 @@ class Arm:
         try:
             check_config(config)
             check_mode(config, self.mode, ranks, compute_name="bf16")
+            if self.context_size > 1:
+                windows = te_llama.decoder_spec(work.hf_config()).windows
+                check_context_parallel(config, windows, "bf16", TOKEN_MULTIPLE.get(config.precision.fp8_scenario, 1))
         except UserError as error:
             raise UserError(f"--arms {self.name} with --workloads {work.name}: {error}") from error
 

@@ -7,15 +7,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llm_fp8.config import Config, DataConfig, OptimConfig, ParallelConfig, PrecisionConfig, RunConfig
 from llm_fp8.loop import LoopOptions, Trainer
 from llm_fp8.metrics import DecoderSize
 from llm_fp8.models import decoder_layers
-from llm_fp8.optim import build_optimizer, build_scheduler
+from llm_fp8.optim import build_scheduler
 from llm_fp8.parallel.context import ContextGroup
 from llm_fp8.parallel.profile import StepProfile
+from llm_fp8.precision import resolve_precision
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.run import Run, build_accelerator
 from llm_fp8.swap import Census
@@ -81,10 +83,12 @@ class OurTraining:
 
     def __init__(self, work: Workload, arm: OurArm) -> None:
         config, ranks = arm.config(work), LaunchRanks.from_environment(os.environ)
-        self.accelerator = build_accelerator(config)
-        run = _QuietRun(config, self.accelerator, ranks)
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        plan = resolve_precision(config.precision, device)
+        self.accelerator = build_accelerator(config, ranks, plan)
+        run = _QuietRun(config, self.accelerator, ranks, plan)
         hf_config, model, training_model, census = run.parts(work)
-        optimizer: Any = build_optimizer(config.optim, run.optimizer_kind, training_model.named_parameters())
+        optimizer: Any = run.engine.build_optimizer(config.optim, run.optimizer_kind, training_model.named_parameters())
         prepared, optimizer = run.engine.prepare(training_model, optimizer)
         context_size = config.parallel.context_parallel_size
         context = ContextGroup.of_rank(context_size, ranks.rank)
@@ -96,7 +100,7 @@ class OurTraining:
         loader: Any = FixedLoader([batch.to(self.accelerator.device) for batch in batches])
         reporter: Any = self.recorder
         self.facts = {
-            "precision": run.plan.to_dict(),
+            "precision": plan.to_dict(),
             "fp8_linear_flop_share": census.fp8_linear_flop_share,
             "optimizer": run.optimizer_kind,
         }

@@ -41,7 +41,8 @@ class Workload:
                 f"--workloads {text}: write MODEL:ROWSxLENGTHxMICRO_BATCHES, for example Llama-3.1-8B:8x1024x4 for 4 micro-batches of 8 rows of "
                 "1024 tokens."
             )
-        work = cls(model, *map(int, match.groups()), num_steps=num_steps)
+        batch_size, seq_length, micro_batches = map(int, match.groups())
+        work = cls(model, batch_size, seq_length, micro_batches, num_steps)
         if not work.source.is_local and not work.source.location.endswith(".json"):
             raise UserError(
                 f"--workloads {text}: {model} is unknown; give a folder with a config.json, or one of {', '.join(bundled_architectures())}."

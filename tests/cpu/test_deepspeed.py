@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
 import socket
 import time
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +28,10 @@ from llm_fp8.data.collate import IGNORED, Batch
 from llm_fp8.errors import UserError
 from llm_fp8.models import decoder_layers
 from llm_fp8.optim import build_scheduler, learning_rate_factor, parameter_groups
-from llm_fp8.parallel.deepspeed import deepspeed_plugin
+from llm_fp8.parallel.deepspeed import DeepSpeedEngine, accelerator_arguments, deepspeed_plugin
 from llm_fp8.parallel.deepspeed_config import deepspeed_settings, default_file
+from llm_fp8.process_group import start_process_group
+from llm_fp8.ranks import LaunchRanks
 from llm_fp8.recompute import enable_gradient_checkpointing
 from tests.small import tiny_config
 
@@ -167,8 +171,6 @@ def learning_rate(step: int) -> float:
 
 def run_rank(rank: int, port: int, folder: str) -> None:
     """Go through all cases and save what they came to."""
-    import os
-
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -179,6 +181,7 @@ def run_rank(rank: int, port: int, folder: str) -> None:
         TORCH_EXTENSIONS_DIR=f"{folder}/compiled-{rank}",
     )
     torch.set_num_threads(1)
+    start_process_group(LaunchRanks.from_environment(os.environ))
     for case in CASES:
         torch.save(run_case(case, Path(folder), rank), Path(folder) / f"{case.name}-{rank}.pt")
     torch.distributed.destroy_process_group()
@@ -188,30 +191,23 @@ def start(case: Case, folder: Path, *options: str, seed: int = 1) -> Any:
     """Engine, prepared model, optimizer, plain model and configuration of a new run."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    from accelerate.utils import InitProcessGroupKwargs
 
-    from llm_fp8.parallel.deepspeed import DeepSpeedEngine, build_client_optimizer
     from llm_fp8.training_model import TrainingModel
 
-    # Of the run before; a program has one Accelerator in its life.
-    AcceleratorState._reset_state()
-    import os
-
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    AcceleratorState._reset_state()  # of the run before; a program has one Accelerator in its life
     config = case.config(folder, *options)
     compute_name = "fp32" if case.dtype == torch.float32 else "bf16"
-    accelerator = Accelerator(
-        mixed_precision="no",
-        deepspeed_plugin=deepspeed_plugin(config, case.mode, compute_name, NUM_RANKS),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
-    )
+    accelerator = Accelerator(mixed_precision="no", **accelerator_arguments(config, case.mode, compute_name, NUM_RANKS))
     assert accelerator.num_processes == NUM_RANKS
     plain = make_model(case, seed)
     if case.recompute:
         enable_gradient_checkpointing(decoder_layers(plain), every=1, uses_te=False)
     training_model = TrainingModel(plain, 32, case.dtype)
     engine = DeepSpeedEngine(case.mode, accelerator, config.parallel)
-    model, optimizer = engine.prepare(training_model, build_client_optimizer(config.optim, training_model))
+    kind = engine.resolve_optimizer("auto", case.dtype)
+    assert engine.parameter_dtype(kind, case.dtype) == case.dtype
+    optimizer = engine.build_optimizer(config.optim, kind, training_model.named_parameters())
+    model, optimizer = engine.prepare(training_model, optimizer)
     return engine, model, optimizer, plain, config
 
 
@@ -438,15 +434,19 @@ def test_bf16_weights_have_fp32_masters(outcomes, case):
     assert [norm for _, norm, _ in result["taken"]] == pytest.approx([norm for _, norm, _ in expected["taken"]], rel=0.02)
 
 
+@pytest.mark.parametrize("kind", ["adamw_master", "adamw_8bit"])
+def test_other_optimizers_are_refused(kind):
+    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={}))
+    engine = DeepSpeedEngine("deepspeed_2", SimpleNamespace(state=state), Config().parallel)
+    with pytest.raises(UserError, match=f"--optimizer {kind} cannot go with --sharding_mode deepspeed_2"):
+        engine.resolve_optimizer(kind, torch.bfloat16)
+
+
 def test_nothing_was_compiled(outcomes):
     assert not list(outcomes[0].glob("compiled-*"))
 
 
 def test_another_number_of_ranks_is_refused(outcomes):
-    from types import SimpleNamespace
-
-    from llm_fp8.parallel.deepspeed import DeepSpeedEngine
-
     state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={"bf16": {"enabled": False}}))
     engine = DeepSpeedEngine("deepspeed_1", SimpleNamespace(state=state, num_processes=4), Config().parallel)
     with pytest.raises(UserError, match="saved by 2 processes .* cannot be resumed by 4; use 2 processes"):

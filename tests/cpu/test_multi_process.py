@@ -47,6 +47,9 @@ MODES = [
     (4, "fsdp_full", 1, 4, []),
     (4, "fsdp_hybrid", 2, 2, ["--hybrid_shard_size=2"]),
     (8, "fsdp_full", 1, 2, []),
+    (2, "deepspeed_1", 4, 2, []),
+    (2, "deepspeed_2", 2, 4, []),
+    (2, "deepspeed_3", 4, 2, ["--gradient_checkpointing"]),
 ]
 
 
@@ -78,8 +81,17 @@ def options_of_short_run(model: str, rows: str, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
-@pytest.mark.parametrize("saving", [[], ["--async_save"]], ids=["waiting", "in_background"])
+@pytest.mark.parametrize(
+    ("mode", "saving"),
+    [
+        ("ddp", []),
+        ("fsdp_full", []),
+        ("fsdp_full", ["--async_save"]),
+        ("deepspeed_1", []),
+        ("deepspeed_3", []),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "waiting",
+)
 def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_model, rows, mode, saving):
     """Bit for bit on as many ranks; to rounding on another number of them, at the same global batch."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -93,6 +105,12 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_model, rows, mode, sa
     assert [step["loss"] for step in steps(again)] == expected[2:]
     one, other = final_weights(whole), final_weights(again)
     assert all(torch.equal(one[name], other[name]) for name in one)
+    if mode.startswith("deepspeed"):
+        folder, log = tmp_path / "other", tmp_path / "other.log"
+        options = [*options_of_short_run(tiny_model, rows, folder), *cut, "--max_steps=6", f"--resume_from={checkpoint}"]
+        assert [exit_code(process) for process in start_ranks(3, log, *options)] == [2, 2, 2]
+        assert "was saved by 2 processes under DeepSpeed" in log.read_text()
+        return
     for num_ranks, accumulation in ((1, 4), (4, 1)):
         folder = tmp_path / f"on-{num_ranks}"
         options = options_of_short_run(tiny_model, rows, folder)

@@ -10,7 +10,7 @@ import pytest
 from tests.families import FAMILIES
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-FROM_GPU = ("gpu_tests", "gpu_parity", "throughput_", "gsm8k_curves")
+FROM_GPU = ("gpu_tests", "gpu_parity", "throughput_", "gsm8k_curves", "multi_gpu_")
 
 
 def load(pattern: str) -> list[tuple[str, dict]]:
@@ -75,3 +75,40 @@ def test_curves():
         assert (run["fp8_linear_flop_share"] > 0.9) == (run["arm"] != "bf16")
         steps = [step for step, _, _ in run["evaluations"]]
         assert steps == sorted(set(steps)) and len(steps) >= 10
+
+
+@pytest.mark.parametrize("name", [name for name, _ in load("multi_gpu_throughput_*.json")])
+def test_multi_gpu_throughput_rows(name):
+    record = json.loads((RESULTS / name).read_text())
+    assert record["measuring"] is None, "measured to the end"
+    assert len({(row["workload"], row["arm"]) for row in record["rows"]}) == len(record["rows"])
+    for row in record["rows"]:
+        assert row["num_gpus"] == len(record["provenance"]["gpus"]) > 1
+        if "failed" in row:
+            assert row["failed"] and "tokens_per_s" not in row
+            continue
+        assert row["tokens_per_s_slowest"] <= row["tokens_per_s"] <= row["tokens_per_s_fastest"]
+        assert row["tokens_per_s_per_gpu"] * row["num_gpus"] == pytest.approx(row["tokens_per_s"])
+        assert len(row["median_step_time_s_by_rank"]) == len(row["recorded_step"]["work_s_by_rank"]) == row["num_gpus"]
+        assert 0 < row["peak_memory_gib"] <= row["peak_reserved_memory_gib"] and row["model_tflops"] > 0
+        assert 0 <= row["exposed_communication_share"] <= row["communication_share"] < 1 and row["communication_share"] > 0
+        in_fp8 = not row["arm"].startswith("hf_") and ":bf16" not in row["arm"]
+        assert ("fp8" in row["gemm_kernels"]) == in_fp8, "fp8 kernels in fp8 arms, and only there"
+
+
+@pytest.mark.parametrize("name", [name for name, _ in load("multi_gpu_curves*.json")])
+def test_multi_gpu_curves(name):
+    record = json.loads((RESULTS / name).read_text())
+    arms = record["comparison"]["arms"]
+    assert set(arms) == {f"{mode}:{precision}" for mode in ("fsdp_full", "ddp") for precision in ("bf16", "delayed")}
+    assert len({run["global_batch_size"] for run in record["runs"]}) == 1
+    for run in record["runs"]:
+        assert (run["num_gpus"] > 1) == (run["arm"] in arms) and run["sharding_mode"] == (
+            run["arm"].rpartition(":")[0] or "single"
+        )
+        assert (run["fp8_linear_flop_share"] > 0.9) == run["arm"].endswith("delayed")
+        assert len(run["evaluations"]) >= 10
+    for name, seeds in arms.items():
+        for seed in seeds:
+            # Other orders of summation let the curves of one seed drift apart, by less than another seed does.
+            assert abs(seed["final_difference"]) < 0.02, name

@@ -14,7 +14,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*REPOSITORY.glob("scripts/*.sh"), REPOSITORY / ".ci" / "run"])
-REQUIREMENTS = ["requirements.txt", "requirements-gpu.txt", "requirements-dev.txt"]
+REQUIREMENTS = ["requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt", "requirements-dev.txt"]
 PIN = re.compile(r"^(?P<name>[A-Za-z0-9_.-]+)(\[\w+\])?==[\w.]+(; python_version (<|>=) \"3\.\d+\")?  # \S.*$")
 
 
@@ -73,6 +73,7 @@ def test_every_requirement_is_pinned_and_says_why(file: str) -> None:
 
 def test_a_version_that_stands_in_two_places_is_the_same() -> None:
     """The build tools of Transformer Engine are in the script that installs them and in the file that explains it."""
+    assert pinned("requirements-deepspeed.txt") <= pinned("requirements-dev.txt")
     script = (REPOSITORY / "scripts" / "_setup.sh").read_text()
     tools = re.search(r"te_build_tools=\((.*?)\)", script)
     assert tools and f"pip install {tools[1]}\n" in (REPOSITORY / "requirements-gpu.txt").read_text()
@@ -80,7 +81,8 @@ def test_a_version_that_stands_in_two_places_is_the_same() -> None:
 
 def test_the_packages_that_the_product_imports_are_required() -> None:
     files = [*REPOSITORY.glob("*.py"), *REPOSITORY.glob("llm_fp8/**/*.py")]
-    required = {*pinned("requirements.txt"), *pinned("requirements-gpu.txt")}
+    product = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
+    required = {name for file in product for name in pinned(file)}
     optional = {"flash-attn", "triton"}  # looked for, and done without; triton comes with torch's CUDA builds
     missing = {distribution(name) for name in imported(files)} - required - optional
     assert not missing
@@ -90,7 +92,7 @@ def test_the_packages_that_scripts_and_tests_import_are_required() -> None:
     files = [*REPOSITORY.glob("scripts/*.py"), *REPOSITORY.glob("tests/**/*.py")]
     required = {name for file in REQUIREMENTS for name in pinned(file)}
     # Peers that the benchmarks measure where they are installed; protobuf comes with wandb, to read its files.
-    optional = {"flash-attn", "liger-kernel", "deepspeed", "protobuf"}
+    optional = {"flash-attn", "liger-kernel", "protobuf"}
     missing = {distribution(name) for name in imported(files)} - required - optional
     assert not missing
 

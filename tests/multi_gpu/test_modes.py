@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -10,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm_fp8.json_files import write_json_atomic
@@ -88,7 +88,8 @@ def single_gpu(tmp_path_factory) -> Callable[..., list[dict[str, float]]]:
     def steps(model: Path, *options: str) -> list[dict[str, float]]:
         name = hashlib.sha256(repr((model.name, options)).encode()).hexdigest()[:16]
         result = shared / f"one-gpu-{name}.json"
-        with FileLock(f"{result}.lock"):
+        with open(f"{result}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not result.exists():
                 taken = train(1, shared / f"one-gpu-{name}", model, *options)[0]
                 write_json_atomic(result, taken)
@@ -110,7 +111,9 @@ def test_two_gpus_take_the_steps_of_one(mode, precision, options, models, single
     first, rest = (2e-4, 2e-3) if precision == "bf16" else (2e-3, 1e-2)
     assert taken[0]["loss"] == pytest.approx(expected[0]["loss"], rel=first)
     assert [r["loss"] for r in taken] == pytest.approx([r["loss"] for r in expected], rel=rest)
-    assert taken[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=2e-2 if precision == "bf16" else 5e-2)
+    # Delayed scaling begins with scales of 1, under which much of a small gradient is lost, more or less with other micro-batches.
+    number = 2 if precision == "delayed" else 0
+    assert taken[number]["grad_norm"] == pytest.approx(expected[number]["grad_norm"], rel=2e-2 if precision == "bf16" else 5e-2)
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.05, "training must move the loss for this to mean anything"
     gemms = summary["recorded_step"]["gemm_kernels"]
     record_property("gemm_kernels", gemms)

@@ -1,0 +1,188 @@
+"""The benchmark in several processes: arms, rows, arms that fail and those that follow them. gloo on the CPU, started by torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llm_fp8.errors import UserError
+from llm_fp8.json_files import write_json_atomic
+from llm_fp8.ranks import LaunchRanks
+from llm_fp8.throughput.arms import RIVALS, parse_arm
+from llm_fp8.throughput.results import ENDED_IN_SILENCE, ResultsFile
+from llm_fp8.throughput.workload import Workload
+from scripts.benchmark_multi_gpu import summarise
+from tests.small import tiny_config
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+
+
+@pytest.fixture(scope="module")
+def architecture(tmp_path_factory):
+    """A folder with the config.json of a tiny model and nothing else."""
+    folder = tmp_path_factory.mktemp("architecture") / "tiny"
+    tiny_config().save_pretrained(folder)
+    return str(folder)
+
+
+def start(output: Path, *options: str, max_restarts: int = 0) -> subprocess.Popen[str]:
+    command = [*TORCHRUN, "--nproc_per_node=2", f"--max_restarts={max_restarts}", "scripts/benchmark_multi_gpu.py"]
+    return subprocess.Popen(
+        [*command, f"--output={output}", *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What it printed; it has to end well."""
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode == 0, output
+    return output
+
+
+def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, architecture):
+    """The TE decoder needs a GPU, so its arm fails; the one after it is measured by the processes of the second start."""
+    path = tmp_path / "result.json"
+    arms = "fsdp_full:bf16:swap,fsdp_full:bf16,ddp:bf16:swap,hf_ddp_bf16"
+    printed = ended(
+        start(path, f"--workloads={architecture}:2x64x2", f"--arms={arms}", "--steps=4", "--warmup=1", max_restarts=1)
+    )
+    record = json.loads(path.read_text())
+    assert record["measuring"] is None and record["provenance"]["command"][0] == "scripts/benchmark_multi_gpu.py"
+    rows = record["rows"]
+    assert [row["arm"] for row in rows] == arms.split(",")
+    assert [row["mode"] for row in rows] == ["fsdp_full", "fsdp_full", "ddp", "ddp"]
+    failed = rows.pop(1)
+    assert "--use_te needs an NVIDIA GPU" in failed["failed"] and "tokens_per_s" not in failed
+    assert printed.count("failed: --use_te needs") == 1
+    for row in rows:
+        assert row["workload"] == f"{architecture}:2x64x2" and row["num_gpus"] == 2
+        assert len(row["step_times_s"]) == 3 and len(row["median_step_time_s_by_rank"]) == 2
+        median = max(row["median_step_time_s_by_rank"])
+        assert row["tokens_per_s"] == pytest.approx(2 * 2 * 64 * 2 / median)
+        assert row["tokens_per_s_per_gpu"] == pytest.approx(row["tokens_per_s"] / 2)
+        assert row["tokens_per_s_slowest"] <= row["tokens_per_s"] <= row["tokens_per_s_fastest"]
+        # Random weights on 1024 equally likely tokens: about ln 1024.
+        assert row["losses"][0] == pytest.approx(6.93, abs=0.1) and row["model_tflops"] > 0 and row["build_s"] > 0
+
+
+def test_an_arm_that_takes_too_long_and_one_that_is_killed(tmp_path, architecture):
+    path = tmp_path / "result.json"
+    works = f"--workloads={architecture}:1x16x100000,{architecture}:2x16x100000,{architecture}:1x16x1"
+    process = start(path, works, "--arms=fsdp_full:bf16:swap", "--steps=2", "--warmup=1", "--arm_timeout_s=10", max_restarts=2)
+    deadline = time.monotonic() + 90
+    while not (path.exists() and (json.loads(path.read_text())["measuring"] or {}).get("batch_size") == 2):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    ended(process)
+    slow, killed, measured = json.loads(path.read_text())["rows"]
+    assert slow["failed"] == "took longer than 10 s" and slow["micro_batches"] == 100000
+    # The one that is left may find its peer gone before the launcher ends it, and say so.
+    assert killed["batch_size"] == 2 and (killed["failed"] == ENDED_IN_SILENCE or "RuntimeError" in killed["failed"])
+    assert measured["tokens_per_s"] > 0
+
+
+def test_mistakes_are_one_sentence(tmp_path, architecture):
+    def said(*options: str) -> str:
+        output = tmp_path / "r.json"
+        environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        done = subprocess.run(
+            [sys.executable, "scripts/benchmark_multi_gpu.py", f"--output={output}", *options], cwd=ROOT, env=environment,
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 2 and not output.exists() and "Traceback" not in done.stderr
+        return done.stderr
+
+    assert "hf_fsdp2_bf16: Accelerate's FSDP2 needs NVIDIA GPUs" in said(
+        f"--workloads={architecture}:1x16x1", "--arms=hf_fsdp2_bf16"
+    )
+    assert "--warmup 6 must leave some" in said("--warmup=6")
+
+
+@pytest.mark.parametrize(
+    "name", ["ddp", "ddp:fp8", "zero:bf16", "ddp:bf16:fast", "ddp:bf16:swap:swap", "cp0:ddp:bf16", "cp2:ddp", "cp2", ""]
+)
+def test_unknown_arms(name):
+    with pytest.raises(UserError, match="--arms .* is unknown; choose from hf_ddp_bf16, hf_fsdp2_bf16, or "):
+        parse_arm(name)
+
+
+def test_names_of_arms():
+    arm = parse_arm("cp4:fsdp_grad:current:recompute:sync")
+    assert (arm.mode, arm.context_size) == ("fsdp_grad", 4)
+    assert arm.ours.precision.fp8_scenario == "current" and arm.ours.gradient_checkpointing and arm.ours.use_te
+    assert arm.ours.parallel.sync_every_micro_batch and not arm.ours.parallel.fp8_params
+    assert (
+        not parse_arm("deepspeed_3:bf16:swap").ours.use_te and parse_arm("fsdp_full:delayed:fp8_params").ours.parallel.fp8_params
+    )
+    assert [(name, parse_arm(name).mode) for name in RIVALS] == [("hf_ddp_bf16", "ddp"), ("hf_fsdp2_bf16", "fsdp_full")]
+
+
+def test_what_an_arm_cannot_do_is_known_beforehand(architecture):
+    work, ranks = Workload.parse(f"{architecture}:2x64x2", 4), LaunchRanks(world_size=4, local_world_size=4)
+    parse_arm("cp2:fsdp_full:delayed").check(work, ranks)
+    for name, sentence in (
+        ("cp3:fsdp_full:bf16", "--context_parallel_size 3 does not divide the 4 processes"),
+        ("cp2:ddp:bf16", "--context_parallel_size 2 needs"),
+        ("ddp:delayed:fp8_params", "--fp8_params needs an fsdp mode"),
+    ):
+        with pytest.raises(UserError, match=f"--arms {name} with --workloads .*: .*{sentence}"):
+            parse_arm(name).check(work, ranks)
+
+
+@pytest.mark.parametrize(
+    "text", ["Llama-3.2-1B", "Llama-3.2-1B:8x1024", "Llama-3.2-1B:8x0x4", ":8x1024x4", "Llama-9:8x1024x4", "/nowhere:1x16x1"]
+)
+def test_unknown_workloads(text):
+    with pytest.raises(UserError):
+        Workload.parse(text, 6)
+
+
+def test_figures_of_an_arm():
+    """The slowest GPU counts, by its median; a context group's tokens count once."""
+    work = Workload.parse("Llama-3.2-1B:8x1024x4", 6)
+    assert work.name == "Llama-3.2-1B:8x1024x4" and work.tokens_per_step == 32768
+    times = [[1.0, 1.0, 4.0], [2.0, 1.0, 3.0]]
+    row = summarise(work, parse_arm("fsdp_full:delayed"), times)
+    assert (row["tokens_per_s"], row["tokens_per_s_per_gpu"]) == (32768.0, 16384.0)
+    assert (row["tokens_per_s_slowest"], row["tokens_per_s_fastest"]) == (65536 / 3, 65536.0)
+    assert row["step_times_s"] == times[1] and row["median_step_time_s_by_rank"] == [1.0, 2.0]
+    # 6 x linear weights and 6 x layers x width x length a token: 1.236e9 weights, 16 layers of 2048.
+    assert row["model_tflops"] == pytest.approx(16384 * (6 * 1.2358e9 + 6 * 16 * 2048 * 1024) / 1e12, rel=1e-3)
+    shared = summarise(work, parse_arm("cp2:fsdp_full:delayed"), times)
+    assert shared["tokens_per_s"] == row["tokens_per_s"] / 2 and shared["model_tflops"] == pytest.approx(row["model_tflops"] / 2)
+
+
+def test_each_process_has_tokens_of_its_own():
+    work = Workload.parse("Llama-3.2-1B:2x16x3", 6)
+    rows = [batch.input_ids for reader in range(2) for batch in work.batches(1000, reader)]
+    assert len({tuple(ids.flatten().tolist()) for ids in rows}) == 6
+    assert work.batches(1000)[0].num_supervised_tokens == int((work.batches(1000)[0].labels >= 0).sum()) == 30
+
+
+def test_a_results_file_is_gone_on_with_by_its_own_launch_only(tmp_path):
+    path = tmp_path / "folder" / "r.json"
+    results = ResultsFile(path, {"provenance": 1}, launch="a", writes=True)
+    results.begin({"arm": "x"})
+    assert results.interrupted() == {"arm": "x"}
+    results.add({"arm": "x", "tokens_per_s": 1.0})
+    results.add_failure({"arm": "x"}, "too late: it has a row")
+    other = ResultsFile(path, {}, launch="a", writes=False)
+    other.begin({"arm": "y"})
+    assert results.interrupted() is None
+    other.add_failure({"arm": "y"}, "out of memory")
+    again = ResultsFile(path, {"provenance": 2}, launch="a", writes=True)
+    assert again.rows() == [{"arm": "x", "tokens_per_s": 1.0}, {"arm": "y", "failed": "out of memory"}]
+    assert json.loads(path.read_text())["provenance"] == 1
+    assert ResultsFile(path, {}, launch="b", writes=True).rows() == []
+    write_json_atomic(path, {"rows": []})
+    assert ResultsFile(path, {}, launch="b", writes=True).interrupted() is None

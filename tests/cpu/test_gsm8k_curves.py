@@ -1,0 +1,66 @@
+"""The trainings whose loss curves are compared: their commands, that a step is the same on one GPU and on several, and the comparison."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gsm8k_curves import ARMS, compare_to_one_gpu, plan
+from benchmarks.plot_curves import draw
+from llm_fp8.config import parse_config
+
+
+def settings(num_gpus: int) -> argparse.Namespace:
+    return argparse.Namespace(data="rows.jsonl", seeds="1,2", epochs=4, eval_every=25, num_gpus=num_gpus)
+
+
+def test_on_one_gpu_every_precision_with_every_seed():
+    jobs = plan(settings(1))
+    assert [(job.arm, job.seed) for job in jobs] == [(arm, seed) for seed in (1, 2) for arm in ARMS]
+    for job in jobs:
+        config = parse_config(job.options(Path("model"), Path("out"), settings(1)))
+        assert config.data.batch_size == 8 and config.optim.optimizer == "auto" and job.launch(1)[1:] == ["train_fp8.py"]
+
+
+@pytest.mark.parametrize("num_gpus", [2, 4, 8])
+def test_on_several_gpus_a_step_is_that_of_one(num_gpus):
+    chosen = settings(num_gpus)
+    jobs = plan(chosen)
+    arms = ["bf16", "delayed", "fsdp_full:bf16", "fsdp_full:delayed", "ddp:bf16", "ddp:delayed"]
+    assert [job.arm for job in jobs] == arms * 2 and all(0 <= job.gpu < num_gpus for job in jobs)
+    for job in jobs:
+        config = parse_config(job.options(Path("model"), Path("out"), chosen), parallel=job.mode is not None)
+        gpus = num_gpus if job.mode else 1
+        assert config.data.batch_size * config.optim.gradient_accumulation_steps * gpus == 16
+        assert config.optim.optimizer == "adamw_fp32" and config.optim.seed == job.seed
+        assert config.precision.mixed_precision == ("bf16" if job.precision == "bf16" else "fp8")
+        if job.mode:
+            assert config.parallel.sharding_mode == job.mode and job.launch(num_gpus)[-1] == "train_multi_gpu.py"
+            assert f"--nproc_per_node={num_gpus}" in job.launch(num_gpus)
+
+
+def run(arm: str, num_gpus: int, *losses: float, rows: int = 16) -> dict:
+    return {
+        "arm": arm, "seed": 1, "num_gpus": num_gpus, "global_batch_size": rows, "num_parameters": 57_000_000, "final_eval_loss": losses[-1],
+        "evaluations": [[25 * n, 1000 * n, loss] for n, loss in enumerate(losses, start=1)],
+    }  # fmt: skip
+
+
+def test_the_comparison_with_one_gpu_and_its_plot(tmp_path):
+    runs = [
+        run("bf16", 1, 3.0, 2.0),
+        run("delayed", 1, 3.0, 2.5),
+        run("ddp:bf16", 4, 3.5, 2.25),
+        run("fsdp_full:delayed", 4, 3.0, 2.0),
+    ]
+    comparison = compare_to_one_gpu(runs)
+    assert comparison["arms"]["ddp:bf16"] == [
+        {"seed": 1, "final_eval_loss": 2.25, "final_eval_loss_one_gpu": 2.0, "final_difference": 0.25, "largest_difference": 0.5}
+    ]
+    assert comparison["arms"]["fsdp_full:delayed"][0]["final_difference"] == -0.5
+    draw({"runs": runs}, tmp_path / "plots" / "curves.png")
+    assert (tmp_path / "plots" / "curves.png").stat().st_size > 10_000
+    with pytest.raises(RuntimeError, match="took 8 rows a step and one GPU 16"):
+        compare_to_one_gpu([runs[0], run("ddp:bf16", 4, 3.5, 2.25, rows=8)])
