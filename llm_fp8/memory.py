@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from llm_fp8.config import Config
 from llm_fp8.metrics import GIB
 from llm_fp8.optim import OptimizerKind, bytes_per_parameter
+from llm_fp8.parallel.choice import state_bytes
 
 _RESERVE_GIB = 3.0
 """Left to CUDA's context, libraries' workspaces and gaps between blocks."""
@@ -23,19 +24,34 @@ class MemoryUse:
     """What they held before the step: weights and, after the first step, optimizer state. 0 where training had not begun."""
 
 
-def out_of_memory_advice(config: Config, kind: OptimizerKind, num_parameters: int, use: MemoryUse) -> str:
-    """A sentence or two for a `UserError`: what takes the memory, and options that would fit, as far as the failure tells."""
-    standing_gib = num_parameters * bytes_per_parameter(kind).total / GIB
+def out_of_memory_advice(
+    config: Config, kind: OptimizerKind, num_parameters: int, use: MemoryUse, mode: str = "single", num_ranks: int = 1
+) -> str:
+    """A sentence or two for a `UserError`: what takes the memory, and options that would fit, as far as the failure tells.
+
+    `mode` is that of --sharding_mode in effect, or 'single'; `use` is of the GPU that failed.
+    """
+    standing_gib = num_parameters * state_bytes(mode, kind, num_ranks, config) / GIB
     lean_gib = num_parameters * bytes_per_parameter("adamw_8bit").total / GIB
     advice = _smaller_batch(config, kind, num_parameters, use, standing_gib)
+    sharded = mode not in ("single", "ddp")
     if not config.model.gradient_checkpointing and use.resident_gib:
         advice.append("--gradient_checkpointing")
-    if kind != "adamw_8bit" and lean_gib + _RESERVE_GIB < use.total_gib:
+    if mode.startswith("fsdp") and config.optim.gradient_accumulation_steps > 1 and not config.parallel.sync_every_micro_batch:
+        advice.append("--sync_every_micro_batch")
+    if not sharded and kind != "adamw_8bit" and lean_gib + _RESERVE_GIB < use.total_gib:
         advice.append(f"--optimizer adamw_8bit ({lean_gib:.1f} GiB in place of {standing_gib:.1f})")
+    if mode == "single":
+        advice.append("several GPUs (train_multi_gpu.py --sharding_mode fsdp_full)")
+    elif mode not in ("fsdp_full", "fsdp_offload"):
+        advice.append("--sharding_mode fsdp_full")
+    elif mode == "fsdp_full":
+        advice.append("more GPUs, --sharding_mode fsdp_offload")
     advice.append("a smaller model, or a GPU with more memory")
+    where = "" if num_ranks == 1 else f" per GPU under --sharding_mode {mode}"
     return (
         f"the GPU is out of memory: weights, gradients and optimizer state of {num_parameters / 1e9:.2f} billion parameters take "
-        f"{standing_gib:.1f} GiB with --optimizer {kind}, and {use.peak_gib:.1f} of {use.total_gib:.1f} GiB were in use at the peak. "
+        f"{standing_gib:.1f} GiB{where} with --optimizer {kind}, and {use.peak_gib:.1f} of {use.total_gib:.1f} GiB were in use at the peak. "
         f"What would lower it: {'; '.join(advice)}."
     )
 

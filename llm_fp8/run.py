@@ -495,7 +495,9 @@ class Run:
             peak_gib=torch.cuda.max_memory_allocated(self.device) / GIB,
             resident_gib=self.resident_gib,
         )
-        return out_of_memory_advice(self.config, self.optimizer_kind, num_parameters, use)
+        return out_of_memory_advice(
+            self.config, self.optimizer_kind, num_parameters, use, self.engine.mode, self.accelerator.num_processes
+        )
 
     @contextlib.contextmanager
     def explained_failures(self) -> Iterator[None]:

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from llm_fp8.config import Config
 from llm_fp8.errors import UserError
 from llm_fp8.metrics import GIB
-from llm_fp8.optim import bytes_per_parameter
+from llm_fp8.optim import OptimizerKind, bytes_per_parameter
 from llm_fp8.ranks import LaunchRanks
 
 STATE_SHARE = 0.6
 """Share of a GPU's memory that weights, gradients and optimizer state may take."""
 
-_MASTER_BYTES = 16
-"""fp32 weight, gradient and two moments."""
+_DEEPSPEED_BYTES = {"deepspeed_1": (12, 4), "deepspeed_2": (14, 2), "deepspeed_3": (16, 0)}
+"""Split over GPUs, whole on each: see docs/deepspeed.md."""
 _GATHERED_WEIGHT_BYTES = 2
 _ACCUMULATED_GRADIENT_BYTES = 4
 
@@ -58,12 +58,9 @@ def choose_mode(
         return ModeChoice("ddp", "there is no GPU whose memory would count")
     room = STATE_SHARE * gpu_memory_gib
     num_parameters = count_parameters()
-    accumulates = config.optim.gradient_accumulation_steps > 1 and not config.parallel.sync_every_micro_batch
-    sharded = _MASTER_BYTES / ranks.world_size + (_ACCUMULATED_GRADIENT_BYTES if accumulates else 0)
     needs = {
-        "ddp": num_parameters * bytes_per_parameter("adamw_master").total / GIB,
-        "fsdp_grad": num_parameters * (sharded + _GATHERED_WEIGHT_BYTES) / GIB,
-        "fsdp_full": num_parameters * sharded / GIB,
+        mode: num_parameters * state_bytes(mode, "adamw_master" if mode == "ddp" else "adamw_fp32", ranks.world_size, config) / GIB
+        for mode in ("ddp", "fsdp_grad", "fsdp_full")
     }
     for mode, needed in needs.items():
         if needed <= room or mode == "fsdp_full":
@@ -75,6 +72,22 @@ def choose_mode(
                 f"{told}; {mode} is the first that {fits} {room:.0f} GiB, {STATE_SHARE:.0%} of the smallest GPU",
             )
     raise AssertionError("fsdp_full ends the loop")
+
+
+def state_bytes(mode: str, kind: OptimizerKind, num_ranks: int, config: Config) -> float:
+    """Bytes per parameter that weights, gradients and optimizer state take on one GPU between micro-batches."""
+    if mode in _DEEPSPEED_BYTES:
+        split, whole = _DEEPSPEED_BYTES[mode]
+        return split / num_ranks + whole
+    total = bytes_per_parameter(kind).total
+    if not mode.startswith("fsdp"):
+        return total
+    if mode == "fsdp_offload":
+        return 0.0
+    gathered = _GATHERED_WEIGHT_BYTES if mode == "fsdp_grad" else 0
+    accumulates = config.optim.gradient_accumulation_steps > 1 and not config.parallel.sync_every_micro_batch
+    sharded_over = config.parallel.hybrid_shard_size or num_ranks
+    return total / sharded_over + gathered + (_ACCUMULATED_GRADIENT_BYTES if accumulates else 0)
 
 
 def check_mode(config: Config, mode: str, ranks: LaunchRanks, compute_name: str) -> None:

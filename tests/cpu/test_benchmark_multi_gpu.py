@@ -50,7 +50,7 @@ def ended(process: subprocess.Popen[str]) -> str:
 def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, architecture):
     """The TE decoder needs a GPU, so its arm fails; the one after it is measured by the processes of the second start."""
     path = tmp_path / "result.json"
-    arms = "fsdp_full:bf16:swap,fsdp_full:bf16,ddp:bf16:swap,hf_ddp_bf16"
+    arms = "fsdp_full:bf16:swap,fsdp_full:bf16,ddp:bf16:swap,hf_ddp_bf16,deepspeed_1:bf16:swap,deepspeed_3:bf16:swap"
     printed = ended(
         start(path, f"--workloads={architecture}:2x64x2", f"--arms={arms}", "--steps=4", "--warmup=1", max_restarts=1)
     )
@@ -58,7 +58,7 @@ def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, archi
     assert record["measuring"] is None and record["provenance"]["command"][0] == "scripts/benchmark_multi_gpu.py"
     rows = record["rows"]
     assert [row["arm"] for row in rows] == arms.split(",")
-    assert [row["mode"] for row in rows] == ["fsdp_full", "fsdp_full", "ddp", "ddp"]
+    assert [row["mode"] for row in rows] == ["fsdp_full", "fsdp_full", "ddp", "ddp", "deepspeed_1", "deepspeed_3"]
     failed = rows.pop(1)
     assert "--use_te needs an NVIDIA GPU" in failed["failed"] and "tokens_per_s" not in failed
     assert printed.count("failed: --use_te needs") == 1
@@ -71,6 +71,11 @@ def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, archi
         assert row["tokens_per_s_slowest"] <= row["tokens_per_s"] <= row["tokens_per_s_fastest"]
         # Random weights on 1024 equally likely tokens: about ln 1024.
         assert row["losses"][0] == pytest.approx(6.93, abs=0.1) and row["model_tflops"] > 0 and row["build_s"] > 0
+    by_arm = {row["arm"]: row["losses"] for row in rows}
+    for mode in ("deepspeed_1", "deepspeed_3"):
+        assert by_arm[f"{mode}:bf16:swap"] == pytest.approx(by_arm["ddp:bf16:swap"], rel=2e-3), (
+            "the same training but for rounding"
+        )
 
 
 def test_an_arm_that_takes_too_long_and_one_that_is_killed(tmp_path, architecture):

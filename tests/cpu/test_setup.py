@@ -33,7 +33,12 @@ def imported(files: list[Path]) -> set[str]:
                 names.update(alias.name.split(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                 names.add(node.module.split(".")[0])
-    own = {path.stem for path in [*REPOSITORY.glob("*.py"), *REPOSITORY.glob("scripts/*.py")]} | {"llm_fp8", "tests", "scripts"}
+    own = {path.stem for path in [*REPOSITORY.glob("*.py"), *REPOSITORY.glob("scripts/*.py")]} | {
+        "llm_fp8",
+        "tests",
+        "scripts",
+        "benchmarks",
+    }
     return names - set(sys.stdlib_module_names) - own
 
 
@@ -72,8 +77,9 @@ def test_every_requirement_is_pinned_and_says_why(file: str) -> None:
 
 
 def test_a_version_that_stands_in_two_places_is_the_same() -> None:
-    """The build tools of Transformer Engine are in the script that installs them and in the file that explains it."""
-    assert pinned("requirements-deepspeed.txt") <= pinned("requirements-dev.txt")
+    """DeepSpeed for its users and for tests; Transformer Engine's build tools in the script that installs them and where it is explained."""
+    pins = [re.findall(r"^deepspeed==\S+", (REPOSITORY / file).read_text(), re.MULTILINE) for file in REQUIREMENTS[-2:]]
+    assert pins[0] == pins[1] and len(pins[0]) == 1
     script = (REPOSITORY / "scripts" / "_setup.sh").read_text()
     tools = re.search(r"te_build_tools=\((.*?)\)", script)
     assert tools and f"pip install {tools[1]}\n" in (REPOSITORY / "requirements-gpu.txt").read_text()

@@ -1,0 +1,104 @@
+"""--sharding_mode auto, the combinations that are refused, and the arithmetic of a recorded step."""
+
+from __future__ import annotations
+
+import pytest
+
+from llm_fp8.config import parse_config
+from llm_fp8.errors import UserError
+from llm_fp8.memory import MemoryUse, out_of_memory_advice
+from llm_fp8.parallel.choice import check_mode, choose_mode, hybrid_shard_size, state_bytes
+from llm_fp8.parallel.profile import StepProfile, covered, length
+from llm_fp8.ranks import LaunchRanks
+
+EIGHT = LaunchRanks(world_size=8, local_world_size=8, launched=True)
+TWO_HOSTS = LaunchRanks(world_size=16, local_world_size=8, launched=True)
+BILLION = 10**9
+
+
+def config(*options: str):
+    return parse_config(list(options), parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("billions", "ranks", "gpu_memory_gib", "options", "mode"),
+    [
+        (1.2, EIGHT, 139.8, [], "ddp"),  # 13.4 GiB
+        (8, EIGHT, 139.8, [], "fsdp_grad"),  # ddp would take 89.4 of 83.9 GiB; 2 + 2 bytes each are 29.8
+        (14.8, EIGHT, 139.8, ["--gradient_accumulation_steps=4"], "fsdp_full"),  # 8 bytes are 110 GiB, 6 are 82.7
+        (14.8, EIGHT, 139.8, [], "fsdp_grad"),
+        (70, EIGHT, 139.8, [], "fsdp_full"),  # 130 GiB: comes nearest
+        (8, EIGHT, None, [], "ddp"),
+        (8, LaunchRanks(launched=True), 139.8, [], "single"),
+        (8, EIGHT, 139.8, ["--sharding_mode=ddp"], "ddp"),
+    ],
+)
+def test_auto_takes_the_first_mode_that_fits(billions, ranks, gpu_memory_gib, options, mode):
+    choice = choose_mode(config(*options), ranks, lambda: int(billions * BILLION), gpu_memory_gib)
+    assert choice.mode == mode
+    assert (choice.reason is None) == ("--sharding_mode=ddp" in options)
+
+
+def test_the_reason_names_what_was_compared():
+    reason = choose_mode(config(), EIGHT, lambda: 8 * BILLION, 139.8).reason
+    assert "ddp 89 GiB, fsdp_grad 30 GiB, fsdp_full 15 GiB; fsdp_grad is the first that fits 84 GiB, 60%" in reason
+
+
+def test_bytes_of_every_mode():
+    once, accumulated = config(), config("--gradient_accumulation_steps=2")
+    assert state_bytes("single", "adamw_master", 1, once) == state_bytes("ddp", "adamw_master", 8, accumulated) == 12
+    assert state_bytes("fsdp_full", "adamw_fp32", 8, once) == 2 and state_bytes("fsdp_full", "adamw_fp32", 8, accumulated) == 6
+    assert state_bytes("fsdp_grad", "adamw_fp32", 8, once) == 4
+    assert state_bytes("fsdp_hybrid", "adamw_fp32", 16, config("--hybrid_shard_size=4")) == 4
+    assert [state_bytes(f"deepspeed_{stage}", "adamw_fp32", 8, once) for stage in (1, 2, 3)] == [5.5, 3.75, 2]
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "compute", "words"),
+    [
+        ("fsdp_full", [], "fp16", "--mixed_precision fp16 cannot go with --sharding_mode fsdp_full"),
+        ("fsdp_full", ["--optimizer=adamw_8bit"], "bf16", "--optimizer adamw_8bit cannot go with"),
+        ("ddp", ["--fp8_params"], "bf16", "--fp8_params needs an fsdp mode"),
+        ("ddp", ["--context_parallel_size=2", "--use_te"], "bf16", "--context_parallel_size 2 needs --use_te and an fsdp mode"),
+        ("fsdp_full", ["--context_parallel_size=2"], "bf16", "--context_parallel_size 2 needs --use_te"),
+        ("fsdp_full", ["--context_parallel_size=3", "--use_te"], "bf16", "does not divide the 8 processes"),
+        ("fsdp_full", ["--hybrid_shard_size=2"], "bf16", "--hybrid_shard_size 2 has no effect"),
+        ("ddp", ["--deepspeed_config=x.json"], "bf16", "--deepspeed_config x.json has no effect"),
+        ("deepspeed_1", ["--async_save"], "bf16", "--async_save cannot go with"),
+        ("deepspeed_2", ["--sync_every_micro_batch"], "bf16", "--sync_every_micro_batch has no effect"),
+        ("fsdp_hybrid", [], "bf16", "--sharding_mode fsdp_hybrid shards over 8 GPUs"),
+        ("fsdp_hybrid", ["--hybrid_shard_size=3"], "bf16", "shards over 3 GPUs"),
+    ],
+)
+def test_what_cannot_go_together_is_said(mode, options, compute, words):
+    with pytest.raises(UserError) as error:
+        check_mode(config(*options), mode, EIGHT, compute)
+    assert words in str(error.value)
+
+
+def test_hybrid_shards_inside_a_host():
+    assert hybrid_shard_size(config(), TWO_HOSTS) == 8
+    check_mode(config(), "fsdp_hybrid", TWO_HOSTS, "bf16")
+
+
+def test_advice_on_memory_knows_the_mode():
+    use = MemoryUse(total_gib=139.8, peak_gib=130, resident_gib=40)
+    sharded = out_of_memory_advice(config("--gradient_accumulation_steps=4"), "adamw_fp32", 14 * BILLION, use, "fsdp_full", 4)
+    assert "104.3 GiB per GPU under --sharding_mode fsdp_full" in sharded
+    assert "--sync_every_micro_batch" in sharded and "--sharding_mode fsdp_offload" in sharded and "adamw_8bit" not in sharded
+    alone = out_of_memory_advice(parse_config([]), "adamw_master", 14 * BILLION, use)
+    assert "train_multi_gpu.py --sharding_mode fsdp_full" in alone
+
+
+def test_intervals_and_the_slowest_rank():
+    assert covered([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+    assert length(covered([(0, 2), (1, 3), (5, 6)])) == 4
+    profile = StepProfile(
+        span_s=2.0,
+        communication_s=1.0,
+        exposed_communication_s=0.5,
+        work_s_by_rank=[1.0, 1.5, 0.5],
+        peak_memory_gib_by_rank=[1, 2, 3],
+    )
+    assert profile.slowest_rank == 1 and profile.lag == pytest.approx(0.5)
+    assert profile.figures()["communication_share"] == 0.5 and profile.figures()["exposed_communication_share"] == 0.25
