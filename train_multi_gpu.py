@@ -22,9 +22,7 @@ from llm_fp8.launch_env import require_launched
 
 def main() -> int:
     """Parse the command line, train, and return the exit code."""
-    config = parse_config(
-        sys.argv[1:], prog="train_multi_gpu.py", description=(__doc__ or "").split("\n\n")[0], parallel=True
-    )
+    config = parse_config(sys.argv[1:], prog="train_multi_gpu.py", description=(__doc__ or "").split("\n\n")[0], parallel=True)
     require_launched(os.environ)
     from llm_fp8.run import run_training  # after the parser: --help and mistakes answer without loading the rest
 

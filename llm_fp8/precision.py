@@ -56,6 +56,14 @@ def require_te(why: str) -> Any:
     return te
 
 
+def forget_delayed_scales() -> None:
+    """Drop what Transformer Engine keeps for the whole process between runs of several models, whose maxima it would go on exchanging."""
+    if "transformer_engine" in sys.modules:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        FP8GlobalStateManager.reset()
+
+
 def _prefer_torchs_cudnn() -> None:
     """Let Transformer Engine load the cuDNN that torch brought, not an older one of the system.
 

@@ -34,6 +34,7 @@ def start_process_group(ranks: LaunchRanks) -> None:
         dist.init_process_group(backend, timeout=TIMEOUT)
         return
     # The launcher's store outlives a restart, and with it the addresses of processes that are gone: each attempt gets names of its own.
+    store.set_timeout(TIMEOUT)
     store = dist.PrefixStore(f"llm_fp8/attempt-{ranks.restart_count}", store)
     dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=ranks.rank, world_size=ranks.world_size)
 

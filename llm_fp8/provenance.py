@@ -27,6 +27,7 @@ PACKAGES = (
     "transformer-engine",
     "transformer-engine-torch",
     "accelerate",
+    "deepspeed",
     "transformers",
     "datasets",
     "tokenizers",

@@ -17,17 +17,26 @@ from torch import nn
 from llm_fp8.precision import require_te
 
 
-def enable_gradient_checkpointing(layers: nn.ModuleList, every: int, uses_te: bool) -> None:
-    """Recompute each `every`-th layer of `layers` (1: all of them). `uses_te`: whether they hold Transformer Engine modules."""
+def enable_gradient_checkpointing(layers: nn.ModuleList, every: int, uses_te: bool, reentrant: bool = False) -> None:
+    """Recompute layers in the backward pass.
+
+    Args:
+        layers: the decoder's.
+        every: one layer in so many is recomputed; 1 for all.
+        uses_te: whether they hold Transformer Engine modules.
+        reentrant: the recomputation has a backward pass of its own, within the backward pass of the model.
+    """
     checkpoint: Callable[..., Any] = (
         require_te("--gradient_checkpointing").checkpoint if uses_te else torch.utils.checkpoint.checkpoint
     )
     for layer in layers[::every]:
-        layer.forward = functools.partial(_recomputed, layer, checkpoint, layer.forward)
+        layer.forward = functools.partial(
+            _recomputed, layer, functools.partial(checkpoint, use_reentrant=reentrant), layer.forward
+        )
 
 
 def _recomputed(layer: nn.Module, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`forward` of a layer, under `checkpoint` while it trains."""
     if not layer.training or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(forward, *args, **kwargs)

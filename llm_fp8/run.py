@@ -284,7 +284,9 @@ class Run:
         self.say(census.describe())
         if options.gradient_checkpointing:
             uses_te = options.use_te or self.plan.recipe is not None
-            enable_gradient_checkpointing(layers, options.gradient_checkpointing_every, uses_te)
+            enable_gradient_checkpointing(
+                layers, options.gradient_checkpointing_every, uses_te, reentrant=uses_te and engine.reentrant_te_checkpoints
+            )
         training_model = TrainingModel(model, self.config.data.max_seq_length, self.plan.compute_dtype)
         engine.shard(training_model, layers)
         if engine.shards_parameters:

@@ -24,6 +24,7 @@ from llm_fp8.data import PreparedData
 from llm_fp8.loop import Trainer
 from llm_fp8.optim import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
 from llm_fp8.parallel.engine import Engine
+from llm_fp8.parallel.fp8_params import master_of, requantise_
 from llm_fp8.precision import Precision, PrecisionPlan
 
 ARCHITECTURE_KEYS = (
@@ -86,7 +87,7 @@ class RunState:
         """Every tensor of a checkpoint but the random states, by name: the live ones, not copies."""
         tensors: dict[str, Tensor] = {}
         if not self.engine.saves_itself:
-            named = list(self.model.named_parameters())
+            named = [(name, master_of(parameter)) for name, parameter in self.model.named_parameters()]
             tensors |= {f"model.{name}": parameter.detach() for name, parameter in named}
             tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, named).items()}
         tensors |= {f"fp8.{name}": tensor for name, tensor in self.precision.state_tensors().items()}
@@ -126,6 +127,7 @@ class RunState:
         meta = self.checkpoints.load(path, self._tensors(optimizer) | rng)
         if not self.engine.saves_itself:
             load_optimizer_scalars(optimizer, meta["optimizer"])
+            requantise_(self.model)
         self.data.train.load_state_dict(meta["loader"])
         if self.accelerator.scaler is not None and meta["fp16_scaler"]:
             self.accelerator.scaler.load_state_dict(meta["fp16_scaler"])

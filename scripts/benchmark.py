@@ -39,6 +39,7 @@ from llm_fp8.json_files import write_json_atomic
 from llm_fp8.kernels import gemm_kernels
 from llm_fp8.metrics import GIB, DecoderSize, StepTokens, device_peak_tflops, step_flops
 from llm_fp8.models import bundled_architectures
+from llm_fp8.precision import forget_delayed_scales
 from llm_fp8.provenance import collect_provenance
 from llm_fp8.throughput.arms import PRECISIONS
 from llm_fp8.throughput.ours import OurArm, OurTraining
@@ -53,6 +54,7 @@ def measure(work: Workload, arm: str, warmup: int) -> dict[str, Any]:
     """Build an arm, time it, profile one step, and let go of it."""
     torch.cuda.reset_peak_memory_stats()
     AcceleratorState._reset_state(reset_partial_state=True)  # the arms differ in what they ask of Accelerate's singleton
+    forget_delayed_scales()
     started = time.perf_counter()
     training = HfTraining(work) if arm == RIVAL else OurTraining(work, OurArm(PRECISIONS[arm]))
     training.take(work.num_steps)

@@ -48,9 +48,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.metrics import GIB, DecoderSize, StepTokens, device_peak_tflops, step_flops
 from llm_fp8.parallel.profile import profiled
+from llm_fp8.precision import forget_delayed_scales
 from llm_fp8.process_group import start_process_group
 from llm_fp8.provenance import collect_provenance
-from llm_fp8.ranks import LaunchRanks, agree_on, first_to_say
+from llm_fp8.ranks import LaunchRanks, first_to_say
 from llm_fp8.run import quiet_libraries
 from llm_fp8.throughput.arms import RIVALS, Arm, parse_arm
 from llm_fp8.throughput.results import ENDED_IN_SILENCE, ResultsFile
@@ -98,12 +99,14 @@ def measure(work: Workload, arm: Arm, warmup: int, device: torch.device) -> dict
     """Build an arm, time it, record one step, and let go of it; the figures of its row. Collective."""
     AcceleratorState._reset_state(reset_partial_state=True)  # the arms differ in what they ask of Accelerate's singletons
     GradientState._reset_state()
+    forget_delayed_scales()
     started = time.perf_counter()
     memory_before = _memory_gib(device)["allocated"]
     training = arm.build(work)
     built = time.perf_counter()
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)  # what training needs; a rival is built whole on each GPU
     training.take(work.num_steps)
     times, losses = training.recorder.step_times_s[warmup:], list(training.recorder.losses)
     memory = _memory_gib(device)
@@ -243,10 +246,12 @@ def main() -> int:
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    is_main, launch = ranks.rank == 0, agree_on("benchmark", str(time.time_ns()))
+    is_main, launch = ranks.rank == 0, f"{os.getppid()}:{os.environ['MASTER_PORT']}"  # torchrun's process and port
     with time_limit(options.arm_timeout_s, end_process):
         start_process_group(ranks)
-        results = ResultsFile(Path(options.output), header(device) if is_main else {}, launch=launch, writes=is_main)
+        results = ResultsFile(Path(options.output), launch, writes=is_main)
+        if is_main and not (ranks.restart_count and results.is_of_this_launch()):
+            results.start(header(device))
         _meet()
         take_up(results, is_main)
     for work, arm in plan[len(results.rows()) :]:

@@ -1,7 +1,7 @@
 """Training in processes of their own, which can be signalled and killed.
 
-They are forked from a server that has imported everything once, so that each starts in a tenth of a second. What runs in them
-is what train_fp8.py runs, down to the exit code.
+On a machine without a GPU they are forked from a server that has imported everything once, so that each starts in a tenth of a second. What
+runs in them is what train_fp8.py runs, down to the exit code.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from typing import Any
 from llm_fp8.config import parse_config
 from llm_fp8.errors import run_script
 
-# What the server imports asks whether there are GPUs. By this variable torch asks the driver's management library, which leaves CUDA
-# untouched: processes could not be forked otherwise.
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-_CONTEXT: Any = multiprocessing.get_context(os.environ.get("LLM_FP8_TESTS_START_METHOD", "forkserver"))
+# Where there is a GPU, importing transformers touches CUDA, and a process that did cannot be forked into one that uses it.
+_CONTEXT: Any = multiprocessing.get_context("spawn" if Path("/dev/nvidia0").exists() else "forkserver")
 if _CONTEXT.get_start_method() == "forkserver":
     _CONTEXT.set_forkserver_preload(["llm_fp8.run"])
 

@@ -59,7 +59,9 @@ def choose_mode(
     room = STATE_SHARE * gpu_memory_gib
     num_parameters = count_parameters()
     needs = {
-        mode: num_parameters * state_bytes(mode, "adamw_master" if mode == "ddp" else "adamw_fp32", ranks.world_size, config) / GIB
+        mode: num_parameters
+        * state_bytes(mode, "adamw_master" if mode == "ddp" else "adamw_fp32", ranks.world_size, config)
+        / GIB
         for mode in ("ddp", "fsdp_grad", "fsdp_full")
     }
     for mode, needed in needs.items():

@@ -104,6 +104,9 @@ class DeepSpeedEngine(Engine):
         self.stage = zero_stage(mode)
         # A gathered weight is dropped after use, so a cast made in one micro-batch has nothing to belong to in the next.
         self.caches_weight_casts = self.stage < 3
+        # Stage 3 empties weights behind each module's forward pass and gathers them before its backward pass. Transformer Engine saves the
+        # weights themselves, so a recomputation has to bring hooks of its own for the second, which only the reentrant kind does.
+        self.reentrant_te_checkpoints = self.stage == 3
         self.settings: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
         self._engine: deepspeed.DeepSpeedEngine | None = None
 

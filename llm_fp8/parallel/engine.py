@@ -41,6 +41,8 @@ class Engine:
 
     shards_parameters = False
     caches_weight_casts = True
+    reentrant_te_checkpoints = False
+    """Recomputed Transformer Engine layers need a backward pass of their own (`llm_fp8.recompute`)."""
     saves_itself = False
     """Weights and optimizer state go into a checkpoint by `save_state`, not as tensors by name."""
 

@@ -29,8 +29,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from llm_fp8.config import ParallelConfig
+from llm_fp8.errors import UserError
 from llm_fp8.optim import OptimizerKind
 from llm_fp8.parallel.engine import Engine
+from llm_fp8.parallel.fp8_params import check_fp8_params, keep_weights_in_fp8, master_of
+from llm_fp8.precision import Precision
 
 
 class FsdpEngine(Engine):
@@ -53,6 +56,7 @@ class FsdpEngine(Engine):
         super().__init__(mode, accelerator, options)
         self.compute_dtype = compute_dtype
         self.mesh = self._mesh(hybrid_shard_size)
+        self._fp8_params: Precision | None = None
 
     def _mesh(self, hybrid_shard_size: int) -> DeviceMesh:
         num_ranks, device_type = self.accelerator.num_processes, self.accelerator.device.type
@@ -68,7 +72,18 @@ class FsdpEngine(Engine):
 
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
         """fp32 shards unless another storage was asked for."""
-        return super().resolve_optimizer("adamw_fp32" if requested == "auto" else requested, compute_dtype)
+        kind = super().resolve_optimizer("adamw_fp32" if requested == "auto" else requested, compute_dtype)
+        if self.options.fp8_params and kind != "adamw_fp32":
+            raise UserError(f"--fp8_params keeps fp32 masters, which --optimizer {kind} does not have; use adamw_fp32 or auto.")
+        return kind
+
+    def keep_in_fp8(self, precision: Precision) -> None:
+        """Let `prepare` turn the weights of `precision`'s fp8 modules into fp8 parameters (--fp8_params).
+
+        Call it before `shard`. Raises `UserError` where these weights cannot be.
+        """
+        check_fp8_params(precision, self.mesh.size(self.mesh.ndim - 1))
+        self._fp8_params = precision
 
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
         """Split the parameters of every layer, then what is left; gives memory to those that have none (contents undefined)."""
@@ -83,10 +98,14 @@ class FsdpEngine(Engine):
         for layer in layers:
             fully_shard(layer, reshard_after_forward=self.mode != "fsdp_grad", **shared)
         fully_shard(model, reshard_after_forward=False, **shared)
+        model.register_forward_hook(_split_again_without_backward)
         materialize_(model, self.parameter_device, self.accelerator.device)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
-        """Both as they are: the optimizer was built over the split parameters."""
+        """Both as they are, the optimizer being built over the split parameters; under --fp8_params these become masters."""
+        assert self._fp8_params is not None or not self.options.fp8_params, "keep_in_fp8 comes first"
+        if self._fp8_params is not None:
+            keep_weights_in_fp8(model, self._fp8_params, optimizer)
         return model, optimizer
 
     @contextlib.contextmanager
@@ -99,10 +118,27 @@ class FsdpEngine(Engine):
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
         """See `Engine.full_tensor`; on the accelerator's device, which the collective needs."""
+        parameter = master_of(parameter)
         if not isinstance(parameter, DTensor):
             return parameter.detach()
         sharded: DTensor = parameter.detach().to(self.accelerator.device)  # type: ignore[assignment]
         return sharded.full_tensor()
+
+    def local_tensor(self, parameter: Tensor) -> Tensor:
+        """See `Engine.local_tensor`."""
+        return super().local_tensor(master_of(parameter))
+
+
+def _split_again_without_backward(model: nn.Module, *_: Any) -> None:
+    """Let go of whole parameters that a unit keeps for its backward pass, where none will come.
+
+    The model's parameters would be these from then on, in the compute dtype: an evaluation would leave them to a checkpoint or an export.
+    """
+    if torch.is_grad_enabled():
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def materialize_(model: nn.Module, parameter_device: torch.device, buffer_device: torch.device) -> None:

@@ -21,19 +21,25 @@ class ResultsFile:
 
     Args:
         path: of the JSON file.
-        header: entries of the file beside `rows`, written by the processes that begin it.
-        launch: the same for all processes and restarts of a launch: a file that has it is gone on with, any other replaced.
+        launch: the same for all processes and restarts of a launch.
         writes: whether this is the process that writes rows of measurements. Any may write that one failed.
 
     All processes have to wait for the one that writes before they read.
     """
 
-    def __init__(self, path: Path, header: dict[str, Any], *, launch: str, writes: bool) -> None:
+    def __init__(self, path: Path, launch: str, *, writes: bool) -> None:
         self._path = path
+        self._launch = launch
         self._writes = writes
         self._number = 0
-        if writes and not (path.exists() and self._read().get("launch") == launch):
-            write_json_atomic(path, {**header, "launch": launch, "measuring": None, "rows": []})
+
+    def is_of_this_launch(self) -> bool:
+        """Whether the file is there and was started by this launch."""
+        return self._path.exists() and self._read().get("launch") == self._launch
+
+    def start(self, header: dict[str, Any]) -> None:
+        """A file without rows in place of any other; `header`: its entries beside them."""
+        write_json_atomic(self._path, {**header, "launch": self._launch, "measuring": None, "rows": []})
 
     def _read(self) -> dict[str, Any]:
         record: dict[str, Any] = json.loads(self._path.read_text())

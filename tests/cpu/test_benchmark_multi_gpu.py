@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from llm_fp8.errors import UserError
-from llm_fp8.json_files import write_json_atomic
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import RIVALS, parse_arm
 from llm_fp8.throughput.results import ENDED_IN_SILENCE, ResultsFile
@@ -174,20 +173,23 @@ def test_each_process_has_tokens_of_its_own():
     assert work.batches(1000)[0].num_supervised_tokens == int((work.batches(1000)[0].labels >= 0).sum()) == 30
 
 
-def test_a_results_file_is_gone_on_with_by_its_own_launch_only(tmp_path):
+def test_a_results_file_outlives_its_processes(tmp_path):
     path = tmp_path / "folder" / "r.json"
-    results = ResultsFile(path, {"provenance": 1}, launch="a", writes=True)
+    results = ResultsFile(path, "a", writes=True)
+    assert not results.is_of_this_launch()
+    results.start({"provenance": 1})
     results.begin({"arm": "x"})
     assert results.interrupted() == {"arm": "x"}
     results.add({"arm": "x", "tokens_per_s": 1.0})
     results.add_failure({"arm": "x"}, "too late: it has a row")
-    other = ResultsFile(path, {}, launch="a", writes=False)
+    other = ResultsFile(path, "a", writes=False)
     other.begin({"arm": "y"})
-    assert results.interrupted() is None
+    assert results.interrupted() is None, "another process does not say what is measured"
+    other.add({"arm": "y", "tokens_per_s": 2.0})
     other.add_failure({"arm": "y"}, "out of memory")
-    again = ResultsFile(path, {"provenance": 2}, launch="a", writes=True)
+    again = ResultsFile(path, "a", writes=True)
+    assert again.is_of_this_launch() and not ResultsFile(path, "b", writes=True).is_of_this_launch()
     assert again.rows() == [{"arm": "x", "tokens_per_s": 1.0}, {"arm": "y", "failed": "out of memory"}]
     assert json.loads(path.read_text())["provenance"] == 1
-    assert ResultsFile(path, {}, launch="b", writes=True).rows() == []
-    write_json_atomic(path, {"rows": []})
-    assert ResultsFile(path, {}, launch="b", writes=True).interrupted() is None
+    again.start({"provenance": 2})
+    assert again.rows() == [] and json.loads(path.read_text())["provenance"] == 2
