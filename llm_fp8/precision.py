@@ -235,11 +235,15 @@ class Precision:
         self._torch_autocast = parameter_dtype != plan.compute_dtype
         self._caching_modules: list[nn.Module] = []
         self._fp8_modules: dict[str, nn.Module] = {}
+        self._unseen: nn.Module | None = None
+        self.seen_inside: str | None = None
+        """The recipe's class in force inside a Transformer Engine module when it first ran, or 'none'; None before, and without such modules."""
 
     def attach(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
         """Find the TE modules of `model` and keep the first and last decoder layers in bf16 where asked to."""
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
         if self.plan.recipe is None:
+            self._unseen = next(iter(self._caching_modules), None)
             return
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
@@ -259,6 +263,18 @@ class Precision:
         }
         if not self._fp8_modules:
             raise UserError("--mixed_precision fp8: the model holds no Transformer Engine module, so nothing would run in fp8.")
+        self._unseen = next(iter(self._fp8_modules.values()))
+
+    def _look_inside(self, module: nn.Module) -> None:
+        """Note at the module's next forward pass what is in force there: whatever wraps the model must not have lost it on the way."""
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        def note(*_: object) -> None:
+            handle.remove()
+            enabled = FP8GlobalStateManager.is_fp8_enabled()
+            self.seen_inside = type(FP8GlobalStateManager.get_fp8_recipe()).__name__ if enabled else "none"
+
+        handle = module.register_forward_pre_hook(note)
 
     @property
     def fp8_modules(self) -> frozenset[nn.Module]:
@@ -281,6 +297,9 @@ class Precision:
         `first_microbatch` True casts weights to fp8 and keeps the casts for the further micro-batches of the step, which pass False. None
         neither uses nor keeps casts: for evaluation, and for steps of a single micro-batch, where keeping costs memory and saves nothing.
         """
+        if self._unseen is not None and "transformer_engine" in sys.modules:
+            self._look_inside(self._unseen)
+            self._unseen = None
         for module in self._caching_modules:
             module.is_first_microbatch = first_microbatch  # type: ignore[assignment]
         with contextlib.ExitStack() as stack:

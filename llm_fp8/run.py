@@ -474,6 +474,7 @@ class Run:
     def _summary(self, census: Census, trainer: Trainer, exported: Path | None, started: float) -> dict[str, Any]:
         return {
             "precision": self._precision_record(census),
+            "recipe_inside_modules": self.precision.seen_inside,
             "attention_backend": self.attention_backend,
             **self._parallel_record(),
             "recorded_step": None if self.recorded is None else dataclasses.asdict(self.recorded),

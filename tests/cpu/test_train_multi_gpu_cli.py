@@ -40,12 +40,14 @@ def test_the_documented_command(tmp_path, tiny_model, rows):
         tmp_path, *torchrun(), SCRIPT, "--model_name", tiny_model, "--dataset_name", rows, "--batch_size", "1", "--sharding_mode", "fsdp_full",
         "--mixed_precision", "bf16", "--gradient_checkpointing", "--max_seq_length", "256", "--learning_rate", "1e-5",
         "--gradient_accumulation_steps", "4", "--empty_cache_freq", "25", "--max_steps", "3", "--log_every", "1",
+        "--use_wandb", WANDB_MODE="offline",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()  # one name, though two processes made one up
     assert [step["step"] for step in steps(folder)] == [1, 2, 3]
     assert done.stdout.count("step 1/3") == 1 and "sharding: fsdp_full" in done.stdout
     assert run_json(folder)["effective"]["global_batch_size"] == 8
+    assert len(list((folder / "wandb").glob("offline-run-*"))) == 1
     assert (folder / "final" / "model.safetensors").exists()
 
 
@@ -91,6 +93,28 @@ def test_accelerate_launch_gives_the_mode_of_its_file(tmp_path, tiny_model, rows
     assert done.returncode == 0, done.stderr
     assert run_json(tmp_path / "run")["effective"]["sharding_mode"] == "fsdp_full"
     assert run_json(tmp_path / "run")["precision"]["effective"] == "bf16"
+
+
+def test_two_hosts_train_one_model(tmp_path, tiny_model, rows):
+    """The documented launcher, once for each host; both are this one."""
+    launch_script = str(ROOT / "scripts" / "launch_multi_node.sh")
+    common = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
+    options = [
+        "--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=fsdp_full", "--max_seq_length=256", "--max_steps=3",
+        "--output_dir", str(tmp_path / "run"), "--no_export",
+    ]  # fmt: skip
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    hosts = [
+        subprocess.Popen(
+            ["bash", launch_script, *options], cwd=ROOT, env=environment(**common, NODE_RANK=str(rank), PATH=path),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [host.communicate(timeout=120)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], outputs
+    assert run_json(tmp_path / "run")["effective"]["num_processes"] == 2
+    assert len(steps(tmp_path / "run")) == 3
 
 
 def test_torchrun_restarts_and_the_run_goes_on(tmp_path, tiny_model, rows):

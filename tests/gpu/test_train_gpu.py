@@ -99,6 +99,8 @@ def test_the_run_says_what_ran_and_exports_a_hugging_face_model(model_folder, tm
     if run["fallback_reason"] is not None:
         assert "FELL BACK to delayed" in done.stdout
         assert (run["requested_scenario"], run["effective_scenario"]) == ("mxfp8", "delayed")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["recipe_inside_modules"] == ("DelayedScaling" if run["fallback_reason"] else "MXFP8BlockScaling")
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 

@@ -47,6 +47,7 @@ CASES = [
     ("fsdp_full", "delayed", ["--packing"]),
     ("fsdp_full", "delayed", ["--use_te", "--sync_every_micro_batch", "--empty_cache_freq=2"]),
     ("fsdp_full", "bf16", ["--use_te", "--optimizer=adamw_master"]),
+    ("fsdp_hybrid", "delayed", ["--use_te", "--hybrid_shard_size=1"]),
 ]
 
 
@@ -103,7 +104,7 @@ def single_gpu(tmp_path_factory) -> Callable[..., list[dict[str, float]]]:
 )
 def test_two_gpus_take_the_steps_of_one(mode, precision, options, models, single_gpu, tmp_path, record_property):
     model = models["llama3_rope_gqa"]
-    spreads = ("--sync", "--empty_cache", "--gradient_checkpointing", "--optimizer")
+    spreads = ("--sync", "--empty_cache", "--gradient_checkpointing", "--optimizer", "--hybrid")
     on_one = [option for option in options if not option.startswith(spreads)]
     expected = single_gpu(model, *PRECISIONS[precision], *on_one)
     taken, summary, log = train(2, tmp_path / "two", model, *PRECISIONS[precision], *options, f"--sharding_mode={mode}")
@@ -119,6 +120,9 @@ def test_two_gpus_take_the_steps_of_one(mode, precision, options, models, single
     record_property("gemm_kernels", gemms)
     record_property("loss", [r["loss"] for r in taken])
     record_property("loss_on_one_gpu", [r["loss"] for r in expected])
+    inside = {"bf16": "none", "delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
+    if options or precision != "bf16":  # plain Hugging Face in bf16 has no module of Transformer Engine to look into
+        assert summary["recipe_inside_modules"] == inside[precision]
     num_layers = family_config("llama3_rope_gqa").num_hidden_layers
     linears = 4 if "--use_te" in options else 7
     if precision == "bf16":
