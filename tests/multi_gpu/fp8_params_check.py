@@ -129,6 +129,7 @@ class Trainings:
 
     def _train(self, folder: Path, options: tuple[str, ...]) -> Result:
         started = time.monotonic()
+        forget_delayed_scales()  # and whatever a run that failed left behind
         words = [
             f"--model_name={self.model}", "--use_te", "--mixed_precision=fp8", f"--fp8_scenario={self.scenario}", "--max_seq_length=256",
             "--batch_size=4", "--learning_rate=1e-4", f"--gradient_accumulation_steps={MICRO_BATCHES}", "--log_every=1",
@@ -163,7 +164,6 @@ class Trainings:
         del run, named, layer, parts
         gc.collect()
         torch.cuda.empty_cache()
-        forget_delayed_scales()
         return result
 
 
@@ -296,7 +296,7 @@ def round_trip(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
 
 
 def recomputed(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
-    """Gradient checkpointing takes the same steps and keeps no transposes of whole weights."""
+    """Gradient checkpointing takes the same steps: it computes a layer again from rows gathered for the backward pass."""
     result = trainings("recomputed", "--max_steps=3", "--lr_scheduler=constant", "--no_export", "--gradient_checkpointing", *FP8)
     kept = trainings("three", "--max_steps=3", "--lr_scheduler=constant", "--no_export", *FP8)
     worst = largest_difference(result.losses, kept.losses)
