@@ -55,6 +55,7 @@ from llm_fp8.parallel.build import build_engine
 from llm_fp8.parallel.choice import check_mode, choose_mode
 from llm_fp8.parallel.context import ContextGroup, check_context_parallel
 from llm_fp8.parallel.deepspeed import accelerator_arguments
+from llm_fp8.parallel.fsdp import FsdpEngine
 from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.parity import check_parity
 from llm_fp8.precision import TOKEN_MULTIPLE, Precision, PrecisionPlan, resolve_precision
@@ -288,6 +289,9 @@ class Run:
                 layers, options.gradient_checkpointing_every, uses_te, reentrant=uses_te and engine.reentrant_te_checkpoints
             )
         training_model = TrainingModel(model, self.config.data.max_seq_length, self.plan.compute_dtype)
+        if self.config.parallel.fp8_params:
+            assert isinstance(engine, FsdpEngine)  # check_mode saw to it
+            engine.keep_in_fp8(self.precision)
         engine.shard(training_model, layers)
         if engine.shards_parameters:
             loaded = fill_sharded(model, options, source, self.device, seed)
