@@ -8,6 +8,7 @@ import re
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 
 from llm_fp8.ranks import LaunchRanks, launcher_store
 
@@ -37,6 +38,17 @@ def start_process_group(ranks: LaunchRanks) -> None:
     store.set_timeout(TIMEOUT)
     store = dist.PrefixStore(f"llm_fp8/attempt-{ranks.restart_count}", store)
     dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=ranks.rank, world_size=ranks.world_size)
+
+
+def end_process_group(accelerator: Accelerator) -> None:
+    """Leave the group, at the end of a run that ended well.
+
+    What still exchanges gradients is let go first: were DDP the last to hold the group, its destructor would wait for threads of gloo that wait
+    for Python's lock, which it holds.
+    """
+    accelerator.free_memory()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def largest(value: int) -> int:

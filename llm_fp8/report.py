@@ -269,14 +269,12 @@ class RunReporter:
         return whole
 
     def close(self) -> None:
-        """Close the files and end the trackers. May be called twice.
-
-        Accelerate ends the process group with the trackers, so nothing collective may follow.
-        """
+        """Close the files and end the trackers. May be called twice."""
         if self._closed:
             return
         self._close_files()
-        self._accelerator.end_training()
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
 
     def _close_files(self) -> None:
         self._closed = True

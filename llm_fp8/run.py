@@ -59,7 +59,7 @@ from llm_fp8.parallel.fsdp import FsdpEngine
 from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.parity import check_parity
 from llm_fp8.precision import TOKEN_MULTIPLE, Precision, PrecisionPlan, resolve_precision
-from llm_fp8.process_group import is_loss_of_a_peer, start_process_group
+from llm_fp8.process_group import end_process_group, is_loss_of_a_peer, start_process_group
 from llm_fp8.provenance import collect_provenance, write_run_json
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.recompute import enable_gradient_checkpointing
@@ -92,7 +92,10 @@ def run_training(config: Config) -> int:
     accelerator = build_accelerator(config, ranks, plan)
     run = Run(config, accelerator, ranks, plan)
     with run.explained_failures():
-        return run.execute(started)
+        code = run.execute(started)
+    del run
+    end_process_group(accelerator)
+    return code
 
 
 def quiet_libraries() -> None:

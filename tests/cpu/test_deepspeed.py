@@ -571,12 +571,3 @@ def test_accelerates_variables_do_not_reach_the_plugin(monkeypatch):
     expected = {**deepspeed_settings(config, "deepspeed_3", "bf16", 2), "steps_per_print": float("inf")}
     assert plugin.deepspeed_config == expected
     assert not plugin.zero3_init_flag
-
-
-@pytest.mark.parametrize(
-    "name", ["ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_CONFIG_DS_FIELDS"]
-)
-def test_a_deepspeed_launch_configuration_is_refused(monkeypatch, name):
-    monkeypatch.setenv(name, "2")
-    with pytest.raises(UserError, match=f"{name}.*remove deepspeed_config from the launch configuration"):
-        deepspeed_plugin(options_of("deepspeed_1"), "deepspeed_1", "bf16", 2)
