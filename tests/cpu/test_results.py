@@ -112,3 +112,9 @@ def test_multi_gpu_curves(name):
         for seed in seeds:
             # Other orders of summation let the curves of one seed drift apart, by less than another seed does.
             assert abs(seed["final_difference"]) < 0.02, name
+
+
+@pytest.mark.parametrize("name", [name for name, _ in load("multi_gpu_check_*.json")])
+def test_multi_gpu_checks_hold(name):
+    record = json.loads((RESULTS / name).read_text())
+    assert record["all_hold"] and len(record["checks"]) >= 8

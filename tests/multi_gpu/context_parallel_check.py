@@ -1,6 +1,6 @@
 """Context parallelism on GPUs gives the loss and every gradient of the same model without it.
 
-    torchrun --nproc_per_node=2 tests/multi_gpu/context_parallel_check.py        (or 4)
+    torchrun --nproc_per_node=2 tests/multi_gpu/context_parallel_check.py [--output FILE]        (or 4)
 
 All processes form one context group. For each case three models with the same weights train on the same batch:
 
@@ -30,8 +30,6 @@ from pathlib import Path
 os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # cuBLAS reads it once; the exact model's fp32 would be TF32 otherwise
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import json
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -50,6 +48,7 @@ from llm_fp8.precision import Precision, require_te, resolve_precision
 from llm_fp8.recompute import enable_gradient_checkpointing
 from llm_fp8.training_model import TrainingModel
 from tests.families import family_config
+from tests.multi_gpu.check_records import report, write_records
 
 EXCESS = 2.0
 FLOOR = 2e-3
@@ -259,7 +258,7 @@ def check(cases: Sequence[Case], device: torch.device) -> bool:
         dist.all_reduce(good, dist.ReduceOp.MIN)
         all_good &= bool(good)
         if dist.get_rank() == 0:
-            print(json.dumps(record), flush=True)
+            report(record)
     return all_good
 
 
@@ -273,7 +272,10 @@ def main() -> int:
         if dist.get_world_size() < 2:
             print("start it with torchrun --nproc_per_node=2 or more", file=sys.stderr)
             return 2
-        return 0 if check(CASES, device) else 1
+        all_hold = check(CASES, device)
+        if dist.get_rank() == 0:
+            write_records(all_hold)
+        return 0 if all_hold else 1
     finally:
         dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
 """--fp8_params on GPUs: the steps of a run without it, half the traffic, exact masters.
 
-    torchrun --nproc_per_node=2 tests/multi_gpu/fp8_params_check.py
+    torchrun --nproc_per_node=2 tests/multi_gpu/fp8_params_check.py [--output FILE]
 
 Trains a small model with weights, each time by the code of train_multi_gpu.py, and compares. Rank 0 prints a JSON line per check; what the runs
 say goes to stderr. The exit code is 1 if any check fails; one that fails does not keep the others from running. After WATCHDOG_S seconds all
@@ -43,6 +43,7 @@ from llm_fp8.precision import forget_delayed_scales
 from llm_fp8.process_group import start_process_group
 from llm_fp8.ranks import LaunchRanks
 from tests.counted_gather import CountedAllGather
+from tests.multi_gpu.check_records import report, write_records
 from tests.multi_gpu.test_modes import write_model
 
 WATCHDOG_S = 80
@@ -337,7 +338,7 @@ def perform(check: Callable[[Trainings], tuple[bool, dict[str, Any]]], trainings
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
     record = {"check": check.__name__, "scenario": trainings.scenario, "holds": bool(everywhere), **figures}
     if dist.get_rank() == 0:
-        print(json.dumps({**record, "check_s": round(time.monotonic() - started, 1)}), flush=True)
+        report({**record, "check_s": round(time.monotonic() - started, 1)})
     elif not holds:
         print(json.dumps({"rank": dist.get_rank(), **record}), file=sys.stderr, flush=True)
     return bool(everywhere)
@@ -363,6 +364,8 @@ def main() -> int:
             checks = CHECKS + (CHECKS_OF_ONE_SCENARIO if scenario == SCENARIOS[-1] else [])
             for check in checks:
                 all_hold &= perform(check, trainings)
+        if dist.get_rank() == 0:
+            write_records(all_hold)
         return 0 if all_hold else 1
     finally:
         if dist.get_rank() == 0:
