@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from transformers import AutoTokenizer
 
 from llm_fp8.config import parse_config
 from llm_fp8.errors import UserError, run_script
+from llm_fp8.loop import Trainer
 from llm_fp8.models import EMBEDDED_MODEL
 from llm_fp8.output_folder import with_output_dir
 from llm_fp8.ranks import LaunchRanks
@@ -429,3 +431,19 @@ def test_the_script_is_for_one_process(tmp_path, environment, named):
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and named in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_out_of_memory_in_a_step_is_a_sentence(tmp_path, common, monkeypatch):
+    """As a GPU raises it; its memory is made up."""
+
+    def fail(self, batches, start):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Trainer, "_take_step", fail)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=16 * 2**30))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 15 * 2**30)
+    with pytest.raises(UserError) as error:
+        train(*common)
+    sentence = str(error.value)
+    assert sentence.startswith("the GPU is out of memory: weights, gradients and optimizer state of 0.00 billion parameters")
+    assert "15.0 of 16.0 GiB were in use at the peak" in sentence and "train_multi_gpu.py --sharding_mode fsdp_full" in sentence

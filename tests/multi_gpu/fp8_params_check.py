@@ -56,8 +56,9 @@ FIRST_LOSS = {"current": 1e-4, "delayed": 2e-3}
 """Relative difference allowed in the first step. With current scaling both runs cast the same bf16 values with the same scale, so that only
 the order of sums is left. In its first step delayed scaling casts the weights with scale 1, --fp8_params with the right one: both round to
 three bits, but differently."""
-LOSSES = 1e-2
-"""In 20 steps. One run rounds its masters to bf16 and then to fp8, the other at once: some weights differ by a spacing of fp8."""
+EXCESS, FLOOR = 2.0, 5e-3
+"""In 20 steps losses may be so many times as far from bf16's as those of fp8 without fp8 parameters are, and a little: one run rounds its
+masters to bf16 and then to fp8, the other at once, so some weights differ by a spacing of fp8."""
 SAME_LOSSES = 1e-3
 """Between runs that compute the same. Gradients of attention are not bitwise reproducible."""
 RECOMPUTED = 2e-3
@@ -92,6 +93,7 @@ class Result:
     """What a run left. `parameters`: this rank's part of the decoder layers' weights, (master fp32, what is between steps) by name."""
 
     losses: list[float]
+    grad_norms: list[float]
     summary: dict[str, Any]
     folder: Path
     sent_bytes: list[int]
@@ -129,11 +131,18 @@ class Trainings:
         """With them; the one that others are compared with."""
         return self("fp8", f"--max_steps={STEPS}", "--save_every=10", "--save_total_limit=9", *FP8)
 
+    def bf16(self) -> Result:
+        """Without fp8."""
+        return self("bf16", f"--max_steps={STEPS}", "--no_export", "--sharding_mode=fsdp_full")
+
     def _train(self, folder: Path, options: tuple[str, ...]) -> Result:
+        precision = ["--mixed_precision=fp8", f"--fp8_scenario={self.scenario}"]
+        if folder.name.endswith("bf16"):
+            precision = ["--mixed_precision=bf16"]
         started = time.monotonic()
         forget_delayed_scales()  # and whatever a run that failed left behind
         words = [
-            f"--model_name={self.model}", "--use_te", "--mixed_precision=fp8", f"--fp8_scenario={self.scenario}", "--max_seq_length=256",
+            f"--model_name={self.model}", "--use_te", *precision, "--max_seq_length=256",
             "--batch_size=4", "--learning_rate=1e-4", f"--gradient_accumulation_steps={MICRO_BATCHES}", "--log_every=1",
             f"--eval_batches={EVAL_BATCHES}", f"--output_dir={folder}", *options,
         ]  # fmt: skip
@@ -150,6 +159,7 @@ class Trainings:
         parts = [parameter._local_tensor for parameter in layer.parameters()]
         result = Result(
             losses=[record["loss"] for record in records if "loss" in record],
+            grad_norms=[record["grad_norm"] for record in records if "loss" in record],
             summary=json.loads((folder / "summary.json").read_text()),
             folder=folder,
             sent_bytes=list(run.gathers.sent_bytes),
@@ -197,21 +207,24 @@ def layer_gathers(result: Result, num_steps: int, per_micro_batch: int) -> int:
 
 
 def same_steps(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
-    """(1) The losses of a run without fp8 parameters, and the same fp8 GEMMs."""
-    plain, fp8 = trainings.plain(), trainings.fp8()
+    """(1) Losses as near to those of bf16 as those of a run without fp8 parameters are, and the same fp8 GEMMs."""
+    plain, fp8, bf16 = trainings.plain(), trainings.fp8(), trainings.bf16()
     first = largest_difference(fp8.losses[:1], plain.losses[:1])
-    worst = largest_difference(fp8.losses, plain.losses)
+    worst, worst_plain = (largest_difference(result.losses, bf16.losses) for result in (fp8, plain))
     gemms = {name: result.summary["recorded_step"]["gemm_kernels"] for name, result in (("plain", plain), ("fp8", fp8))}
     holds = (
         len(fp8.losses) == STEPS
         and first <= FIRST_LOSS[trainings.scenario]
-        and worst <= LOSSES
+        and worst <= EXCESS * worst_plain + FLOOR
         and fp8.losses[-1] < fp8.losses[0] - 0.05
         and gemms["fp8"].get("fp8", 0) >= num_layers(fp8) * FP8_WEIGHTS_PER_LAYER * 3 * MICRO_BATCHES
     )
     return holds, {
         "first_loss": [plain.losses[0], fp8.losses[0]], "last_loss": [plain.losses[-1], fp8.losses[-1]], "first_difference": first,
-        "largest_difference": worst, "gemm_kernels": gemms, "seconds": [plain.seconds, fp8.seconds],
+        "difference_from_bf16": worst, "difference_from_bf16_without": worst_plain,
+        "losses": {"plain": plain.losses, "fp8": fp8.losses, "bf16": bf16.losses},
+        "grad_norms": {"plain": plain.grad_norms, "fp8": fp8.grad_norms, "bf16": bf16.grad_norms},
+        "gemm_kernels": gemms, "seconds": [plain.seconds, fp8.seconds],
     }  # fmt: skip
 
 
