@@ -306,8 +306,8 @@ def build_model(
     attention = choose_attention(options.attn_implementation, device, compute_dtype)
     if random_weights:
         with torch.device(device):
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
+            model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
+        initialize_rows_(model, generator)  # not Hugging Face's own, which could not be drawn in parts
         return model, False
     return _load_hf_model(options, source, attention, parameter_dtype, device), True
 

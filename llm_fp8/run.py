@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
 import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, set_seed
+from accelerate.utils import set_seed
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import te_llama
@@ -30,6 +27,7 @@ from llm_fp8.data.loader import TrainLoader
 from llm_fp8.errors import UserError
 from llm_fp8.evaluate import evaluate_loss
 from llm_fp8.export import export_hf
+from llm_fp8.failures import explained_failures
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.launch_env import apply_launch_settings
 from llm_fp8.loop import LoopOptions, Trainer
@@ -51,32 +49,26 @@ from llm_fp8.models import (
 )
 from llm_fp8.optim import build_scheduler, effective_warmup_steps
 from llm_fp8.output_folder import check_free_space, is_finished, with_output_dir
-from llm_fp8.parallel.build import build_engine
+from llm_fp8.parallel import fp8_params
+from llm_fp8.parallel.build import build_accelerator, build_engine
 from llm_fp8.parallel.choice import check_mode, choose_mode
 from llm_fp8.parallel.context import ContextGroup, check_context_parallel
-from llm_fp8.parallel.deepspeed import accelerator_arguments
 from llm_fp8.parallel.fsdp import FsdpEngine
 from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.parity import check_parity
 from llm_fp8.precision import TOKEN_MULTIPLE, Precision, PrecisionPlan, resolve_precision
-from llm_fp8.process_group import end_process_group, is_loss_of_a_peer, start_process_group
+from llm_fp8.process_group import end_process_group, start_process_group
 from llm_fp8.provenance import collect_provenance, write_run_json
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.recompute import enable_gradient_checkpointing
-from llm_fp8.report import RunReporter, accelerator_tracking, check_trackers
+from llm_fp8.report import RunReporter, check_trackers
 from llm_fp8.run_state import RunState, find_checkpoint, run_fingerprint
 from llm_fp8.signals import GracefulStop
 from llm_fp8.swap import Census, swap_linears, take_census
 from llm_fp8.training_model import TrainingModel
 
-FP8_PARAMS_CAVEAT = (
-    "over 20 steps of a small model its losses were up to 2.3% from those of the same run without it, and why is not settled yet. Compare "
-    "losses with a run of your own without it."
-)
 STEPS_BEFORE_PROFILE = 4
 """Steps of a process before the one that is recorded on several GPUs."""
-
-_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def run_training(config: Config) -> int:
@@ -95,7 +87,7 @@ def run_training(config: Config) -> int:
     plan = resolve_precision(config.precision, device)
     accelerator = build_accelerator(config, ranks, plan)
     run = Run(config, accelerator, ranks, plan)
-    with run.explained_failures():
+    with explained_failures(run.folder, run.out_of_memory_advice):
         code = run.execute(started)
     del run
     end_process_group(accelerator)
@@ -109,32 +101,6 @@ def quiet_libraries() -> None:
     datasets.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-
-
-def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -> Accelerator:
-    """The one Accelerator. Precision is ours (llm_fp8.precision), so it gets "no", or "fp16" on a GPU for its gradient scaler.
-
-    Accumulation is the loop's, which divides by tokens: without the plugin, Accelerate would divide by a number of steps that it finds
-    in the environment.
-    """
-    mode = config.parallel.sharding_mode
-    if mode.startswith("deepspeed"):
-        check_mode(config, mode, ranks, plan.compute_name)
-        return Accelerator(
-            mixed_precision="no",
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-            **accelerator_arguments(config, mode, plan.compute_name, ranks.world_size),
-            **accelerator_tracking(config),
-        )
-    scales_gradients = config.precision.mixed_precision == "fp16" and torch.cuda.is_available()
-    return Accelerator(
-        cpu=not torch.cuda.is_available(),  # without it Accelerate takes processes that have no GPU for strangers
-        mixed_precision="fp16" if scales_gradients else "no",
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-        # Buffers are tables that no rank changes; the gradients' memory is shared with the buckets that are exchanged.
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
-        **accelerator_tracking(config),
-    )
 
 
 def first_batch(loader: TrainLoader) -> Batch:
@@ -187,7 +153,7 @@ class Run:
         if self.ranks.world_size > 1:
             self.say(f"sharding: {choice.mode}{f', because {choice.reason}' if choice.reason else ''}")
         if config.parallel.fp8_params:
-            self.say(f"WARNING: --fp8_params is experimental: {FP8_PARAMS_CAVEAT}")
+            self.say(f"WARNING: --fp8_params is experimental: {fp8_params.CAVEAT}")
 
     def _gpu_memory_gib(self) -> float | None:
         """Memory of the smallest GPU of the run; None on CPUs. Collective."""
@@ -504,7 +470,8 @@ class Run:
         if exported is not None:
             self.say(f"  Hugging Face checkpoint {exported}")
 
-    def _out_of_memory_advice(self) -> str:
+    def out_of_memory_advice(self) -> str:
+        """What to say when the GPU's memory was not enough."""
         num_parameters = count_parameters(self.hf_config)
         use = MemoryUse(
             total_gib=torch.cuda.get_device_properties(self.device).total_memory / GIB,
@@ -514,29 +481,6 @@ class Run:
         return out_of_memory_advice(
             self.config, self.optimizer_kind, num_parameters, use, self.engine.mode, self.accelerator.num_processes
         )
-
-    @contextlib.contextmanager
-    def explained_failures(self) -> Iterator[None]:
-        """Turn running out of GPU memory or of disk into a sentence that says what to do."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise UserError(self._out_of_memory_advice()) from error
-        except OSError as error:
-            if error.errno not in _WRITE_ERRORS:
-                raise
-            raise UserError(
-                f"{error.filename or self.folder}: {error.strerror}. Checkpoints saved before are intact; make room or choose another "
-                "--output_dir, then continue with --resume_from."
-            ) from error
-        except RuntimeError as error:
-            if not is_loss_of_a_peer(error):
-                raise
-            raise UserError(
-                f"another process of this run is gone (killed, out of memory, or ended by an error of its own, said above), so it cannot go on: "
-                f"{str(error).splitlines()[0][:200]}. Complete checkpoints under {self.folder / 'checkpoints'} are intact; continue with "
-                "--resume_from latest."
-            ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -576,5 +520,5 @@ class RunHooks:
     def save(self, step: int) -> Path:
         """A checkpoint."""
         path = self.run.state.save(self.trainer)
-        self.trainer.reporter.print(f"saved {path}")
+        self.trainer.reporter.print(f"saving {path} in the background" if self.run.state.background else f"saved {path}")
         return path

@@ -15,11 +15,12 @@ from llm_fp8.loop import LoopOptions, Trainer
 from llm_fp8.metrics import DecoderSize
 from llm_fp8.models import decoder_layers
 from llm_fp8.optim import build_scheduler
+from llm_fp8.parallel.build import build_accelerator
 from llm_fp8.parallel.context import ContextGroup
 from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.precision import resolve_precision
 from llm_fp8.ranks import LaunchRanks
-from llm_fp8.run import Run, build_accelerator
+from llm_fp8.run import Run
 from llm_fp8.swap import Census
 from llm_fp8.throughput.workload import FixedLoader, Recorder, Workload
 from llm_fp8.training_model import TrainingModel

@@ -74,6 +74,17 @@ def test_packed_rows_and_tied_embeddings_too(tmp_path, tied_model, sixteen_rows,
     check_against_reference(tmp_path, tied_model, sixteen_rows, False)
 
 
+def test_random_weights_are_the_same_in_every_mode(tmp_path, tiny_model, rows):
+    losses = []
+    for num_ranks, mode in ((1, "auto"), (2, "ddp"), (2, "fsdp_full"), (3, "fsdp_grad")):
+        folder = tmp_path / f"{num_ranks}-{mode}"
+        rows_of_rank = 6 // num_ranks
+        options = [*options_of_short_run(tiny_model, rows, folder), "--random_init", "--max_steps=2", "--no_export"]
+        run_ranks(num_ranks, folder, *options, f"--batch_size={rows_of_rank}", f"--sharding_mode={mode}")
+        losses.append([step["loss"] for step in steps(folder)])
+    assert all(other == pytest.approx(losses[0], rel=1e-5) for other in losses[1:])
+
+
 def options_of_short_run(model: str, rows: str, folder: Path) -> list[str]:
     return [
         f"--model_name={model}", f"--dataset_name={rows}", "--validation_fraction=0", "--max_seq_length=256", "--learning_rate=1e-3",
