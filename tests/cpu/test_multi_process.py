@@ -121,6 +121,7 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_model, rows, mode, sa
         options = [*options_of_short_run(tiny_model, rows, folder), *cut, "--max_steps=6", f"--resume_from={checkpoint}"]
         assert [exit_code(process) for process in start_ranks(3, log, *options)] == [2, 2, 2]
         assert "was saved by 2 processes under DeepSpeed" in log.read_text()
+    if mode.startswith("deepspeed") or saving:
         return
     for num_ranks, accumulation in ((1, 4), (4, 1)):
         folder = tmp_path / f"on-{num_ranks}"
