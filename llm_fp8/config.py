@@ -218,7 +218,8 @@ class ParallelConfig:
         "parameter), for more traffic.",
     )
     fp8_params: bool = option(
-        False, "Keep the decoder's linear weights in fp8 between steps and gather them in fp8 (fsdp modes with --use_te)."
+        False,
+        "Experimental: keep the decoder's linear weights in fp8 between steps and gather them in fp8 (fsdp modes with --use_te).",
     )
     context_parallel_size: int = option(
         1, "GPUs that share the tokens of a row, for rows too long for one GPU (needs --use_te and an fsdp mode)."
@@ -307,6 +308,8 @@ class _Parser(HfArgumentParser):
         self.add_argument(f"--no_{name}", dest=name, action="store_false")
 
     def error(self, message: str) -> NoReturn:
+        if any(f"--{option.name}" in message.split() for option in dataclasses.fields(ParallelConfig)):
+            message += " (options of sharding belong to train_multi_gpu.py)"
         text = f"error: {message}; '{self.prog} --help' lists the options.\n"
         self.exit(EXIT_USER_ERROR, text if first_to_say(text) else None)
 

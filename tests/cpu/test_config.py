@@ -265,3 +265,10 @@ RUN_FILES = [p for p in (Path(__file__).resolve().parents[2] / "configs").glob("
 @pytest.mark.parametrize("path", sorted(RUN_FILES), ids=lambda path: path.stem)
 def test_every_example_file_is_a_configuration(path):
     assert parse_config(["--config", str(path)]).run.output_dir
+
+
+def test_an_option_of_the_other_script_is_told_as_such(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_config(["--sharding_mode", "ddp"], prog="train_fp8.py")
+    assert ended.value.code == 2
+    assert "--sharding_mode ddp (options of sharding belong to train_multi_gpu.py)" in capsys.readouterr().err
