@@ -147,6 +147,7 @@ class Trainer:
                     stamp = self._take_step(batches, stamp)
                 self._profile_figures[self.step] = profile.figures()
                 hooks.after_profiled_step(profile)
+                stamp = self._clock.stamp()  # What recording takes is not the next step's time.
             else:
                 stamp = self._take_step(batches, stamp)
             if self._due(options.empty_cache_every) and self.accelerator.device.type == "cuda":

@@ -209,8 +209,10 @@ class Run:
             hooks = RunHooks(self, trainer, data)
             if self.device.type == "cuda":
                 self.resident_gib = torch.cuda.memory_allocated(self.device) / GIB
-            trainer.train(hooks, stop.agreed)
-            self.state.finish_save()
+            try:
+                trainer.train(hooks, stop.agreed)
+            finally:
+                self.state.finish_save()
             if trainer.step < trainer.options.total_steps:
                 trainer.reporter.finish({"stopped_by": stop.requested, "checkpoint": str(trainer.last_checkpoint)})
                 self.say(f"stopped by {stop.requested}; continue with --resume_from latest --output_dir {self.folder}")

@@ -155,3 +155,13 @@ def test_a_killed_rank_ends_all_and_leaves_complete_checkpoints(tmp_path, tiny_m
     last = len(steps(folder))
     run_ranks(3, folder, *options, f"--max_steps={last + 2}", "--sharding_mode=fsdp_full", "--resume_from=latest")
     assert len(steps(folder)) == last + 2
+
+
+def test_a_run_that_fails_first_completes_what_it_is_saving(tmp_path, tiny_model, rows):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    options = [*options_of_short_run(tiny_model, rows, folder), "--save_every=1", "--async_save", "--sharding_mode=fsdp_full"]
+    blows_up = ["--learning_rate=1e20", "--lr_scheduler=constant", "--max_steps=6"]
+    ranks = start_ranks(2, log, *options, *blows_up)
+    assert [exit_code(rank) for rank in ranks] == [2, 2], log.read_text()
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert "latest" in names and not [name for name in names if name.startswith(".tmp-")]
