@@ -26,8 +26,10 @@ if _CONTEXT.get_start_method() == "forkserver":
 DEADLINE_S = 60.0
 
 
-def _train(options: list[str], log: str, environment: dict[str, str]) -> None:
+def _train(options: list[str], log: str, environment: dict[str, str], first: Callable[[], None] | None) -> None:
     os.environ.update(environment)
+    if first is not None:
+        first()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -42,7 +44,7 @@ def _train(options: list[str], log: str, environment: dict[str, str]) -> None:
 
 def start_training(log: Path, *options: object) -> BaseProcess:
     """Start a process that trains with these options and appends what it prints to `log`."""
-    return _start(log, options, {})
+    return _start(log, options, {}, None)
 
 
 def free_port() -> int:
@@ -52,8 +54,8 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def start_ranks(num_ranks: int, log: Path, *options: object) -> list[BaseProcess]:
-    """Start the processes of one run as a launcher does, on the CPU; what they print goes to `log`, in any order."""
+def start_ranks(num_ranks: int, log: Path, *options: object, first: Callable[[], None] | None = None) -> list[BaseProcess]:
+    """Start the processes of one run as a launcher does; what they print goes to `log`, in any order. Each calls `first` before it trains."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -63,12 +65,14 @@ def start_ranks(num_ranks: int, log: Path, *options: object) -> list[BaseProcess
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
     }
-    return [_start(log, options, {**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(num_ranks)]
+    ranks = [{**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    return [_start(log, options, environment, first) for environment in ranks]
 
 
-def _start(log: Path, options: tuple[object, ...], environment: dict[str, str]) -> BaseProcess:
+def _start(log: Path, options: tuple[object, ...], environment: dict[str, str], first: Callable[[], None] | None) -> BaseProcess:
     log.touch()
-    process = _CONTEXT.Process(target=_train, args=([str(option) for option in options], str(log), environment), daemon=True)
+    words = [str(option) for option in options]
+    process = _CONTEXT.Process(target=_train, args=(words, str(log), environment, first), daemon=True)
     process.start()
     return process
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from llm_fp8.data import tokenise
 from tests.processes import exit_code, start_ranks, wait_until
 from tests.reference import NUM_ROWS, check_against_reference, reference_options
 from tests.small import final_weights, run_json, steps, write_model, write_rows
@@ -165,3 +168,24 @@ def test_a_run_that_fails_first_completes_what_it_is_saving(tmp_path, tiny_model
     assert [exit_code(rank) for rank in ranks] == [2, 2], log.read_text()
     names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert "latest" in names and not [name for name in names if name.startswith(".tmp-")]
+
+
+def note_tokenising(folder: Path) -> None:
+    """Let this process leave a file named after its rank in `folder` when it tokenises."""
+    original = tokenise.tokenise_rows
+
+    def tokenise_rows(*arguments: Any) -> Any:
+        (folder / os.environ["RANK"]).touch()
+        return original(*arguments)
+
+    tokenise.tokenise_rows = tokenise_rows
+
+
+def test_one_process_of_a_host_prepares_the_data(tmp_path, tiny_model, rows):
+    folder, log, noted = tmp_path / "run", tmp_path / "log", tmp_path / "noted"
+    noted.mkdir()
+    options = [*options_of_short_run(tiny_model, rows, folder), "--max_steps=1", f"--data_cache_dir={tmp_path / 'cache'}"]
+    ranks = start_ranks(3, log, *options, "--sharding_mode=ddp", first=functools.partial(note_tokenising, noted))
+    assert [exit_code(rank) for rank in ranks] == [0, 0, 0], log.read_text()
+    assert [path.name for path in noted.iterdir()] == ["0"]
+    assert len(list((tmp_path / "cache").glob("*.arrow"))) == 1
