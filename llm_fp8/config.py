@@ -176,7 +176,8 @@ class RunConfig:
     report_to: Literal["none", "wandb", "tensorboard", "all"] = option("none", "Trackers besides metrics.jsonl.")
 
 
-SHARDING_MODES = (
+ShardingMode = Literal[
+    "auto",
     "ddp",
     "fsdp_grad",
     "fsdp_full",
@@ -185,24 +186,15 @@ SHARDING_MODES = (
     "deepspeed_1",
     "deepspeed_2",
     "deepspeed_3",
-)
+]
+SHARDING_MODES = tuple(mode for mode in get_args(ShardingMode) if mode != "auto")
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """How the training is spread over several GPUs (train_multi_gpu.py)."""
 
-    sharding_mode: Literal[
-        "auto",
-        "ddp",
-        "fsdp_grad",
-        "fsdp_full",
-        "fsdp_hybrid",
-        "fsdp_offload",
-        "deepspeed_1",
-        "deepspeed_2",
-        "deepspeed_3",
-    ] = option(
+    sharding_mode: ShardingMode = option(
         "auto",
         "ddp: every GPU holds the whole model. fsdp_grad: gradients and optimizer are sharded, parameters are kept whole from the forward to the "
         "backward pass. fsdp_full: parameters are sharded too. fsdp_hybrid: sharded inside a host, replicated across hosts. fsdp_offload: "

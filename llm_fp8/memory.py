@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llm_fp8.config import Config
 from llm_fp8.metrics import GIB
 from llm_fp8.optim import OptimizerKind, bytes_per_parameter
-from llm_fp8.parallel.choice import state_bytes
+from llm_fp8.parallel.choice import keeps_whole_gradients, state_bytes
 
 _RESERVE_GIB = 3.0
 """Left to CUDA's context, libraries' workspaces and gaps between blocks."""
@@ -37,7 +37,7 @@ def out_of_memory_advice(
     sharded = mode not in ("single", "ddp")
     if not config.model.gradient_checkpointing and use.resident_gib:
         advice.append("--gradient_checkpointing")
-    if mode.startswith("fsdp") and config.optim.gradient_accumulation_steps > 1 and not config.parallel.sync_every_micro_batch:
+    if keeps_whole_gradients(mode, config):
         advice.append("--sync_every_micro_batch")
     if not sharded and kind != "adamw_8bit" and lean_gib + _RESERVE_GIB < use.total_gib:
         advice.append(f"--optimizer adamw_8bit ({lean_gib:.1f} GiB in place of {standing_gib:.1f})")

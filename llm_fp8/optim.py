@@ -151,6 +151,11 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_d
     return [group for group in groups if group["params"]]
 
 
+def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
+    """The arguments that every AdamW takes by these names; weight decay is in the groups."""
+    return {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
+
+
 def build_optimizer(config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]) -> Optimizer:
     """The AdamW of `kind` over the trainable parameters.
 
@@ -169,11 +174,7 @@ def build_optimizer(config: OptimConfig, kind: OptimizerKind, named_parameters: 
         if parameter.requires_grad and parameter.dtype not in (wanted, torch.float32):
             raise ValueError(f"{kind} takes {wanted} parameters, and {name} is {parameter.dtype}.")
     groups = parameter_groups(named, config.weight_decay)
-    shared: dict[str, Any] = {
-        "lr": config.learning_rate,
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": config.adam_epsilon,
-    }
+    shared = adamw_arguments(config)
     if kind == "adamw_fp32":
         fused = all(parameter.device.type in ("cpu", "cuda") for group in groups for parameter in group["params"])
         return torch.optim.AdamW(groups, fused=fused, **shared)

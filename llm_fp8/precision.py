@@ -108,6 +108,11 @@ class PrecisionPlan:
         return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[self.compute_dtype]
 
     @property
+    def token_multiple(self) -> int:
+        """What the tokens of a micro-batch on one GPU must be a multiple of; 1 outside fp8."""
+        return TOKEN_MULTIPLE.get(self.effective_scenario or "", 1)
+
+    @property
     def name(self) -> str:
         """A short name for tables: 'bf16', 'fp8 delayed', ..."""
         return f"fp8 {self.effective_scenario}" if self.effective == "fp8" else self.effective

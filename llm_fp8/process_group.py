@@ -40,6 +40,11 @@ def start_process_group(ranks: LaunchRanks) -> None:
     dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=ranks.rank, world_size=ranks.world_size)
 
 
+def own_device() -> torch.device:
+    """This process's GPU, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def end_process_group(accelerator: Accelerator) -> None:
     """Leave the group, at the end of a run that ended well.
 

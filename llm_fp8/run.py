@@ -56,8 +56,8 @@ from llm_fp8.parallel.context import ContextGroup, check_context_parallel
 from llm_fp8.parallel.fsdp import FsdpEngine
 from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.parity import check_parity
-from llm_fp8.precision import TOKEN_MULTIPLE, Precision, PrecisionPlan, resolve_precision
-from llm_fp8.process_group import end_process_group, start_process_group
+from llm_fp8.precision import Precision, PrecisionPlan, resolve_precision
+from llm_fp8.process_group import end_process_group, own_device, start_process_group
 from llm_fp8.provenance import collect_provenance, write_run_json
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.recompute import enable_gradient_checkpointing
@@ -81,7 +81,7 @@ def run_training(config: Config) -> int:
     check_trackers(config)
     config = with_output_dir(config, ranks)
     start_process_group(ranks)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = own_device()
     if config.model.use_te:
         require_te_decoder(device)
     plan = resolve_precision(config.precision, device)
@@ -133,7 +133,7 @@ class Run:
             print(text, flush=True)
 
     def _check_token_multiple(self) -> None:
-        multiple = TOKEN_MULTIPLE.get(self.plan.effective_scenario or "", 1)
+        multiple = self.plan.token_multiple
         data = self.config.data
         tokens = data.batch_size * data.max_seq_length
         if tokens % multiple:
@@ -179,8 +179,8 @@ class Run:
         context_size = config.parallel.context_parallel_size
         self.context = ContextGroup.of_rank(context_size, accelerator.process_index)
         if context_size > 1:
-            multiple = TOKEN_MULTIPLE.get(self.plan.effective_scenario or "", 1)
-            check_context_parallel(config, te_llama.decoder_spec(hf_config).windows, self.plan.compute_name, multiple)
+            windows = te_llama.decoder_spec(hf_config).windows
+            check_context_parallel(config, windows, self.plan.compute_name, self.plan.token_multiple)
         self.fingerprint = run_fingerprint(config, self.plan, self.engine, self.optimizer_kind, hf_config)
         resume_path = find_checkpoint(self.checkpoints, config.run.resume_from, self.fingerprint)
         data = prepare_data(

@@ -87,9 +87,14 @@ def state_bytes(mode: str, kind: OptimizerKind, num_ranks: int, config: Config) 
     if mode == "fsdp_offload":
         return 0.0
     gathered = _GATHERED_WEIGHT_BYTES if mode == "fsdp_grad" else 0
-    accumulates = config.optim.gradient_accumulation_steps > 1 and not config.parallel.sync_every_micro_batch
     sharded_over = config.parallel.hybrid_shard_size or num_ranks
-    return total / sharded_over + gathered + (_ACCUMULATED_GRADIENT_BYTES if accumulates else 0)
+    return total / sharded_over + gathered + (_ACCUMULATED_GRADIENT_BYTES if keeps_whole_gradients(mode, config) else 0)
+
+
+def keeps_whole_gradients(mode: str, config: Config) -> bool:
+    """Whether an fsdp mode keeps unsharded gradients on every GPU from one micro-batch to the next."""
+    accumulates = config.optim.gradient_accumulation_steps > 1
+    return mode.startswith("fsdp") and accumulates and not config.parallel.sync_every_micro_batch
 
 
 def check_mode(config: Config, mode: str, ranks: LaunchRanks, compute_name: str) -> None:

@@ -31,7 +31,7 @@ from torch.optim import AdamW, Optimizer
 
 from llm_fp8.config import Config, OptimConfig, ParallelConfig
 from llm_fp8.errors import UserError
-from llm_fp8.optim import OptimizerKind, parameter_groups
+from llm_fp8.optim import OptimizerKind, adamw_arguments, parameter_groups
 from llm_fp8.parallel.deepspeed_config import deepspeed_settings, load_deepspeed, zero_stage
 from llm_fp8.parallel.engine import Engine
 from llm_fp8.training_model import TrainingModel
@@ -126,13 +126,7 @@ class DeepSpeedEngine(Engine):
         self, config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
     ) -> Optimizer:
         """torch's AdamW in the groups of `llm_fp8.optim.parameter_groups`; before its first step fp32 masters take the parameters' place."""
-        return AdamW(
-            parameter_groups(named_parameters, config.weight_decay),
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            fused=True,
-        )
+        return AdamW(parameter_groups(named_parameters, config.weight_decay), fused=True, **adamw_arguments(config))
 
     @property
     def _zero(self) -> deepspeed.DeepSpeedEngine:

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from torch.profiler import ProfilerActivity, profile
 
 from llm_fp8.kernels import gemm_kernels
+from llm_fp8.metrics import GIB
 
 _COMMUNICATION = re.compile(r"nccl", re.IGNORECASE)
 
@@ -101,7 +102,7 @@ def profiled(accelerator: Accelerator) -> Iterator[StepProfile]:
     result.communication_s = length(communication)
     result.exposed_communication_s = length(everything) - length(work)
     result.gemm_kernels = {kind: kernels.count for kind, kernels in gemm_kernels(recorded).items()}
-    own = torch.tensor([length(work), torch.cuda.max_memory_allocated() / 2**30], device=accelerator.device, dtype=torch.float64)
+    own = torch.tensor([length(work), torch.cuda.max_memory_allocated() / GIB], device=accelerator.device, dtype=torch.float64)
     by_rank = accelerator.gather(own).view(-1, 2)
     result.work_s_by_rank = by_rank[:, 0].tolist()
     result.peak_memory_gib_by_rank = by_rank[:, 1].tolist()

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llm_fp8.config import Config, DataConfig, OptimConfig, ParallelConfig, PrecisionConfig, RunConfig
@@ -19,6 +18,7 @@ from llm_fp8.parallel.build import build_accelerator
 from llm_fp8.parallel.context import ContextGroup
 from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.precision import resolve_precision
+from llm_fp8.process_group import own_device
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.run import Run
 from llm_fp8.swap import Census
@@ -84,18 +84,15 @@ class OurTraining:
 
     def __init__(self, work: Workload, arm: OurArm) -> None:
         config, ranks = arm.config(work), LaunchRanks.from_environment(os.environ)
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        plan = resolve_precision(config.precision, device)
+        plan = resolve_precision(config.precision, own_device())
         self.accelerator = build_accelerator(config, ranks, plan)
         run = _QuietRun(config, self.accelerator, ranks, plan)
         hf_config, model, training_model, census = run.parts(work)
         optimizer: Any = run.engine.build_optimizer(config.optim, run.optimizer_kind, training_model.named_parameters())
         prepared, optimizer = run.engine.prepare(training_model, optimizer)
         context_size = config.parallel.context_parallel_size
-        context = ContextGroup.of_rank(context_size, ranks.rank)
-        if context_size > 1:
-            context = context.connected(self.accelerator.device.type)
-            context.attach(decoder_layers(model))
+        context = ContextGroup.of_rank(context_size, ranks.rank).connected(self.accelerator.device.type)
+        context.attach(decoder_layers(model))
         batches = [context.split(batch) for batch in work.batches(hf_config.vocab_size, ranks.rank // context_size)]
         self.recorder = Recorder()
         loader: Any = FixedLoader([batch.to(self.accelerator.device) for batch in batches])
