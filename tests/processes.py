@@ -56,12 +56,9 @@ def free_port() -> int:
 
 def start_ranks(num_ranks: int, log: Path, *options: object, first: Callable[[], None] | None = None) -> list[BaseProcess]:
     """Start the processes of one run as a launcher does; what they print goes to `log`, in any order. Each calls `first` before it trains."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     launch = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
     }

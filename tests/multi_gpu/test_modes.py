@@ -22,7 +22,7 @@ pytestmark = pytest.mark.multi_gpu
 
 NUM_STEPS = 6
 MICRO_BATCHES = 2
-ROWS = {1: 8, 2: 4}
+ROWS = {1: 8, 2: 4, 4: 2}
 """Rows of a micro-batch by number of GPUs."""
 PRECISIONS = {
     "bf16": ["--mixed_precision", "bf16"],
@@ -51,10 +51,10 @@ CASES = [
 ]
 
 
-def write_model(folder: Path, family: str) -> Path:
+def write_model(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
     """A small model with weights, whose sizes fp8 takes, laid out as the hub lays it out."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(family_config(family), dtype=torch.bfloat16).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(family_config(family), dtype=dtype).save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
     return folder
 
@@ -139,6 +139,22 @@ def test_tied_embeddings(models, single_gpu, tmp_path):
     for mode in ("ddp", "fsdp_full", "deepspeed_3"):
         taken = train(2, tmp_path / mode, model, *PRECISIONS["delayed"], "--use_te", f"--sharding_mode={mode}")[0]
         assert [r["loss"] for r in taken] == pytest.approx([r["loss"] for r in expected], rel=1e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="two copies of two GPUs each need four")
+@pytest.mark.parametrize("precision", ["bf16", "delayed", "current"])
+def test_copies_over_several_gpus_take_the_steps_of_one(precision, models, single_gpu, tmp_path, record_property):
+    """Sharded in pairs, replicated across the pairs."""
+    model = models["llama3_rope_gqa"]
+    expected = single_gpu(model, *PRECISIONS[precision], "--use_te")
+    hybrid = ["--use_te", "--sharding_mode=fsdp_hybrid", "--hybrid_shard_size=2"]
+    taken, summary, _ = train(4, tmp_path / "four", model, *PRECISIONS[precision], *hybrid)
+    record_property("loss", [r["loss"] for r in taken])
+    record_property("loss_on_one_gpu", [r["loss"] for r in expected])
+    record_property("gemm_kernels", summary["recorded_step"]["gemm_kernels"])
+    assert [r["loss"] for r in taken] == pytest.approx([r["loss"] for r in expected], rel=2e-3 if precision == "bf16" else 1e-2)
+    assert expected[-1]["loss"] < expected[0]["loss"] - 0.05
+    assert ("fp8" in summary["recorded_step"]["gemm_kernels"]) == (precision != "bf16")
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "deepspeed_3"])

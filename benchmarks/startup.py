@@ -1,0 +1,112 @@
+#!/usr/bin/env python
+"""Time from the command to the end of the first optimizer step, with weights read from local safetensors files.
+
+    python benchmarks/startup.py --model Llama-3.1-8B --num_gpus 4 --output benchmarks/results/startup.json -- --sharding_mode fsdp_full --use_te
+
+Writes a folder as the hub lays it out (random weights, the embedded tokenizer), then starts the training command on it, `--repeats` times, with
+what stands behind `--`. The files were just written, so they are read from the page cache: the first start after a reboot also waits for the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llm_fp8.config import ModelConfig
+from llm_fp8.json_files import write_json_atomic
+from llm_fp8.models import EMBEDDED_MODEL, load_config, resolve_source
+from llm_fp8.provenance import collect_provenance
+
+ROOT = Path(__file__).resolve().parent.parent
+POLL_S = 0.1
+
+
+def write_model_folder(model: str, folder: Path) -> float:
+    """Random bf16 weights of a bundled architecture as safetensors files; returns their size in bytes."""
+    options = ModelConfig(model_name=model, random_init=True)
+    config = load_config(options, resolve_source(options))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    network.save_pretrained(folder, max_shard_size="5GB")
+    AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
+    return float(sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+
+
+def time_to_first_step(command: list[str], folder: Path, timeout_s: float) -> tuple[float, float, str]:
+    """Run the command with `folder` as its output; seconds to the record of its first step and to its end, and what it printed."""
+    started = time.monotonic()
+    log = folder.with_suffix(".log")
+    first_s: float | None = None
+    metrics = folder / "metrics.jsonl"
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            if first_s is None and metrics.exists() and '"loss"' in metrics.read_text():
+                first_s = time.monotonic() - started
+            if time.monotonic() - started > timeout_s:
+                process.terminate()
+            time.sleep(POLL_S)
+    if process.returncode or first_s is None:
+        raise RuntimeError(
+            f"the training ended with code {process.returncode} before its first step was seen:\n{log.read_text()[-4000:]}"
+        )
+    return first_s, time.monotonic() - started, log.read_text()
+
+
+def main() -> None:
+    """Write the model, start the training, keep the times as JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--model", default="Llama-3.1-8B", help="a bundled architecture (default %(default)s)")
+    parser.add_argument("--num_gpus", type=int, default=1, help="1: train_fp8.py, more: train_multi_gpu.py (default 1)")
+    parser.add_argument("--repeats", type=int, default=1, help="starts (default 1)")
+    parser.add_argument("--timeout_s", type=float, default=300, help="a start that takes longer has failed (default 300)")
+    parser.add_argument("--output", required=True, help="JSON file to write")
+    parser.add_argument("training", nargs="*", help="options of the training script, behind --")
+    options = parser.parse_args()
+    launch = [sys.executable, "train_fp8.py"]
+    if options.num_gpus > 1:
+        launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.num_gpus}", "train_multi_gpu.py"]
+    common = [
+        "--batch_size=1",
+        "--max_seq_length=1024",
+        "--gradient_accumulation_steps=1",
+        "--max_steps=2",
+        "--log_every=1",
+        "--no_export",
+    ]
+    with tempfile.TemporaryDirectory() as scratch:
+        model = Path(scratch) / "model"
+        size_bytes = write_model_folder(options.model, model)
+        starts = []
+        for number in range(options.repeats):
+            folder = Path(scratch) / f"run-{number}"
+            command = [*launch, f"--model_name={model}", *common, f"--output_dir={folder}", *options.training]
+            first_s, total_s, log = time_to_first_step(command, folder, options.timeout_s)
+            starts.append(
+                {"first_step_s": first_s, "whole_run_s": total_s, "summary": json.loads((folder / "summary.json").read_text())}
+            )
+            print(f"first step after {first_s:.1f} s, end after {total_s:.1f} s", flush=True)
+            print("\n".join(log.splitlines()[-25:]), flush=True)
+    record = {
+        "provenance": collect_provenance(sys.argv),
+        "model": options.model,
+        "num_gpus": options.num_gpus,
+        "weights_gib": size_bytes / 2**30,
+        "from_page_cache": True,
+        "starts": starts,
+    }
+    write_json_atomic(Path(options.output), record)
+
+
+if __name__ == "__main__":
+    main()
