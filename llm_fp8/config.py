@@ -211,7 +211,7 @@ class ParallelConfig:
     )
     fp8_params: bool = option(
         False,
-        "Experimental: keep the decoder's linear weights in fp8 between steps and gather them in fp8 (fsdp modes with --use_te).",
+        "Keep the decoder's linear weights in fp8 between steps and gather them in fp8 (fsdp modes with --use_te).",
     )
     context_parallel_size: int = option(
         1, "GPUs that share the tokens of a row, for rows too long for one GPU (needs --use_te and an fsdp mode)."

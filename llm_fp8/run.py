@@ -49,7 +49,6 @@ from llm_fp8.models import (
 )
 from llm_fp8.optim import build_scheduler, effective_warmup_steps
 from llm_fp8.output_folder import check_free_space, is_finished, with_output_dir
-from llm_fp8.parallel import fp8_params
 from llm_fp8.parallel.build import build_accelerator, build_engine
 from llm_fp8.parallel.choice import check_mode, choose_mode
 from llm_fp8.parallel.context import ContextGroup, check_context_parallel
@@ -152,8 +151,6 @@ class Run:
         self.parameter_dtype = self.engine.parameter_dtype(self.optimizer_kind, plan.compute_dtype)
         if self.ranks.world_size > 1:
             self.say(f"sharding: {choice.mode}{f', because {choice.reason}' if choice.reason else ''}")
-        if config.parallel.fp8_params:
-            self.say(f"WARNING: --fp8_params is experimental: {fp8_params.CAVEAT}")
 
     def _gpu_memory_gib(self) -> float | None:
         """Memory of the smallest GPU of the run; None on CPUs. Collective."""

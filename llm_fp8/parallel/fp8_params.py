@@ -47,12 +47,6 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 SCENARIOS = ("delayed", "current")
 """Recipes with one scale per weight."""
 
-CAVEAT = (
-    "over 20 steps of a small model its losses were up to 2.3% from those of the same run without it, and why is not settled yet. Compare "
-    "losses with a run of your own without it."
-)
-"""Said at the start of a run that uses it."""
-
 _WEIGHT = "_fp8_weight"
 """Attribute of an fp8 parameter: its `Fp8Weight`."""
 
