@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 
 from llm_fp8.config import parse_config
 from llm_fp8.launch_env import apply_launch_settings
+from tests.processes import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MULTI_NODE = REPOSITORY / "scripts" / "launch_multi_node.sh"
@@ -72,12 +72,6 @@ signal.signal(signal.SIGTERM, save)
 open(file + ".ready", "w").close()
 time.sleep(100)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
