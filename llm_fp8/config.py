@@ -31,6 +31,9 @@ EMBEDDED = "embedded"
 SCRATCH_LEARNING_RATE = 1e-3
 """Default learning rate of a model whose weights start random: the embedded one, and any with --random_init."""
 
+WANDB_TAG_LENGTH = 64
+"""Characters that W&B allows in a tag."""
+
 
 def option(default: Any, help: str) -> Any:
     """A dataclass field that becomes a command-line option with this default and help text."""
@@ -169,10 +172,27 @@ class RunConfig:
     export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
     eval_every: int = option(0, "Optimizer steps between evaluations; 0 evaluates at the end only.")
     eval_batches: int | None = option(None, "Batches per evaluation (default: the whole held-out set).")
+    eval_exact_match: int = option(
+        0,
+        "Held-out problems that the model answers at each evaluation, to be compared with the dataset's expected_answer; 0: none. Where there are "
+        "fewer, all of them.",
+    )
+    eval_max_new_tokens: int = option(512, "Tokens after which an answer of --eval_exact_match is cut off.")
+    certify: bool | None = option(
+        None,
+        "Record the GPU kernels of one early step, compare them with what was asked for, and end the run with exit code 1 where they differ. "
+        "Default: on with an NVIDIA GPU.",
+    )
     log_every: int = option(10, "Optimizer steps between log lines; every step reaches metrics.jsonl.")
     use_wandb: bool = option(False, "Log to Weights & Biases (the same as --report_to wandb).")
     wandb_project: str = option("llm-fp8", "Project of the W&B run.")
     wandb_run_name: str | None = option(None, "Name of the W&B run (default: W&B makes one up).")
+    wandb_group: str | None = option(
+        None, "Group of the W&B run, the same for runs that are to be compared (default: the name of the output folder)."
+    )
+    wandb_tags: str | None = option(
+        None, "Further tags of the W&B run, separated by commas; precision, model, sharding mode and GPU are tags anyway (default: none)."
+    )
     report_to: Literal["none", "wandb", "tensorboard", "all"] = option("none", "Trackers besides metrics.jsonl.")
 
 
@@ -248,6 +268,11 @@ class Config:
     def packing(self) -> bool:
         """Whether rows are packed, with the default (on with --use_te) resolved."""
         return self.model.use_te if self.data.packing is None else self.data.packing
+
+    @property
+    def wandb_tags(self) -> list[str]:
+        """The tags of --wandb_tags, in order."""
+        return [tag.strip() for tag in (self.run.wandb_tags or "").split(",") if tag.strip()]
 
     @property
     def trackers(self) -> list[str]:
@@ -377,6 +402,7 @@ def check_config(config: Config) -> None:
         "num_of_samples": config.data.num_of_samples,
         "max_steps": config.optim.max_steps,
         "eval_batches": config.run.eval_batches,
+        "eval_max_new_tokens": config.run.eval_max_new_tokens,
         "gradient_checkpointing_every": config.model.gradient_checkpointing_every,
         "context_parallel_size": config.parallel.context_parallel_size,
         "hybrid_shard_size": config.parallel.hybrid_shard_size,
@@ -390,6 +416,7 @@ def check_config(config: Config) -> None:
         "max_grad_norm": config.optim.max_grad_norm,
         "save_every": config.run.save_every,
         "eval_every": config.run.eval_every,
+        "eval_exact_match": config.run.eval_exact_match,
         "fp8_first_bf16_layers": config.precision.fp8_first_bf16_layers,
         "fp8_last_bf16_layers": config.precision.fp8_last_bf16_layers,
         "empty_cache_freq": config.parallel.empty_cache_freq,
@@ -412,6 +439,11 @@ def check_config(config: Config) -> None:
         not config.model.use_te or config.model.attn_implementation == "auto",
         f"--attn_implementation {config.model.attn_implementation} has no effect with --use_te, whose attention is Transformer Engine's; drop one.",
     )
+    for tag in config.wandb_tags:
+        _require(
+            len(tag) <= WANDB_TAG_LENGTH,
+            f"--wandb_tags: '{tag}' has {len(tag)} characters, and W&B takes {WANDB_TAG_LENGTH} in a tag; shorten it.",
+        )
     tokens = config.data.max_seq_length * config.data.batch_size
     if config.precision.mixed_precision == "fp8" or config.packing:
         _require(
@@ -422,6 +454,15 @@ def check_config(config: Config) -> None:
     _require(
         not (config.run.resume_from == "latest" and config.run.output_dir is None),
         "--resume_from latest needs --output_dir, the folder of the run to continue.",
+    )
+    _require(
+        not (config.data.streaming and config.run.eval_exact_match),
+        f"--eval_exact_match {config.run.eval_exact_match} needs to look problems up by row, which --streaming cannot; drop it and evaluate the "
+        "trained model with scripts/evaluate.py.",
+    )
+    _require(
+        config.run.eval_exact_match > 0 or config.run.eval_max_new_tokens == RunConfig.eval_max_new_tokens,
+        f"--eval_max_new_tokens {config.run.eval_max_new_tokens} has no effect without --eval_exact_match; add it.",
     )
     _require(
         not (config.data.streaming and config.optim.max_steps is None),

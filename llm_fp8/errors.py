@@ -1,4 +1,4 @@
-"""The one exception that stands for a user's mistake, and how a script ends on it."""
+"""The exceptions that a script ends on with a sentence instead of a traceback, and the exit codes they come to."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from llm_fp8.ranks import first_to_say
 
+EXIT_FAILED_CHECK = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 """What a shell reports for a program that SIGINT ended."""
@@ -20,17 +21,25 @@ class UserError(Exception):
     """
 
 
+class FailedCheck(Exception):
+    """The program found that what it does is not what it was asked to do, which is nobody's mistake in the options.
+
+    The message says in a sentence or two what was expected, what was seen and what to look at. Scripts print it without a traceback
+    and exit with code 1.
+    """
+
+
 def run_script(main: Callable[[], int]) -> None:
-    """Run `main` and exit with its code, with code 2 and one sentence on a `UserError`, or with 130 on Ctrl-C.
+    """Run `main` and exit with its code, with one sentence and code 2 on a `UserError` or 1 on a `FailedCheck`, or with 130 on Ctrl-C.
 
     Of the processes of one launch that make the same mistake, one says it.
     """
     try:
         code = main()
-    except UserError as error:
+    except (UserError, FailedCheck) as error:
         if first_to_say(str(error)):
             print(f"error: {error}", file=sys.stderr, flush=True)
-        code = EXIT_USER_ERROR
+        code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED_CHECK
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from llm_fp8.errors import UserError
 from llm_fp8.models import WEIGHTS_INDEX
 from llm_fp8.shards import parts_of, saved_tensors, stored_names, to_stored_layout
-from te_llama import Part
 
 MAX_FILE_SIZE = "5GB"
 """Largest safetensors file, unless a single tensor is larger."""
@@ -89,20 +88,24 @@ def _gathered(
     model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Name and value of each Hugging Face tensor, with CPU memory of its own, as `dtype`; with None, takes part in the collectives and gives nothing."""
+    for name, tensor in hf_tensors(model, full_tensor):
+        if dtype is not None:
+            yield name, tensor.to("cpu", dtype, copy=True).contiguous()
+        del tensor  # before the next one takes memory
+
+
+def hf_tensors(model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of each Hugging Face tensor, whole: the model's own memory, or what `full_tensor` gathered for it.
+
+    Collective where `full_tensor` is. Keep no tensor while asking for the next, or all of them are in memory at once.
+    """
     tensors = saved_tensors(model)
     parameters = dict(model.named_parameters())
     for name, parts in parts_of(model).items():
         whole = full_tensor(parameters[name]) if name in parameters else tensors[name]
-        if dtype is not None:
-            for part in parts:
-                yield part.hf_name, _cut(whole, part, dtype)
-        del whole  # before the next one takes memory
-
-
-def _cut(whole: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
-    """A part of a parameter as a CPU tensor of `dtype` with memory of its own."""
-    rows = whole if part.shape == whole.shape else whole[part.start : part.stop]
-    return rows.detach().to("cpu", dtype, copy=True).contiguous()
+        for part in parts:
+            yield part.hf_name, (whole if part.shape == whole.shape else whole[part.start : part.stop]).detach()
+        del whole
 
 
 def _write_weights(

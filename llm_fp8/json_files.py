@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,15 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
     Raises TypeError for what JSON cannot hold (tensors, sets), and leaves the old file alone then.
     """
-    text = json.dumps(_plain(value), indent=2, allow_nan=False) + "\n"
+    _write_atomic(path, json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
+
+
+def write_jsonl_atomic(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Write `records` to `path`, a line each; otherwise as `write_json_atomic`."""
+    _write_atomic(path, "".join(map(json_line, records)))
+
+
+def _write_atomic(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(temporary, "w", encoding="utf-8") as file:

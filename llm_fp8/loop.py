@@ -14,6 +14,7 @@ where a loss or norm that is not finite ends the run, before it can reach a chec
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
+from llm_fp8.energy import EnergyMeter
 from llm_fp8.errors import UserError
 from llm_fp8.metrics import DecoderSize, PeakTflops, StepTokens, memory_metrics, speed_metrics
 from llm_fp8.parallel.engine import Engine
@@ -47,8 +49,8 @@ class Hooks(Protocol):
     def after_first_step(self) -> None:
         """Called once, when the first step of this process is submitted: what runs is known by then, its numbers are not."""
 
-    def after_profiled_step(self, profile: StepProfile) -> None:
-        """Called after the step that `LoopOptions.profile_step` names; on every rank."""
+    def after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> None:
+        """Called after the step that `LoopOptions.profile_step` names, which took so many micro-batches on each rank; on every rank."""
 
     def evaluate(self, step: int) -> None:
         """Evaluate and report; all numbers so far are read and finite."""
@@ -128,6 +130,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._clock = StepClock(self.accelerator.device)
+        self._energy = EnergyMeter(self.accelerator)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._pending: list[PendingStep] = []
         self._profile_figures: dict[int, dict[str, float]] = {}
@@ -140,20 +143,21 @@ class Trainer:
             return  # Resumed behind the last step, for what follows it.
         self.model.train()
         first = self.step + 1
-        stamp = self._clock.stamp()
+        stamp = self._restart_clocks()
         for batches in self.loader:
-            if self.step + 1 == options.profile_step:
-                with profiled(self.accelerator) as profile:
-                    stamp = self._take_step(batches, stamp)
-                self._profile_figures[self.step] = profile.figures()
-                hooks.after_profiled_step(profile)
-                stamp = self._clock.stamp()  # What recording takes is not the next step's time.
-            else:
+            recording = self.step + 1 == options.profile_step
+            with profiled(self.accelerator) if recording else contextlib.nullcontext() as profile:
                 stamp = self._take_step(batches, stamp)
-            if self._due(options.empty_cache_every) and self.accelerator.device.type == "cuda":
-                torch.cuda.empty_cache()
             if self.step == first:
                 hooks.after_first_step()
+            if profile is not None:
+                self._profile_figures[self.step] = profile.figures()
+                self._energy.restart(self.step)  # Nor is the energy of recording that of training.
+                self._read_pending()  # The hook may end the run: what it has taken is reported before.
+                hooks.after_profiled_step(profile, num_micro_batches=len(batches))
+                stamp = self._restart_clocks()  # What recording takes is not the next step's time.
+            if self._due(options.empty_cache_every) and self.accelerator.device.type == "cuda":
+                torch.cuda.empty_cache()
             stopping = stop_requested()
             last = self.step >= options.total_steps or stopping
             evaluate = self._due(options.eval_every) and not last
@@ -168,8 +172,13 @@ class Trainer:
             if last:
                 return
             if evaluate or save:
-                stamp = self._clock.stamp()  # Their time is not the next step's.
+                stamp = self._restart_clocks()  # Their time is not the next step's.
         self._read_pending()
+
+    def _restart_clocks(self) -> Any:
+        """Let step time and energy begin here, where the GPU has nothing left to do; returns the stamp."""
+        self._energy.restart(self.step)
+        return self._clock.stamp()
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -225,6 +234,7 @@ class Trainer:
         grad_norms = torch.stack([p.grad_norm for p in pending]).tolist()
         counts = torch.stack([p.tokens for p in pending]).tolist()
         memory = self._memory()
+        energy = self._energy.read({taken.step: count[0] for taken, count in zip(pending, counts, strict=True)})
         fp8 = self.precision.plan.recipe is not None
         records = []
         for taken, loss, grad_norm, count in zip(pending, losses, grad_norms, counts, strict=True):
@@ -242,6 +252,7 @@ class Trainer:
                     "learning_rate": taken.learning_rate,
                     **speed_metrics(tokens, seconds, self.size, self.accelerator.num_processes, self.peak, fp8),
                     **memory,
+                    **energy.get(taken.step, {}),
                     **self._profile_figures.pop(taken.step, {}),
                     "fp8_linear_flop_share": self.fp8_linear_flop_share,
                 }

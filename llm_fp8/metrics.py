@@ -62,6 +62,20 @@ METRICS: dict[str, Metric] = {
         "GiB", "Most memory that PyTorch's allocator took from the first GPU since the run began."
     ),
     "peak_memory_gib_max_rank": Metric("GiB", "The same on the rank that needs most; runs of several processes."),
+    "energy_j_per_million_tokens": Metric(
+        "J",
+        "Energy of all GPUs per million positions, padding included, over the steps since the last such figure; absent without NVML's counter.",
+    ),
+    "gpu_power_w": Metric("W", "Mean power of a GPU over the same time."),
+    "energy_j": Metric("J", "Energy of all GPUs since this process began to train, evaluations and checkpoints included."),
+    "num_gemm_kernels": Metric(
+        "kernels",
+        "Matrix products that the first GPU ran in the recorded step. Only that step has this figure and the next three; recording takes time, so it "
+        "is in no median.",
+    ),
+    "num_fp8_gemm_kernels": Metric("kernels", "Those of them whose operands are in fp8."),
+    "num_unknown_gemm_kernels": Metric("kernels", "Those whose name does not tell the type of the operands."),
+    "fp8_gemm_time_share": Metric("share", "Share of the time of these kernels that the fp8 ones took."),
     "communication_share": Metric(
         "share", "Share of one recorded step's time in which the first GPU ran communication kernels; runs on several GPUs."
     ),
@@ -74,8 +88,12 @@ METRICS: dict[str, Metric] = {
     "eval_num_supervised_tokens": Metric("tokens", "Supervised tokens that eval_loss averages over."),
     "eval_num_problems": Metric("problems", "Problems that eval_exact_match averages over."),
     "eval_time_s": Metric("s", "Wall time of the evaluation."),
+    "eval_generation_time_s": Metric("s", "Wall time of eval_exact_match, which eval_time_s leaves out."),
 }
 """Every key that reaches metrics.jsonl, summary.json and the trackers. A key keeps its meaning for good."""
+
+RECORDED_STEP = "num_gemm_kernels"
+"""The key that tells the recorded step from the others."""
 
 
 @dataclass(frozen=True)

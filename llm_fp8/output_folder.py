@@ -73,4 +73,4 @@ def is_finished(folder: Path, step: int) -> bool:
     if not path.exists():
         return False
     summary = json.loads(path.read_text())
-    return summary["steps"] == step and "stopped_by" not in summary
+    return summary["steps"] == step and not {"stopped_by", "failed"} & summary.keys()

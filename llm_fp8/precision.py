@@ -25,7 +25,7 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from llm_fp8.config import PrecisionConfig
 from llm_fp8.errors import UserError
+from llm_fp8.te_state import TeState, read_te_state
 
 DEFAULT_SCENARIO = "delayed"
 MIN_FP8_CAPABILITY = (8, 9)
@@ -240,6 +241,7 @@ class Precision:
         self._torch_autocast = parameter_dtype != plan.compute_dtype
         self._caching_modules: list[nn.Module] = []
         self._fp8_modules: dict[str, nn.Module] = {}
+        self._te_linears: list[nn.Module] = []
         self._unseen: nn.Module | None = None
         self.seen_inside: str | None = None
         """The recipe's class in force inside a Transformer Engine module when it first ran, or 'none'; None before, and without such modules."""
@@ -247,6 +249,7 @@ class Precision:
     def attach(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
         """Find the TE modules of `model` and keep the first and last decoder layers in bf16 where asked to."""
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
+        self._te_linears = [m for m in model.modules() if hasattr(m, "fp8_meta") and linear_weights(m)]
         if self.plan.recipe is None:
             self._unseen = next(iter(self._caching_modules), None)
             return
@@ -285,6 +288,17 @@ class Precision:
     def fp8_modules(self) -> frozenset[nn.Module]:
         """The TE modules whose GEMMs run in fp8 in this run."""
         return frozenset(self._fp8_modules.values())
+
+    def count_fp8_weights(self, within: Iterable[nn.Module] | None = None) -> int:
+        """Weight matrices whose GEMMs run in fp8; of the modules `within` and what they hold, or of the whole model."""
+        modules = self.fp8_modules
+        if within is not None:
+            modules &= {module for part in within for module in part.modules()}
+        return sum(len(linear_weights(module)) for module in modules)
+
+    def te_state(self) -> TeState:
+        """What the modules say of the step behind them: those in fp8, or in a run without fp8 all linear ones of Transformer Engine."""
+        return read_te_state(self._fp8_modules.values() if self.plan.recipe is not None else self._te_linears)
 
     def _te_autocast(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
         import transformer_engine.pytorch as te

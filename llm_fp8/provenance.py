@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from llm_fp8.config import Config
-from llm_fp8.json_files import write_json_atomic
 from llm_fp8.metrics import GIB
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -33,6 +32,7 @@ PACKAGES = (
     "tokenizers",
     "safetensors",
     "flash-attn",
+    "torchao",
     "wandb",
     "tensorboard",
 )
@@ -137,10 +137,10 @@ def collect_provenance(argv: list[str]) -> dict[str, Any]:
     }
 
 
-def write_run_json(path: Path, config: Config, provenance: dict[str, Any], precision: dict[str, Any], **sections: Any) -> None:
-    """Write a run's run.json: its configuration, the precision asked for and in effect, and `provenance`.
+def run_record(config: Config, provenance: dict[str, Any], precision: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    """What run.json holds of a start of a run: its configuration, the precision asked for and in effect, and `provenance`.
 
     `precision` is what the precision module reports (requested and effective recipe, census). Further keyword arguments
     become sections of their own, for example `model={...}` or `data={...}`.
     """
-    write_json_atomic(path, {"config": config.to_dict(), "precision": precision, **sections, "provenance": provenance})
+    return {"config": config.to_dict(), "precision": precision, **sections, "provenance": provenance}

@@ -8,7 +8,7 @@ in bf16.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.utils.checkpoint
@@ -17,8 +17,10 @@ from torch import nn
 from llm_fp8.precision import require_te
 
 
-def enable_gradient_checkpointing(layers: nn.ModuleList, every: int, uses_te: bool, reentrant: bool = False) -> None:
-    """Recompute layers in the backward pass.
+def enable_gradient_checkpointing(
+    layers: nn.ModuleList, every: int, uses_te: bool, reentrant: bool = False
+) -> Sequence[nn.Module]:
+    """Recompute layers in the backward pass; returns these.
 
     Args:
         layers: the decoder's.
@@ -29,10 +31,12 @@ def enable_gradient_checkpointing(layers: nn.ModuleList, every: int, uses_te: bo
     checkpoint: Callable[..., Any] = (
         require_te("--gradient_checkpointing").checkpoint if uses_te else torch.utils.checkpoint.checkpoint
     )
-    for layer in layers[::every]:
+    recomputed = list(layers[::every])
+    for layer in recomputed:
         layer.forward = functools.partial(
             _recomputed, layer, functools.partial(checkpoint, use_reentrant=reentrant), layer.forward
         )
+    return recomputed
 
 
 def _recomputed(layer: nn.Module, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,8 @@ everything here happens on the main process only and never touches a tensor.
 
 The trackers get the same keys and steps through Accelerate's own tracker classes. A resumed run continues metrics.jsonl: what the
 interrupted process wrote beyond its last checkpoint is cut off first, because those steps are taken again. On W&B each start
-is a run of its own in the group named after the output folder, since W&B cannot take back steps that it has seen.
+is a run of its own, in the group --wandb_group or else that of the output folder's name, since W&B cannot take back steps that it has
+seen. docs/wandb.md lists what a W&B run holds.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ from accelerate.utils import ProjectConfiguration
 from llm_fp8.config import Config
 from llm_fp8.errors import UserError
 from llm_fp8.json_files import json_line, write_json_atomic
-from llm_fp8.metrics import METRICS
+from llm_fp8.metrics import METRICS, RECORDED_STEP
 from llm_fp8.progress import ProgressDisplay
 from llm_fp8.provenance import package_version
+from llm_fp8.run_labels import run_labels, run_tags
+from llm_fp8.wandb_login import wandb_login_state
 
 WARMUP_STEPS = 10
 """Steps at the start of a process that medians leave out (compilation, autotuning, allocator growth); at most half of all."""
 
-_MEDIANS = (
+MEDIANS = (
     "step_time_s",
     "tokens_per_s",
     "tokens_per_s_per_gpu",
@@ -47,6 +50,10 @@ _MEDIANS = (
     "mfu_bf16_peak",
     "mfu_fp8_peak",
 )
+"""Figures whose median over the measured steps is in summary.json and on W&B as `median_<key>`."""
+
+INTERVAL_MEDIANS = ("energy_j_per_million_tokens", "gpu_power_w")
+"""The same for figures that not every step has, over those that have."""
 
 
 def check_trackers(config: Config) -> None:
@@ -62,32 +69,11 @@ def check_trackers(config: Config) -> None:
         )
     if "wandb" in config.trackers:
         flag = "--use_wandb" if config.run.use_wandb else f"--report_to {config.run.report_to}"
-        _check_wandb(flag)
-
-
-def _check_wandb(flag: str) -> None:
-    """Raise `UserError` where W&B is not installed, or would have to ask for a login; `flag` is what asked for it."""
-    # By metadata, not by import: a folder named wandb in the working directory would import as an empty package.
-    if package_version("wandb") is None:
-        raise UserError(f"{flag} needs the wandb package, which is not installed: run 'pip install wandb', or leave {flag} out.")
-    import wandb
-
-    # Silent, because a login that is greeted by name asks the server for it, and hangs where there is no network; the run's own start
-    # speaks again, in a set-up of its own.
-    settings = wandb.setup(settings=wandb.Settings(silent=True)).settings
-    try:
-        if settings.mode in ("offline", "dryrun", "disabled"):
-            return
-        logged_in = wandb.login(prompt=False, verify=False)
-    except wandb.errors.AuthenticationError as error:
-        raise UserError(f"{flag}: the stored W&B login is not usable ({error}); run 'wandb login --relogin'.") from error
-    finally:
-        wandb.teardown()
-    if not logged_in:
-        raise UserError(
-            f"{flag}: there is no W&B login on this machine; run 'wandb login', or set WANDB_MODE=offline in the environment to keep "
-            "the run's data in the output folder."
-        )
+        if wandb_login_state(flag) == "logged_out":
+            raise UserError(
+                f"{flag}: there is no W&B login on this machine; run 'wandb login', or set WANDB_MODE=offline in the environment to keep "
+                "the run's data in the output folder."
+            )
 
 
 def _output_dir(config: Config) -> Path:
@@ -131,18 +117,24 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
     os.replace(temporary, path)
 
 
-def throughput_summary(steps: list[dict[str, float]], warmup_steps: int = WARMUP_STEPS) -> dict[str, float]:
-    """Medians over `steps` (in order) of the figures that measure speed, the first `warmup_steps` left out.
+def measured_steps(steps: list[dict[str, float]], warmup_steps: int = WARMUP_STEPS) -> list[dict[str, float]]:
+    """Those of `steps` (of one process, in order) that speed is measured on.
 
-    Of a run shorter than twice `warmup_steps` the first half is left out. Keys: `num_steps_measured`,
-    `num_steps_left_out`, and `median_<key>` for each figure that every measured step has.
+    Left out are the first `warmup_steps`, or the first half of a run shorter than twice as many, and the step whose kernels were recorded.
     """
-    num_left_out = min(warmup_steps, len(steps) // 2)
-    measured = steps[num_left_out:]
-    summary: dict[str, float] = {"num_steps_measured": len(measured), "num_steps_left_out": num_left_out}
-    for key in _MEDIANS:
+    return [record for record in steps[min(warmup_steps, len(steps) // 2) :] if RECORDED_STEP not in record]
+
+
+def throughput_summary(steps: list[dict[str, float]], warmup_steps: int = WARMUP_STEPS) -> dict[str, float]:
+    """Medians over the `measured_steps` of the figures that measure speed.
+
+    Keys: `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS` that every measured step has and each of `INTERVAL_MEDIANS` that any has.
+    """
+    measured = measured_steps(steps, warmup_steps)
+    summary: dict[str, float] = {"num_steps_measured": len(measured), "num_steps_left_out": len(steps) - len(measured)}
+    for key in (*MEDIANS, *INTERVAL_MEDIANS):
         values = [record[key] for record in measured if key in record]
-        if values and len(values) == len(measured):
+        if values and (key in INTERVAL_MEDIANS or len(values) == len(measured)):
             summary[f"median_{key}"] = statistics.median(values)
     return summary
 
@@ -157,15 +149,34 @@ def _check_record(record: dict[str, float]) -> dict[str, float]:
     return record
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested dict as one level with dotted keys and values of the kinds that TensorBoard's hparams take."""
+def _flat(tree: dict[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
+    """A nested dict as one level with joined keys; values that are neither scalars nor None become text."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}."))
+            flat.update(_flat(value, separator, f"{prefix}{key}{separator}"))
         else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
+            flat[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
     return flat
+
+
+def _define_axes(run: Any) -> None:
+    """Tell a W&B run what its charts can be drawn by: every figure by `step` unless another axis is chosen, and by `tokens_seen`."""
+    for axis in ("step", "tokens_seen"):
+        run.define_metric(axis)
+    run.define_metric("*", step_metric="step")
+
+
+_TRACKED_ELSEWHERE = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
+
+
+def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
+    """What of a run's summary.json belongs in its summary on W&B: scalars under flat keys, nested ones as `part/key`.
+
+    Left out is what W&B has already: the last figures and those of the recorded step, in the history, and the precision, in the configuration.
+    """
+    parts = {key: value for key, value in summary.items() if key not in _TRACKED_ELSEWHERE}
+    return {key: value for key, value in _flat({**parts, **summary["throughput"]}, "/").items() if value is not None}
 
 
 class RunReporter:
@@ -175,17 +186,16 @@ class RunReporter:
     to their own exit hooks, so that W&B shows the run as crashed and not as finished.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, config: Config, run_info: dict[str, Any], total_steps: int, resume_step: int = 0
-    ) -> None:
-        """Open the files and trackers in `config.run.output_dir`.
+    def __init__(self, accelerator: Accelerator, config: Config, total_steps: int, resume_step: int = 0) -> None:
+        """Open the files in `config.run.output_dir`; the trackers wait for `start_trackers`.
 
-        `accelerator` must have been made with `**accelerator_tracking(config)`. `run_info` is stored beside the configuration
-        on the trackers; it holds at least the precision asked for and in effect. `total_steps` is the length of the whole run
+        `accelerator` must have been made with `**accelerator_tracking(config)`. `total_steps` is the length of the whole run
         in optimizer steps, `resume_step` how many of them the checkpoint has behind it. Without a resume an existing
         metrics.jsonl is begun anew.
         """
         self._accelerator = accelerator
+        self._config = config
+        self._resume_step = resume_step
         self._folder = _output_dir(config)
         self._total_steps = total_steps
         self._last_step = resume_step
@@ -199,24 +209,41 @@ class RunReporter:
         if resume_step > 0 and path.exists():
             truncate_metrics(path, resume_step, keep_evaluation=resume_step < total_steps)
         self._file = open(path, "a" if resume_step > 0 else "w", encoding="utf-8", buffering=1)
-        if accelerator.log_with:
-            self._start_trackers(config, run_info, resume_step)
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
-    def _start_trackers(self, config: Config, run_info: dict[str, Any], resume_step: int) -> None:
-        """Start the trackers and give each the configuration in the shape it takes."""
-        tensorboard = {"purge_step": resume_step + 1} if resume_step > 0 else {}
+    def start_trackers(self, record: dict[str, Any]) -> None:
+        """Start the trackers that were asked for, before the first step; `record` is what run.json holds of this start of the run.
+
+        On W&B the run's configuration is the options, section by section, the `llm_fp8.run_labels.LABELS`, `effective` (what the options came
+        to: precision with its census, optimizer, sharding, model, data) and `provenance`. TensorBoard gets the same as flat hparams.
+        """
+        if not self._accelerator.is_main_process or not self._accelerator.log_with:
+            return
+        labels = run_labels(record)
+        options = self._config.run
         self._accelerator.init_trackers(
-            config.run.wandb_project,
+            options.wandb_project,
             init_kwargs={
-                "wandb": {"dir": str(self._folder), "name": config.run.wandb_run_name, "group": self._folder.resolve().name},
-                "tensorboard": tensorboard,
+                "wandb": {
+                    "dir": str(self._folder),
+                    "name": options.wandb_run_name,
+                    "group": options.wandb_group or self._folder.resolve().name,
+                    "tags": run_tags(labels, self._config.wandb_tags),
+                    "job_type": "train",
+                },
+                "tensorboard": {"purge_step": self._resume_step + 1} if self._resume_step > 0 else {},
             },
         )
-        stored = {**config.to_dict(), **run_info}
+        effective = {**record["effective"], **{section: record[section] for section in ("precision", "model", "data")}}
+        stored = {**record["config"], **labels, "effective": effective, "provenance": record["provenance"]}
         for tracker in self._accelerator.trackers:
-            # TensorBoard's hparams are a flat table of scalars; W&B folds and searches nested ones.
-            tracker.store_init_configuration(_flat(stored) if tracker.name == "tensorboard" else stored)
+            # W&B folds and searches nested values; TensorBoard's hparams are a flat table, and take no None.
+            if tracker.name == "wandb":
+                tracker.store_init_configuration(stored)
+                _define_axes(tracker.tracker)
+            else:
+                flat = _flat(stored, ".").items()
+                tracker.store_init_configuration({key: "None" if value is None else value for key, value in flat})
 
     def steps(self, records: list[dict[str, float]]) -> None:
         """Report optimizer steps in order; each record has `step` and any other keys of `METRICS`, as plain numbers."""
@@ -262,11 +289,23 @@ class RunReporter:
             "last_step": self._steps[-1] if self._steps else None,
             "last_evaluation": self._last_evaluation,
             "throughput": throughput_summary(self._steps),
+            **self._total_energy(),
             **summary,
         }
         if self._accelerator.is_main_process:
             write_json_atomic(self._folder / "summary.json", whole)
+            for tracker in self._accelerator.trackers:
+                if tracker.name == "wandb":
+                    tracker.tracker.summary.update(tracked_summary(whole))
+                else:
+                    tracker.tracker.add_text(
+                        "summary.json", f"```json\n{json.dumps(whole, indent=2, default=str)}\n```", self._last_step
+                    )
         return whole
+
+    def _total_energy(self) -> dict[str, float]:
+        """The energy up to the last figure of it; empty where there is none."""
+        return next(({"energy_j": step["energy_j"]} for step in reversed(self._steps) if "energy_j" in step), {})
 
     def close(self) -> None:
         """Close the files and end the trackers. May be called twice."""

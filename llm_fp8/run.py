@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,23 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import te_llama
+from llm_fp8.certificate import Certificate, Promise, attention_library, certify, worst
 from llm_fp8.checkpoint import CheckpointManager
 from llm_fp8.config import Config, check_config
 from llm_fp8.data import PreparedData, prepare_data
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
-from llm_fp8.errors import UserError
+from llm_fp8.errors import FailedCheck, UserError
 from llm_fp8.evaluate import evaluate_loss
+from llm_fp8.exact_match import ExactMatchEvaluation, encode_problems
 from llm_fp8.export import export_hf
 from llm_fp8.failures import explained_failures
+from llm_fp8.generation import check_positions
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.launch_env import apply_launch_settings
 from llm_fp8.loop import LoopOptions, Trainer
@@ -56,8 +61,10 @@ from llm_fp8.parallel.fsdp import FsdpEngine
 from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.parity import check_parity
 from llm_fp8.precision import Precision, PrecisionPlan, resolve_precision
+from llm_fp8.predict.prediction import describe_comparison
+from llm_fp8.predict.run_outcome import run_prediction
 from llm_fp8.process_group import end_process_group, own_device, start_process_group
-from llm_fp8.provenance import collect_provenance, write_run_json
+from llm_fp8.provenance import collect_provenance, run_record
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.recompute import enable_gradient_checkpointing
 from llm_fp8.report import RunReporter, check_trackers
@@ -67,7 +74,7 @@ from llm_fp8.swap import Census, swap_linears, take_census
 from llm_fp8.training_model import TrainingModel
 
 STEPS_BEFORE_PROFILE = 4
-"""Steps of a process before the one that is recorded on several GPUs."""
+"""Steps of a process before the one whose kernels are recorded."""
 
 
 def run_training(config: Config) -> int:
@@ -102,6 +109,13 @@ def quiet_libraries() -> None:
         datasets.disable_progress_bars()
 
 
+def certifies(wanted: bool | None, device: torch.device) -> bool:
+    """Whether a run records a step and judges it; `wanted` is --certify."""
+    if wanted and device.type != "cuda":
+        raise UserError("--certify records the kernels of an NVIDIA GPU and this run has none; drop it.")
+    return device.type == "cuda" if wanted is None else wanted
+
+
 def first_batch(loader: TrainLoader) -> Batch:
     """The first micro-batch that `loader` will give, which it will give again."""
     position = loader.state_dict()
@@ -122,8 +136,10 @@ class Run:
         self.checkpoints = CheckpointManager(self.folder, config.run.save_total_limit, is_main=accelerator.is_main_process)
         self.plan = plan
         self._check_token_multiple()
+        self.certifies = certifies(config.run.certify, accelerator.device)
         self.attention_backend: str | None = None
         self.recorded: StepProfile | None = None
+        self.certificate: Certificate | None = None
         self.resident_gib = 0.0
 
     def say(self, text: str) -> None:
@@ -191,6 +207,9 @@ class Run:
         )
         self.say(data.describe())
         self._check_evaluation(data)
+        if data.problems:
+            prompts = encode_problems(data.problems, tokenizer)
+            check_positions(prompts, hf_config, config.run.eval_max_new_tokens, "--eval_max_new_tokens")
         export_dtype = stored_dtype(hf_config, default=self.parameter_dtype)  # building the model changes the entry
         model, training_model, loaded, census = self._build_model(source, hf_config)
         self._parity_gate(model, data, loaded and resume_path is None)
@@ -199,11 +218,12 @@ class Run:
         if config.run.export and accelerator.is_main_process:
             check_free_space(self.folder, model, export_dtype)
         trainer = self._build_trainer(model, training_model, data, census, resume_path, hf_config)
+        exact_match = self._exact_match(model, tokenizer, data, export_dtype, trainer)
         # From here on there is something to save: before, a signal ends the process at once.
         with GracefulStop() as stop, trainer.reporter:
-            self._write_run_json(source, model, data, census, trainer)
+            self._record_run(source, model, data, census, trainer)
             self.say(f"training {trainer.options.total_steps} steps on {self._device_name()}, results in {self.folder}")
-            hooks = RunHooks(self, trainer, data)
+            hooks = RunHooks(self, trainer, data, exact_match)
             if self.device.type == "cuda":
                 self.resident_gib = torch.cuda.memory_allocated(self.device) / GIB
             try:
@@ -250,6 +270,7 @@ class Run:
         reasons: dict[str, str] = {}
         if self.plan.recipe is not None and not options.use_te:
             reasons = swap_linears(model)
+        self.attention_implementation: str = "te" if options.use_te else model.config._attn_implementation
         layers = decoder_layers(model)
         # FSDP hands modules their parameters in the compute dtype.
         module_dtype = self.plan.compute_dtype if engine.shards_parameters else self.parameter_dtype
@@ -257,11 +278,13 @@ class Run:
         self.precision.attach(model, layers)
         census = take_census(model, self.precision.fp8_modules, self.plan.compute_name, reasons)
         self.say(census.describe())
+        recomputed: Sequence[nn.Module] = ()
         if options.gradient_checkpointing:
             uses_te = options.use_te or self.plan.recipe is not None
-            enable_gradient_checkpointing(
+            recomputed = enable_gradient_checkpointing(
                 layers, options.gradient_checkpointing_every, uses_te, reentrant=uses_te and engine.reentrant_te_checkpoints
             )
+        self.promise = Promise.of_model(self.precision, census, recomputed)
         training_model = TrainingModel(model, self.config.data.max_seq_length, self.plan.compute_dtype)
         if self.config.parallel.fp8_params:
             assert isinstance(engine, FsdpEngine)  # check_mode saw to it
@@ -312,7 +335,7 @@ class Run:
             optimizer=optimizer,
             scheduler=build_scheduler(optimizer, config.optim, total_steps, step),
             loader=data.train,
-            reporter=RunReporter(accelerator, config, {"precision": self._precision_record(census)}, total_steps, step),
+            reporter=RunReporter(accelerator, config, total_steps, step),
             options=LoopOptions(
                 total_steps=total_steps,
                 max_grad_norm=config.optim.max_grad_norm,
@@ -332,18 +355,42 @@ class Run:
         return trainer
 
     def _profile_step(self, completed: int, total_steps: int) -> int:
-        """The step to record on several GPUs: soon, but behind the first ones, which compile and allocate."""
-        if self.device.type != "cuda" or self.accelerator.num_processes == 1:
+        """The step to record: soon, but where there are enough behind the first ones, which compile and allocate."""
+        if not self.certifies:
             return 0
         return min(completed + STEPS_BEFORE_PROFILE + 1, total_steps)
 
     def _check_evaluation(self, data: PreparedData) -> None:
         options = self.config.run
-        for name, value in (("eval_every", options.eval_every), ("eval_batches", options.eval_batches)):
+        for name in ("eval_every", "eval_batches", "eval_exact_match"):
+            value = getattr(options, name)
             if data.eval is None and value:
                 raise UserError(
                     f"--{name} {value} has no effect, because no row is held out to evaluate on; raise --validation_fraction or drop it."
                 )
+
+    def _exact_match(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        data: PreparedData,
+        export_dtype: torch.dtype,
+        trainer: Trainer,
+    ) -> ExactMatchEvaluation | None:
+        """What --eval_exact_match asks for; None without it."""
+        if not data.problems:
+            return None
+        return ExactMatchEvaluation(
+            self.accelerator,
+            model,
+            tokenizer,
+            data.problems,
+            self.engine.full_tensor,
+            export_dtype,
+            self.config.run.eval_max_new_tokens,
+            self.folder,
+            warn=trainer.reporter.print,
+        )
 
     def _total_steps(self, data: PreparedData) -> int:
         """Optimizer steps of the whole run."""
@@ -371,6 +418,29 @@ class Run:
         )
         self.say(report.describe())
 
+    def judge_recorded_step(self, profile: StepProfile, num_micro_batches: int, reporter: RunReporter) -> None:
+        """Judge the recorded step and keep the verdict; `FailedCheck` on every rank where any rank's step is not what was asked for."""
+        attention = self.attention_backend or self.attention_implementation
+        own = certify(
+            self.promise,
+            profile.kernels,
+            self.precision.te_state(),
+            num_micro_batches=num_micro_batches,
+            recipe_inside_modules=self.precision.seen_inside,
+            attention=f"sdpa ({attention_library(profile.kernels)})" if attention == "sdpa" else attention,
+        )
+        certificate = self.certificate = worst(gather_object([own]))
+        path = self.folder / "certificate.json"
+        if self.accelerator.is_main_process:
+            write_json_atomic(path, certificate.to_dict())
+        if certificate.verdict == "failed":
+            sentence = certificate.failure(path)
+            reporter.finish({"failed": sentence, "certificate": certificate.to_dict(), **self._parallel_record()})
+            self.accelerator.wait_for_everyone()  # The launcher ends the others as soon as one is gone.
+            raise FailedCheck(sentence)
+        if certificate.verdict == "undetermined":
+            reporter.print(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}. See {path}.")
+
     def _parallel_record(self) -> dict[str, Any]:
         """How the run is spread over processes, as it came out."""
         return {"sharding_mode": self.engine.mode, "num_processes": self.accelerator.num_processes}
@@ -383,38 +453,44 @@ class Run:
             "parameter_dtype": str(self.parameter_dtype),
         }
 
-    def _effective_settings(self, model: PreTrainedModel, data: PreparedData, trainer: Trainer) -> dict[str, Any]:
+    def _effective_settings(self, data: PreparedData, trainer: Trainer) -> dict[str, Any]:
         """What the options that were left to the program came to; precision and optimizer have a section of their own."""
         return {
             "packing": self.config.packing,
-            "attn_implementation": "te" if self.config.model.use_te else model.config._attn_implementation,
+            "attn_implementation": self.attention_implementation,
             **self._parallel_record(),
             "global_batch_size": data.train.global_batch_size,
+            "tokens_per_step": data.train.global_batch_size * self.config.data.max_seq_length,
             "num_warmup_steps": effective_warmup_steps(self.config.optim.num_warmup_steps, trainer.options.total_steps),
             "total_steps": trainer.options.total_steps,
         }
 
-    def _write_run_json(
+    def _record_run(
         self, source: ModelSource, model: PreTrainedModel, data: PreparedData, census: Census, trainer: Trainer
     ) -> None:
-        """Write run.json; a run that is resumed in its folder keeps what its beginning wrote and adds an entry to `resumes`."""
+        """Write run.json and start the trackers with it.
+
+        A run that is resumed in its folder keeps what its beginning wrote and adds an entry to `resumes`.
+        """
         if not self.accelerator.is_main_process:
             return
-        path, provenance, precision = self.folder / "run.json", collect_provenance(sys.argv), self._precision_record(census)
-        sections = {"effective": self._effective_settings(model, data, trainer), "resumed_after_step": trainer.step}
+        record = run_record(
+            self.config,
+            collect_provenance(sys.argv),
+            self._precision_record(census),
+            effective=self._effective_settings(data, trainer),
+            resumed_after_step=trainer.step,
+            model={"location": source.location, "num_parameters": self.num_parameters, "config": model.config.to_dict()},
+            data=data.report.to_dict(),
+        )
+        path = self.folder / "run.json"
         if trainer.step > 0 and path.exists():
             first = json.loads(path.read_text())
-            resume = {"config": self.config.to_dict(), "precision": precision, **sections, "provenance": provenance}
+            resume = {section: value for section, value in record.items() if section not in ("model", "data")}
             write_json_atomic(path, {**first, "resumes": [*first.get("resumes", []), resume]})
         else:
-            described_model = {
-                "location": source.location,
-                "num_parameters": self.num_parameters,
-                "config": model.config.to_dict(),
-            }
-            write_run_json(
-                path, self.config, provenance, precision, **sections, model=described_model, data=data.report.to_dict()
-            )
+            write_json_atomic(path, record)
+        trainer.reporter.start_trackers(record)
 
     def _device_name(self) -> str:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "the CPU"
@@ -455,14 +531,37 @@ class Run:
             "recipe_inside_modules": self.precision.seen_inside,
             "attention_backend": self.attention_backend,
             **self._parallel_record(),
-            "recorded_step": None if self.recorded is None else dataclasses.asdict(self.recorded),
+            "recorded_step": None if self.recorded is None else self.recorded.to_dict(),
+            "certificate": None if self.certificate is None else self.certificate.to_dict(),
             "tokens_seen": trainer.tokens_seen,
             "exported": None if exported is None else str(exported),
+            "prediction": self._prediction(),
             "wall_time_s": time.time() - started,
         }
 
+    def _prediction(self) -> dict[str, Any] | None:
+        """Step time and memory as predicted for this run and as they came out; None where nothing predicts it."""
+        if not self.accelerator.is_main_process or self.device.type != "cuda":
+            return None
+        return run_prediction(
+            self.config,
+            self.hf_config,
+            self.plan.effective_scenario or self.plan.effective,
+            self.optimizer_kind,
+            self.engine.mode,
+            self.accelerator.num_processes,
+            torch.cuda.get_device_name(self.device),
+            self.folder / "metrics.jsonl",
+        )
+
     def _closing_words(self, summary: dict[str, Any], exported: Path | None) -> None:
         self.say(f"done: {summary['steps']} steps in {summary['wall_time_s']:.0f} s, precision {self.plan.name}")
+        if summary["prediction"] is not None:
+            self.say(describe_comparison(summary["prediction"]))
+        if self.certificate is not None:
+            self.say(self.certificate.describe())
+        elif self.certifies:
+            self.say("certificate: none, because this process trained no step that could be recorded")
         self.say(f"  figures of every step   {self.folder / 'metrics.jsonl'}")
         self.say(f"  configuration, versions {self.folder / 'run.json'}")
         self.say(f"  summary                 {self.folder / 'summary.json'}")
@@ -489,6 +588,7 @@ class RunHooks:
     run: Run
     trainer: Trainer
     data: PreparedData
+    exact_match: ExactMatchEvaluation | None
 
     def after_first_step(self) -> None:
         """Say which attention kernels run, and warn of the slow ones."""
@@ -503,17 +603,20 @@ class RunHooks:
         else:
             self.trainer.reporter.print(f"attention: {backend}")
 
-    def after_profiled_step(self, profile: StepProfile) -> None:
-        """Say and keep what the recorded step showed."""
+    def after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> None:
+        """Say and keep what the recorded step showed, and judge it."""
         self.run.recorded = profile
         self.trainer.reporter.print(profile.describe())
+        self.run.judge_recorded_step(profile, num_micro_batches, self.trainer.reporter)
 
     def evaluate(self, step: int) -> None:
-        """Held-out loss, reported."""
+        """Held-out loss and, where asked for, exact match, reported."""
         if self.data.eval is None:
             return
         trainer = self.trainer
         figures = evaluate_loss(trainer.accelerator, trainer.model, trainer.precision, self.data.eval)
+        if self.exact_match is not None:
+            figures |= self.exact_match.evaluate(step)
         trainer.reporter.evaluation({"step": step, **figures})
 
     def save(self, step: int) -> Path:

@@ -40,7 +40,7 @@ def swap_linears(model: nn.Module) -> dict[str, str]:
     left: dict[str, str] = {}
     linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     for name, linear in linears:
-        reason = _reason_to_leave(name, linear)
+        reason = reason_to_leave(name, linear)
         if reason:
             left[name] = reason
             continue
@@ -55,7 +55,8 @@ def swap_linears(model: nn.Module) -> dict[str, str]:
     return left
 
 
-def _reason_to_leave(name: str, linear: nn.Linear) -> str | None:
+def reason_to_leave(name: str, linear: nn.Linear) -> str | None:
+    """Why an fp8 run leaves this layer as it is; None where it is swapped."""
     if name.rpartition(".")[2] in HEAD_NAMES:
         return "output head"
     if linear.in_features % SIZE_MULTIPLE or linear.out_features % SIZE_MULTIPLE:

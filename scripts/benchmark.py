@@ -1,162 +1,197 @@
 #!/usr/bin/env python
-"""Training throughput of this project's recipes and of the usual set-up, in one run on one GPU.
+"""Training throughput of this project's recipes and of the usual set-ups, in one run on one GPU.
 
-    python scripts/benchmark.py --models Llama-3.2-1B --arms hf_bf16,bf16,delayed,current,block --output result.json
+    python scripts/benchmark.py --quick --output quick.json
+    python scripts/benchmark.py --workloads Llama-3.2-1B:16x1024x4,Llama-3.1-8B:8x1024x4,Llama-3.1-8B:1x8192x4 \\
+        --arms hf_bf16,hf_bf16_compiled,accelerate_te,torchao_tensorwise,torchao_rowwise,bf16,delayed,current,block,delayed:swap --output all.json
 
-Random weights, random tokens, rows of `--seq_length` tokens that are one document each, the optimizer step included. Arms:
+Random weights, the same in every arm; random tokens, in rows that are one document each; the optimizer step included. A workload is
+MODEL:ROWSxLENGTHxMICRO_BATCHES. Arms:
 
+- bf16, delayed, current, block: this project's Trainer with the TE decoder and the default optimizer (fp32-quality master weights). Behind it
+  may stand :swap (the Hugging Face decoder, its linear layers swapped for TE's in fp8) and :recompute (gradient checkpointing).
 - hf_bf16: transformers' model in bf16 (sdpa) with Accelerate's bf16 mixed precision, torch's fused AdamW on the bf16 weights, the loss as
-  transformers computes it. The usual set-up, and lighter than ours: its optimizer keeps no master weights.
-- bf16, delayed, current, block: this project's Trainer with the TE decoder and the default optimizer (fp32-quality master weights).
+  transformers computes it. The usual set-up, and lighter than ours: its optimizer keeps no master weights. hf_bf16_compiled: the same with its
+  decoder layers compiled.
+- accelerate_te: the same with Accelerate's own fp8 (TERecipeKwargs). torchao_tensorwise, torchao_rowwise: with torchao's, compiled.
 
-Arms take turns `--rounds` times, each time built anew. Steps before `--warmup` are left out; the figures are medians over the others. One more
-step is profiled, for the GEMM kernels that ran.
+The arms take turns --rounds times, each time in a process of its own, so that nothing of one is left in the next. Steps before --warmup are
+left out; figures are over the other steps of all rounds. One more step of each round is recorded, for the kernels that ran. An arm that
+fails or runs out of memory is a row that says so. The results are rewritten after every measurement. See docs/benchmark.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import os
-import statistics
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # for every arm, as in the training scripts
-
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from accelerate.state import AcceleratorState
-
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.json_files import write_json_atomic
-from llm_fp8.kernels import gemm_kernels
-from llm_fp8.metrics import GIB, DecoderSize, StepTokens, device_peak_tflops, step_flops
-from llm_fp8.models import bundled_architectures
-from llm_fp8.precision import forget_delayed_scales
-from llm_fp8.provenance import collect_provenance
-from llm_fp8.throughput.arms import PRECISIONS
-from llm_fp8.throughput.ours import OurArm, OurTraining
-from llm_fp8.throughput.rival import HfTraining
+from llm_fp8.ranks import LaunchRanks
+from llm_fp8.throughput.arms import PRECISIONS, Arm, parse_arms
+from llm_fp8.throughput.measure import describe_gemms, speed
+from llm_fp8.throughput.worker import measure_in_process
 from llm_fp8.throughput.workload import Workload
 
-RIVAL = "hf_bf16"
-ARMS = (RIVAL, *PRECISIONS)
-
-
-def measure(work: Workload, arm: str, warmup: int) -> dict[str, Any]:
-    """Build an arm, time it, profile one step, and let go of it."""
-    torch.cuda.reset_peak_memory_stats()
-    AcceleratorState._reset_state(reset_partial_state=True)  # the arms differ in what they ask of Accelerate's singleton
-    forget_delayed_scales()
-    started = time.perf_counter()
-    training = HfTraining(work) if arm == RIVAL else OurTraining(work, OurArm(PRECISIONS[arm]))
-    training.take(work.num_steps)
-    peak_gib = torch.cuda.max_memory_allocated() / GIB
-    times, losses = list(training.recorder.step_times_s), list(training.recorder.losses)
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        training.take(1)
-        torch.cuda.synchronize()
-    gemms = gemm_kernels(prof)
-    return {
-        **training.facts,
-        "step_times_s": times[warmup:],
-        "losses": losses,
-        "peak_memory_gib": peak_gib,
-        "reserved_memory_gib": torch.cuda.max_memory_reserved() / GIB,
-        "gemm_kernels": {kind: {"count": kernels.count, "time_s": kernels.time_s} for kind, kernels in gemms.items()},
-        "wall_time_s": time.perf_counter() - started,
-    }
-
-
-def summarise(work: Workload, arm: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row of one arm: medians over all timed steps of all rounds."""
-    size = DecoderSize.from_config(work.hf_config())
-    times = sorted(value for measured in rounds for value in measured["step_times_s"])
-    median = statistics.median(times)
-    tokens = work.tokens_per_step
-    flops = step_flops(size, StepTokens(tokens, tokens, tokens, tokens * work.seq_length))
-    return {
-        **dataclasses.asdict(work),
-        "arm": arm,
-        "tokens_per_s": tokens / median,
-        "tokens_per_s_slowest": tokens / times[-1],
-        "tokens_per_s_fastest": tokens / times[0],
-        "model_tflops": flops / median / 1e12,
-        "peak_memory_gib": max(measured["peak_memory_gib"] for measured in rounds),
-        "rounds": rounds,
-    }
+EXIT_TERMINATED = 128 + signal.SIGTERM
+BASELINE = "hf_bf16"
+"""The arm that the others are compared with, where it is measured."""
+DEFAULTS = {"workloads": "Llama-3.2-1B:8x1024x4", "arms": ",".join([BASELINE, *PRECISIONS]), "steps": 8, "warmup": 3, "rounds": 3}
+QUICK = {**DEFAULTS, "arms": f"{BASELINE},bf16,delayed,current", "steps": 6, "warmup": 2, "rounds": 1}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--models", default="Llama-3.2-1B", help=f"comma-separated, of {', '.join(bundled_architectures())}")
-    parser.add_argument("--arms", default=",".join(ARMS), help=f"comma-separated, of {', '.join(ARMS)}")
-    parser.add_argument("--batch_size", type=int, default=8, help="rows of a micro-batch (default 8)")
-    parser.add_argument("--seq_length", type=int, default=1024, help="tokens of a row (default 1024)")
-    parser.add_argument("--micro_batches", type=int, default=4, help="micro-batches of an optimizer step (default 4)")
-    parser.add_argument("--steps", type=int, default=8, help="optimizer steps per round, the left-out ones included (default 8)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps of a round left out (default 3)")
-    parser.add_argument("--rounds", type=int, default=1, help="how often the arms take turns (default 1)")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"within two minutes: {', '.join(f'--{name} {value}' for name, value in QUICK.items())}, unless given otherwise",
+    )
+    shown = {name: f"(default {value})" for name, value in DEFAULTS.items()}
+    parser.add_argument("--workloads", help=f"comma-separated MODEL:ROWSxLENGTHxMICRO_BATCHES {shown['workloads']}")
+    parser.add_argument("--arms", help=f"comma-separated, see the head of this file {shown['arms']}")
+    parser.add_argument("--steps", type=int, help=f"optimizer steps of a round, the left-out ones included {shown['steps']}")
+    parser.add_argument("--warmup", type=int, help=f"steps of a round left out {shown['warmup']}")
+    parser.add_argument("--rounds", type=int, help=f"how often the arms take turns {shown['rounds']}")
+    parser.add_argument(
+        "--arm_timeout_s", type=float, default=300, help="a measurement that takes longer has failed (default 300)"
+    )
     parser.add_argument("--output", help="JSON file for the results")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    for name, value in (QUICK if options.quick else DEFAULTS).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if not 0 <= options.warmup < options.steps:
+        raise UserError(f"--warmup {options.warmup} must leave some of the {options.steps} --steps to be timed.")
+    if options.rounds < 1:
+        raise UserError(f"--rounds {options.rounds} measures nothing; give 1 or more.")
+    return options
+
+
+def summarise(work: Workload, arm: Arm, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row of an arm from its answers (`measure_in_process`), one per round: figures over all timed steps of all rounds."""
+    row: dict[str, Any] = {"workload": work.name, **dataclasses.asdict(work), "arm": arm.name}
+    measured = [answer for answer in rounds if answer["failed"] is None]
+    failures = [answer["failed"] for answer in rounds if answer["failed"] is not None]
+    if not measured:
+        return {**row, "failed": failures[0]}
+    row.update(speed(work, [time_s for answer in measured for time_s in answer["step_times_s"]]))
+    if "peak_memory_gib" in measured[0]:
+        row["peak_memory_gib"] = max(answer["peak_memory_gib"] for answer in measured)
+    row["first_loss"] = measured[0]["losses"][0]
+    row["last_loss"] = measured[0]["losses"][-1]
+    if failures:
+        row["failed_rounds"] = failures
+    return {**row, "rounds": measured}
+
+
+def measure_all(
+    works: list[Workload], arms: list[Arm], warmup: int, num_rounds: int, arm_timeout_s: float, output: Path | None
+) -> list[dict[str, Any]]:
+    """Measure every arm of every workload, round by round; the rows, which `output` holds after each measurement as well."""
+    rows: list[dict[str, Any]] = []
+    origin: dict[str, Any] = {}
+    for work in works:
+        before = list(rows)
+        answers: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
+        for number in range(num_rounds):
+            for arm in arms:
+                of_arm = answers[arm.name]
+                if of_arm and of_arm[-1]["failed"] is not None:
+                    continue  # it would fail again
+                answer = measure_in_process(work.name, arm.name, work.num_steps, warmup, arm_timeout_s)
+                found_origin = answer.pop("header", {})
+                if found_origin and not origin:
+                    found_origin["provenance"]["command"] = sys.argv
+                    origin = found_origin
+                if "step_times_s_by_rank" in answer:
+                    (answer["step_times_s"],) = answer.pop("step_times_s_by_rank")
+                of_arm.append(answer)
+                print_round(work, arm, number, answer)
+                rows = [*before, *(summarise(work, known, answers[known.name]) for known in arms if answers[known.name])]
+                if output is not None:
+                    write_json_atomic(output, {**origin, "rows": rows})
+    return rows
+
+
+def print_round(work: Workload, arm: Arm, number: int, answer: dict[str, Any]) -> None:
+    """One line when a measurement is done."""
+    start = f"round {number + 1}  {work.name:24} {arm.name:18}"
+    if answer["failed"] is not None:
+        print(f"{start} not measured: {answer['failed']}", flush=True)
+        return
+    tokens_per_s = speed(work, answer["step_times_s"])["tokens_per_s"]
+    print(f"{start} {tokens_per_s:9,.0f} tokens/s  ({answer['wall_time_s']:.0f} s)", flush=True)
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """The rows with their spread, and whether the arms train the same thing."""
+    for workload in dict.fromkeys(row["workload"] for row in rows):
+        of_workload = [row for row in rows if row["workload"] == workload]
+        measured = [row for row in of_workload if "failed" not in row]
+        print(f"\n{workload}: tokens/s at the median step; of the steps the middle eight tenths")
+        baseline = next((row for row in measured if row["arm"] == BASELINE), None)
+        for row in of_workload:
+            print(_line(row, baseline))
+        if measured:
+            first = measured[0]
+            print("first loss: " + ", ".join(f"{row['arm']} {row['first_loss']:.4f}" for row in measured))
+            apart = max(abs(row["first_loss"] / first["first_loss"] - 1) for row in measured)
+            print(
+                f"all arms start from the same weights and tokens; their first losses are at most {apart:.4%} from that of {first['arm']}"
+            )
+
+
+def _line(row: dict[str, Any], baseline: dict[str, Any] | None) -> str:
+    if "failed" in row:
+        return f"  {row['arm']:18} not measured: {row['failed']}"
+    line = (
+        f"  {row['arm']:18} {row['tokens_per_s']:9,.0f}  {row['tokens_per_s_p10']:9,.0f} to {row['tokens_per_s_p90']:9,.0f}"
+        f"  {row['model_tflops']:6.0f} TFLOP/s"
+    )
+    if baseline is not None:
+        line += f"  {row['tokens_per_s'] / baseline['tokens_per_s']:5.2f} x {BASELINE}"
+    if "peak_memory_gib" in row:
+        gemms = describe_gemms(row["rounds"][-1]["gemm_kernels"])
+        line += f"  {row['peak_memory_gib']:6.1f} GiB  GEMM kernels (share of their time): {gemms}"
+    if left_out := row["rounds"][-1].get("parameters_not_in_the_optimizer"):
+        line += f"  does not train {', '.join(left_out)}"
+    return line + (f"  {len(row['failed_rounds'])} round failed: {row['failed_rounds'][0]}" if "failed_rounds" in row else "")
 
 
 def main() -> int:
-    """Run every arm of every model; print a table; write the JSON."""
+    """Run every arm of every workload; print a table; write the JSON."""
     options = parse(sys.argv[1:])
-    models, arms = options.models.split(","), options.arms.split(",")
-    for flag, given, known in (("--models", models, bundled_architectures()), ("--arms", arms, ARMS)):
-        if unknown := [name for name in given if name not in known]:
-            raise UserError(f"{flag}: {', '.join(unknown)} is unknown; choose from {', '.join(known)}.")
+    works = [Workload.parse(text, options.steps) for text in options.workloads.split(",")]
+    arms = parse_arms(options.arms)
+    ranks = LaunchRanks.from_environment(os.environ)
+    if ranks.launched:
+        raise UserError(
+            "the benchmark of one GPU starts its own processes: run it with python, or scripts/benchmark_multi_gpu.py with torchrun."
+        )
+    for work in works:
+        for arm in arms:
+            arm.check(work, ranks)
     if not torch.cuda.is_available():
         raise UserError("the benchmark needs an NVIDIA GPU, and none is found.")
-    device = torch.device("cuda")
-    rows = []
-    for model in models:
-        work = Workload(model, options.batch_size, options.seq_length, options.micro_batches, options.steps)
-        rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
-        for _ in range(options.rounds):
-            for arm in arms:
-                try:
-                    rounds[arm].append(measure(work, arm, options.warmup))
-                except torch.OutOfMemoryError:
-                    print(f"{model:14} {arm:8} does not fit this GPU's memory", flush=True)
-                gc.collect()
-                torch.cuda.empty_cache()
-        for arm in arms:
-            if rounds[arm]:
-                rows.append(summarise(work, arm, rounds[arm]))
-                print_row(rows[-1])
-            else:
-                rows.append({**dataclasses.asdict(work), "arm": arm, "out_of_memory": True})
-    if options.output:
-        record = {"provenance": collect_provenance(sys.argv), "peaks": _peaks(device), "rows": rows}
-        write_json_atomic(Path(options.output), record)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # so that a measurement's process is ended first
+    started = time.perf_counter()
+    output = Path(options.output) if options.output else None
+    rows = measure_all(works, arms, options.warmup, options.rounds, options.arm_timeout_s, output)
+    print_table(rows)
+    print(f"\n{len(rows)} rows in {time.perf_counter() - started:.0f} s" + (f": {output}" if output else ""))
     return 0
-
-
-def _peaks(device: torch.device) -> dict[str, Any] | None:
-    peak = device_peak_tflops(device)
-    return None if peak is None else dataclasses.asdict(peak)
-
-
-def print_row(row: dict[str, Any]) -> None:
-    """One line of the table."""
-    gemms = row["rounds"][-1]["gemm_kernels"]
-    kernels = ", ".join(f"{kind} {found['count']}" for kind, found in sorted(gemms.items()))
-    print(
-        f"{row['model']:14} {row['arm']:8} {row['tokens_per_s']:9,.0f} tokens/s  {row['model_tflops']:6.0f} TFLOP/s  "
-        f"{row['peak_memory_gib']:6.1f} GiB  GEMM kernels: {kernels}",
-        flush=True,
-    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """Training throughput on the GPUs of one host: this project's sharding modes and the usual set-ups, in one launch.
 
     torchrun --nproc_per_node=4 --max-restarts=8 scripts/benchmark_multi_gpu.py --workloads Llama-3.1-8B:8x1024x4,Llama-3.1-8B:1x8192x4 \\
-        --arms hf_fsdp2_bf16,fsdp_full:bf16,fsdp_full:delayed,fsdp_grad:delayed --output result.json
+        --arms fsdp_full:hf_bf16,fsdp_full:bf16,fsdp_full:delayed,fsdp_grad:delayed --output result.json
 
 Random weights, random tokens, rows that are one document each, the optimizer step included; each GPU (under context parallelism each group of
 GPUs) has tokens of its own. A workload is MODEL:ROWSxLENGTHxMICRO_BATCHES, per GPU. Arms:
@@ -10,7 +10,9 @@ GPUs) has tokens of its own. A workload is MODEL:ROWSxLENGTHxMICRO_BATCHES, per 
 - MODE:PRECISION, this project's Trainer: a value of --sharding_mode with bf16, delayed, current or block, and the TE decoder. Behind it may
   stand :swap (the Hugging Face decoder, its linear layers swapped in fp8), :recompute (gradient checkpointing), :fp8_params, :sync (gradients
   exchanged in each micro-batch), and before it cpN: (N GPUs share the tokens of a row).
-- hf_fsdp2_bf16, hf_ddp_bf16: transformers' model with Accelerate's own FSDP2 plugin, or DDP, in bf16 (llm_fp8/throughput/rival.py).
+- ddp:RIVAL and fsdp_full:RIVAL: transformers' model under Accelerate's DDP, or its FSDP2 plugin; RIVAL is hf_bf16, hf_bf16_compiled,
+  accelerate_te, torchao_tensorwise or torchao_rowwise (llm_fp8/throughput/rival.py). Files recorded before these names have hf_ddp_bf16 and
+  hf_fsdp2_bf16 for ddp:hf_bf16 and fsdp_full:hf_bf16.
 
 Throughput is the tokens of all GPUs over the median step of the slowest one, after `--warmup` steps; memory is that of the GPU that needs most.
 One more step is recorded, for the kernels that ran and the share of communication.
@@ -40,25 +42,21 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.errors import UserError, run_script
-from llm_fp8.metrics import GIB, DecoderSize, StepTokens, device_peak_tflops, step_flops
-from llm_fp8.parallel.profile import profiled
-from llm_fp8.precision import forget_delayed_scales
 from llm_fp8.process_group import start_process_group
-from llm_fp8.provenance import collect_provenance
 from llm_fp8.ranks import LaunchRanks, first_to_say
 from llm_fp8.run import quiet_libraries
-from llm_fp8.throughput.arms import RIVALS, Arm, parse_arm
+from llm_fp8.throughput.arms import Arm, parse_arms
+from llm_fp8.throughput.measure import describe_failure, describe_gemms, header, measure, speed
 from llm_fp8.throughput.results import ENDED_IN_SILENCE, ResultsFile
 from llm_fp8.throughput.workload import Workload
 
 EXIT_ARM_FAILED = 3
-DEFAULT_ARMS = ",".join([*RIVALS, "ddp:delayed", "fsdp_full:bf16", "fsdp_full:delayed", "fsdp_full:current", "fsdp_grad:delayed"])
+DEFAULT_ARMS = "ddp:hf_bf16,fsdp_full:hf_bf16,ddp:delayed,fsdp_full:bf16,fsdp_full:delayed,fsdp_full:current,fsdp_grad:delayed"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -95,68 +93,21 @@ def subject_of(work: Workload, arm: Arm, num_gpus: int) -> dict[str, Any]:
 # --- one arm --------------------------------------------------------------------------------------------------------------
 
 
-def measure(work: Workload, arm: Arm, warmup: int, device: torch.device) -> dict[str, Any]:
-    """Build an arm, time it, record one step, and let go of it; the figures of its row. Collective."""
-    AcceleratorState._reset_state(reset_partial_state=True)  # the arms differ in what they ask of Accelerate's singletons
-    GradientState._reset_state()
-    forget_delayed_scales()
-    started = time.perf_counter()
-    memory_before = _memory_gib(device)["allocated"]
-    training = arm.build(work)
-    built = time.perf_counter()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)  # what training needs; a rival is built whole on each GPU
-    training.take(work.num_steps)
-    times, losses = training.recorder.step_times_s[warmup:], list(training.recorder.losses)
-    memory = _memory_gib(device)
-    by_rank = training.accelerator.gather(
-        torch.tensor([[*times, memory["peak"], memory["reserved"], memory_before]], dtype=torch.float64, device=device)
-    )
-    figures = {
-        **summarise(work, arm, by_rank[:, :-3].tolist()),
-        **training.facts,
-        "losses": losses,
-    }
-    if device.type == "cuda":  # the CPU keeps no count of memory and runs no kernels
-        with profiled(training.accelerator) as recorded:
-            training.take(1)
-        peaks = by_rank[:, -3:].amax(dim=0).tolist()
-        figures.update(
-            zip(("peak_memory_gib", "peak_reserved_memory_gib", "memory_before_gib"), peaks, strict=True),
-            gemm_kernels=recorded.gemm_kernels,
-            recorded_step=dataclasses.asdict(recorded),
-            **recorded.figures(),
-        )
-    training.accelerator.free_memory()
-    return {**figures, "build_s": built - started, "wall_time_s": time.perf_counter() - started}
-
-
-def _memory_gib(device: torch.device) -> dict[str, float]:
-    """Memory of this process's tensors on `device`; zeros on a CPU, where PyTorch keeps no count."""
-    if device.type != "cuda":
-        return dict.fromkeys(("allocated", "peak", "reserved"), 0.0)
-    return {
-        "allocated": torch.cuda.memory_allocated(device) / GIB,
-        "peak": torch.cuda.max_memory_allocated(device) / GIB,
-        "reserved": torch.cuda.max_memory_reserved(device) / GIB,
-    }
+def row_of(work: Workload, arm: Arm, warmup: int, device: torch.device) -> dict[str, Any]:
+    """The figures of an arm's row. Collective."""
+    found = measure(work, arm, warmup, device)
+    return {**summarise(work, arm, found.pop("step_times_s_by_rank")), **found}
 
 
 def summarise(work: Workload, arm: Arm, step_times_s: list[list[float]]) -> dict[str, Any]:
     """The speed of an arm from the timed steps of each process (seconds)."""
     num_gpus = len(step_times_s)
     medians = [statistics.median(times) for times in step_times_s]
-    slowest = max(range(num_gpus), key=medians.__getitem__)
-    median, times = medians[slowest], step_times_s[slowest]
-    tokens = work.tokens_per_step * num_gpus // arm.context_size
-    flops = step_flops(DecoderSize.from_config(work.hf_config()), StepTokens(tokens, tokens, tokens, tokens * work.seq_length))
+    times = step_times_s[max(range(num_gpus), key=medians.__getitem__)]
+    figures = speed(work, times, num_gpus, arm.context_size)
     return {
-        "tokens_per_s": tokens / median,
-        "tokens_per_s_per_gpu": tokens / median / num_gpus,
-        "tokens_per_s_slowest": tokens / max(times),
-        "tokens_per_s_fastest": tokens / min(times),
-        "model_tflops": flops / median / num_gpus / 1e12,
+        **figures,
+        "tokens_per_s_per_gpu": figures["tokens_per_s"] / num_gpus,
         "step_times_s": times,
         "median_step_time_s_by_rank": medians,
     }
@@ -216,13 +167,12 @@ def ending_on_failure(results: ResultsFile, subject: dict[str, Any], timeout_s: 
     try:
         with time_limit(timeout_s, lambda: end(f"took longer than {timeout_s:g} s")):
             yield
-    except torch.OutOfMemoryError:
-        end("out of memory")
     except UserError as error:
         end(str(error))
     except Exception as error:
-        traceback.print_exc()
-        end(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}")
+        if not isinstance(error, torch.OutOfMemoryError):
+            traceback.print_exc()
+        end(describe_failure(error))
 
 
 # --- all arms -------------------------------------------------------------------------------------------------------------
@@ -237,7 +187,7 @@ def main() -> int:
             "the benchmark runs in the processes of one host: torchrun --nproc_per_node=NUMBER_OF_GPUS scripts/benchmark_multi_gpu.py ..."
         )
     works = [Workload.parse(text, options.steps) for text in options.workloads.split(",")]
-    arms = [parse_arm(name) for name in options.arms.split(",")]
+    arms = parse_arms(options.arms)
     plan = [(work, arm) for work in works for arm in arms]
     for work, arm in plan:
         arm.check(work, ranks)
@@ -251,7 +201,7 @@ def main() -> int:
         start_process_group(ranks)
         results = ResultsFile(Path(options.output), launch, writes=is_main)
         if is_main and not (ranks.restart_count and results.is_of_this_launch()):
-            results.start(header(device))
+            results.start(header(sys.argv, device))
         _meet()
         take_up(results, is_main)
     for work, arm in plan[len(results.rows()) :]:
@@ -259,7 +209,7 @@ def main() -> int:
         results.begin(subject)
         _meet()
         with ending_on_failure(results, subject, options.arm_timeout_s), own_environment():
-            row = {**subject, **measure(work, arm, options.warmup, device)}
+            row = {**subject, **row_of(work, arm, options.warmup, device)}
             results.add(row)
             _meet()
         if is_main:
@@ -271,12 +221,6 @@ def main() -> int:
         print(f"{options.output}: {len(plan)} arms, {time.perf_counter() - started:.0f} s since the last start", flush=True)
     dist.destroy_process_group()
     return 0
-
-
-def header(device: torch.device) -> dict[str, Any]:
-    """What the results file says of the launch."""
-    peak = device_peak_tflops(device)
-    return {"provenance": collect_provenance(sys.argv), "peaks": None if peak is None else dataclasses.asdict(peak)}
 
 
 def take_up(results: ResultsFile, is_main: bool) -> None:
@@ -299,10 +243,9 @@ def print_row(row: dict[str, Any]) -> None:
     """One line of the table."""
     line = f"{row['workload']:28} {row['arm']:24} {row['tokens_per_s_per_gpu']:9,.0f} tokens/s/GPU  {row['model_tflops']:6.1f} TFLOP/s"
     if "peak_memory_gib" in row:
-        kernels = ", ".join(f"{kind} {count}" for kind, count in sorted(row["gemm_kernels"].items()))
         line += (
             f"  {row['peak_memory_gib']:6.1f} GiB  communication {row['communication_share']:.0%}, alone "
-            f"{row['exposed_communication_share']:.0%}  GEMM kernels: {kernels}"
+            f"{row['exposed_communication_share']:.0%}  GEMM kernels (share of their time): {describe_gemms(row['gemm_kernels'])}"
         )
     print(f"{line}  ({row['wall_time_s']:.0f} s)", flush=True)
 

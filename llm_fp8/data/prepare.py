@@ -25,6 +25,7 @@ from llm_fp8.data.collate import Batch, Collate, PackedCollate, PaddedCollate, S
 from llm_fp8.data.load import DatasetSource, iterate, load_split, open_source, open_split_stream, unreadable
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
 from llm_fp8.data.pack import RowPlan, one_per_row, pack
+from llm_fp8.data.problems import ANSWER_COLUMN, Problem, check_answer_column, choose_problems
 from llm_fp8.data.prompt import describe_prompt_form, detect_columns
 from llm_fp8.data.report import DataReport
 from llm_fp8.data.rows import MapRows, Row, RowSource, row_readers
@@ -54,6 +55,8 @@ class PreparedData:
     report: DataReport
     description: str
     sample: str
+    problems: tuple[Problem, ...] = ()
+    """Held-out problems to generate answers for (--eval_exact_match)."""
 
     def describe(self) -> str:
         """A few lines to print: where the data come from, their counts, the prompt form and one sample, its supervised part
@@ -69,6 +72,8 @@ class PreparedData:
         lines.append(f"  evaluation: {self.report.num_eval_rows} rows")
         if self.report.num_eval_rows_seen_in_training:
             lines[-1] += f" ({self.report.num_eval_rows_seen_in_training} left out because their problem is trained on)"
+        if self.problems:
+            lines.append(f"  exact match: {len(self.problems)} of its problems are answered")
         sample = "\n".join("    " + line for line in self.sample.splitlines())
         return "\n".join([*lines, "  a sample, >>>supervised<<<:", sample])
 
@@ -171,6 +176,7 @@ class _Job:
         options: TokeniseOptions,
         eval_from: str,
         sample: str,
+        problems: Sequence[Problem] = (),
     ) -> PreparedData:
         """The loaders over training rows and rows to evaluate."""
         data, kind = self.config.data, PackedCollate if self.config.packing else PaddedCollate
@@ -191,6 +197,7 @@ class _Job:
             report,
             description,
             sample,
+            tuple(problems),
         )
 
 
@@ -202,6 +209,10 @@ def _prepare_map(job: _Job) -> PreparedData:
     dataset = load_split(job.source, job.split)
     if data.num_of_samples is not None:
         dataset = dataset.select(range(min(data.num_of_samples, len(dataset))))
+    eval_source = dataset if job.validation_split is None else load_split(job.source, job.validation_split)
+    num_problems = job.config.run.eval_exact_match
+    if num_problems:
+        check_answer_column(eval_source.column_names)
     options = job.options(dataset.column_names)
     rows = _tokenise(job, job.split, dataset)
     columns = _columns(rows)
@@ -217,8 +228,7 @@ def _prepare_map(job: _Job) -> PreparedData:
         report.num_rows_held_out = len(eval_set)
         eval_from = f"{data.validation_fraction:.2%} of its problems" if len(eval_set) else "nothing"
     else:
-        other = load_split(job.source, job.validation_split)
-        eval_tokenised = _tokenise(job, job.validation_split, other)
+        eval_tokenised = _tokenise(job, job.validation_split, eval_source)
         eval_columns = _columns(eval_tokenised)
         seen = (eval_columns["length"] > 0) & np.isin(eval_columns["problem_key"], columns["problem_key"][train])
         eval_set = np.flatnonzero((eval_columns["length"] > 0) & ~seen)
@@ -226,7 +236,7 @@ def _prepare_map(job: _Job) -> PreparedData:
         eval_from = f"split {job.validation_split}"
         if len(eval_set) == 0:
             raise UserError(
-                f"--validation_split_name {job.validation_split}: none of its {len(other)} rows can be evaluated on: {int(seen.sum())} "
+                f"--validation_split_name {job.validation_split}: none of its {len(eval_source)} rows can be evaluated on: {int(seen.sum())} "
                 f"hold a problem that split {job.split} trains on, the others are empty or too long."
             )
 
@@ -236,6 +246,13 @@ def _prepare_map(job: _Job) -> PreparedData:
     report.num_supervised_tokens = int(columns["num_supervised"][train_set].sum())
     if len(train_set) == 0:
         raise UserError(f"--dataset_name {data.dataset_name}: no row of split {job.split} can be trained on: {report.summary()}.")
+    problems: list[Problem] = []
+    if num_problems and len(eval_set):
+        problems = choose_problems(eval_source, eval_set, eval_columns["problem_key"][eval_set], num_problems)
+        if not problems:
+            raise UserError(
+                f"--eval_exact_match {num_problems}: none of the {len(eval_set)} held-out rows has an {ANSWER_COLUMN}; fill the column, or drop it."
+            )
     plan = job.plan(columns["length"], train_set)
     report.num_rows_of_batches = len(plan)
 
@@ -249,6 +266,7 @@ def _prepare_map(job: _Job) -> PreparedData:
         options,
         eval_from,
         mark_supervised(documents([int(train_set[0])])[0], job.tokenizer),
+        problems,
     )
 
 

@@ -1,4 +1,4 @@
-"""One recorded step of a run on several GPUs: how much of it is communication, and which rank is slow.
+"""One recorded step of a run: which kernels it ran; on several GPUs, how much of it is communication, and which rank is slow.
 
 Kernels of NCCL are communication, all others are work. A rank that waits for another waits inside a communication kernel, so the slowest
 rank is the one whose own work takes longest.
@@ -7,21 +7,30 @@ rank is the one whose own work takes longest.
 from __future__ import annotations
 
 import contextlib
-import re
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.profiler import ProfilerActivity, profile
 
-from llm_fp8.kernels import gemm_kernels
+from llm_fp8.kernels import (
+    LOW_PRECISION,
+    GemmKind,
+    Interval,
+    KernelClass,
+    KernelTimes,
+    gemm_kernels,
+    kernel_class,
+    kernel_intervals,
+    kernel_times,
+    record_kernels,
+    time_by_class,
+)
 from llm_fp8.metrics import GIB
 
-_COMMUNICATION = re.compile(r"nccl", re.IGNORECASE)
-
-Interval = tuple[float, float]
+_OF_SEVERAL_RANKS = ("communication_s", "exposed_communication_s", "work_s_by_rank")
 
 
 def covered(intervals: Iterable[Interval]) -> list[Interval]:
@@ -53,8 +62,27 @@ class StepProfile:
     work_s_by_rank: list[float] = field(default_factory=list)
     """In which other kernels ran, of each rank."""
     peak_memory_gib_by_rank: list[float] = field(default_factory=list)
-    gemm_kernels: dict[str, int] = field(default_factory=dict)
+    gemm_kernels: dict[GemmKind, int] = field(default_factory=dict)
     """GEMM kernels of this rank by operand type."""
+    gemm_time_s: dict[GemmKind, float] = field(default_factory=dict)
+    """Their time."""
+    time_s_by_class: dict[KernelClass, float] = field(default_factory=dict)
+    """Time of this rank's kernels by what they are there for; those that run at the same time count each."""
+
+    def __post_init__(self) -> None:
+        self.kernels: KernelTimes = {}
+        """All kernels of this rank; too many to be kept with the figures."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that took the step."""
+        return len(self.work_s_by_rank)
+
+    @property
+    def fp8_gemm_time_share(self) -> float | None:
+        """Share of the GEMMs' time in those of fp8 (or fp4); None where no GEMM was recorded."""
+        total_s = sum(self.gemm_time_s.values())
+        return sum(self.gemm_time_s.get(kind, 0.0) for kind in LOW_PRECISION) / total_s if total_s else None
 
     @property
     def slowest_rank(self) -> int:
@@ -67,51 +95,62 @@ class StepProfile:
         return self.work_s_by_rank[self.slowest_rank] * len(self.work_s_by_rank) / sum(self.work_s_by_rank) - 1
 
     def figures(self) -> dict[str, float]:
-        """Under the keys of `llm_fp8.metrics.METRICS`."""
-        return {
-            "communication_share": self.communication_s / self.span_s,
-            "exposed_communication_share": self.exposed_communication_s / self.span_s,
-            "slowest_rank": float(self.slowest_rank),
-            "slowest_rank_lag": self.lag,
+        """Under the keys of `llm_fp8.metrics.METRICS`; what the step did not show is left out."""
+        figures: dict[str, float] = {
+            "num_gemm_kernels": sum(self.gemm_kernels.values()),
+            "num_fp8_gemm_kernels": sum(self.gemm_kernels.get(kind, 0) for kind in LOW_PRECISION),
+            "num_unknown_gemm_kernels": self.gemm_kernels.get("unknown", 0),
         }
+        if self.fp8_gemm_time_share is not None:
+            figures["fp8_gemm_time_share"] = self.fp8_gemm_time_share
+        if self.num_ranks > 1 and self.span_s > 0:
+            figures["communication_share"] = self.communication_s / self.span_s
+            figures["exposed_communication_share"] = self.exposed_communication_s / self.span_s
+            figures["slowest_rank"] = float(self.slowest_rank)
+            figures["slowest_rank_lag"] = self.lag
+        return figures
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for summary.json; of one GPU without what only several have."""
+        left_out = _OF_SEVERAL_RANKS if self.num_ranks == 1 else ()
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
 
     def describe(self) -> str:
         """One line for the terminal."""
+        total_s = sum(self.time_s_by_class.values())
+        parts = [f"{name} {time_s / total_s:.0%}" for name, time_s in self.time_s_by_class.items() if time_s >= 0.01 * total_s]
+        words = [f"one step recorded: kernels by time: {', '.join(parts) or 'none'}"]
         figures = self.figures()
+        if "communication_share" in figures:
+            words.append(
+                f"communication runs {figures['communication_share']:.0%} of the time and alone {figures['exposed_communication_share']:.0%}"
+            )
+            words.append(f"slowest rank {self.slowest_rank} ({self.lag:.1%} over the mean)")
+            words.append(f"peak memory by rank {', '.join(f'{gib:.1f}' for gib in self.peak_memory_gib_by_rank)} GiB")
         gemms = ", ".join(f"{count} {kind}" for kind, count in sorted(self.gemm_kernels.items()))
-        return (
-            f"one step recorded: communication runs {figures['communication_share']:.0%} of the time and alone "
-            f"{figures['exposed_communication_share']:.0%}; slowest rank {self.slowest_rank} ({self.lag:.1%} over the mean); peak memory by rank "
-            f"{', '.join(f'{gib:.1f}' for gib in self.peak_memory_gib_by_rank)} GiB; GEMM kernels: {gemms}"
-        )
+        return "; ".join([*words, f"GEMM kernels: {gemms or 'none'}"])
 
 
 @contextlib.contextmanager
 def profiled(accelerator: Accelerator) -> Iterator[StepProfile]:
     """Record the CUDA kernels of the enclosed step; collective, because the ranks' times are gathered at the end."""
     result = StepProfile()
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    with record_kernels() as recorded:
         yield result
-        torch.cuda.synchronize()
     intervals = kernel_intervals(recorded)
-    communication = covered(span for name, span in intervals if _COMMUNICATION.search(name))
-    work = covered(span for name, span in intervals if not _COMMUNICATION.search(name))
+    communication = covered(span for name, span in intervals if kernel_class(name) == "communication")
+    work = covered(span for name, span in intervals if kernel_class(name) != "communication")
     everything = covered([*communication, *work])
     if everything:
         result.span_s = everything[-1][1] - everything[0][0]
     result.communication_s = length(communication)
     result.exposed_communication_s = length(everything) - length(work)
-    result.gemm_kernels = {kind: kernels.count for kind, kernels in gemm_kernels(recorded).items()}
+    result.kernels = kernel_times(recorded)
+    gemms = gemm_kernels(result.kernels)
+    result.gemm_kernels = {kind: kernels.count for kind, kernels in gemms.items()}
+    result.gemm_time_s = {kind: kernels.time_s for kind, kernels in gemms.items()}
+    result.time_s_by_class = {name: kernels.time_s for name, kernels in time_by_class(result.kernels).items()}
     own = torch.tensor([length(work), torch.cuda.max_memory_allocated() / GIB], device=accelerator.device, dtype=torch.float64)
     by_rank = accelerator.gather(own).view(-1, 2)
     result.work_s_by_rank = by_rank[:, 0].tolist()
     result.peak_memory_gib_by_rank = by_rank[:, 1].tolist()
-
-
-def kernel_intervals(recorded: Any) -> list[tuple[str, Interval]]:
-    """Name and time (seconds) of every kernel on the GPU in a finished `torch.profiler.profile`."""
-    return [
-        (event.name, (event.time_range.start / 1e6, event.time_range.end / 1e6))
-        for event in recorded.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]

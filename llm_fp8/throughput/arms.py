@@ -1,18 +1,17 @@
-"""Names of arms that run in several processes -> what they train.
+"""Names of arms -> what they train: [cpN:][MODE:]WHAT[:OPTION...]
 
-Ours are [cpN:]MODE:PRECISION[:OPTION...], for example
+    delayed                       this project on one GPU: fp8 with delayed scaling, the TE decoder
+    delayed:swap                  the Hugging Face decoder, its linear layers swapped for Transformer Engine's
+    bf16:recompute                with gradient checkpointing
+    fsdp_full:delayed             several GPUs, --sharding_mode fsdp_full
+    cp4:fsdp_full:delayed:sync    4 GPUs share the tokens of a row; gradients exchanged in each micro-batch
+    fsdp_full:hf_bf16             a rival (llm_fp8/throughput/rival.py) under Accelerate's FSDP2; ddp: its DDP
 
-    fsdp_full:delayed             --sharding_mode fsdp_full, fp8 with delayed scaling, the TE decoder
-    fsdp_full:delayed:recompute   with gradient checkpointing
-    cp4:fsdp_full:delayed         4 GPUs share the tokens of a row
-    ddp:bf16:swap                 the Hugging Face decoder, in fp8 with its linear layers swapped for TE's
-
-and the rivals have names of their own (`RIVALS`).
+WHAT is one of our precisions or a rival. MODE belongs to several GPUs, and is left out on one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass
 
@@ -26,7 +25,7 @@ from llm_fp8.parallel.context import check_context_parallel
 from llm_fp8.precision import TOKEN_MULTIPLE
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.ours import OurArm, OurTraining
-from llm_fp8.throughput.rival import HfTraining
+from llm_fp8.throughput.rival import RIVALS, HfTraining, Rival
 from llm_fp8.throughput.workload import Workload
 
 PRECISIONS = {
@@ -35,46 +34,49 @@ PRECISIONS = {
     "current": PrecisionConfig(mixed_precision="fp8", fp8_scenario="current", fp8_strict=True),
     "block": PrecisionConfig(mixed_precision="fp8", fp8_scenario="block", fp8_strict=True),
 }
-RIVALS = {"hf_ddp_bf16": False, "hf_fsdp2_bf16": True}
-"""Name -> whether FSDP2 splits the model."""
+RIVAL_MODES = ("ddp", "fsdp_full")
+"""How a rival can be spread over several GPUs."""
 
 _OPTIONS = ("swap", "recompute", "fp8_params", "sync")
-_ALL_NAMES = (
-    f"{', '.join(RIVALS)}, or [cpN:]MODE:PRECISION[:OPTION...] with a mode of {', '.join(SHARDING_MODES)}; a precision of "
-    f"{', '.join(PRECISIONS)}; options {', '.join(_OPTIONS)}"
-)
+_OPTIONS_OF_ONE_GPU = ("swap", "recompute")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train a workload in several processes."""
+    """One way to train a workload."""
 
     name: str
-    ours: OurArm | None
-    """None for a rival."""
+    what: OurArm | Rival
+    mode: str | None
+    """How it is spread over several GPUs: a value of --sharding_mode (for a rival the one that is most like it); None on one GPU."""
 
     @property
-    def mode(self) -> str:
-        """How it is spread: a value of --sharding_mode; for a rival the one that is most like it."""
-        if self.ours is not None:
-            return self.ours.parallel.sharding_mode
-        return "fsdp_full" if RIVALS[self.name] else "ddp"
+    def computes_in_fp8(self) -> bool:
+        """Whether fp8 is asked for."""
+        return self.what.computes_in_fp8
 
     @property
     def context_size(self) -> int:
         """Processes that share the tokens of a row."""
-        return 1 if self.ours is None else self.ours.parallel.context_parallel_size
+        return self.what.parallel.context_parallel_size if isinstance(self.what, OurArm) else 1
 
     def check(self, work: Workload, ranks: LaunchRanks) -> None:
         """Raise `UserError` where it cannot train `work` in this launch, as far as that is known beforehand."""
-        if self.ours is None:
-            if RIVALS[self.name] and not torch.cuda.is_available():
+        if ranks.launched and self.mode is None:
+            raise UserError(f"--arms {self.name}: say how it is spread over the GPUs, for example ddp:{self.name}.")
+        if not ranks.launched and self.mode is not None:
+            raise UserError(
+                f"--arms {self.name} is spread over several GPUs, which scripts/benchmark_multi_gpu.py measures; drop '{self.mode}:' here."
+            )
+        if isinstance(self.what, Rival):
+            if self.mode == "fsdp_full" and not torch.cuda.is_available():
                 raise UserError(f"--arms {self.name}: Accelerate's FSDP2 needs NVIDIA GPUs, and none is found; drop it.")
             return
-        config = self.ours.config(work)
+        config = self.what.config(work)
         try:
             check_config(config)
-            check_mode(config, self.mode, ranks, compute_name="bf16")
+            if self.mode is not None:
+                check_mode(config, self.mode, ranks, compute_name="bf16")
             if self.context_size > 1:
                 windows = te_llama.decoder_spec(work.hf_config()).windows
                 check_context_parallel(config, windows, "bf16", TOKEN_MULTIPLE.get(config.precision.fp8_scenario, 1))
@@ -82,25 +84,53 @@ class Arm:
             raise UserError(f"--arms {self.name} with --workloads {work.name}: {error}") from error
 
     def build(self, work: Workload) -> OurTraining | HfTraining:
-        """The training, ready for its first step; collective."""
-        return OurTraining(work, self.ours) if self.ours is not None else HfTraining(work, fsdp2=RIVALS[self.name])
+        """The training, ready for its first step; collective. Raises `UserError` where a package is missing."""
+        if isinstance(self.what, Rival):
+            return HfTraining(work, self.what, fsdp2=self.mode == "fsdp_full")
+        return OurTraining(work, self.what)
 
 
 def parse_arm(name: str) -> Arm:
     """The arm of that name; raises `UserError` where there is none."""
-    if name in RIVALS:
-        return Arm(name, None)
     words = name.split(":")
     context = re.fullmatch(r"cp([1-9]\d*)", words[0])
-    mode, precision, *options = [*(words[1:] if context else words), "", ""][: max(2, len(words) - bool(context))]
-    unknown = [word for word in options if word not in _OPTIONS]
-    if mode not in SHARDING_MODES or precision not in PRECISIONS or unknown or len(set(options)) < len(options):
-        raise UserError(f"--arms {name} is unknown; choose from {_ALL_NAMES}.")
-    parallel = ParallelConfig(
-        sharding_mode=mode,  # type: ignore[arg-type]
-        context_parallel_size=int(context[1]) if context else 1,
-        fp8_params="fp8_params" in options,
-        sync_every_micro_batch="sync" in options,
+    if context:
+        words.pop(0)
+    mode = words.pop(0) if words and words[0] in SHARDING_MODES else None
+    what, options = (words[0], words[1:]) if words else ("", [])
+    allowed = _OPTIONS if mode is not None else _OPTIONS_OF_ONE_GPU
+    if what in RIVALS and not options and not context and mode in (None, *RIVAL_MODES):
+        return Arm(name, RIVALS[what], mode)
+    if (
+        what not in PRECISIONS
+        or not set(options) <= set(allowed)
+        or len(set(options)) < len(options)
+        or (context is not None and mode is None)
+    ):
+        raise UserError(f"--arms {name} is unknown; choose {_choices()}.")
+    parallel = ParallelConfig()
+    if mode is not None:
+        parallel = ParallelConfig(
+            sharding_mode=mode,  # type: ignore[arg-type]
+            context_parallel_size=int(context[1]) if context else 1,
+            fp8_params="fp8_params" in options,
+            sync_every_micro_batch="sync" in options,
+        )
+    ours = OurArm(PRECISIONS[what], parallel, use_te="swap" not in options, gradient_checkpointing="recompute" in options)
+    return Arm(name, ours, mode)
+
+
+def parse_arms(text: str) -> list[Arm]:
+    """The arms of a comma-separated list; raises `UserError` for one that is unknown or there twice."""
+    names = text.split(",")
+    if doubled := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise UserError(f"--arms names {doubled[0]} twice.")
+    return [parse_arm(name) for name in names]
+
+
+def _choices() -> str:
+    return (
+        f"from {', '.join(PRECISIONS)}, each with :{' or :'.join(_OPTIONS_OF_ONE_GPU)} behind it if wanted, and {', '.join(RIVALS)}; on several "
+        f"GPUs with MODE: before it ({', '.join(SHARDING_MODES)}; rivals {', '.join(RIVAL_MODES)}), for ours also cpN: before that and "
+        f"{' or '.join(f':{option}' for option in _OPTIONS if option not in _OPTIONS_OF_ONE_GPU)} behind"
     )
-    ours = OurArm(PRECISIONS[precision], parallel, use_te="swap" not in options)
-    return Arm(name, dataclasses.replace(ours, gradient_checkpointing="recompute" in options))

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from llm_fp8.config import Config, DataConfig, OptimConfig, ParallelConfig, PrecisionConfig, RunConfig
+from llm_fp8.config import Config, DataConfig, ParallelConfig, PrecisionConfig, RunConfig
 from llm_fp8.loop import LoopOptions, Trainer
 from llm_fp8.metrics import DecoderSize
 from llm_fp8.models import decoder_layers
@@ -22,7 +22,8 @@ from llm_fp8.process_group import own_device
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.run import Run
 from llm_fp8.swap import Census
-from llm_fp8.throughput.workload import FixedLoader, Recorder, Workload
+from llm_fp8.throughput.weights import draw_weights_
+from llm_fp8.throughput.workload import OPTIMISATION, FixedLoader, Recorder, Workload
 from llm_fp8.training_model import TrainingModel
 
 
@@ -35,6 +36,11 @@ class OurArm:
     use_te: bool = True
     gradient_checkpointing: bool = False
 
+    @property
+    def computes_in_fp8(self) -> bool:
+        """Whether fp8 is asked for."""
+        return self.precision.mixed_precision == "fp8"
+
     def config(self, work: Workload) -> Config:
         """The configuration of a run that trains `work` in this way."""
         model = dataclasses.replace(work.model_options, use_te=self.use_te, gradient_checkpointing=self.gradient_checkpointing)
@@ -42,7 +48,7 @@ class OurArm:
             model=model,
             precision=self.precision,
             data=DataConfig(max_seq_length=work.seq_length, batch_size=work.batch_size, packing=True),
-            optim=OptimConfig(learning_rate=1e-5, gradient_accumulation_steps=work.micro_batches, max_steps=work.num_steps),
+            optim=dataclasses.replace(OPTIMISATION, gradient_accumulation_steps=work.micro_batches, max_steps=work.num_steps),
             run=RunConfig(output_dir=os.devnull),  # nothing is written
             parallel=self.parallel,
         )
@@ -54,7 +60,7 @@ class _NoHooks:
     def after_first_step(self) -> None:
         """Nothing."""
 
-    def after_profiled_step(self, profile: StepProfile) -> None:
+    def after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> None:
         """Never due."""
 
     def evaluate(self, step: int) -> None:
@@ -75,19 +81,31 @@ class _QuietRun(Run):
         """Config, model, what the loop calls, and the census."""
         self.hf_config = work.hf_config()
         self._choose_engine()
-        model, training_model, _, census = self._build_model(work.source, self.hf_config)
+        model, training_model, loaded, census = self._build_model(work.source, self.hf_config)
+        if not loaded and not self.config.parallel.fp8_params:  # which have given their fp32 values away when they are built
+            draw_weights_(model, self.device, is_te=self.config.model.use_te)
         return self.hf_config, model, training_model, census
 
 
 class OurTraining:
-    """An arm of this project, built. Attributes as in `llm_fp8.throughput.rival.HfTraining`."""
+    """An arm of this project, built.
 
-    def __init__(self, work: Workload, arm: OurArm) -> None:
-        config, ranks = arm.config(work), LaunchRanks.from_environment(os.environ)
+    Attributes:
+        accelerator, recorder, facts: as in `llm_fp8.throughput.rival.HfTraining`; a loss is that of all processes.
+        model: the decoder with its head.
+        precision: the seam, attached to `model`.
+        census: which linear layers of `model` compute in what.
+        trainer: the loop; its `model` is what it calls.
+    """
+
+    def __init__(self, work: Workload, arm: OurArm | Config) -> None:
+        config = arm if isinstance(arm, Config) else arm.config(work)
+        ranks = LaunchRanks.from_environment(os.environ)
         plan = resolve_precision(config.precision, own_device())
         self.accelerator = build_accelerator(config, ranks, plan)
         run = _QuietRun(config, self.accelerator, ranks, plan)
         hf_config, model, training_model, census = run.parts(work)
+        self.model, self.precision, self.census = model, run.precision, census
         optimizer: Any = run.engine.build_optimizer(config.optim, run.optimizer_kind, training_model.named_parameters())
         prepared, optimizer = run.engine.prepare(training_model, optimizer)
         context_size = config.parallel.context_parallel_size
@@ -99,10 +117,10 @@ class OurTraining:
         reporter: Any = self.recorder
         self.facts = {
             "precision": plan.to_dict(),
-            "fp8_linear_flop_share": census.fp8_linear_flop_share,
+            "census": census.to_dict(),
             "optimizer": run.optimizer_kind,
         }
-        self._trainer = Trainer(
+        self.trainer = Trainer(
             accelerator=self.accelerator,
             engine=run.engine,
             model=prepared,
@@ -121,6 +139,6 @@ class OurTraining:
 
     def take(self, num_steps: int) -> None:
         """Take so many optimizer steps."""
-        trainer = self._trainer
+        trainer = self.trainer
         trainer.options = dataclasses.replace(trainer.options, total_steps=trainer.step + num_steps)
         trainer.train(hooks=_NoHooks(), stop_requested=lambda: False)

@@ -1,6 +1,14 @@
-"""The usual set-up, to be measured beside ours: transformers' model and Accelerate in bf16, written as their documentation does.
+"""The usual set-ups, to be measured beside ours: transformers' model and Accelerate, written as their documentation does.
 
-sdpa attention, torch's fused AdamW, the loss as transformers computes it, gradients accumulated by `accelerator.accumulate`.
+    hf_bf16              Accelerate's bf16 mixed precision, sdpa attention
+    hf_bf16_compiled     the same, each decoder layer compiled
+    accelerate_te        Accelerate's own fp8: mixed_precision="fp8" with TERecipeKwargs, delayed scaling with our recipe's history and format.
+                         Accelerate puts te.Linear in place of every nn.Linear, the output head included
+    torchao_tensorwise   torchao's fp8 training, one scale per tensor; the output head stays in bf16; decoder layers compiled
+    torchao_rowwise      the same, one scale per row
+
+All with torch's fused AdamW at our learning rate, betas and weight decay, the loss as transformers computes it, and gradients accumulated by
+`accelerator.accumulate`. How they are spread:
 
     one process, DDP   bf16 weights and no master: lighter than ours
     FSDP2              Accelerate's plugin, wrapped per decoder layer: fp32 weights and moments, split; gathered and reduced in bf16
@@ -8,74 +16,182 @@ sdpa attention, torch's fused AdamW, the loss as transformers computes it, gradi
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from llm_fp8.errors import UserError
 from llm_fp8.loop import StepClock
 from llm_fp8.models import decoder_layers
-from llm_fp8.throughput.workload import Recorder, Workload
+from llm_fp8.precision import require_te
+from llm_fp8.swap import HEAD_NAMES, Census, take_census
+from llm_fp8.throughput.weights import draw_weights_
+from llm_fp8.throughput.workload import OPTIMISATION, Recorder, Workload
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A set-up of others."""
+
+    name: str
+    compiled: bool = False
+    """Whether each decoder layer is compiled."""
+    torchao_recipe: str | None = None
+    accelerate_te: bool = False
+
+    @property
+    def computes_in_fp8(self) -> bool:
+        """Whether fp8 is asked for; what runs is what the recorded kernels say."""
+        return self.accelerate_te or self.torchao_recipe is not None
+
+    def require_packages(self) -> None:
+        """Raise `UserError` where a package is missing that only this rival needs."""
+        if self.accelerate_te:
+            require_te(f"--arms {self.name}")
+        if self.torchao_recipe is not None and importlib.util.find_spec("torchao") is None:
+            raise UserError(f"--arms {self.name} needs torchao, which is not installed; run: pip install torchao")
+
+
+RIVALS = {
+    rival.name: rival
+    for rival in (
+        Rival("hf_bf16"),
+        Rival("hf_bf16_compiled", compiled=True),
+        Rival("accelerate_te", accelerate_te=True),
+        Rival("torchao_tensorwise", compiled=True, torchao_recipe="tensorwise"),
+        Rival("torchao_rowwise", compiled=True, torchao_recipe="rowwise"),
+    )
+}
 
 
 class HfTraining:
     """A rival arm, built; in several processes with DDP, or split by FSDP2.
 
+    Raises `UserError` where a package is missing.
+
     Attributes:
         accelerator: of this arm.
-        recorder: times and losses of the steps so far; a loss is that of the step's last micro-batch on this process.
+        model: transformers' model, as Accelerate prepared it, without the wrapper of DDP.
+        recorder: times and losses of the steps so far; a loss is the mean over the step's micro-batches on this process.
         facts: what a reader should know of the arm.
     """
 
-    def __init__(self, work: Workload, fsdp2: bool = False) -> None:
-        plugin = None
-        if fsdp2:
-            plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2,
-                reshard_after_forward=True,
-                auto_wrap_policy="transformer_based_wrap",  # transformers names its decoder layer
-                cpu_ram_efficient_loading=False,  # nothing is loaded
-            )
-        self.accelerator = accelerator = Accelerator(
-            cpu=not torch.cuda.is_available(),
-            mixed_precision="bf16",
-            gradient_accumulation_steps=work.micro_batches,
-            fsdp_plugin=plugin,
-        )
+    def __init__(self, work: Workload, rival: Rival, fsdp2: bool = False) -> None:
+        rival.require_packages()
+        self.accelerator = accelerator = _accelerator(work, rival, fsdp2)
         name, weights = ("fp32", torch.float32) if fsdp2 else ("bf16", torch.bfloat16)
         config = work.hf_config()
-        torch.manual_seed(0)
         with accelerator.device:
             model: Any = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation="sdpa")
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        draw_weights_(model, accelerator.device, is_te=False)
+        if rival.torchao_recipe is not None:
+            _convert_with_torchao(model, rival.torchao_recipe)
+        optimizer: Any = torch.optim.AdamW(
+            model.parameters(),
+            lr=OPTIMISATION.learning_rate,
+            betas=(OPTIMISATION.adam_beta1, OPTIMISATION.adam_beta2),
+            eps=OPTIMISATION.adam_epsilon,
+            weight_decay=OPTIMISATION.weight_decay,
+            fused=True,
+        )
         self._model, self._optimizer = accelerator.prepare(model, optimizer)
-        if fsdp2 and not isinstance(decoder_layers(self._model)[0], FSDPModule):
+        self.model = accelerator.unwrap_model(self._model)
+        layers = decoder_layers(self.model)
+        if fsdp2 and not isinstance(layers[0], FSDPModule):
             raise RuntimeError("Accelerate did not wrap the decoder layers")
+        if rival.compiled:
+            for layer in layers:
+                layer.compile()
         self._model.train()
         batches = work.batches(config.vocab_size, accelerator.process_index)
         self._rows = [batch.input_ids.view(work.batch_size, -1).to(accelerator.device) for batch in batches]
         self._clock = StepClock(accelerator.device)
         self.recorder = Recorder()
-        self.facts: dict[str, Any] = {"attention": "sdpa", "optimizer": f"torch fused AdamW on {name} weights"}
+        self.facts: dict[str, Any] = {
+            "attention": "sdpa",
+            "optimizer": f"torch fused AdamW on {name} weights",
+            "compiled": rival.compiled,
+            "census": _census(self.model).to_dict(),
+            "parameters_not_in_the_optimizer": self._not_optimised(),
+        }
+
+    def _not_optimised(self) -> list[str]:
+        """Names of parameters that no optimizer step moves."""
+        known = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        return [name for name, parameter in self.model.named_parameters() if id(parameter) not in known]
 
     def take(self, num_steps: int) -> None:
         """Take so many optimizer steps."""
         accelerator, model, optimizer = self.accelerator, self._model, self._optimizer
         stamps, losses = [self._clock.stamp()], []
         for _ in range(num_steps):
+            of_step = []
             for input_ids in self._rows:
                 with accelerator.accumulate(model):
                     loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                        accelerator.clip_grad_norm_(model.parameters(), OPTIMISATION.max_grad_norm)
                     optimizer.step()
                     optimizer.zero_grad()
+                of_step.append(loss.detach())
             stamps.append(self._clock.stamp())
-            losses.append(loss.detach())
+            losses.append(torch.stack(of_step).mean())
         self.recorder.losses += torch.stack(losses).tolist()  # waits for the last step
         self.recorder.step_times_s += [
             self._clock.seconds(start, end) for start, end in zip(stamps[:-1], stamps[1:], strict=True)
         ]
+
+
+def _accelerator(work: Workload, rival: Rival, fsdp2: bool) -> Accelerator:
+    plugin = None
+    if fsdp2:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=True,
+            auto_wrap_policy="transformer_based_wrap",  # transformers names its decoder layer
+            cpu_ram_efficient_loading=False,  # nothing is loaded
+        )
+    handlers: list[Any] = []
+    if rival.accelerate_te:
+        from accelerate.utils import TERecipeKwargs
+
+        # Their defaults but for the amax: the maximum of the history, as in our recipe, so that the two rows differ in nothing else.
+        handlers = [TERecipeKwargs(fp8_format="HYBRID", amax_history_len=1024, amax_compute_algo="max")]
+    return Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="fp8" if rival.accelerate_te else "bf16",
+        gradient_accumulation_steps=work.micro_batches,
+        fsdp_plugin=plugin,
+        kwargs_handlers=handlers,
+    )
+
+
+def _convert_with_torchao(model: PreTrainedModel, recipe: str) -> None:
+    """Put torchao's Float8Linear in place of the decoder layers' linear layers; parameters stay the same objects.
+
+    On a CPU its fp8 GEMMs are emulated in higher precision, with the same rounding of the operands.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not torch.cuda.is_available())
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, name: name.rpartition(".")[2] not in HEAD_NAMES
+    )
+
+
+def _census(model: PreTrainedModel) -> Census:
+    """Which linear layers were converted; told by their class, because the packages need not be installed."""
+    return take_census(model, [module for module in model.modules() if _is_converted(module)], "bf16", {})
+
+
+def _is_converted(module: nn.Module) -> bool:
+    name, origin = type(module).__name__, type(module).__module__
+    return name.endswith("Float8Linear") or (name == "Linear" and origin.startswith("transformer_engine."))

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from llm_fp8.config import ParallelConfig
 from llm_fp8.errors import UserError
 from llm_fp8.ranks import LaunchRanks
-from llm_fp8.throughput.arms import RIVALS, parse_arm
+from llm_fp8.throughput.arms import parse_arm, parse_arms
 from llm_fp8.throughput.results import ENDED_IN_SILENCE, ResultsFile
 from llm_fp8.throughput.workload import Workload
 from scripts.benchmark_multi_gpu import summarise
@@ -49,7 +50,7 @@ def ended(process: subprocess.Popen[str]) -> str:
 def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, architecture):
     """The TE decoder needs a GPU, so its arm fails; the one after it is measured by the processes of the second start."""
     path = tmp_path / "result.json"
-    arms = "fsdp_full:bf16:swap,fsdp_full:bf16,ddp:bf16:swap,hf_ddp_bf16,deepspeed_1:bf16:swap,deepspeed_3:bf16:swap"
+    arms = "fsdp_full:bf16:swap,fsdp_full:bf16,ddp:bf16:swap,ddp:hf_bf16,deepspeed_1:bf16:swap,deepspeed_3:bf16:swap"
     printed = ended(
         start(path, f"--workloads={architecture}:2x64x2", f"--arms={arms}", "--steps=4", "--warmup=1", max_restarts=1)
     )
@@ -71,6 +72,8 @@ def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, archi
         # Random weights on 1024 equally likely tokens: about ln 1024.
         assert row["losses"][0] == pytest.approx(6.93, abs=0.1) and row["model_tflops"] > 0 and row["build_s"] > 0
     by_arm = {row["arm"]: row["losses"] for row in rows}
+    for arm in ("fsdp_full:bf16:swap", "deepspeed_1:bf16:swap", "deepspeed_3:bf16:swap"):
+        assert by_arm[arm][0] == pytest.approx(by_arm["ddp:bf16:swap"][0], rel=2e-4), "the same weights and tokens at first"
     for mode in ("deepspeed_1", "deepspeed_3"):
         assert by_arm[f"{mode}:bf16:swap"] == pytest.approx(by_arm["ddp:bf16:swap"], rel=2e-3), (
             "the same training but for rounding"
@@ -106,33 +109,41 @@ def test_mistakes_are_one_sentence(tmp_path, architecture):
         assert done.returncode == 2 and not output.exists() and "Traceback" not in done.stderr
         return done.stderr
 
-    assert "hf_fsdp2_bf16: Accelerate's FSDP2 needs NVIDIA GPUs" in said(
-        f"--workloads={architecture}:1x16x1", "--arms=hf_fsdp2_bf16"
+    assert "fsdp_full:hf_bf16: Accelerate's FSDP2 needs NVIDIA GPUs" in said(
+        f"--workloads={architecture}:1x16x1", "--arms=fsdp_full:hf_bf16"
     )
+    assert "--arms delayed: say how it is spread over the GPUs" in said(f"--workloads={architecture}:1x16x1", "--arms=delayed")
     assert "--warmup 6 must leave some" in said("--warmup=6")
 
 
 @pytest.mark.parametrize(
-    "name", ["ddp", "ddp:fp8", "zero:bf16", "ddp:bf16:fast", "ddp:bf16:swap:swap", "cp0:ddp:bf16", "cp2:ddp", "cp2", ""]
-)
+    "name",
+    ["ddp", "ddp:fp8", "zero:bf16", "ddp:bf16:fast", "ddp:bf16:swap:swap", "cp0:ddp:bf16", "cp2:ddp", "cp2:bf16", "cp2", "", "hf_bf16:swap"]
+    + ["fsdp_grad:hf_bf16", "cp2:ddp:hf_bf16", "delayed:sync", "delayed:fp8_params", "bf16:"],
+)  # fmt: skip
 def test_unknown_arms(name):
-    with pytest.raises(UserError, match="--arms .* is unknown; choose from hf_ddp_bf16, hf_fsdp2_bf16, or "):
+    with pytest.raises(UserError, match=f"--arms {name} is unknown; choose from bf16, delayed, .* hf_bf16, .* fsdp_full"):
         parse_arm(name)
 
 
 def test_names_of_arms():
     arm = parse_arm("cp4:fsdp_grad:current:recompute:sync")
-    assert (arm.mode, arm.context_size) == ("fsdp_grad", 4)
-    assert arm.ours.precision.fp8_scenario == "current" and arm.ours.gradient_checkpointing and arm.ours.use_te
-    assert arm.ours.parallel.sync_every_micro_batch and not arm.ours.parallel.fp8_params
-    assert (
-        not parse_arm("deepspeed_3:bf16:swap").ours.use_te and parse_arm("fsdp_full:delayed:fp8_params").ours.parallel.fp8_params
-    )
-    assert [(name, parse_arm(name).mode) for name in RIVALS] == [("hf_ddp_bf16", "ddp"), ("hf_fsdp2_bf16", "fsdp_full")]
+    assert (arm.mode, arm.context_size, arm.computes_in_fp8) == ("fsdp_grad", 4, True)
+    assert arm.what.precision.fp8_scenario == "current" and arm.what.gradient_checkpointing and arm.what.use_te
+    assert arm.what.parallel.sync_every_micro_batch and not arm.what.parallel.fp8_params
+    assert not parse_arm("deepspeed_3:bf16:swap").what.use_te
+    assert parse_arm("fsdp_full:delayed:fp8_params").what.parallel.fp8_params
+    on_one = parse_arm("delayed:swap")
+    assert (on_one.mode, on_one.what.use_te, on_one.what.parallel) == (None, False, ParallelConfig())
+    rival = parse_arm("ddp:torchao_rowwise")
+    assert (rival.mode, rival.what.torchao_recipe, rival.what.compiled, rival.computes_in_fp8) == ("ddp", "rowwise", True, True)
+    assert [parse_arm(name).computes_in_fp8 for name in ("bf16", "hf_bf16", "accelerate_te")] == [False, False, True]
+    with pytest.raises(UserError, match="names bf16 twice"):
+        parse_arms("bf16,delayed,bf16")
 
 
 def test_what_an_arm_cannot_do_is_known_beforehand(architecture):
-    work, ranks = Workload.parse(f"{architecture}:2x64x2", 4), LaunchRanks(world_size=4, local_world_size=4)
+    work, ranks = Workload.parse(f"{architecture}:2x64x2", 4), LaunchRanks(world_size=4, local_world_size=4, launched=True)
     parse_arm("cp2:fsdp_full:delayed").check(work, ranks)
     for name, sentence in (
         ("cp3:fsdp_full:bf16", "--context_parallel_size 3 does not divide the 4 processes"),

@@ -13,7 +13,7 @@ import torch
 
 from llm_fp8.config import Config
 from llm_fp8.json_files import json_line, write_json_atomic
-from llm_fp8.provenance import REPOSITORY, collect_provenance, git_state, package_version, relevant_environment, write_run_json
+from llm_fp8.provenance import REPOSITORY, collect_provenance, git_state, package_version, relevant_environment, run_record
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -92,7 +92,7 @@ def test_run_json_holds_configuration_precision_and_provenance(tmp_path: Path) -
     path = tmp_path / "run" / "run.json"
     provenance = collect_provenance(["train_fp8.py"])
     precision = {"requested": "fp8", "effective": "bf16", "reason": "no GPU"}
-    write_run_json(path, Config(), provenance, precision, model={"num_parameters": 12})
+    write_json_atomic(path, run_record(Config(), provenance, precision, model={"num_parameters": 12}))
     stored = json.loads(path.read_text())
     assert stored["config"] == Config().to_dict()
     assert stored["precision"] == precision

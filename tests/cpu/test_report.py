@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,10 +20,29 @@ from rich.console import Console
 from llm_fp8.config import Config, parse_config
 from llm_fp8.errors import UserError
 from llm_fp8.progress import ProgressDisplay, format_step
-from llm_fp8.provenance import REPOSITORY
+from llm_fp8.provenance import REPOSITORY, run_record
 from llm_fp8.report import RunReporter, accelerator_tracking, check_trackers, throughput_summary, truncate_metrics
+from llm_fp8.run_labels import LABELS, run_tags
+from llm_fp8.wandb_files import offline_runs
 
-RUN_INFO = {"precision": {"requested": "fp8", "effective": {"recipe": None, "compute": "bf16"}}}
+RUN_SECTIONS = {
+    "precision": {
+        "requested": "fp8",
+        "effective": "fp8",
+        "requested_scenario": "mxfp8",
+        "effective_scenario": "delayed",
+        "optimizer": "adamw_master",
+        "census": {"converted": {"layers.*.mlp": 2}},
+    },
+    "effective": {"sharding_mode": "fsdp_full", "num_processes": 4, "tokens_per_step": 4096},
+    "model": {"location": "here", "num_parameters": 1234},
+    "data": {"num_rows": 10},
+}
+PROVENANCE = {
+    "gpus": [{"name": "NVIDIA H200"}],
+    "git": {"commit": "abc"},
+    "packages": {"torch": "2.11.0", "transformer-engine": "2.20.2"},
+}
 TOTAL_STEPS = 40
 
 
@@ -59,51 +77,13 @@ def a_config(folder: Path, *arguments: str) -> Config:
 
 def a_reporter(config: Config, resume_step: int = 0) -> RunReporter:
     accelerator = Accelerator(cpu=True, **accelerator_tracking(config))
-    return RunReporter(accelerator, config, RUN_INFO, TOTAL_STEPS, resume_step)
+    reporter = RunReporter(accelerator, config, TOTAL_STEPS, resume_step)
+    reporter.start_trackers(run_record(config, PROVENANCE, **RUN_SECTIONS))
+    return reporter
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def read_wandb(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]], Any]:
-    """Configuration, history and exit record of an offline W&B run.
-
-    The file is a LevelDB log (a 7-byte header of W&B's own, then blocks of 32 KiB with records of checksum, length, kind, data),
-    whose records are W&B's protobuf messages; wandb itself reads it in its compiled part only.
-    """
-    from wandb.proto import wandb_internal_pb2
-
-    data, position, block = file.read_bytes(), 7, 2**15
-    assert data[:4] == b":W&B"
-    messages, pieces = [], b""
-    while position + 7 <= len(data):
-        if block - position % block < 7:
-            position += block - position % block
-            continue
-        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
-        pieces += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # a whole record, or the last piece of one
-            messages.append(wandb_internal_pb2.Record.FromString(pieces))
-            pieces = b""
-
-    def key_of(item: Any) -> str:
-        return item.key or ".".join(item.nested_key)
-
-    config: dict[str, Any] = {}
-    history = []
-    last = None
-    for message in messages:
-        kind = message.WhichOneof("record_type")
-        if kind in ("run", "config"):
-            updates = (message.run.config if kind == "run" else message.config).update
-            config.update({key_of(item): json.loads(item.value_json) for item in updates})
-        elif kind == "history":
-            history.append({key_of(item): json.loads(item.value_json) for item in message.history.item})
-        elif kind == "exit":
-            last = message.exit
-    return config, history, last
 
 
 def test_metrics_and_summary_hold_what_was_reported(tmp_path: Path) -> None:
@@ -182,22 +162,47 @@ def test_wandb_offline_holds_the_same_numbers_and_the_configuration(tmp_path: Pa
         reporter.steps(steps[:20])
         reporter.steps(steps[20:])
         reporter.evaluation(an_evaluation(TOTAL_STEPS))
-        reporter.finish({})
+        reporter.finish({"stopped_by": None, "certificate": {"verdict": "fp8", "gemms": {"fp8": 7}}})
     wandb.teardown()  # W&B's service writes the file behind our back; a process that ends waits for it, and so does this.
-    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    stored, history, last = read_wandb(file)
+    (stored,) = offline_runs(folder)
 
     by_step: dict[int, dict[str, Any]] = {}
     for record in read_lines(folder):
         by_step.setdefault(record["step"], {}).update(record)
-    numbers = [{key: value for key, value in record.items() if not key.startswith("_")} for record in history]
+    numbers = [{key: value for key, value in record.items() if not key.startswith("_")} for record in stored.history]
     assert numbers == list(by_step.values())
-    assert [record["_step"] for record in history] == list(by_step)
+    assert [record["_step"] for record in stored.history] == list(by_step)
 
-    expected = json.loads(json.dumps({**config.to_dict(), **RUN_INFO}))
-    assert {key: stored[key] for key in expected} == expected
-    assert stored["optim"]["learning_rate"] == 3e-4
-    assert last.exit_code == 0
+    assert (stored.project, stored.name, stored.group, stored.job_type) == ("project", "a name", "first", "train")
+    assert stored.tags == ("fp8 delayed", "embedded", "fsdp_full", "NVIDIA H200")
+    options = json.loads(json.dumps(config.to_dict()))
+    assert {section: stored.config[section] for section in options} == options
+    assert stored.config["effective"] == {
+        **RUN_SECTIONS["effective"],
+        **{key: RUN_SECTIONS[key] for key in ("precision", "model", "data")},
+    }
+    assert stored.config["provenance"] == PROVENANCE
+    assert {key: stored.config[key] for key in LABELS} == {
+        "precision_name": "fp8 delayed",
+        "precision_requested": "fp8 mxfp8",
+        "model_short_name": "embedded",
+        "sharding_mode": "fsdp_full",
+        "gpu_name": "NVIDIA H200",
+        "num_processes": 4,
+        "optimizer_name": "adamw_master",
+        "num_parameters": 1234,
+        "tokens_per_step": 4096,
+        "git_commit": "abc",
+        "torch_version": "2.11.0",
+        "transformer_engine_version": "2.20.2",
+    }
+    assert stored.axes == {"step": "", "tokens_seen": "", "*": "step"}
+    summary = json.loads((folder / "summary.json").read_text())
+    throughput = {key: stored.summary[key] for key in summary["throughput"]}
+    assert throughput == summary["throughput"] and throughput["median_tokens_per_s"] > 1000
+    assert stored.summary["certificate/verdict"] == "fp8" and stored.summary["certificate/gemms/fp8"] == 7
+    assert stored.summary["loss"] == stored.history[-1]["loss"] and "stopped_by" not in stored.summary
+    assert stored.exit_code == 0
 
 
 def without_wandb_variables() -> dict[str, str]:
@@ -227,10 +232,9 @@ run_script(main)
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 2 and "error: the loss is not finite." in done.stderr
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    _, history, last = read_wandb(file)
-    assert [record["step"] for record in history] == [1]
-    assert last.exit_code != 0
+    (stored,) = offline_runs(tmp_path)
+    assert [record["step"] for record in stored.history] == [1]
+    assert stored.exit_code
 
 
 def test_tensorboard_holds_the_same_numbers_also_after_a_resume(tmp_path: Path) -> None:
@@ -244,6 +248,7 @@ def test_tensorboard_holds_the_same_numbers_also_after_a_resume(tmp_path: Path) 
     with a_reporter(config, resume_step=2) as reporter:
         reporter.steps([a_step(3) | {"loss": 9.0}, a_step(4)])
         reporter.evaluation(an_evaluation(4))
+        reporter.finish({})
 
     (folder,) = {file.parent for file in tmp_path.glob("tensorboard/*/events.out.tfevents.*")}
     events = EventAccumulator(str(folder))
@@ -256,7 +261,9 @@ def test_tensorboard_holds_the_same_numbers_also_after_a_resume(tmp_path: Path) 
     assert {event.value for event in events.Scalars("loss") if event.step == 3} == {9.0}
     hparams = [file.read_text() for file in tmp_path.glob("tensorboard/**/hparams.yml")]
     assert len(hparams) == 2 and all("optim.learning_rate: 0.001" in text for text in hparams)
-    assert "precision.effective.compute: bf16" in hparams[0]
+    assert "precision_name: fp8 delayed" in hparams[0] and "effective.precision.optimizer: adamw_master" in hparams[0]
+    (text,) = events.Tensors("summary.json/text_summary")
+    assert text.step == 4 and '"median_step_time_s": 0.25' in text.tensor_proto.string_val[0].decode()
 
 
 def check_in_a_bare_home(home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -293,7 +300,7 @@ def test_wandb_that_can_work_passes(tmp_path: Path, environment: dict[str, str])
 
 def test_only_the_first_process_is_asked_for_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("llm_fp8.report._check_wandb", lambda flag: pytest.fail("looked for a login"))
+    monkeypatch.setattr("llm_fp8.report.wandb_login_state", lambda flag: pytest.fail("looked for a login"))
     check_trackers(a_config(tmp_path, "--use_wandb"))
 
 
@@ -312,9 +319,9 @@ def test_wandb_that_is_not_installed_is_named_even_beside_a_folder_of_its_name(t
     """A folder `wandb`, as W&B leaves it, imports as an empty package; an interpreter without site-packages has no other."""
     (tmp_path / "wandb").mkdir()
     code = (
-        "import sys, importlib.metadata as m; from llm_fp8 import report; from llm_fp8.errors import run_script; "
+        "import sys; from llm_fp8.wandb_login import wandb_login_state; from llm_fp8.errors import run_script; "
         "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; "
-        "run_script(lambda: report._check_wandb('--use_wandb') or 0)"
+        "run_script(lambda: int(bool(wandb_login_state('--use_wandb'))))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -381,3 +388,29 @@ def test_the_line_of_a_step_leaves_out_what_is_not_there() -> None:
     text = "step   7/100  loss 1.2346  grad norm 0.5  lr 1.00e-05  18,912 tokens/s  867 TFLOP/s  41.2 GiB  1:02:03 left"
     assert format_step(full | {"peak_memory_gib": 41.23}, 100, 3723.2) == text
     assert format_step({"step": 7, "loss": 1.0}, 100, None) == "step   7/100  loss 1.0000"
+
+
+def test_medians_of_energy_are_over_the_steps_that_have_it() -> None:
+    steps: list[dict[str, float]] = [{"step": n, "step_time_s": 0.5} for n in range(1, 31)]
+    for step, watts in ((15, 500.0), (25, 700.0), (30, 600.0)):
+        steps[step - 1] |= {"gpu_power_w": watts, "energy_j_per_million_tokens": 2 * watts}
+    summary = throughput_summary(steps)
+    assert (summary["median_gpu_power_w"], summary["median_energy_j_per_million_tokens"]) == (600.0, 1200.0)
+    assert "median_gpu_power_w" not in throughput_summary(steps[:14])
+
+
+def test_the_summary_has_the_last_total_of_the_energy(tmp_path: Path) -> None:
+    with a_reporter(a_config(tmp_path)) as reporter:
+        reporter.steps([a_step(1) | {"energy_j": 10.0}, a_step(2) | {"energy_j": 30.0}, a_step(3)])
+        assert reporter.finish({})["energy_j"] == 30.0
+
+
+def test_tags_are_unique_short_and_end_with_the_users() -> None:
+    labels = {"precision_name": "bf16", "model_short_name": "m" * 80, "sharding_mode": "ddp", "gpu_name": "CPU"}
+    assert run_tags(labels, ["paper", "ddp"]) == ["bf16", "m" * 64, "ddp", "CPU", "paper"]
+
+
+def test_a_tag_that_wandb_would_refuse_is_named() -> None:
+    with pytest.raises(UserError, match=r"--wandb_tags: 't{65}' has 65 characters"):
+        parse_config(["--wandb_tags", "fine," + "t" * 65])
+    assert parse_config(["--wandb_tags", " a , b c,,"]).wandb_tags == ["a", "b c"]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 import te_llama
 from llm_fp8.config import OptimConfig, PrecisionConfig
 from llm_fp8.errors import UserError
-from llm_fp8.kernels import gemm_kernels
+from llm_fp8.kernels import gemm_kernels, record_kernels
 from llm_fp8.models import decoder_layers
 from llm_fp8.optim import build_optimizer
 from llm_fp8.precision import Precision, resolve_precision
@@ -67,10 +66,9 @@ def test_kernels_are_what_was_asked_for(scenario, use_te, device, record_propert
     batch = packed_batch(device)
     for _ in range(3):
         step(model, precision, batch, num_micro_batches=2)
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+    with record_kernels() as recorded:
         step(model, precision, batch, num_micro_batches=2)
-        torch.cuda.synchronize()
-    kinds = {kind: kernels.count for kind, kernels in gemm_kernels(prof).items()}
+    kinds = {kind: kernels.count for kind, kernels in gemm_kernels(recorded).items()}
     record_property("gemm_kernels", kinds)
     num_layers = len(decoder_layers(model.model))
     if scenario is None:

@@ -1,0 +1,70 @@
+#!/usr/bin/env python
+"""Draw predicted against measured tokens/s for every recorded row that a prediction is made for.
+
+python benchmarks/plot_prediction.py benchmarks/plots/prediction.png
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llm_fp8.predict.records import Recorded, recorded_rows
+
+COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
+MARKERS = {1: "o", 2: "^", 4: "s"}
+"""By number of GPUs."""
+
+
+def per_gpu(record: Recorded) -> tuple[float, float]:
+    """Tokens/s of one GPU, measured and predicted."""
+    num_gpus = record.prediction.scenario.num_gpus
+    measured = record.prediction.scenario.tokens_per_step / record.step_time_s / num_gpus
+    return measured, record.prediction.tokens_per_s / num_gpus
+
+
+def draw(path: Path) -> None:
+    """Left, throughput on the diagonal; right, the errors of time and memory of the same rows."""
+    records = [record for record in recorded_rows() if not record.out_of_memory]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.2), layout="constrained")
+    for record in records:
+        scenario = record.prediction.scenario
+        style = {
+            "color": COLOURS[scenario.recipe],
+            "marker": MARKERS[scenario.num_gpus],
+            "markerfacecolor": "none" if record.prediction.tight else COLOURS[scenario.recipe],
+            "linestyle": "",
+            "alpha": 0.8,
+        }
+        left.plot(*per_gpu(record), **style)
+        right.plot(100 * record.time_error, 100 * record.memory_error, **style)
+    ends = (0.9 * min(per_gpu(r)[0] for r in records), 1.1 * max(per_gpu(r)[0] for r in records))
+    left.plot(ends, ends, color="#999999", linewidth=1, zorder=0)
+    left.set(xscale="log", yscale="log", xlabel="measured tokens/s per GPU", ylabel="predicted tokens/s per GPU")
+    left.set_title("throughput (the constants of the time were fitted to these rows)")
+    right.axhline(0, color="#999999", linewidth=1, zorder=0)
+    right.axvline(0, color="#999999", linewidth=1, zorder=0)
+    right.set(
+        xlabel="error of the step time (%)", ylabel="error of the peak memory (%)", title="predicted over measured, less one"
+    )
+    for recipe, colour in COLOURS.items():
+        left.plot([], [], "o", color=colour, label=recipe)
+    for num_gpus, marker in MARKERS.items():
+        left.plot([], [], marker, color="#888888", label=f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}")
+    left.plot([], [], "o", color="#888888", markerfacecolor="none", label="memory full (flagged as tight)")
+    left.legend()
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[1]))

@@ -1,0 +1,132 @@
+#!/usr/bin/env python
+"""Draw tokens/s and peak memory of the arms that `scripts/benchmark.py` or `scripts/benchmark_multi_gpu.py` measured.
+
+python benchmarks/plot_throughput.py benchmarks/results/throughput_1b.json benchmarks/results/throughput_3b.json \
+    benchmarks/results/throughput_8b.json --output benchmarks/plots/throughput.png
+
+One group of bars per workload and number of GPUs, one bar per arm; the height is the median step. The line on a bar spans the middle eight
+tenths of the steps; in files that do not hold them, all steps. What was not measured is named where its bar would stand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llm_fp8.errors import UserError, run_script
+
+COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
+"""Of our precisions, as in plot_curves.py; other arms take PALE in order."""
+PALE = ("#bbbbbb", "#8fb8de", "#b8a1d9", "#9ccfa0", "#e0b7a0", "#7d9aa5", "#c9c27c", "#d8a7c4")
+
+
+def read_rows(paths: list[Path]) -> list[dict[str, Any]]:
+    """The rows of all files, in order. Raises `UserError` for a file that holds none."""
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        try:
+            found = json.loads(path.read_text())["rows"]
+            groups = [(group_of(row), row["arm"]) for row in found]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is no results file of a throughput benchmark ({type(error).__name__}: {error}).") from error
+        if not groups:
+            raise UserError(f"{path} holds no rows; let the benchmark finish its first measurement.")
+        rows += found
+    return rows
+
+
+def group_of(row: dict[str, Any]) -> str:
+    """The label of a row's group: what was trained, on how many GPUs."""
+    shape = f"{row['batch_size']} x {row['seq_length']:,} tokens x {row['micro_batches']}"
+    gpus = f"\n{row['num_gpus']} GPUs" if row.get("num_gpus", 1) > 1 else ""
+    return f"{row['model']}\n{shape}{gpus}"
+
+
+def reason_not_measured(row: dict[str, Any]) -> str | None:
+    """Why a row has no figures; None where it has."""
+    if "tokens_per_s" in row:
+        return None
+    return "out of memory" if row.get("out_of_memory") or row["failed"] == "out of memory" else "failed"
+
+
+def tokens_per_s(row: dict[str, Any]) -> tuple[float, float, float]:
+    """Median, lower and upper end of the spread, per GPU."""
+    low, high = ("p10", "p90") if "tokens_per_s_p10" in row else ("slowest", "fastest")
+    keys = ("tokens_per_s", f"tokens_per_s_{low}", f"tokens_per_s_{high}")
+    middle, start, end = (row[key] / row.get("num_gpus", 1) for key in keys)
+    return middle, start, end
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """A column of panels per group, each with a scale of its own: tokens/s above, memory below."""
+    groups = list(dict.fromkeys(group_of(row) for row in rows))
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    others = [arm for arm in arms if arm not in COLOURS]
+    colours = COLOURS | {arm: PALE[number % len(PALE)] for number, arm in enumerate(others)}
+    longest = max(len(arm) for arm in arms)
+    of_groups = [[row for row in rows if group_of(row) == group] for group in groups]
+    widths = [len(found) for found in of_groups]
+    figure, axes = plt.subplots(
+        2, len(groups), figsize=(max(6, 0.75 * sum(widths) + len(groups)), 7 + 0.06 * longest), layout="constrained", squeeze=False,
+        sharex="col", width_ratios=widths, height_ratios=(2, 1),
+    )  # fmt: skip
+    for column, (group, found) in enumerate(zip(groups, of_groups, strict=True)):
+        speeds, memories = axes[0][column], axes[1][column]
+        for place, row in enumerate(found):
+            if reason := reason_not_measured(row):
+                for axis in (speeds, memories):
+                    axis.text(place, 0, f" {reason}", rotation=90, ha="center", va="bottom", fontsize=8, color="#888888")
+                continue
+            middle, start, end = tokens_per_s(row)
+            bar = {"color": colours[row["arm"]], "width": 0.8}
+            speeds.bar(place, middle, yerr=[[middle - start], [end - middle]], capsize=4, ecolor="black", **bar)
+            speeds.annotate(
+                f"{middle:,.0f}", (place, end), (0, 4), textcoords="offset points", ha="center", va="bottom", fontsize=8
+            )
+            if "peak_memory_gib" in row:
+                memories.bar(place, row["peak_memory_gib"], **bar)
+                memories.annotate(
+                    f"{row['peak_memory_gib']:.0f}", (place, row["peak_memory_gib"]), (0, 2), textcoords="offset points",
+                    ha="center", va="bottom", fontsize=8,
+                )  # fmt: skip
+        speeds.set_title(group, fontsize=10)
+        memories.set_xticks(range(len(found)), [row["arm"] for row in found], rotation=45, ha="right")
+        for axis in (speeds, memories):
+            axis.set_xlim(-0.6, len(found) - 0.4)
+            axis.margins(y=0.12)
+            axis.set_ylim(bottom=0)
+            axis.grid(axis="y", alpha=0.3)
+            axis.set_axisbelow(True)
+            axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("tokens/s per GPU")
+    axes[1][0].set_ylabel("peak memory (GiB)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> int:
+    """Read, draw, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("results", nargs="+", type=Path, help="JSON files that the benchmarks wrote")
+    parser.add_argument("--output", required=True, type=Path, help="PNG file to write")
+    options = parser.parse_args()
+    if options.output.suffix != ".png":
+        raise UserError(f"--output {options.output}: give a name that ends in .png.")
+    draw(read_rows(options.results), options.output)
+    print(options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,297 @@
+"""The certificate of a run: whether what the GPU ran in a recorded step is what the run was asked for.
+
+Three witnesses that do not know of each other are compared:
+
+- the promise: what the options and the census say must run (`Promise`);
+- the kernels: the names of what the GPU ran, with counts and times (`llm_fp8.kernels`);
+- Transformer Engine's modules: their own account of the recipe and the quantizers of the step (`llm_fp8.te_state`).
+
+The kernels decide. A GEMM whose name does not tell its types counts for nobody: where such kernels could be the missing ones, and the modules say
+that they computed in fp8, the verdict is "undetermined". docs/certificate.md says what each witness can and cannot see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from llm_fp8.kernels import LOW_PRECISION, KernelClass, KernelTimes, gemm_kernels, time_by_class
+from llm_fp8.precision import Precision
+from llm_fp8.swap import Census
+from llm_fp8.te_state import TeState
+
+Verdict = Literal["certified", "undetermined", "failed"]
+_SEVERITY: tuple[Verdict, ...] = ("certified", "undetermined", "failed")
+
+PRODUCTS_PER_WEIGHT = 3
+"""GEMMs of a linear weight in a micro-batch: forward, gradient of the input, gradient of the weight."""
+
+_RECIPES: dict[str, tuple[str, str]] = {
+    "delayed": ("DelayedScaling", "Float8Quantizer"),
+    "current": ("Float8CurrentScaling", "Float8CurrentScalingQuantizer"),
+    "block": ("Float8BlockScaling", "Float8BlockQuantizer"),
+    "mxfp8": ("MXFP8BlockScaling", "MXFP8Quantizer"),
+    "nvfp4": ("NVFP4BlockScaling", "NVFP4Quantizer"),
+}
+"""Scenario -> Transformer Engine's classes of recipe and quantizer (2.20)."""
+_QUANTIZERS = frozenset(quantizer for _, quantizer in _RECIPES.values())
+
+_ATTENTION_LIBRARIES = (("cudnn", "cuDNN"), ("flash", "flash"), ("fmha_cutlass", "memory-efficient"))
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a run says that each of its GPUs computes in one optimizer step."""
+
+    precision: str
+    """As in tables: 'bf16', 'fp8 delayed'."""
+    compute: str
+    """What linear layers outside fp8 compute in: fp32, bf16 or fp16."""
+    scenario: str | None = None
+    """The fp8 scenario in effect; None outside fp8."""
+    num_fp8_weights: int = 0
+    """Weight matrices whose products run in fp8."""
+    num_recomputed_fp8_weights: int = 0
+    """Those of them whose forward product runs again in the backward pass."""
+    fp8_linear_flop_share: float = 0.0
+    """Share of the linear layers' FLOPs that these weights have: the census's."""
+
+    @classmethod
+    def of_model(cls, precision: Precision, census: Census, recomputed: Sequence[nn.Module] = ()) -> Promise:
+        """That of the model which `precision` is attached to, whose layers `recomputed` run again in the backward pass."""
+        return cls(
+            precision=precision.plan.name,
+            compute=precision.plan.compute_name,
+            scenario=precision.plan.effective_scenario,
+            num_fp8_weights=precision.count_fp8_weights(),
+            num_recomputed_fp8_weights=precision.count_fp8_weights(within=recomputed),
+            fp8_linear_flop_share=census.fp8_linear_flop_share,
+        )
+
+    def num_fp8_gemms(self, num_micro_batches: int) -> int:
+        """The least number of fp8 GEMM kernels of a step; a product may take several kernels, not less than one."""
+        return num_micro_batches * (PRODUCTS_PER_WEIGHT * self.num_fp8_weights + self.num_recomputed_fp8_weights)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A verdict and what it rests on. Everything is of one rank's recorded step."""
+
+    verdict: Verdict
+    precision: str
+    reasons: list[str]
+    """In words, why the verdict is not 'certified'."""
+    remarks: list[str]
+    """What should be known beside the verdict."""
+    num_gemm_kernels: int
+    num_fp8_gemm_kernels: int
+    num_expected_fp8_gemm_kernels: int
+    num_unknown_gemm_kernels: int
+    gemm_kernels_by_type: dict[str, int]
+    unknown_gemm_names: list[str]
+    fp8_gemm_time_share: float | None
+    """Of the time of all GEMM kernels; None where none was recorded."""
+    fp8_linear_flop_share: float
+    """The census's; kernel names do not give sizes."""
+    attention: str | None
+    """The kernels that attention runs on."""
+    recipe_inside_modules: str | None
+    """The recipe in force inside a module of Transformer Engine at its first forward pass; 'none' outside fp8, None without such a module."""
+    transformer_engine: TeState
+    num_micro_batches: int
+    time_s_by_class: dict[KernelClass, float] = field(default_factory=dict)
+    """Time of the step's kernels by what they are there for."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for certificate.json and summary.json."""
+        return dataclasses.asdict(self)
+
+    def describe(self) -> str:
+        """One line for the terminal."""
+        if self.num_expected_fp8_gemm_kernels or self.num_fp8_gemm_kernels:
+            kernels = f"{self.num_fp8_gemm_kernels} of {self.num_gemm_kernels} GEMM kernels in fp8"
+            if self.fp8_gemm_time_share is not None:
+                kernels += f" ({self.fp8_gemm_time_share:.1%} of GEMM time), {self.fp8_linear_flop_share:.1%} of linear FLOPs"
+        else:
+            kernels = f"none of {self.num_gemm_kernels} GEMM kernels in fp8"
+        verdict = "" if self.verdict == "certified" else f"{self.verdict.upper()}, "
+        attention = f", attention {self.attention}" if self.attention else ""
+        remarks = f" ({'; '.join(self.remarks)})" if self.remarks else ""
+        return f"certificate: {verdict}{self.precision}, {kernels}{attention}{remarks}"
+
+    def failure(self, path: Path) -> str:
+        """The sentence on which a run with a failed certificate ends; `path` is where the certificate is kept."""
+        return (
+            f"the GPU does not run what was asked for ({self.precision}): {'; '.join(self.reasons)}. Look at {path}, and at what wraps or patches the "
+            "model in this environment; --no_certify trains all the same."
+        )
+
+
+def certify(
+    promise: Promise,
+    kernels: KernelTimes,
+    state: TeState,
+    *,
+    num_micro_batches: int,
+    recipe_inside_modules: str | None = None,
+    attention: str | None = None,
+) -> Certificate:
+    """Compare the witnesses of one recorded step.
+
+    Args:
+        promise: what should have run.
+        kernels: what the GPU ran.
+        state: of the modules that should have computed in fp8, or outside fp8 of all linear modules of Transformer Engine.
+        num_micro_batches: of the step, on one GPU.
+        recipe_inside_modules: `llm_fp8.precision.Precision.seen_inside`.
+        attention: which kernels attention runs on.
+    """
+    gemms = gemm_kernels(kernels)
+    by_type = {str(kind): found.count for kind, found in gemms.items()}
+    total_s = sum(found.time_s for found in gemms.values())
+    low_s = sum(gemms[kind].time_s for kind in LOW_PRECISION if kind in gemms)
+    num_gemms, num_low = sum(by_type.values()), sum(by_type.get(kind, 0) for kind in LOW_PRECISION)
+    seen = _Seen(by_type, num_gemms, num_low, by_type.get("unknown", 0), num_micro_batches, state, recipe_inside_modules)
+    judge = _judge_without_kernels if num_gemms == 0 else _judge_fp8 if promise.scenario else _judge_without_fp8
+    failures, doubts, remarks = judge(promise, seen)
+    if attention is not None and "unfused" in attention:
+        remarks.append("attention is unfused, several times slower")
+    return Certificate(
+        verdict="failed" if failures else "undetermined" if doubts else "certified",
+        precision=promise.precision,
+        reasons=[*failures, *doubts],
+        remarks=remarks,
+        num_gemm_kernels=num_gemms,
+        num_fp8_gemm_kernels=num_low,
+        num_expected_fp8_gemm_kernels=promise.num_fp8_gemms(num_micro_batches),
+        num_unknown_gemm_kernels=seen.num_unknown,
+        gemm_kernels_by_type=by_type,
+        unknown_gemm_names=list(gemms["unknown"].names) if "unknown" in gemms else [],
+        fp8_gemm_time_share=low_s / total_s if total_s else None,
+        fp8_linear_flop_share=promise.fp8_linear_flop_share,
+        attention=attention,
+        recipe_inside_modules=recipe_inside_modules,
+        transformer_engine=state,
+        num_micro_batches=num_micro_batches,
+        time_s_by_class={name: found.time_s for name, found in time_by_class(kernels).items()},
+    )
+
+
+def worst(certificates: Sequence[Certificate]) -> Certificate:
+    """That of several ranks which speaks for all: the first of the worst verdict."""
+    return max(certificates, key=lambda certificate: _SEVERITY.index(certificate.verdict))
+
+
+def attention_library(kernels: KernelTimes) -> str:
+    """The library of the attention kernels that took longest, where the model and not Transformer Engine chose it; 'math' without any."""
+    attention = time_by_class(kernels).get("attention")
+    if attention is None:
+        return "math"
+    longest = next(iter(attention.names)).lower()
+    return next((words for part, words in _ATTENTION_LIBRARIES if part in longest), "a library of its own")
+
+
+# --- judging ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The witnesses' accounts, counted."""
+
+    by_type: dict[str, int]
+    num_gemms: int
+    num_low: int
+    num_unknown: int
+    num_micro_batches: int
+    state: TeState
+    recipe_inside_modules: str | None
+
+    def describe_gemms(self) -> str:
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(self.by_type.items())) or "none"
+
+    def describe_state(self) -> str:
+        state = self.state
+        if not state.num_modules:
+            return "the model has no linear module of Transformer Engine to ask"
+        recipes = f" by {', '.join(state.recipes)}" if state.recipes else ""
+        return f"of {state.num_modules} modules of Transformer Engine {state.num_in_fp8} say that they computed in fp8{recipes}"
+
+
+_Findings = tuple[list[str], list[str], list[str]]
+"""What shows the promise to be broken, what leaves it open, and what is only worth knowing."""
+
+
+def _judge_without_kernels(promise: Promise, seen: _Seen) -> _Findings:
+    unseen = "the profiler recorded no GEMM kernel (CUPTI is missing, or profiling is not permitted here)"
+    return [], [f"{unseen}; {seen.describe_state()}"], []
+
+
+def _judge_fp8(promise: Promise, seen: _Seen) -> _Findings:
+    failures: list[str] = []
+    doubts: list[str] = []
+    remarks: list[str] = []
+    state, expected = seen.state, promise.num_fp8_gemms(seen.num_micro_batches)
+    recipe, quantizer = _RECIPES[promise.scenario or ""]
+    missing = expected - seen.num_low
+    readable = state.num_modules - state.num_unreadable
+    if missing > 0 and seen.num_unknown >= missing and state.all_in_fp8:
+        doubts.append(
+            f"{seen.num_unknown} GEMM kernels of unknown type: {seen.num_low} of the {expected} expected fp8 GEMM kernels were recognised, and "
+            f"{seen.describe_state()}, so these are probably theirs under names that are not known here"
+        )
+    elif missing > 0:
+        failures.append(
+            f"expected at least {expected} fp8 GEMM kernels ({_product(promise, seen)}), and {seen.num_low} ran (all GEMM kernels: {seen.describe_gemms()}); "
+            f"{seen.describe_state()}"
+        )
+    elif state.num_in_fp8 < readable or not state.num_modules:
+        doubts.append(f"the kernels are those of fp8, but {seen.describe_state()}")
+    if others := {name: count for name, count in state.recipes.items() if name != recipe}:
+        failures.append(f"expected the recipe {recipe}, and modules computed by {_listed(others)}")
+    elif seen.recipe_inside_modules not in (None, recipe) and not failures:
+        failures.append(f"expected the recipe {recipe} inside the modules, and it was {seen.recipe_inside_modules}")
+    if others := {name: count for name, count in state.quantizers.items() if name in _QUANTIZERS - {quantizer}}:
+        failures.append(f"expected quantizers of the class {quantizer}, and there are {_listed(others)}")
+    if state.num_without_maxima:
+        failures.append(
+            f"the history of maxima of {state.num_without_maxima} of {state.num_modules} modules is empty after the step, so their scales never move"
+        )
+    if state.num_unreadable:
+        remarks.append(f"{state.num_unreadable} modules of Transformer Engine do not say what they computed in")
+    if unknown := {name: count for name, count in state.quantizers.items() if name not in _QUANTIZERS}:
+        remarks.append(f"quantizers of classes not known here: {_listed(unknown)}")
+    return failures, doubts, remarks
+
+
+def _judge_without_fp8(promise: Promise, seen: _Seen) -> _Findings:
+    failures: list[str] = []
+    doubts: list[str] = []
+    remarks: list[str] = []
+    if seen.num_low:
+        failures.append(f"expected no fp8 GEMM kernel, and {seen.num_low} ran (all GEMM kernels: {seen.describe_gemms()})")
+    if seen.state.num_in_fp8:
+        failures.append(f"expected no module in fp8, and {seen.describe_state()}")
+    elif seen.recipe_inside_modules not in (None, "none"):
+        failures.append(f"expected no fp8 recipe inside the modules, and it was {seen.recipe_inside_modules}")
+    if not seen.by_type.get(promise.compute):
+        words = f"expected GEMM kernels in {promise.compute}, and none was recognised (all GEMM kernels: {seen.describe_gemms()})"
+        (doubts if seen.num_unknown else failures).append(words)
+    elif seen.num_unknown:
+        remarks.append(f"{seen.num_unknown} GEMM kernels of unknown type")
+    return failures, doubts, remarks
+
+
+def _product(promise: Promise, seen: _Seen) -> str:
+    """How the expected number comes about."""
+    again = f" and {promise.num_recomputed_fp8_weights} products computed again" if promise.num_recomputed_fp8_weights else ""
+    micro_batches = f" in each of {seen.num_micro_batches} micro-batches" if seen.num_micro_batches > 1 else ""
+    return f"{promise.num_fp8_weights} weights x {PRODUCTS_PER_WEIGHT} products{again}{micro_batches}"
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in counts.items())

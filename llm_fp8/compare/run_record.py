@@ -1,0 +1,207 @@
+"""One finished training run as plain values, and how it is read from its folder."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llm_fp8.compare.arms import effective_precision, requested_arm
+from llm_fp8.errors import UserError
+from llm_fp8.exact_match import ANSWERS_FOLDER
+from llm_fp8.report import WARMUP_STEPS
+
+CERTIFICATE_FILE = "certificate.json"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run left behind. Sections that its source does not keep are empty."""
+
+    source: str
+    """Folder or W&B path, for messages and provenance."""
+    config: dict[str, dict[str, Any]]
+    """Sections of options, as in run.json."""
+    precision: dict[str, Any]
+    """Precision asked for and in effect, as in run.json."""
+    steps: list[dict[str, float]]
+    evaluations: list[dict[str, float]]
+    effective: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    answers: dict[str, bool] = field(default_factory=dict)
+    """Problem -> whether the run's last evaluation answered it right."""
+    certificate: dict[str, Any] | None = None
+    num_resumes: int = 0
+
+    @property
+    def arm(self) -> str:
+        """The arm that was asked for."""
+        return requested_arm(self.precision)
+
+    @property
+    def effective_name(self) -> str:
+        """What ran, as 'bf16' or 'fp8 delayed'."""
+        return effective_precision(self.precision)
+
+    @property
+    def seed(self) -> int:
+        """--seed."""
+        return int(self.config["optim"]["seed"])
+
+    @property
+    def measured_steps(self) -> list[dict[str, float]]:
+        """The steps that speed is measured on: without the first ten of the run, or the first half of a run of fewer than twenty."""
+        return self.steps[min(WARMUP_STEPS, len(self.steps) // 2) :]
+
+    @property
+    def step_rates(self) -> list[float]:
+        """tokens/s of each measured step (all positions, all GPUs)."""
+        return [step["tokens_per_s"] for step in self.measured_steps if "tokens_per_s" in step]
+
+    @property
+    def wall_times_s(self) -> list[float]:
+        """Seconds of training until the end of each step: sums of `step_time_s`, evaluations, checkpoints and start-up left out.
+
+        The first step is counted as the median one: it holds compilation and start-up, which a run of useful length does not notice.
+        """
+        if not self.steps:
+            return []
+        times = [step.get("step_time_s", math.nan) for step in self.steps]
+        return list(itertools.accumulate([statistics.median(times), *times[1:]]))
+
+    @property
+    def final_eval_loss(self) -> float | None:
+        """Held-out loss after the last step; None without an evaluation there."""
+        last = self.steps[-1]["step"] if self.steps else None
+        found = [record["eval_loss"] for record in self.evaluations if record["step"] == last]
+        return found[-1] if found else None
+
+    @property
+    def exact_match(self) -> float | None:
+        """Share of the held-out problems that the last evaluation answered right; None where it was not asked."""
+        if self.answers:
+            return sum(self.answers.values()) / len(self.answers)
+        return self.evaluations[-1].get("eval_exact_match") if self.evaluations else None
+
+    @property
+    def peak_memory_gib(self) -> float | None:
+        """Most memory that tensors held on any GPU of the run; None on a CPU."""
+        values = [step[key] for step in self.steps for key in ("peak_memory_gib", "peak_memory_gib_max_rank") if key in step]
+        return max(values) if values else None
+
+    @property
+    def token_trace(self) -> list[float]:
+        """Tokens seen after each step: runs that read the same rows in the same order have the same trace."""
+        return [step["tokens_seen"] for step in self.steps if "tokens_seen" in step]
+
+
+def numbers(record: dict[str, Any]) -> dict[str, float]:
+    """The numeric entries of a metrics record; "NaN" and "Infinity" become floats again."""
+    plain: dict[str, float] = {}
+    for key, value in record.items():
+        if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+            value = float(value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            plain[key] = value
+    return plain
+
+
+def split_records(records: list[dict[str, Any]]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Records of metrics.jsonl or of a W&B history -> those of optimizer steps, those of evaluations; each in order.
+
+    W&B merges an evaluation into the row of its step; it is taken apart again.
+    """
+    steps, evaluations = [], []
+    for record in records:
+        plain = numbers(record)
+        if "step" not in plain:
+            continue
+        evaluation = {key: value for key, value in plain.items() if key.startswith("eval_")}
+        step = {key: value for key, value in plain.items() if not key.startswith("eval_")}
+        if "loss" in step:
+            steps.append(step)
+        if "eval_loss" in evaluation:
+            evaluations.append({"step": plain["step"], **evaluation})
+    return steps, evaluations
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}); is the run complete?") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold one JSON object, and holds a {type(value).__name__}.")
+    return value
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file. Raises `UserError` with the line that is none."""
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}: line {number} is not valid JSON ({error}).") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{path}: line {number} is not a JSON object.")
+        records.append(record)
+    return records
+
+
+def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
+    """A finished run's record. Raises `UserError` where `folder` holds none, or one that did not finish."""
+    if not folder.is_dir():
+        raise UserError(f"{flag} {folder}: no such folder; give the --output_dir of a finished run.")
+    for name in ("run.json", "metrics.jsonl", "summary.json"):
+        if not (folder / name).is_file():
+            hint = "the run did not finish" if name == "summary.json" else "it is not a run's --output_dir"
+            raise UserError(f"{flag} {folder}: there is no {name} in it, so {hint}; give the folder of a finished run.")
+    run, summary = _read_json(folder / "run.json"), _read_json(folder / "summary.json")
+    if "stopped_by" in summary:
+        raise UserError(
+            f"{flag} {folder}: the run was stopped by {summary['stopped_by']} after step {summary.get('steps')}; finish it with "
+            "--resume_from latest."
+        )
+    missing = [key for key in ("config", "precision") if key not in run]
+    if missing:
+        raise UserError(
+            f"{flag} {folder}: run.json has no {' and no '.join(missing)}; it is not of this project's training scripts."
+        )
+    steps, evaluations = split_records(read_jsonl(folder / "metrics.jsonl"))
+    if not steps:
+        raise UserError(f"{flag} {folder}: metrics.jsonl holds no optimizer step.")
+    certificate = folder / CERTIFICATE_FILE
+    return RunRecord(
+        source=str(folder),
+        config=run["config"],
+        precision=run["precision"],
+        steps=steps,
+        evaluations=evaluations,
+        effective=run.get("effective", {}),
+        data=run.get("data", {}),
+        model={key: run["model"][key] for key in ("location", "num_parameters") if key in run.get("model", {})},
+        provenance=run.get("provenance", {}),
+        summary=summary,
+        answers=_last_answers(folder / ANSWERS_FOLDER),
+        certificate=_read_json(certificate) if certificate.is_file() else summary.get("certificate"),
+        num_resumes=len(run.get("resumes", [])),
+    )
+
+
+def _last_answers(folder: Path) -> dict[str, bool]:
+    """Problem -> right or wrong, of the last evaluation in `folder`; empty without one."""
+    files = {
+        int(match[1]): path for path in folder.glob("step-*.jsonl") if (match := re.fullmatch(r"step-(\d+)\.jsonl", path.name))
+    }
+    if not files:
+        return {}
+    return {f"{answer['row_id']}: {answer['problem']}": bool(answer["correct"]) for answer in read_jsonl(files[max(files)])}

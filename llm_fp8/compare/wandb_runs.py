@@ -1,0 +1,96 @@
+"""A run's record from W&B: from the file that an offline run keeps on disk, or from the server through wandb's public API.
+
+Both hold the configuration, what it came to, the provenance and the history. The answers to the held-out problems stay in the run's folder.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from llm_fp8.compare.run_record import RunRecord, split_records
+from llm_fp8.errors import UserError
+from llm_fp8.wandb_files import read_wandb_file
+
+_FLAG = "--wandb"
+_SERVER_PATH = re.compile(r"[^/\s]+/[^/\s]+/[^/\s]+")
+_OPTION_SECTIONS = ("model", "precision", "data", "optim", "run", "parallel")
+
+
+def read_wandb(text: str, api: Any = None) -> RunRecord:
+    """The record of a finished run: `text` is a folder with a .wandb file where there is one of that name, else ENTITY/PROJECT/RUNID.
+
+    `api` is a `wandb.Api`; by default a new one, with the login of this machine. Raises `UserError` where there is no such run.
+    """
+    folder = Path(text)
+    if not folder.exists() and _SERVER_PATH.fullmatch(text):
+        return _read_server_run(text, api)
+    if not folder.is_dir():
+        raise UserError(f"{_FLAG} {text}: no such folder; give a wandb/offline-run-* folder, or ENTITY/PROJECT/RUNID.")
+    files = sorted(folder.glob("*.wandb"))
+    if len(files) != 1:
+        raise UserError(
+            f"{_FLAG} {text}: it must hold one .wandb file, as a wandb/offline-run-* folder does, and holds {len(files)}; for a run's output "
+            "folder use --runs."
+        )
+    run = read_wandb_file(files[0])
+    if run.exit_code != 0:
+        how = "is still running or was killed" if run.exit_code is None else f"ended with exit code {run.exit_code}"
+        raise UserError(f"{_FLAG} {text}: the run {how}; give a run that finished.")
+    return _record(text, run.config, run.history, run.logged_summary)
+
+
+def _read_server_run(path: str, api: Any) -> RunRecord:
+    import wandb
+
+    try:
+        run = (api or wandb.Api()).run(path)
+        state, config, summary, history = run.state, dict(run.config), dict(run.summary), list(run.scan_history())
+    except (wandb.errors.Error, ValueError, OSError) as error:
+        raise UserError(f"{_FLAG} {path}: W&B did not give the run ({error}); check the path and 'wandb login'.") from error
+    if state != "finished":
+        raise UserError(f"{_FLAG} {path}: the W&B run is {state}; give a run that finished.")
+    return _record(path, config, history, summary)
+
+
+def _record(source: str, config: dict[str, Any], history: list[dict[str, Any]], summary: dict[str, Any]) -> RunRecord:
+    effective = dict(config.get("effective") or {})
+    precision = effective.pop("precision", None)
+    if precision is None or "optim" not in config:
+        raise UserError(
+            f"{_FLAG} {source}: its configuration lacks what this project's training scripts store (optim, effective.precision)."
+        )
+    steps, evaluations = split_records(_merged_by_step(history))
+    if not steps:
+        raise UserError(f"{_FLAG} {source}: its history holds no optimizer step.")
+    model, data = effective.pop("model", {}), effective.pop("data", {})
+    return RunRecord(
+        source=source,
+        config={name: config[name] for name in _OPTION_SECTIONS if name in config},
+        precision=precision,
+        steps=steps,
+        evaluations=evaluations,
+        effective=effective,
+        data=data,
+        model={key: model[key] for key in ("location", "num_parameters") if key in model},
+        provenance=config.get("provenance", {}),
+        summary=summary,
+        certificate=certificate_from_flat(summary),
+    )
+
+
+def certificate_from_flat(summary: dict[str, Any]) -> dict[str, Any] | None:
+    """The certificate in a W&B summary, whose nested entries stand under keys as 'certificate/verdict'; None without one."""
+    found = {key.removeprefix("certificate/"): value for key, value in summary.items() if key.startswith("certificate/")}
+    return found or None
+
+
+def _merged_by_step(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """History rows with those of one step joined: an evaluation may stand in the row of its step or in one of its own."""
+    by_step: dict[Any, dict[str, Any]] = {}
+    for row in history:
+        if row.get("step") is not None:
+            present = {key: value for key, value in row.items() if value is not None and not key.startswith("_")}
+            by_step.setdefault(row["step"], {}).update(present)
+    return [by_step[step] for step in sorted(by_step)]

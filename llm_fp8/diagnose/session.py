@@ -1,0 +1,205 @@
+"""Builds the parts of a run by the run's own code, takes a few steps and measures some of them, each in one way at a time:
+
+warm-up steps      nothing is measured: kernels are compiled, scales and the allocator settle
+unwatched steps    their time, and the peak of memory
+one step           the operands of every GEMM
+one step           the memory at marks through the step
+one step           its kernels
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+import te_llama
+from llm_fp8.ceilings import Ceilings, measure_ceilings
+from llm_fp8.config import Config, check_config
+from llm_fp8.diagnose.layers import group_layers
+from llm_fp8.diagnose.losses import StepFacts, ranked_losses
+from llm_fp8.diagnose.memory_kinds import divide_peak, known_bytes
+from llm_fp8.diagnose.memory_probe import MemoryProbe, cuda_meter
+from llm_fp8.diagnose.operands import GemmRecorder, ModuleGemms, te_gemm_owners
+from llm_fp8.diagnose.problems import attention_problems, left_out_problems, precision_problems, reasons_outside_fp8
+from llm_fp8.diagnose.result import Diagnosis, MemoryFindings, TimeFindings
+from llm_fp8.diagnose.step_time import StepTime, step_time
+from llm_fp8.diagnose.without_gpu import diagnose_without_gpu
+from llm_fp8.diagnose.workload import ConfiguredWorkload, without_output
+from llm_fp8.errors import UserError
+from llm_fp8.kernels import record_kernels
+from llm_fp8.launch_env import apply_launch_settings
+from llm_fp8.metrics import GIB, StepTokens, step_flops
+from llm_fp8.models import check_model, decoder_layers, load_config, load_tokenizer, require_te_decoder, resolve_source
+from llm_fp8.precision import describe_device
+from llm_fp8.process_group import own_device
+from llm_fp8.provenance import collect_provenance
+from llm_fp8.run import quiet_libraries
+from llm_fp8.throughput.ours import OurTraining
+
+NUM_UNWATCHED_STEPS = 3
+
+
+def diagnose(config: Config, num_warmup_steps: int, trace: Path | None = None) -> Diagnosis:
+    """Diagnose the run that `config` describes; without a GPU what can be said there.
+
+    `trace` is where the recorded step is kept in Chrome's trace format. Raises `UserError` as the run itself would.
+    """
+    quiet_libraries()
+    config = apply_launch_settings(config, os.environ)
+    check_config(config)
+    _check_model(config)
+    device = own_device()
+    if device.type != "cuda":
+        return diagnose_without_gpu(config)
+    if config.model.use_te:
+        require_te_decoder(device)
+    ceilings = measure_ceilings(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    try:
+        return _Session(config, device).diagnose(ceilings, num_warmup_steps, trace)
+    except torch.OutOfMemoryError as error:
+        raise UserError(_too_little_memory(config, device)) from error
+
+
+def _check_model(config: Config) -> None:
+    """Raise `UserError` where the run would refuse the model."""
+    source = resolve_source(config.model)
+    hf_config = load_config(config.model, source)
+    check_model(config, hf_config, load_tokenizer(config.model, source)[0])
+
+
+def _too_little_memory(config: Config, device: torch.device) -> str:
+    total, peak = torch.cuda.get_device_properties(device).total_memory / GIB, torch.cuda.max_memory_allocated(device) / GIB
+    return (
+        f"the GPU is out of memory: --batch_size {config.data.batch_size} rows of --max_seq_length {config.data.max_seq_length} do not fit, {peak:.1f} of "
+        f"{total:.1f} GiB were in use. Diagnose with a smaller --batch_size, or with --gradient_checkpointing or --optimizer adamw_8bit."
+    )
+
+
+class _Session:
+    """A run's parts and what is measured on them."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.training = OurTraining(ConfiguredWorkload.of(config), without_output(config))
+        self.plan = self.training.precision.plan
+
+    def diagnose(self, ceilings: Ceilings, num_warmup_steps: int, trace: Path | None) -> Diagnosis:
+        """Everything, in order."""
+        training, config = self.training, self.config
+        training.take(num_warmup_steps)
+        step_time_s, unwatched_peak, reserved = self._unwatched()
+        modules = self._gemms()
+        at_peak = divide_peak(self._watched_memory().marks)
+        with record_kernels() as recorded:
+            training.take(1)
+        step = step_time(recorded)
+        if trace is not None:
+            recorded.export_chrome_trace(str(trace))
+        attention = self._attention(step)
+        facts = self._facts(step, ceilings, attention)
+        names = [name for name, module in training.model.named_modules() if module in training.precision.fp8_modules]
+        return Diagnosis(
+            config=config.to_dict(),
+            provenance=collect_provenance(sys.argv),
+            device=describe_device(self.device),
+            precision=self.plan.to_dict(),
+            census=training.census,
+            outside_fp8=reasons_outside_fp8(training.census, config.precision, self.plan),
+            groups=group_layers(modules),
+            modules=modules,
+            attention=attention,
+            time=TimeFindings(step, step_time_s, facts.floors_s, ceilings, ranked_losses(facts)),
+            memory=MemoryFindings(at_peak, unwatched_peak, reserved),
+            problems=[
+                *precision_problems(self.plan, modules, names, training.precision.seen_inside),
+                *(left_out_problems(training.census) if self.plan.effective == "fp8" else []),
+                *attention_problems(attention),
+            ],
+            notes=self._notes(),
+        )
+
+    def _unwatched(self) -> tuple[float, int, int]:
+        """Median time of a step (seconds), and the peaks of allocated and reserved memory (bytes)."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = len(self.training.recorder.step_times_s)
+        self.training.take(NUM_UNWATCHED_STEPS)
+        times = self.training.recorder.step_times_s[before:]
+        return (
+            statistics.median(times),
+            torch.cuda.max_memory_allocated(self.device),
+            torch.cuda.max_memory_reserved(self.device),
+        )
+
+    def _gemms(self) -> list[ModuleGemms]:
+        recorder = GemmRecorder(self.training.model)
+        with recorder.recording(te_gemm_owners()):
+            self.training.take(1)
+        head = self.training.model.get_output_embeddings()
+        name = next(name for name, module in self.training.model.named_modules() if module is head)
+        recorder.note_output_head(name, self.plan.compute_dtype)
+        return recorder.modules()
+
+    def _watched_memory(self) -> MemoryProbe:
+        trainer, model = self.training.trainer, self.training.model
+        probe = MemoryProbe(
+            trainer.model, model.base_model, decoder_layers(model), trainer.optimizer, self.device, cuda_meter(self.device)
+        )
+        with probe.watching():
+            self.training.take(1)
+        return probe
+
+    def _attention(self, step: StepTime) -> str | None:
+        """What attention runs on; 'unfused' for several kernels."""
+        if self.config.model.use_te:
+            return te_llama.attention_backend()
+        return str(self.training.model.config._attn_implementation) if step.has_fused_attention else "unfused"
+
+    def _facts(self, step: StepTime, ceilings: Ceilings, attention: str | None) -> StepFacts:
+        training, config = self.training, self.config
+        trainer, census = training.trainer, training.census
+        head = training.model.get_output_embeddings().weight.numel()
+        num_micro_batches = config.optim.gradient_accumulation_steps
+        num_tokens = num_micro_batches * config.data.batch_size * config.data.max_seq_length
+        tokens = StepTokens(num_tokens, num_tokens, num_tokens, num_tokens * config.data.max_seq_length)
+        linear_flops = 6.0 * trainer.size.num_linear_parameters * num_tokens
+        layers = decoder_layers(training.model)
+        recomputed = len(layers[:: config.model.gradient_checkpointing_every]) if config.model.gradient_checkpointing else 0
+        known = known_bytes(trainer.model, trainer.optimizer, self.device)
+        return StepFacts(
+            time=step,
+            ceilings=ceilings,
+            num_fp8_weights=census.num_fp8_weights,
+            num_wide_weights=census.num_linear_weights - census.num_fp8_weights - head,
+            num_head_weights=head,
+            num_tokens=num_tokens,
+            num_micro_batches=num_micro_batches,
+            attention_flops=step_flops(trainer.size, tokens) - linear_flops,
+            recomputed_share=recomputed / len(layers),
+            weight_bytes=known["weights"],
+            gradient_bytes=sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad),
+            optimizer_bytes=known["optimizer_state"],
+            scenario=self.plan.effective_scenario,
+            use_te=config.model.use_te,
+            attention=attention,
+        )
+
+    def _notes(self) -> list[str]:
+        notes = ["rows are full of random tokens, one document each"]
+        if not self.config.packing:
+            notes.append(
+                "without --packing rows of real data are padded, which costs time that this does not show: see packing_efficiency in metrics.jsonl"
+            )
+        if self.config.optim.gradient_accumulation_steps == 1 and self.plan.effective == "fp8":
+            notes.append(
+                "a step of one micro-batch keeps no casts of weights; those that wait for the backward pass count as activations"
+            )
+        return notes

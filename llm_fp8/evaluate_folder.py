@@ -1,0 +1,107 @@
+"""Exact match of a model on disk, on the held-out problems of the run that made it, or of any dataset.
+
+    result = evaluate_exact_match_folder(Path("runs/x/final"), num_problems=500)
+    result.share, result.interval(), result.row_ids, result.correct
+
+Which problems are held out is decided as in training, by `prepare_data` from the run's own options, so that none of them was trained on. Two
+models that are evaluated with the same options answer the same problems.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from llm_fp8.config import Config, DataConfig, ModelConfig, RunConfig, check_config
+from llm_fp8.data import prepare_data
+from llm_fp8.errors import UserError
+from llm_fp8.exact_match import ExactMatchResult, answer_problems, encode_problems
+from llm_fp8.generation import BATCH_SIZE, check_positions, generation_dtype
+from llm_fp8.models import build_model, load_config, load_tokenizer, resolve_source
+from llm_fp8.process_group import own_device
+
+
+def run_of(model: str | Path) -> Path | None:
+    """The folder of the run that exported `model`; None for a model from elsewhere."""
+    parent = Path(model).resolve().parent
+    return parent if Path(model).is_dir() and (parent / "run.json").is_file() else None
+
+
+def data_options(model: str | Path, changes: Mapping[str, Any]) -> DataConfig:
+    """The data options of the run that exported `model` (its last start), or the defaults, with `changes` in their place."""
+    run = run_of(model)
+    recorded: dict[str, Any] = {}
+    if run is not None:
+        try:
+            content = json.loads((run / "run.json").read_text())
+            recorded = [content, *content.get("resumes", [])][-1]["config"]["data"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{run / 'run.json'} is not the record of a run ({type(error).__name__}: {error}).") from error
+    known = {field.name for field in dataclasses.fields(DataConfig)}
+    options = {name: value for name, value in recorded.items() if name in known}
+    # How rows are batched changes nothing here, and rows are looked up by number.
+    return DataConfig(**{**options, **changes, "batch_size": 1, "packing": False, "streaming": False})
+
+
+def evaluate_exact_match_folder(
+    folder: str | Path,
+    *,
+    num_problems: int,
+    max_new_tokens: int = RunConfig.eval_max_new_tokens,
+    batch_size: int = BATCH_SIZE,
+    changes: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> ExactMatchResult:
+    """Let a Hugging Face checkpoint answer at most `num_problems` held-out problems, on the GPU in bf16, or on the CPU in fp32.
+
+    Args:
+        folder: an exported folder (runs/x/final), another folder with a Hugging Face model, or a hub id.
+        max_new_tokens: where an answer is cut off.
+        batch_size: problems answered at a time.
+        changes: fields of `DataConfig` to take instead of those of the run that made the folder.
+        say: gets a line on the data and what is done.
+
+    Raises `UserError` on a model, dataset or option that cannot be used, and where the GPU's memory is not enough.
+    """
+    options = ModelConfig(model_name=str(folder), attn_implementation="sdpa")
+    if not (Path(folder) / "config.json").is_file() and (Path(folder) / "final" / "config.json").is_file():
+        raise UserError(f"--model_name {folder} is the folder of a run; give {Path(folder) / 'final'}.")
+    source = resolve_source(options)
+    if source.architecture_only:
+        raise UserError(f"--model_name {folder} has no weights that could be evaluated; give a folder with a trained model.")
+    device = own_device()
+    config = Config(
+        model=options,
+        data=data_options(folder, changes or {}),
+        run=RunConfig(eval_exact_match=num_problems, eval_max_new_tokens=max_new_tokens),
+    )
+    check_config(config)
+    hf_config = load_config(options, source)
+    tokenizer, _ = load_tokenizer(options, source)
+    data = prepare_data(config, tokenizer)
+    say(data.description)
+    if not data.problems:
+        raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")
+    if len(data.problems) < num_problems:
+        say(f"  {num_problems} problems were asked for, and {len(data.problems)} are held out: all of them are answered")
+    check_positions(encode_problems(data.problems, tokenizer), hf_config, max_new_tokens, "--max_new_tokens")
+    dtype = generation_dtype(device)
+    # Loaded on the CPU, where `copy_for_generation` too has its buffers computed.
+    model, _ = build_model(
+        options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=torch.device("cpu"), seed=0
+    )
+    say(f"answering {len(data.problems)} problems in {str(dtype).removeprefix('torch.')} on {device}")
+    model.eval()
+    try:
+        nn.Module.to(model, device)
+        return answer_problems(model, tokenizer, data.problems, max_new_tokens, batch_size)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"the GPU is out of memory with --batch_size {batch_size} and --max_new_tokens {max_new_tokens}; lower one of them."
+        ) from error

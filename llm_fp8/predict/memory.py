@@ -1,0 +1,111 @@
+"""Peak memory of a GPU's tensors, by part.
+
+The peak is at the start of the last micro-batch's backward pass: every layer's saved tensors, the logits and the gradient of the output head
+exist at once, beside weights, optimizer state and the gradients of earlier micro-batches. With a single micro-batch there are no such gradients
+yet, and the end of the backward pass, with all gradients and no activations, may be the peak instead.
+
+What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc), in elements:
+
+    input of the norm, twice (h each)             bf16
+    output of the first norm (h)                  bf16, or one fp8 copy (the layout of the weight gradient's GEMM)
+    output of the second norm (h)                 bf16, or two fp8 copies: LayerNormMLP drops neither layout
+    rotated q and k, v (q + 2 kv)                 bf16
+    inputs of the norms of q and k (q + kv)       bf16; Qwen3 alone
+    attention's output (q)                        bf16; in fp8 also the projection's fp8 input
+    attention's log-sum-exp (one per head)        fp32
+    output of fc1 (2 f)                           bf16
+    input of fc2 (f)                              bf16, or one fp8 copy; with block scaling both layouts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from llm_fp8.loss import default_chunk_tokens
+from llm_fp8.metrics import GIB
+from llm_fp8.optim import bytes_per_parameter
+from llm_fp8.parallel.choice import keeps_whole_gradients, state_bytes
+from llm_fp8.predict.scenario import Scenario
+from te_llama import DecoderSpec
+
+_BF16, _FP32 = 2, 4
+_BLOCK_SCALE = 1 / 32
+"""Bytes per element of an fp32 scale for 128 elements."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """GiB of the parts at the peak."""
+
+    state_gib: float
+    """Weights, gradients that stand from one micro-batch to the next, optimizer state, whole weights gathered from shards, DDP's buckets."""
+    weight_casts_gib: float
+    activations_gib: float
+    head_gib: float
+    """Logits, final hidden states and the gradient of the output head."""
+
+    @property
+    def total_gib(self) -> float:
+        """The peak."""
+        return self.state_gib + self.weight_casts_gib + self.activations_gib + self.head_gib
+
+
+def saved_bytes(spec: DecoderSpec, recipe: str) -> float:
+    """Bytes that a decoder layer keeps per token for its backward pass; see the module's docstring."""
+    h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
+    always = _BF16 * (2 * h + q + 2 * kv + q + 2 * f) + _FP32 * spec.num_heads
+    if spec.qk_norm:
+        always += _BF16 * (q + kv)
+    if recipe == "bf16":
+        return always + _BF16 * (2 * h + f)
+    if recipe == "block":
+        return always + (1 + _BLOCK_SCALE) * (3 * h + q + 2 * f)
+    return always + 3 * h + q + f
+
+
+def _standing_bytes(scenario: Scenario, with_gradients: bool) -> float:
+    """Weights, optimizer state and gradients on one GPU, in bytes, at a time when gradients exist or do not."""
+    config, parameters = scenario.config(), scenario.model.num_parameters
+    kept = bytes_per_parameter(scenario.optimizer)
+    total: float = state_bytes(scenario.mode, scenario.optimizer, scenario.num_gpus, config) * parameters
+    if keeps_whole_gradients(scenario.mode, config):
+        total -= kept.gradient / scenario.num_gpus * parameters  # the shards of gradients come with the reduction
+    elif not with_gradients:
+        total -= kept.gradient / (scenario.num_gpus if scenario.sharded else 1) * parameters
+    if scenario.mode == "ddp":
+        total += kept.gradient * parameters  # buckets
+    return total
+
+
+def _gathered_bytes(scenario: Scenario) -> float:
+    """Whole bf16 weights under fsdp_full: the outermost unit (embedding, head) and two layers, one of them on its way."""
+    if scenario.mode != "fsdp_full":
+        return 0.0
+    model = scenario.model
+    outer = model.head * (1 if model.spec.tied_embeddings else 2)
+    return _BF16 * (outer + 2 * model.layer_linear)
+
+
+def peak_memory(scenario: Scenario) -> Memory:
+    """Predict the peak on the GPU that needs most."""
+    spec, tokens = scenario.model.spec, scenario.micro_batch_tokens
+    kept = spec.num_layers - scenario.recomputed_layers
+    in_fp8 = scenario.fp8_layers / spec.num_layers
+    per_layer = in_fp8 * saved_bytes(spec, scenario.recipe) + (1 - in_fp8) * saved_bytes(spec, "bf16")
+    inputs_only = _BF16 * spec.hidden_size * scenario.recomputed_layers
+    activations = tokens * (kept * per_layer + inputs_only + (per_layer if scenario.recomputed_layers else 0))
+    chunk = default_chunk_tokens(tokens, spec.vocab_size, torch.bfloat16)
+    # In one chunk the weight's gradient is bf16; in several it is summed in fp32 and then rounded beside it.
+    head_gradient = _BF16 * scenario.model.head if tokens <= chunk else (_FP32 + _BF16) * scenario.model.head
+    hidden = 4 * _BF16 * spec.hidden_size * tokens  # output of the last layer and of the norm, and their gradients
+    head: float = _BF16 * min(tokens, chunk) * spec.vocab_size + head_gradient + hidden
+    cast_layers = scenario.fp8_layers if not scenario.sharded else min(1, scenario.fp8_layers)
+    casts = 2 * cast_layers * scenario.model.layer_linear
+    has_gradients = scenario.micro_batches > 1
+    state = _standing_bytes(scenario, has_gradients) + _gathered_bytes(scenario)
+    whole_gradients = _standing_bytes(scenario, True) + _gathered_bytes(scenario)
+    if not has_gradients and whole_gradients + tokens * per_layer > state + activations + head:
+        state, activations, head = whole_gradients, tokens * per_layer, 0.0
+    return Memory(state / GIB, casts / GIB, activations / GIB, head / GIB)

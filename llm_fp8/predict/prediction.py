@@ -1,0 +1,222 @@
+"""Time and memory of a step on a GPU by name, and what a run came to beside them.
+
+The constants come from one GPU (`calibration.CALIBRATED_GPU`). Another GPU whose ceilings are recorded (llm_fp8/ceilings.py), or measured now,
+gets them scaled by the ratio of the ceilings. A GPU with neither has no prediction.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llm_fp8.ceilings import RESULTS, Ceilings, known_ceilings, measure_ceilings
+from llm_fp8.errors import UserError
+from llm_fp8.metrics import GIB
+from llm_fp8.predict.calibration import (
+    CALIBRATED_GPU,
+    FITS_RESERVE_GIB,
+    FSDP_RESERVED_SHARE,
+    GPU_MEMORY_GIB,
+    MEASURED_GPUS,
+    MEASURED_TOKENS,
+    Rates,
+    host_s_per_layer,
+)
+from llm_fp8.predict.memory import Memory, peak_memory
+from llm_fp8.predict.scenario import Scenario
+from llm_fp8.predict.step_time import StepTime, step_time
+from llm_fp8.provenance import REPOSITORY
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that steps can be predicted for."""
+
+    name: str
+    rates: Rates
+    memory_gib: float | None
+    """None where it is not known."""
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the constants were fitted to runs on this GPU, not scaled to it."""
+        return self.name == CALIBRATED_GPU
+
+
+def known_gpus() -> list[str]:
+    """Names of the GPUs that `known_gpu` knows."""
+    recorded = {json.loads(path.read_text())["gpu"] for path in RESULTS.glob("ceilings_*.json")}
+    reachable = {name for name in recorded if known_ceilings(CALIBRATED_GPU) is not None}
+    return sorted({CALIBRATED_GPU} | reachable)
+
+
+def known_gpu(name: str) -> Gpu | None:
+    """The GPU that `torch.cuda.get_device_name` calls so; None for one without records."""
+    if name == CALIBRATED_GPU:
+        return Gpu(name, Rates(), GPU_MEMORY_GIB[name])
+    here = known_ceilings(name)
+    if here is None:
+        return None
+    record = json.loads((REPOSITORY / here.source).read_text())
+    return _scaled(name, here.ceilings, record["provenance"]["gpus"][0]["memory_gib"])
+
+
+def _scaled(name: str, here: Ceilings, memory_gib: float | None) -> Gpu | None:
+    """A GPU by its ceilings; None where those of the calibrated GPU are not recorded, so that there is nothing to scale by."""
+    calibrated = known_ceilings(CALIBRATED_GPU)
+    return None if calibrated is None else Gpu(name, Rates().scaled(here, calibrated.ceilings), memory_gib)
+
+
+def gpu_by_name(name: str | None) -> Gpu:
+    """The GPU called `name`; None: this machine's, or without one the calibrated GPU.
+
+    A GPU of this machine that is not known is measured, which takes two seconds. Raises `UserError` for one that is neither.
+    """
+    own = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    name = name or own or CALIBRATED_GPU
+    gpu = known_gpu(name)
+    if gpu is None and name == own:
+        if known_ceilings(CALIBRATED_GPU) is None:
+            raise UserError(
+                f"--gpu {name}: a prediction for it would be scaled from {CALIBRATED_GPU}, whose ceilings are not recorded under {RESULTS}; record "
+                "them there with benchmarks/ceilings.py."
+            )
+        device = torch.device("cuda", torch.cuda.current_device())
+        memory_gib = torch.cuda.get_device_properties(device).total_memory / GIB
+        gpu = _scaled(name, measure_ceilings(device), memory_gib)
+    if gpu is None:
+        raise UserError(
+            f"--gpu {name}: nothing was measured on such a GPU and it is not this machine's, so there is no prediction; known are "
+            f"{', '.join(known_gpus())}."
+        )
+    return gpu
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step will take."""
+
+    scenario: Scenario
+    gpu: Gpu
+    time: StepTime
+    memory: Memory
+
+    @property
+    def step_time_s(self) -> float:
+        """Of an optimizer step."""
+        return self.time.total_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Positions of the step on all GPUs over its time."""
+        return self.scenario.tokens_per_step / self.time.total_s
+
+    @property
+    def peak_memory_gib(self) -> float:
+        """Of the tensors on the GPU that needs most."""
+        return self.memory.total_gib
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the GPU has that memory; None where its size is not known."""
+        if self.gpu.memory_gib is None:
+            return None
+        return self.memory.total_gib + FITS_RESERVE_GIB <= self.gpu.memory_gib
+
+    @property
+    def tight(self) -> bool:
+        """Whether FSDP's allocator will run into the end of the memory and slow the steps down, which the time does not hold."""
+        memory = self.gpu.memory_gib
+        return self.scenario.sharded and memory is not None and self.memory.total_gib * FSDP_RESERVED_SHARE > memory
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on what the figures leave out."""
+        scenario, found = self.scenario, []
+        fewest, most = MEASURED_TOKENS
+        if not self.gpu.calibrated:
+            found.append(
+                f"the constants are those of {CALIBRATED_GPU}, scaled by measured ceilings; no run on {self.gpu.name} checked them"
+            )
+        if not fewest <= scenario.micro_batch_tokens <= most:
+            found.append(
+                f"recorded micro-batches have {fewest:,} to {most:,} tokens, and this one has {scenario.micro_batch_tokens:,}"
+            )
+        if self.time.host_s is None and scenario.micro_batch_tokens < fewest:
+            found.append(
+                "host time to launch kernels is not recorded, so that steps of small micro-batches will be slower than predicted"
+            )
+        if scenario.num_gpus not in (1, *MEASURED_GPUS):
+            found.append(f"recorded runs have {' and '.join(map(str, MEASURED_GPUS))} GPUs of one host")
+        if scenario.recomputed_layers:
+            found.append("gradient checkpointing is worked out, no recorded run has it")
+        if scenario.model.spec.qk_norm:
+            found.append("norms of queries and keys (Qwen3) are worked out, no recorded run has them")
+        if scenario.optimizer == "adamw_8bit":
+            found.append("the time of adamw_8bit is worked out from its bytes, no recorded run has it")
+        if self.tight:
+            found.append(
+                f"{scenario.recipe}: memory is so nearly full that the allocator will slow the steps down beyond this time"
+            )
+        return found
+
+
+def can_predict(gpu: Gpu, recipe: str) -> bool:
+    """Whether there are constants for a recipe on a GPU."""
+    return recipe == "bf16" or recipe in gpu.rates.fp8_gemm_tflops
+
+
+def predict(scenario: Scenario, gpu: Gpu) -> Prediction:
+    """Time and memory of a step.
+
+    Raises `UserError` for several GPUs of a kind whose exchange was never measured, and a recipe without constants on this GPU.
+    """
+    if scenario.num_gpus > 1 and not gpu.calibrated:
+        raise UserError(
+            f"--num_gpus {scenario.num_gpus}: exchange between GPUs was measured on {CALIBRATED_GPU} only; leave it out for {gpu.name}."
+        )
+    if not can_predict(gpu, scenario.recipe):
+        raise UserError(f"recipe {scenario.recipe} was never measured on {gpu.name}, so there is no prediction for it.")
+    host = host_s_per_layer().get(scenario.recipe) if gpu.calibrated else None
+    return Prediction(scenario, gpu, step_time(scenario, gpu.rates, host), peak_memory(scenario))
+
+
+# --- a run beside its prediction --------------------------------------------------------------------------------------------
+
+
+def measured_steps(metrics_path: Path) -> list[dict[str, Any]]:
+    """The optimizer steps of a run's metrics.jsonl."""
+    records = (json.loads(line) for line in metrics_path.read_text(encoding="utf-8").splitlines())
+    return [record for record in records if "step_time_s" in record]
+
+
+def compare(prediction: Prediction, step_time_s: float, peak_memory_gib: float) -> dict[str, Any]:
+    """The entry `prediction` of summary.json; `_error` is predicted over measured, less one."""
+    return {
+        "gpu": prediction.gpu.name,
+        "recipe": prediction.scenario.recipe,
+        "micro_batch_tokens": prediction.scenario.micro_batch_tokens,
+        "mean_length": prediction.scenario.mean_length,
+        "predicted_step_time_s": prediction.step_time_s,
+        "measured_step_time_s": step_time_s,
+        "step_time_error": prediction.step_time_s / step_time_s - 1,
+        "predicted_peak_memory_gib": prediction.peak_memory_gib,
+        "measured_peak_memory_gib": peak_memory_gib,
+        "peak_memory_error": prediction.peak_memory_gib / peak_memory_gib - 1,
+        "notes": prediction.notes,
+    }
+
+
+def describe_comparison(outcome: dict[str, Any]) -> str:
+    """One line for the terminal; the percentages are measured over predicted, less one."""
+    took, expected = outcome["measured_step_time_s"], outcome["predicted_step_time_s"]
+    held, room = outcome["measured_peak_memory_gib"], outcome["predicted_peak_memory_gib"]
+    line = (
+        f"predicted {expected:.3g} s a step, took {took:.3g} ({took / expected - 1:+.0%}); "
+        f"predicted {room:.1f} GiB, took {held:.1f} ({held / room - 1:+.0%})"
+    )
+    return line + "".join(f"\n  {note}" for note in outcome["notes"])

@@ -1,0 +1,114 @@
+"""What is predicted: the sizes of a model with the TE decoder, a recipe, the tokens of a step, and how it is sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from llm_fp8.config import Config, OptimConfig, ParallelConfig
+from llm_fp8.errors import UserError
+from llm_fp8.optim import OptimizerKind
+from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, parameter_map
+
+RECIPES = ("bf16", "delayed", "current", "block")
+MODES = ("single", "ddp", "fsdp_grad", "fsdp_full")
+"""Those with recorded runs that the constants were fitted to."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Numbers of elements of a decoder that time and memory depend on."""
+
+    spec: DecoderSpec
+    num_parameters: int
+    """Tied ones once."""
+
+    @classmethod
+    def from_config(cls, config: PretrainedConfig) -> ModelSize:
+        """Read off a Hugging Face config. Raises `UserError` where there is no TE decoder for it."""
+        try:
+            spec = decoder_spec(config)
+        except UnsupportedArchitecture as error:
+            raise UserError(f"--model_name: there is no prediction for this model, because {error}.") from error
+        shapes = (part.shape for parts in parameter_map(spec).values() for part in parts)
+        return cls(spec, sum(math.prod(shape) for shape in shapes))
+
+    @property
+    def layer_linear(self) -> int:
+        """Entries of the weight matrices of one decoder layer."""
+        spec = self.spec
+        attention = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size)
+        return attention + 3 * spec.hidden_size * spec.intermediate_size
+
+    @property
+    def head(self) -> int:
+        """Entries of the output projection, tied or not."""
+        return self.spec.hidden_size * self.spec.vocab_size
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One way to train a model."""
+
+    model: ModelSize
+    recipe: str
+    """One of `RECIPES`."""
+    micro_batch_tokens: int
+    """Positions of a micro-batch on one GPU, padding included."""
+    micro_batches: int
+    """Per optimizer step."""
+    mean_length: float
+    """Document length averaged over tokens, sum(l**2) / sum(l): the row length for rows of one document."""
+    optimizer: OptimizerKind = "adamw_master"
+    mode: str = "single"
+    """One of `MODES`."""
+    num_gpus: int = 1
+    sync_every_micro_batch: bool = False
+    recomputed_layers: int = 0
+    """Decoder layers under gradient checkpointing."""
+    bf16_layers: int = 0
+    """Decoder layers kept in bf16 in an fp8 recipe."""
+
+    def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ValueError(f"recipe '{self.recipe}' is none of {', '.join(RECIPES)}")
+        if self.mode not in MODES:
+            raise ValueError(f"mode '{self.mode}' is none of {', '.join(MODES)}")
+        if min(self.micro_batch_tokens, self.micro_batches, self.num_gpus, self.mean_length) < 1:
+            raise ValueError("tokens, micro-batches, GPUs and lengths are at least 1")
+        if (self.mode == "single") != (self.num_gpus == 1):
+            raise ValueError(f"mode '{self.mode}' does not go with {self.num_gpus} GPUs")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are split over GPUs."""
+        return self.mode.startswith("fsdp")
+
+    @property
+    def fp8_layers(self) -> int:
+        """Decoder layers whose linear layers run in fp8."""
+        return 0 if self.recipe == "bf16" else max(0, self.model.spec.num_layers - self.bf16_layers)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions of an optimizer step on all GPUs."""
+        return self.micro_batch_tokens * self.micro_batches * self.num_gpus
+
+    def with_recipe(self, recipe: str) -> Scenario:
+        """The same in another recipe."""
+        return dataclasses.replace(self, recipe=recipe)
+
+    def config(self) -> Config:
+        """The options that `llm_fp8.parallel.choice` reads."""
+        return Config(
+            optim=OptimConfig(gradient_accumulation_steps=self.micro_batches),
+            parallel=ParallelConfig(sync_every_micro_batch=self.sync_every_micro_batch),
+        )
+
+
+def default_optimizer(mode: str) -> OptimizerKind:
+    """The optimizer that `--optimizer auto` means on a GPU in bf16 or fp8."""
+    return "adamw_fp32" if mode.startswith("fsdp") else "adamw_master"

@@ -1,0 +1,121 @@
+"""One arm, built, timed and recorded; and what its step times come to. Used alike by one process and by all processes of a launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from llm_fp8.metrics import GIB, DecoderSize, StepTokens, device_peak_tflops, step_flops
+from llm_fp8.parallel.profile import profiled
+from llm_fp8.precision import forget_delayed_scales
+from llm_fp8.provenance import collect_provenance
+from llm_fp8.throughput.arms import Arm
+from llm_fp8.throughput.ours import OurTraining
+from llm_fp8.throughput.rival import HfTraining
+from llm_fp8.throughput.workload import Workload
+
+
+def measure(work: Workload, arm: Arm, warmup: int, device: torch.device) -> dict[str, Any]:
+    """Build an arm, time its steps, record one more, and let go of it. Collective.
+
+    Memory is counted from the first step on, so that building does not show in it; figures are of the process that has most of it.
+    The CPU keeps no count of memory and runs no kernels, so there their keys are absent.
+
+    Returns:
+        step_times_s_by_rank: those of each process, without the first `warmup` steps. losses: of all steps, in nats per token.
+        peak_memory_gib, peak_reserved_memory_gib, memory_before_gib (still held by others).
+        gemm_kernels: of the recorded step on this process, by operand type: how many, how long (seconds), and their share of all GEMMs' time.
+        recorded_step: what else the recorded step shows, and its figures under the keys of `llm_fp8.metrics.METRICS`.
+        build_s, wall_time_s, and the arm's own facts.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)  # the arms differ in what they ask of Accelerate's singletons
+    GradientState._reset_state()
+    forget_delayed_scales()
+    started = time.perf_counter()
+    memory_before = _memory_gib(device)["allocated"]
+    training = arm.build(work)
+    built = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    training.take(work.num_steps)
+    times, losses = training.recorder.step_times_s[warmup:], list(training.recorder.losses)
+    memory = _memory_gib(device)
+    figures = torch.tensor([[*times, memory["peak"], memory["reserved"], memory_before]], dtype=torch.float64, device=device)
+    by_rank = training.accelerator.gather(figures)
+    found = {**training.facts, "step_times_s_by_rank": by_rank[:, :-3].tolist(), "losses": losses}
+    if device.type == "cuda":
+        peaks = by_rank[:, -3:].amax(dim=0).tolist()
+        found.update(zip(("peak_memory_gib", "peak_reserved_memory_gib", "memory_before_gib"), peaks, strict=True))
+        found.update(_recorded_step(training))
+    training.accelerator.free_memory()
+    return {**found, "build_s": built - started, "wall_time_s": time.perf_counter() - started}
+
+
+def _recorded_step(training: OurTraining | HfTraining) -> dict[str, Any]:
+    """The kernels of one more step."""
+    with profiled(training.accelerator) as step:
+        training.take(1)
+    total_s = sum(step.gemm_time_s.values())
+    gemms = {
+        kind: {"count": count, "time_s": step.gemm_time_s[kind], "share": step.gemm_time_s[kind] / total_s}
+        for kind, count in step.gemm_kernels.items()
+    }
+    return {"gemm_kernels": gemms, "recorded_step": step.to_dict(), **step.figures()}
+
+
+def describe_gemms(gemm_kernels: dict[str, dict[str, float]]) -> str:
+    """The `gemm_kernels` of a measurement in words."""
+    return ", ".join(f"{kind} {found['count']} ({found['share']:.0%})" for kind, found in gemm_kernels.items()) or "none"
+
+
+def _memory_gib(device: torch.device) -> dict[str, float]:
+    """Memory of this process's tensors on `device`; zeros on a CPU, where PyTorch keeps no count."""
+    if device.type != "cuda":
+        return dict.fromkeys(("allocated", "peak", "reserved"), 0.0)
+    return {
+        "allocated": torch.cuda.memory_allocated(device) / GIB,
+        "peak": torch.cuda.max_memory_allocated(device) / GIB,
+        "reserved": torch.cuda.max_memory_reserved(device) / GIB,
+    }
+
+
+def speed(work: Workload, times_s: Sequence[float], num_gpus: int = 1, context_size: int = 1) -> dict[str, float]:
+    """What step times (seconds, at least one) come to.
+
+    Returns:
+        tokens_per_s: the tokens of all GPUs over the median step; _slowest and _fastest: over the longest and the shortest one; _p10 and _p90:
+        between them lie the middle eight tenths of the steps.
+        model_tflops: model TFLOP/s of one GPU at the median step.
+    """
+    tokens = work.tokens_per_step * num_gpus // context_size
+    flops = step_flops(DecoderSize.from_config(work.hf_config()), StepTokens(tokens, tokens, tokens, tokens * work.seq_length))
+    median = statistics.median(times_s)
+    tenths = statistics.quantiles(times_s, n=10, method="inclusive") if len(times_s) > 1 else list(times_s)
+    return {
+        "tokens_per_s": tokens / median,
+        "tokens_per_s_slowest": tokens / max(times_s),
+        "tokens_per_s_p10": tokens / tenths[-1],
+        "tokens_per_s_p90": tokens / tenths[0],
+        "tokens_per_s_fastest": tokens / min(times_s),
+        "model_tflops": flops / median / num_gpus / 1e12,
+    }
+
+
+def header(command: list[str], device: torch.device) -> dict[str, Any]:
+    """What a results file says of where it comes from; `command` with the script's name first."""
+    peak = device_peak_tflops(device)
+    return {"provenance": collect_provenance(command), "peaks": None if peak is None else dataclasses.asdict(peak)}
+
+
+def describe_failure(error: Exception) -> str:
+    """The reason for a row that has no figures."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"

@@ -1,0 +1,192 @@
+"""A real training step of a small Transformer Engine decoder in bf16 and in each recipe: the loss, the gradient, and which kernels ran."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llm_fp8.config import PrecisionConfig
+from llm_fp8.kernels import LOW_PRECISION
+from llm_fp8.precision import TOKEN_MULTIPLE
+from llm_fp8.verify.processes import Ended, Probe
+from llm_fp8.verify.result import Problems, Result
+from llm_fp8.verify.setup import Setup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TIMEOUT_S = 180.0
+PROBE: tuple[str, ...] = ("-m", "llm_fp8.verify.steps_probe")
+
+BASELINE = "bf16"
+PRECISIONS: dict[str, PrecisionConfig] = {
+    BASELINE: PrecisionConfig(mixed_precision="bf16"),
+    **{name: PrecisionConfig(mixed_precision="fp8", fp8_scenario=name, fp8_strict=True) for name in TOKEN_MULTIPLE},  # type: ignore[arg-type]
+}
+NUM_LAYERS = 2
+WEIGHTS_PER_LAYER = 4
+"""QKV, attention output, and the two of the MLP."""
+GEMMS_PER_WEIGHT = 3
+"""Forward, data gradient, weight gradient."""
+WARM_STEPS = 2
+"""Behind which delayed scaling has scales that fit: it begins with 1, under which small gradients are lost."""
+
+MAX_LOSS_DIFFERENCE = 0.02
+MIN_COSINE = 0.9
+"""Rounding to e4m3 and e5m2 turns a gradient by far less; a wrong scale, layout or weight turns it by much more."""
+
+
+@dataclass
+class Evidence:
+    """What the steps of one precision gave."""
+
+    losses: list[float]
+    """Nats per token, of each warm step and the measured one."""
+    gemm_kernels: dict[str, int] = field(default_factory=dict)
+    """GEMM kernels of the measured forward and backward pass by operand type."""
+    recipe_inside: str | None = None
+    """The recipe's class in force inside a Transformer Engine module."""
+    cosine: float | None = None
+    """Of the measured gradient with bf16's; None for bf16 itself."""
+
+
+def judge_kernels(name: str, found: Evidence, problems: Problems) -> None:
+    """fp8 kernels in fp8, none in bf16."""
+    again = "python scripts/verify_fp8.py --only steps --verbose"
+    reinstall = "python -m pip install --no-build-isolation --force-reinstall --no-deps -r requirements-gpu.txt"
+    low = sum(found.gemm_kernels.get(kind, 0) for kind in LOW_PRECISION)
+    ran = ", ".join(f"{kind} {count}" for kind, count in sorted(found.gemm_kernels.items())) or "none"
+    if name == BASELINE:
+        if low:
+            problems.fail(f"a bf16 step ran {low} fp8 GEMM kernels ({ran})", again, reinstall)
+        if not found.gemm_kernels.get("bf16"):
+            problems.warn(f"a bf16 step ran no GEMM kernel that is known as bf16 ({ran})", again)
+        return
+    wanted = NUM_LAYERS * WEIGHTS_PER_LAYER * GEMMS_PER_WEIGHT
+    if low < wanted:
+        sentence = f"{name}: {low} fp8 GEMM kernels ran, and {wanted} products should be in fp8 ({ran})"
+        if low + found.gemm_kernels.get("unknown", 0) >= wanted:
+            problems.warn(f"{sentence}; the names of the others do not tell their type", again)
+        else:
+            problems.fail(sentence, again, reinstall)
+    if found.recipe_inside in (None, "none"):
+        problems.fail(f"{name}: no recipe is in force inside the modules", again)
+
+
+def judge_numbers(name: str, found: Evidence, baseline: Evidence, problems: Problems) -> None:
+    """Losses are finite and near bf16's, the gradient points where bf16's does."""
+    compare = "python scripts/diagnose_fp8.py"
+    if not all(math.isfinite(loss) for loss in found.losses):
+        problems.fail(f"{name}: the loss is not finite ({found.losses})", compare)
+        return
+    if name == BASELINE:
+        return
+    away = max(abs(ours / theirs - 1) for ours, theirs in zip(found.losses, baseline.losses, strict=True))
+    if away > MAX_LOSS_DIFFERENCE:
+        problems.fail(f"{name}: the loss is {away:.1%} from bf16's ({found.losses} against {baseline.losses})", compare)
+    if found.cosine is not None and not found.cosine >= MIN_COSINE:
+        problems.fail(f"{name}: the gradient's cosine with bf16's is {found.cosine:.3f}, below {MIN_COSINE}", compare)
+
+
+def judge(found: dict[str, Evidence]) -> Result:
+    """All precisions, bf16 among them."""
+    problems, details = Problems(), []
+    baseline = found[BASELINE]
+    for name, evidence in found.items():
+        judge_kernels(name, evidence, problems)
+        judge_numbers(name, evidence, baseline, problems)
+        kernels = ", ".join(f"{kind} {count}" for kind, count in sorted(evidence.gemm_kernels.items()))
+        turned = "" if evidence.cosine is None else f", cosine of the gradient with bf16's {evidence.cosine:.4f}"
+        details.append(f"{name}: loss {evidence.losses[-1]:.4f}{turned}; GEMM kernels: {kernels}")
+    summary = f"{', '.join(found)}: losses agree" + (", fp8 kernels in fp8, none in bf16" if len(found) > 1 else "")
+    facts = {name: dict(vars(evidence)) for name, evidence in found.items()}
+    return problems.result("" if problems.failures else summary, details, facts)
+
+
+def judge_probe(ended: Ended, seen: dict[str, Any] | None) -> Result:
+    """What the probe wrote by its end; where it did not end well, the precision that was under way failed."""
+    found = {
+        name: Evidence(
+            losses=[float(loss) for loss in evidence["losses"]],  # JSON has no NaN, the files have it as a word
+            gemm_kernels=evidence["gemm_kernels"],
+            recipe_inside=evidence["recipe_inside"],
+            cosine=None if evidence["cosine"] is None else float(evidence["cosine"]),
+        )
+        for name, evidence in (seen or {}).get("found", {}).items()
+    }
+    if ended.code == 0 and found:
+        return judge(found)
+    under_way = (seen or {}).get("under_way") or "before the first"
+    partly = judge(found).details if found else ()
+    summary = f"{under_way}: the steps did not end: {ended.why()}"
+    return Result("failed", summary, (*partly, *ended.tail), ("python scripts/verify_fp8.py --only imports,steps --verbose",))
+
+
+def write_architecture(folder: Path) -> Path:
+    """A folder with the config of a small Llama whose sizes every recipe takes."""
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=256,
+    ).save_pretrained(folder)
+    return folder
+
+
+def take_steps(model_folder: Path, options: PrecisionConfig, *, use_te: bool, batch_size: int = 4) -> tuple[Evidence, Tensor]:
+    """Train a little and measure one more forward and backward pass; the evidence, and the gradient as one vector (fp32)."""
+    import torch
+    from accelerate.state import AcceleratorState
+
+    from llm_fp8.kernels import gemm_kernels, record_kernels
+    from llm_fp8.precision import forget_delayed_scales
+    from llm_fp8.throughput.ours import OurArm, OurTraining
+    from llm_fp8.throughput.workload import Workload
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # precisions differ in what they ask of Accelerate's singleton
+    forget_delayed_scales()
+    work = Workload(str(model_folder), batch_size=batch_size, seq_length=256, micro_batches=2, num_steps=WARM_STEPS)
+    training = OurTraining(work, OurArm(options, use_te=use_te))
+    training.take(WARM_STEPS)
+    losses = list(training.recorder.losses)
+    # Everything but the optimizer's step once more, so that the gradient is there to be looked at.
+    loader: Any = training.trainer.loader
+    batch = loader.batches[0]
+    training.trainer.optimizer.zero_grad()
+
+    def forward_backward() -> float:
+        with training.precision.context(first_microbatch=None):
+            loss = training.trainer.model(batch) / batch.num_supervised_tokens
+        loss.backward()
+        return float(loss.detach())
+
+    kernels: dict[str, int] = {}
+    if batch.input_ids.device.type == "cuda":
+        with record_kernels() as recorded:
+            losses.append(forward_backward())
+        kernels = {kind: found.count for kind, found in gemm_kernels(recorded).items()}
+    else:
+        losses.append(forward_backward())
+    parameters = dict(training.model.named_parameters())
+    gradients = [parameters[name].grad for name in sorted(parameters)]
+    vector = torch.cat([gradient.float().flatten() for gradient in gradients if gradient is not None])
+    return Evidence(losses, kernels, training.precision.seen_inside), vector
+
+
+def start(setup: Setup) -> Probe:
+    """`llm_fp8.verify.steps_probe` under way."""
+    return Probe("steps", setup.scratch, PROBE, (str(write_architecture(setup.scratch / "architecture")),))
+
+
+def check(setup: Setup) -> Result:
+    """bf16 and every recipe that this GPU has."""
+    ended, seen = setup.probes["steps"].wait(TIMEOUT_S)
+    return judge_probe(ended, seen)

@@ -1,0 +1,137 @@
+#!/usr/bin/env python
+"""Is fp8 worth it here? Trains bf16 and fp8 runs that differ in nothing else, or reads finished ones, and says so with its figures.
+
+    python scripts/compare_performance.py --train "--model_name meta-llama/Llama-3.2-1B --use_te --max_steps 300 --eval_every 50" \\
+        --arms bf16,fp8,current --seeds 3
+    python scripts/compare_performance.py --runs runs/bf16-1 runs/bf16-2 runs/fp8-1 runs/fp8-2
+    python scripts/compare_performance.py --wandb team/llm-fp8/abc123 runs/x/wandb/offline-run-20260101_120000-def456
+
+Given again, a --train command continues: finished runs are taken as they are, failed ones are tried again. Writes comparison.json and
+comparison.html to the output folder. docs/compare.md explains every figure. Exit code 0, or 1 where a run failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+
+from llm_fp8.compare.arms import ARMS, parse_arms
+from llm_fp8.compare.comparison import Failure, compare
+from llm_fp8.compare.launch import claim_folder, default_folder, launch, make_slots, plan_runs
+from llm_fp8.compare.page import render_page
+from llm_fp8.compare.run_record import RunRecord, read_run_folder
+from llm_fp8.compare.text import print_comparison
+from llm_fp8.compare.wandb_runs import read_wandb
+from llm_fp8.errors import UserError, run_script
+from llm_fp8.json_files import write_json_atomic
+
+EXIT_RUN_FAILED = 1
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--train", metavar="OPTIONS", help="train: options of the training script that all runs share, in quotes")
+    parser.add_argument("--runs", nargs="+", metavar="FOLDER", help="read the output folders of finished runs")
+    parser.add_argument(
+        "--wandb", nargs="+", metavar="RUN", help="read W&B runs: ENTITY/PROJECT/RUNID, or a wandb/offline-run-* folder"
+    )
+    parser.add_argument("--arms", help=f"with --train: comma-separated, of {', '.join(ARMS)} (default: bf16,fp8)")
+    parser.add_argument("--seeds", type=int, help="with --train: runs of each arm, with seeds 1, 2, ... (default: 3)")
+    parser.add_argument(
+        "--num_gpus", type=int, help="with --train: GPUs of each run; above 1 torchrun train_multi_gpu.py (default: 1)"
+    )
+    parser.add_argument("--gpus", help="with --train: numbers of the GPUs to use, as 0,1 (default: all that are visible)")
+    parser.add_argument("--parallel", type=int, help="with --train: runs at a time, each on GPUs of its own (default: 1)")
+    parser.add_argument(
+        "--share_gpus", action="store_true", help="with --parallel: let runs share GPUs; their speed is flagged then"
+    )
+    parser.add_argument("--output", help="folder for the results (default: with --train runs/compare-*, else comparison)")
+    return parser.parse_args(argv)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise `UserError` for options that exclude or need each other."""
+    if options.train is None and not options.runs and not options.wandb:
+        raise UserError("give --train OPTIONS to train the arms, or --runs or --wandb to compare runs that exist.")
+    if options.train is not None and (options.runs or options.wandb):
+        raise UserError("--train trains the runs that it compares; give it without --runs and --wandb.")
+    if options.train is None:
+        for name in ("arms", "seeds", "num_gpus", "gpus", "parallel", "share_gpus"):
+            if getattr(options, name):
+                raise UserError(f"--{name} belongs to --train and has no effect without it; drop it.")
+    for name in ("seeds", "num_gpus", "parallel"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} must be at least 1, not {value}.")
+
+
+def usable_gpus(given: str | None) -> list[str]:
+    """GPU numbers, or UUIDs, as CUDA_VISIBLE_DEVICES takes them: those of --gpus, else all that this process sees; empty without a GPU."""
+    import torch
+
+    num_visible = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    known = visible.split(",")[:num_visible] if visible else [str(number) for number in range(num_visible)]
+    if given is None:
+        return known
+    wanted = [word.strip() for word in given.split(",") if word.strip()]
+    if unknown := [gpu for gpu in wanted if gpu not in known]:
+        raise UserError(
+            f"--gpus {given}: {', '.join(unknown)} is not among the GPUs of this machine ({', '.join(known) or 'none'})."
+        )
+    if not wanted or len(set(wanted)) < len(wanted):
+        raise UserError(f"--gpus {given}: name each GPU once, separated by commas.")
+    return wanted
+
+
+def trained(
+    options: argparse.Namespace, folder: Path, console: Console
+) -> tuple[list[RunRecord], list[Failure], list[tuple[str, str]]]:
+    """Run the arms; the records of those that finished, the failures, and the pairs that shared hardware."""
+    arms, num_gpus = parse_arms(options.arms or "bf16,fp8"), options.num_gpus or 1
+    plan = plan_runs(options.train, arms, range(1, (options.seeds or 3) + 1), num_gpus, folder)
+    slots = make_slots(usable_gpus(options.gpus), num_gpus, options.parallel or 1, options.share_gpus)
+    claim_folder(plan)
+    console.print(f"{len(plan.runs)} runs ({', '.join(arms)}) in {folder}", markup=False, highlight=False)
+    result = launch(plan, slots, lambda text: console.print(text, markup=False, highlight=False))
+    failed = {(failure.arm, failure.seed) for failure in result.failures}
+    records = [read_run_folder(plan.run_folder(run), "--train") for run in plan.runs if (run.arm, run.seed) not in failed]
+    return records, result.failures, result.overlaps
+
+
+def main() -> int:
+    """Train or read, compare, report."""
+    options = parse(sys.argv[1:])
+    check(options)
+    console = Console(soft_wrap=True)
+    if options.train is not None:
+        folder = Path(options.output) if options.output else default_folder(options.train, options.num_gpus or 1)
+        records, failures, overlaps = trained(options, folder, console)
+    else:
+        folder = Path(options.output or "comparison")
+        records = [read_run_folder(Path(run)) for run in options.runs or []] + [read_wandb(run) for run in options.wandb or []]
+        failures, overlaps = [], []
+    order = parse_arms(options.arms) if options.arms else list(ARMS)
+    if not records:
+        console.print("every run failed, so there is nothing to compare", highlight=False)
+        return EXIT_RUN_FAILED
+    comparison = compare(records, failures, overlaps, order)
+    print_comparison(comparison, console)
+    write_json_atomic(folder / "comparison.json", comparison.to_dict())
+    (folder / "comparison.html").write_text(render_page(comparison), encoding="utf-8")
+    console.print(f"\n{folder / 'comparison.html'}\n{folder / 'comparison.json'}", markup=False, highlight=False)
+    return EXIT_RUN_FAILED if failures else 0
+
+
+if __name__ == "__main__":
+    run_script(main)

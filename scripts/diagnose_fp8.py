@@ -1,0 +1,85 @@
+#!/usr/bin/env python
+"""What one training step computes in which precision, where its time and memory go, and which option would help.
+
+    python scripts/diagnose_fp8.py --model_name meta-llama/Llama-3.1-8B --random_init --batch_size 8 --use_te --mixed_precision fp8 --json diagnosis.json
+
+Takes every option of train_fp8.py, builds the same run on full rows of random tokens, and measures a few steps. Nothing is saved. How to
+read the tables: docs/diagnose.md. Exit code: 0; 1 where a layer that was asked for in fp8 is not, or attention is unfused; 2 for a mistake in the
+options; 3 without a GPU, where only what needs none is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as in train_fp8.py
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llm_fp8.config import parse_config
+from llm_fp8.errors import UserError, run_script
+
+
+def own_parser() -> argparse.ArgumentParser:
+    """The options that train_fp8.py has not."""
+    parser = argparse.ArgumentParser(prog="diagnose_fp8.py", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    group = parser.add_argument_group("options of the diagnosis")
+    group.add_argument("--json", metavar="FILE", help="write the findings to this JSON file")
+    group.add_argument(
+        "--trace", metavar="FILE", help="keep the recorded step as a Chrome trace (open it in https://ui.perfetto.dev)"
+    )
+    group.add_argument("--warmup_steps", type=int, default=4, help="optimizer steps before anything is measured (default 4)")
+    return parser
+
+
+def writable(flag: str, name: str | None) -> Path | None:
+    """The path of a file to write, whose folder exists from here on. Raises `UserError` where it cannot be written."""
+    if name is None:
+        return None
+    path = Path(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{flag} {name}: {error.strerror}; give a file in a folder that can be written.") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{flag} {name}: not a file that can be written; give another.")
+    return path
+
+
+def main() -> int:
+    """Diagnose, print, write; returns the exit code."""
+    parser = own_parser()
+    own, rest = parser.parse_known_args(sys.argv[1:])
+    if {"-h", "--help"} & set(rest):
+        print(parser.format_help())
+    config = parse_config(rest, prog="diagnose_fp8.py", description=(__doc__ or "").split("\n\n")[0])
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_processes > 1:
+        raise UserError(
+            f"diagnose_fp8.py looks at one process and the launcher started {num_processes}; start it with python, on one GPU "
+            "(train_multi_gpu.py records communication in its own summary)."
+        )
+    if own.warmup_steps < 1:
+        raise UserError(f"--warmup_steps must be at least 1, not {own.warmup_steps}.")
+    json_path, trace_path = writable("--json", own.json), writable("--trace", own.trace)
+
+    from rich.console import Console  # after the parser: --help and mistakes answer without loading the rest
+
+    from llm_fp8.diagnose.render import render
+    from llm_fp8.diagnose.session import diagnose
+    from llm_fp8.json_files import write_json_atomic
+
+    found = diagnose(config, own.warmup_steps, trace_path)
+    # A pipe or a log file has no width to fit into; tables that are folded to 80 columns could not be read there.
+    render(found, Console(width=None if sys.stdout.isatty() else 180))
+    if json_path is not None:
+        write_json_atomic(json_path, found.to_dict())
+        print(f"findings in {json_path}")
+    return found.exit_code
+
+
+if __name__ == "__main__":
+    run_script(main)

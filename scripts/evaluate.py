@@ -1,0 +1,130 @@
+#!/usr/bin/env python
+"""Let a model answer held-out problems and count how many of its answers are right.
+
+    python scripts/evaluate.py --model_name runs/x/final
+    python scripts/evaluate.py --model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 --output base.json
+
+Takes an exported folder, any other Hugging Face folder, or a hub id. For the folder of a run the options of the data are those of the run
+(run.json) unless given here, so that the problems are the ones it held out. Prints the share of right answers with Wilson's 95% interval, and
+writes every answer as JSON. See docs/evaluation.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llm_fp8.config import DataConfig, RunConfig
+from llm_fp8.errors import UserError, run_script
+from llm_fp8.evaluate_folder import data_options, evaluate_exact_match_folder, run_of
+from llm_fp8.generation import BATCH_SIZE, generation_dtype
+from llm_fp8.json_files import write_json_atomic
+from llm_fp8.process_group import own_device
+from llm_fp8.provenance import collect_provenance
+from llm_fp8.run import quiet_libraries
+
+DATA_OPTIONS: dict[str, type] = {
+    "dataset_name": str,
+    "split_name": str,
+    "validation_split_name": str,
+    "validation_fraction": float,
+    "num_of_samples": int,
+    "max_seq_length": int,
+    "data_cache_dir": str,
+}
+"""Options of the training scripts that decide which problems are held out."""
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("--model_name", "--model", required=True, help="exported folder, other Hugging Face folder, or hub id")
+    help_texts = {field.name: field.metadata["help"] for field in dataclasses.fields(DataConfig)}
+    for name, kind in DATA_OPTIONS.items():
+        parser.add_argument(f"--{name}", type=kind, help=f"in place of the run's: {help_texts[name]}".replace("%", "%%"))
+    parser.add_argument("--num_problems", type=int, default=500, help="problems to answer at most (default 500)")
+    parser.add_argument(
+        "--max_new_tokens",
+        type=int,
+        default=RunConfig.eval_max_new_tokens,
+        help=f"tokens after which an answer is cut off (default {RunConfig.eval_max_new_tokens})",
+    )
+    parser.add_argument("--batch_size", type=int, default=BATCH_SIZE, help=f"problems answered at a time (default {BATCH_SIZE})")
+    parser.add_argument("--output", help="JSON file to write (default: exact_match.json in the folder of the model's run)")
+    options = parser.parse_args(argv)
+    for name in ("num_problems", "max_new_tokens", "batch_size"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}.")
+    return options
+
+
+def output_file(options: argparse.Namespace) -> Path | None:
+    """Where the JSON goes, which can be written to; None for nowhere."""
+    run = run_of(options.model_name)
+    if options.output is None and run is None:
+        return None
+    path = Path(options.output) if options.output is not None else run / "exact_match.json"  # type: ignore[operator]
+    if path.is_dir():
+        raise UserError(f"--output {path} is a folder; give a file.")
+    try:  # now, not when the answers are there
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--output {path} cannot be written ({error.strerror}); give a file in a folder that is yours."
+        ) from error
+    return path
+
+
+def main() -> int:
+    """Evaluate, print, write."""
+    options = parse(sys.argv[1:])
+    quiet_libraries()
+    path, started = output_file(options), time.perf_counter()
+    changes = {name: getattr(options, name) for name in DATA_OPTIONS if getattr(options, name) is not None}
+    result = evaluate_exact_match_folder(
+        options.model_name,
+        num_problems=options.num_problems,
+        max_new_tokens=options.max_new_tokens,
+        batch_size=options.batch_size,
+        changes=changes,
+        say=lambda text: print(text, flush=True),
+    )
+    low, high = result.interval()
+    unanswered = sum(answer.extracted is None for answer in result.answers)
+    print(
+        f"exact match: {result.share:.1%} ({result.num_correct} of {len(result.answers)}; 95% interval {low:.1%} to {high:.1%}), "
+        f"{unanswered} without a final answer"
+    )
+    if path is not None:
+        data = data_options(options.model_name, changes)
+        write_json_atomic(
+            path,
+            {
+                "model": options.model_name,
+                "data": {name: getattr(data, name) for name in DATA_OPTIONS},
+                "exact_match": result.share,
+                "wilson_95": [low, high],
+                "num_correct": result.num_correct,
+                "num_problems": len(result.answers),
+                "max_new_tokens": options.max_new_tokens,
+                "batch_size": options.batch_size,
+                "dtype": str(generation_dtype(own_device())),
+                "time_s": time.perf_counter() - started,
+                "provenance": collect_provenance(sys.argv),
+                "answers": [dataclasses.asdict(answer) for answer in result.answers],
+            },
+        )
+        print(f"answers: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

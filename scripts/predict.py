@@ -1,0 +1,144 @@
+#!/usr/bin/env python
+"""What a step will take in each recipe, in time and in memory, before it is run. No GPU needed.
+
+    python scripts/predict.py --model_name Llama-3.1-8B --batch_size 8 --max_seq_length 1024 --gradient_accumulation_steps 4
+    python scripts/predict.py --model_name Llama-3.1-8B --batch_size 8 --num_gpus 4 --sharding_mode fsdp_full
+
+For the TE decoder (--use_te). How far to trust it: docs/when_fp8_pays.md. Without --gpu it is this machine's GPU, or else the one that the
+constants were measured on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+from rich.table import Table
+
+from llm_fp8.config import Config, ModelConfig
+from llm_fp8.errors import UserError, run_script
+from llm_fp8.models import bundled_architectures, load_config, resolve_source
+from llm_fp8.precision import TOKEN_MULTIPLE
+from llm_fp8.predict.calibration import CALIBRATED_GPU
+from llm_fp8.predict.prediction import Prediction, can_predict, gpu_by_name, known_gpus, predict
+from llm_fp8.predict.scenario import MODES, RECIPES, ModelSize, Scenario, default_optimizer
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; the options have the names and defaults of train_fp8.py's."""
+    defaults = Config()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument(
+        "--model_name", required=True, help=f"hub id, local folder, or a bundled one: {', '.join(bundled_architectures())}"
+    )
+    parser.add_argument(
+        "--batch_size", type=int, default=defaults.data.batch_size, help="rows of a micro-batch per GPU (default %(default)s)"
+    )
+    parser.add_argument(
+        "--max_seq_length", type=int, default=defaults.data.max_seq_length, help="tokens of a row (default %(default)s)"
+    )
+    parser.add_argument(
+        "--mean_length", type=float, help="document length, averaged over tokens, where rows are packed (default: the row)"
+    )
+    parser.add_argument(
+        "--gradient_accumulation_steps", type=int, default=1, help="micro-batches of a step (default %(default)s)"
+    )
+    parser.add_argument(
+        "--optimizer", choices=["auto", "adamw_fp32", "adamw_master", "adamw_8bit"], default="auto", help="(default %(default)s)"
+    )
+    parser.add_argument("--gradient_checkpointing", action="store_true", help="every decoder layer is computed again")
+    parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of one host (default %(default)s)")
+    parser.add_argument("--sharding_mode", choices=MODES[1:], help="with several GPUs")
+    parser.add_argument("--sync_every_micro_batch", action="store_true", help="gradients are exchanged in every micro-batch")
+    parser.add_argument("--gpu", help=f"known: {', '.join(known_gpus())} (default: this machine's, or {CALIBRATED_GPU})")
+    return parser.parse_args(argv)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise `UserError` for values that cannot be."""
+    for name in ("batch_size", "max_seq_length", "gradient_accumulation_steps", "num_gpus"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}.")
+    if options.mean_length is not None and not 1 <= options.mean_length <= options.max_seq_length:
+        raise UserError(f"--mean_length {options.mean_length:g} must be from 1 to --max_seq_length {options.max_seq_length}.")
+    if options.num_gpus > 8:
+        raise UserError(
+            f"--num_gpus {options.num_gpus}: several hosts were never measured; give at most 8, the GPUs of one host."
+        )
+    if options.num_gpus > 1 and options.sharding_mode is None:
+        raise UserError(f"--num_gpus {options.num_gpus} needs --sharding_mode: {', '.join(MODES[1:])}.")
+    if options.num_gpus == 1 and (options.sharding_mode or options.sync_every_micro_batch):
+        flag = "--sharding_mode" if options.sharding_mode else "--sync_every_micro_batch"
+        raise UserError(f"{flag} has no effect on one GPU; add --num_gpus or drop it.")
+    if options.optimizer == "adamw_8bit" and (options.sharding_mode or "").startswith("fsdp"):
+        raise UserError(f"--optimizer adamw_8bit cannot go with --sharding_mode {options.sharding_mode}; use auto, or ddp.")
+
+
+def scenario_of(options: argparse.Namespace) -> Scenario:
+    """What the command line describes, in bf16."""
+    model_name = options.model_name
+    bundled = model_name.rpartition("/")[2].replace("Meta-Llama", "Llama") in bundled_architectures()
+    model_options = ModelConfig(model_name=model_name, random_init=bundled)  # a bundled config needs no hub
+    model = ModelSize.from_config(load_config(model_options, resolve_source(model_options)))
+    mode = options.sharding_mode or "single"
+    return Scenario(
+        model=model,
+        recipe="bf16",
+        micro_batch_tokens=options.batch_size * options.max_seq_length,
+        micro_batches=options.gradient_accumulation_steps,
+        mean_length=options.mean_length or options.max_seq_length,
+        optimizer=default_optimizer(mode) if options.optimizer == "auto" else options.optimizer,
+        mode=mode,
+        num_gpus=options.num_gpus,
+        sync_every_micro_batch=options.sync_every_micro_batch,
+        recomputed_layers=model.spec.num_layers if options.gradient_checkpointing else 0,
+    )
+
+
+def table(predictions: list[Prediction], title: str) -> Table:
+    """One line per recipe; the first is what speed-ups are over."""
+    result = Table(title=title, title_justify="left")
+    for column in ("recipe", "s a step", "tokens/s", "speed-up", "memory GiB", "fits"):
+        result.add_column(column, justify="left" if column == "recipe" else "right")
+    for found in predictions:
+        result.add_row(
+            found.scenario.recipe,
+            f"{found.step_time_s:.3f}",
+            f"{found.tokens_per_s:,.0f}",
+            f"{predictions[0].step_time_s / found.step_time_s:.2f}",
+            f"{found.peak_memory_gib:.1f}",
+            {True: "yes", False: "no", None: "not known"}[found.fits],
+        )
+    return result
+
+
+def main() -> int:
+    """Print the table and what it leaves out."""
+    options = parse(sys.argv[1:])
+    check(options)
+    gpu = gpu_by_name(options.gpu)
+    scenario = scenario_of(options)
+    tokens = scenario.micro_batch_tokens
+    recipes = [name for name in RECIPES if can_predict(gpu, name)]
+    odd = {name: TOKEN_MULTIPLE[name] for name in recipes if name in TOKEN_MULTIPLE and tokens % TOKEN_MULTIPLE[name]}
+    predictions = [predict(scenario.with_recipe(recipe), gpu) for recipe in recipes if recipe not in odd]
+    where = gpu.name if scenario.num_gpus == 1 else f"{scenario.num_gpus} x {gpu.name}, {scenario.mode}"
+    memory = "" if gpu.memory_gib is None else f" ({gpu.memory_gib:.1f} GiB)"
+    title = f"{options.model_name}, {scenario.micro_batches} x {tokens:,} tokens a step on each GPU, {scenario.optimizer}\n{where}{memory}: predicted"
+    console = Console()
+    console.print(table(predictions, title))
+    for note in dict.fromkeys(note for found in predictions for note in found.notes):
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+    for name, multiple in odd.items():
+        console.print(f"note: {name} needs a multiple of {multiple} tokens in a micro-batch", highlight=False, soft_wrap=True)
+    if missing := [name for name in RECIPES if name not in recipes]:
+        console.print(f"note: nothing was measured for {', '.join(missing)} on {gpu.name}", highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

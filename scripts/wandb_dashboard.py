@@ -1,0 +1,193 @@
+#!/usr/bin/env python
+"""Lays out the comparison of training runs in W&B: throughput, loss, evaluation, memory, utilisation, energy, communication, certificate.
+
+    python scripts/wandb_dashboard.py --entity my-team --project llm-fp8 --group llama32-1b   # makes the view and prints its address
+    python scripts/wandb_dashboard.py --dry_run                                               # prints the layout, contacts nobody
+    python scripts/wandb_dashboard.py --offline runs                                          # what offline runs hold, and how to send them
+
+Each call makes a new saved view of the project's workspace; it shows training runs, those of one W&B group with --group. The layout is
+llm_fp8/dashboard.py, the keys are explained in docs/wandb.md. With --offline the runs' files are read on this machine: it lists them, says which
+of the dashboard's figures they lack, and prints the commands that send them to W&B.
+
+The project's tests build the view with W&B's own client and check what is sent to a stand-in of the server on this machine, not on wandb.ai.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+from rich.table import Table
+
+from llm_fp8.config import RunConfig
+from llm_fp8.dashboard import SECTIONS, Bars, Curve, build_workspace, missing_keys
+from llm_fp8.errors import UserError, run_script
+from llm_fp8.provenance import package_version
+from llm_fp8.wandb_files import WandbRun, offline_runs
+from llm_fp8.wandb_login import wandb_login_state
+
+SCRIPT = "scripts/wandb_dashboard.py"
+SERVER_TIMEOUT_S = 30
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog=SCRIPT, description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("--entity", help="W&B user or team that owns the project (default: your own)")
+    parser.add_argument("--project", default=RunConfig.wandb_project, help="W&B project (default: %(default)s)")
+    parser.add_argument("--group", help="show the runs of this W&B group only (default: all training runs)")
+    parser.add_argument("--name", default="fp8 comparison", help="name of the view (default: %(default)s)")
+    parser.add_argument("--dry_run", action="store_true", help="build the view, print its panels and contact nobody")
+    parser.add_argument("--offline", metavar="FOLDER", help="list the offline runs of an output folder, or of a folder of them")
+    options = parser.parse_args(argv)
+    if options.dry_run and options.offline:
+        raise UserError("--dry_run has no effect with --offline, which contacts nobody anyway; drop one.")
+    return options
+
+
+def print_layout() -> None:
+    """Every panel with its figures."""
+    for section in SECTIONS:
+        print(section.title)
+        for panel in section.panels:
+            kind = f"lines by {panel.by}" if isinstance(panel, Curve) else "table"
+            if isinstance(panel, Bars):
+                kind = f"a bar per {panel.per or 'run'}"
+            print(f"  {panel.title}: {', '.join(panel.keys) or 'all that differs'}, {kind}")
+
+
+def sync_command(run: WandbRun, entity: str | None, project: str) -> str:
+    """The command that sends an offline run to W&B; the run's own project is taken unless another is asked for."""
+    words = ["wandb", "sync"]
+    if entity:
+        words += ["--entity", entity]
+    if project != run.project:
+        words += ["--project", project]
+    return shlex.join([*words, str(run.file.parent)])
+
+
+def show_offline(options: argparse.Namespace) -> int:
+    """List offline runs, what of the dashboard they lack, and the commands that send them."""
+    runs = [run for run in offline_runs(Path(options.offline)) if options.group in (None, run.group)]
+    if not runs:
+        raise UserError(f"--group {options.group}: no offline run under {options.offline} is in this group.")
+    table = Table("run", "group", "precision", "model", "steps", "median tokens/s", "ended")
+    for run in runs:
+        tokens_per_s = run.summary.get("median_tokens_per_s")
+        table.add_row(
+            run.name or run.run_id,
+            run.group,
+            str(run.config.get("precision_name", "-")),
+            str(run.config.get("model_short_name", "-")),
+            str(run.summary.get("step", 0)),
+            "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}",
+            {None: "no (killed or still running)", 0: "yes"}.get(run.exit_code, f"with exit code {run.exit_code}"),
+        )
+    console = Console()
+    console.print(table)
+    for run in runs:
+        missing = missing_keys(run.config, sorted({key for entry in run.history for key in entry}), list(run.summary))
+        lacks = (
+            f"lacks {', '.join(missing)}; panels of these stay empty for it"
+            if missing
+            else "holds everything that the dashboard draws"
+        )
+        console.print(f"{run.name or run.run_id}: {lacks}.", markup=False, highlight=False, soft_wrap=True)
+    print("\nSend them to W&B, then lay out the dashboard:")
+    for run in runs:
+        print(f"  {sync_command(run, options.entity, options.project)}")
+    words = ["python", SCRIPT, *(["--entity", options.entity] if options.entity else []), "--project", options.project]
+    print(f"  {shlex.join([*words, *(['--group', options.group] if options.group else [])])}")
+    return 0
+
+
+@contextlib.contextmanager
+def explained_server_errors(place: str) -> Iterator[None]:
+    """Turn what W&B's client raises about the server into one sentence."""
+    import wandb
+    from wandb.sdk.lib.service.service_connection import WandbApiFailedError
+
+    try:
+        yield
+    except (wandb.errors.Error, WandbApiFailedError) as error:
+        # The client raises AuthenticationError for a server that it cannot reach, too; only the answer's status tells.
+        answer = next((e.response for e in (error, error.__cause__) if isinstance(e, WandbApiFailedError) and e.response), None)
+        status = answer.http_status if answer is not None else None
+        if status in (401, 403):
+            raise UserError(f"W&B did not accept this machine's login ({_line(error)}); run 'wandb login --relogin'.") from error
+        if status is None:
+            raise UserError(
+                f"W&B's server was not reached ({_line(error)}); check the network and WANDB_BASE_URL, or give --offline FOLDER."
+            ) from error
+        raise UserError(
+            f"W&B did not do what was asked for {place} ({_line(error)}); check --entity and --project, and that your login may write there."
+        ) from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def lay_out(options: argparse.Namespace) -> int:
+    """Make the view in W&B and print its address."""
+    state = wandb_login_state(SCRIPT)
+    if state == "offline":
+        raise UserError(
+            f"{SCRIPT}: WANDB_MODE keeps W&B offline, and the dashboard is made on its server; unset WANDB_MODE, or give --offline FOLDER."
+        )
+    if state == "logged_out":
+        raise UserError(
+            f"{SCRIPT}: there is no W&B login on this machine; run 'wandb login', or look at --dry_run and --offline FOLDER."
+        )
+    import wandb
+
+    with explained_server_errors(f"project {options.project}"):
+        api = wandb.Api(timeout=SERVER_TIMEOUT_S)
+        entity = options.entity or api.default_entity
+        if not entity:
+            raise UserError(f"{SCRIPT}: your W&B login has no default entity; name the user or team with --entity.")
+        place = f"{entity}/{options.project}"
+        filters = {"jobType": "train", **({"group": options.group} if options.group else {})}
+        try:
+            num_runs = len(api.runs(place, filters=filters, per_page=1))
+        except ValueError as error:  # what the client raises for a project that is missing or not to be seen
+            raise UserError(
+                f"--project {place}: W&B shows no such project to your login; check --entity and --project."
+            ) from error
+        if num_runs == 0:
+            of_group = f" in the group {options.group}" if options.group else ""
+            raise UserError(f"--project {place}: there is no training run{of_group} to compare; train with --use_wandb first.")
+        workspace = build_workspace(entity, options.project, options.group, options.name)
+        workspace.save()
+    print(f"{num_runs} runs compared in {workspace.url}")
+    return 0
+
+
+def main() -> int:
+    """Do what the command line says."""
+    options = parse(sys.argv[1:])
+    if options.offline:
+        return show_offline(options)
+    if package_version("wandb-workspaces") is None:
+        raise UserError(
+            f"{SCRIPT} needs the wandb-workspaces package, which is not installed: run 'pip install -r requirements.txt'."
+        )
+    if not options.dry_run:
+        return lay_out(options)
+    workspace = build_workspace(options.entity or "ENTITY", options.project, options.group, options.name)
+    print_layout()
+    print(
+        f"{len(workspace.sections)} sections, {sum(len(section.panels) for section in workspace.sections)} panels; nothing was sent."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

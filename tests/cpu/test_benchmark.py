@@ -1,0 +1,223 @@
+"""The benchmark of one GPU: what its arms train, measurements in processes of their own, rows and their figures. Tiny models on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import te_llama
+from llm_fp8.errors import UserError
+from llm_fp8.ranks import LaunchRanks
+from llm_fp8.throughput.arms import parse_arm
+from llm_fp8.throughput.measure import describe_failure, measure, speed
+from llm_fp8.throughput.rival import RIVALS, Rival
+from llm_fp8.throughput.weights import draw_weights_
+from llm_fp8.throughput.worker import measure_in_process
+from llm_fp8.throughput.workload import Workload
+from scripts import benchmark
+from tests.families import FAMILIES, family_config
+from tests.small import tiny_config
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def workload(tmp_path_factory):
+    """Two micro-batches of 2 x 32 tokens of a tiny model whose sizes are multiples of 16."""
+    folder = tmp_path_factory.mktemp("architecture") / "tiny"
+    tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(folder)
+    return f"{folder}:2x32x2"
+
+
+@pytest.fixture(scope="module")
+def swap_losses(workload):
+    return measure(Workload.parse(workload, 3), parse_arm("bf16:swap"), 1, CPU)["losses"]
+
+
+class WithTransformerEnginesParameters:
+    """The parameters of a TE decoder under their names, which needs neither Transformer Engine nor a GPU."""
+
+    def __init__(self, config, dtype: torch.dtype) -> None:
+        self.config = config
+        spec = te_llama.decoder_spec(config)
+        self._parameters = {
+            name: torch.nn.Parameter(torch.zeros(parts[-1].stop, *parts[0].shape[1:], dtype=dtype))
+            for name, parts in te_llama.parameter_map(spec).items()
+        }
+
+    def named_parameters(self):
+        return self._parameters.items()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_weights_are_the_same_in_both_layouts(family):
+    """Fused or not, tied or not, in bf16 or as fp32 masters."""
+    config = family_config(family)
+    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    draw_weights_(theirs, CPU, is_te=False)
+    ours = WithTransformerEnginesParameters(config, torch.bfloat16)
+    draw_weights_(ours, CPU, is_te=True)
+    expected = dict(theirs.named_parameters())
+    found = te_llama.hf_state_dict(te_llama.decoder_spec(config), te_llama.te_parameters(ours))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor.float(), expected[name]) for name, tensor in found.items())
+    first, second = (expected[f"model.layers.{layer}.mlp.up_proj.weight"] for layer in (0, 1))
+    assert first.std() > 0 and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["hf_bf16", "torchao_tensorwise", "torchao_rowwise"])
+def test_rivals_train_what_we_train(workload, swap_losses, name, monkeypatch):
+    """From the same weights and tokens: first losses differ by rounding, of fp8 where it is used; losses fall. Uncompiled, for speed."""
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(type(self).__name__))
+    compiled: list[str] = []
+    found = measure(Workload.parse(workload, 3), parse_arm(name), 1, CPU)
+    assert [len(times) for times in found["step_times_s_by_rank"]] == [2], "one process, the first step left out"
+    assert len(found["losses"]) == 3 and found["losses"][2] < found["losses"][0]
+    assert found["losses"][0] == pytest.approx(swap_losses[0], rel=1e-3 if RIVALS[name].computes_in_fp8 else 1e-4)
+    assert found["parameters_not_in_the_optimizer"] == []
+    assert compiled == (["LlamaDecoderLayer"] if RIVALS[name].compiled else [])
+    census = found["census"]
+    assert census["skipped"]["lm_head"] == "1 bf16 (output head)"
+    assert sum(census["converted"].values()) == (7 if RIVALS[name].computes_in_fp8 else 0)
+    assert "peak_memory_gib" not in found and "gemm_kernels" not in found, "the CPU has neither"
+
+
+def test_torchaos_fp8_layers_round(workload):
+    """That they compute in fp8, and the two recipes in different ways, shows in the gradients, which bf16 alone would round alike."""
+    norms = {}
+    for name in ("hf_bf16", "torchao_tensorwise", "torchao_rowwise"):
+        rival = RIVALS[name]
+        training = parse_arm(name).build(Workload.parse(workload, 1)) if not rival.compiled else uncompiled(rival, workload)
+        ids = training._rows[0]
+        training.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        norms[name] = training.model.model.layers[0].mlp.down_proj.weight.grad.float()
+    plain = norms.pop("hf_bf16")
+    off = {name: float((grad - plain).norm() / plain.norm()) for name, grad in norms.items()}
+    assert all(0.01 < value < 0.2 for value in off.values()) and len(set(off.values())) == 2, off
+
+
+def uncompiled(rival: Rival, workload: str):
+    from llm_fp8.throughput.rival import HfTraining
+
+    return HfTraining(Workload.parse(workload, 1), Rival(rival.name, torchao_recipe=rival.torchao_recipe))
+
+
+def test_a_layer_is_compiled_for_real(workload, swap_losses):
+    found = measure(Workload.parse(workload, 2), parse_arm("hf_bf16_compiled"), 1, CPU)
+    assert found["compiled"] and found["losses"][0] == pytest.approx(swap_losses[0], rel=1e-4)
+
+
+def test_what_is_missing_is_named(workload, monkeypatch):
+    work = Workload.parse(workload, 2)
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="--arms accelerate_te needs Transformer Engine, .* run: pip install"):
+            parse_arm("accelerate_te").build(work)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="--arms torchao_rowwise needs torchao, which is not installed; run: pip install torchao"):
+        parse_arm("torchao_rowwise").build(work)
+
+
+def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, monkeypatch):
+    """In processes of their own. bf16 needs Transformer Engine and a GPU, and is tried once; the launcher's environment stays outside."""
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    path = tmp_path / "folder" / "r.json"
+    arms = [parse_arm(name) for name in ("bf16", "hf_bf16")]
+    rows = benchmark.measure_all([Workload.parse(workload, 3)], arms, 1, 2, 100, path)
+    record = json.loads(path.read_text())
+    assert record["rows"] == rows and record["provenance"]["command"] == sys.argv and "peaks" in record
+    failed, measured = rows
+    assert "--use_te needs an NVIDIA GPU" in failed["failed"] and "tokens_per_s" not in failed
+    assert failed["workload"] == measured["workload"] == workload and measured["seq_length"] == 32
+    first, second = measured["rounds"]
+    assert first["losses"] == second["losses"] and measured["first_loss"] == first["losses"][0]
+    times = sorted([*first["step_times_s"], *second["step_times_s"]])
+    assert len(times) == 4
+    assert measured["tokens_per_s_fastest"] == pytest.approx(128 / times[0])
+    assert measured["tokens_per_s_slowest"] == pytest.approx(128 / times[-1])
+    assert measured["tokens_per_s"] == pytest.approx(128 / ((times[1] + times[2]) / 2))
+    benchmark.print_table(rows)
+    printed, said = capfd.readouterr()
+    assert printed.count("bf16               not measured: --use_te") == 2, "when it failed, and in the table"
+    assert printed.count("round 2") == 1 and "first loss: hf_bf16 6.9" in printed and "1.00 x hf_bf16" in printed
+    assert "Traceback" not in said
+
+
+def test_a_measurement_that_hangs_or_is_killed_is_ended(workload):
+    folder = workload.partition(":")[0]
+    started = time.monotonic()
+    answer = measure_in_process(f"{folder}:1x16x1000000", "hf_bf16", 2, 1, timeout_s=6)
+    assert answer == {"failed": "took longer than 6 s"} and time.monotonic() - started < 12
+    left = subprocess.run(["pgrep", "-f", f"{folder}:1x16x1000000"], capture_output=True, text=True).stdout
+    assert not left
+    answer = measure_in_process("nothing", "hf_bf16", 2, 1, timeout_s=60)
+    assert answer["failed"].startswith("a process ended without saying why") and "exit code" in answer["failed"]
+
+
+def test_what_an_error_is_called():
+    assert describe_failure(torch.OutOfMemoryError("CUDA out of memory. Tried ...")) == "out of memory"
+    assert describe_failure(ValueError("one\ntwo")) == "ValueError: one"
+    assert describe_failure(ValueError()) == "ValueError: no message"
+
+
+def test_figures_of_step_times():
+    work = Workload.parse("Llama-3.2-1B:8x1024x4", 6)
+    found = speed(work, [1.0, 2.0, 4.0, 2.0, 2.0])
+    assert found["tokens_per_s"] == 16384 and found["tokens_per_s_slowest"] == 8192 and found["tokens_per_s_fastest"] == 32768
+    # The tenth of the steps lies 0.4 of the way from the shortest to the next, the ninetieth 0.6 of the way to the longest.
+    assert found["tokens_per_s_p90"] == pytest.approx(32768 / 1.4) and found["tokens_per_s_p10"] == pytest.approx(32768 / 3.2)
+    assert len(set(value for key, value in speed(work, [2.0]).items() if key.startswith("tokens"))) == 1
+
+
+def test_rounds_that_failed_are_said():
+    work, arm = Workload.parse("Llama-3.2-1B:8x1024x4", 2), parse_arm("delayed")
+    gemms = {"fp8": {"count": 768, "time_s": 0.3, "share": 0.75}, "bf16": {"count": 12, "time_s": 0.1, "share": 0.25}}
+    good = {"failed": None, "step_times_s": [1.0], "losses": [12.0, 11.9], "peak_memory_gib": 30.0, "gemm_kernels": gemms}
+    row = benchmark.summarise(work, arm, [good, {**good, "peak_memory_gib": 31.0}, {"failed": "out of memory"}])
+    assert row["peak_memory_gib"] == 31 and row["failed_rounds"] == ["out of memory"] and len(row["rounds"]) == 2
+    line = benchmark._line(row, row)
+    assert (
+        "32,768" in line
+        and "31.0 GiB" in line
+        and "fp8 768 (75%), bf16 12 (25%)" in line
+        and "1 round failed: out of memory" in line
+    )
+
+
+def test_quick_gives_way_to_what_is_asked():
+    quick = benchmark.parse(["--quick", "--rounds", "2"])
+    assert (quick.arms, quick.rounds, quick.steps) == ("hf_bf16,bf16,delayed,current", 2, 6)
+    usual = benchmark.parse([])
+    assert usual.arms == "hf_bf16,bf16,delayed,current,block" and usual.rounds == 3
+    for wrong, sentence in ((["--warmup", "8"], "--warmup 8 must leave some of the 8"), (["--rounds", "0"], "measures nothing")):
+        with pytest.raises(UserError, match=sentence):
+            benchmark.parse(wrong)
+
+
+def test_what_belongs_to_several_gpus_is_refused():
+    with pytest.raises(UserError, match="spread over several GPUs, .* drop 'fsdp_full:' here"):
+        parse_arm("fsdp_full:delayed").check(Workload.parse("Llama-3.2-1B:1x16x1", 1), LaunchRanks())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
+def test_mistakes_are_one_sentence(tmp_path):
+    def said(*options: str, **environment: str) -> str:
+        output = tmp_path / "r.json"
+        done = subprocess.run(
+            [sys.executable, "scripts/benchmark.py", f"--output={output}", *options], cwd=ROOT, env={**os.environ, **environment},
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 2 and not output.exists() and "Traceback" not in done.stderr
+        return done.stderr
+
+    assert said("--quick") == "error: the benchmark needs an NVIDIA GPU, and none is found.\n"
+    assert "run it with python" in said(WORLD_SIZE="2", RANK="0")

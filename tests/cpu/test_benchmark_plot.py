@@ -1,0 +1,51 @@
+"""The plot of throughput files: every recorded file can be drawn, and what was not measured is named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plot_throughput import draw, group_of, read_rows, reason_not_measured, tokens_per_s
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def test_files_of_both_benchmarks_in_one_plot(tmp_path):
+    rows = read_rows([RESULTS / "throughput_8b.json", RESULTS / "multi_gpu_throughput_ddp_x4.json"])
+    assert any(reason_not_measured(row) == "out of memory" for row in rows)
+    draw(rows, tmp_path / "folder" / "plot.png")
+    assert (tmp_path / "folder" / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*throughput_*.json")), ids=lambda path: path.stem)
+def test_every_recorded_row_is_understood(path):
+    for row in read_rows([path]):
+        assert row["model"] in group_of(row)
+        if reason_not_measured(row) is None:
+            middle, start, end = tokens_per_s(row)
+            assert 0 < start <= middle <= end
+
+
+def test_spread_and_reasons():
+    row = {"tokens_per_s": 400.0, "tokens_per_s_slowest": 100.0, "tokens_per_s_fastest": 500.0, "num_gpus": 4}
+    assert tokens_per_s(row) == (100.0, 25.0, 125.0)
+    assert tokens_per_s({**row, "tokens_per_s_p10": 380.0, "tokens_per_s_p90": 420.0}) == (100.0, 95.0, 105.0)
+    assert reason_not_measured({"failed": "out of memory"}) == "out of memory"
+    assert reason_not_measured({"failed": "--arms torchao_rowwise needs torchao, ..."}) == "failed"
+
+
+def test_mistakes_are_one_sentence(tmp_path):
+    (tmp_path / "empty.json").write_text(json.dumps({"rows": []}))
+    for arguments, sentence in (
+        ((RESULTS / "gpu_tests.json", "--output", tmp_path / "a.png"), "is no results file of a throughput benchmark"),
+        ((tmp_path / "empty.json", "--output", tmp_path / "a.png"), "holds no rows"),
+        ((tmp_path / "none.json", "--output", tmp_path / "a.pdf"), "ends in .png"),
+    ):
+        command = [sys.executable, "benchmarks/plot_throughput.py", *map(str, arguments)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr

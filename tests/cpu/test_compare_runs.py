@@ -1,0 +1,173 @@
+"""The comparison of runs that were really trained: the embedded model in bf16 and fp32, two seeds each, through the script."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from llm_fp8.compare.comparison import compare
+from llm_fp8.compare.run_record import read_run_folder
+from llm_fp8.compare.wandb_runs import read_wandb
+from llm_fp8.errors import UserError
+from tests.made_up_runs import made_up_run
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compare_performance.py"
+TRAIN = (
+    "--max_steps 8 --eval_every 4 --eval_batches 2 --batch_size 4 --max_seq_length 128 --num_of_samples 200 --no_export --use_wandb "
+    "--eval_exact_match 4 --eval_max_new_tokens 4"
+)
+NAMES = ["bf16-seed1", "no-seed1", "bf16-seed2", "no-seed2"]
+
+
+def run_script(*options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The script in a process that sees no GPU."""
+    environment = {**os.environ, "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([sys.executable, str(SCRIPT), *options], cwd=cwd, capture_output=True, text=True, env=environment)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a comparison, trained once for all worker processes of the test run."""
+    own = tmp_path_factory.getbasetemp()
+    base = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    with FileLock(base / "trained.lock"):
+        if not (base / "comparison" / "comparison.json").exists():
+            done = run_script("--train", TRAIN, "--arms", "bf16,no", "--seeds", "2", "--output", "comparison", cwd=base)
+            assert done.returncode == 0, done.stdout + done.stderr
+            (base / "comparison" / "said.txt").write_text(done.stdout)
+    return base / "comparison"
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_figures_are_those_of_the_runs_own_files(trained):
+    said = (trained / "said.txt").read_text()
+    positions = [said.index(f"{name}: started") for name in NAMES]
+    assert positions == sorted(positions), "arms take turns within a seed"
+    comparison = json.loads((trained / "comparison.json").read_text())
+    bf16, fp32 = comparison["arms"]
+    assert (bf16["arm"], bf16["effective"], fp32["arm"], fp32["effective"]) == ("bf16", ["bf16"], "no", ["fp32"])
+    assert bf16["seeds"] == fp32["seeds"] == [1, 2] and comparison["failures"] == []
+    medians, finals = {}, {}
+    for name in NAMES:
+        lines = records(trained / "runs" / name)
+        steps = [line for line in lines if "loss" in line]
+        assert len(steps) == 8
+        medians[name] = statistics.median(step["tokens_per_s"] for step in steps[4:])
+        finals[name] = [line["eval_loss"] for line in lines if line["step"] == 8 and "eval_loss" in line][-1]
+    assert bf16["tokens_per_s"]["value"] == pytest.approx((medians["bf16-seed1"] + medians["bf16-seed2"]) / 2)
+    gaps = {str(seed): finals[f"no-seed{seed}"] - finals[f"bf16-seed{seed}"] for seed in (1, 2)}
+    assert fp32["loss_gap"]["by_seed"] == pytest.approx(gaps)
+    assert fp32["loss_gap"]["reference_spread"] == pytest.approx(abs(finals["bf16-seed1"] - finals["bf16-seed2"]))
+    assert fp32["equal_loss_time"]["loss"] == "held-out" and fp32["peak_memory_gib"] is None
+    assert fp32["answers"]["num_problems"] == 8, "four problems, two seeds"
+    assert all(line in said for line in (comparison["verdicts"]["no"]["sentence"], "comparison.html", "not measured"))
+
+
+def test_the_same_seed_is_the_same_training_in_every_arm(trained):
+    """Same rows, same first weights: the flags would say otherwise."""
+    comparison = json.loads((trained / "comparison.json").read_text())
+    assert [d for d in comparison["differences"] if d["effect"] != "note"] == []
+    first = {name: records(trained / "runs" / name)[0] for name in NAMES}
+    assert first["bf16-seed1"]["loss"] == pytest.approx(first["no-seed1"]["loss"], rel=0.01)
+    assert first["bf16-seed1"]["tokens_seen"] == first["no-seed1"]["tokens_seen"] != first["no-seed2"]["tokens_seen"]
+
+
+def test_given_again_finished_runs_stay_and_an_arm_that_cannot_run_is_reported(trained, tmp_path):
+    """In a copy, because it adds an arm."""
+    copy = tmp_path / "comparison"
+    subprocess.run(["cp", "-a", str(trained), str(copy)], check=True)
+    before = {name: (copy / "runs" / name / "summary.json").stat().st_mtime_ns for name in NAMES}
+    done = run_script("--train", TRAIN, "--arms", "bf16,no,current", "--seeds", "1", "--output", "comparison", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.count("finished earlier") == 2 and done.stdout.count(": started") == 1
+    assert before == {name: (copy / "runs" / name / "summary.json").stat().st_mtime_ns for name in NAMES}
+    comparison = json.loads((copy / "comparison.json").read_text())
+    (failure,) = comparison["failures"]
+    assert failure["arm"] == "current" and "error: --mixed_precision fp8 needs an NVIDIA GPU" in failure["reason"]
+    assert comparison["verdicts"]["current"]["conclusion"] == "failed" and comparison["arms"][0]["seeds"] == [1]
+    page = (copy / "comparison.html").read_text()
+    assert "needs an NVIDIA GPU" in page
+
+
+def offline_folder(run: Path) -> Path:
+    """The folder of a run's offline W&B run."""
+    (folder,) = (run / "wandb").glob("offline-run-*")
+    return folder
+
+
+def test_an_offline_wandb_run_tells_what_the_folder_tells(trained):
+    for name in ("bf16-seed1", "no-seed2"):
+        folder = read_run_folder(trained / "runs" / name)
+        kept = read_wandb(str(offline_folder(trained / "runs" / name)))
+        assert kept.steps == folder.steps and kept.evaluations == folder.evaluations
+        assert (kept.arm, kept.seed, kept.effective_name) == (folder.arm, folder.seed, folder.effective_name)
+        assert kept.config == folder.config and kept.data == folder.data and kept.model == folder.model
+        assert kept.exact_match == folder.exact_match and not kept.answers, "the answers stay in the folder"
+    both = compare([read_wandb(str(offline_folder(trained / "runs" / name))) for name in NAMES])
+    whole = compare([read_run_folder(trained / "runs" / name) for name in NAMES])
+    assert both.arms[1].speedup == whole.arms[1].speedup and both.arms[1].loss_gap == whole.arms[1].loss_gap
+    assert [d for d in both.differences if d.effect != "note"] == []
+
+
+class StandInRun:
+    """What wandb.Api gives for a run, filled from an offline run's file; stands in for the server alone, which no test can reach."""
+
+    def __init__(self, config: dict[str, Any], history: list[dict[str, Any]], state: str = "finished") -> None:
+        self.config, self.summary, self.state, self._history = config, {}, state, history
+
+    def scan_history(self) -> list[dict[str, Any]]:
+        # The server gives rows with None for what a row lacks.
+        keys = {key for row in self._history for key in row}
+        return [{key: row.get(key) for key in keys} for row in self._history]
+
+
+class StandInApi:
+    """wandb.Api with one run."""
+
+    def __init__(self, run: StandInRun) -> None:
+        self._run = run
+
+    def run(self, path: str) -> StandInRun:
+        if path != "team/llm-fp8/abc":
+            raise ValueError(f"Could not find run {path}")
+        return self._run
+
+
+def test_a_run_of_the_server_tells_what_its_file_tells(trained):
+    from llm_fp8.wandb_files import read_wandb_file
+
+    (file,) = offline_folder(trained / "runs" / "bf16-seed1").glob("*.wandb")
+    stored = read_wandb_file(file)
+    online = read_wandb("team/llm-fp8/abc", StandInApi(StandInRun(stored.config, stored.history)))
+    offline = read_wandb(str(file.parent))
+    assert online.steps == offline.steps and online.evaluations == offline.evaluations and online.config == offline.config
+    with pytest.raises(UserError, match="Could not find run"):
+        read_wandb("team/llm-fp8/xyz", StandInApi(StandInRun(stored.config, stored.history)))
+    with pytest.raises(UserError, match="is running; give a run that finished"):
+        read_wandb("team/llm-fp8/abc", StandInApi(StandInRun(stored.config, stored.history, "running")))
+    with pytest.raises(UserError, match="lacks what this project"):
+        read_wandb("team/llm-fp8/abc", StandInApi(StandInRun({}, stored.history)))
+    with pytest.raises(UserError, match="no optimizer step"):
+        read_wandb("team/llm-fp8/abc", StandInApi(StandInRun(stored.config, [])))
+
+
+def test_runs_of_other_software_are_not_compared(trained):
+    """Real runs beside one that claims another GPU, model and commit."""
+    real = [read_run_folder(trained / "runs" / name) for name in NAMES if name.startswith("bf16")]
+    comparison = compare([*real, made_up_run("delayed", 1)])
+    verdict = comparison.verdicts["delayed"]
+    assert verdict.conclusion == "not comparable" and "and" in verdict.sentence
+    flagged = {difference.field for difference in comparison.differences}
+    assert {"provenance.gpus", "model.num_parameters", "provenance.git.commit", "optimizer", "num_steps"} <= flagged

@@ -1,0 +1,67 @@
+"""The table of environment variables: what is judged, and that the documentation shows the same table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llm_fp8.environment import VARIABLES, is_left_over, judge, markdown_table
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "multi_gpu.md"
+
+
+def test_the_documentation_shows_this_table():
+    _, _, section = DOCS.read_text().partition("## Environment variables\n")
+    assert [line for line in section.splitlines() if line.startswith("|")] == markdown_table()
+
+
+def test_every_variable_is_in_one_row():
+    patterns = [pattern for row in VARIABLES for pattern in row.patterns]
+    assert len(patterns) == len(set(patterns))
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"NVTE_FP8_ALLREDUCE": "1"}, [("NVTE_FP8_ALLREDUCE", "no effect")]),
+        ({"NVTE_APPLY_QK_LAYER_SCALING": "1"}, [("NVTE_APPLY_QK_LAYER_SCALING", "no effect")]),
+        ({"NVTE_FP8_DPA_BWD": "1"}, [("NVTE_FP8_DPA_BWD", "no effect")]),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, [("CUDA_DEVICE_MAX_CONNECTIONS", "slower")]),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, []),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, [("CUDA_LAUNCH_BLOCKING", "harmful")]),
+        ({"CUDA_LAUNCH_BLOCKING": "0"}, []),
+        ({"NVTE_FUSED_ATTN": "0"}, [("NVTE_FUSED_ATTN", "slower")]),
+        ({"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0"}, [("NVTE_FLASH_ATTN", "slower")]),
+        ({"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0"}, [("NVTE_FLASH_ATTN", "harmful"), ("NVTE_FUSED_ATTN", "harmful")]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, [("PYTORCH_CUDA_ALLOC_CONF", "slower")]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}, []),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, [("PYTORCH_ALLOC_CONF", "no effect")]),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, [("TORCH_NCCL_ASYNC_ERROR_HANDLING", "harmful")]),
+        ({"ACCELERATE_FP8_BACKEND": "TE"}, [("ACCELERATE_FP8_BACKEND", "slower")]),
+        ({"ACCELERATE_USE_FSDP": "true"}, [("ACCELERATE_USE_FSDP", "slower")]),
+        ({"ACCELERATE_USE_CPU": "true"}, [("ACCELERATE_USE_CPU", "harmful")]),
+        ({"ACCELERATE_USE_CPU": "false", "ACCELERATE_CPU_AFFINITY": "1"}, []),
+        ({"WORLD_SIZE": "8"}, [("WORLD_SIZE", "harmful")]),
+        ({"PATH": "/bin", "HF_HOME": "/data", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "8"}, []),
+    ],
+)
+def test_judgement(environ, expected):
+    found = judge(environ)
+    assert [(finding.name, finding.level) for finding in found] == expected
+    assert all(finding.mend == f"unset {finding.name}" and finding.says for finding in found)
+
+
+def test_what_a_launcher_sets_is_right_in_its_processes():
+    environ = {"WORLD_SIZE": "2", "RANK": "0", "ACCELERATE_USE_FSDP": "true", "CUDA_LAUNCH_BLOCKING": "1"}
+    assert [finding.name for finding in judge(environ, launched=True)] == ["CUDA_LAUNCH_BLOCKING"]
+
+
+def test_the_worst_comes_first():
+    environ = {"NVTE_FP8_ALLREDUCE": "1", "NCCL_P2P_DISABLE": "1", "CUDA_LAUNCH_BLOCKING": "1"}
+    assert [finding.level for finding in judge(environ)] == ["harmful", "slower", "no effect"]
+
+
+def test_left_overs():
+    assert all(map(is_left_over, ("RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "FSDP_VERSION")))
+    assert not any(map(is_left_over, ("PATH", "NVTE_FUSED_ATTN", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS")))

@@ -1,0 +1,424 @@
+"""The prediction of step time and memory: against every recorded run, in its limits, and as a user meets it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import GPT2Config
+
+from llm_fp8.ceilings import Ceilings, known_ceilings
+from llm_fp8.config import Config, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
+from llm_fp8.errors import UserError, run_script
+from llm_fp8.metrics import DecoderSize, StepTokens, speed_metrics
+from llm_fp8.models import bundled_architectures, count_parameters, load_config, resolve_source
+from llm_fp8.predict import calibration, prediction
+from llm_fp8.predict.calibration import CALIBRATED_GPU, Rates
+from llm_fp8.predict.memory import peak_memory, saved_bytes
+from llm_fp8.predict.prediction import compare, describe_comparison, gpu_by_name, known_gpu, known_gpus, predict
+from llm_fp8.predict.records import bundled_size, recorded_rows
+from llm_fp8.predict.run_outcome import mean_length, run_prediction
+from llm_fp8.predict.scenario import RECIPES, ModelSize, Scenario
+from llm_fp8.predict.step_time import step_time
+from llm_fp8.predict.tables import with_tables
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs" / "when_fp8_pays.md"
+
+ONE_GPU = {"time": 0.05, "memory": 0.02}
+"""Largest error allowed: of the step time, of the peak memory."""
+SEVERAL_GPUS = {"time": 0.05, "memory": 0.06}
+
+
+def hf_config(model: str):
+    options = ModelConfig(model_name=model, random_init=True)
+    return load_config(options, resolve_source(options))
+
+
+def scenario(
+    model: str = "Llama-3.1-8B", recipe: str = "delayed", tokens: int = 8192, micro_batches: int = 4, **more
+) -> Scenario:
+    return Scenario(bundled_size(model), recipe, tokens, micro_batches, more.pop("mean_length", 1024), **more)
+
+
+def step_s(of: Scenario) -> float:
+    return step_time(of, Rates()).total_s
+
+
+def gib(of: Scenario) -> float:
+    return peak_memory(of).total_gib
+
+
+# --- against the records ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("record", recorded_rows(), ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row['model']}-{r.arm}")
+def test_recorded_row(record):
+    allowed = ONE_GPU if record.prediction.scenario.num_gpus == 1 else SEVERAL_GPUS
+    if record.out_of_memory:
+        assert record.prediction.fits is False
+        return
+    assert record.prediction.fits
+    assert abs(record.memory_error) <= allowed["memory"]
+    if record.prediction.tight:  # predicted to be slower than predicted, and so it was
+        assert record.time_error < -allowed["time"]
+    else:
+        assert abs(record.time_error) <= allowed["time"]
+
+
+def test_the_records_hold_every_kind_of_row():
+    rows = recorded_rows()
+    measured = [row for row in rows if not row.out_of_memory]
+    assert len(measured) >= 30 and len(measured) < len(rows)
+    assert {row.prediction.scenario.recipe for row in measured} == set(RECIPES)
+    assert {row.prediction.scenario.mode for row in measured} == {"single", "ddp", "fsdp_grad", "fsdp_full"}
+    assert {row.prediction.scenario.num_gpus for row in measured} == {1, 2, 4}
+    assert not any("hf_" in row.arm or "cp4" in row.arm or "deepspeed" in row.arm or "fp8_params" in row.arm for row in rows)
+
+
+def test_recipes_come_out_in_the_measured_order():
+    by_run: dict[tuple[str, str, str], list] = {}
+    for row in recorded_rows():
+        if not row.out_of_memory and not row.prediction.tight:
+            by_run.setdefault((row.file, row.row["model"], row.prediction.scenario.mode), []).append(row)
+    compared = [rows for rows in by_run.values() if len(rows) > 1]
+    assert len(compared) >= 8
+    for rows in compared:
+        by_measured = sorted(rows, key=lambda row: row.step_time_s)
+        by_predicted = sorted(rows, key=lambda row: row.prediction.step_time_s)
+        assert [row.arm for row in by_measured] == [row.arm for row in by_predicted]
+
+
+def test_the_document_holds_what_the_functions_give():
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert text.count("<!-- table: ") == text.count("<!-- end -->") >= 7
+    assert text == with_tables(text), "run: python -m llm_fp8.predict.tables docs/when_fp8_pays.md"
+
+
+# --- the sizes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", bundled_architectures())
+def test_sizes_are_those_of_the_model(model):
+    config = hf_config(model)
+    size = ModelSize.from_config(config)
+    assert size.num_parameters == count_parameters(config)
+    assert size.spec.num_layers * size.layer_linear + size.head == DecoderSize.from_config(config).num_linear_parameters
+
+
+def test_a_model_without_te_decoder_is_refused():
+    with pytest.raises(UserError, match="--model_name: there is no prediction for this model, because model_type 'gpt2'"):
+        ModelSize.from_config(GPT2Config())
+
+
+# --- how time and memory behave ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_more_work_takes_longer_and_more_memory(recipe):
+    base = scenario(recipe=recipe)
+    assert step_s(scenario(recipe=recipe, tokens=16384)) > step_s(base) > step_s(scenario(recipe=recipe, tokens=4096))
+    assert step_s(scenario(recipe=recipe, mean_length=8192)) > step_s(base)
+    assert step_s(scenario(recipe=recipe, micro_batches=8)) > step_s(base)
+    assert step_s(scenario("Llama-3.2-3B", recipe)) < step_s(base) < step_s(scenario("Qwen2.5-14B", recipe))
+    assert gib(scenario(recipe=recipe, tokens=16384)) > gib(base) > gib(scenario("Llama-3.2-3B", recipe))
+    assert gib(scenario(recipe=recipe, micro_batches=8)) == gib(base) > gib(scenario(recipe=recipe, micro_batches=1))
+    eight_bit = scenario(recipe=recipe, optimizer="adamw_8bit")
+    assert gib(eight_bit) < gib(base) < gib(scenario(recipe=recipe, optimizer="adamw_fp32"))
+
+
+def test_tokens_per_second_grow_with_the_micro_batch():
+    rates = [tokens / step_s(scenario(tokens=tokens, micro_batches=1)) for tokens in (512, 2048, 8192, 32768)]
+    assert rates == sorted(rates)
+
+
+def test_fp8_gains_more_on_wider_models_and_less_on_longer_documents():
+    def gain(**of) -> float:
+        return step_s(scenario(recipe="bf16", **of)) / step_s(scenario(**of))
+
+    assert gain(model="Llama-3.2-1B") < gain(model="Llama-3.2-3B") < gain(model="Llama-3.1-8B") < gain(model="Qwen2.5-14B")
+    assert gain(mean_length=16384) < gain(mean_length=4096) < gain(mean_length=128)
+    assert gain(micro_batches=1) < gain(micro_batches=8)
+
+
+def test_recomputation_trades_time_for_memory():
+    kept, all_again = scenario(), scenario(recomputed_layers=32)
+    half = scenario(recomputed_layers=16)
+    assert step_s(kept) < step_s(half) < step_s(all_again) < 4 / 3 * step_s(kept)
+    assert gib(kept) > gib(half) > gib(all_again)
+    spec = kept.model.spec
+    # What is left of 32 layers: their inputs, and one layer in full.
+    left = 8192 * (2 * spec.hidden_size * 32 + saved_bytes(spec, "delayed")) / 2**30
+    assert peak_memory(all_again).activations_gib == pytest.approx(left)
+
+
+def test_norms_of_queries_and_keys_cost_time_and_memory():
+    with_norms = scenario("Qwen3-8B")
+    model = with_norms.model
+    bare = dataclasses.replace(with_norms, model=dataclasses.replace(model, spec=dataclasses.replace(model.spec, qk_norm=False)))
+    assert step_s(bare) < step_s(with_norms) and gib(bare) < gib(with_norms)
+    assert any("Qwen3" in note for note in predict(with_norms, known_gpu(CALIBRATED_GPU)).notes)
+
+
+def test_layers_kept_in_bf16_lie_between_fp8_and_bf16():
+    all_fp8, mixed, none = scenario(), scenario(bf16_layers=8), scenario(bf16_layers=32)
+    assert step_s(all_fp8) < step_s(mixed) < step_s(none)
+    bf16 = scenario(recipe="bf16")
+    assert step_s(none) == pytest.approx(step_s(bf16)) and gib(none) == pytest.approx(gib(bf16))
+
+
+def test_sharding_takes_memory_off_and_adds_exchange():
+    two, four = (scenario(optimizer="adamw_fp32", mode="fsdp_full", num_gpus=n) for n in (2, 4))
+    assert gib(four) < gib(two)
+    whole = scenario(optimizer="adamw_fp32", mode="fsdp_grad", num_gpus=4)
+    synced = dataclasses.replace(four, sync_every_micro_batch=True)
+    assert gib(whole) > gib(four) > gib(synced)
+    assert step_time(synced, Rates()).exchange_s > step_time(four, Rates()).exchange_s > step_time(whole, Rates()).exchange_s > 0
+    assert step_time(scenario(), Rates()).exchange_s == 0
+    assert gib(scenario(mode="ddp", num_gpus=4)) > gib(scenario())
+
+
+def test_logits_in_chunks_keep_to_their_budget():
+    spec = bundled_size("Llama-3.1-8B").spec
+    one, many = peak_memory(scenario(tokens=8192)), peak_memory(scenario(tokens=65536))
+    assert one.head_gib > 2 * 8192 * spec.vocab_size / 2**30
+    assert many.head_gib < 2 * 65536 * spec.vocab_size / 2**30
+
+
+def test_the_host_is_a_floor(tmp_path, monkeypatch):
+    small = scenario("Llama-3.2-1B", tokens=128)
+    gpu = known_gpu(CALIBRATED_GPU)
+    monkeypatch.setattr(calibration, "HOST_RECORD", tmp_path / "missing.json")
+    calibration.host_s_per_layer.cache_clear()
+    free = predict(small, gpu)
+    assert free.time.host_s is None and any("host time" in note for note in free.notes)
+    assert any("4,096 to 16,384 tokens, and this one has 128" in note for note in free.notes)
+    # 4 micro-batches of 16 layers in 0.16 s: 2.5 ms each.
+    row = {
+        "model": "Llama-3.2-1B",
+        "batch_size": 1,
+        "seq_length": 128,
+        "micro_batches": 4,
+        "arm": "delayed",
+        "tokens_per_s": 512 / 0.16,
+    }
+    (tmp_path / "host.json").write_text(json.dumps({"rows": [row, {**row, "arm": "hf_bf16", "tokens_per_s": 1.0}]}))
+    monkeypatch.setattr(calibration, "HOST_RECORD", tmp_path / "host.json")
+    calibration.host_s_per_layer.cache_clear()
+    try:
+        bound = predict(small, gpu)
+        assert bound.step_time_s == pytest.approx(0.16) and free.step_time_s < 0.16
+        assert not any("host time" in note for note in bound.notes)
+        eight = predict(scenario(tokens=128), gpu)
+        assert eight.time.host_s == pytest.approx(0.32)  # twice the layers
+        assert predict(scenario(), gpu).step_time_s == pytest.approx(step_s(scenario()))  # the GPU is slower than the host
+    finally:
+        calibration.host_s_per_layer.cache_clear()
+
+
+def test_scenarios_that_cannot_be():
+    for wrong in ({"recipe": "fp4"}, {"tokens": 0}, {"mode": "deepspeed_3", "num_gpus": 4}, {"num_gpus": 2}, {"mode": "ddp"}):
+        with pytest.raises(ValueError):
+            scenario(**wrong)
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_gpu_has_no_prediction():
+    assert known_gpu("NVIDIA Imaginary 1") is None
+    with pytest.raises(UserError, match=f"--gpu NVIDIA Imaginary 1: nothing was measured .* known are .*{CALIBRATED_GPU}"):
+        gpu_by_name("NVIDIA Imaginary 1")
+
+
+@pytest.fixture
+def two_gpus(tmp_path, monkeypatch):
+    """Ceilings on record for the calibrated GPU, one that is half as fast, and one without fp8."""
+    known = Ceilings(bf16_gemm_tflops=700, fp8_gemm_tflops=1400, fp8_split_gemm_tflops=1300, copy_tb_s=4.2)
+    slow = Ceilings(bf16_gemm_tflops=350, fp8_gemm_tflops=700, fp8_split_gemm_tflops=650, copy_tb_s=2.1)
+    old = Ceilings(bf16_gemm_tflops=280, fp8_gemm_tflops=None, fp8_split_gemm_tflops=None, copy_tb_s=1.5)
+    for number, (name, ceilings) in enumerate({CALIBRATED_GPU: known, "Slow": slow, "Old": old}.items()):
+        provenance = {"gpus": [{"name": name, "memory_gib": 79.0}]}
+        record = {"gpu": name, "ceilings": dataclasses.asdict(ceilings), "provenance": provenance}
+        (tmp_path / f"ceilings_{number}.json").write_text(json.dumps(record))
+    monkeypatch.setattr(prediction, "RESULTS", tmp_path)
+    monkeypatch.setattr(prediction, "known_ceilings", functools.partial(known_ceilings, folder=tmp_path))
+
+
+def test_another_gpu_is_scaled_by_its_ceilings(two_gpus):
+    assert known_gpus() == sorted(["Slow", "Old", CALIBRATED_GPU])
+    slow, own = gpu_by_name("Slow"), gpu_by_name(CALIBRATED_GPU)
+    for recipe in ("bf16", "delayed", "current"):
+        found = predict(scenario(recipe=recipe), slow)
+        assert found.step_time_s == pytest.approx(2 * predict(scenario(recipe=recipe), own).step_time_s)
+        assert found.fits is False and any("no run on Slow checked them" in note for note in found.notes)
+    assert predict(scenario("Llama-3.2-1B", "bf16"), slow).fits
+    with pytest.raises(UserError, match="recipe block was never measured on Slow"):
+        predict(scenario(recipe="block"), slow)
+    with pytest.raises(UserError, match="recipe delayed was never measured on Old"):
+        predict(scenario(), gpu_by_name("Old"))
+    with pytest.raises(UserError, match="--num_gpus 4: exchange between GPUs"):
+        predict(scenario(mode="ddp", num_gpus=4), slow)
+
+
+def test_head_sizes_between_the_measured_ones():
+    rates = Rates()
+    assert rates.attention_rate(32) == rates.attention_rate(64) < rates.attention_rate(96) < rates.attention_rate(128)
+    assert rates.attention_rate(256) == rates.attention_rate(128)
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------------
+
+
+def write_steps(path: Path, step_time_s: float, lengths: list[list[int]], positions: int, peak_gib: float) -> DecoderSize:
+    """A metrics.jsonl of steps on `positions` positions that hold documents of these lengths, as the loop reports them."""
+    size = DecoderSize.from_config(hf_config("Llama-3.2-1B"))
+    lines = []
+    for number, step in enumerate(lengths, start=1):
+        tokens = StepTokens(positions, sum(step), sum(step), sum(n * n for n in step))
+        figures = speed_metrics(tokens, step_time_s * (1 if number > 2 else 3), size, 1, None, fp8=True)
+        lines.append(json.dumps({"step": number, "loss": 1.0, **figures, "peak_memory_gib": peak_gib}))
+    lines.append(json.dumps({"step": len(lengths), "eval_loss": 1.0}))
+    path.write_text("\n".join(lines) + "\n")
+    return size
+
+
+def run_config(**more) -> Config:
+    model = ModelConfig(model_name="Llama-3.2-1B", random_init=True, use_te=True)
+    return Config(model=model, optim=OptimConfig(gradient_accumulation_steps=4), **more)
+
+
+def outcome(
+    path: Path, config: Config, recipe: str = "delayed", mode: str = "single", num_gpus: int = 1, gpu: str = CALIBRATED_GPU
+):
+    return run_prediction(config, hf_config("Llama-3.2-1B"), recipe, "adamw_master", mode, num_gpus, gpu, path)
+
+
+def test_a_run_is_held_against_the_tokens_it_had(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    documents = [400, 200, 200, 224] * 64  # 65,536 positions in 4 micro-batches
+    size = write_steps(path, 0.7, [documents] * 6, 65536, 36.9)
+    found = outcome(path, run_config())
+    mean = sum(n * n for n in documents) / sum(documents)
+    assert found["micro_batch_tokens"] == 16384 and found["mean_length"] == pytest.approx(mean)
+    assert mean_length(size, 6 * (size.num_linear_parameters + size.num_layers * size.attention_width * 300)) == pytest.approx(
+        300
+    )
+    expected = predict(scenario("Llama-3.2-1B", tokens=16384, mean_length=mean), known_gpu(CALIBRATED_GPU))
+    assert found["predicted_step_time_s"] == pytest.approx(expected.step_time_s)
+    assert found["measured_step_time_s"] == 0.7 and found["measured_peak_memory_gib"] == 36.9  # without the slow first steps
+    line = describe_comparison(found)
+    took, held = 0.7 / expected.step_time_s - 1, 36.9 / expected.peak_memory_gib - 1
+    assert f"took 0.7 ({took:+.0%})" in line and f"took 36.9 ({held:+.0%})" in line
+    json.dumps(found, allow_nan=False)
+
+
+def test_padded_rows_have_their_shorter_documents(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 0.7, [[256] * 64] * 4, 65536, 36.9)  # rows of 1,024 positions, a quarter of them real
+    found = outcome(path, run_config())
+    assert found["micro_batch_tokens"] == 16384 and found["mean_length"] == pytest.approx(256 / 4)
+
+
+def test_what_is_not_predicted_gives_nothing(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 0.7, [[1024] * 64] * 4, 65536, 36.9)
+    config = run_config()
+    assert outcome(path, config) is not None
+    assert outcome(path, config, gpu="NVIDIA Imaginary 1") is None
+    assert outcome(path, config, recipe="mxfp8") is None
+    assert outcome(path, config, mode="deepspeed_2", num_gpus=2) is None
+    assert outcome(path, config, mode="fsdp_full") is None
+    assert outcome(path, run_config(parallel=ParallelConfig(context_parallel_size=2)), mode="fsdp_full", num_gpus=2) is None
+    assert outcome(path, dataclasses.replace(config, model=ModelConfig())) is None
+    path.write_text("")
+    assert outcome(path, config) is None
+
+
+def test_options_of_a_run_reach_its_prediction(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 0.7, [[1024] * 64] * 4, 65536, 36.9)
+    plain = outcome(path, run_config())
+    recomputed = outcome(path, dataclasses.replace(run_config(), model=ModelConfig(use_te=True, gradient_checkpointing=True)))
+    assert recomputed["predicted_peak_memory_gib"] < plain["predicted_peak_memory_gib"]
+    outer = run_config(precision=PrecisionConfig(mixed_precision="fp8", fp8_first_bf16_layers=2, fp8_last_bf16_layers=2))
+    assert outcome(path, outer)["predicted_step_time_s"] > plain["predicted_step_time_s"]
+
+
+def test_notes_are_printed_with_the_outcome():
+    found = predict(scenario(tokens=2048), known_gpu(CALIBRATED_GPU))
+    entry = compare(found, 1.0, 100.0)
+    assert entry["notes"] and all(note in describe_comparison(entry) for note in entry["notes"])
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------
+
+
+def run_command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "scripts/predict.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+EIGHT_B = ("--model_name", "meta-llama/Llama-3.1-8B", "--batch_size", "8", "--gradient_accumulation_steps", "4")
+
+
+def test_command():
+    done = run_command(*EIGHT_B, "--gpu", CALIBRATED_GPU)
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[1]: line for line in done.stdout.splitlines() if "│" in line}
+    assert set(lines) == set(RECIPES)
+    for recipe, line in lines.items():
+        found = predict(scenario(recipe=recipe), known_gpu(CALIBRATED_GPU))
+        assert f"{found.step_time_s:.3f}" in line and f"{found.peak_memory_gib:.1f}" in line
+        assert ("yes" in line) == found.fits
+    assert "no" in lines["block"].split("│")[-2]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ("--gpu", "NVIDIA Imaginary 1"),
+            f"error: --gpu NVIDIA Imaginary 1: nothing was measured .* known are .*{CALIBRATED_GPU}",
+        ),
+        (("--batch_size", "0"), "error: --batch_size must be at least 1, not 0."),
+        (("--num_gpus", "4"), "error: --num_gpus 4 needs --sharding_mode: ddp, fsdp_grad, fsdp_full."),
+        (("--num_gpus", "16", "--sharding_mode", "ddp"), "error: --num_gpus 16: several hosts were never measured"),
+        (("--sharding_mode", "ddp"), "error: --sharding_mode has no effect on one GPU; add --num_gpus or drop it."),
+        (("--mean_length", "5000"), "error: --mean_length 5000 must be from 1 to --max_seq_length 1024."),
+    ],
+)
+def test_mistakes_end_in_one_sentence(words, sentence, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("predict_command", ROOT / "scripts" / "predict.py")
+    command = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(command)
+    monkeypatch.setattr(sys, "argv", ["scripts/predict.py", *EIGHT_B, *words])
+    with pytest.raises(SystemExit) as ended:
+        run_script(command.main)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert re.search(sentence.replace("(", r"\("), error) and error.count("\n") == 1
+
+
+def test_notes_of_the_command_and_odd_tokens():
+    done = run_command(
+        "--model_name",
+        "Llama-3.2-1B",
+        "--batch_size",
+        "1",
+        "--max_seq_length",
+        "208",
+        "--num_gpus",
+        "8",
+        "--sharding_mode",
+        "fsdp_full",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "block needs a multiple of 128 tokens" in done.stdout and "8 x NVIDIA H200, fsdp_full" in done.stdout
+    assert "recorded runs have 2 and 4 GPUs of one host" in done.stdout

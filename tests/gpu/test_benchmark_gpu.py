@@ -1,0 +1,102 @@
+"""Each arm of the benchmark of one GPU runs the kernels that its name speaks of, and all train the same thing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from llm_fp8.throughput.arms import parse_arm
+from llm_fp8.throughput.measure import measure
+from llm_fp8.throughput.workload import Workload
+from tests.small import tiny_config
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_LAYERS, MICRO_BATCHES = 2, 2
+NUM_GEMMS = 3 * MICRO_BATCHES
+"""Of one weight in a step: forward, data gradient and weight gradient."""
+WEIGHTS_OF_LAYER = {"te": 4, "hf": 7}
+
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+
+
+def write_architecture(folder: Path, **changes) -> str:
+    """A workload of a tiny model whose sizes every recipe can take."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tiny_config(**{**sizes, "num_hidden_layers": NUM_LAYERS, **changes}).save_pretrained(folder)
+    return f"{folder}:2x128x{MICRO_BATCHES}"
+
+
+@pytest.fixture(scope="module")
+def workload(tmp_path_factory):
+    return write_architecture(tmp_path_factory.mktemp("architecture") / "untied")
+
+
+@pytest.fixture(scope="module")
+def first_loss(workload):
+    """Of the plainest arm."""
+    return measure(Workload.parse(workload, 2), parse_arm("hf_bf16"), 1, torch.device("cuda"))["losses"][0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["hf_bf16", "bf16", "bf16:swap", "bf16:recompute", "delayed", "current", "block", "delayed:swap", "current:swap", "delayed:recompute"]
+    + ["hf_bf16_compiled", "accelerate_te"]
+    + [pytest.param(name, marks=needs_torchao) for name in ("torchao_tensorwise", "torchao_rowwise")],
+)  # fmt: skip
+def test_kernels_of_an_arm(name, workload, first_loss, device, record_property):
+    arm = parse_arm(name)
+    found = measure(Workload.parse(workload, 2), arm, 1, device)
+    gemms = found["gemm_kernels"]
+    record_property("gemm_kernels", gemms)
+    record_property("losses", found["losses"])
+    assert ("fp8" in gemms) == arm.computes_in_fp8
+    assert sum(kernels["share"] for kernels in gemms.values()) == pytest.approx(1)
+    ours_in_te = hasattr(arm.what, "use_te") and arm.what.use_te
+    num_weights = NUM_LAYERS * WEIGHTS_OF_LAYER["te" if ours_in_te else "hf"]
+    if arm.computes_in_fp8:
+        assert gemms["fp8"]["count"] >= NUM_GEMMS * num_weights
+        assert sum(found["census"]["converted"].values()) == num_weights + (name == "accelerate_te")
+    if name != "accelerate_te":  # which has the output head in fp8 as well
+        assert gemms["bf16"]["count"] >= NUM_GEMMS * (1 if arm.computes_in_fp8 else num_weights + 1)
+    assert found["losses"][0] == pytest.approx(first_loss, rel=5e-3 if arm.computes_in_fp8 else 5e-4), (
+        "the same weights and tokens"
+    )
+    assert 0 < found["peak_memory_gib"] <= found["peak_reserved_memory_gib"]
+    assert len(found["step_times_s_by_rank"]) == 1 and len(found["step_times_s_by_rank"][0]) == 1
+    assert found.get("parameters_not_in_the_optimizer", []) == []
+
+
+def test_accelerates_own_fp8_unties_and_freezes_a_tied_output_head(tmp_path, device):
+    """What Accelerate 1.15 does, and what the row then says. Should it stop doing so, this fails and docs/benchmark.md has to change."""
+    tied = write_architecture(tmp_path / "tied", tie_word_embeddings=True)
+    found = measure(Workload.parse(tied, 2), parse_arm("accelerate_te"), 1, device)
+    assert found["parameters_not_in_the_optimizer"] == ["lm_head.weight"]
+
+
+def test_the_script_writes_rows_with_their_spread(workload, tmp_path):
+    output = tmp_path / "r.json"
+    arms = "hf_bf16,bf16,delayed,accelerate_te"
+    options = [f"--workloads={workload}", f"--arms={arms}", "--rounds=2", "--steps=3", "--warmup=1", f"--output={output}"]
+    done = subprocess.run(
+        [sys.executable, "scripts/benchmark.py", *options], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(output.read_text())
+    assert [row["arm"] for row in record["rows"]] == arms.split(",")
+    assert record["provenance"]["gpus"] and record["provenance"]["command"][0] == "scripts/benchmark.py"
+    for row in record["rows"]:
+        assert len(row["rounds"]) == 2, row
+        speeds = [row[f"tokens_per_s{end}"] for end in ("_slowest", "_p10", "", "_p90", "_fastest")]
+        assert speeds == sorted(speeds)
+        for measured in row["rounds"]:
+            assert ("fp8" in measured["gemm_kernels"]) == parse_arm(row["arm"]).computes_in_fp8
+            assert measured["memory_before_gib"] == 0, "nothing of another arm is left"
+    assert "first loss: hf_bf16" in done.stdout and "their first losses are at most" in done.stdout

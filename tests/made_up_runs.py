@@ -1,0 +1,96 @@
+"""Run records and run folders with figures of our choosing, for the branches of the comparison that a CPU cannot train its way to."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from llm_fp8.compare.run_record import RunRecord
+from llm_fp8.config import parse_config
+
+NUM_STEPS = 60
+PROVENANCE = {
+    "time_utc": "2026-01-02T03:04:05+00:00",
+    "command": ["train_fp8.py"],
+    "git": {"commit": "0" * 40, "dirty": False},
+    "python": "3.12.3",
+    "packages": {"torch": "2.11.0", "transformer-engine": "2.20.2"},
+    "cuda": "13.0",
+    "cudnn": 91900,
+    "driver": "580.1",
+    "gpus": [{"name": "NVIDIA H200", "memory_gib": 139.8, "compute_capability": "9.0"}],
+    "cpu": {"model": "a processor", "num_cores": 16},
+    "os": "Linux",
+    "environment": {"CUDA_VISIBLE_DEVICES": "0"},
+}
+
+
+def precision_of(arm: str, effective: str | None = None) -> dict[str, Any]:
+    """The precision section of a run of `arm`, which fell back where `effective` is another scenario."""
+    shared = {"optimizer": "adamw_master", "parameter_dtype": "torch.bfloat16", "fallback_reason": None}
+    if arm in ("bf16", "no"):
+        return {**shared, "requested": arm, "effective": arm, "requested_scenario": None, "effective_scenario": None}
+    fallback = None if effective in (None, arm) else f"{arm} is not available on NVIDIA H200"
+    scenarios = {"requested_scenario": arm, "effective_scenario": effective or arm}
+    return {**shared, "requested": "fp8", "effective": "fp8", **scenarios, "fallback_reason": fallback}
+
+
+def made_up_run(arm: str = "bf16", seed: int = 1, rate: float = 100_000.0, loss: float = 1.0, **changes: Any) -> RunRecord:
+    """A run of 60 steps and four evaluations at about `rate` tokens/s that ends at the held-out loss `loss`; `changes` are fields of it."""
+    noise = random.Random(f"{arm} {seed}")
+    steps, evaluations = [], []
+    for step in range(1, NUM_STEPS + 1):
+        figure = rate * noise.uniform(0.98, 1.02) if step > 10 else rate / 4
+        steps.append(
+            {
+                "step": step,
+                "loss": loss + 3.0 / step,
+                "tokens_seen": 8000 * step + seed,
+                "step_time_s": 8192 / figure,
+                "tokens_per_s": figure,
+                "peak_memory_gib": 37.0,
+                "energy_j_per_million_tokens": 6000.0 * 100_000 / rate,
+            }
+        )
+        if step % 15 == 0:
+            evaluations.append({"step": step, "eval_loss": loss + (NUM_STEPS - step) / 100, "eval_num_supervised_tokens": 987})
+    options = ["--mixed_precision", "bf16", "--use_te", "--seed", str(seed), "--model_name", "meta-llama/Llama-3.2-1B"]
+    config = parse_config(options).to_dict()
+    if arm not in ("bf16", "no"):
+        config["precision"] = {**config["precision"], "mixed_precision": "fp8", "fp8_scenario": arm}
+    fields: dict[str, Any] = {
+        "source": f"runs/{arm}-{seed}",
+        "config": config,
+        "precision": precision_of(arm),
+        "steps": steps,
+        "evaluations": evaluations,
+        "effective": {"packing": True, "global_batch_size": 16},
+        "data": {"num_tokens": 480_000},
+        "model": {"location": "meta-llama/Llama-3.2-1B", "num_parameters": 10**9},
+        "provenance": PROVENANCE,
+        "certificate": {"verdict": "certified", "reasons": []},
+    }
+    return RunRecord(**{**fields, **changes})
+
+
+def write_run_folder(folder: Path, run: RunRecord, answers: dict[int, dict[int, bool]] | None = None) -> Path:
+    """`run` as its training would have left it; `answers`: step -> row -> right or wrong."""
+    folder.mkdir(parents=True)
+    sections = {
+        "config": run.config,
+        "precision": run.precision,
+        "effective": run.effective,
+        "data": run.data,
+        "model": run.model,
+    }
+    (folder / "run.json").write_text(json.dumps({**sections, "provenance": run.provenance}))
+    (folder / "summary.json").write_text(json.dumps({"steps": len(run.steps), "certificate": run.certificate}))
+    lines = sorted([*run.steps, *run.evaluations], key=lambda record: record["step"])
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step, rows in (answers or {}).items():
+        (folder / "eval_answers").mkdir(exist_ok=True)
+        records = [{"row_id": row, "problem": f"problem {row}", "correct": correct} for row, correct in rows.items()]
+        (folder / "eval_answers" / f"step-{step}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
