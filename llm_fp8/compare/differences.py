@@ -115,11 +115,12 @@ def find_differences(runs: Sequence[RunRecord], known_overlaps: Sequence[tuple[s
     `known_overlaps`: labels of runs that ran at the same time on the same hardware.
     """
     found = [*_field_differences(runs), *_precision_differences(runs), *_per_seed_differences(runs), *_remarks(runs)]
-    for pair in known_overlaps:
-        arms = sorted({name.split(" ")[0] for name in pair})
+    if known_overlaps:
+        arms = sorted({name.split(" ")[0] for pair in known_overlaps for name in pair})
         if REFERENCE in arms:  # it spoils what every arm is held against
             arms = sorted({run.arm for run in runs})
-        found.append(Difference("ran at the same time on the same hardware", "speed", {"together": list(pair)}, arms))
+        together = {f"{first} with {second}": [first, second] for first, second in known_overlaps}
+        found.append(Difference("hardware shared while running", "speed", together, arms))
     order = ("all", "quality", "speed", "note")
     return sorted(found, key=lambda difference: (order.index(difference.effect), difference.field))
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from llm_fp8.checkpoint import has_checkpoint
 from llm_fp8.compare.arms import arm_words
 from llm_fp8.compare.comparison import Failure
+from llm_fp8.compare.run_record import why_unfinished
 from llm_fp8.config import Config, parse_config
 from llm_fp8.errors import UserError
 from llm_fp8.json_files import write_json_atomic
@@ -124,7 +125,7 @@ def claim_folder(plan: Plan) -> None:
 def is_done(plan: Plan, run: PlannedRun) -> bool:
     """Whether `run` has finished; summary.json is the last thing that a run writes."""
     summary = plan.run_folder(run) / "summary.json"
-    return summary.is_file() and "stopped_by" not in json.loads(summary.read_text())
+    return summary.is_file() and why_unfinished(json.loads(summary.read_text())) is None
 
 
 def command_line(plan: Plan, run: PlannedRun) -> list[str]:

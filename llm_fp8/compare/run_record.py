@@ -157,6 +157,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def why_unfinished(summary: dict[str, Any]) -> str | None:
+    """Why a run with this summary.json did not finish, as a sentence; None where it did."""
+    if "stopped_by" in summary:
+        return f"the run was stopped by {summary['stopped_by']} after step {summary.get('steps')}; finish it with --resume_from latest."
+    if "failed" in summary:
+        return f"the run failed after step {summary.get('steps')}: {summary['failed']}"
+    return None
+
+
 def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
     """A finished run's record. Raises `UserError` where `folder` holds none, or one that did not finish."""
     if not folder.is_dir():
@@ -166,11 +175,8 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
             hint = "the run did not finish" if name == "summary.json" else "it is not a run's --output_dir"
             raise UserError(f"{flag} {folder}: there is no {name} in it, so {hint}; give the folder of a finished run.")
     run, summary = _read_json(folder / "run.json"), _read_json(folder / "summary.json")
-    if "stopped_by" in summary:
-        raise UserError(
-            f"{flag} {folder}: the run was stopped by {summary['stopped_by']} after step {summary.get('steps')}; finish it with "
-            "--resume_from latest."
-        )
+    if reason := why_unfinished(summary):
+        raise UserError(f"{flag} {folder}: {reason}")
     missing = [key for key in ("config", "precision") if key not in run]
     if missing:
         raise UserError(

@@ -126,7 +126,7 @@ def _answers_are_worse(own: ArmFigures) -> bool:
 
 
 def _fields(differences: Sequence[Difference], limit: int = 4) -> str:
-    names = [difference.field for difference in differences]
+    names = list(dict.fromkeys(difference.field for difference in differences))
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 

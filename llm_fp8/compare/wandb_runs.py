@@ -83,6 +83,8 @@ def _record(source: str, config: dict[str, Any], history: list[dict[str, Any]], 
 def certificate_from_flat(summary: dict[str, Any]) -> dict[str, Any] | None:
     """The certificate in a W&B summary, whose nested entries stand under keys as 'certificate/verdict'; None without one."""
     found = {key.removeprefix("certificate/"): value for key, value in summary.items() if key.startswith("certificate/")}
+    if isinstance(found.get("reasons"), str):  # a list becomes its text on the way to W&B
+        found["reasons"] = [] if found["reasons"] == "[]" else [found["reasons"]]
     return found or None
 
 

@@ -120,7 +120,7 @@ def main(argv: Sequence[str], description: str = "") -> int:
             with console.status("...") as status:
                 rows = run_checks(checks, setup, num_gpus, lambda check: status.update(f"{check.title} ..."))
         else:
-            rows = run_checks(checks, setup, num_gpus)
+            rows = run_checks(checks, setup, num_gpus, lambda check: print(f"{check.title} ...", file=sys.stderr, flush=True))
     finally:
         for probe in setup.probes.values():
             probe.kill()

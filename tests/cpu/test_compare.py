@@ -335,8 +335,8 @@ def test_shared_hardware_resumes_uncommitted_code_and_missing_sections_are_flagg
     )
     assert [d.arms for d in with_reference] == [["bf16", "block", "delayed"]], "every arm is held against it"
     found = {d.field: d for d in find_differences(runs, [("bf16 seed 1", "delayed seed 1")])}
-    assert found["ran at the same time on the same hardware"].effect == "speed"
-    assert found["ran at the same time on the same hardware"].arms == ["bf16", "delayed"]
+    assert found["hardware shared while running"].effect == "speed"
+    assert found["hardware shared while running"].arms == ["bf16", "delayed"]
     assert found["resumed during the run"].values == {"yes": ["delayed seed 1"]}
     assert len(found["code had uncommitted changes"].values["yes"]) == 2
     assert found["data: not kept by the source, so not compared"].effect == "note" and len(found) == 4
@@ -383,6 +383,7 @@ def test_answers_decide_through_whole_folders(tmp_path):
         ("metrics.jsonl", "", "holds no optimizer step"),
         ("metrics.jsonl", '{"step": 1}\nx\n', "line 2 is not valid JSON"),
         ("summary.json", '{"steps": 3, "stopped_by": "SIGTERM"}', "stopped by SIGTERM after step 3"),
+        ("summary.json", '{"steps": 3, "failed": "no fp8 kernel ran"}', "failed after step 3: no fp8 kernel ran"),
     ],
 )
 def test_a_folder_that_is_not_a_finished_run_is_refused(tmp_path, name, content, expected):

@@ -7,8 +7,10 @@ import io
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
-from PIL import Image
+from matplotlib.image import imread
+from numpy.typing import NDArray
 
 from llm_fp8.compare.comparison import Comparison, Failure, compare
 from llm_fp8.compare.page import render_page
@@ -52,10 +54,9 @@ def test_the_page_is_whole_and_safe(page, comparison):
     assert f"<td>{current.loss_gap.mean:+.4f}</td>" in text
 
 
-def colours(picture: bytes) -> tuple[Image.Image, int]:
-    """A PNG and how many colours it has."""
-    image = Image.open(io.BytesIO(picture)).convert("RGB")
-    return image, len(image.getcolors(maxcolors=2**24))
+def picture(png: bytes) -> NDArray[np.uint8]:
+    """A PNG's pixels, [height, width, 3]."""
+    return (imread(io.BytesIO(png))[:, :, :3] * 255).round().astype(np.uint8)
 
 
 VISIBLE = """
@@ -68,6 +69,12 @@ for (const chart of document.querySelectorAll(".chart")) {
 return shown;
 """
 DRAWN = "return document.querySelectorAll('#chart-loss-step .scatterlayer .trace').length"
+CHART_SIZES = """
+return [...document.querySelectorAll(".chart")].map(chart => {
+  const drawn = chart.querySelector("svg.main-svg").getBoundingClientRect();
+  return [drawn.width, drawn.height, chart.clientWidth, chart.clientHeight];
+});
+"""
 OVERFLOW = """
 const wide = [...document.querySelectorAll("body *")].filter(e => !e.closest(".scroll, svg, .figures thead") && e.getBoundingClientRect().right > innerWidth + 1);
 return [document.documentElement.scrollWidth, innerWidth, wide.map(e => e.tagName + "." + e.className).slice(0, 5)];
@@ -81,8 +88,9 @@ def test_the_page_in_a_browser(page, tmp_path):
         for width in (360, 1280):
             set_width(browser, width)
             browser.get(page.as_uri())
-            image, num_colours = colours(full_screenshot(browser, tmp_path / f"{width}.png"))
-            assert image.width == width and image.height > 2000 and num_colours > 200, "it is drawn"
+            pixels = picture(full_screenshot(browser, tmp_path / f"{width}.png"))
+            num_colours = len(set(map(bytes, pixels[::4, ::2].reshape(-1, 3))))
+            assert pixels.shape[1] == width and pixels.shape[0] > 2000 and num_colours > 200, "it is drawn"
             scroll_width, inner_width, wide = browser.execute_script(OVERFLOW)
             assert scroll_width <= inner_width == width and wide == [], "nothing runs over the side"
             assert browser.execute_script(
@@ -116,12 +124,20 @@ def test_the_page_in_a_browser(page, tmp_path):
         assert browser.find_element("css selector", "figure details table").is_displayed()
 
         set_dark(browser, True)
-        dark, _ = colours(full_screenshot(browser, tmp_path / "dark.png"))
-        assert sum(dark.getpixel((2, 2))) < 150, "a dark ground"
+        dark = picture(full_screenshot(browser, tmp_path / "dark.png"))
+        assert dark[2, 2].sum() < 150, "a dark ground"
         text_colour = "return getComputedStyle(document.querySelector('#chart-loss-step text.xtitle')).fill"
         assert sum(map(int, re.findall(r"\d+", browser.execute_script(text_colour))[:3])) > 600, "with light words in the charts"
         set_dark(browser, False)
 
+        # On paper every chart has the room that it was drawn for, and on screen again afterwards.
+        screen = browser.execute_script(CHART_SIZES)
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+        browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+        assert all(drawn_in[1] <= drawn_in[3] and drawn_in[0] < 700 for drawn_in in browser.execute_script(CHART_SIZES))
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+        browser.execute_script("dispatchEvent(new Event('afterprint'))")
+        assert browser.execute_script(CHART_SIZES) == screen
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         pdf = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", {})["data"])
         (tmp_path / "page.pdf").write_bytes(pdf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import statistics
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from llm_fp8.compare.comparison import compare
 from llm_fp8.compare.run_record import read_run_folder
@@ -38,7 +38,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output folder of a comparison, trained once for all worker processes of the test run."""
     own = tmp_path_factory.getbasetemp()
     base = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-    with FileLock(base / "trained.lock"):
+    with open(base / "trained.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
         if not (base / "comparison" / "comparison.json").exists():
             done = run_script("--train", TRAIN, "--arms", "bf16,no", "--seeds", "2", "--output", "comparison", cwd=base)
             assert done.returncode == 0, done.stdout + done.stderr
@@ -125,7 +126,8 @@ class StandInRun:
     """What wandb.Api gives for a run, filled from an offline run's file; stands in for the server alone, which no test can reach."""
 
     def __init__(self, config: dict[str, Any], history: list[dict[str, Any]], state: str = "finished") -> None:
-        self.config, self.summary, self.state, self._history = config, {}, state, history
+        self.config, self.state, self._history = config, state, history
+        self.summary: dict[str, Any] = {}
 
     def scan_history(self) -> list[dict[str, Any]]:
         # The server gives rows with None for what a row lacks.
@@ -150,7 +152,10 @@ def test_a_run_of_the_server_tells_what_its_file_tells(trained):
 
     (file,) = offline_folder(trained / "runs" / "bf16-seed1").glob("*.wandb")
     stored = read_wandb_file(file)
-    online = read_wandb("team/llm-fp8/abc", StandInApi(StandInRun(stored.config, stored.history)))
+    run = StandInRun(stored.config, stored.history)
+    run.summary = {"certificate/verdict": "undetermined", "certificate/reasons": "['no kernel']", "wall_time_s": 1.0}
+    online = read_wandb("team/llm-fp8/abc", StandInApi(run))
+    assert online.certificate == {"verdict": "undetermined", "reasons": ["['no kernel']"]}
     offline = read_wandb(str(file.parent))
     assert online.steps == offline.steps and online.evaluations == offline.evaluations and online.config == offline.config
     with pytest.raises(UserError, match="Could not find run"):

@@ -134,6 +134,13 @@ def rows_of(*statuses: str) -> list[Row]:
     ]
 
 
+def test_the_documentation_has_every_check():
+    rows = [
+        line.split("|")[1].strip() for line in (ROOT / "docs" / "verify.md").read_text().splitlines() if line.startswith("| `")
+    ]
+    assert sorted(rows) == sorted(f"`{check.name}`" for check in CHECKS)
+
+
 def test_exit_codes():
     assert exit_code(rows_of("passed", "warning", "info", "skipped"), has_gpu=True) == 0
     assert exit_code(rows_of("passed", "failed"), has_gpu=True) == 1

@@ -5,7 +5,7 @@
   const COLOURS = ["#7c8591", "#2f81f7", "#d9730d", "#0f9d6b", "#a855f7", "#db2777", "#0e96a3"];
   const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid"];
   const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star"];
-  const PRINT_WIDTH = 660;
+  const PRINT_SIZE = {autosize: false, width: 660, height: 272};  // page.css has the same height
   const arms = data.arms.map((entry) => entry.arm);
   const style = (arm) => Math.max(0, arms.indexOf(arm)) % COLOURS.length;
   const isDark = matchMedia("(prefers-color-scheme: dark)");
@@ -50,7 +50,7 @@
 
   function draw() {
     for (const chart of data.charts) {
-      const size = printing ? {autosize: false, width: PRINT_WIDTH, height: place(chart).clientHeight} : {};
+      const size = printing ? PRINT_SIZE : {width: undefined, height: undefined};
       Plotly.react(place(chart), chart.traces.map(trace), {...layout(chart), ...size}, {responsive: true, displaylogo: false, displayModeBar: false});
     }
   }
