@@ -191,7 +191,8 @@ class RunConfig:
         None, "Group of the W&B run, the same for runs that are to be compared (default: the name of the output folder)."
     )
     wandb_tags: str | None = option(
-        None, "Further tags of the W&B run, separated by commas; precision, model, sharding mode and GPU are tags anyway (default: none)."
+        None,
+        "Further tags of the W&B run, separated by commas; precision, model, sharding mode and GPU are tags anyway (default: none).",
     )
     report_to: Literal["none", "wandb", "tensorboard", "all"] = option("none", "Trackers besides metrics.jsonl.")
 

@@ -9,6 +9,8 @@ from llm_fp8.ranks import first_to_say
 
 EXIT_FAILED_CHECK = 1
 EXIT_USER_ERROR = 2
+EXIT_NO_GPU = 3
+"""Of the scripts that check a GPU, where there is none: they did what they could."""
 EXIT_INTERRUPTED = 130
 """What a shell reports for a program that SIGINT ended."""
 

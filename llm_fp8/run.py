@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
-import transformers
-from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
-from torch import nn
+from accelerate.utils import set_seed
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import te_llama
-from llm_fp8.certificate import Certificate, Promise, attention_library, certify, worst
-from llm_fp8.checkpoint import CheckpointManager
 from llm_fp8.config import Config, check_config
 from llm_fp8.data import PreparedData, prepare_data
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
-from llm_fp8.errors import FailedCheck, UserError
-from llm_fp8.evaluate import evaluate_loss
+from llm_fp8.errors import UserError
 from llm_fp8.exact_match import ExactMatchEvaluation, encode_problems
 from llm_fp8.export import export_hf
 from llm_fp8.failures import explained_failures
@@ -40,12 +30,9 @@ from llm_fp8.memory import MemoryUse, out_of_memory_advice
 from llm_fp8.metrics import GIB, DecoderSize, device_peak_tflops
 from llm_fp8.models import (
     ModelSource,
-    build_model,
-    build_structure,
     check_model,
     count_parameters,
     decoder_layers,
-    fill_sharded,
     load_config,
     load_tokenizer,
     require_te_decoder,
@@ -54,23 +41,22 @@ from llm_fp8.models import (
 )
 from llm_fp8.optim import build_scheduler, effective_warmup_steps
 from llm_fp8.output_folder import check_free_space, is_finished, with_output_dir
-from llm_fp8.parallel.build import build_accelerator, build_engine
-from llm_fp8.parallel.choice import check_mode, choose_mode
+from llm_fp8.parallel.build import build_accelerator
 from llm_fp8.parallel.context import ContextGroup, check_context_parallel
-from llm_fp8.parallel.fsdp import FsdpEngine
-from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.parity import check_parity
-from llm_fp8.precision import Precision, PrecisionPlan, resolve_precision
+from llm_fp8.precision import resolve_precision
 from llm_fp8.predict.prediction import describe_comparison
 from llm_fp8.predict.run_outcome import run_prediction
 from llm_fp8.process_group import end_process_group, own_device, start_process_group
 from llm_fp8.provenance import collect_provenance, run_record
+from llm_fp8.quiet import quiet_libraries
 from llm_fp8.ranks import LaunchRanks
-from llm_fp8.recompute import enable_gradient_checkpointing
 from llm_fp8.report import RunReporter, check_trackers
+from llm_fp8.run_hooks import RunHooks
+from llm_fp8.run_parts import RunParts
 from llm_fp8.run_state import RunState, find_checkpoint, run_fingerprint
 from llm_fp8.signals import GracefulStop
-from llm_fp8.swap import Census, swap_linears, take_census
+from llm_fp8.swap import Census
 from llm_fp8.training_model import TrainingModel
 
 STEPS_BEFORE_PROFILE = 4
@@ -100,22 +86,6 @@ def run_training(config: Config) -> int:
     return code
 
 
-def quiet_libraries() -> None:
-    """Leave the console to the run's own lines; on a terminal, bars of downloads and of tokenising stay."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    datasets.logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-
-
-def certifies(wanted: bool | None, device: torch.device) -> bool:
-    """Whether a run records a step and judges it; `wanted` is --certify."""
-    if wanted and device.type != "cuda":
-        raise UserError("--certify records the kernels of an NVIDIA GPU and this run has none; drop it.")
-    return device.type == "cuda" if wanted is None else wanted
-
-
 def first_batch(loader: TrainLoader) -> Batch:
     """The first micro-batch that `loader` will give, which it will give again."""
     position = loader.state_dict()
@@ -124,58 +94,8 @@ def first_batch(loader: TrainLoader) -> Batch:
     return batches[0]
 
 
-class Run:
-    """The parts of one run and what is done with them, in order."""
-
-    def __init__(self, config: Config, accelerator: Accelerator, ranks: LaunchRanks, plan: PrecisionPlan) -> None:
-        self.config = config
-        self.accelerator = accelerator
-        self.ranks = ranks
-        self.device = accelerator.device
-        self.folder = Path(config.run.output_dir or "")
-        self.checkpoints = CheckpointManager(self.folder, config.run.save_total_limit, is_main=accelerator.is_main_process)
-        self.plan = plan
-        self._check_token_multiple()
-        self.certifies = certifies(config.run.certify, accelerator.device)
-        self.attention_backend: str | None = None
-        self.recorded: StepProfile | None = None
-        self.certificate: Certificate | None = None
-        self.resident_gib = 0.0
-
-    def say(self, text: str) -> None:
-        """Print on the main process."""
-        if self.accelerator.is_main_process:
-            print(text, flush=True)
-
-    def _check_token_multiple(self) -> None:
-        multiple = self.plan.token_multiple
-        data = self.config.data
-        tokens = data.batch_size * data.max_seq_length
-        if tokens % multiple:
-            raise UserError(
-                f"--fp8_scenario {self.plan.effective_scenario} needs a multiple of {multiple} tokens in a micro-batch, and --batch_size {data.batch_size} times "
-                f"--max_seq_length {data.max_seq_length} is {tokens}; choose a --max_seq_length that is a multiple of {multiple}."
-            )
-
-    def _choose_engine(self) -> None:
-        """--sharding_mode and --optimizer for this run."""
-        config, plan = self.config, self.plan
-        choice = choose_mode(config, self.ranks, functools.partial(count_parameters, self.hf_config), self._gpu_memory_gib())
-        check_mode(config, choice.mode, self.ranks, plan.compute_name)
-        self.engine = build_engine(choice.mode, config, self.accelerator, self.ranks, plan.compute_dtype)
-        self.optimizer_kind = self.engine.resolve_optimizer(config.optim.optimizer, plan.compute_dtype)
-        self.parameter_dtype = self.engine.parameter_dtype(self.optimizer_kind, plan.compute_dtype)
-        if self.ranks.world_size > 1:
-            self.say(f"sharding: {choice.mode}{f', because {choice.reason}' if choice.reason else ''}")
-
-    def _gpu_memory_gib(self) -> float | None:
-        """Memory of the smallest GPU of the run; None on CPUs. Collective."""
-        if self.device.type != "cuda":
-            return None
-        total = torch.tensor([torch.cuda.get_device_properties(self.device).total_memory / GIB], device=self.device)
-        return float(self.accelerator.gather(total).min())
-
-    # --- building -----------------------------------------------------------------------------------------------------
+class Run(RunParts):
+    """A run: its parts, and what is done with them, in order."""
 
     def execute(self, started: float) -> int:
         """Everything, in order; returns the exit code."""
@@ -183,8 +103,8 @@ class Run:
         set_seed(config.optim.seed)
         source = resolve_source(config.model)
         hf_config = self.hf_config = load_config(config.model, source)
-        self._choose_engine()
-        self._describe_precision()
+        self.choose_engine()
+        self.describe_precision()
         tokenizer, note = load_tokenizer(config.model, source)
         if note:
             self.say(note)
@@ -211,7 +131,7 @@ class Run:
             prompts = encode_problems(data.problems, tokenizer)
             check_positions(prompts, hf_config, config.run.eval_max_new_tokens, "--eval_max_new_tokens")
         export_dtype = stored_dtype(hf_config, default=self.parameter_dtype)  # building the model changes the entry
-        model, training_model, loaded, census = self._build_model(source, hf_config)
+        model, training_model, loaded, census = self.build_model(source, hf_config)
         self._parity_gate(model, data, loaded and resume_path is None)
         self.context = self.context.connected(self.device.type)
         self.context.attach(decoder_layers(model))
@@ -223,7 +143,7 @@ class Run:
         with GracefulStop() as stop, trainer.reporter:
             self._record_run(source, model, data, census, trainer)
             self.say(f"training {trainer.options.total_steps} steps on {self._device_name()}, results in {self.folder}")
-            hooks = RunHooks(self, trainer, data, exact_match)
+            hooks = RunHooks(self, self.state, trainer, data, exact_match)
             if self.device.type == "cuda":
                 self.resident_gib = torch.cuda.memory_allocated(self.device) / GIB
             try:
@@ -240,59 +160,6 @@ class Run:
             summary = trainer.reporter.finish(self._summary(census, trainer, exported, started))
             self._closing_words(summary, exported)
         return 0
-
-    def _describe_precision(self) -> None:
-        plan = self.plan
-        if plan.fallback_reason:
-            self.say(
-                f"WARNING: --fp8_scenario {plan.requested_scenario} FELL BACK to {plan.effective_scenario}: {plan.fallback_reason}"
-            )
-        self.say(
-            f"precision: {plan.name} (asked for: {plan.requested}{f' {plan.requested_scenario}' if plan.requested_scenario else ''})"
-        )
-        self.say(f"optimizer: {self.optimizer_kind}, parameters in {str(self.parameter_dtype).removeprefix('torch.')}")
-
-    def _build_model(
-        self, source: ModelSource, hf_config: PretrainedConfig
-    ) -> tuple[PreTrainedModel, TrainingModel, bool, Census]:
-        """The model, what the loop calls, whether weights were loaded, and the census; the precision seam is attached to it."""
-        options, engine, seed = self.config.model, self.engine, self.config.optim.seed
-        shared: dict[str, Any] = {
-            "parameter_dtype": self.parameter_dtype,
-            "compute_dtype": self.plan.compute_dtype,
-            "device": self.device,
-        }
-        loaded = False
-        if engine.shards_parameters:
-            model = build_structure(options, source, hf_config, **shared)
-        else:
-            model, loaded = build_model(options, source, hf_config, seed=seed, **shared)
-        reasons: dict[str, str] = {}
-        if self.plan.recipe is not None and not options.use_te:
-            reasons = swap_linears(model)
-        self.attention_implementation: str = "te" if options.use_te else model.config._attn_implementation
-        layers = decoder_layers(model)
-        # FSDP hands modules their parameters in the compute dtype.
-        module_dtype = self.plan.compute_dtype if engine.shards_parameters else self.parameter_dtype
-        self.precision = Precision(self.plan, self.config.precision, self.device, module_dtype)
-        self.precision.attach(model, layers)
-        census = take_census(model, self.precision.fp8_modules, self.plan.compute_name, reasons)
-        self.say(census.describe())
-        recomputed: Sequence[nn.Module] = ()
-        if options.gradient_checkpointing:
-            uses_te = options.use_te or self.plan.recipe is not None
-            recomputed = enable_gradient_checkpointing(
-                layers, options.gradient_checkpointing_every, uses_te, reentrant=uses_te and engine.reentrant_te_checkpoints
-            )
-        self.promise = Promise.of_model(self.precision, census, recomputed)
-        training_model = TrainingModel(model, self.config.data.max_seq_length, self.plan.compute_dtype)
-        if self.config.parallel.fp8_params:
-            assert isinstance(engine, FsdpEngine)  # check_mode saw to it
-            engine.keep_in_fp8(self.precision)
-        engine.shard(training_model, layers)
-        if engine.shards_parameters:
-            loaded = fill_sharded(model, options, source, self.device, seed)
-        return model, training_model, loaded, census
 
     def _build_trainer(
         self,
@@ -418,33 +285,6 @@ class Run:
         )
         self.say(report.describe())
 
-    def judge_recorded_step(self, profile: StepProfile, num_micro_batches: int, reporter: RunReporter) -> None:
-        """Judge the recorded step and keep the verdict; `FailedCheck` on every rank where any rank's step is not what was asked for."""
-        attention = self.attention_backend or self.attention_implementation
-        own = certify(
-            self.promise,
-            profile.kernels,
-            self.precision.te_state(),
-            num_micro_batches=num_micro_batches,
-            recipe_inside_modules=self.precision.seen_inside,
-            attention=f"sdpa ({attention_library(profile.kernels)})" if attention == "sdpa" else attention,
-        )
-        certificate = self.certificate = worst(gather_object([own]))
-        path = self.folder / "certificate.json"
-        if self.accelerator.is_main_process:
-            write_json_atomic(path, certificate.to_dict())
-        if certificate.verdict == "failed":
-            sentence = certificate.failure(path)
-            reporter.finish({"failed": sentence, "certificate": certificate.to_dict(), **self._parallel_record()})
-            self.accelerator.wait_for_everyone()  # The launcher ends the others as soon as one is gone.
-            raise FailedCheck(sentence)
-        if certificate.verdict == "undetermined":
-            reporter.print(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}. See {path}.")
-
-    def _parallel_record(self) -> dict[str, Any]:
-        """How the run is spread over processes, as it came out."""
-        return {"sharding_mode": self.engine.mode, "num_processes": self.accelerator.num_processes}
-
     def _precision_record(self, census: Census) -> dict[str, Any]:
         return {
             **self.plan.to_dict(),
@@ -458,7 +298,7 @@ class Run:
         return {
             "packing": self.config.packing,
             "attn_implementation": self.attention_implementation,
-            **self._parallel_record(),
+            **self.parallel_record(),
             "global_batch_size": data.train.global_batch_size,
             "tokens_per_step": data.train.global_batch_size * self.config.data.max_seq_length,
             "num_warmup_steps": effective_warmup_steps(self.config.optim.num_warmup_steps, trainer.options.total_steps),
@@ -530,7 +370,7 @@ class Run:
             "precision": self._precision_record(census),
             "recipe_inside_modules": self.precision.seen_inside,
             "attention_backend": self.attention_backend,
-            **self._parallel_record(),
+            **self.parallel_record(),
             "recorded_step": None if self.recorded is None else self.recorded.to_dict(),
             "certificate": None if self.certificate is None else self.certificate.to_dict(),
             "tokens_seen": trainer.tokens_seen,
@@ -579,48 +419,3 @@ class Run:
         return out_of_memory_advice(
             self.config, self.optimizer_kind, num_parameters, use, self.engine.mode, self.accelerator.num_processes
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class RunHooks:
-    """What the loop asks for between steps."""
-
-    run: Run
-    trainer: Trainer
-    data: PreparedData
-    exact_match: ExactMatchEvaluation | None
-
-    def after_first_step(self) -> None:
-        """Say which attention kernels run, and warn of the slow ones."""
-        if not self.run.config.model.use_te:
-            return
-        backend = self.run.attention_backend = te_llama.attention_backend()
-        if backend == "unfused":
-            self.trainer.reporter.print(
-                "WARNING: attention runs UNFUSED, several times slower: Transformer Engine found neither a usable cuDNN nor flash-attn for this "
-                "model's shapes and dtype. NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 in the environment prints why."
-            )
-        else:
-            self.trainer.reporter.print(f"attention: {backend}")
-
-    def after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Say and keep what the recorded step showed, and judge it."""
-        self.run.recorded = profile
-        self.trainer.reporter.print(profile.describe())
-        self.run.judge_recorded_step(profile, num_micro_batches, self.trainer.reporter)
-
-    def evaluate(self, step: int) -> None:
-        """Held-out loss and, where asked for, exact match, reported."""
-        if self.data.eval is None:
-            return
-        trainer = self.trainer
-        figures = evaluate_loss(trainer.accelerator, trainer.model, trainer.precision, self.data.eval)
-        if self.exact_match is not None:
-            figures |= self.exact_match.evaluate(step)
-        trainer.reporter.evaluation({"step": step, **figures})
-
-    def save(self, step: int) -> Path:
-        """A checkpoint."""
-        path = self.run.state.save(self.trainer)
-        self.trainer.reporter.print(f"saving {path} in the background" if self.run.state.background else f"saved {path}")
-        return path

@@ -48,8 +48,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.process_group import start_process_group
+from llm_fp8.quiet import quiet_libraries
 from llm_fp8.ranks import LaunchRanks, first_to_say
-from llm_fp8.run import quiet_libraries
 from llm_fp8.throughput.arms import Arm, parse_arms
 from llm_fp8.throughput.measure import describe_failure, describe_gemms, header, measure, speed
 from llm_fp8.throughput.results import ENDED_IN_SILENCE, ResultsFile

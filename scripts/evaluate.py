@@ -27,7 +27,7 @@ from llm_fp8.generation import BATCH_SIZE, generation_dtype
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.process_group import own_device
 from llm_fp8.provenance import collect_provenance
-from llm_fp8.run import quiet_libraries
+from llm_fp8.quiet import quiet_libraries
 
 DATA_OPTIONS: dict[str, type] = {
     "dataset_name": str,

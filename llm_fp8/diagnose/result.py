@@ -12,12 +12,11 @@ from llm_fp8.diagnose.losses import Loss
 from llm_fp8.diagnose.memory_kinds import HOW_FOUND, MemoryAtPeak
 from llm_fp8.diagnose.operands import ModuleGemms
 from llm_fp8.diagnose.step_time import StepTime
-from llm_fp8.errors import EXIT_FAILED_CHECK
+from llm_fp8.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU
 from llm_fp8.metrics import GIB
 from llm_fp8.swap import Census
 
 SCHEMA_VERSION = 1
-EXIT_NO_GPU = 3
 
 
 @dataclass(frozen=True)

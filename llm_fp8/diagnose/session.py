@@ -38,7 +38,7 @@ from llm_fp8.models import check_model, decoder_layers, load_config, load_tokeni
 from llm_fp8.precision import describe_device
 from llm_fp8.process_group import own_device
 from llm_fp8.provenance import collect_provenance
-from llm_fp8.run import quiet_libraries
+from llm_fp8.quiet import quiet_libraries
 from llm_fp8.throughput.ours import OurTraining
 
 NUM_UNWATCHED_STEPS = 3

@@ -20,7 +20,7 @@ from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.precision import resolve_precision
 from llm_fp8.process_group import own_device
 from llm_fp8.ranks import LaunchRanks
-from llm_fp8.run import Run
+from llm_fp8.run_parts import RunParts
 from llm_fp8.swap import Census
 from llm_fp8.throughput.weights import draw_weights_
 from llm_fp8.throughput.workload import OPTIMISATION, FixedLoader, Recorder, Workload
@@ -71,7 +71,7 @@ class _NoHooks:
         raise NotImplementedError
 
 
-class _QuietRun(Run):
+class _QuietParts(RunParts):
     """A run whose parts are built one by one, and which says nothing."""
 
     def say(self, text: str) -> None:
@@ -80,8 +80,8 @@ class _QuietRun(Run):
     def parts(self, work: Workload) -> tuple[PretrainedConfig, PreTrainedModel, TrainingModel, Census]:
         """Config, model, what the loop calls, and the census."""
         self.hf_config = work.hf_config()
-        self._choose_engine()
-        model, training_model, loaded, census = self._build_model(work.source, self.hf_config)
+        self.choose_engine()
+        model, training_model, loaded, census = self.build_model(work.source, self.hf_config)
         if not loaded and not self.config.parallel.fp8_params:  # which have given their fp32 values away when they are built
             draw_weights_(model, self.device, is_te=self.config.model.use_te)
         return self.hf_config, model, training_model, census
@@ -103,7 +103,7 @@ class OurTraining:
         ranks = LaunchRanks.from_environment(os.environ)
         plan = resolve_precision(config.precision, own_device())
         self.accelerator = build_accelerator(config, ranks, plan)
-        run = _QuietRun(config, self.accelerator, ranks, plan)
+        run = _QuietParts(config, self.accelerator, ranks, plan)
         hf_config, model, training_model, census = run.parts(work)
         self.model, self.precision, self.census = model, run.precision, census
         optimizer: Any = run.engine.build_optimizer(config.optim, run.optimizer_kind, training_model.named_parameters())

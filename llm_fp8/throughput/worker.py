@@ -51,7 +51,7 @@ def _main(workload: str, arm_name: str, num_steps: str, warmup: str, answer_path
     from llm_fp8.errors import UserError
     from llm_fp8.json_files import write_json_atomic
     from llm_fp8.process_group import own_device
-    from llm_fp8.run import quiet_libraries
+    from llm_fp8.quiet import quiet_libraries
     from llm_fp8.throughput.arms import parse_arm
     from llm_fp8.throughput.measure import describe_failure, header, measure
     from llm_fp8.throughput.workload import Workload

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from llm_fp8.environment import is_left_over
-from llm_fp8.errors import EXIT_USER_ERROR, UserError
+from llm_fp8.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, EXIT_USER_ERROR, UserError
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.verify.output import closing_line, print_rows, record
 from llm_fp8.verify.output_folder import try_to_write
@@ -21,8 +21,6 @@ from llm_fp8.verify.registry import CHECKS, Check
 from llm_fp8.verify.runner import Row, run_checks
 from llm_fp8.verify.setup import Setup, model_config
 
-EXIT_FAILED = 1
-EXIT_NO_GPU = 3
 ENGINES = ("ddp", "fsdp_full", "deepspeed_3")
 """Sharding modes that are tried where --engines does not say."""
 
@@ -30,7 +28,7 @@ ENGINES = ("ddp", "fsdp_full", "deepspeed_3")
 def exit_code(rows: list[Row], has_gpu: bool) -> int:
     """1 where a check failed, else 3 without a GPU, else 0."""
     if any(row.result.status == "failed" for row in rows):
-        return EXIT_FAILED
+        return EXIT_FAILED_CHECK
     return 0 if has_gpu else EXIT_NO_GPU
 
 
@@ -141,7 +139,7 @@ def _prepare(setup: Setup, checks: list[Check]) -> int:
     """
     try:
         num_gpus = setup.num_gpus
-        from llm_fp8.run import quiet_libraries
+        from llm_fp8.quiet import quiet_libraries
 
         quiet_libraries()
         _check_engines(setup.engines)

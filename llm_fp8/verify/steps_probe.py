@@ -15,7 +15,7 @@ from torch.nn.functional import cosine_similarity
 
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.process_group import own_device
-from llm_fp8.run import quiet_libraries
+from llm_fp8.quiet import quiet_libraries
 from llm_fp8.verify.recipes import availability
 from llm_fp8.verify.steps import BASELINE, PRECISIONS, take_steps
 

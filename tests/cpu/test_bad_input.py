@@ -27,7 +27,7 @@ from llm_fp8.loop import Trainer
 from llm_fp8.models import EMBEDDED_MODEL
 from llm_fp8.output_folder import with_output_dir
 from llm_fp8.ranks import LaunchRanks
-from llm_fp8.run import RunHooks
+from llm_fp8.run_hooks import RunHooks
 from tests.small import records, steps, train, write_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -287,7 +287,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, f
         yield step_profile(kernels)
 
     monkeypatch.setattr(loop, "profiled", profiled)
-    monkeypatch.setattr("llm_fp8.run.certifies", lambda wanted, device: wanted is not False)
+    monkeypatch.setattr("llm_fp8.run_parts.certifies", lambda wanted, device: wanted is not False)
 
 
 def options(model: str, rows: str, folder, *more: str) -> list[str]:

@@ -370,7 +370,8 @@ def test_steps_are_those_of_one_process(outcomes, case):
             assert have == pytest.approx(want, rel=2e-5)
         for name, weight in expected["after"].items():
             assert (weight - result["before"][name]).abs().max() > 2 * PEAK / NUM_STEPS
-            torch.testing.assert_close(result["after"][name], weight, rtol=0, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+            # AdamW's update of an element whose gradient nearly cancels turns on the last bits of a sum: a hundredth of an update.
+            torch.testing.assert_close(result["after"][name], weight, rtol=0, atol=PEAK / 100, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @cases

@@ -1,0 +1,17 @@
+"""Other libraries' words on the console."""
+
+from __future__ import annotations
+
+import sys
+
+import datasets
+import transformers
+
+
+def quiet_libraries() -> None:
+    """Leave the console to the run's own lines; on a terminal, bars of downloads and of tokenising stay."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()

@@ -1,0 +1,148 @@
+"""The parts of a run that its options alone decide: engine, optimizer, precision and model, built in the order in which they need each other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from llm_fp8.certificate import Certificate, Promise
+from llm_fp8.checkpoint import CheckpointManager
+from llm_fp8.config import Config
+from llm_fp8.errors import UserError
+from llm_fp8.metrics import GIB
+from llm_fp8.models import ModelSource, build_model, build_structure, count_parameters, decoder_layers, fill_sharded
+from llm_fp8.parallel.build import build_engine
+from llm_fp8.parallel.choice import check_mode, choose_mode
+from llm_fp8.parallel.fsdp import FsdpEngine
+from llm_fp8.parallel.profile import StepProfile
+from llm_fp8.precision import Precision, PrecisionPlan
+from llm_fp8.ranks import LaunchRanks
+from llm_fp8.recompute import enable_gradient_checkpointing
+from llm_fp8.swap import Census, swap_linears, take_census
+from llm_fp8.training_model import TrainingModel
+
+
+def certifies(wanted: bool | None, device: torch.device) -> bool:
+    """Whether a run records a step and judges it; `wanted` is --certify."""
+    if wanted and device.type != "cuda":
+        raise UserError("--certify records the kernels of an NVIDIA GPU and this run has none; drop it.")
+    return device.type == "cuda" if wanted is None else wanted
+
+
+class RunParts:
+    """What a run is made of. `choose_engine` comes before `build_model`; `hf_config` is set before both."""
+
+    hf_config: PretrainedConfig
+
+    def __init__(self, config: Config, accelerator: Accelerator, ranks: LaunchRanks, plan: PrecisionPlan) -> None:
+        self.config = config
+        self.accelerator = accelerator
+        self.ranks = ranks
+        self.device = accelerator.device
+        self.folder = Path(config.run.output_dir or "")
+        self.checkpoints = CheckpointManager(self.folder, config.run.save_total_limit, is_main=accelerator.is_main_process)
+        self.plan = plan
+        self._check_token_multiple()
+        self.certifies = certifies(config.run.certify, accelerator.device)
+        self.attention_backend: str | None = None
+        self.recorded: StepProfile | None = None
+        self.certificate: Certificate | None = None
+        self.resident_gib = 0.0
+
+    def say(self, text: str) -> None:
+        """Print on the main process."""
+        if self.accelerator.is_main_process:
+            print(text, flush=True)
+
+    def _check_token_multiple(self) -> None:
+        multiple = self.plan.token_multiple
+        data = self.config.data
+        tokens = data.batch_size * data.max_seq_length
+        if tokens % multiple:
+            raise UserError(
+                f"--fp8_scenario {self.plan.effective_scenario} needs a multiple of {multiple} tokens in a micro-batch, and --batch_size {data.batch_size} times "
+                f"--max_seq_length {data.max_seq_length} is {tokens}; choose a --max_seq_length that is a multiple of {multiple}."
+            )
+
+    def choose_engine(self) -> None:
+        """--sharding_mode and --optimizer for this run."""
+        config, plan = self.config, self.plan
+        choice = choose_mode(config, self.ranks, functools.partial(count_parameters, self.hf_config), self._gpu_memory_gib())
+        check_mode(config, choice.mode, self.ranks, plan.compute_name)
+        self.engine = build_engine(choice.mode, config, self.accelerator, self.ranks, plan.compute_dtype)
+        self.optimizer_kind = self.engine.resolve_optimizer(config.optim.optimizer, plan.compute_dtype)
+        self.parameter_dtype = self.engine.parameter_dtype(self.optimizer_kind, plan.compute_dtype)
+        if self.ranks.world_size > 1:
+            self.say(f"sharding: {choice.mode}{f', because {choice.reason}' if choice.reason else ''}")
+
+    def _gpu_memory_gib(self) -> float | None:
+        """Memory of the smallest GPU of the run; None on CPUs. Collective."""
+        if self.device.type != "cuda":
+            return None
+        total = torch.tensor([torch.cuda.get_device_properties(self.device).total_memory / GIB], device=self.device)
+        return float(self.accelerator.gather(total).min())
+
+    def describe_precision(self) -> None:
+        """Say what runs, and loudly where it is not what was asked for."""
+        plan = self.plan
+        if plan.fallback_reason:
+            self.say(
+                f"WARNING: --fp8_scenario {plan.requested_scenario} FELL BACK to {plan.effective_scenario}: {plan.fallback_reason}"
+            )
+        self.say(
+            f"precision: {plan.name} (asked for: {plan.requested}{f' {plan.requested_scenario}' if plan.requested_scenario else ''})"
+        )
+        self.say(f"optimizer: {self.optimizer_kind}, parameters in {str(self.parameter_dtype).removeprefix('torch.')}")
+
+    def build_model(
+        self, source: ModelSource, hf_config: PretrainedConfig
+    ) -> tuple[PreTrainedModel, TrainingModel, bool, Census]:
+        """The model, what the loop calls, whether weights were loaded, and the census; the precision seam is attached to it."""
+        options, engine, seed = self.config.model, self.engine, self.config.optim.seed
+        shared: dict[str, Any] = {
+            "parameter_dtype": self.parameter_dtype,
+            "compute_dtype": self.plan.compute_dtype,
+            "device": self.device,
+        }
+        loaded = False
+        if engine.shards_parameters:
+            model = build_structure(options, source, hf_config, **shared)
+        else:
+            model, loaded = build_model(options, source, hf_config, seed=seed, **shared)
+        reasons: dict[str, str] = {}
+        if self.plan.recipe is not None and not options.use_te:
+            reasons = swap_linears(model)
+        self.attention_implementation: str = "te" if options.use_te else model.config._attn_implementation
+        layers = decoder_layers(model)
+        # FSDP hands modules their parameters in the compute dtype.
+        module_dtype = self.plan.compute_dtype if engine.shards_parameters else self.parameter_dtype
+        self.precision = Precision(self.plan, self.config.precision, self.device, module_dtype)
+        self.precision.attach(model, layers)
+        census = take_census(model, self.precision.fp8_modules, self.plan.compute_name, reasons)
+        self.say(census.describe())
+        recomputed: Sequence[nn.Module] = ()
+        if options.gradient_checkpointing:
+            uses_te = options.use_te or self.plan.recipe is not None
+            recomputed = enable_gradient_checkpointing(
+                layers, options.gradient_checkpointing_every, uses_te, reentrant=uses_te and engine.reentrant_te_checkpoints
+            )
+        self.promise = Promise.of_model(self.precision, census, recomputed)
+        training_model = TrainingModel(model, self.config.data.max_seq_length, self.plan.compute_dtype)
+        if self.config.parallel.fp8_params:
+            assert isinstance(engine, FsdpEngine)  # check_mode saw to it
+            engine.keep_in_fp8(self.precision)
+        engine.shard(training_model, layers)
+        if engine.shards_parameters:
+            loaded = fill_sharded(model, options, source, self.device, seed)
+        return model, training_model, loaded, census
+
+    def parallel_record(self) -> dict[str, Any]:
+        """How the run is spread over processes, as it came out."""
+        return {"sharding_mode": self.engine.mode, "num_processes": self.accelerator.num_processes}
