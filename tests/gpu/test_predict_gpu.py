@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.exclusive
 @pytest.mark.parametrize(
     "precision", [["bf16"], ["fp8"], ["fp8", "--fp8_scenario", "current"]], ids=["bf16", "delayed", "current"]
 )
@@ -45,6 +46,7 @@ def test_a_run_says_what_was_predicted_for_it(tmp_path, precision, record_proper
     assert abs(found["peak_memory_error"]) < 0.05, found
 
 
+@pytest.mark.exclusive
 def test_a_gpu_that_is_not_known_is_measured(monkeypatch):
     if torch.cuda.get_device_name() != CALIBRATED_GPU or known_ceilings(CALIBRATED_GPU) is None:
         pytest.skip(f"needs {CALIBRATED_GPU} with recorded ceilings, so that the answer is known")
