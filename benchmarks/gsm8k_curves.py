@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,7 @@ def run_one(job: Job, model: Path, settings: argparse.Namespace, folder: Path) -
         "train_loss": [[r["step"], round(r["loss"], 5)] for r in records if "loss" in r],
         "final_eval_loss": summary["last_evaluation"]["eval_loss"],
         "tokens_seen": summary["tokens_seen"],
+        "wall_time_s": summary["wall_time_s"],
     }
 
 
@@ -212,15 +213,20 @@ def main() -> None:
     settings = parser.parse_args()
     if settings.num_gpus < 1 or ROWS % settings.num_gpus:
         parser.error(f"--num_gpus {settings.num_gpus} does not divide the {ROWS} rows of a micro-batch")
-    with tempfile.TemporaryDirectory() as scratch:
+    jobs = plan(settings)
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(settings.parallel) as pool:
         model = Path(scratch) / "model"
         write_model_folder(model)
-        with ThreadPoolExecutor(settings.parallel) as pool:
-            runs = list(
-                pool.map(
-                    lambda numbered: run_one(numbered[1], model, settings, Path(scratch) / str(numbered[0])),
-                    enumerate(plan(settings)),
-                )
+        futures = {
+            pool.submit(run_one, job, model, settings, Path(scratch) / str(number)): job for number, job in enumerate(jobs)
+        }
+        for future in as_completed(futures):
+            runs.append(future.result())
+            print(f"{runs[-1]['arm']}, seed {runs[-1]['seed']}: {runs[-1]['wall_time_s']:.0f} s", flush=True)
+            runs.sort(key=lambda run: [(job.arm, job.seed) for job in jobs].index((run["arm"], run["seed"])))
+            write_json_atomic(
+                Path(settings.output), {"provenance": collect_provenance(sys.argv), "comparison": None, "runs": runs}
             )
     comparison = compare(runs) if settings.num_gpus == 1 else compare_to_one_gpu(runs)
     write_json_atomic(Path(settings.output), {"provenance": collect_provenance(sys.argv), "comparison": comparison, "runs": runs})
