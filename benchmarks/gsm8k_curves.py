@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -33,7 +32,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from llm_fp8.json_files import write_json_atomic  # noqa: E402
-from llm_fp8.models import EMBEDDED_MODEL  # noqa: E402
 from llm_fp8.provenance import collect_provenance  # noqa: E402
 
 ARMS = {
@@ -46,22 +44,8 @@ MODES = ("fsdp_full", "ddp")
 """Values of --sharding_mode that are compared with one GPU."""
 ROWS, MICRO_BATCHES = 8, 2
 """Of a step on one GPU; several GPUs share the rows of a micro-batch."""
-SIZES = {
-    "hidden_size": 640,
-    "intermediate_size": 1792,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 10,
-    "num_key_value_heads": 5,
-    "head_dim": 64,
-}
-"""With the embedded tokenizer's vocabulary about 60 million parameters."""
-
-
-def write_model_folder(folder: Path) -> None:
-    """The embedded model's config with larger sizes, and its tokenizer."""
-    shutil.copytree(EMBEDDED_MODEL, folder, dirs_exist_ok=True)
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **SIZES}))
+MODEL = "Llama-57M"
+"""Small enough to be trained from scratch in a minute, large enough to learn from the text."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +72,7 @@ class Job:
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_gpus}"]
         return [*torchrun, "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "train_multi_gpu.py"]
 
-    def options(self, model: Path, folder: Path, settings: argparse.Namespace) -> list[str]:
+    def options(self, folder: Path, settings: argparse.Namespace) -> list[str]:
         """The options of train_fp8.py or train_multi_gpu.py."""
         rows, more = ROWS, []
         if self.mode is not None:
@@ -96,7 +80,7 @@ class Job:
         if settings.num_gpus > 1:
             more += ["--optimizer", "adamw_fp32"]
         return [
-            "--model_name", str(model), "--random_init", "--use_te", "--dataset_name", settings.data, "--validation_fraction", "0.05",
+            "--model_name", MODEL, "--random_init", "--use_te", "--dataset_name", settings.data, "--validation_fraction", "0.05",
             "--max_seq_length", "1024", "--batch_size", str(rows), "--gradient_accumulation_steps", str(MICRO_BATCHES),
             "--num_epochs", str(settings.epochs), "--learning_rate", "1e-3", "--weight_decay", "0.1", "--num_warmup_steps", "50",
             "--eval_every", str(settings.eval_every), "--seed", str(self.seed), "--output_dir", str(folder), "--no_export",
@@ -114,13 +98,13 @@ def plan(settings: argparse.Namespace) -> list[Job]:
     return [dataclasses.replace(job, gpu=number % settings.num_gpus) for number, job in enumerate(jobs)]
 
 
-def run_one(job: Job, model: Path, settings: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def run_one(job: Job, settings: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Train; returns the evaluations and the summary."""
     environment = dict(os.environ)
     if job.mode is None and settings.num_gpus > 1:
         visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(settings.num_gpus)))
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[job.gpu]
-    command = [*job.launch(settings.num_gpus), *job.options(model, folder, settings)]
+    command = [*job.launch(settings.num_gpus), *job.options(folder, settings)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"{job.arm} with seed {job.seed} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -216,11 +200,7 @@ def main() -> None:
     jobs = plan(settings)
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(settings.parallel) as pool:
-        model = Path(scratch) / "model"
-        write_model_folder(model)
-        futures = {
-            pool.submit(run_one, job, model, settings, Path(scratch) / str(number)): job for number, job in enumerate(jobs)
-        }
+        futures = {pool.submit(run_one, job, settings, Path(scratch) / str(number)): job for number, job in enumerate(jobs)}
         for future in as_completed(futures):
             runs.append(future.result())
             print(f"{runs[-1]['arm']}, seed {runs[-1]['seed']}: {runs[-1]['wall_time_s']:.0f} s", flush=True)

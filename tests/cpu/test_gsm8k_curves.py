@@ -20,7 +20,7 @@ def test_on_one_gpu_every_precision_with_every_seed():
     jobs = plan(settings(1))
     assert [(job.arm, job.seed) for job in jobs] == [(arm, seed) for seed in (1, 2) for arm in ARMS]
     for job in jobs:
-        config = parse_config(job.options(Path("model"), Path("out"), settings(1)))
+        config = parse_config(job.options(Path("out"), settings(1)))
         assert config.data.batch_size == 8 and config.optim.optimizer == "auto" and job.launch(1)[1:] == ["train_fp8.py"]
 
 
@@ -31,7 +31,7 @@ def test_on_several_gpus_a_step_is_that_of_one(num_gpus):
     arms = ["bf16", "delayed", "fsdp_full:bf16", "fsdp_full:delayed", "ddp:bf16", "ddp:delayed"]
     assert [job.arm for job in jobs] == arms * 2 and all(0 <= job.gpu < num_gpus for job in jobs)
     for job in jobs:
-        config = parse_config(job.options(Path("model"), Path("out"), chosen), parallel=job.mode is not None)
+        config = parse_config(job.options(Path("out"), chosen), parallel=job.mode is not None)
         gpus = num_gpus if job.mode else 1
         assert config.data.batch_size * config.optim.gradient_accumulation_steps * gpus == 16
         assert config.optim.optimizer == "adamw_fp32" and config.optim.seed == job.seed
