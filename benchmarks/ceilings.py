@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fnmatch
 import statistics
 import sys
 from pathlib import Path
@@ -18,10 +19,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.ceilings import Ceilings, measure_ceilings
+from llm_fp8.ceilings import KNOWN_FILES, Ceilings, measure_ceilings
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.provenance import collect_provenance
+from llm_fp8.verify.output_folder import try_to_write
 
 
 def median_of(rounds: list[Ceilings]) -> Ceilings:
@@ -33,11 +35,15 @@ def median_of(rounds: list[Ceilings]) -> Ceilings:
 def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="how often everything is measured (default 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often everything is measured (default %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="JSON file, benchmarks/results/ceilings_NAME.json")
     options = parser.parse_args()
     if options.rounds < 1:
         raise UserError(f"--rounds {options.rounds}: give 1 or more.")
+    if not fnmatch.fnmatchcase(options.output.name, KNOWN_FILES):
+        raise UserError(f"--output {options.output}: its name must be {KNOWN_FILES}, by which the table of known GPUs finds it.")
+    if options.output.is_dir() or (refused := try_to_write(options.output.parent)) is not None:
+        raise UserError(f"--output {options.output} cannot be written{'' if options.output.is_dir() else f': {refused}'}.")
     if not torch.cuda.is_available():
         raise UserError("this measures an NVIDIA GPU, and none is found.")
     device = torch.device("cuda", torch.cuda.current_device())

@@ -6,6 +6,7 @@ python benchmarks/plot_prediction.py benchmarks/plots/prediction.png
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from llm_fp8.errors import run_script
+from llm_fp8.json_files import require_writable
 from llm_fp8.predict.records import Recorded, recorded_rows
 
 COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
@@ -62,9 +65,18 @@ def draw(path: Path) -> None:
     left.legend()
     for axis in (left, right):
         axis.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
+def main() -> int:
+    """Draw."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("output", type=Path, help="PNG file to write")
+    options = parser.parse_args()
+    require_writable("output", options.output)
+    draw(options.output)
+    return 0
+
+
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]))
+    run_script(main)

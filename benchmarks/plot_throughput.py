@@ -24,6 +24,7 @@ import matplotlib.pyplot as plt
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.errors import UserError, run_script
+from llm_fp8.json_files import require_writable
 
 COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
 """Of our precisions, as in plot_curves.py; other arms take PALE in order."""
@@ -123,6 +124,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.output.suffix != ".png":
         raise UserError(f"--output {options.output}: give a name that ends in .png.")
+    require_writable("--output", options.output)
     draw(read_rows(options.results), options.output)
     print(options.output)
     return 0

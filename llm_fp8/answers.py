@@ -145,6 +145,8 @@ def _read(text: str) -> _Answer:
 
 
 def _read_value(text: str) -> _Answer:
+    if (wrapped := re.fullmatch(_TEXT, text)) is not None:
+        return _read(wrapped[1])
     number = _number(text)
     if number is not None:
         return _Answer(number)
@@ -195,6 +197,8 @@ def _split_unit(text: str) -> tuple[str, str]:
         # "$5 dollars" is one unit; "$5 cm" is none.
         symbol = "€" if "€" in text else "£" if "£" in text else _OF_DOLLAR
         return (rest, symbol) if unit in ("", symbol) else (text, "")
+    if text.endswith(("€", "£")):
+        return text[:-1].removesuffix("\\").rstrip(), text[-1]
     found = _UNIT_TEXT.fullmatch(text)
     if found is not None:
         unit = found[2]

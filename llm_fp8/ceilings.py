@@ -36,6 +36,8 @@ WARMUP_S = 0.2
 NUM_REPEATS = 40
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
+KNOWN_FILES = "ceilings_*.json"
+"""What is recorded of GPUs, by the names of its files there."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 def _recorded(folder: Path) -> dict[str, KnownCeilings]:
     """GPU name -> what the files of `folder` say of it."""
     known = {}
-    for path in sorted(folder.glob("ceilings_*.json")):
+    for path in sorted(folder.glob(KNOWN_FILES)):
         record = json.loads(path.read_text())
         source = str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)
         known[record["gpu"]] = KnownCeilings(Ceilings(**record["ceilings"]), source)

@@ -6,8 +6,8 @@ Three witnesses that do not know of each other are compared:
 - the kernels: the names of what the GPU ran, with counts and times (`llm_fp8.kernels`);
 - Transformer Engine's modules: their own account of the recipe and the quantizers of the step (`llm_fp8.te_state`).
 
-The kernels decide. A GEMM whose name does not tell its types counts for nobody: where such kernels could be the missing ones, and the modules say
-that they computed in fp8, the verdict is "undetermined". docs/certificate.md says what each witness can and cannot see.
+The kernels decide. A GEMM whose name does not tell its types counts for nobody: where such kernels could be the missing ones, and no module denies
+that it computed in fp8, the verdict is "undetermined". docs/certificate.md says what each witness can and cannot see.
 """
 
 from __future__ import annotations
@@ -104,6 +104,8 @@ class Certificate:
     """The recipe in force inside a module of Transformer Engine at its first forward pass; 'none' outside fp8, None without such a module."""
     transformer_engine: TeState
     num_micro_batches: int
+    rank: int = 0
+    """The rank whose step this is."""
     time_s_by_class: dict[KernelClass, float] = field(default_factory=dict)
     """Time of the step's kernels by what they are there for."""
 
@@ -126,8 +128,9 @@ class Certificate:
 
     def failure(self, path: Path) -> str:
         """The sentence on which a run with a failed certificate ends; `path` is where the certificate is kept."""
+        where = f" (on rank {self.rank})" if self.rank else ""
         return (
-            f"the GPU does not run what was asked for ({self.precision}): {'; '.join(self.reasons)}. Look at {path}, and at what wraps or patches the "
+            f"the GPU does not run what was asked for ({self.precision}): {'; '.join(self.reasons)}{where}. Look at {path}, and at what wraps or patches the "
             "model in this environment; --no_certify trains all the same."
         )
 
@@ -140,6 +143,7 @@ def certify(
     num_micro_batches: int,
     recipe_inside_modules: str | None = None,
     attention: str | None = None,
+    rank: int = 0,
 ) -> Certificate:
     """Compare the witnesses of one recorded step.
 
@@ -150,6 +154,7 @@ def certify(
         num_micro_batches: of the step, on one GPU.
         recipe_inside_modules: `llm_fp8.precision.Precision.seen_inside`.
         attention: which kernels attention runs on.
+        rank: whose step it is.
     """
     gemms = gemm_kernels(kernels)
     by_type = {str(kind): found.count for kind, found in gemms.items()}
@@ -157,7 +162,7 @@ def certify(
     low_s = sum(gemms[kind].time_s for kind in LOW_PRECISION if kind in gemms)
     num_gemms, num_low = sum(by_type.values()), sum(by_type.get(kind, 0) for kind in LOW_PRECISION)
     seen = _Seen(by_type, num_gemms, num_low, by_type.get("unknown", 0), num_micro_batches, state, recipe_inside_modules)
-    judge = _judge_without_kernels if num_gemms == 0 else _judge_fp8 if promise.scenario else _judge_without_fp8
+    judge = _judge_fp8 if promise.scenario else _judge_without_fp8
     failures, doubts, remarks = judge(promise, seen)
     if attention is not None and "unfused" in attention:
         remarks.append("attention is unfused, several times slower")
@@ -178,6 +183,7 @@ def certify(
         recipe_inside_modules=recipe_inside_modules,
         transformer_engine=state,
         num_micro_batches=num_micro_batches,
+        rank=rank,
         time_s_by_class={name: found.time_s for name, found in time_by_class(kernels).items()},
     )
 
@@ -226,9 +232,8 @@ _Findings = tuple[list[str], list[str], list[str]]
 """What shows the promise to be broken, what leaves it open, and what is only worth knowing."""
 
 
-def _judge_without_kernels(promise: Promise, seen: _Seen) -> _Findings:
-    unseen = "the profiler recorded no GEMM kernel (CUPTI is missing, or profiling is not permitted here)"
-    return [], [f"{unseen}; {seen.describe_state()}"], []
+def _nothing_recorded(seen: _Seen) -> str:
+    return f"the profiler recorded no GEMM kernel (CUPTI is missing, or profiling is not permitted here); {seen.describe_state()}"
 
 
 def _judge_fp8(promise: Promise, seen: _Seen) -> _Findings:
@@ -238,18 +243,20 @@ def _judge_fp8(promise: Promise, seen: _Seen) -> _Findings:
     state, expected = seen.state, promise.num_fp8_gemms(seen.num_micro_batches)
     recipe, quantizer = _RECIPES[promise.scenario or ""]
     missing = expected - seen.num_low
-    readable = state.num_modules - state.num_unreadable
-    if missing > 0 and seen.num_unknown >= missing and state.all_in_fp8:
+    if seen.num_gemms == 0:
+        # The modules' word alone is no proof of fp8; where they themselves deny it, nothing speaks for it.
+        (failures if state.num_outside_fp8 else doubts).append(_nothing_recorded(seen))
+    elif missing > 0 and seen.num_unknown >= missing and state.num_modules and not state.num_outside_fp8:
         doubts.append(
             f"{seen.num_unknown} GEMM kernels of unknown type: {seen.num_low} of the {expected} expected fp8 GEMM kernels were recognised, and "
-            f"{seen.describe_state()}, so these are probably theirs under names that are not known here"
+            f"{seen.describe_state()}, so these may be theirs under names that are not known here"
         )
     elif missing > 0:
         failures.append(
             f"expected at least {expected} fp8 GEMM kernels ({_product(promise, seen)}), and {seen.num_low} ran (all GEMM kernels: {seen.describe_gemms()}); "
             f"{seen.describe_state()}"
         )
-    elif state.num_in_fp8 < readable or not state.num_modules:
+    elif state.num_outside_fp8 or not state.num_modules:
         doubts.append(f"the kernels are those of fp8, but {seen.describe_state()}")
     if others := {name: count for name, count in state.recipes.items() if name != recipe}:
         failures.append(f"expected the recipe {recipe}, and modules computed by {_listed(others)}")
@@ -263,6 +270,8 @@ def _judge_fp8(promise: Promise, seen: _Seen) -> _Findings:
         )
     if state.num_unreadable:
         remarks.append(f"{state.num_unreadable} modules of Transformer Engine do not say what they computed in")
+    if state.num_recipe_unreadable:
+        remarks.append(f"{state.num_recipe_unreadable} modules of Transformer Engine do not say by which recipe they computed")
     if unknown := {name: count for name, count in state.quantizers.items() if name not in _QUANTIZERS}:
         remarks.append(f"quantizers of classes not known here: {_listed(unknown)}")
     return failures, doubts, remarks
@@ -278,7 +287,9 @@ def _judge_without_fp8(promise: Promise, seen: _Seen) -> _Findings:
         failures.append(f"expected no module in fp8, and {seen.describe_state()}")
     elif seen.recipe_inside_modules not in (None, "none"):
         failures.append(f"expected no fp8 recipe inside the modules, and it was {seen.recipe_inside_modules}")
-    if not seen.by_type.get(promise.compute):
+    if seen.num_gemms == 0:
+        doubts.append(_nothing_recorded(seen))
+    elif not seen.by_type.get(promise.compute):
         words = f"expected GEMM kernels in {promise.compute}, and none was recognised (all GEMM kernels: {seen.describe_gemms()})"
         (doubts if seen.num_unknown else failures).append(words)
     elif seen.num_unknown:

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from llm_fp8.errors import UserError
+
 
 def _plain(value: Any) -> Any:
     """`value` with everything JSON lacks replaced: non-finite floats and paths by strings, tuples by lists."""
@@ -44,6 +46,16 @@ def write_json_atomic(path: Path, value: Any) -> None:
 def write_jsonl_atomic(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Write `records` to `path`, a line each; otherwise as `write_json_atomic`."""
     _write_atomic(path, "".join(map(json_line, records)))
+
+
+def require_writable(flag: str, path: Path) -> None:
+    """Make the folder of a file that is to be written at the end of long work, and raise `UserError` now where it could not be written then."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{flag} {path}: {error.strerror}; give a file in a folder that can be written.") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{flag} {path}: not a file that can be written; give another.")
 
 
 def _write_atomic(path: Path, text: str) -> None:

@@ -68,9 +68,6 @@ class KernelTime:
     """Kernel name -> seconds, the longest first."""
 
 
-GemmKernels = KernelTime
-"""The GEMM kernels of one operand type."""
-
 # --- names ------------------------------------------------------------------------------------------------------------------
 
 

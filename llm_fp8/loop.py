@@ -130,14 +130,14 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._clock = StepClock(self.accelerator.device)
-        self._energy = EnergyMeter(self.accelerator)
+        self.energy = EnergyMeter(self.accelerator)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._pending: list[PendingStep] = []
         self._profile_figures: dict[int, dict[str, float]] = {}
         """By step: what belongs to its record."""
 
     def train(self, hooks: Hooks, stop_requested: Callable[[], bool]) -> None:
-        """Train to `total_steps`, to the end of the data, or until `stop_requested()`, which saves a checkpoint too."""
+        """Train to `total_steps`, or until `stop_requested()`, which saves a checkpoint too. The loader has no end of its own."""
         options = self.options
         if self.step >= options.total_steps:
             return  # Resumed behind the last step, for what follows it.
@@ -151,11 +151,7 @@ class Trainer:
             if self.step == first:
                 hooks.after_first_step()
             if profile is not None:
-                self._profile_figures[self.step] = profile.figures()
-                self._energy.restart(self.step)  # Nor is the energy of recording that of training.
-                self._read_pending()  # The hook may end the run: what it has taken is reported before.
-                hooks.after_profiled_step(profile, num_micro_batches=len(batches))
-                stamp = self._restart_clocks()  # What recording takes is not the next step's time.
+                stamp = self._after_profiled_step(profile, hooks, num_micro_batches=len(batches))
             if self._due(options.empty_cache_every) and self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
             stopping = stop_requested()
@@ -173,11 +169,18 @@ class Trainer:
                 return
             if evaluate or save:
                 stamp = self._restart_clocks()  # Their time is not the next step's.
-        self._read_pending()
+
+    def _after_profiled_step(self, profile: StepProfile, hooks: Hooks, num_micro_batches: int) -> Any:
+        """Report the recorded step and hand it over; returns a new stamp, because recording is neither training's time nor its energy."""
+        self._profile_figures[self.step] = profile.figures()
+        self.energy.restart(self.step)
+        self._read_pending()  # The hook may end the run: what was trained is reported before.
+        hooks.after_profiled_step(profile, num_micro_batches)
+        return self._restart_clocks()
 
     def _restart_clocks(self) -> Any:
         """Let step time and energy begin here, where the GPU has nothing left to do; returns the stamp."""
-        self._energy.restart(self.step)
+        self.energy.restart(self.step)
         return self._clock.stamp()
 
     def _due(self, every: int) -> bool:
@@ -234,7 +237,7 @@ class Trainer:
         grad_norms = torch.stack([p.grad_norm for p in pending]).tolist()
         counts = torch.stack([p.tokens for p in pending]).tolist()
         memory = self._memory()
-        energy = self._energy.read({taken.step: count[0] for taken, count in zip(pending, counts, strict=True)})
+        energy = self.energy.read({taken.step: count[0] for taken, count in zip(pending, counts, strict=True)})
         fp8 = self.precision.plan.recipe is not None
         records = []
         for taken, loss, grad_norm, count in zip(pending, losses, grad_norms, counts, strict=True):

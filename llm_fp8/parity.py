@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -178,7 +179,10 @@ def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: objec
         output = module(inputs_embeds=hidden, use_cache=False, **arguments).last_hidden_state
     else:
         output = module(hidden, **arguments)
-    output.backward(gradient)
+    with warnings.catch_warnings():
+        # The first backward pass of a process finds its thread without a CUDA context; cuBLAS takes the device's.
+        warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
+        output.backward(gradient)
     assert hidden.grad is not None
     return output.detach(), hidden.grad
 

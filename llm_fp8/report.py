@@ -176,7 +176,7 @@ def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
     Left out is what W&B has already: the last figures and those of the recorded step, in the history, and the precision, in the configuration.
     """
     parts = {key: value for key, value in summary.items() if key not in _TRACKED_ELSEWHERE}
-    return {key: value for key, value in _flat({**parts, **summary["throughput"]}, "/").items() if value is not None}
+    return {key: value for key, value in _flat({**parts, **summary.get("throughput", {})}, "/").items() if value is not None}
 
 
 class RunReporter:
@@ -281,6 +281,12 @@ class RunReporter:
         if self._accelerator.is_main_process:
             self._display.print(text)
 
+    def track(self, summary: dict[str, Any]) -> None:
+        """Put entries of the summary on W&B, where they stay if the run is killed before its end."""
+        for tracker in self._accelerator.trackers:
+            if tracker.name == "wandb":
+                tracker.tracker.summary.update(tracked_summary(summary))
+
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Write summary.json: what the run ended with, medians of its speed, and the entries of `summary`; returns it."""
         whole = {
@@ -294,10 +300,9 @@ class RunReporter:
         }
         if self._accelerator.is_main_process:
             write_json_atomic(self._folder / "summary.json", whole)
+            self.track(whole)
             for tracker in self._accelerator.trackers:
-                if tracker.name == "wandb":
-                    tracker.tracker.summary.update(tracked_summary(whole))
-                else:
+                if tracker.name != "wandb":
                     tracker.tracker.add_text(
                         "summary.json", f"```json\n{json.dumps(whole, indent=2, default=str)}\n```", self._last_step
                     )

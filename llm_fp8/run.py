@@ -45,8 +45,7 @@ from llm_fp8.parallel.build import build_accelerator
 from llm_fp8.parallel.context import ContextGroup, check_context_parallel
 from llm_fp8.parity import check_parity
 from llm_fp8.precision import resolve_precision
-from llm_fp8.predict.prediction import describe_comparison
-from llm_fp8.predict.run_outcome import run_prediction
+from llm_fp8.predict.run_outcome import describe_comparison, run_prediction
 from llm_fp8.process_group import end_process_group, own_device, start_process_group
 from llm_fp8.provenance import collect_provenance, run_record
 from llm_fp8.quiet import quiet_libraries
@@ -151,7 +150,8 @@ class Run(RunParts):
             finally:
                 self.state.finish_save()
             if trainer.step < trainer.options.total_steps:
-                trainer.reporter.finish({"stopped_by": stop.requested, "checkpoint": str(trainer.last_checkpoint)})
+                stopped = {"stopped_by": stop.requested, "checkpoint": str(trainer.last_checkpoint)}
+                trainer.reporter.finish({**self._summary(census, trainer, None, started), **stopped})
                 self.say(f"stopped by {stop.requested}; continue with --resume_from latest --output_dir {self.folder}")
                 return stop.exit_code
             trainer.require_finite_weights()
@@ -194,7 +194,7 @@ class Run(RunParts):
                     f"--resume_from {resume_path}: it has {step} steps behind it, and the run that was asked for has {total_steps}; raise "
                     "--max_steps or --num_epochs to train on."
                 )
-        trainer = Trainer(
+        return Trainer(
             accelerator=accelerator,
             engine=self.engine,
             model=prepared,
@@ -219,7 +219,6 @@ class Run(RunParts):
             tokens_seen=tokens_seen,
             last_checkpoint=resume_path,
         )
-        return trainer
 
     def _profile_step(self, completed: int, total_steps: int) -> int:
         """The step to record: soon, but where there are enough behind the first ones, which compile and allocate."""
@@ -374,6 +373,7 @@ class Run(RunParts):
             "recorded_step": None if self.recorded is None else self.recorded.to_dict(),
             "certificate": None if self.certificate is None else self.certificate.to_dict(),
             "tokens_seen": trainer.tokens_seen,
+            "no_energy_because": trainer.energy.no_counter,
             "exported": None if exported is None else str(exported),
             "prediction": self._prediction(),
             "wall_time_s": time.time() - started,

@@ -76,11 +76,13 @@ class RunHooks:
             num_micro_batches=num_micro_batches,
             recipe_inside_modules=run.precision.seen_inside,
             attention=f"sdpa ({attention_library(profile.kernels)})" if attention == "sdpa" else attention,
+            rank=run.accelerator.process_index,
         )
         certificate = run.certificate = worst(gather_object([own]))
         path = run.folder / "certificate.json"
         if run.accelerator.is_main_process:
             write_json_atomic(path, certificate.to_dict())
+            self.trainer.reporter.track({"certificate": certificate.to_dict()})
         if certificate.verdict == "failed":
             sentence = certificate.failure(path)
             self.trainer.reporter.finish({"failed": sentence, "certificate": certificate.to_dict(), **run.parallel_record()})

@@ -24,13 +24,20 @@ class TeState:
     num_in_fp8: int = 0
     """Whose last forward pass ran in fp8."""
     num_unreadable: int = 0
-    """Which do not say so where Transformer Engine 2.20 does."""
+    """Which do not say whether it did where Transformer Engine 2.20 does."""
+    num_recipe_unreadable: int = 0
+    """Which ran in fp8 and do not show recipe and quantizers where it does."""
     recipes: dict[str, int] = field(default_factory=dict)
     """Class of the recipe in force -> modules."""
     quantizers: dict[str, int] = field(default_factory=dict)
     """Class of quantizer -> how many, forward and backward."""
     num_without_maxima: int = 0
     """Modules whose history of maxima in the forward pass holds nothing; delayed scaling only."""
+
+    @property
+    def num_outside_fp8(self) -> int:
+        """Modules which say that they did not compute in fp8."""
+        return self.num_modules - self.num_in_fp8 - self.num_unreadable
 
     @property
     def all_in_fp8(self) -> bool:
@@ -40,7 +47,7 @@ class TeState:
 
 def read_te_state(modules: Iterable[nn.Module]) -> TeState:
     """Read the modules after a step. One synchronisation with the GPU where there are histories of maxima."""
-    num_modules = num_in_fp8 = num_unreadable = 0
+    num_modules = num_in_fp8 = num_unreadable = num_recipe_unreadable = 0
     recipes: Counter[str] = Counter()
     quantizers: Counter[str] = Counter()
     histories = []
@@ -56,7 +63,7 @@ def read_te_state(modules: Iterable[nn.Module]) -> TeState:
         meta: Any = getattr(module, "fp8_meta", {})
         own: Any = getattr(module, "quantizers", {})
         if "recipe" not in meta or not all(direction in own for direction in _DIRECTIONS):
-            num_unreadable += 1
+            num_recipe_unreadable += 1
             continue
         recipes[type(meta["recipe"]).__name__] += 1
         used = [quantizer for direction in _DIRECTIONS for quantizer in own[direction] if quantizer is not None]
@@ -69,6 +76,7 @@ def read_te_state(modules: Iterable[nn.Module]) -> TeState:
         num_modules=num_modules,
         num_in_fp8=num_in_fp8,
         num_unreadable=num_unreadable,
+        num_recipe_unreadable=num_recipe_unreadable,
         recipes=dict(recipes),
         quantizers=dict(quantizers),
         num_without_maxima=sum(not value > 0 for value in largest),

@@ -76,7 +76,12 @@ def read_wandb_file(file: Path) -> WandbRun:
     """Read a run's file, also one of a run that was killed. Raises `UserError` for a file that is damaged or something else."""
     from wandb.proto import wandb_internal_pb2
 
-    data = file.read_bytes()
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+    if not data:
+        raise UserError(f"{file} is empty: its run was killed before W&B wrote anything.")
     if data[:4] != _HEADER:
         raise UserError(f"{file} is not the file of a W&B run; give the folder that holds the run's .wandb file.")
     run = WandbRun(file)
@@ -111,8 +116,8 @@ def _take(run: WandbRun, message: Any) -> None:
         run.exit_code = message.exit.exit_code
 
 
-def offline_runs(folder: Path) -> list[WandbRun]:
-    """The W&B runs of which `folder` or a folder below it holds the file, in order of their files' paths.
+def offline_runs(folder: Path) -> tuple[list[WandbRun], list[str]]:
+    """The W&B runs of which `folder` or a folder below it holds the file, in order of their files' paths, and why others cannot be read.
 
     Raises `UserError` where the folder is missing or holds none.
     """
@@ -124,4 +129,10 @@ def offline_runs(folder: Path) -> list[WandbRun]:
         raise UserError(
             f"{folder} holds no offline W&B run; such a run is made with --use_wandb and WANDB_MODE=offline in the environment."
         )
-    return [read_wandb_file(file) for file in files]
+    runs, unreadable = [], []
+    for file in files:
+        try:
+            runs.append(read_wandb_file(file))
+        except UserError as error:
+            unreadable.append(str(error))
+    return runs, unreadable

@@ -3,7 +3,7 @@
 
     python scripts/benchmark.py --quick --output quick.json
     python scripts/benchmark.py --workloads Llama-3.2-1B:16x1024x4,Llama-3.1-8B:8x1024x4,Llama-3.1-8B:1x8192x4 \\
-        --arms hf_bf16,hf_bf16_compiled,accelerate_te,torchao_tensorwise,torchao_rowwise,bf16,delayed,current,block,delayed:swap --output all.json
+        --arms hf_bf16,torchao_rowwise,delayed,delayed:swap --output some.json
 
 Random weights, the same in every arm; random tokens, in rows that are one document each; the optimizer step included. A workload is
 MODEL:ROWSxLENGTHxMICRO_BATCHES. Arms:
@@ -13,7 +13,8 @@ MODEL:ROWSxLENGTHxMICRO_BATCHES. Arms:
 - hf_bf16: transformers' model in bf16 (sdpa) with Accelerate's bf16 mixed precision, torch's fused AdamW on the bf16 weights, the loss as
   transformers computes it. The usual set-up, and lighter than ours: its optimizer keeps no master weights. hf_bf16_compiled: the same with its
   decoder layers compiled.
-- accelerate_te: the same with Accelerate's own fp8 (TERecipeKwargs). torchao_tensorwise, torchao_rowwise: with torchao's, compiled.
+- accelerate_te: the same with Accelerate's own fp8 (TERecipeKwargs). te_autocast: the same layers and recipe by Transformer Engine's own calls;
+  where both are measured, a line and an entry of the JSON say how Accelerate's path compares with it. torchao_tensorwise, torchao_rowwise: with torchao's, compiled.
 
 The arms take turns --rounds times, each time in a process of its own, so that nothing of one is left in the next. Steps before --warmup are
 left out; figures are over the other steps of all rounds. One more step of each round is recorded, for the kernels that ran. An arm that
@@ -36,17 +37,20 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.errors import UserError, run_script
-from llm_fp8.json_files import write_json_atomic
+from llm_fp8.json_files import require_writable, write_json_atomic
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import PRECISIONS, Arm, parse_arms
 from llm_fp8.throughput.measure import describe_gemms, speed
+from llm_fp8.throughput.rival import RIVALS
 from llm_fp8.throughput.worker import measure_in_process
-from llm_fp8.throughput.workload import Workload
+from llm_fp8.throughput.workload import Workload, parse_workloads
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
 BASELINE = "hf_bf16"
 """The arm that the others are compared with, where it is measured."""
-DEFAULTS = {"workloads": "Llama-3.2-1B:8x1024x4", "arms": ",".join([BASELINE, *PRECISIONS]), "steps": 8, "warmup": 3, "rounds": 3}
+CLAIM = ("accelerate_te", "te_autocast")
+"""Said to be equal: Accelerate's own fp8, and Transformer Engine without it."""
+DEFAULTS = {"workloads": "Llama-3.2-1B:8x1024x4", "arms": ",".join([*RIVALS, *PRECISIONS]), "steps": 8, "warmup": 3, "rounds": 3}
 QUICK = {**DEFAULTS, "arms": f"{BASELINE},bf16,delayed,current", "steps": 6, "warmup": 2, "rounds": 1}
 
 
@@ -67,7 +71,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--arm_timeout_s", type=float, default=300, help="a measurement that takes longer has failed (default 300)"
     )
-    parser.add_argument("--output", help="JSON file for the results")
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
     options = parser.parse_args(argv)
     for name, value in (QUICK if options.quick else DEFAULTS).items():
         if getattr(options, name) is None:
@@ -76,6 +80,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UserError(f"--warmup {options.warmup} must leave some of the {options.steps} --steps to be timed.")
     if options.rounds < 1:
         raise UserError(f"--rounds {options.rounds} measures nothing; give 1 or more.")
+    if not options.arm_timeout_s > 0:
+        raise UserError(f"--arm_timeout_s {options.arm_timeout_s:g} leaves no time to measure in; give seconds, more than 0.")
+    if options.output is not None:
+        require_writable("--output", options.output)
     return options
 
 
@@ -121,8 +129,33 @@ def measure_all(
                 print_round(work, arm, number, answer)
                 rows = [*before, *(summarise(work, known, answers[known.name]) for known in arms if answers[known.name])]
                 if output is not None:
-                    write_json_atomic(output, {**origin, "rows": rows})
+                    write_json_atomic(output, {**origin, "rows": rows, "claims": claims(rows)})
     return rows
+
+
+def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the measurements say to `CLAIM`, for every workload with both arms.
+
+    Returns:
+        speed_ratio: tokens/s of the first arm over the second's. speeds_overlap: whether the middle eight tenths of their steps do.
+        first_loss_difference: relative, of the first step; later ones differ where an arm leaves a parameter untrained.
+    """
+    found = []
+    for name in dict.fromkeys(row["workload"] for row in rows):
+        pair = [row for arm in CLAIM for row in rows if (row["workload"], row["arm"]) == (name, arm) and "failed" not in row]
+        if len(pair) == 2:
+            first, second = pair
+            found.append(
+                {
+                    "workload": name,
+                    "arms": list(CLAIM),
+                    "speed_ratio": first["tokens_per_s"] / second["tokens_per_s"],
+                    "speeds_overlap": first["tokens_per_s_p10"] <= second["tokens_per_s_p90"]
+                    and second["tokens_per_s_p10"] <= first["tokens_per_s_p90"],
+                    "first_loss_difference": first["first_loss"] / second["first_loss"] - 1,
+                }
+            )
+    return found
 
 
 def print_round(work: Workload, arm: Arm, number: int, answer: dict[str, Any]) -> None:
@@ -151,6 +184,13 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             print(
                 f"all arms start from the same weights and tokens; their first losses are at most {apart:.4%} from that of {first['arm']}"
             )
+    for claim in claims(rows):
+        overlap = "their steps overlap" if claim["speeds_overlap"] else "their steps do not overlap"
+        first, second = claim["arms"]
+        print(
+            f"\n{claim['workload']}: {first} is {claim['speed_ratio']:.3f} x as fast as {second} ({overlap}); "
+            f"first losses {claim['first_loss_difference']:+.4%} apart"
+        )
 
 
 def _line(row: dict[str, Any], baseline: dict[str, Any] | None) -> str:
@@ -173,7 +213,7 @@ def _line(row: dict[str, Any], baseline: dict[str, Any] | None) -> str:
 def main() -> int:
     """Run every arm of every workload; print a table; write the JSON."""
     options = parse(sys.argv[1:])
-    works = [Workload.parse(text, options.steps) for text in options.workloads.split(",")]
+    works = parse_workloads(options.workloads, options.steps)
     arms = parse_arms(options.arms)
     ranks = LaunchRanks.from_environment(os.environ)
     if ranks.launched:
@@ -187,10 +227,9 @@ def main() -> int:
         raise UserError("the benchmark needs an NVIDIA GPU, and none is found.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # so that a measurement's process is ended first
     started = time.perf_counter()
-    output = Path(options.output) if options.output else None
-    rows = measure_all(works, arms, options.warmup, options.rounds, options.arm_timeout_s, output)
+    rows = measure_all(works, arms, options.warmup, options.rounds, options.arm_timeout_s, options.output)
     print_table(rows)
-    print(f"\n{len(rows)} rows in {time.perf_counter() - started:.0f} s" + (f": {output}" if output else ""))
+    print(f"\n{len(rows)} rows in {time.perf_counter() - started:.0f} s" + (f": {options.output}" if options.output else ""))
     return 0
 
 

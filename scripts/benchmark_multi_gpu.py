@@ -11,7 +11,7 @@ GPUs) has tokens of its own. A workload is MODEL:ROWSxLENGTHxMICRO_BATCHES, per 
   stand :swap (the Hugging Face decoder, its linear layers swapped in fp8), :recompute (gradient checkpointing), :fp8_params, :sync (gradients
   exchanged in each micro-batch), and before it cpN: (N GPUs share the tokens of a row).
 - ddp:RIVAL and fsdp_full:RIVAL: transformers' model under Accelerate's DDP, or its FSDP2 plugin; RIVAL is hf_bf16, hf_bf16_compiled,
-  accelerate_te, torchao_tensorwise or torchao_rowwise (llm_fp8/throughput/rival.py). Files recorded before these names have hf_ddp_bf16 and
+  accelerate_te, te_autocast, torchao_tensorwise or torchao_rowwise (llm_fp8/throughput/rival.py). Files recorded before these names have hf_ddp_bf16 and
   hf_fsdp2_bf16 for ddp:hf_bf16 and fsdp_full:hf_bf16.
 
 Throughput is the tokens of all GPUs over the median step of the slowest one, after `--warmup` steps; memory is that of the GPU that needs most.
@@ -47,13 +47,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.errors import UserError, run_script
+from llm_fp8.json_files import require_writable
 from llm_fp8.process_group import start_process_group
 from llm_fp8.quiet import quiet_libraries
 from llm_fp8.ranks import LaunchRanks, first_to_say
 from llm_fp8.throughput.arms import Arm, parse_arms
 from llm_fp8.throughput.measure import describe_failure, describe_gemms, header, measure, speed
 from llm_fp8.throughput.results import ENDED_IN_SILENCE, ResultsFile
-from llm_fp8.throughput.workload import Workload
+from llm_fp8.throughput.workload import Workload, parse_workloads
 
 EXIT_ARM_FAILED = 3
 DEFAULT_ARMS = "ddp:hf_bf16,fsdp_full:hf_bf16,ddp:delayed,fsdp_full:bf16,fsdp_full:delayed,fsdp_full:current,fsdp_grad:delayed"
@@ -71,10 +72,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps of an arm, the left-out ones included (default 6)")
     parser.add_argument("--warmup", type=int, default=3, help="steps of an arm left out (default 3)")
     parser.add_argument("--arm_timeout_s", type=float, default=120, help="an arm that takes longer has failed (default 120)")
-    parser.add_argument("--output", required=True, help="JSON file for the results")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
     options = parser.parse_args(argv)
     if not 0 <= options.warmup < options.steps:
         raise UserError(f"--warmup {options.warmup} must leave some of the {options.steps} --steps to be timed.")
+    if not options.arm_timeout_s > 0:
+        raise UserError(f"--arm_timeout_s {options.arm_timeout_s:g} leaves no time to measure in; give seconds, more than 0.")
+    require_writable("--output", options.output)
     return options
 
 
@@ -186,7 +190,7 @@ def main() -> int:
         raise UserError(
             "the benchmark runs in the processes of one host: torchrun --nproc_per_node=NUMBER_OF_GPUS scripts/benchmark_multi_gpu.py ..."
         )
-    works = [Workload.parse(text, options.steps) for text in options.workloads.split(",")]
+    works = parse_workloads(options.workloads, options.steps)
     arms = parse_arms(options.arms)
     plan = [(work, arm) for work in works for arm in arms]
     for work, arm in plan:
@@ -199,7 +203,7 @@ def main() -> int:
     is_main, launch = ranks.rank == 0, f"{os.getppid()}:{os.environ['MASTER_PORT']}"  # torchrun's process and port
     with time_limit(options.arm_timeout_s, end_process):
         start_process_group(ranks)
-        results = ResultsFile(Path(options.output), launch, writes=is_main)
+        results = ResultsFile(options.output, launch, writes=is_main)
         if is_main and not (ranks.restart_count and results.is_of_this_launch()):
             results.start(header(sys.argv, device))
         _meet()

@@ -7,7 +7,8 @@
     python scripts/compare_performance.py --wandb team/llm-fp8/abc123 runs/x/wandb/offline-run-20260101_120000-def456
 
 Given again, a --train command continues: finished runs are taken as they are, failed ones are tried again. Writes comparison.json and
-comparison.html to the output folder. docs/compare.md explains every figure. Exit code 0, or 1 where a run failed.
+comparison.html to the output folder. docs/compare.md explains every figure. Exit code 0, or 1 where a run failed. Ctrl-C and SIGTERM let the
+runs save and stop first.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from llm_fp8.compare.arms import ARMS, parse_arms
+from llm_fp8.compare.arms import ARMS, REFERENCE, parse_arms
 from llm_fp8.compare.comparison import Failure, compare
-from llm_fp8.compare.launch import claim_folder, default_folder, launch, make_slots, plan_runs
+from llm_fp8.compare.launch import Interrupted, claim_folder, default_folder, launch, make_slots, plan_runs
 from llm_fp8.compare.page import render_page
 from llm_fp8.compare.run_record import RunRecord, read_run_folder
 from llm_fp8.compare.text import print_comparison
 from llm_fp8.compare.wandb_runs import read_wandb
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.json_files import write_json_atomic
+from llm_fp8.signals import exit_code
 
 EXIT_RUN_FAILED = 1
 
@@ -56,7 +59,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--share_gpus", action="store_true", help="with --parallel: let runs share GPUs; their speed is flagged then"
     )
     parser.add_argument("--output", help="folder for the results (default: with --train runs/compare-*, else comparison)")
-    return parser.parse_args(argv)
+    # argparse takes a single word of options ('--use_te') for an option of its own unless it is joined to --train.
+    words = list(argv)
+    if "--train" in words[:-1]:
+        at = words.index("--train")
+        words[at : at + 2] = [f"--train={words[at + 1]}"]
+    return parser.parse_args(words)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -101,12 +109,24 @@ def trained(
     arms, num_gpus = parse_arms(options.arms or "bf16,fp8"), options.num_gpus or 1
     plan = plan_runs(options.train, arms, range(1, (options.seeds or 3) + 1), num_gpus, folder)
     slots = make_slots(usable_gpus(options.gpus), num_gpus, options.parallel or 1, options.share_gpus)
-    claim_folder(plan)
+    with named_if_unwritable(folder):
+        claim_folder(plan)
     console.print(f"{len(plan.runs)} runs ({', '.join(arms)}) in {folder}", markup=False, highlight=False)
+    if REFERENCE not in arms and not (folder / "runs").exists():
+        console.print(f"no arm is {REFERENCE}, so the arms get figures and no verdict", highlight=False)
     result = launch(plan, slots, lambda text: console.print(text, markup=False, highlight=False))
     failed = {(failure.arm, failure.seed) for failure in result.failures}
     records = [read_run_folder(plan.run_folder(run), "--train") for run in plan.runs if (run.arm, run.seed) not in failed]
     return records, result.failures, result.overlaps
+
+
+@contextmanager
+def named_if_unwritable(folder: Path) -> Iterator[None]:
+    """Turn the error of a folder that cannot be written to into a `UserError` that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--output {folder} cannot be written to ({error}); choose another folder.") from error
 
 
 def main() -> int:
@@ -116,7 +136,11 @@ def main() -> int:
     console = Console(soft_wrap=True)
     if options.train is not None:
         folder = Path(options.output) if options.output else default_folder(options.train, options.num_gpus or 1)
-        records, failures, overlaps = trained(options, folder, console)
+        try:
+            records, failures, overlaps = trained(options, folder, console)
+        except Interrupted as signal_name:
+            console.print(f"stopped by {signal_name}; the same command again goes on from here", highlight=False)
+            return exit_code(str(signal_name))
     else:
         folder = Path(options.output or "comparison")
         records = [read_run_folder(Path(run)) for run in options.runs or []] + [read_wandb(run) for run in options.wandb or []]
@@ -127,8 +151,9 @@ def main() -> int:
         return EXIT_RUN_FAILED
     comparison = compare(records, failures, overlaps, order)
     print_comparison(comparison, console)
-    write_json_atomic(folder / "comparison.json", comparison.to_dict())
-    (folder / "comparison.html").write_text(render_page(comparison), encoding="utf-8")
+    with named_if_unwritable(folder):
+        write_json_atomic(folder / "comparison.json", comparison.to_dict())
+        (folder / "comparison.html").write_text(render_page(comparison), encoding="utf-8")
     console.print(f"\n{folder / 'comparison.html'}\n{folder / 'comparison.json'}", markup=False, highlight=False)
     return EXIT_RUN_FAILED if failures else 0
 

@@ -21,32 +21,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.config import parse_config
 from llm_fp8.errors import UserError, run_script
+from llm_fp8.json_files import require_writable, write_json_atomic
 
 
 def own_parser() -> argparse.ArgumentParser:
     """The options that train_fp8.py has not."""
     parser = argparse.ArgumentParser(prog="diagnose_fp8.py", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     group = parser.add_argument_group("options of the diagnosis")
-    group.add_argument("--json", metavar="FILE", help="write the findings to this JSON file")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this JSON file")
     group.add_argument(
-        "--trace", metavar="FILE", help="keep the recorded step as a Chrome trace (open it in https://ui.perfetto.dev)"
+        "--trace", type=Path, metavar="FILE", help="keep the recorded step as a Chrome trace (open it in https://ui.perfetto.dev)"
     )
     group.add_argument("--warmup_steps", type=int, default=4, help="optimizer steps before anything is measured (default 4)")
     return parser
-
-
-def writable(flag: str, name: str | None) -> Path | None:
-    """The path of a file to write, whose folder exists from here on. Raises `UserError` where it cannot be written."""
-    if name is None:
-        return None
-    path = Path(name)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{flag} {name}: {error.strerror}; give a file in a folder that can be written.") from error
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"{flag} {name}: not a file that can be written; give another.")
-    return path
 
 
 def main() -> int:
@@ -64,20 +51,21 @@ def main() -> int:
         )
     if own.warmup_steps < 1:
         raise UserError(f"--warmup_steps must be at least 1, not {own.warmup_steps}.")
-    json_path, trace_path = writable("--json", own.json), writable("--trace", own.trace)
+    for flag, path in (("--json", own.json), ("--trace", own.trace)):
+        if path is not None:
+            require_writable(flag, path)
 
     from rich.console import Console  # after the parser: --help and mistakes answer without loading the rest
 
     from llm_fp8.diagnose.render import render
     from llm_fp8.diagnose.session import diagnose
-    from llm_fp8.json_files import write_json_atomic
 
-    found = diagnose(config, own.warmup_steps, trace_path)
+    found = diagnose(config, own.warmup_steps, own.trace)
     # A pipe or a log file has no width to fit into; tables that are folded to 80 columns could not be read there.
     render(found, Console(width=None if sys.stdout.isatty() else 180))
-    if json_path is not None:
-        write_json_atomic(json_path, found.to_dict())
-        print(f"findings in {json_path}")
+    if own.json is not None:
+        write_json_atomic(own.json, found.to_dict())
+        print(f"findings in {own.json}")
     return found.exit_code
 
 

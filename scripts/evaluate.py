@@ -123,6 +123,8 @@ def main() -> int:
             },
         )
         print(f"answers: {path}")
+    else:
+        print("the answers are kept nowhere, because the model comes from no run; --output FILE keeps them")
     return 0
 
 

@@ -23,7 +23,7 @@ from llm_fp8.config import Config, ModelConfig
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.models import bundled_architectures, load_config, resolve_source
 from llm_fp8.precision import TOKEN_MULTIPLE
-from llm_fp8.predict.calibration import CALIBRATED_GPU
+from llm_fp8.predict.calibration import CALIBRATED_GPU, MAX_GPUS
 from llm_fp8.predict.prediction import Prediction, can_predict, gpu_by_name, known_gpus, predict
 from llm_fp8.predict.scenario import MODES, RECIPES, ModelSize, Scenario, default_optimizer
 
@@ -65,9 +65,9 @@ def check(options: argparse.Namespace) -> None:
             raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}.")
     if options.mean_length is not None and not 1 <= options.mean_length <= options.max_seq_length:
         raise UserError(f"--mean_length {options.mean_length:g} must be from 1 to --max_seq_length {options.max_seq_length}.")
-    if options.num_gpus > 8:
+    if options.num_gpus > MAX_GPUS:
         raise UserError(
-            f"--num_gpus {options.num_gpus}: several hosts were never measured; give at most 8, the GPUs of one host."
+            f"--num_gpus {options.num_gpus}: several hosts were never measured; give at most {MAX_GPUS}, the GPUs of one host."
         )
     if options.num_gpus > 1 and options.sharding_mode is None:
         raise UserError(f"--num_gpus {options.num_gpus} needs --sharding_mode: {', '.join(MODES[1:])}.")
@@ -83,7 +83,13 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
     model_name = options.model_name
     bundled = model_name.rpartition("/")[2].replace("Meta-Llama", "Llama") in bundled_architectures()
     model_options = ModelConfig(model_name=model_name, random_init=bundled)  # a bundled config needs no hub
-    model = ModelSize.from_config(load_config(model_options, resolve_source(model_options)))
+    hf_config = load_config(model_options, resolve_source(model_options))
+    model = ModelSize.from_config(hf_config)
+    positions = getattr(hf_config, "max_position_embeddings", None)
+    if positions is not None and options.max_seq_length > positions:
+        raise UserError(
+            f"--max_seq_length {options.max_seq_length} is more than the {positions} positions of {model_name} (max_position_embeddings); lower it."
+        )
     mode = options.sharding_mode or "single"
     return Scenario(
         model=model,
@@ -135,6 +141,11 @@ def main() -> int:
         console.print(f"note: {note}", highlight=False, soft_wrap=True)
     for name, multiple in odd.items():
         console.print(f"note: {name} needs a multiple of {multiple} tokens in a micro-batch", highlight=False, soft_wrap=True)
+    console.print(
+        f"the constants were fitted to runs on {CALIBRATED_GPU}; how far to trust them: docs/when_fp8_pays.md",
+        highlight=False,
+        soft_wrap=True,
+    )
     if missing := [name for name in RECIPES if name not in recipes]:
         console.print(f"note: nothing was measured for {', '.join(missing)} on {gpu.name}", highlight=False, soft_wrap=True)
     return 0

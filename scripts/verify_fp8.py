@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """Is this machine fit to train in fp8? Executes what a run would execute, and says what mends what is not right.
 
-    python scripts/verify_fp8.py                      all checks, under a minute on one GPU
-    python scripts/verify_fp8.py --quick              without rates and training runs, under 25 s
+    python scripts/verify_fp8.py                      all checks
+    python scripts/verify_fp8.py --quick              without rates, exchanges and training runs
     python scripts/verify_fp8.py --model_name Qwen/Qwen2.5-14B --max_seq_length 4096 --batch_size 4 --json verify.json
 
-Exit codes: 0 all right (warnings aside), 1 a check failed, 2 a mistake in the options, 3 no GPU: what needs none was checked. docs/verify.md
+Exit codes: 0 all right (warnings aside), 1 a check failed, 2 a mistake in the options, 3 no GPU: what needs none was checked, 130 or 143
+stopped by Ctrl-C or SIGTERM. docs/verify.md
 """
 
 from __future__ import annotations

@@ -47,6 +47,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--dry_run", action="store_true", help="build the view, print its panels and contact nobody")
     parser.add_argument("--offline", metavar="FOLDER", help="list the offline runs of an output folder, or of a folder of them")
     options = parser.parse_args(argv)
+    for name in ("entity", "project", "group", "name", "offline"):
+        if getattr(options, name) == "":
+            raise UserError(f"--{name} is empty; give a value or leave it out.")
     if options.dry_run and options.offline:
         raise UserError("--dry_run has no effect with --offline, which contacts nobody anyway; drop one.")
     return options
@@ -73,9 +76,21 @@ def sync_command(run: WandbRun, entity: str | None, project: str) -> str:
     return shlex.join([*words, str(run.file.parent)])
 
 
+def ending(run: WandbRun) -> str:
+    """How a run ended."""
+    if run.exit_code is None:
+        return "no (killed or still running)"
+    if "stopped_by" in run.summary:
+        return f"stopped by {run.summary['stopped_by']}"
+    return "yes" if run.exit_code == 0 else f"with exit code {run.exit_code}"
+
+
 def show_offline(options: argparse.Namespace) -> int:
     """List offline runs, what of the dashboard they lack, and the commands that send them."""
-    runs = [run for run in offline_runs(Path(options.offline)) if options.group in (None, run.group)]
+    found, unreadable = offline_runs(Path(options.offline))
+    runs = [run for run in found if options.group in (None, run.group)]
+    if not found:
+        raise UserError(unreadable[0])
     if not runs:
         raise UserError(f"--group {options.group}: no offline run under {options.offline} is in this group.")
     table = Table("run", "group", "precision", "model", "steps", "median tokens/s", "ended")
@@ -88,7 +103,7 @@ def show_offline(options: argparse.Namespace) -> int:
             str(run.config.get("model_short_name", "-")),
             str(run.summary.get("step", 0)),
             "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}",
-            {None: "no (killed or still running)", 0: "yes"}.get(run.exit_code, f"with exit code {run.exit_code}"),
+            ending(run),
         )
     console = Console()
     console.print(table)
@@ -100,11 +115,16 @@ def show_offline(options: argparse.Namespace) -> int:
             else "holds everything that the dashboard draws"
         )
         console.print(f"{run.name or run.run_id}: {lacks}.", markup=False, highlight=False, soft_wrap=True)
+    for sentence in unreadable:
+        console.print(f"WARNING: {sentence}", markup=False, highlight=False, soft_wrap=True)
     print("\nSend them to W&B, then lay out the dashboard:")
     for run in runs:
         print(f"  {sync_command(run, options.entity, options.project)}")
-    words = ["python", SCRIPT, *(["--entity", options.entity] if options.entity else []), "--project", options.project]
-    print(f"  {shlex.join([*words, *(['--group', options.group] if options.group else [])])}")
+    words = ["python", SCRIPT, "--project", options.project, "--name", options.name]
+    for name in ("entity", "group"):
+        if getattr(options, name):
+            words += [f"--{name}", getattr(options, name)]
+    print(f"  {shlex.join(words)}")
     return 0
 
 

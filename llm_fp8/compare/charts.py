@@ -38,16 +38,16 @@ def make_charts(comparison: Comparison) -> list[Chart]:
     """All charts that there is something to draw in."""
     curves, arms = comparison.curves, comparison.arms
     charts = [
-        _loss_chart(curves, "step", "optimizer step", "Loss by step"),
-        _loss_chart(curves, "tokens", "tokens trained on", "Loss by tokens"),
-        _loss_chart(curves, "wall_time_s", "seconds of training", "Loss by wall time"),
-        _rate_chart(curves),
-        _gap_curves(curves),
         _speed_bars(arms),
         _gap_bars(arms),
+        _exact_match_bars(arms),
         _bars(arms, "memory", "Peak memory", "GiB", lambda arm: arm.peak_memory_gib, "{:.1f}"),
         _bars(arms, "energy", "Energy", "J per million tokens", lambda arm: arm.energy_j_per_million_tokens, "{:,.0f}"),
-        _bars(arms, "exact-match", "Exact match", "% of problems", _exact_match_percent, "{:.1f}"),
+        _rate_chart(curves),
+        _gap_curves(curves),
+        _loss_chart(curves, "wall_time_s", "seconds of training", "Loss by wall time"),
+        _loss_chart(curves, "step", "optimizer step", "Loss by step"),
+        _loss_chart(curves, "tokens", "tokens trained on", "Loss by tokens"),
     ]
     return [chart for chart in charts if chart is not None and chart.traces]
 
@@ -179,8 +179,23 @@ def _bars(
     return Chart(name, title, f"{unit}; how it is computed stands below.", "", unit, traces, ["arm", unit], rows)
 
 
-def _exact_match_percent(arm: ArmFigures) -> float | None:
-    return 100 * statistics.mean(arm.exact_match.values()) if arm.exact_match else None
+def _exact_match_bars(arms: Sequence[ArmFigures]) -> Chart:
+    traces, rows = [], []
+    for arm in arms:
+        if not arm.exact_match:
+            continue
+        percent = 100 * statistics.mean(arm.exact_match.values())
+        points = [100 * share for share in arm.exact_match.values()]
+        traces.append(_bar(arm, percent, "{:.1f}"))
+        traces.append(
+            {"arm": arm.arm, "name": f"{arm.name}, each seed", "kind": "points", "x": [arm.name] * len(points), "y": points}
+        )
+        rows += [[arm.name, str(seed), f"{100 * share:.1f}"] for seed, share in arm.exact_match.items()]
+        rows.append([arm.name, "mean", f"{percent:.1f}"])
+    caption = (
+        "Held-out problems answered right, in %: bars are means, points seeds. The paired test stands in the table of figures."
+    )
+    return Chart("exact-match", "Exact match", caption, "", "% of problems", traces, ["arm", "seed", "%"], rows)
 
 
 def _speed_bars(arms: Sequence[ArmFigures]) -> Chart:
@@ -205,8 +220,10 @@ def _gap_bars(arms: Sequence[ArmFigures]) -> Chart:
             continue
         spread = gap.reference_spread
         traces.append(_bar(arm, gap.mean, "{:+.4f}"))
-        points = {"arm": arm.arm, "name": f"{arm.name}, each seed", "kind": "points"}
-        traces.append({**points, "x": [arm.name] * len(gap.by_seed), "y": list(gap.by_seed.values())})
+        points = list(gap.by_seed.values())
+        traces.append(
+            {"arm": arm.arm, "name": f"{arm.name}, each seed", "kind": "points", "x": [arm.name] * len(points), "y": points}
+        )
         rows += [[arm.name, str(seed), f"{value:+.4f}"] for seed, value in gap.by_seed.items()]
         rows.append([arm.name, "mean", f"{gap.mean:+.4f}"])
     known = spread is not None

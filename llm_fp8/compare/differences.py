@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections import defaultdict
@@ -74,6 +75,10 @@ def _effect(field: str) -> Effect:
     return next(effect for prefix, effect in _EFFECTS if field.startswith(prefix))
 
 
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
 def _flat(prefix: str, tree: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -114,7 +119,13 @@ def find_differences(runs: Sequence[RunRecord], known_overlaps: Sequence[tuple[s
 
     `known_overlaps`: labels of runs that ran at the same time on the same hardware.
     """
-    found = [*_field_differences(runs), *_precision_differences(runs), *_per_seed_differences(runs), *_remarks(runs)]
+    found = [
+        *_field_differences(runs),
+        *_precision_differences(runs),
+        *_per_seed_differences(runs),
+        *_resume_differences(runs),
+        *_remarks(runs),
+    ]
     if known_overlaps:
         arms = sorted({name.split(" ")[0] for pair in known_overlaps for name in pair})
         if REFERENCE in arms:  # it spoils what every arm is held against
@@ -144,7 +155,7 @@ def _difference(field: str, values: list[tuple[RunRecord, Any]], effect: Effect 
     """The difference of one field, None where all runs agree."""
     by_value: dict[str, list[RunRecord]] = defaultdict(list)
     for run, value in values:
-        by_value[value if isinstance(value, str) else json.dumps(value, sort_keys=True)].append(run)
+        by_value[_text(value)].append(run)
     if len(by_value) < 2:
         return None
     of_reference = {text for text, holders in by_value.items() if any(run.arm == REFERENCE for run in holders)}
@@ -197,6 +208,22 @@ def _first_unequal(first: Sequence[float], second: Sequence[float]) -> int | Non
     return next((number for number, (a, b) in enumerate(zip(first, second, strict=False), start=1) if a != b), None)
 
 
+def _resume_differences(runs: Sequence[RunRecord]) -> list[Difference]:
+    """What a run that was resumed had otherwise than at its beginning, such as another driver."""
+    found = []
+    for run in runs:
+        concerned = sorted({other.arm for other in runs}) if run.arm == REFERENCE else [run.arm]
+        first = _facts(run)
+        for resume in run.resumes:
+            sections = {name: resume[name] for name in ("config", "effective", "provenance") if name in resume}
+            later = _facts(dataclasses.replace(run, **sections))
+            for field in sorted((first.keys() | later.keys()) - _IGNORED):
+                if first.get(field) != later.get(field):
+                    words = {_text(first.get(field)): [label(run)], _text(later.get(field)): [f"{label(run)}, resumed"]}
+                    found.append(Difference(f"{field} when resumed", _effect(field), words, concerned))
+    return found
+
+
 def _remarks(runs: Sequence[RunRecord]) -> list[Difference]:
     """What is not a difference between fields and still must be said."""
     found = []
@@ -205,7 +232,7 @@ def _remarks(runs: Sequence[RunRecord]) -> list[Difference]:
         if without:
             found.append(Difference(f"{section}: not kept by the source, so not compared", "note", {NOT_RECORDED: without}, []))
     tests: list[tuple[str, Effect, Callable[[RunRecord], bool]]] = [
-        ("resumed during the run", "note", lambda run: run.num_resumes > 0),
+        ("resumed during the run", "note", lambda run: bool(run.resumes)),
         ("code had uncommitted changes", "note", lambda run: bool((run.provenance.get("git") or {}).get("dirty"))),
     ]
     for field, effect, holds in tests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics as plain
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -137,7 +138,8 @@ def _energy(runs: Sequence[RunRecord]) -> float | None:
 
 
 def _loss_gap(own: dict[int, RunRecord], base: dict[int, RunRecord]) -> LossGap | None:
-    reference = {seed: run.final_eval_loss for seed, run in base.items() if run.final_eval_loss is not None}
+    # A bf16 run that diverged says nothing about the arm.
+    reference = {seed: loss for seed, run in base.items() if (loss := run.final_eval_loss) is not None and math.isfinite(loss)}
     gaps = {
         seed: run.final_eval_loss - reference[seed]
         for seed, run in own.items()
@@ -149,10 +151,10 @@ def _loss_gap(own: dict[int, RunRecord], base: dict[int, RunRecord]) -> LossGap 
 
 
 def _equal_loss_time(own: dict[int, RunRecord], base: dict[int, RunRecord], common: list[int]) -> EqualLossTime | None:
-    if not common:
+    if not common or any(math.isnan(run.wall_times_s[-1]) for seed in common for run in (own[seed], base[seed])):
         return None
     # One evaluation, at the end, says when nothing; then the training loss has to do, which both arms took on the same rows.
-    held_out = all(len(run.evaluations) > 1 for seed in common for run in (own[seed], base[seed]))
+    held_out = all(len(loss_by_time(run, True)[0]) > 1 for seed in common for run in (own[seed], base[seed]))
     times: dict[int, float | None] = {}
     reference_times: dict[int, float | None] = {}
     for seed in common:

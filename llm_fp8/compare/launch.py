@@ -6,26 +6,29 @@ OUTPUT/logs/ARM-seedN.log. The arms take turns within each seed, so that a machi
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from llm_fp8.checkpoint import has_checkpoint
 from llm_fp8.compare.arms import arm_words
 from llm_fp8.compare.comparison import Failure
-from llm_fp8.compare.run_record import why_unfinished
+from llm_fp8.compare.run_record import read_json, why_unfinished
 from llm_fp8.config import Config, parse_config
 from llm_fp8.errors import UserError
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.provenance import REPOSITORY
+from llm_fp8.signals import GracefulStop
 
 PLAN_FILE = "plan.json"
 _SET_HERE = ("mixed_precision", "fp8_scenario", "seed", "output_dir", "resume_from", "wandb_group", "wandb_run_name")
@@ -93,6 +96,10 @@ def plan_runs(train: str, arms: Sequence[str], seeds: Sequence[int], num_gpus: i
         for arm in arms:
             own = [*arm_words(arm, words), "--seed", str(seed)]
             config = _checked(own, num_gpus)
+            if config.parallel.fp8_params:
+                raise UserError(
+                    "--train: --fp8_params changes what is stored and not only what is computed in, and bf16 has no such option; leave it out."
+                )
             if "wandb" in config.trackers:
                 own += ["--wandb_group", folder.resolve().name, "--wandb_run_name", f"{arm}-seed{seed}"]
             runs.append(PlannedRun(arm, seed, tuple(own)))
@@ -101,8 +108,9 @@ def plan_runs(train: str, arms: Sequence[str], seeds: Sequence[int], num_gpus: i
 
 def _checked(words: list[str], num_gpus: int) -> Config:
     """The options parsed as the training script would. argparse itself ends the program with code 2 for one that it does not know."""
+    script = "train_multi_gpu.py" if num_gpus > 1 else "train_fp8.py"
     try:
-        return parse_config(words, prog="compare_performance.py --train", parallel=num_gpus > 1)
+        return parse_config(words, prog=script, parallel=num_gpus > 1)
     except UserError as error:
         raise UserError(f"--train: {error}") from error
 
@@ -112,7 +120,7 @@ def claim_folder(plan: Plan) -> None:
     path = plan.folder / PLAN_FILE
     shared = {"train": shlex.split(plan.train), "num_gpus": plan.num_gpus}
     if path.is_file():
-        if json.loads(path.read_text()) != shared:
+        if read_json(path) != shared:
             raise UserError(
                 f"--output {plan.folder} holds a comparison with other --train options ({path} has them); choose another folder, or repeat those."
             )
@@ -125,7 +133,7 @@ def claim_folder(plan: Plan) -> None:
 def is_done(plan: Plan, run: PlannedRun) -> bool:
     """Whether `run` has finished; summary.json is the last thing that a run writes."""
     summary = plan.run_folder(run) / "summary.json"
-    return summary.is_file() and why_unfinished(json.loads(summary.read_text())) is None
+    return summary.is_file() and why_unfinished(read_json(summary)) is None
 
 
 def command_line(plan: Plan, run: PlannedRun) -> list[str]:
@@ -172,6 +180,8 @@ class _Active:
     slot: Slot
     process: subprocess.Popen[bytes]
     started: float
+    log_start: int
+    """Where in its log this attempt begins: earlier ones stand before it."""
 
 
 @dataclass(frozen=True)
@@ -182,11 +192,42 @@ class LaunchResult:
     overlaps: list[tuple[str, str]]
 
 
+@contextmanager
+def only_launcher(folder: Path) -> Iterator[int]:
+    """Hold `folder` for this process; the value is to be passed on to the runs, so that one that outlives it holds the folder too.
+
+    Raises `UserError` where another comparison, or a run that one left behind, is at work in it.
+    """
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"--output {folder}: another comparison, or a run of one, is at work in it; wait for it or end it ('fuser {lock.name}' names it)."
+            ) from None
+        yield lock.fileno()
+
+
 def launch(plan: Plan, slots: Sequence[Slot], say: Callable[[str], None]) -> LaunchResult:
     """Run what has not finished yet, at most one run to a slot at a time; a run that fails does not stop the others.
 
-    On Ctrl-C the runs, which got the signal too, end as they do by themselves before it is raised again.
+    SIGINT, SIGTERM and SIGHUP are passed on: the runs save and stop, then `Interrupted` is raised. A second SIGINT kills them.
     """
+    with only_launcher(plan.folder) as lock, GracefulStop() as stop:
+        hangup = signal.getsignal(signal.SIGHUP)
+        if hangup == signal.SIG_DFL:  # not under nohup
+            signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))
+        try:
+            return _launch(plan, slots, say, stop, lock)
+        finally:
+            signal.signal(signal.SIGHUP, hangup)
+
+
+class Interrupted(Exception):
+    """The launcher was told to stop, by the signal of this name, and no run is left behind."""
+
+
+def _launch(plan: Plan, slots: Sequence[Slot], say: Callable[[str], None], stop: GracefulStop, lock: int) -> LaunchResult:
     waiting = []
     for run in plan.runs:
         if is_done(plan, run):
@@ -198,9 +239,12 @@ def launch(plan: Plan, slots: Sequence[Slot], say: Callable[[str], None]) -> Lau
     free = list(slots)
     active: list[_Active] = []
     try:
-        while waiting or active:
+        while (waiting or active) and not stop.requested:
             while waiting and free:
-                begun = _start(plan, waiting.pop(0), free.pop(0), say)
+                run = waiting.pop(0)
+                if not has_checkpoint(plan.run_folder(run)):  # it begins anew, and what it shared before is gone
+                    overlaps = {pair for pair in overlaps if _label(run) not in pair}
+                begun = _start(plan, run, free.pop(0), say, lock)
                 overlaps |= {_pair(begun.run, other.run) for other in active if _share(begun.slot, other.slot)}
                 active.append(begun)
                 write_json_atomic(plan.folder / "overlaps.json", {"pairs": sorted(overlaps)})
@@ -211,13 +255,21 @@ def launch(plan: Plan, slots: Sequence[Slot], say: Callable[[str], None]) -> Lau
                 failure = _outcome(plan, done, say)
                 if failure is not None:
                     failures.append(failure)
-    finally:
+        for entry in active:
+            entry.process.send_signal(signal.SIGTERM)
         for entry in active:
             entry.process.wait()
+    finally:
+        for entry in active:
+            if entry.process.poll() is None:
+                os.killpg(entry.process.pid, signal.SIGKILL)
+                entry.process.wait()
+    if stop.requested:
+        raise Interrupted(stop.requested)
     return LaunchResult(failures, sorted(overlaps))
 
 
-def _start(plan: Plan, run: PlannedRun, slot: Slot, say: Callable[[str], None]) -> _Active:
+def _start(plan: Plan, run: PlannedRun, slot: Slot, say: Callable[[str], None], lock: int) -> _Active:
     folder, log = plan.run_folder(run), plan.log(run)
     set_aside(folder)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -226,10 +278,20 @@ def _start(plan: Plan, run: PlannedRun, slot: Slot, say: Callable[[str], None]) 
     where = f" on GPU {','.join(slot.gpus)}" if slot.gpus else ""
     say(f"{run.name}: started{where}, log in {log}")
     with open(log, "ab") as file:
+        log_start = file.tell()
         file.write(f"$ {shlex.join(command)}\n".encode())
         file.flush()
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)
-    return _Active(run, slot, process, time.monotonic())
+        # In a session of its own it gets signals from here alone, and each only once.
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+            pass_fds=(lock,),
+        )
+    return _Active(run, slot, process, time.monotonic(), log_start)
 
 
 def _outcome(plan: Plan, done: _Active, say: Callable[[str], None]) -> Failure | None:
@@ -238,17 +300,23 @@ def _outcome(plan: Plan, done: _Active, say: Callable[[str], None]) -> Failure |
         say(f"{done.run.name}: done in {took:.0f} s")
         return None
     log = plan.log(done.run)
-    reason = failure_reason(log.read_text(errors="replace"), done.process.returncode)
+    reason = failure_reason(log.read_bytes()[done.log_start :].decode(errors="replace"), done.process.returncode)
     say(f"{done.run.name}: FAILED after {took:.0f} s: {reason} ({log})")
     return Failure(done.run.arm, done.run.seed, reason, str(log))
 
 
+_TELLS_WHY = re.compile(r"\berror\b|\b\w+(Error|Exception|Interrupt)\b", re.IGNORECASE)
+_LAUNCHERS_WORDS = re.compile(r"ChildFailedError|elastic/errors|error_file|Root Cause|^[=-]+$|^traceback +:")
+"""Of torchrun's last lines, which say that a worker failed and not why."""
+
+
 def failure_reason(log: str, exit_code: int) -> str:
-    """Why a run failed: the last line of its log that says 'error', else the last line, with the exit code."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    told = [line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE) and not line.startswith("$ ")]
-    last = (told or lines or ["it printed nothing"])[-1]
-    return f"exit code {exit_code}: {last[:300]}"
+    """Why a run failed: the last line of its log that tells of an error, else its last line, with the exit code or the signal that ended it."""
+    lines = [line.strip() for line in log.splitlines()]
+    said = [line for line in lines if line and not line.startswith("$ ") and not _LAUNCHERS_WORDS.search(line)]
+    last = ([line for line in said if _TELLS_WHY.search(line)] or said or ["it printed nothing"])[-1]
+    ended = f"exit code {exit_code}" if exit_code >= 0 else f"killed by {signal.Signals(-exit_code).name}"
+    return f"{ended}: {last[:300]}"
 
 
 def _share(first: Slot, second: Slot) -> bool:
@@ -256,12 +324,16 @@ def _share(first: Slot, second: Slot) -> bool:
     return not first.gpus or not second.gpus or bool(set(first.gpus) & set(second.gpus))
 
 
+def _label(run: PlannedRun) -> str:
+    return f"{run.arm} seed {run.seed}"
+
+
 def _pair(first: PlannedRun, second: PlannedRun) -> tuple[str, str]:
-    names = sorted(f"{run.arm} seed {run.seed}" for run in (first, second))
+    names = sorted(map(_label, (first, second)))
     return names[0], names[1]
 
 
 def _read_overlaps(plan: Plan) -> set[tuple[str, str]]:
     """Overlaps of earlier calls, whose runs are taken as they are."""
     path = plan.folder / "overlaps.json"
-    return {(pair[0], pair[1]) for pair in json.loads(path.read_text())["pairs"]} if path.is_file() else set()
+    return {(pair[0], pair[1]) for pair in read_json(path)["pairs"]} if path.is_file() else set()

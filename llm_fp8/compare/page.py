@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ def render_page(comparison: Comparison) -> str:
         facts=_facts(comparison),
         arms=arms,
         arm_names=[row[0] for row in rows],
-        verdicts=[dataclasses.asdict(verdict) for verdict in comparison.verdicts.values()],
+        verdicts=[{**dataclasses.asdict(verdict), "name": describe_arm(arm)} for arm, verdict in comparison.verdicts.items()],
         figures=figures,
         charts=charts,
         not_drawn=not_drawn(comparison.arms),
@@ -43,11 +45,22 @@ def render_page(comparison: Comparison) -> str:
         sources=comparison.provenance["runs"],
         provenance=_provenance_lines(comparison.provenance["of_first_run"]),
         # '<' cannot end the script element that holds the data when it is written as an escape.
-        data=json.dumps({"arms": arms, "charts": [_drawn(chart) for chart in charts]}, allow_nan=False).replace("<", "\\u003c"),
+        data=json.dumps(_finite({"arms": arms, "charts": [_drawn(chart) for chart in charts]}), allow_nan=False).replace(
+            "<", "\\u003c"
+        ),
         style=(ASSETS / "page.css").read_text(encoding="utf-8"),
         script=(ASSETS / "page.js").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),
     )
+
+
+def _finite(value: Any) -> Any:
+    """`value` with None in the place of floats that JSON has no word for; plotly.js leaves a gap there."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _drawn(chart: Any) -> dict[str, Any]:
@@ -64,12 +77,13 @@ def _facts(comparison: Comparison) -> str:
     """What was run, in a line."""
     provenance = comparison.provenance
     first = provenance["of_first_run"]
+    made = datetime.fromisoformat(provenance["made_utc"]).strftime("%Y-%m-%d %H:%M UTC")
     gpus = [gpu["name"] for gpu in first.get("gpus", [])]
     device = f"{len(gpus)} x {gpus[0]}" if gpus else "CPU"
     num_runs = sum(arm.num_seeds for arm in comparison.arms)
-    tokens = f", {provenance['tokens_seen']:,.0f} tokens" if provenance["tokens_seen"] else ""
+    tokens = f", up to {provenance['tokens_seen']:,.0f} tokens" if provenance["tokens_seen"] else ""
     data = f" on {provenance['dataset']}" if provenance["dataset"] else ""
-    return f"{num_runs} runs{data}, {provenance['num_steps']:,} steps{tokens} each, {device}. Made {provenance['made_utc']}."
+    return f"{num_runs} runs{data}, {provenance['num_steps']:,} steps{tokens} each, {device}. Made {made}."
 
 
 def _provenance_lines(provenance: dict[str, Any]) -> list[tuple[str, str]]:

@@ -66,7 +66,8 @@ def _gap(arm: ArmFigures) -> str:
     if gap is None:
         return NOT_MEASURED
     spread = "unknown" if gap.reference_spread is None else f"{gap.reference_spread:.4f}"
-    return f"{gap.mean:+.4f} (spread of bf16 {spread})"
+    seeds = f"{min(gap.by_seed.values()):+.4f} to {max(gap.by_seed.values()):+.4f} by seed; " if len(gap.by_seed) > 1 else ""
+    return f"{gap.mean:+.4f} ({seeds}spread of bf16 {spread})"
 
 
 def _equal_loss(arm: ArmFigures) -> str:
@@ -99,18 +100,23 @@ COLUMNS = (
     Column("ran", "The precision that was in effect, from run.json.", _effective),
     Column("runs", "Finished runs, one per seed.", _runs),
     Column(
-        "tokens/s",
-        "Median over the steps of a run, its first ten left out (half of a run of fewer than twenty); mean over runs. All positions, padding "
-        "included, on all GPUs. In brackets the 95% bootstrap interval over seeds and, in blocks of ten, over steps.",
+        "tokens/s (95% interval)",
+        "Median over the steps of a run, its first ten left out (half of a run of fewer than twenty) and the one whose kernels were recorded; "
+        "mean over runs. All positions, padding included, on all GPUs. In brackets the 95% bootstrap interval over seeds and, in blocks of ten, over steps.",
         _rate,
     ),
     Column(
-        "speed-up over bf16",
+        "speed-up over bf16 (95% interval)",
         "Quotient of the two arms' tokens/s, with its bootstrap interval; runs of the same seed are drawn together. With one seed the interval "
         "covers the steps of that run alone.",
         _speedup,
     ),
-    Column("peak memory, GiB", "Most memory that tensors held on any GPU in any run of the arm.", _memory),
+    Column(
+        "peak memory, GiB",
+        "Most memory that tensors held on any GPU in any run of the arm; with exact match up to the first evaluation, whose copy of the model "
+        "would count.",
+        _memory,
+    ),
     Column(
         "energy, J per million tokens",
         "From the GPUs' own counters, training steps alone: median over steps, mean over runs. The host's consumption is not in it.",
@@ -119,7 +125,7 @@ COLUMNS = (
     Column("held-out loss, nats/token", "Mean over seeds of the loss on held-out rows after the last step.", _eval_loss),
     Column(
         "gap to bf16, nats/token",
-        "Mean over seeds of the difference to the bf16 run of the same seed. The spread is the largest minus the smallest final loss of the "
+        "Mean over seeds of the difference to the bf16 run of the same seed; in brackets the smallest and the largest. The spread is the largest minus the smallest final loss of the "
         "bf16 seeds: a gap inside it is no more than another seed does.",
         _gap,
     ),

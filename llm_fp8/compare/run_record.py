@@ -8,13 +8,15 @@ import math
 import re
 import statistics
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from llm_fp8.compare.arms import effective_precision, requested_arm
 from llm_fp8.errors import UserError
 from llm_fp8.exact_match import ANSWERS_FOLDER
-from llm_fp8.report import WARMUP_STEPS
+from llm_fp8.metrics import RECORDED_STEP
+from llm_fp8.report import measured_steps
 
 CERTIFICATE_FILE = "certificate.json"
 
@@ -39,7 +41,8 @@ class RunRecord:
     answers: dict[str, bool] = field(default_factory=dict)
     """Problem -> whether the run's last evaluation answered it right."""
     certificate: dict[str, Any] | None = None
-    num_resumes: int = 0
+    resumes: list[dict[str, Any]] = field(default_factory=list)
+    """What run.json holds of each further process of the run: `resumed_after_step`, and the sections in which it may differ."""
 
     @property
     def arm(self) -> str:
@@ -56,26 +59,39 @@ class RunRecord:
         """--seed."""
         return int(self.config["optim"]["seed"])
 
-    @property
+    @cached_property
+    def _processes(self) -> list[list[dict[str, float]]]:
+        """The steps, process by process: a run that was resumed compiles and warms up anew."""
+        starts = sorted({-1, *(resume["resumed_after_step"] for resume in self.resumes)})
+        parts = [
+            [step for step in self.steps if after < step["step"] <= end]
+            for after, end in zip(starts, [*starts[1:], math.inf], strict=True)
+        ]
+        return [part for part in parts if part]
+
+    @cached_property
     def measured_steps(self) -> list[dict[str, float]]:
-        """The steps that speed is measured on: without the first ten of the run, or the first half of a run of fewer than twenty."""
-        return self.steps[min(WARMUP_STEPS, len(self.steps) // 2) :]
+        """The steps that speed is measured on: those of `llm_fp8.report.measured_steps`, of each process."""
+        return [step for part in self._processes for step in measured_steps(part)]
 
     @property
     def step_rates(self) -> list[float]:
         """tokens/s of each measured step (all positions, all GPUs)."""
         return [step["tokens_per_s"] for step in self.measured_steps if "tokens_per_s" in step]
 
-    @property
+    @cached_property
     def wall_times_s(self) -> list[float]:
         """Seconds of training until the end of each step: sums of `step_time_s`, evaluations, checkpoints and start-up left out.
 
-        The first step is counted as the median one: it holds compilation and start-up, which a run of useful length does not notice.
+        A process's first step, which holds compilation, and the step whose kernels were recorded count as the median of the measured steps:
+        a run of useful length does not notice them.
         """
-        if not self.steps:
-            return []
-        times = [step.get("step_time_s", math.nan) for step in self.steps]
-        return list(itertools.accumulate([statistics.median(times), *times[1:]]))
+        typical = [step["step_time_s"] for step in self.measured_steps or self.steps if "step_time_s" in step]
+        median = statistics.median(typical) if typical else math.nan
+        first = {part[0]["step"] for part in self._processes}
+        own = [step["step"] not in first and RECORDED_STEP not in step for step in self.steps]
+        times = [step.get("step_time_s", math.nan) if counts else median for step, counts in zip(self.steps, own, strict=True)]
+        return list(itertools.accumulate(times))
 
     @property
     def final_eval_loss(self) -> float | None:
@@ -93,8 +109,17 @@ class RunRecord:
 
     @property
     def peak_memory_gib(self) -> float | None:
-        """Most memory that tensors held on any GPU of the run; None on a CPU."""
-        values = [step[key] for step in self.steps for key in ("peak_memory_gib", "peak_memory_gib_max_rank") if key in step]
+        """Most memory that tensors held on any GPU of the run; None on a CPU.
+
+        An evaluation of exact match puts a copy of the model beside the training and the peak keeps it from then on, so that only the steps
+        up to the first such evaluation count.
+        """
+        copies = bool(self.config.get("run", {}).get("eval_exact_match")) or any(
+            "eval_exact_match" in e for e in self.evaluations
+        )
+        last = min((evaluation["step"] for evaluation in self.evaluations), default=math.inf) if copies else math.inf
+        counted = [step for step in self.steps if step["step"] <= last]
+        values = [step[key] for step in counted for key in ("peak_memory_gib", "peak_memory_gib_max_rank") if key in step]
         return max(values) if values else None
 
     @property
@@ -133,11 +158,19 @@ def split_records(records: list[dict[str, Any]]) -> tuple[list[dict[str, float]]
     return steps, evaluations
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_text(path: Path) -> str:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); is the run complete?") from error
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}).") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a JSON file. Raises `UserError` for a file that cannot be read or holds something else."""
+    try:
+        value = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); was it damaged?") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold one JSON object, and holds a {type(value).__name__}.")
     return value
@@ -146,7 +179,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file. Raises `UserError` with the line that is none."""
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(_read_text(path).splitlines(), start=1):
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
@@ -166,6 +199,20 @@ def why_unfinished(summary: dict[str, Any]) -> str | None:
     return None
 
 
+def require_sections(where: str, config: Any, precision: Any) -> None:
+    """Raise `UserError`, beginning with `where`, unless these are the options and the precision of a run of this project's training scripts."""
+    needed = {
+        "config.optim.seed": lambda: config["optim"]["seed"],
+        "precision.requested": lambda: precision["requested"],
+        "precision.effective": lambda: precision["effective"],
+    }
+    for name, look_up in needed.items():
+        try:
+            look_up()
+        except (KeyError, TypeError):
+            raise UserError(f"{where} lacks {name}, which this project's training scripts store; give a run of theirs.") from None
+
+
 def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
     """A finished run's record. Raises `UserError` where `folder` holds none, or one that did not finish."""
     if not folder.is_dir():
@@ -174,17 +221,18 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
         if not (folder / name).is_file():
             hint = "the run did not finish" if name == "summary.json" else "it is not a run's --output_dir"
             raise UserError(f"{flag} {folder}: there is no {name} in it, so {hint}; give the folder of a finished run.")
-    run, summary = _read_json(folder / "run.json"), _read_json(folder / "summary.json")
+    run, summary = read_json(folder / "run.json"), read_json(folder / "summary.json")
     if reason := why_unfinished(summary):
         raise UserError(f"{flag} {folder}: {reason}")
-    missing = [key for key in ("config", "precision") if key not in run]
-    if missing:
-        raise UserError(
-            f"{flag} {folder}: run.json has no {' and no '.join(missing)}; it is not of this project's training scripts."
-        )
+    require_sections(f"{flag} {folder}: run.json", run.get("config"), run.get("precision"))
     steps, evaluations = split_records(read_jsonl(folder / "metrics.jsonl"))
     if not steps:
         raise UserError(f"{flag} {folder}: metrics.jsonl holds no optimizer step.")
+    if steps[-1]["step"] != summary.get("steps"):
+        raise UserError(
+            f"{flag} {folder}: metrics.jsonl ends at step {steps[-1]['step']:.0f} and summary.json at step {summary.get('steps')}, so they are not "
+            "of one finished run; train it anew."
+        )
     certificate = folder / CERTIFICATE_FILE
     return RunRecord(
         source=str(folder),
@@ -198,8 +246,8 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
         provenance=run.get("provenance", {}),
         summary=summary,
         answers=_last_answers(folder / ANSWERS_FOLDER),
-        certificate=_read_json(certificate) if certificate.is_file() else summary.get("certificate"),
-        num_resumes=len(run.get("resumes", [])),
+        certificate=read_json(certificate) if certificate.is_file() else summary.get("certificate"),
+        resumes=run.get("resumes", []),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -33,11 +34,11 @@ Conclusion = Literal[
 _ADVICE: dict[Conclusion, str] = {
     "not certified": "do not trust these figures before the run is certified",
     "worse": "do not use it as it is",
-    "slower": "there is no reason to use it here",
-    "not faster": "there is no reason to use it here",
+    "slower": "it gains no speed here",
+    "not faster": "it gains no speed here",
     "speed unknown": "whether it pays was not measured",
     "too few seeds": f"too few seeds to tell, run at least {MIN_SEEDS}",
-    "quality unknown": "fast, but what it learned was not measured",
+    "quality unknown": "it gains speed, and what it learned could not be compared",
     "use it": "use it",
 }
 
@@ -82,16 +83,19 @@ def judge(own: ArmFigures, reference: ArmFigures | None, differences: Sequence[D
         _answer_words(own, quality_spoiled),
         _certificate_words(own),
     ]
-    conclusion = _conclude(own, reference, bool(speed_spoiled), bool(quality_spoiled))
+    conclusion = _conclude(own, bool(speed_spoiled), bool(quality_spoiled))
     return Verdict(conclusion, f"{name} {', '.join(clause for clause in clauses if clause)}: {_ADVICE[conclusion]}.")
 
 
-def _conclude(own: ArmFigures, reference: ArmFigures, speed_spoiled: bool, quality_spoiled: bool) -> Conclusion:
+def _conclude(own: ArmFigures, speed_spoiled: bool, quality_spoiled: bool) -> Conclusion:
     """The gravest thing that holds."""
     if own.certificate.state == "failed":
         return "not certified"
-    enough = min(own.num_seeds, reference.num_seeds) >= MIN_SEEDS
-    if not quality_spoiled and (_answers_are_worse(own) or (enough and _loss_is_outside(own) and _gap(own) > 0)):
+    gap = own.loss_gap
+    # Seeds of the gap, not runs: those of an arm whose seed bf16 lacks have nothing to be held against.
+    enough = gap is not None and min(len(gap.by_seed), gap.num_reference_seeds) >= MIN_SEEDS
+    has_diverged = gap is not None and not math.isfinite(gap.mean)
+    if not quality_spoiled and (has_diverged or _answers_are_worse(own) or (enough and _loss_is_outside(own) and _gap(own) > 0)):
         return "worse"
     if speed_spoiled or own.speedup is None:
         return "speed unknown"
@@ -99,9 +103,9 @@ def _conclude(own: ArmFigures, reference: ArmFigures, speed_spoiled: bool, quali
         return "slower"
     if own.speedup.low <= 1:
         return "not faster"
-    if quality_spoiled or own.loss_gap is None:
+    if quality_spoiled or gap is None:
         return "quality unknown"
-    if not enough or own.loss_gap.reference_spread is None:
+    if not enough:
         return "too few seeds"
     if _is_fp8(own) and own.certificate.state != "certified":
         return "not certified"
@@ -138,7 +142,7 @@ def _speed_words(own: ArmFigures, spoiled: Sequence[Difference]) -> str:
         return "has no measured speed"
     interval = f"({speedup.low:.2f} to {speedup.high:.2f})"
     if speedup.low > 1:
-        return f"is {speedup.value:.2f}x faster {interval}"
+        return f"is faster, at {speedup.value:.2f}x the speed {interval}"
     if speedup.high < 1:
         return f"is slower, at {speedup.value:.2f}x the speed {interval}"
     return f"is not measurably faster, at {speedup.value:.2f}x the speed {interval}"
@@ -149,7 +153,14 @@ def _loss_words(own: ArmFigures, reference: ArmFigures, spoiled: Sequence[Differ
         return f"its quality cannot be compared (the runs differ in {_fields(spoiled)})"
     gap = own.loss_gap
     if gap is None:
-        return "its held-out loss was not measured"
+        unpaired = own.eval_loss and reference.eval_loss
+        return (
+            f"its held-out loss has no {reference.name} run of the same seed beside it"
+            if unpaired
+            else "its held-out loss was not measured"
+        )
+    if not math.isfinite(gap.mean):
+        return "its held-out loss is not finite in every seed"
     signed = f"its held-out loss differs by {gap.mean:+.4f} nats/token"
     if gap.reference_spread is None:
         return f"{signed} in one seed of {reference.name}, whose spread is unknown"

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from llm_fp8.compare.run_record import RunRecord, split_records
+from llm_fp8.compare.run_record import RunRecord, require_sections, split_records, why_unfinished
 from llm_fp8.errors import UserError
 from llm_fp8.wandb_files import read_wandb_file
 
@@ -55,12 +55,11 @@ def _read_server_run(path: str, api: Any) -> RunRecord:
 
 
 def _record(source: str, config: dict[str, Any], history: list[dict[str, Any]], summary: dict[str, Any]) -> RunRecord:
+    if reason := why_unfinished(summary):  # W&B calls a run finished that a signal stopped
+        raise UserError(f"{_FLAG} {source}: {reason}")
     effective = dict(config.get("effective") or {})
     precision = effective.pop("precision", None)
-    if precision is None or "optim" not in config:
-        raise UserError(
-            f"{_FLAG} {source}: its configuration lacks what this project's training scripts store (optim, effective.precision)."
-        )
+    require_sections(f"{_FLAG} {source}: its configuration", config, precision)
     steps, evaluations = split_records(_merged_by_step(history))
     if not steps:
         raise UserError(f"{_FLAG} {source}: its history holds no optimizer step.")

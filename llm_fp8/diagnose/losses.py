@@ -1,12 +1,19 @@
 """From what was measured in a step to what costs most and the option that acts on it.
 
-The floor of a step is the time that its linear layers' model FLOPs take at the GPU's measured GEMM rate: fp8 layers at the fp8 rate, the
-others at bf16's. What the step takes beyond it is lost to something, and each rule below knows one such thing. A rule is a pure function of
-`StepFacts`; it gives the milliseconds that its option can take away at most, or None where it has nothing to say. Losses that no option acts
-on (a fused attention kernel, the output head's GEMM) have no rule: the table of kernel classes shows them.
+What a step takes beyond its floor is lost to something, and each rule below knows one such thing. A rule is a pure function of `StepFacts`;
+it gives the seconds that its option can take away at most, or None where it has nothing to say. Losses that no option acts on (a fused
+attention kernel, the output head's GEMM) have no rule: the table of kernel classes shows them.
 
-Rates. An fp8 layer's forward GEMM, a third of its FLOPs, runs with fast accumulation, the two of the backward pass with split accumulation
-(Transformer Engine's recipes on Hopper). Memory-bound work has the GPU's copy bandwidth, bytes read plus bytes written, for its floor where the bytes are known:
+Two rates are kept apart, because the first is out of reach and the second is not:
+
+    floors      model FLOPs at the vendor's dense peak of the operands' type (or the ceiling, on cards whose clocks go beyond the data sheet's);
+                none for a GPU whose peak is not known
+    ceilings    what large GEMMs reach on this GPU without a pause (llm_fp8/ceilings.py), which is what an option is measured by. GEMMs between
+                which lies other work can be faster: a GPU at its power limit lowers its clocks
+
+An fp8 layer's forward GEMM, a third of its FLOPs, runs with fast accumulation, the two of the backward pass with split accumulation
+(Transformer Engine's recipes on Hopper). Memory-bound work has the GPU's measured copy bandwidth, bytes read plus bytes written, for its floor
+where the bytes are known:
 
     weight casts      per fp8 weight 2 bytes read (bf16), 1 written as it is and 1 transposed
     optimizer         weights and optimizer state read and written, gradients read
@@ -20,6 +27,7 @@ from dataclasses import dataclass
 
 from llm_fp8.ceilings import Ceilings
 from llm_fp8.diagnose.step_time import StepTime
+from llm_fp8.metrics import PeakTflops
 
 WEIGHT_CAST_BYTES = 4
 
@@ -30,6 +38,8 @@ class StepFacts:
 
     time: StepTime
     ceilings: Ceilings
+    peak: PeakTflops | None
+    """Of the vendor; None for a GPU that is not in the table."""
     num_fp8_weights: int
     num_wide_weights: int
     """Linear weights of the decoder layers that are not in fp8."""
@@ -51,9 +61,11 @@ class StepFacts:
     """'unfused', or the name of what runs."""
 
     def fp8_gemm_s(self, flops: float) -> float | None:
-        """Seconds of these model FLOPs at the fp8 ceilings; None on a GPU that has none."""
+        """Seconds of these model FLOPs at the fp8 ceilings; None on a GPU that has none, and for fp4, which has others."""
         fast, split = self.ceilings.fp8_gemm_tflops, self.ceilings.fp8_split_gemm_tflops
-        return None if fast is None or split is None else flops * (1 / fast + 2 / split) / 3 / 1e12
+        if fast is None or split is None or self.scenario == "nvfp4":
+            return None
+        return flops * (1 / fast + 2 / split) / 3 / 1e12
 
     def bf16_gemm_s(self, flops: float) -> float:
         """Seconds of these FLOPs at the bf16 ceiling."""
@@ -68,26 +80,45 @@ class StepFacts:
         return 6.0 * num_weights * self.num_tokens
 
     @property
-    def gemm_floor_s(self) -> float:
-        """The linear layers' model FLOPs at the ceilings."""
+    def gemms_at_ceilings_s(self) -> float | None:
+        """The linear layers' model FLOPs at the ceilings; None where one that is needed was not measured."""
         wide = self.bf16_gemm_s(self.linear_flops(self.num_wide_weights + self.num_head_weights))
-        return wide + (self.fp8_gemm_s(self.linear_flops(self.num_fp8_weights)) or 0.0)
+        fp8 = self.fp8_gemm_s(self.linear_flops(self.num_fp8_weights)) if self.num_fp8_weights else 0.0
+        return None if fp8 is None else wide + fp8
+
+    @property
+    def gemm_floors_s(self) -> dict[str, float]:
+        """Operand type -> the least that the linear layers' model FLOPs could take; empty where a peak that is needed is not known."""
+        if self.peak is None:
+            return {}
+        wide = self.linear_flops(self.num_wide_weights + self.num_head_weights)
+        floors = {"bf16": wide / max(self.peak.bf16, self.ceilings.bf16_gemm_tflops) / 1e12}
+        if self.num_fp8_weights:
+            fast, split = self.ceilings.fp8_gemm_tflops, self.ceilings.fp8_split_gemm_tflops
+            if self.peak.fp8 is None or self.scenario == "nvfp4":
+                return {}
+            floors["fp8"] = self.linear_flops(self.num_fp8_weights) / max(self.peak.fp8, fast or 0.0, split or 0.0) / 1e12
+        return floors
 
     @property
     def floors_s(self) -> dict[str, float]:
         """Kernel class -> the least it could take, for the classes whose FLOPs or bytes are known."""
-        return {
-            "gemm": self.gemm_floor_s,
-            "attention": self.bf16_gemm_s(self.attention_flops),
-            "optimizer": self.copy_s(2 * (self.weight_bytes + self.optimizer_bytes) + self.gradient_bytes),
-        }
+        floors = {"optimizer": self.copy_s(2 * (self.weight_bytes + self.optimizer_bytes) + self.gradient_bytes)}
+        if self.gemm_floors_s:
+            floors["gemm"] = sum(self.gemm_floors_s.values())
+        if self.peak is not None:
+            floors["attention"] = self.attention_flops / max(self.peak.bf16, self.ceilings.bf16_gemm_tflops) / 1e12
+        return floors
 
     @property
     def recomputed_gemm_s(self) -> float:
-        """The part of the GEMMs' time in which forward passes were computed again: 2 of then 8 FLOPs per recomputed weight and token."""
+        """The part of the GEMMs' time in which forward passes were computed again: a third of a recomputed weight's model FLOPs once more."""
         decoder = self.num_fp8_weights + self.num_wide_weights
-        again = 2.0 * decoder * self.recomputed_share
-        return self.time.class_s("gemm") * again / (6.0 * (decoder + self.num_head_weights) + again)
+        again = self.recomputed_share / 3
+        # By FLOPs each weight would count alike; fp8 ones take less time than the head, which is never recomputed.
+        head_s = self.bf16_gemm_s(self.linear_flops(self.num_head_weights))
+        decoder_s = (self.gemms_at_ceilings_s or self.bf16_gemm_s(self.linear_flops(decoder + self.num_head_weights))) - head_s
+        return self.time.class_s("gemm") * again * decoder_s / ((1 + again) * decoder_s + head_s)
 
 
 @dataclass(frozen=True)
@@ -110,7 +141,7 @@ def unfused_attention(facts: StepFacts) -> Loss | None:
     """Attention in several kernels, with the whole score matrix in memory."""
     if facts.attention != "unfused":
         return None
-    lost_s = facts.time.class_s("attention") - facts.floors_s["attention"]
+    lost_s = facts.time.class_s("attention") - facts.floors_s.get("attention", 0.0)
     return Loss(
         "unfused attention",
         max(lost_s, 0.0),
@@ -146,14 +177,15 @@ def layers_outside_fp8(facts: StepFacts) -> Loss | None:
 
 def gemms_below_ceiling(facts: StepFacts) -> Loss | None:
     """GEMMs that are slower than large square ones."""
-    if facts.attention == "unfused":
-        return None  # whose matrix products cannot be told from the layers'
-    lost_s = facts.time.class_s("gemm") - facts.recomputed_gemm_s - facts.gemm_floor_s
+    reachable_s = facts.gemms_at_ceilings_s
+    if facts.attention == "unfused" or reachable_s is None:
+        return None  # attention's matrix products cannot be told from the layers'
+    lost_s = facts.time.class_s("gemm") - facts.recomputed_gemm_s - reachable_s
     tokens = facts.num_tokens // facts.num_micro_batches
     return Loss(
         "GEMMs below the ceiling",
         lost_s,
-        f"the linear layers' GEMMs take {facts.gemm_floor_s * 1e3:.1f} ms at the measured ceilings; a micro-batch has {tokens} tokens",
+        f"the linear layers' GEMMs take {reachable_s * 1e3:.1f} ms at the measured ceilings; a micro-batch has {tokens} tokens",
         "more tokens in a micro-batch (--batch_size, --max_seq_length) as far as memory allows",
     )
 
@@ -211,7 +243,7 @@ def gaps(facts: StepFacts) -> Loss | None:
     return Loss(
         "gaps between kernels",
         facts.time.gap_s,
-        "the GPU waits for the host to launch kernels (recording lengthens the gaps somewhat)",
+        "the GPU waits for the host to launch kernels",
         "more work per kernel: a larger --batch_size or longer rows (--max_seq_length)",
     )
 

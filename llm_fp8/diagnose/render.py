@@ -85,22 +85,22 @@ def _print_census(found: Diagnosis, console: Console) -> None:
 
 
 def time_table(found: TimeFindings) -> Table:
-    """The recorded step by kernel class."""
+    """The step by kernel class."""
     step = found.step
-    title = f"one recorded step: {step.span_s * 1e3:.1f} ms ({found.step_time_s * 1e3:.1f} ms when nothing is recorded)"
+    title = f"one step: {step.step_s * 1e3:.1f} ms ({step.recorded_span_s * 1e3:.1f} ms while its kernels were recorded)"
     table = _table(title, "kernels", "number", "ms", "share", "floor ms", right=("number", "ms", "share", "floor ms"))
 
     def add(name: str, count: int | None, seconds: float, floor_s: float | None) -> None:
         shown = "" if floor_s is None else f"{floor_s * 1e3:.1f}"
-        table.add_row(name, "" if count is None else str(count), f"{seconds * 1e3:.1f}", f"{seconds / step.span_s:.1%}", shown)
+        table.add_row(name, "" if count is None else str(count), f"{seconds * 1e3:.1f}", f"{seconds / step.step_s:.1%}", shown)
 
     for name, taken in step.classes.items():
         add(name, taken.count, taken.time_s, found.floors_s.get(name))
         if name == "gemm":
             for kind, gemms in step.gemms.items():
-                add(f"  {kind} operands", gemms.count, gemms.time_s, None)
+                add(f"  {kind} operands", gemms.count, gemms.time_s, found.gemm_floors_s.get(kind))
     add("gaps", None, step.gap_s, None)
-    if step.overlap_s > 0.001 * step.span_s:
+    if step.overlap_s > 0.001 * step.step_s:
         add("side by side", None, -step.overlap_s, None)
     return table
 
@@ -110,7 +110,7 @@ def loss_table(found: TimeFindings) -> Table:
     title = "largest losses that an option acts on"
     table = _table(title, "loss", "ms", "share", "cause", "what to do", right=("ms", "share"))
     for loss in found.losses[:NUM_LOSSES]:
-        share = loss.lost_s / found.step.span_s
+        share = loss.lost_s / found.step.step_s
         table.add_row(loss.name, f"{loss.lost_s * 1e3:.1f}", f"{share:.1%}", loss.cause, loss.advice)
     return table
 

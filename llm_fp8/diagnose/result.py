@@ -8,7 +8,7 @@ from typing import Any
 
 from llm_fp8.ceilings import Ceilings
 from llm_fp8.diagnose.layers import LayerGroup
-from llm_fp8.diagnose.losses import Loss
+from llm_fp8.diagnose.losses import Loss, StepFacts, ranked_losses
 from llm_fp8.diagnose.memory_kinds import HOW_FOUND, MemoryAtPeak
 from llm_fp8.diagnose.operands import ModuleGemms
 from llm_fp8.diagnose.step_time import StepTime
@@ -16,20 +16,26 @@ from llm_fp8.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU
 from llm_fp8.metrics import GIB
 from llm_fp8.swap import Census
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
 class TimeFindings:
-    """One recorded step, and the steps beside it that were not recorded."""
+    """Where the time of a step goes, the least it could be, and what it is lost to."""
 
     step: StepTime
-    step_time_s: float
-    """Median of steps that nothing watched."""
     floors_s: dict[str, float]
+    """By kernel class."""
+    gemm_floors_s: dict[str, float]
+    """By operand type."""
     ceilings: Ceilings
     losses: list[Loss]
     """The largest first."""
+
+    @classmethod
+    def of(cls, facts: StepFacts) -> TimeFindings:
+        """What `facts` come to."""
+        return cls(facts.time, facts.floors_s, facts.gemm_floors_s, facts.ceilings, ranked_losses(facts))
 
 
 @dataclass(frozen=True)
@@ -109,18 +115,21 @@ class Diagnosis:
 def _time_dict(found: TimeFindings) -> dict[str, Any]:
     step = found.step
     return {
-        "step_time_s": found.step_time_s,
-        "recorded_span_s": step.span_s,
+        "step_time_s": step.step_s,
+        "recorded_span_s": step.recorded_span_s,
+        "busy_s": step.busy_s,
         "gap_s": step.gap_s,
         "overlap_s": step.overlap_s,
         "classes": {
             name: {"count": taken.count, "time_s": taken.time_s, "floor_s": found.floors_s.get(name)}
             for name, taken in step.classes.items()
         },
-        "gemms": {kind: {"count": taken.count, "time_s": taken.time_s} for kind, taken in step.gemms.items()},
+        "gemms": {
+            kind: {"count": taken.count, "time_s": taken.time_s, "floor_s": found.gemm_floors_s.get(kind)}
+            for kind, taken in step.gemms.items()
+        },
         "ceilings": dataclasses.asdict(found.ceilings),
-        "gemm_floor_s": found.floors_s.get("gemm"),
-        "losses": [{**dataclasses.asdict(loss), "share": loss.lost_s / step.span_s} for loss in found.losses],
+        "losses": [{**dataclasses.asdict(loss), "share": loss.lost_s / step.step_s} for loss in found.losses],
     }
 
 

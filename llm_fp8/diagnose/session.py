@@ -1,7 +1,8 @@
 """Builds the parts of a run by the run's own code, takes a few steps and measures some of them, each in one way at a time:
 
 warm-up steps      nothing is measured: kernels are compiled, scales and the allocator settle
-unwatched steps    their time, and the peak of memory
+unwatched steps    their time
+unwatched steps    their peak of memory, from an allocator that keeps nothing of before
 one step           the operands of every GEMM
 one step           the memory at marks through the step
 one step           its kernels
@@ -21,7 +22,7 @@ import te_llama
 from llm_fp8.ceilings import Ceilings, measure_ceilings
 from llm_fp8.config import Config, check_config
 from llm_fp8.diagnose.layers import group_layers
-from llm_fp8.diagnose.losses import StepFacts, ranked_losses
+from llm_fp8.diagnose.losses import StepFacts
 from llm_fp8.diagnose.memory_kinds import divide_peak, known_bytes
 from llm_fp8.diagnose.memory_probe import MemoryProbe, cuda_meter
 from llm_fp8.diagnose.operands import GemmRecorder, ModuleGemms, te_gemm_owners
@@ -33,7 +34,7 @@ from llm_fp8.diagnose.workload import ConfiguredWorkload, without_output
 from llm_fp8.errors import UserError
 from llm_fp8.kernels import record_kernels
 from llm_fp8.launch_env import apply_launch_settings
-from llm_fp8.metrics import GIB, StepTokens, step_flops
+from llm_fp8.metrics import GIB, StepTokens, device_peak_tflops, step_flops
 from llm_fp8.models import check_model, decoder_layers, load_config, load_tokenizer, require_te_decoder, resolve_source
 from llm_fp8.precision import describe_device
 from llm_fp8.process_group import own_device
@@ -41,7 +42,9 @@ from llm_fp8.provenance import collect_provenance
 from llm_fp8.quiet import quiet_libraries
 from llm_fp8.throughput.ours import OurTraining
 
-NUM_UNWATCHED_STEPS = 3
+NUM_TIMED_STEPS = 7
+"""The first waits for the host, which starts it with nothing in its queue."""
+NUM_MEMORY_STEPS = 2
 
 
 def diagnose(config: Config, num_warmup_steps: int, trace: Path | None = None) -> Diagnosis:
@@ -95,12 +98,13 @@ class _Session:
         """Everything, in order."""
         training, config = self.training, self.config
         training.take(num_warmup_steps)
-        step_time_s, unwatched_peak, reserved = self._unwatched()
+        step_s = self._timed()
+        unwatched_peak, reserved = self._unwatched_memory()
         modules = self._gemms()
         at_peak = divide_peak(self._watched_memory().marks)
         with record_kernels() as recorded:
             training.take(1)
-        step = step_time(recorded)
+        step = step_time(recorded, step_s)
         if trace is not None:
             recorded.export_chrome_trace(str(trace))
         attention = self._attention(step)
@@ -116,7 +120,7 @@ class _Session:
             groups=group_layers(modules),
             modules=modules,
             attention=attention,
-            time=TimeFindings(step, step_time_s, facts.floors_s, ceilings, ranked_losses(facts)),
+            time=TimeFindings.of(facts),
             memory=MemoryFindings(at_peak, unwatched_peak, reserved),
             problems=[
                 *precision_problems(self.plan, modules, names, training.precision.seen_inside),
@@ -126,18 +130,17 @@ class _Session:
             notes=self._notes(),
         )
 
-    def _unwatched(self) -> tuple[float, int, int]:
-        """Median time of a step (seconds), and the peaks of allocated and reserved memory (bytes)."""
+    def _timed(self) -> float:
+        """The median time of a step in seconds."""
+        self.training.take(NUM_TIMED_STEPS)
+        return statistics.median(self.training.recorder.step_times_s[-NUM_TIMED_STEPS:])
+
+    def _unwatched_memory(self) -> tuple[int, int]:
+        """The peaks of allocated and reserved memory in bytes."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
-        before = len(self.training.recorder.step_times_s)
-        self.training.take(NUM_UNWATCHED_STEPS)
-        times = self.training.recorder.step_times_s[before:]
-        return (
-            statistics.median(times),
-            torch.cuda.max_memory_allocated(self.device),
-            torch.cuda.max_memory_reserved(self.device),
-        )
+        self.training.take(NUM_MEMORY_STEPS)
+        return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
 
     def _gemms(self) -> list[ModuleGemms]:
         recorder = GemmRecorder(self.training.model)
@@ -177,6 +180,7 @@ class _Session:
         return StepFacts(
             time=step,
             ceilings=ceilings,
+            peak=device_peak_tflops(self.device),
             num_fp8_weights=census.num_fp8_weights,
             num_wide_weights=census.num_linear_weights - census.num_fp8_weights - head,
             num_head_weights=head,

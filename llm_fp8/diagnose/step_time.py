@@ -1,4 +1,8 @@
-"""Where the time of one recorded optimizer step goes: kernel classes, GEMMs by operand type, gaps."""
+"""Where the time of an optimizer step goes: kernel classes, GEMMs by operand type, gaps.
+
+Recording slows the host down and leaves the kernels as long as they are. So kernels are those of a recorded step, and gaps are what steps that
+nothing recorded take beyond them.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,14 @@ _FUSED_ATTENTION = re.compile(r"flash|fmha|sdpa", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class StepTime:
-    """One recorded step; seconds."""
+    """Seconds of a step."""
 
-    span_s: float
-    """From the first kernel's start to the last one's end."""
+    step_s: float
+    """The median step that nothing recorded."""
+    recorded_span_s: float
+    """From the first kernel's start to the last one's end, in the recorded step."""
     busy_s: float
-    """In which at least one kernel ran."""
+    """In which at least one kernel of the recorded step ran."""
     classes: dict[str, KernelTime]
     """By kernel class, the longest first."""
     gemms: dict[str, KernelTime]
@@ -27,12 +33,12 @@ class StepTime:
 
     @property
     def gap_s(self) -> float:
-        """In which no kernel ran."""
-        return self.span_s - self.busy_s
+        """In which no kernel ran while nothing was recorded; 0 where the recorded step's kernels alone took longer than such a step."""
+        return max(0.0, self.step_s - self.busy_s)
 
     @property
     def overlap_s(self) -> float:
-        """Counted twice by `classes`, because kernels ran side by side: classes + gaps - overlap = span."""
+        """Counted twice by `classes`, because kernels ran side by side: classes + gaps - overlap = step, where there are gaps."""
         return sum(taken.time_s for taken in self.classes.values()) - self.busy_s
 
     def class_s(self, *names: str) -> float:
@@ -50,15 +56,19 @@ class StepTime:
         return any(_FUSED_ATTENTION.search(name) for name in self.classes.get("attention", KernelTime()).names)
 
 
-def step_time(recorded: Any) -> StepTime:
-    """Add up a finished `torch.profiler.profile` of one step. Raises ValueError where it holds no kernel."""
+def step_time(recorded: Any, step_s: float) -> StepTime:
+    """Add up a finished `torch.profiler.profile` of one step, beside the time of steps that were not recorded (seconds).
+
+    Raises ValueError where it holds no kernel.
+    """
     intervals = [interval for _, interval in kernel_intervals(recorded)]
     if not intervals:
         raise ValueError("the recorded step holds no GPU kernel")
     union = covered(intervals)
     times = kernel_times(recorded)
     return StepTime(
-        span_s=union[-1][1] - union[0][0],
+        step_s=step_s,
+        recorded_span_s=union[-1][1] - union[0][0],
         busy_s=length(union),
         classes={str(name): taken for name, taken in time_by_class(times).items()},
         gemms={str(name): taken for name, taken in gemm_kernels(times).items()},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,8 @@ class StepProfile:
 
     span_s: float = 0.0
     """From the first kernel's start to the last one's end, on this rank."""
+    recording_time_s: float = 0.0
+    """What recording took of this rank's host beside the step: starting the profiler and reading what it saw."""
     communication_s: float = 0.0
     """In which communication kernels ran, on this rank."""
     exposed_communication_s: float = 0.0
@@ -119,7 +122,9 @@ class StepProfile:
         """One line for the terminal."""
         total_s = sum(self.time_s_by_class.values())
         parts = [f"{name} {time_s / total_s:.0%}" for name, time_s in self.time_s_by_class.items() if time_s >= 0.01 * total_s]
-        words = [f"one step recorded: kernels by time: {', '.join(parts) or 'none'}"]
+        words = [
+            f"one step recorded, which took {self.recording_time_s:.1f} s more: kernels by time: {', '.join(parts) or 'none'}"
+        ]
         figures = self.figures()
         if "communication_share" in figures:
             words.append(
@@ -135,8 +140,12 @@ class StepProfile:
 def profiled(accelerator: Accelerator) -> Iterator[StepProfile]:
     """Record the CUDA kernels of the enclosed step; collective, because the ranks' times are gathered at the end."""
     result = StepProfile()
+    started = time.perf_counter()
     with record_kernels() as recorded:
+        step_started = time.perf_counter()
         yield result
+        torch.cuda.synchronize()
+        step_ended = time.perf_counter()
     intervals = kernel_intervals(recorded)
     communication = covered(span for name, span in intervals if kernel_class(name) == "communication")
     work = covered(span for name, span in intervals if kernel_class(name) != "communication")
@@ -151,6 +160,7 @@ def profiled(accelerator: Accelerator) -> Iterator[StepProfile]:
     result.gemm_time_s = {kind: kernels.time_s for kind, kernels in gemms.items()}
     result.time_s_by_class = {name: kernels.time_s for name, kernels in time_by_class(result.kernels).items()}
     own = torch.tensor([length(work), torch.cuda.max_memory_allocated() / GIB], device=accelerator.device, dtype=torch.float64)
+    result.recording_time_s = time.perf_counter() - step_ended + step_started - started
     by_rank = accelerator.gather(own).view(-1, 2)
     result.work_s_by_rank = by_rank[:, 0].tolist()
     result.peak_memory_gib_by_rank = by_rank[:, 1].tolist()

@@ -1,20 +1,18 @@
 """The constants of the prediction: what an H200 reached inside training, each with the records that it was fitted to.
 
-They are rates *in training*, which are below the ceilings of llm_fp8/ceilings.py: a step of seconds draws more power than a single GEMM, so
-clocks are lower, and matrices are smaller. For another GPU every rate is scaled by the ratio of the two GPUs' measured ceilings.
+They are rates *in training*, which are not the ceilings of llm_fp8/ceilings.py: clocks follow the power that the whole step draws. For another
+GPU every rate is scaled by the ratio of the two GPUs' measured ceilings.
 
 The records are benchmarks/results/throughput_{1b,3b,8b,8b_b6}.json (one GPU) and multi_gpu_throughput_*.json. The GEMM rates are the FLOPs of
-a row over the time of its `gemm_kernels`; bandwidths and attention rates are a least-squares fit of what is left of each step.
+a row over the time of its `gemm_kernels`; bandwidths and attention rates are a least-squares fit of what is left of each step, rounded by hand. No record was held out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 from dataclasses import dataclass, field
 
-from llm_fp8.ceilings import RESULTS, Ceilings
+from llm_fp8.ceilings import Ceilings
 
 CALIBRATED_GPU = "NVIDIA H200"
 
@@ -40,6 +38,8 @@ fsdp_grad rows of that file."""
 
 MEASURED_GPUS = (2, 4)
 """GPUs of one host in the records."""
+MAX_GPUS = 8
+"""Of one host; several hosts exchange over a network that no record has."""
 
 GPU_MEMORY_GIB = {CALIBRATED_GPU: 139.8}
 """By GPU name, as the provenance of the records has it."""
@@ -57,7 +57,7 @@ class Rates:
     """By recipe, forward and both backward GEMMs together."""
     attention_tflops: dict[int, float] = field(default_factory=lambda: {64: 244.0, 128: 380.0})
     """By head size, cuDNN's kernels alone, model FLOPs (llm_fp8/metrics.py): 64 from a profile of Llama-3.2-1B, with which throughput_1b.json
-    agrees, 128 from the fit. `attention_rate` has the sizes between and beyond."""
+    agrees, 128 from the fit."""
     pass_tb_s: float = 2.45
     """Norms, SwiGLU, RoPE, residuals, cross entropy."""
     cast_tb_s: dict[str, float] = field(default_factory=lambda: {"delayed": 2.55, "current": 3.14, "block": 2.55})
@@ -70,14 +70,8 @@ class Rates:
     multi_gpu_throughput_8b_s1024_x2.json and multi_gpu_throughput_8b_s1024_x4.json."""
 
     def attention_rate(self, head_dim: int) -> float:
-        """TFLOP/s at a head size: linear between the measured ones, that of the nearest beyond them."""
-        sizes = sorted(self.attention_tflops)
-        if head_dim <= sizes[0] or head_dim >= sizes[-1]:
-            return self.attention_tflops[sizes[0] if head_dim <= sizes[0] else sizes[-1]]
-        low = max(size for size in sizes if size <= head_dim)
-        high = min(size for size in sizes if size > head_dim)
-        share = (head_dim - low) / (high - low)
-        return (1 - share) * self.attention_tflops[low] + share * self.attention_tflops[high]
+        """TFLOP/s of the measured head size that is nearest."""
+        return self.attention_tflops[min(self.attention_tflops, key=lambda size: abs(size - head_dim))]
 
     def scaled(self, here: Ceilings, calibrated: Ceilings) -> Rates:
         """The rates of a GPU with the ceilings `here`, these being those of one with `calibrated`.
@@ -100,24 +94,3 @@ class Rates:
             cast_tb_s={name: rate * copy for name, rate in self.cast_tb_s.items()},
             weight_tb_s=self.weight_tb_s * copy,
         )
-
-
-HOST_RECORD = RESULTS / "throughput_1b_host.json"
-"""Llama-3.2-1B with 128 tokens in a micro-batch, where the GPU waits for the host in every recipe."""
-
-
-@functools.cache
-def host_s_per_layer() -> dict[str, float]:
-    """Recipe -> host time in seconds to launch a layer's kernels, forward and backward, of one micro-batch; empty without `HOST_RECORD`.
-
-    The step of that record over its layers and micro-batches; what a step launches once is shared out among them.
-    """
-    if not HOST_RECORD.is_file():
-        return {}
-    layers = 16  # of Llama-3.2-1B, which the record's rows name
-    times = {}
-    for row in json.loads(HOST_RECORD.read_text())["rows"]:
-        if row["model"] == "Llama-3.2-1B" and "tokens_per_s" in row:
-            step_tokens = row["batch_size"] * row["seq_length"] * row["micro_batches"]
-            times[row["arm"]] = step_tokens / row["tokens_per_s"] / (layers * row["micro_batches"])
-    return times

@@ -1,4 +1,4 @@
-"""Time and memory of a step on a GPU by name, and what a run came to beside them.
+"""Time and memory of a step on a GPU by name.
 
 The constants come from one GPU (`calibration.CALIBRATED_GPU`). Another GPU whose ceilings are recorded (llm_fp8/ceilings.py), or measured now,
 gets them scaled by the ratio of the ceilings. A GPU with neither has no prediction.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from llm_fp8.ceilings import RESULTS, Ceilings, known_ceilings, measure_ceilings
+from llm_fp8.ceilings import KNOWN_FILES, RESULTS, Ceilings, known_ceilings, measure_ceilings
 from llm_fp8.errors import UserError
 from llm_fp8.metrics import GIB
 from llm_fp8.predict.calibration import (
@@ -24,7 +22,6 @@ from llm_fp8.predict.calibration import (
     MEASURED_GPUS,
     MEASURED_TOKENS,
     Rates,
-    host_s_per_layer,
 )
 from llm_fp8.predict.memory import Memory, peak_memory
 from llm_fp8.predict.scenario import Scenario
@@ -49,7 +46,7 @@ class Gpu:
 
 def known_gpus() -> list[str]:
     """Names of the GPUs that `known_gpu` knows."""
-    recorded = {json.loads(path.read_text())["gpu"] for path in RESULTS.glob("ceilings_*.json")}
+    recorded = {json.loads(path.read_text())["gpu"] for path in RESULTS.glob(KNOWN_FILES)}
     reachable = {name for name in recorded if known_ceilings(CALIBRATED_GPU) is not None}
     return sorted({CALIBRATED_GPU} | reachable)
 
@@ -146,9 +143,9 @@ class Prediction:
             found.append(
                 f"recorded micro-batches have {fewest:,} to {most:,} tokens, and this one has {scenario.micro_batch_tokens:,}"
             )
-        if self.time.host_s is None and scenario.micro_batch_tokens < fewest:
+        if scenario.micro_batch_tokens < fewest:
             found.append(
-                "host time to launch kernels is not recorded, so that steps of small micro-batches will be slower than predicted"
+                "the host's time to launch kernels is not in it: with small micro-batches the GPU waits, and steps take longer"
             )
         if scenario.num_gpus not in (1, *MEASURED_GPUS):
             found.append(f"recorded runs have {' and '.join(map(str, MEASURED_GPUS))} GPUs of one host")
@@ -181,42 +178,4 @@ def predict(scenario: Scenario, gpu: Gpu) -> Prediction:
         )
     if not can_predict(gpu, scenario.recipe):
         raise UserError(f"recipe {scenario.recipe} was never measured on {gpu.name}, so there is no prediction for it.")
-    host = host_s_per_layer().get(scenario.recipe) if gpu.calibrated else None
-    return Prediction(scenario, gpu, step_time(scenario, gpu.rates, host), peak_memory(scenario))
-
-
-# --- a run beside its prediction --------------------------------------------------------------------------------------------
-
-
-def measured_steps(metrics_path: Path) -> list[dict[str, Any]]:
-    """The optimizer steps of a run's metrics.jsonl."""
-    records = (json.loads(line) for line in metrics_path.read_text(encoding="utf-8").splitlines())
-    return [record for record in records if "step_time_s" in record]
-
-
-def compare(prediction: Prediction, step_time_s: float, peak_memory_gib: float) -> dict[str, Any]:
-    """The entry `prediction` of summary.json; `_error` is predicted over measured, less one."""
-    return {
-        "gpu": prediction.gpu.name,
-        "recipe": prediction.scenario.recipe,
-        "micro_batch_tokens": prediction.scenario.micro_batch_tokens,
-        "mean_length": prediction.scenario.mean_length,
-        "predicted_step_time_s": prediction.step_time_s,
-        "measured_step_time_s": step_time_s,
-        "step_time_error": prediction.step_time_s / step_time_s - 1,
-        "predicted_peak_memory_gib": prediction.peak_memory_gib,
-        "measured_peak_memory_gib": peak_memory_gib,
-        "peak_memory_error": prediction.peak_memory_gib / peak_memory_gib - 1,
-        "notes": prediction.notes,
-    }
-
-
-def describe_comparison(outcome: dict[str, Any]) -> str:
-    """One line for the terminal; the percentages are measured over predicted, less one."""
-    took, expected = outcome["measured_step_time_s"], outcome["predicted_step_time_s"]
-    held, room = outcome["measured_peak_memory_gib"], outcome["predicted_peak_memory_gib"]
-    line = (
-        f"predicted {expected:.3g} s a step, took {took:.3g} ({took / expected - 1:+.0%}); "
-        f"predicted {room:.1f} GiB, took {held:.1f} ({held / room - 1:+.0%})"
-    )
-    return line + "".join(f"\n  {note}" for note in outcome["notes"])
+    return Prediction(scenario, gpu, step_time(scenario, gpu.rates), peak_memory(scenario))

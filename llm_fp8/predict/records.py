@@ -11,7 +11,7 @@ from typing import Any
 from llm_fp8.ceilings import RESULTS
 from llm_fp8.config import ModelConfig
 from llm_fp8.models import bundled_architectures, load_config, resolve_source
-from llm_fp8.predict.calibration import CALIBRATED_GPU, HOST_RECORD
+from llm_fp8.predict.calibration import CALIBRATED_GPU
 from llm_fp8.predict.prediction import Prediction, known_gpu, predict
 from llm_fp8.predict.scenario import MODES, RECIPES, ModelSize, Scenario, default_optimizer
 
@@ -94,7 +94,7 @@ def recorded_rows(folder: Path = RESULTS) -> tuple[Recorded, ...]:
     assert gpu is not None
     for path in sorted([*folder.glob("throughput_*.json"), *folder.glob("multi_gpu_throughput_*.json")]):
         record = json.loads(path.read_text())
-        if path == HOST_RECORD or record["provenance"]["gpus"][0]["name"] != CALIBRATED_GPU:
+        if record["provenance"]["gpus"][0]["name"] != CALIBRATED_GPU:
             continue
         for row in record["rows"]:
             measured = "tokens_per_s" in row and "peak_memory_gib" in row

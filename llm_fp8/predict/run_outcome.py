@@ -1,7 +1,8 @@
-"""A finished run as a scenario: which runs can be held against a prediction, and with which tokens and lengths."""
+"""A finished run beside what was predicted for it: which runs can be, with which tokens and lengths, and the entry of summary.json."""
 
 from __future__ import annotations
 
+import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,24 @@ from transformers import PretrainedConfig
 from llm_fp8.config import Config
 from llm_fp8.metrics import DecoderSize
 from llm_fp8.optim import OptimizerKind
-from llm_fp8.predict.prediction import can_predict, compare, known_gpu, measured_steps, predict
+from llm_fp8.predict.calibration import MAX_GPUS
+from llm_fp8.predict.prediction import Prediction, can_predict, known_gpu, predict
 from llm_fp8.predict.scenario import MODES, RECIPES, ModelSize, Scenario
-from llm_fp8.report import measured_steps as steps_of_speed
-from llm_fp8.report import throughput_summary
+from llm_fp8.report import measured_steps, throughput_summary
 
 
 def mean_length(size: DecoderSize, model_flops_per_token: float) -> float:
     """The token-averaged document length that gives so many model FLOPs per token: `metrics.model_flops_per_token` solved for it."""
     return (model_flops_per_token / 6 - size.num_linear_parameters) / (size.num_layers * size.attention_width)
+
+
+def own_steps(metrics_path: Path) -> list[dict[str, Any]]:
+    """The optimizer steps of the process that wrote last to a metrics.jsonl: one before it may have had other GPUs or micro-batches."""
+    run_record = metrics_path.with_name("run.json")
+    resumes = json.loads(run_record.read_text(encoding="utf-8")).get("resumes") if run_record.exists() else None
+    begun = resumes[-1]["resumed_after_step"] if resumes else 0
+    records = (json.loads(line) for line in metrics_path.read_text(encoding="utf-8").splitlines())
+    return [record for record in records if "step_time_s" in record and record["step"] > begun]
 
 
 def run_prediction(
@@ -44,10 +54,10 @@ def run_prediction(
         return None
     if mode not in MODES or (mode == "single") != (num_gpus == 1) or options.context_parallel_size > 1 or options.fp8_params:
         return None
-    if num_gpus > 1 and not gpu.calibrated:
+    if num_gpus > MAX_GPUS or (num_gpus > 1 and not gpu.calibrated):
         return None
-    steps = measured_steps(metrics_path)
-    throughput, measured = throughput_summary(steps), steps_of_speed(steps)
+    steps = own_steps(metrics_path)
+    throughput, measured = throughput_summary(steps), measured_steps(steps)
     if not measured or "peak_memory_gib" not in steps[-1]:
         return None
     micro_batches = config.optim.gradient_accumulation_steps
@@ -73,3 +83,31 @@ def run_prediction(
     )
     peak = steps[-1].get("peak_memory_gib_max_rank", steps[-1]["peak_memory_gib"])
     return compare(predict(scenario, gpu), throughput["median_step_time_s"], peak)
+
+
+def compare(prediction: Prediction, step_time_s: float, peak_memory_gib: float) -> dict[str, Any]:
+    """The entry `prediction` of summary.json; `_error` is predicted over measured, less one."""
+    return {
+        "gpu": prediction.gpu.name,
+        "recipe": prediction.scenario.recipe,
+        "micro_batch_tokens": prediction.scenario.micro_batch_tokens,
+        "mean_length": prediction.scenario.mean_length,
+        "predicted_step_time_s": prediction.step_time_s,
+        "measured_step_time_s": step_time_s,
+        "step_time_error": prediction.step_time_s / step_time_s - 1,
+        "predicted_peak_memory_gib": prediction.peak_memory_gib,
+        "measured_peak_memory_gib": peak_memory_gib,
+        "peak_memory_error": prediction.peak_memory_gib / peak_memory_gib - 1,
+        "notes": prediction.notes,
+    }
+
+
+def describe_comparison(outcome: dict[str, Any]) -> str:
+    """One line for the terminal; the percentages are measured over predicted, less one."""
+    took, expected = outcome["measured_step_time_s"], outcome["predicted_step_time_s"]
+    held, room = outcome["measured_peak_memory_gib"], outcome["predicted_peak_memory_gib"]
+    line = (
+        f"predicted {expected:.3g} s a step, took {took:.3g} ({took / expected - 1:+.0%}); "
+        f"predicted {room:.1f} GiB, took {held:.1f} ({held / room - 1:+.0%})"
+    )
+    return line + "".join(f"\n  {note}" for note in outcome["notes"])

@@ -7,7 +7,7 @@
     weights      bytes per parameter of the optimizer, of gradients that are added up and of weight casts
     exchange     bytes between GPUs that lengthen the step
 
-The GPU runs one kernel after the other, so a step is their sum; but it is never shorter than the host needs to launch its kernels. Bytes are
+The GPU runs one kernel after the other, so a step is their sum. That the host may need longer to launch its kernels is not in it. Bytes are
 counted from the kernels that Transformer Engine 2.20 launches for a layer (names and numbers seen in a profile of Llama-3.2-1B on an H200, in
 every recipe), at 2 bytes per bf16 and 1 per fp8 element.
 """
@@ -37,18 +37,11 @@ class StepTime:
     casts_s: float
     weights_s: float
     exchange_s: float
-    host_s: float | None
-    """What the host needs to launch the step; None where that is not measured."""
-
-    @property
-    def gpu_s(self) -> float:
-        """All that the GPU does, one after the other."""
-        return self.gemm_s + self.attention_s + self.passes_s + self.casts_s + self.weights_s + self.exchange_s
 
     @property
     def total_s(self) -> float:
-        """The step."""
-        return max(self.gpu_s, self.host_s or 0.0)
+        """The step: one after the other."""
+        return self.gemm_s + self.attention_s + self.passes_s + self.casts_s + self.weights_s + self.exchange_s
 
 
 def pass_bytes(spec: DecoderSpec, recipe: str) -> float:
@@ -125,14 +118,8 @@ def exchanged_bytes(scenario: Scenario) -> float:
     return parameters * (2 * gathers * scenario.micro_batches + 4 * reductions)
 
 
-def step_time(scenario: Scenario, rates: Rates, host_s_per_layer: float | None = None) -> StepTime:
-    """Predict an optimizer step.
-
-    Args:
-        scenario: what is trained.
-        rates: of the GPU. Raises KeyError for an fp8 recipe where it has no fp8 rate.
-        host_s_per_layer: host time to launch one layer's kernels, forward and backward, in one micro-batch.
-    """
+def step_time(scenario: Scenario, rates: Rates) -> StepTime:
+    """Predict an optimizer step on a GPU of these rates. Raises KeyError for an fp8 recipe where they have no fp8 rate."""
     spec, tokens = scenario.model.spec, scenario.micro_batch_tokens
     step_tokens = tokens * scenario.micro_batches
     layers, fp8_layers, again = spec.num_layers, scenario.fp8_layers, scenario.recomputed_layers
@@ -163,5 +150,4 @@ def step_time(scenario: Scenario, rates: Rates, host_s_per_layer: float | None =
         casts_s=casts_s,
         weights_s=weight_bytes(scenario) / (rates.weight_tb_s * 1e12),
         exchange_s=exchanged_bytes(scenario) / (rates.exchange_tb_s * 1e12),
-        host_s=None if host_s_per_layer is None else host_s_per_layer * (layers + again / 3) * scenario.micro_batches,
     )

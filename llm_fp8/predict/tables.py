@@ -53,38 +53,14 @@ def accuracy() -> str:
         gpus = str(row.get("num_gpus", 1))
         expected = f"{found.peak_memory_gib:.1f}"
         if record.out_of_memory:
-            rows.append(
-                [
-                    record.file,
-                    row["model"],
-                    shape,
-                    gpus,
-                    record.arm,
-                    "out of memory",
-                    f"{found.step_time_s:.3f}",
-                    "",
-                    "",
-                    expected,
-                    "",
-                ]
-            )
+            measured = ["out of memory", f"{found.step_time_s:.3f}", "", "", expected, ""]
+            rows.append([f"`{record.file}`", row["model"], shape, gpus, record.arm, *measured])
             continue
         error = f"{record.time_error:+.1%}" + (" (tight)" if found.tight else "")
         measured = [f"{record.step_time_s:.3f}", f"{found.step_time_s:.3f}", error, f"{row['peak_memory_gib']:.1f}", expected]
         rows.append([f"`{record.file}`", row["model"], shape, gpus, record.arm, *measured, f"{record.memory_error:+.1%}"])
-    header = [
-        "file",
-        "model",
-        "rows x length x micro-batches",
-        "GPUs",
-        "arm",
-        "step s",
-        "predicted",
-        "error",
-        "GiB",
-        "predicted",
-        "error",
-    ]
+    columns = ("step s", "predicted", "error", "GiB", "predicted", "error")
+    header = ["file", "model", "rows x length x micro-batches", "GPUs", "arm", *columns]
     return _table(header, rows)
 
 
@@ -130,7 +106,7 @@ def lengths() -> str:
         found = _by_recipe(_scenario("Llama-3.1-8B", 16384, 4, length))
         gains = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in RECIPES[1:]]
         bf16 = found["bf16"].time
-        rows.append([f"{length:,}", f"{bf16.attention_s / bf16.gpu_s:.0%}", *gains])
+        rows.append([f"{length:,}", f"{bf16.attention_s / bf16.total_s:.0%}", *gains])
     return _table(["document length", "attention's share of bf16", *RECIPES[1:]], rows)
 
 
@@ -141,13 +117,13 @@ def micro_batches() -> str:
         found = _by_recipe(_scenario("Llama-3.1-8B", 4096, number, 1024))
         gains = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in RECIPES[1:]]
         bf16 = found["bf16"].time
-        rows.append([str(number), f"{bf16.weights_s / bf16.gpu_s:.0%}", *gains])
+        rows.append([str(number), f"{bf16.weights_s / bf16.total_s:.0%}", *gains])
     return _table(["micro-batches", "weights' share of bf16", *RECIPES[1:]], rows)
 
 
 def parts() -> str:
     """Milliseconds of the parts of a step, 1B and 8B, 8,192 tokens in each of four micro-batches."""
-    names = [field.name for field in dataclasses.fields(StepTime) if field.name not in ("exchange_s", "host_s")]
+    names = [field.name for field in dataclasses.fields(StepTime) if field.name != "exchange_s"]
     rows = []
     for model in ("Llama-3.2-1B", "Llama-3.1-8B"):
         for recipe, found in _by_recipe(_scenario(model, 8192, 4, 1024)).items():
@@ -155,38 +131,6 @@ def parts() -> str:
                 [model, recipe, *(f"{1e3 * getattr(found.time, name):.0f}" for name in names), f"{1e3 * found.step_time_s:.0f}"]
             )
     return _table(["model", "recipe", *(name.removesuffix("_s") for name in names), "step"], rows)
-
-
-def widths() -> str:
-    """The hidden size from which on a recipe saves time: `break_even_width`."""
-    rows = []
-    for tokens in (4096, 16384):
-        cells = [break_even_width(recipe, tokens) for recipe in RECIPES[1:]]
-        rows.append([f"{tokens:,}", *(str(cell) if cell else "below 256" for cell in cells)])
-    return _table(["tokens per micro-batch", *RECIPES[1:]], rows)
-
-
-def break_even_width(recipe: str, tokens: int) -> int | None:
-    """The hidden size h, a multiple of 64, below which a step of an 8B-shaped model (32 layers, 3.5 h in the MLP, heads of 128) gains nothing.
-
-    None where it gains at 256 already. What the host needs is left out.
-    """
-    base = bundled_size("Llama-3.1-8B")
-    gpu = _gpu()
-    for hidden in range(8192, 192, -64):
-        spec = dataclasses.replace(
-            base.spec,
-            hidden_size=hidden,
-            intermediate_size=hidden * 7 // 2,
-            num_heads=max(1, hidden // 128),
-            num_kv_heads=max(1, hidden // 512),
-        )
-        layers = spec.num_layers * (2 * hidden * (spec.q_size + spec.kv_size) + 3 * hidden * spec.intermediate_size)
-        model = dataclasses.replace(base, spec=spec, num_parameters=layers + 2 * hidden * spec.vocab_size)
-        bf16 = Scenario(model, "bf16", tokens, 4, 1024)
-        if predict(bf16.with_recipe(recipe), gpu).time.gpu_s >= predict(bf16, gpu).time.gpu_s:
-            return hidden + 64
-    return None
 
 
 def adapters() -> str:
@@ -213,7 +157,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "lengths": lengths,
     "micro_batches": micro_batches,
     "parts": parts,
-    "widths": widths,
     "adapters": adapters,
 }
 

@@ -4,6 +4,8 @@
     hf_bf16_compiled     the same, each decoder layer compiled
     accelerate_te        Accelerate's own fp8: mixed_precision="fp8" with TERecipeKwargs, delayed scaling with our recipe's history and format.
                          Accelerate puts te.Linear in place of every nn.Linear, the output head included
+    te_autocast          Transformer Engine by hand: the same layers replaced by te.Linear, the same recipe through te.autocast, and Accelerate in
+                         bf16 for the rest. What accelerate_te should come to
     torchao_tensorwise   torchao's fp8 training, one scale per tensor; the output head stays in bf16; decoder layers compiled
     torchao_rowwise      the same, one scale per row
 
@@ -17,6 +19,7 @@ All with torch's fused AdamW at our learning rate, betas and weight decay, the l
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +30,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from llm_fp8.config import PrecisionConfig
 from llm_fp8.errors import UserError
 from llm_fp8.loop import StepClock
 from llm_fp8.models import decoder_layers
-from llm_fp8.precision import require_te
-from llm_fp8.swap import HEAD_NAMES, Census, take_census
+from llm_fp8.precision import require_te, resolve_precision
+from llm_fp8.process_group import own_device
+from llm_fp8.swap import HEAD_NAMES, SIZE_MULTIPLE, Census, take_census
 from llm_fp8.throughput.weights import draw_weights_
 from llm_fp8.throughput.workload import OPTIMISATION, Recorder, Workload
 
@@ -45,15 +50,16 @@ class Rival:
     """Whether each decoder layer is compiled."""
     torchao_recipe: str | None = None
     accelerate_te: bool = False
+    te_autocast: bool = False
 
     @property
     def computes_in_fp8(self) -> bool:
         """Whether fp8 is asked for; what runs is what the recorded kernels say."""
-        return self.accelerate_te or self.torchao_recipe is not None
+        return self.accelerate_te or self.te_autocast or self.torchao_recipe is not None
 
     def require_packages(self) -> None:
         """Raise `UserError` where a package is missing that only this rival needs."""
-        if self.accelerate_te:
+        if self.accelerate_te or self.te_autocast:
             require_te(f"--arms {self.name}")
         if self.torchao_recipe is not None and importlib.util.find_spec("torchao") is None:
             raise UserError(f"--arms {self.name} needs torchao, which is not installed; run: pip install torchao")
@@ -65,6 +71,7 @@ RIVALS = {
         Rival("hf_bf16"),
         Rival("hf_bf16_compiled", compiled=True),
         Rival("accelerate_te", accelerate_te=True),
+        Rival("te_autocast", te_autocast=True),
         Rival("torchao_tensorwise", compiled=True, torchao_recipe="tensorwise"),
         Rival("torchao_rowwise", compiled=True, torchao_recipe="rowwise"),
     )
@@ -93,6 +100,8 @@ class HfTraining:
         draw_weights_(model, accelerator.device, is_te=False)
         if rival.torchao_recipe is not None:
             _convert_with_torchao(model, rival.torchao_recipe)
+        if rival.te_autocast:
+            _wrap_in_te(model, f"--arms {rival.name}")
         optimizer: Any = torch.optim.AdamW(
             model.parameters(),
             lr=OPTIMISATION.learning_rate,
@@ -185,6 +194,33 @@ def _convert_with_torchao(model: PreTrainedModel, recipe: str) -> None:
     convert_to_float8_training(
         model, config=config, module_filter_fn=lambda module, name: name.rpartition(".")[2] not in HEAD_NAMES
     )
+
+
+def _wrap_in_te(model: PreTrainedModel, why: str) -> None:
+    """Put te.Linear in place of every nn.Linear, the output head included, and the forward pass into te.autocast with delayed scaling."""
+    te = require_te(why)
+    plan = resolve_precision(PrecisionConfig(mixed_precision="fp8", fp8_scenario="delayed", fp8_strict=True), own_device())
+    linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+    for name, linear in linears:
+        if linear.in_features % SIZE_MULTIPLE or linear.out_features % SIZE_MULTIPLE:
+            continue
+        weight, bias = linear.weight, linear.bias
+        replaced = te.Linear(
+            linear.in_features, linear.out_features, bias=bias is not None, params_dtype=weight.dtype, device=weight.device
+        )
+        with torch.no_grad():
+            replaced.weight.copy_(weight)
+            if bias is not None:
+                replaced.bias.copy_(bias)
+        model.set_submodule(name, replaced)
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def in_fp8(*args: Any, **kwargs: Any) -> Any:
+        with te.autocast(enabled=True, recipe=plan.recipe):
+            return forward(*args, **kwargs)
+
+    model.forward = in_fp8
 
 
 def _census(model: PreTrainedModel) -> Census:

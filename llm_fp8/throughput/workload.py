@@ -81,6 +81,14 @@ class Workload:
         return [random_batch(self, vocab_size, reader * self.micro_batches + number) for number in range(self.micro_batches)]
 
 
+def parse_workloads(text: str, num_steps: int) -> list[Workload]:
+    """The workloads of a comma-separated list; raises `UserError` for one that is unknown or there twice."""
+    names = text.split(",")
+    if doubled := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise UserError(f"--workloads names {doubled[0]} twice.")
+    return [Workload.parse(name, num_steps) for name in names]
+
+
 def random_batch(work: Workload, vocab_size: int, seed: int) -> Batch:
     """One packed micro-batch of full rows, every token but each row's last supervised."""
     total = work.batch_size * work.seq_length

@@ -3,10 +3,10 @@
 result.py       what a check answers: status, sentence, commands that mend it
 setup.py        what the checks are told: the user's shape, the environment as it was, what is here
 registry.py     the checks, in order
-runner.py       runs them; a check that crashes is a failed check
-output.py       the table and the JSON file
+runner.py       runs them; a check that crashes or does not end is a failed check
+output.py       the table, the JSON file, and what is under way
 command.py      the command line and the exit code
-processes.py    other processes: started, waited for, their last words kept
+processes.py    other processes: started, waited for within a limit, ended with the script, their last words kept
 *_probe.py      what runs in such a process: what could end it in native code, or must start as a run starts
 
 Every other file is one check. It gathers evidence in one function and judges it in another, pure one, so that each verdict can be tested

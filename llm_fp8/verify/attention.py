@@ -54,10 +54,10 @@ def judge(ended: Ended, seen: dict[str, Any] | None, shape: str) -> Result:
     """A fast kind must have run."""
     problems, report = Problems(), parse_debug(ended.output)
     reasons = [f"{kind}: {reason}" for kind, given in report.reasons.items() for reason in given]
-    facts = {"seen": seen, "selected": report.selected, "reasons": report.reasons, "shape": shape}
+    facts = {"seen": seen, "selected": report.selected, "reasons": report.reasons, "shape": shape, **ended.facts}
     if seen is None or ended.code != 0:
         problems.fail(f"no attention ran ({shape}): {ended.why()}", "python scripts/verify_fp8.py --only attention --verbose")
-        return problems.result("", ended.tail, facts)
+        return problems.result("", ended.evidence, facts)
     backend = seen["backend"]
     if backend not in FAST:
         forbidden = [reason for reason in reasons if "NVTE_" in reason]
@@ -67,7 +67,8 @@ def judge(ended: Ended, seen: dict[str, Any] | None, shape: str) -> Result:
         if not forbidden:
             mends.append("MAX_JOBS=4 python -m pip install --no-build-isolation flash-attn==2.8.3.post2")
         problems.fail(f"attention is {backend or 'unknown'}, several times slower than cuDNN's ({shape})", *mends)
-    summary = f"{backend} for {shape}"
+    others = "; ".join(f"not {kind}: {given[0]}" for kind, given in report.reasons.items())
+    summary = f"{backend} for {shape}{f' ({others})' if others else ''}"
     return problems.result("" if problems.failures else summary, reasons, facts)
 
 

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from llm_fp8.environment import is_left_over
-from llm_fp8.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, EXIT_USER_ERROR, UserError
-from llm_fp8.json_files import write_json_atomic
-from llm_fp8.verify.output import closing_line, print_rows, record
+from llm_fp8.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, EXIT_USER_ERROR, FailedCheck, UserError
+from llm_fp8.verify.output import Progress, Record, closing_line, print_rows
 from llm_fp8.verify.output_folder import try_to_write
 from llm_fp8.verify.registry import CHECKS, Check
-from llm_fp8.verify.runner import Row, run_checks
+from llm_fp8.verify.runner import NoEnd, Row, is_hanging, run_checks, within
 from llm_fp8.verify.setup import Setup, model_config
 
 ENGINES = ("ddp", "fsdp_full", "deepspeed_3")
 """Sharding modes that are tried where --engines does not say."""
+PREPARE_LIMIT_S = 180.0
 
 
 def exit_code(rows: list[Row], has_gpu: bool) -> int:
@@ -64,6 +66,7 @@ def parse(argv: Sequence[str], description: str) -> argparse.Namespace:
             raise UserError(f"--{name} {getattr(options, name)}: give 1 or more.")
     if options.json is not None and (options.json.is_dir() or try_to_write(options.json.parent) is not None):
         raise UserError(f"--json {options.json} cannot be written; give a file in a folder that you may write to.")
+    options.engines = tuple(dict.fromkeys(options.engines.split(",")))
     known = {check.name for check in CHECKS}
     if options.only is not None and (unknown := [name for name in options.only.split(",") if name not in known]):
         raise UserError(f"--only {options.only}: {', '.join(unknown)} is unknown; choose from {', '.join(sorted(known))}.")
@@ -98,9 +101,8 @@ def main(argv: Sequence[str], description: str = "") -> int:
         raise UserError("verify_fp8.py starts the processes that it needs; run it once, without torchrun or accelerate launch.")
     for name in [name for name in os.environ if is_left_over(name)]:
         del os.environ[name]
-    os.environ.setdefault(
-        "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
-    )  # as in the training scripts; torch is not loaded yet
+    # As in the training scripts; torch is not loaded yet.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     checks = chosen_checks(options)
     setup = Setup(
@@ -109,55 +111,117 @@ def main(argv: Sequence[str], description: str = "") -> int:
         batch_size=options.batch_size,
         packing=not options.no_packing,
         output_dir=options.output_dir,
-        engines=tuple(options.engines.split(",")),
+        engines=options.engines,
         environ=environ,
     )
+    record = Record(options.json, vars(options), checks)
+    stopped: int | None = None
+    has_gpu = False
     try:
-        num_gpus = _prepare(setup, checks)
-        if sys.stdout.isatty():
-            with console.status("...") as status:
-                rows = run_checks(checks, setup, num_gpus, lambda check: status.update(f"{check.title} ..."))
-        else:
-            rows = run_checks(checks, setup, num_gpus, lambda check: print(f"{check.title} ...", file=sys.stderr, flush=True))
+        with signals_raise(), Progress(console) as progress:
+            progress.say("torch, models, GPUs")
+            prepare(setup, checks)
+            has_gpu = setup.num_gpus > 0
+
+            def before(check: Check) -> None:
+                record.begin(check)
+                progress.say(check.title)
+
+            for row in run_checks(checks, setup, setup.num_gpus, before):
+                record.add(row)
+                record.write(None)
+            record.provenance = _provenance()
+    except Stopped as stop:
+        stopped = stop.exit_code
+    except FailedCheck:
+        record.write(EXIT_FAILED_CHECK)
+        raise
     finally:
-        for probe in setup.probes.values():
-            probe.kill()
+        for process in (*setup.probes.values(), setup.engine_runs):
+            if process is not None:
+                process.kill()
         shutil.rmtree(setup.scratch, ignore_errors=True)
-    code = exit_code(rows, has_gpu=num_gpus > 0)
-    print_rows(rows, console, verbose=options.verbose)
-    console.print(f"\n{closing_line(rows, has_gpu=num_gpus > 0)}")
-    if options.json is not None:
-        plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-        write_json_atomic(options.json, record(rows, code, plain, _provenance()))
+    code = exit_code(record.rows, has_gpu) if stopped is None else stopped
+    record.write(code)
+    print_rows(record.rows, console, verbose=options.verbose)
+    console.print(f"\n{closing_line(record.rows, has_gpu)}; {record.wall_s:.0f} s")
+    if stopped is not None:
+        where = "" if record.under_way is None else f" in '{record.under_way.title}'"
+        console.print(f"stopped{where}; what came behind was not checked")
+    if is_hanging():  # its thread would be waited for by what torch and CUDA do at the end of a program
+        sys.stdout.flush()
+        os._exit(code)
     return code
 
 
-def _prepare(setup: Setup, checks: list[Check]) -> int:
-    """Find the user's mistakes and start what takes long; returns the number of GPUs.
+class Stopped(BaseException):
+    """A signal asked for the end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+@contextlib.contextmanager
+def signals_raise() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a lost terminal raise `Stopped`, so that what was found is kept and no process is left."""
+
+    def stop(number: int, _: object) -> None:
+        raise Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def prepare(setup: Setup, checks: Sequence[Check]) -> None:
+    """Find the user's mistakes and start what takes long. Raises `UserError`, and `FailedCheck` where torch or the driver hangs.
 
     A package that does not load is left for the checks to say.
     """
     try:
-        num_gpus = setup.num_gpus
+        within(PREPARE_LIMIT_S, lambda: look_around(setup))
+    except NoEnd as hung:
+        where = hung.stack[-2].strip() if len(hung.stack) > 1 else "native code"
+        raise FailedCheck(
+            f"loading torch, asking the driver for GPUs and reading --model_name {setup.model_name} {hung}, in {where}; see whether 'nvidia-smi' "
+            "answers, and whether the disk of the Python environment does."
+        ) from hung
+    names = {check.name for check in checks}
+    if not setup.num_gpus:
+        return
+    # In this thread, whose end would be taken by the processes for the end of the program.
+    with contextlib.suppress(ImportError, OSError):
+        if "engines" in names:  # the longest first
+            from llm_fp8.verify import engines
+
+            setup.engine_runs = engines.start(setup)
+        if "steps" in names:
+            from llm_fp8.verify import steps
+
+            setup.probes["steps"] = steps.start(setup)
+        if names & {"attention", "cudnn"}:
+            from llm_fp8.verify import attention
+
+            setup.probes["attention"] = attention.start(setup)
+
+
+def look_around(setup: Setup) -> None:
+    """Load torch and count the GPUs; read what the options name."""
+    setup.num_gpus  # noqa: B018 - kept by the object
+    try:
         from llm_fp8.quiet import quiet_libraries
 
         quiet_libraries()
         _check_engines(setup.engines)
         model_config(setup.model_name)  # a name that cannot be read is the user's mistake, found before anything is run
-        names = {check.name for check in checks}
-        if num_gpus and names & {"attention", "cudnn"}:
-            from llm_fp8.verify import attention
-
-            setup.probes["attention"] = attention.start(setup)
-        if num_gpus and "steps" in names:
-            from llm_fp8.verify import steps
-
-            setup.probes["steps"] = steps.start(setup)
     except UserError:
         raise
     except Exception:  # whatever a broken package raises, the check that needs it says
-        return setup.num_gpus
-    return num_gpus
+        return
 
 
 def _provenance() -> dict[str, Any] | None:

@@ -1,9 +1,15 @@
-"""Whole training runs of the embedded model in fp8, as torchrun starts them on all GPUs, one for each sharding mode: what their records say."""
+"""Whole training runs of the embedded model in fp8, as torchrun starts them on all GPUs, one for each sharding mode: what their records say.
+
+They are started before the first check, because a run is two starts of Python one after the other and little else.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import threading
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +23,19 @@ NUM_STEPS = 6
 """On several GPUs the fifth step is recorded with torch's profiler."""
 OPTIONS = (
     *("--use_te", "--mixed_precision", "fp8", "--fp8_strict", "--max_steps", str(NUM_STEPS), "--max_seq_length", "256"),
-    *("--batch_size", "4", "--num_of_samples", "500", "--validation_fraction", "0", "--no_export", "--log_every", "1"),
+    *(
+        "--batch_size",
+        "4",
+        "--num_of_samples",
+        "500",
+        "--validation_fraction",
+        "0",
+        "--eval_batches",
+        "1",
+        "--no_export",
+        "--log_every",
+        "1",
+    ),
 )
 RECIPE_CLASS = "DelayedScaling"
 """Of the default recipe."""
@@ -43,7 +61,7 @@ def judge_one(run: EngineRun, problems: Problems) -> str:
         return f"{run.mode}: exit code {run.ended.code}"
     if run.summary is None or run.ended.code != 0:
         problems.fail(f"{run.mode}: the run failed: {run.ended.why()}", command)
-        return f"{run.mode}: " + " | ".join(run.ended.tail[-3:])
+        return f"{run.mode}: losses {run.losses}; its last words:\n    " + "\n    ".join(run.ended.evidence)
     if not run.losses or not all(math.isfinite(loss) for loss in run.losses):
         problems.fail(f"{run.mode}: losses {run.losses}", command)
     elif not run.losses[-1] < run.losses[0]:
@@ -70,48 +88,81 @@ def judge(runs: list[EngineRun], left_out: dict[str, str], num_gpus: int) -> Res
     """All runs; `left_out`: mode -> why it was not tried."""
     problems = Problems()
     details = [judge_one(run, problems) for run in runs] + [f"{mode} not tried: {reason}" for mode, reason in left_out.items()]
-    facts = {run.mode: {"exit_code": run.ended.code, "losses": run.losses, "wall_s": run.ended.wall_s} for run in runs}
+    facts = {run.mode: {**run.ended.facts, "losses": run.losses} for run in runs}
     modes = ", ".join(run.mode for run in runs)
     if not runs:
         return Result("info", "no sharding mode could be tried", tuple(details), facts=facts)
     return problems.result("" if problems.failures else f"{modes} train in fp8 on {num_gpus} GPU(s)", details, facts)
 
 
-def start(setup: Setup, mode: str, num_processes: int, options: tuple[str, ...] = OPTIONS) -> tuple[list[str], Path, Started]:
-    """Start the run of a mode; its command, its folder, its process."""
-    folder = setup.scratch / f"run-{mode}"
-    words = ("train_multi_gpu.py", *options, "--sharding_mode", mode, "--output_dir", str(folder))
-    command = torchrun(num_processes, *words)
-    environ = {"WANDB_MODE": "disabled"}
-    return command, folder, Started(command, setup.scratch / f"run-{mode}.log", environ)
+def read_losses(metrics: Path) -> list[float]:
+    """The loss of each recorded step; a line that was being written when the run was killed is none."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [float(record["loss"]) for record in records if "loss" in record]
 
 
-def finish(mode: str, command: list[str], folder: Path, process: Started) -> EngineRun:
-    """Wait for it and read its records."""
-    ended = process.wait(TIMEOUT_S)
-    shown_command = [*command[:-1], f"runs/verify-{mode}"]  # the folder it used is removed with the check's
-    summary, metrics = folder / "summary.json", folder / "metrics.jsonl"
-    records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    losses = [float(record["loss"]) for record in records if "loss" in record]
-    return EngineRun(mode, shown_command, ended, json.loads(summary.read_text()) if summary.exists() else None, losses)
+class EngineRuns:
+    """The runs of several modes under way: side by side on one GPU, on several one after another, since exchanges slow each other."""
+
+    def __init__(self, modes: Sequence[str], scratch: Path, num_gpus: int, options: tuple[str, ...] = OPTIONS) -> None:
+        self._scratch, self._num_gpus, self._options = scratch, num_gpus, options
+        self._lock, self._killed = threading.Lock(), False
+        self._started: list[Started] = []
+        self._pool = ThreadPoolExecutor(max_workers=len(modes) if num_gpus == 1 else 1)
+        self._runs = [self._pool.submit(self._run, mode) for mode in modes]
+
+    def _run(self, mode: str) -> EngineRun:
+        folder = self._scratch / f"run-{mode}"
+        words = ("train_multi_gpu.py", *self._options, "--sharding_mode", mode, "--output_dir")
+        command = torchrun(self._num_gpus, *words, str(folder))
+        with self._lock:
+            if self._killed:
+                raise CancelledError
+            # One thread per process, as torchrun sets it where there are several: they share the cores with the other checks.
+            environ = {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+            process = Started(command, self._scratch / f"run-{mode}.log", environ)
+            self._started.append(process)
+        ended = process.wait(TIMEOUT_S)
+        summary = folder / "summary.json"
+        return EngineRun(
+            mode,
+            torchrun(self._num_gpus, *words, f"runs/verify-{mode}"),  # the folder it used is removed with the check's
+            ended,
+            json.loads(summary.read_text()) if summary.exists() else None,
+            read_losses(folder / "metrics.jsonl"),
+        )
+
+    def wait(self) -> list[EngineRun]:
+        """All of them, ended."""
+        return [run.result() for run in self._runs]
+
+    def kill(self) -> None:
+        """End those under way and start no other."""
+        with self._lock:
+            self._killed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in self._started:
+            process.kill()
+
+
+def left_out(modes: Sequence[str]) -> dict[str, str]:
+    """Mode -> why it cannot be tried."""
+    from llm_fp8.provenance import package_version
+
+    if package_version("deepspeed") is not None:
+        return {}
+    reason = "deepspeed is not installed (pip install -r requirements-deepspeed.txt)"
+    return {mode: reason for mode in modes if mode.startswith("deepspeed")}
+
+
+def start(setup: Setup) -> EngineRuns | None:
+    """The modes of --engines that can be tried, under way; None where there are none."""
+    modes = [mode for mode in setup.engines if mode not in left_out(setup.engines)]
+    return EngineRuns(modes, setup.scratch, setup.num_gpus) if modes else None
 
 
 def check(setup: Setup) -> Result:
-    """Each mode of --engines; on one GPU side by side, on several one after the other, since exchanges of several runs slow each other."""
-    from llm_fp8.provenance import package_version
-
-    left_out = {}
-    if package_version("deepspeed") is None:
-        reason = "deepspeed is not installed (pip install -r requirements-deepspeed.txt)"
-        left_out = {mode: reason for mode in setup.engines if mode.startswith("deepspeed")}
-    modes = [mode for mode in setup.engines if mode not in left_out]
-    if setup.num_gpus == 1:
-        started = [(mode, *start(setup, mode, 1)) for mode in modes]
-        try:
-            runs = [finish(*run) for run in started]
-        finally:
-            for *_, process in started:
-                process.kill()
-    else:
-        runs = [finish(mode, *start(setup, mode, setup.num_gpus)) for mode in modes]
-    return judge(runs, left_out, setup.num_gpus)
+    """Wait for the runs that were started before the first check."""
+    runs = setup.engine_runs.wait() if setup.engine_runs is not None else []
+    return judge(runs, left_out(setup.engines), setup.num_gpus)

@@ -36,7 +36,7 @@ def gather(setup: Setup) -> GpuFacts:
     """Ask both."""
     import torch
 
-    listed = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    listed = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", timeout_s=60)
     lines = [line.rpartition(", ") for line in listed.splitlines() if ", " in line] if listed else []
     count, error = setup.num_gpus, None
     if not count and torch.version.cuda is not None:

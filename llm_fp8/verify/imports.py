@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import sys
 
 from llm_fp8.verify.result import Problems, Result
 from llm_fp8.verify.setup import Setup
+from llm_fp8.verify.versions import installed, read_pins
 
 REQUIRED = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
+OPTIONAL = {
+    "deepspeed": "--sharding_mode deepspeed_1 to 3",
+    "torchao": "--optimizer adamw_8bit",
+    "wandb": "--use_wandb",
+    "flash_attn": "--attn_implementation flash_attention_2",
+}
+"""Module -> the option that needs it."""
 _TE = "transformer_engine.pytorch"
 
 
@@ -33,24 +43,40 @@ def try_transformer_engine() -> str | None:
     return None
 
 
-def judge(outcomes: dict[str, str | None]) -> Result:
-    """Whatever did not load fails."""
+def judge(outcomes: dict[str, str | None], said: str = "") -> Result:
+    """What a run needs and does not load fails; what only some options need is a warning. `said`: what they printed meanwhile."""
     problems = Problems()
     for name, error in outcomes.items():
         if error is None:
             continue
-        if name == _TE:
-            mend = f"{sys.executable} -m pip install --no-build-isolation --force-reinstall --no-deps -r requirements-gpu.txt"
+        sentence = f"{name} does not load: {error}"
+        pip = f"{sys.executable} -m pip"
+        if name == "flash_attn":
+            problems.warn(
+                f"{sentence} ({OPTIONAL[name]})", f"{pip} uninstall -y flash-attn   # or install it again for this torch"
+            )
+        elif name in OPTIONAL:
+            problems.warn(f"{sentence} ({OPTIONAL[name]})", f"{pip} install --force-reinstall --no-deps '{_pinned(name)}'")
+        elif name == _TE:
+            problems.fail(sentence, f"{pip} install --no-build-isolation --force-reinstall --no-deps -r requirements-gpu.txt")
         else:
-            mend = f"{sys.executable} -m pip install --force-reinstall -r requirements.txt"
-        problems.fail(f"{name} does not load: {error}", mend)
+            problems.fail(sentence, f"{pip} install --force-reinstall -r requirements.txt")
     loaded = [name for name, error in outcomes.items() if error is None]
-    return problems.result(f"loaded: {', '.join(loaded)}" if loaded else "", facts=dict(outcomes))
+    facts = {"outcomes": dict(outcomes), "said": said}
+    return problems.result(f"loaded: {', '.join(loaded)}" if loaded else "", facts=facts)
+
+
+def _pinned(name: str) -> str:
+    """The package as a requirements file pins it."""
+    return next((f"{pin.requirement.name}{pin.requirement.specifier}" for pin in read_pins() if pin.name == name), name)
 
 
 def check(setup: Setup) -> Result:
-    """Import everything that a run needs; Transformer Engine where there is a GPU for it."""
-    outcomes = {name: try_import(name) for name in REQUIRED}
-    if setup.num_gpus:
-        outcomes[_TE] = try_transformer_engine()
-    return judge(outcomes)
+    """Import everything that a run needs, and what options need where it is installed; Transformer Engine where there is a GPU for it."""
+    words = io.StringIO()
+    with contextlib.redirect_stdout(words), contextlib.redirect_stderr(words):  # they greet, and miss what is not asked of them
+        outcomes = {name: try_import(name) for name in REQUIRED}
+        if setup.num_gpus:
+            outcomes[_TE] = try_transformer_engine()
+        outcomes |= {name: try_import(name) for name in installed(OPTIONAL)}
+    return judge(outcomes, words.getvalue())

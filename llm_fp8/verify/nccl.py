@@ -15,13 +15,13 @@ TIMEOUT_S = 120.0
 def judge(ended: Ended, seen: dict[str, Any] | None, command: list[str]) -> Result:
     """Wrong or failed fails; GPUs that cannot reach each other directly are a warning. No bandwidth is judged: links differ."""
     problems = Problems()
-    facts = {"seen": seen}
+    facts = {"seen": seen, **ended.facts}
     debug = f"NCCL_DEBUG=WARN {shown(command)}"
     if seen is None:
         problems.fail(
             f"the exchange failed: {ended.why()}", debug, f"NCCL_NVLS_ENABLE=0 {shown(command)}   # without NVLink multicast"
         )
-        return problems.result("", ended.tail, facts)
+        return problems.result("", ended.evidence, facts)
     for name, call in (("all_reduce", "all-reduce"), ("all_gather", "all-gather")):
         if not seen[f"{name}_right"]:
             problems.fail(

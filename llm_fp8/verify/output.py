@@ -1,13 +1,20 @@
-"""The table on the terminal, and the JSON file."""
+"""The table on the terminal, and the JSON file, which is written anew after every check."""
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from llm_fp8.json_files import write_json_atomic
+from llm_fp8.verify.registry import Check
 from llm_fp8.verify.result import STATUSES
 from llm_fp8.verify.runner import Row
 
@@ -53,24 +60,84 @@ def closing_line(rows: list[Row], has_gpu: bool) -> str:
     return line
 
 
-def record(rows: list[Row], exit_code: int, options: dict[str, Any], provenance: dict[str, Any] | None) -> dict[str, Any]:
-    """The contents of the JSON file. A check keeps its name for good."""
-    return {
-        "exit_code": exit_code,
-        "options": options,
-        "checks": [
-            {
-                "name": row.check.name,
-                "title": row.check.title,
-                "status": row.result.status,
-                "summary": row.result.summary,
-                "details": list(row.result.details),
-                "mends": list(row.result.mends),
-                "facts": row.result.facts,
-                "wall_s": row.wall_s,
-            }
-            for row in rows
-        ],
-        "not_checked": [row.check.name for row in rows if row.result.status == "skipped"],
-        "provenance": provenance,
-    }
+@dataclass
+class Record:
+    """What the JSON file holds. A check keeps its name for good."""
+
+    path: Path | None
+    """None: nothing is written."""
+    options: dict[str, Any]
+    checks: Sequence[Check]
+    rows: list[Row] = field(default_factory=list)
+    under_way: Check | None = None
+    provenance: dict[str, Any] | None = None
+    _began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def wall_s(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self._began
+
+    def begin(self, check: Check) -> None:
+        """`check` is under way."""
+        self.under_way = check
+        self.write(None)
+
+    def add(self, row: Row) -> None:
+        """A check has ended."""
+        self.rows.append(row)
+        self.under_way = None
+
+    def write(self, exit_code: int | None) -> None:
+        """Write the file as far as it is known; `exit_code` None: the checks are still running, or were killed."""
+        if self.path is not None:
+            write_json_atomic(self.path, self.contents(exit_code))
+
+    def contents(self, exit_code: int | None) -> dict[str, Any]:
+        """The file's contents."""
+        reached = {row.check.name for row in self.rows}
+        return {
+            "exit_code": exit_code,
+            "under_way": None if self.under_way is None else self.under_way.name,
+            "wall_s": self.wall_s,
+            "options": self.options,
+            "checks": [
+                {
+                    "name": row.check.name,
+                    "title": row.check.title,
+                    "status": row.result.status,
+                    "summary": row.result.summary,
+                    "details": list(row.result.details),
+                    "mends": list(row.result.mends),
+                    "facts": row.result.facts,
+                    "wall_s": row.wall_s,
+                }
+                for row in self.rows
+            ],
+            "not_checked": [check.name for check in self.checks if check.name not in reached]
+            + [row.check.name for row in self.rows if row.result.status == "skipped"],
+            "provenance": self.provenance,
+        }
+
+
+class Progress:
+    """Says which check is under way: in place on a terminal, a line on stderr elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._status = console.status("") if console.is_terminal else None
+
+    def __enter__(self) -> Progress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def say(self, text: str) -> None:
+        """What is under way."""
+        if self._status is not None:
+            self._status.update(f"{text} ...")
+        else:
+            print(f"{text} ...", file=sys.stderr, flush=True)

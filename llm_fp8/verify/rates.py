@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import os
+import time
 from dataclasses import asdict
+from pathlib import Path
 
 from llm_fp8.ceilings import Ceilings, KnownCeilings, shares
-from llm_fp8.verify.processes import output_of
 from llm_fp8.verify.result import Problems, Result
 from llm_fp8.verify.setup import Setup
 
@@ -33,20 +33,9 @@ THROTTLE_REASONS = {
 """Bits of NVML's clocks event reasons; 0x1 is idling."""
 
 
-def throttle_reasons(mask: str) -> list[str]:
-    """The reasons in the bit mask that nvidia-smi prints (0x0000000000000004); empty for what is no mask."""
-    try:
-        bits = int(mask, 16)
-    except ValueError:
-        return []
+def throttle_reasons(bits: int) -> list[str]:
+    """The reasons in NVML's bit mask."""
     return [reason for bit, reason in THROTTLE_REASONS.items() if bits & bit]
-
-
-def other_processes(listing: str, gpu_uuid: str, own_pid: int) -> list[str]:
-    """Processes on this GPU other than our own, from nvidia-smi's CSV of gpu_uuid, pid, process_name and used_memory."""
-    rows = [[cell.strip() for cell in row] for row in csv.reader(listing.splitlines())]
-    mine = [row for row in rows if len(row) == 4 and row[0] == gpu_uuid and row[1] != str(own_pid)]
-    return [f"process {pid} ({name}) holds {memory}" for _, pid, name, memory in mine]
 
 
 def judge(measured: Ceilings, known: KnownCeilings | None, gpu_name: str, throttling: list[str], others: list[str]) -> Result:
@@ -80,22 +69,37 @@ def judge(measured: Ceilings, known: KnownCeilings | None, gpu_name: str, thrott
 
 
 def state_under_load(setup: Setup) -> tuple[list[str], list[str]]:
-    """Why the GPU runs below its clocks while it multiplies, and who else uses it; empty where nvidia-smi does not say."""
+    """Why the GPU runs below its clocks while it multiplies, and who else uses it; where NVML does not say, that."""
     import torch
 
-    uuid = f"GPU-{torch.cuda.get_device_properties(setup.device).uuid}"
+    try:
+        import pynvml
+    except ImportError:
+        return [], ["why is not known: the nvidia-ml-py package is not installed"]
     left = torch.randn(8192, 8192, device=setup.device, dtype=torch.bfloat16)
     result = torch.empty_like(left)
-    for _ in range(800):  # queued without waiting: a second's work or more
-        torch.mm(left, left, out=result)
-    mask = None
-    for field in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):  # the newer and the older name
-        mask = mask or output_of("nvidia-smi", "-i", uuid, f"--query-gpu={field}", "--format=csv,noheader", timeout_s=10)
-    apps = output_of(
-        "nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader", timeout_s=10
-    )
-    torch.cuda.synchronize(setup.device)
-    return throttle_reasons(mask or ""), other_processes(apps or "", uuid, os.getpid())
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(setup.device).uuid}")
+        for _ in range(400):  # queued without waiting: half a second's work or more, of which the middle is looked at
+            torch.mm(left, left, out=result)
+        time.sleep(0.2)
+        reasons = throttle_reasons(pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except pynvml.NVMLError as error:
+        return [], [f"why is not known: NVML: {error}"]
+    finally:
+        torch.cuda.synchronize(setup.device)
+    return reasons, [described(process.pid, process.usedGpuMemory) for process in processes if process.pid != os.getpid()]
+
+
+def described(pid: int, num_bytes: int | None) -> str:
+    """A process on the GPU; NVML does not know its memory inside some containers, and its name is another user's secret on some machines."""
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        name = "name unknown"
+    return f"process {pid} ({name}) holds {'memory' if num_bytes is None else f'{num_bytes / 2**20:,.0f} MiB'}"
 
 
 def check(setup: Setup) -> Result:

@@ -21,6 +21,8 @@ class Check:
     quick: bool = True
     """Whether --quick runs it too."""
     only_without_gpu: bool = False
+    limit_s: float | None = 120.0
+    """After which it is given up; None where it waits for processes that have limits of their own."""
 
     def load(self) -> Callable[[Setup], Result]:
         """Its function; raises what importing it raises."""
@@ -37,12 +39,12 @@ CHECKS: tuple[Check, ...] = (
     Check("tracking", "Weights & Biases"),
     Check("data", "Tokenizer and dataset"),
     Check("recipes", "fp8 recipes of this GPU", needs_gpus=1),
-    Check("steps", "A training step per recipe", needs_gpus=1),
-    Check("attention", "Attention at your shape", needs_gpus=1),
-    Check("cudnn", "One cuDNN in a process", needs_gpus=1),
+    Check("steps", "A training step per recipe", needs_gpus=1, limit_s=None),
+    Check("attention", "Attention at your shape", needs_gpus=1, limit_s=None),
+    Check("cudnn", "One cuDNN in a process", needs_gpus=1, limit_s=None),
     Check("cpu_steps", "Training steps on the CPU", only_without_gpu=True),
+    Check("engines", "Training runs under torchrun", needs_gpus=1, quick=False, limit_s=None),
     Check("rates", "GEMM and copy rates", needs_gpus=1, quick=False),
-    Check("nccl", "Exchanges between the GPUs", needs_gpus=2, quick=False),
-    Check("engines", "Training runs under torchrun", needs_gpus=1, quick=False),
+    Check("nccl", "Exchanges between the GPUs", needs_gpus=2, quick=False, limit_s=None),
 )
-"""Rates stand behind what runs beside the attention probe and before what fills the GPU with processes of its own."""
+"""What is timed stands last, when every other process has ended: those of steps, attention and engines run beside all before."""

@@ -1,11 +1,14 @@
-"""Runs the checks. One that crashes is a failed check with its error, and the others go on."""
+"""Runs the checks. One that crashes or does not end is a failed check with its error, and the others go on."""
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from llm_fp8.errors import UserError
 from llm_fp8.verify.registry import Check
@@ -13,6 +16,48 @@ from llm_fp8.verify.result import Result
 from llm_fp8.verify.setup import Setup
 
 WHO_HAS_THE_MEMORY = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
+
+Answer = TypeVar("Answer")
+
+
+_THREAD = "verify"
+
+
+class NoEnd(Exception):
+    """Something was given up. The message says after how long; `stack`: where it was, as a traceback's lines."""
+
+    def __init__(self, limit_s: float, stack: list[str]) -> None:
+        super().__init__(f"did not end within {limit_s:.0f} s")
+        self.stack = tuple(stack)
+
+
+def within(limit_s: float | None, function: Callable[[], Answer]) -> Answer:
+    """What `function` returns or raises; `NoEnd` after `limit_s`. It then hangs on in a thread of its own, which ends with the program."""
+    if limit_s is None:
+        return function()
+    answers: list[Answer] = []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            answers.append(function())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True, name=_THREAD)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        frame = sys._current_frames().get(thread.ident or 0)
+        raise NoEnd(limit_s, "".join(traceback.format_stack(frame)).splitlines() if frame else [])
+    if errors:
+        raise errors[0]
+    return answers[0]
+
+
+def is_hanging() -> bool:
+    """Whether something that was given up, or that a signal interrupted, is still at work."""
+    return any(thread.name == _THREAD for thread in threading.enumerate())
 
 
 @dataclass(frozen=True)
@@ -36,6 +81,13 @@ def not_run(check: Check, num_gpus: int) -> str | None:
 def crashed(check: Check, error: BaseException) -> Result:
     """The answer of a check that raised `error`."""
     again = f"python scripts/verify_fp8.py --only {check.name} --json verify.json   # the whole error is in the file's details"
+    if isinstance(error, NoEnd):
+        return Result(
+            "failed",
+            f"the check {error}",
+            error.stack,
+            (again, "nvidia-smi   # whether the driver answers, and who uses the GPU"),
+        )
     if isinstance(error, UserError):
         return Result("failed", str(error), mends=(again,))
     if type(error).__name__ == "OutOfMemoryError":
@@ -47,20 +99,17 @@ def crashed(check: Check, error: BaseException) -> Result:
 
 def run_checks(
     checks: Iterable[Check], setup: Setup, num_gpus: int, before: Callable[[Check], None] = lambda check: None
-) -> list[Row]:
-    """Every check's answer, in order. Those that need more GPUs than there are, are skipped; one that another replaces here is left out."""
-    rows = []
+) -> Iterator[Row]:
+    """Every check's answer, in order. Those that need more GPUs than there are, or none, are skipped."""
     for check in checks:
         reason = not_run(check, num_gpus)
         if reason is not None:
-            if not check.only_without_gpu:
-                rows.append(Row(check, Result("skipped", reason), 0.0))
+            yield Row(check, Result("skipped", reason), 0.0)
             continue
         before(check)
         began = time.perf_counter()
         try:
-            result = check.load()(setup)
+            result = within(check.limit_s, lambda check=check: check.load()(setup))  # type: ignore[misc]
         except Exception as error:
             result = crashed(check, error)
-        rows.append(Row(check, result, time.perf_counter() - began))
-    return rows
+        yield Row(check, result, time.perf_counter() - began)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from llm_fp8.verify.engines import EngineRuns
     from llm_fp8.verify.processes import Probe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -32,6 +33,8 @@ class Setup:
     """For files of the checks; whoever made this object removes it."""
     probes: dict[str, Probe] = field(default_factory=dict)
     """Name of a check -> its process, started before the first check, because each takes as long as several."""
+    engine_runs: EngineRuns | None = None
+    """Started before the first check, too."""
 
     @property
     def row_form(self) -> str:

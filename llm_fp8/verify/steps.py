@@ -90,8 +90,8 @@ def judge_numbers(name: str, found: Evidence, baseline: Evidence, problems: Prob
         problems.fail(f"{name}: the gradient's cosine with bf16's is {found.cosine:.3f}, below {MIN_COSINE}", compare)
 
 
-def judge(found: dict[str, Evidence]) -> Result:
-    """All precisions, bf16 among them."""
+def judge(found: dict[str, Evidence], process: dict[str, Any] | None = None) -> Result:
+    """All precisions, bf16 among them; `process`: how the one that ran them ended."""
     problems, details = Problems(), []
     baseline = found[BASELINE]
     for name, evidence in found.items():
@@ -101,7 +101,7 @@ def judge(found: dict[str, Evidence]) -> Result:
         turned = "" if evidence.cosine is None else f", cosine of the gradient with bf16's {evidence.cosine:.4f}"
         details.append(f"{name}: loss {evidence.losses[-1]:.4f}{turned}; GEMM kernels: {kernels}")
     summary = f"{', '.join(found)}: losses agree" + (", fp8 kernels in fp8, none in bf16" if len(found) > 1 else "")
-    facts = {name: dict(vars(evidence)) for name, evidence in found.items()}
+    facts = {"precisions": {name: dict(vars(evidence)) for name, evidence in found.items()}, "process": process}
     return problems.result("" if problems.failures else summary, details, facts)
 
 
@@ -117,11 +117,13 @@ def judge_probe(ended: Ended, seen: dict[str, Any] | None) -> Result:
         for name, evidence in (seen or {}).get("found", {}).items()
     }
     if ended.code == 0 and found:
-        return judge(found)
+        return judge(found, ended.facts)
     under_way = (seen or {}).get("under_way") or "before the first"
-    partly = judge(found).details if found else ()
+    partly = judge(found, ended.facts) if found else Result("info", "", facts={"process": ended.facts})
     summary = f"{under_way}: the steps did not end: {ended.why()}"
-    return Result("failed", summary, (*partly, *ended.tail), ("python scripts/verify_fp8.py --only imports,steps --verbose",))
+    again = "python scripts/verify_fp8.py --only imports,steps --verbose"
+    before = (partly.summary,) if partly.summary else ()
+    return Result("failed", summary, (*before, *partly.details, *ended.evidence), (again,), partly.facts)
 
 
 def write_architecture(folder: Path) -> Path:
@@ -183,7 +185,7 @@ def take_steps(model_folder: Path, options: PrecisionConfig, *, use_te: bool, ba
 
 def start(setup: Setup) -> Probe:
     """`llm_fp8.verify.steps_probe` under way."""
-    return Probe("steps", setup.scratch, PROBE, (str(write_architecture(setup.scratch / "architecture")),))
+    return Probe("steps", setup.scratch, PROBE, (str(setup.scratch / "architecture"),))
 
 
 def check(setup: Setup) -> Result:

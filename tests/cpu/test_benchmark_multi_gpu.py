@@ -18,6 +18,7 @@ from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import parse_arm, parse_arms
 from llm_fp8.throughput.results import ENDED_IN_SILENCE, ResultsFile
 from llm_fp8.throughput.workload import Workload
+from scripts import benchmark_multi_gpu
 from scripts.benchmark_multi_gpu import summarise
 from tests.small import tiny_config
 
@@ -98,22 +99,27 @@ def test_an_arm_that_takes_too_long_and_one_that_is_killed(tmp_path, architectur
     assert measured["tokens_per_s"] > 0
 
 
-def test_mistakes_are_one_sentence(tmp_path, architecture):
+def test_mistakes_are_one_sentence(tmp_path, architecture, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+
     def said(*options: str) -> str:
         output = tmp_path / "r.json"
-        environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        done = subprocess.run(
-            [sys.executable, "scripts/benchmark_multi_gpu.py", f"--output={output}", *options], cwd=ROOT, env=environment,
-            capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        assert done.returncode == 2 and not output.exists() and "Traceback" not in done.stderr
-        return done.stderr
+        monkeypatch.setattr(sys, "argv", ["scripts/benchmark_multi_gpu.py", f"--output={output}", *options])
+        with pytest.raises(UserError) as mistake:
+            benchmark_multi_gpu.main()
+        assert not output.exists()
+        return str(mistake.value)
 
     assert "fsdp_full:hf_bf16: Accelerate's FSDP2 needs NVIDIA GPUs" in said(
         f"--workloads={architecture}:1x16x1", "--arms=fsdp_full:hf_bf16"
     )
     assert "--arms delayed: say how it is spread over the GPUs" in said(f"--workloads={architecture}:1x16x1", "--arms=delayed")
     assert "--warmup 6 must leave some" in said("--warmup=6")
+    assert "names Llama-3.2-1B:1x16x1 twice" in said("--workloads=Llama-3.2-1B:1x16x1,Llama-3.2-1B:1x16x1")
+    assert "can be written" in said("--output=/proc/none/r.json")
+    monkeypatch.delenv("WORLD_SIZE")
+    assert "torchrun --nproc_per_node" in said()
 
 
 @pytest.mark.parametrize(

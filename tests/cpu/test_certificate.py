@@ -16,12 +16,15 @@ from llm_fp8.certificate import Promise, attention_library, certify, worst
 from llm_fp8.config import PrecisionConfig, parse_config
 from llm_fp8.errors import FailedCheck, UserError, run_script
 from llm_fp8.kernels import gemm_kernels, time_by_class
+from llm_fp8.loop import NonFiniteLoss
 from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.precision import Precision, PrecisionPlan
 from llm_fp8.recompute import enable_gradient_checkpointing
 from llm_fp8.report import throughput_summary
 from llm_fp8.run import run_training
+from llm_fp8.signals import GracefulStop
 from llm_fp8.te_state import TeState, read_te_state
+from llm_fp8.wandb_files import offline_runs
 from tests.processes import exit_code, start_ranks
 from tests.small import steps
 
@@ -164,11 +167,17 @@ def test_what_leaves_the_question_open():
     assert "none of 0" not in nothing.describe() and "0 of 0 GEMM kernels" in nothing.describe()
     contradiction = judge(state=dataclasses.replace(IN_FP8, num_in_fp8=47))
     assert contradiction.verdict == "undetermined" and "47 say that they computed in fp8" in contradiction.reasons[0]
+    # Without kernels the modules' account still counts, against fp8 and not for it.
+    assert judge(kernels={}, state=NOT_IN_FP8).verdict == judge(BF16, {}, IN_FP8).verdict == "failed"
+    assert judge(BF16, {}, NOT_IN_FP8).verdict == "undetermined"
     # A later Transformer Engine that keeps its state elsewhere does not undo what the kernels show.
     unreadable = judge(state=TeState(num_modules=48, num_unreadable=48))
     assert unreadable.verdict == "certified" and unreadable.remarks == [
         "48 modules of Transformer Engine do not say what they computed in"
     ]
+    assert judge(kernels=RENAMED, state=TeState(num_modules=48, num_unreadable=48)).verdict == "undetermined"
+    without_recipe = TeState(num_modules=48, num_in_fp8=24, num_recipe_unreadable=24)
+    assert judge(state=without_recipe).verdict == "undetermined", "24 deny it"
 
 
 def test_unfused_attention_is_a_remark():
@@ -219,11 +228,11 @@ def te_linear(in_fp8: bool, largest: float = 2.0) -> nn.Linear:
 
 def test_reading_the_modules():
     state = read_te_state([te_linear(True), te_linear(True, largest=0.0), te_linear(False)])
-    assert state == TeState(3, 2, 0, {"DelayedScaling": 2}, {"Float8Quantizer": 6}, num_without_maxima=1)
+    assert state == TeState(3, 2, 0, 0, {"DelayedScaling": 2}, {"Float8Quantizer": 6}, num_without_maxima=1)
     assert not state.all_in_fp8 and read_te_state([te_linear(True)]).all_in_fp8
     later = te_linear(True)
     del later.fp8_meta["recipe"]
-    assert read_te_state([later, nn.Linear(4, 4)]).num_unreadable == 2
+    assert read_te_state([later, nn.Linear(4, 4), te_linear(False)]) == TeState(3, 1, num_unreadable=1, num_recipe_unreadable=1)
 
 
 def test_a_run_without_fp8_asks_all_linear_modules_of_transformer_engine():
@@ -342,6 +351,33 @@ def test_a_failed_certificate_ends_the_run_with_code_1(tiny_model, rows, tmp_pat
     ]
 
 
+def test_a_run_that_dies_or_is_stopped_later_keeps_its_certificate(tiny_model, rows, tmp_path, monkeypatch):
+    import wandb
+
+    pretend_gpu(monkeypatch, BF16_STEP)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr("llm_fp8.run.STEPS_BEFORE_PROFILE", 0)
+
+    def stopped(stop: GracefulStop) -> bool:
+        stop.requested = "SIGTERM"
+        return True
+
+    monkeypatch.setattr(GracefulStop, "agreed", stopped)
+    assert run_training(parse_config(options(tiny_model, rows, tmp_path / "stopped", "--max_steps=9"))) == 143
+    summary = json.loads((tmp_path / "stopped" / "summary.json").read_text())
+    assert summary["stopped_by"] == "SIGTERM" and summary["certificate"]["verdict"] == "certified"
+
+    def full(*_: object) -> None:
+        raise NonFiniteLoss("step 1: not finite.")
+
+    monkeypatch.setattr(loop.Trainer, "require_finite_weights", full)
+    with pytest.raises(NonFiniteLoss):
+        run_training(parse_config(options(tiny_model, rows, tmp_path / "dead", "--max_steps=9", "--use_wandb")))
+    wandb.teardown(exit_code=1)
+    (stored,), _ = offline_runs(tmp_path / "dead")
+    assert stored.summary["certificate/verdict"] == "certified" and "wall_time_s" not in stored.summary
+
+
 def test_an_open_verdict_is_a_loud_warning(tiny_model, rows, tmp_path, monkeypatch, capsys):
     pretend_gpu(monkeypatch, {})
     assert run_training(parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=2"))) == 0
@@ -375,7 +411,9 @@ def test_one_wrong_rank_ends_all(tiny_model, rows, tmp_path):
     processes = start_ranks(2, log, *options(tiny_model, rows, tmp_path / "run", "--max_steps=6"), first=_break_rank_1)
     assert [exit_code(process) for process in processes] == [1, 1], log.read_text()
     assert "the GPU does not run what was asked for" in log.read_text()
-    assert json.loads((tmp_path / "run" / "certificate.json").read_text())["gemm_kernels_by_type"] == {"fp8": 384, "bf16": 6}
+    stored = json.loads((tmp_path / "run" / "certificate.json").read_text())
+    assert stored["gemm_kernels_by_type"] == {"fp8": 384, "bf16": 6}
+    assert stored["rank"] == 1 and "(on rank 1)" in log.read_text()
 
 
 def test_the_sentence_of_a_failure_reaches_a_script():

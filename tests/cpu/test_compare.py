@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +31,11 @@ from llm_fp8.compare.launch import (
     failure_reason,
     launch,
     make_slots,
+    only_launcher,
     plan_runs,
     set_aside,
 )
+from llm_fp8.compare.page import render_page
 from llm_fp8.compare.rows import table_rows
 from llm_fp8.compare.run_record import RunRecord, read_run_folder
 from llm_fp8.compare.statistics import (
@@ -46,6 +53,8 @@ from llm_fp8.config import parse_config
 from llm_fp8.errors import UserError
 from tests import small
 from tests.made_up_runs import PROVENANCE, made_up_run, precision_of, write_run_folder
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compare_performance.py"
 
 # ---- statistics ----
 
@@ -159,11 +168,52 @@ def test_what_was_not_measured_is_said_and_not_zero():
     assert table_rows([figures])[0].count("not measured") == 4  # memory, energy, held-out loss, exact match
 
 
+def with_steps(run: RunRecord, changes: dict[int, dict[str, float]], **more: Any) -> RunRecord:
+    """`run` with entries of some of its steps changed."""
+    steps = [{**step, **changes.get(int(step["step"]), {})} for step in run.steps]
+    return dataclasses.replace(run, steps=steps, **more)
+
+
+def test_the_recorded_step_and_the_start_of_each_process_do_not_count_in_speed_and_time():
+    run = made_up_run()
+    slow = {"step_time_s": 99.0, "tokens_per_s": 1.0}
+    recorded = with_steps(run, {1: slow, 13: {**slow, "num_gemm_kernels": 72}})
+    assert [step["step"] for step in recorded.measured_steps] == [11, 12, *range(14, 61)]
+    assert min(recorded.step_rates) > 90_000 and recorded.wall_times_s[-1] < 12
+    resumed = with_steps(run, {number: slow for number in range(31, 41)}, resumes=[{"resumed_after_step": 30}])
+    assert [step["step"] for step in resumed.measured_steps] == [*range(11, 31), *range(41, 61)]
+    assert min(resumed.step_rates) > 90_000
+
+
+def test_the_copy_of_the_model_that_answers_problems_is_not_in_the_peak_of_training():
+    run = with_steps(made_up_run(), {step: {"peak_memory_gib": 45.0} for step in range(16, 61)})
+    assert run.peak_memory_gib == 45.0
+    answering = [{**evaluation, "eval_exact_match": 0.5} for evaluation in run.evaluations]
+    assert dataclasses.replace(run, evaluations=answering).peak_memory_gib == 37.0
+
+
+def test_losses_and_times_that_are_not_numbers_spoil_no_more_than_their_own():
+    base, own = three("bf16", 1e5, [1.0, 1.04, 1.02]), three("delayed", 1.3e5, [1.0, 1.04, 1.02])
+
+    def diverged(run: RunRecord) -> RunRecord:
+        return dataclasses.replace(run, evaluations=[*run.evaluations[:-1], {**run.evaluations[-1], "eval_loss": math.nan}])
+
+    assert compare([*base, diverged(own[0]), *own[1:]]).verdicts["delayed"].conclusion == "worse"
+    without_one = compare([diverged(base[0]), *base[1:], *own])
+    assert without_one.verdicts["delayed"].conclusion == "too few seeds" and list(without_one.arms[1].loss_gap.by_seed) == [2, 3]
+    bare = [dataclasses.replace(run, steps=[{"step": s["step"], "loss": s["loss"]} for s in run.steps]) for run in [*base, *own]]
+    comparison = compare(bare)
+    assert comparison.arms[1].equal_loss_time is None and comparison.verdicts["delayed"].conclusion == "speed unknown"
+    assert "NaN" not in render_page(comparison).split('id="data">')[1].split("</script>")[0]
+
+
 # ---- verdicts, a test per branch ----
 
 REFERENCE = arm_figures("bf16", three("bf16", 100_000, [1.00, 1.04, 1.02]), [])
 GOOD = arm_figures("delayed", three("delayed", 130_000, [1.01, 1.03, 1.02]), three("bf16", 100_000, [1.00, 1.04, 1.02]))
 GAP = LossGap(mean=0.0, by_seed={1: 0.01, 2: -0.01, 3: 0.0}, reference_spread=0.04, num_reference_seeds=3)
+
+TWO_SEEDS = LossGap(mean=0.0, by_seed={1: 0.01, 2: -0.01}, reference_spread=0.04, num_reference_seeds=3)
 
 
 def verdict(differences: list[Difference] | None = None, reference: ArmFigures | None = REFERENCE, **changes: Any):
@@ -174,7 +224,7 @@ def test_verdict_use_it():
     given = verdict(answers=PairedAnswers(500, 300, 22, 20), speedup=Interval(1.31, 1.29, 1.33), loss_gap=GAP)
     assert given.conclusion == "use it"
     assert given.sentence == (
-        "fp8 delayed is 1.31x faster (1.29 to 1.33), its held-out loss differs by +0.0000 nats/token, inside the spread of 0.0400 over 3 bf16 "
+        "fp8 delayed is faster, at 1.31x the speed (1.29 to 1.33), its held-out loss differs by +0.0000 nats/token, inside the spread of 0.0400 over 3 bf16 "
         "seeds, exact match differs by -0.4 points (p = 0.88): use it."
     )
 
@@ -206,10 +256,12 @@ def test_verdict_names_a_lean_that_the_spread_hides():
         ({"speedup": Interval(0.8, 0.79, 0.81)}, "slower", "is slower, at 0.80x the speed (0.79 to 0.81)"),
         ({"speedup": Interval(1.0, 0.98, 1.02)}, "not faster", "is not measurably faster"),
         ({"speedup": None}, "speed unknown", "has no measured speed"),
-        ({"seeds": [1, 2]}, "too few seeds", "run at least 3"),
-        ({"loss_gap": dataclasses.replace(GAP, reference_spread=None)}, "too few seeds", "whose spread is unknown"),
-        ({"seeds": [1, 2], "loss_gap": dataclasses.replace(GAP, mean=0.05)}, "too few seeds", "outside the spread"),
-        ({"loss_gap": None}, "quality unknown", "held-out loss was not measured"),
+        ({"loss_gap": TWO_SEEDS}, "too few seeds", "run at least 3"),
+        ({"loss_gap": LossGap(0.0, {1: 0.0}, None, 1)}, "too few seeds", "whose spread is unknown"),
+        ({"loss_gap": dataclasses.replace(TWO_SEEDS, mean=0.05)}, "too few seeds", "outside the spread"),
+        ({"loss_gap": None, "eval_loss": {}}, "quality unknown", "held-out loss was not measured"),
+        ({"loss_gap": None}, "quality unknown", "no bf16 run of the same seed"),
+        ({"loss_gap": dataclasses.replace(GAP, mean=math.nan)}, "worse", "held-out loss is not finite"),
         ({"num_failed": 1}, "use it", "(1 of 4 runs failed)"),
     ],
 )
@@ -327,7 +379,10 @@ def test_within_an_arm_the_precision_must_be_one():
 
 def test_shared_hardware_resumes_uncommitted_code_and_missing_sections_are_flagged():
     dirty = {**PROVENANCE, "git": {**PROVENANCE["git"], "dirty": True}}
-    runs = [made_up_run("bf16", provenance=dirty), made_up_run("delayed", provenance=dirty, num_resumes=1, data={})]
+    runs = [
+        made_up_run("bf16", provenance=dirty),
+        made_up_run("delayed", provenance=dirty, resumes=[{"resumed_after_step": 30}], data={}),
+    ]
     alone = find_differences([made_up_run(arm) for arm in ("bf16", "block", "delayed")], [("block seed 1", "delayed seed 1")])
     assert [d.arms for d in alone] == [["block", "delayed"]]
     with_reference = find_differences(
@@ -339,6 +394,11 @@ def test_shared_hardware_resumes_uncommitted_code_and_missing_sections_are_flagg
     assert found["hardware shared while running"].arms == ["bf16", "delayed"]
     assert found["resumed during the run"].values == {"yes": ["delayed seed 1"]}
     assert len(found["code had uncommitted changes"].values["yes"]) == 2
+    other = {**PROVENANCE, "driver": "999"}
+    (resumed,) = find_differences(
+        [made_up_run("bf16"), made_up_run("delayed", resumes=[{"resumed_after_step": 9, "provenance": other}])]
+    )[:1]
+    assert (resumed.field, resumed.effect, resumed.arms) == ("provenance.driver when resumed", "speed", ["delayed"])
     assert found["data: not kept by the source, so not compared"].effect == "note" and len(found) == 4
 
 
@@ -379,7 +439,10 @@ def test_answers_decide_through_whole_folders(tmp_path):
         ("summary.json", None, "there is no summary.json in it, so the run did not finish"),
         ("run.json", None, "it is not a run's --output_dir"),
         ("run.json", "{", "is not valid JSON"),
-        ("run.json", "{}", "run.json has no config and no precision"),
+        ("run.json", "{}", "run.json lacks config.optim.seed"),
+        ("run.json", '{"config": {"optim": {"seed": 1}}, "precision": {"requested": "bf16"}}', "lacks precision.effective"),
+        ("metrics.jsonl", '{"step": 59, "loss": 1.0}\n', "ends at step 59 and summary.json at step 60"),
+        ("metrics.jsonl", b"\xff\xfe", "cannot be read"),
         ("metrics.jsonl", "", "holds no optimizer step"),
         ("metrics.jsonl", '{"step": 1}\nx\n', "line 2 is not valid JSON"),
         ("summary.json", '{"steps": 3, "stopped_by": "SIGTERM"}', "stopped by SIGTERM after step 3"),
@@ -391,7 +454,7 @@ def test_a_folder_that_is_not_a_finished_run_is_refused(tmp_path, name, content,
     if content is None:
         (folder / name).unlink()
     else:
-        (folder / name).write_text(content)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=expected):
         read_run_folder(folder)
 
@@ -464,12 +527,13 @@ def test_arms_take_turns_within_each_seed_and_differ_in_precision_alone(tmp_path
         ("--seed 3", "--seed is set by the comparison itself"),
         ("--mixed_precision=fp8", "--mixed_precision is set by the comparison itself"),
         ("--batch_size 0", "--train: --batch_size must be at least 1"),
+        ("--fp8_params", "--fp8_params changes what is stored"),
         ("--model_name 'x", "No closing quotation"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(tmp_path, train, expected):
     with pytest.raises(UserError, match=expected):
-        plan_runs(train, ["bf16"], [1], 1, tmp_path)
+        plan_runs(train, ["bf16"], [1], 2, tmp_path)
 
 
 def test_a_folder_belongs_to_one_comparison(tmp_path):
@@ -527,18 +591,76 @@ def test_runs_in_slots_of_their_own_see_their_gpu_and_a_failure_stops_no_other(t
     assert launch(shared, [Slot(("4",))], said.append).overlaps == [("bf16 seed 8", "delayed seed 8")], "remembered"
 
 
+def load_script() -> Any:
+    """scripts/compare_performance.py as a module."""
+    spec = importlib.util.spec_from_file_location("compare_performance", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def test_a_signal_stops_the_runs_before_the_script_and_no_two_work_in_one_folder(tmp_path, monkeypatch, capsys):
+    """SIGTERM to the script, whose run is a stand-in that saves on SIGTERM; a second script in the folder meanwhile."""
+    stand_in = (
+        "import pathlib, signal, sys, time; folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True)\n"
+        "def save(number, frame):\n    time.sleep(0.3); (folder / 'saved').touch(); sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, save); (folder / 'begun').touch(); time.sleep(60)\n"
+    )
+    monkeypatch.setattr(
+        "llm_fp8.compare.launch.command_line", lambda plan, run: [sys.executable, "-c", stand_in, str(plan.run_folder(run))]
+    )
+    script, run = load_script(), tmp_path / "runs" / "bf16-seed1"
+    monkeypatch.setattr(script, "usable_gpus", lambda given: [])
+    options = [
+        "--train",
+        "--use_te",
+        "--arms",
+        "bf16",
+        "--seeds",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]  # a single word is no option of the script
+    monkeypatch.setattr(sys, "argv", ["compare_performance.py", *options])
+    plan = plan_runs("--use_te", ["bf16"], [1], 1, tmp_path)
+    refused: list[bool] = []
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 30
+        while not (run / "begun").exists():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
+        with pytest.raises(UserError, match="another comparison, or a run of one, is at work"), only_launcher(plan.folder):
+            pass
+        refused.append(True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    assert script.main() == 143
+    thread.join()
+    assert (run / "saved").exists() and refused and "stopped by SIGTERM; the same command again" in capsys.readouterr().out
+    with only_launcher(plan.folder):
+        pass  # free again
+
+
 def test_the_reason_of_a_failure_is_its_last_error():
     assert (
         failure_reason("$ x --error\nTraceback\nRuntimeError: CUDA error: out\nbye\n", 1)
         == "exit code 1: RuntimeError: CUDA error: out"
     )
-    assert failure_reason("$ x\nlast words\n", -9) == "exit code -9: last words"
+    assert failure_reason("$ x\nlast words\n", -9) == "killed by SIGKILL: last words"
+    torchrun = (
+        "[rank0]: ValueError: boom\nE1121 torch/distributed/elastic failed (exitcode: 1) local_rank: 0\nTraceback (most recent call last):\n"
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\nRoot Cause (first observed failure):\n"
+        "  error_file: <N/A>\n  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html\n=====\n"
+    )
+    assert failure_reason(torchrun, 1) == "exit code 1: [rank0]: ValueError: boom"
     assert failure_reason("", 1) == "exit code 1: it printed nothing"
 
 
 # ---- the script's own options ----
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compare_performance.py"
 
 
 def run_script(*options: str, cwd: Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -547,11 +669,8 @@ def run_script(*options: str, cwd: Path, environment: dict[str, str] | None = No
 
 
 def test_mistakes_are_said_in_one_sentence(tmp_path, monkeypatch):
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("compare_performance", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script()
+    (tmp_path / "a file").touch()
     for options, words in (
         ([], "give --train OPTIONS"),
         (["--train", "", "--runs", "x"], "without --runs and --wandb"),
@@ -560,6 +679,7 @@ def test_mistakes_are_said_in_one_sentence(tmp_path, monkeypatch):
         (["--runs", str(tmp_path / "none")], "no such folder"),
         (["--wandb", str(tmp_path)], "must hold one .wandb file"),
         (["--wandb", "nonsense"], "no such folder; give a wandb/offline-run-"),
+        (["--train", "--max_steps 1", "--output", str(tmp_path / "a file" / "out")], "cannot be written to"),
         (["--train", "--max_steps 1", "--gpus", "99", "--output", str(tmp_path / "out")], "99 is not among the GPUs"),
     ):
         monkeypatch.setattr(sys, "argv", ["compare_performance.py", *options])

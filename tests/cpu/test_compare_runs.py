@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import importlib.util
+import io
 import json
 import os
 import statistics
@@ -14,9 +17,11 @@ from typing import Any
 import pytest
 
 from llm_fp8.compare.comparison import compare
+from llm_fp8.compare.launch import claim_folder, plan_runs
 from llm_fp8.compare.run_record import read_run_folder
 from llm_fp8.compare.wandb_runs import read_wandb
 from llm_fp8.errors import UserError
+from tests import small
 from tests.made_up_runs import made_up_run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compare_performance.py"
@@ -27,23 +32,48 @@ TRAIN = (
 NAMES = ["bf16-seed1", "no-seed1", "bf16-seed2", "no-seed2"]
 
 
-def run_script(*options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The script in a process that sees no GPU."""
-    environment = {**os.environ, "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, str(SCRIPT), *options], cwd=cwd, capture_output=True, text=True, env=environment)
+def script_says(*options: str, cwd: Path) -> tuple[int, str]:
+    """Exit code and words of the script, called in this process; the runs that it starts are processes of their own."""
+    spec = importlib.util.spec_from_file_location("compare_performance", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.chdir(cwd)
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        for name in [name for name in os.environ if "WANDB" in name and "SERVICE" in name]:
+            patch.delenv(name)  # W&B in this process, which a run would otherwise join
+        patch.setattr(script, "usable_gpus", lambda given: [])
+        patch.setattr(sys, "argv", [str(SCRIPT), *options])
+        return script.main(), said.getvalue()
+
+
+def train_here(folder: Path, name: str) -> None:
+    """One of the comparison's runs, by its own options but in this process, which saves most of its time."""
+    plan = plan_runs(TRAIN, ["bf16", "no"], [1, 2], 1, folder)
+    (run,) = [run for run in plan.runs if run.name == name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as train_fp8.py does, and as is compared
+        assert small.train(*run.words, "--output_dir", plan.run_folder(run)) == 0
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output folder of a comparison, trained once for all worker processes of the test run."""
+    """The output folder of a comparison, trained once for all worker processes of the test run; the script itself starts the last run."""
     own = tmp_path_factory.getbasetemp()
     base = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     with open(base / "trained.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
-        if not (base / "comparison" / "comparison.json").exists():
-            done = run_script("--train", TRAIN, "--arms", "bf16,no", "--seeds", "2", "--output", "comparison", cwd=base)
-            assert done.returncode == 0, done.stdout + done.stderr
-            (base / "comparison" / "said.txt").write_text(done.stdout)
+        if not (base / "comparison" / "said.txt").exists():
+            folder = base / "comparison"
+            claim_folder(plan_runs(TRAIN, ["bf16"], [1], 1, folder))
+            for name in NAMES[:-1]:
+                train_here(folder, name)
+            code, said = script_says("--train", TRAIN, "--arms", "bf16,no", "--seeds", "2", "--output", "comparison", cwd=base)
+            assert code == 0, said
+            (folder / "said.txt").write_text(said)
     return base / "comparison"
 
 
@@ -54,8 +84,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 def test_the_figures_are_those_of_the_runs_own_files(trained):
     said = (trained / "said.txt").read_text()
-    positions = [said.index(f"{name}: started") for name in NAMES]
-    assert positions == sorted(positions), "arms take turns within a seed"
+    assert said.count("finished earlier") == 3 and f"{NAMES[-1]}: started" in said
     comparison = json.loads((trained / "comparison.json").read_text())
     bf16, fp32 = comparison["arms"]
     assert (bf16["arm"], bf16["effective"], fp32["arm"], fp32["effective"]) == ("bf16", ["bf16"], "no", ["fp32"])
@@ -90,9 +119,11 @@ def test_given_again_finished_runs_stay_and_an_arm_that_cannot_run_is_reported(t
     copy = tmp_path / "comparison"
     subprocess.run(["cp", "-a", str(trained), str(copy)], check=True)
     before = {name: (copy / "runs" / name / "summary.json").stat().st_mtime_ns for name in NAMES}
-    done = run_script("--train", TRAIN, "--arms", "bf16,no,current", "--seeds", "1", "--output", "comparison", cwd=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stdout.count("finished earlier") == 2 and done.stdout.count(": started") == 1
+    code, said = script_says(
+        "--train", TRAIN, "--arms", "bf16,no,current", "--seeds", "1", "--output", "comparison", cwd=tmp_path
+    )
+    assert code == 1, said
+    assert said.count("finished earlier") == 2 and said.count(": started") == 1
     assert before == {name: (copy / "runs" / name / "summary.json").stat().st_mtime_ns for name in NAMES}
     comparison = json.loads((copy / "comparison.json").read_text())
     (failure,) = comparison["failures"]
@@ -162,7 +193,10 @@ def test_a_run_of_the_server_tells_what_its_file_tells(trained):
         read_wandb("team/llm-fp8/xyz", StandInApi(StandInRun(stored.config, stored.history)))
     with pytest.raises(UserError, match="is running; give a run that finished"):
         read_wandb("team/llm-fp8/abc", StandInApi(StandInRun(stored.config, stored.history, "running")))
-    with pytest.raises(UserError, match="lacks what this project"):
+    run.summary = {"stopped_by": "SIGINT", "steps": 3}
+    with pytest.raises(UserError, match="was stopped by SIGINT after step 3"):
+        read_wandb("team/llm-fp8/abc", StandInApi(run))
+    with pytest.raises(UserError, match="its configuration lacks config.optim.seed"):
         read_wandb("team/llm-fp8/abc", StandInApi(StandInRun({}, stored.history)))
     with pytest.raises(UserError, match="no optimizer step"):
         read_wandb("team/llm-fp8/abc", StandInApi(StandInRun(stored.config, [])))

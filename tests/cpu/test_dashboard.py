@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import re
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -110,7 +111,7 @@ def offline_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_a_run_of_train_fp8_arrives_with_group_tags_labels_and_every_key(offline_folder: Path) -> None:
-    (run,) = offline_runs(offline_folder)
+    (run,), _ = offline_runs(offline_folder)
     assert (run.project, run.name, run.group, run.job_type) == ("a-project", "a-run", "pairs", "train")
     assert run.tags == ("bf16", "embedded", "single", "CPU", "nightly", "h200")
     recorded = json.loads((offline_folder / "run.json").read_text())
@@ -144,7 +145,7 @@ def test_offline_runs_are_listed_with_what_they_lack_and_how_to_send_them(
     assert re.search(r"a-run: lacks .*peak_memory_gib.*gpu_power_w", shown)
     (file,) = offline_folder.glob("wandb/offline-run-*/*.wandb")
     assert f"  wandb sync --entity team --project shared {file.parent}\n" in shown
-    assert "  python scripts/wandb_dashboard.py --entity team --project shared\n" in shown
+    assert "  python scripts/wandb_dashboard.py --project shared --name 'fp8 comparison' --entity team\n" in shown
     assert call("--offline", offline_folder, "--project", "a-project") == 0
     assert f"  wandb sync {file.parent}\n" in capsys.readouterr().out, "the run knows its project"
 
@@ -168,7 +169,9 @@ def test_a_run_that_was_killed_is_read_up_to_its_last_whole_record(offline_folde
         read_wandb_file(cut)
 
 
-def test_mistakes_of_offline_use_are_one_sentence(offline_folder: Path, tmp_path: Path, call: Callable[..., int]) -> None:
+def test_mistakes_of_offline_use_are_one_sentence(
+    offline_folder: Path, tmp_path: Path, call: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UserError, match="nowhere is not a folder"):
         call("--offline", tmp_path / "nowhere")
     with pytest.raises(UserError, match="holds no offline W&B run"):
@@ -182,6 +185,14 @@ def test_mistakes_of_offline_use_are_one_sentence(offline_folder: Path, tmp_path
     (folder / "run-x.wandb").write_bytes(b"something else")
     with pytest.raises(UserError, match="run-x.wandb is not the file of a W&B run"):
         call("--offline", tmp_path)
+    with pytest.raises(UserError, match="--offline is empty"):
+        call("--offline", "")
+    # A run whose file says nothing does not hide the others.
+    (folder / "run-x.wandb").write_bytes(b"")
+    shutil.copytree(offline_folder / "wandb", tmp_path / "good")
+    assert call("--offline", tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert "a-run: lacks" in shown and "run-x.wandb is empty: its run was killed before W&B wrote anything" in shown
 
 
 def test_a_dry_run_prints_every_panel(call: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from llm_fp8.config import Config, parse_config
 from llm_fp8.diagnose.layers import group_layers
-from llm_fp8.diagnose.losses import ranked_losses
 from llm_fp8.diagnose.memory_kinds import KINDS, MemoryAtPeak
 from llm_fp8.diagnose.render import render
 from llm_fp8.diagnose.result import Diagnosis, MemoryFindings, TimeFindings
@@ -120,7 +119,7 @@ def made_up(**changes) -> Diagnosis:
         groups=group_layers(modules),
         modules=modules,
         attention="fused (cuDNN)",
-        time=TimeFindings(given.time, 0.095, given.floors_s, given.ceilings, ranked_losses(given)),
+        time=TimeFindings.of(given),
         memory=MemoryFindings(MemoryAtPeak(28 * GIB, "loss", kinds), 27 * GIB, 30 * GIB),
     )
     return Diagnosis(**{**values, **changes})
@@ -136,10 +135,11 @@ def test_tables():
     text = printed(made_up())
     lines = {line.split("│")[1].strip(): line for line in text.splitlines() if line.startswith("│")}
     assert "e4m3 x e5m2" in lines["0-31"] and "LayerNormLinear" in lines["0-31"]
-    assert "60.0" in lines["gemm"] and "60.0%" in lines["gemm"] and "33.0" in lines["gemm"]
+    assert "60.0" in lines["gemm"] and "60.0%" in lines["gemm"] and "16.5" in lines["gemm"]
+    assert "40.0" in lines["fp8 operands"] and "13.5" in lines["fp8 operands"]
     assert "9.0%" in lines["gaps"] and "--batch_size" in lines["gaps between kernels"]
     assert "7.00" in lines["other"] and "25.0%" in lines["other"] and "3.00" in lines["allocator slack"]
-    assert "90.0% of linear FLOPs in fp8" in text and "one recorded step: 100.0 ms (95.0 ms when nothing is recorded)" in text
+    assert "90.0% of linear FLOPs in fp8" in text and "one step: 100.0 ms (150.0 ms while its kernels were recorded)" in text
     assert "sums of gradients" not in text  # not among the largest three
     assert "memory at the peak, in the loss: 28.00 GiB" in text and "no problem" in text
 
@@ -155,7 +155,7 @@ def test_problems_are_printed_and_decide_the_exit_code():
 def test_json(tmp_path):
     write_json_atomic(tmp_path / "found.json", made_up().to_dict())
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["schema_version"] == 1 and found["exit_code"] == 0
+    assert found["schema_version"] == 2 and found["exit_code"] == 0
     assert found["layers"] == [
         {
             "module": "qkv",
@@ -170,8 +170,11 @@ def test_json(tmp_path):
     assert found["modules"]["model.layers.31.qkv"]["wgrad"] == ["e4m3 x e5m2"] and len(found["modules"]) == 32
     time = found["time"]
     classes = sum(taken["time_s"] for taken in time["classes"].values())
-    assert classes + time["gap_s"] - time["overlap_s"] == pytest.approx(time["recorded_span_s"])
-    assert time["gemm_floor_s"] == pytest.approx(33e-3) and time["ceilings"]["copy_tb_s"] == 4.0
+    assert classes + time["gap_s"] - time["overlap_s"] == pytest.approx(time["step_time_s"])
+    assert time["classes"]["gemm"]["floor_s"] == pytest.approx(16.5e-3) and time["gemms"]["fp8"]["floor_s"] == pytest.approx(
+        13.5e-3
+    )
+    assert time["ceilings"]["copy_tb_s"] == 4.0
     assert [loss["share"] for loss in time["losses"]][:3] == pytest.approx([0.27, 0.10, 0.09])
     memory = found["memory"]
     assert sum(memory["kinds_gib"].values()) == pytest.approx(memory["watched_peak_gib"])

@@ -13,6 +13,7 @@ from llm_fp8.diagnose import losses
 from llm_fp8.diagnose.losses import StepFacts, ranked_losses
 from llm_fp8.diagnose.step_time import StepTime, step_time
 from llm_fp8.kernels import KernelTime
+from llm_fp8.metrics import PeakTflops, peak_tflops
 
 FP8_GEMM = "nvjet_sm90_qrtst_128x128_128x6_2x1_v_bz_coopA_algo2_TNT"
 BF16_GEMM = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
@@ -33,31 +34,33 @@ def test_a_step_is_classes_and_gaps():
     step = step_time(
         recorded(
             (FP8_GEMM, 100, 400), (BF16_GEMM, 400, 500), (ATTENTION, 600, 700), ("_update_kernel", 650, 900), (AMAX, 950, 1000)
-        )
+        ),
+        step_s=800e-6,
     )
-    assert step.span_s == pytest.approx(900e-6)
-    assert step.gap_s == pytest.approx(150e-6)
+    assert step.recorded_span_s == pytest.approx(900e-6)
+    assert step.gap_s == pytest.approx(50e-6), "of the step that was not recorded: 750 of its 800 us are kernels"
+    assert dataclasses.replace(step, step_s=740e-6).gap_s == 0
     assert step.overlap_s == pytest.approx(50e-6)
     assert step.class_s("gemm") == pytest.approx(400e-6) and step.class_s("attention", "optimizer") == pytest.approx(350e-6)
     assert step.gemms["fp8"].time_s == pytest.approx(300e-6) and step.gemms["bf16"].count == 1
     assert step.named_s("cast", "amax") == pytest.approx(50e-6) and step.named_s("cast", "transpose") == 0
     assert step.has_fused_attention
-    assert sum(c.time_s for c in step.classes.values()) + step.gap_s - step.overlap_s == pytest.approx(step.span_s)
+    assert sum(c.time_s for c in step.classes.values()) + step.gap_s - step.overlap_s == pytest.approx(step.step_s)
 
 
 def test_softmax_is_no_fused_attention():
     softmax = "void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 10, false, false>(c10::BFloat16*, int)"
-    step = step_time(recorded((softmax, 0, 1), (BF16_GEMM, 1, 2)))
+    step = step_time(recorded((softmax, 0, 1), (BF16_GEMM, 1, 2)), 1.0)
     assert "attention" in step.classes and not step.has_fused_attention
 
 
 def test_a_step_without_kernels_is_refused():
     with pytest.raises(ValueError, match="no GPU kernel"):
-        step_time(recorded())
+        step_time(recorded(), 1.0)
 
 
 def facts(**changes) -> StepFacts:
-    """A step of 100 ms; rates are round: 1,000 bf16 and 2,000 fp8 TFLOP/s, 4 TB/s."""
+    """A step of 100 ms; rates are round: 1,000 bf16 and 2,000 fp8 TFLOP/s, 4 TB/s, and peaks of twice the FLOP/s."""
     classes = {
         "gemm": 60e-3,
         "attention": 8e-3,
@@ -68,10 +71,11 @@ def facts(**changes) -> StepFacts:
         "norm": 2e-3,
     }
     times = {name: KernelTime(1, seconds, {name: seconds}) for name, seconds in classes.items()}
-    step = StepTime(span_s=100e-3, busy_s=91e-3, classes=times, gemms={})
+    step = StepTime(step_s=100e-3, recorded_span_s=150e-3, busy_s=91e-3, classes=times, gemms={"fp8": KernelTime(9, 40e-3)})
     values = dict(
         time=step,
         ceilings=Ceilings(1000.0, 2000.0, 2000.0, 4.0),
+        peak=PeakTflops(2000.0, 4000.0, "none"),
         num_fp8_weights=900_000_000,
         num_wide_weights=0,
         num_head_weights=100_000_000,
@@ -96,13 +100,37 @@ def with_classes(given: StepFacts, **classes) -> StepFacts:
 
 def test_floors():
     # fp8: 6 * 0.9e9 * 1e4 = 5.4e13 FLOPs at 2,000 TFLOP/s are 27 ms; head: 6e12 at 1,000 are 6 ms.
-    assert facts().gemm_floor_s == pytest.approx(33e-3)
-    assert facts().floors_s["attention"] == pytest.approx(2e-3)
+    assert facts().gemms_at_ceilings_s == pytest.approx(33e-3)
+    assert facts().gemm_floors_s == pytest.approx({"fp8": 13.5e-3, "bf16": 3e-3})
+    assert facts().floors_s["gemm"] == pytest.approx(16.5e-3) and facts().floors_s["attention"] == pytest.approx(1e-3)
     assert facts().floors_s["optimizer"] == pytest.approx((2 * 10e9 + 2e9) / 4e12)
     # A third of the FLOPs at the fast rate, two at the split one.
     split = facts(ceilings=Ceilings(1000.0, 2000.0, 1000.0, 4.0))
     assert split.fp8_gemm_s(6e15) == pytest.approx(2e15 / 2e15 + 4e15 / 1e15)
     assert facts(ceilings=Ceilings(1000.0, None, None, 4.0)).fp8_gemm_s(1.0) is None
+    # No floor without the vendor's peak, nor from the fp8 one for fp4, which is twice as fast.
+    for unknown in (facts(peak=None), facts(peak=PeakTflops(2000.0, None, "none")), facts(scenario="nvfp4")):
+        assert unknown.gemm_floors_s == {} and "gemm" not in unknown.floors_s and "optimizer" in unknown.floors_s
+    assert losses.gemms_below_ceiling(facts(scenario="nvfp4")) is None
+    # A card that multiplies faster than its data sheet says.
+    low = facts(peak=PeakTflops(900.0, 1800.0, "none"))
+    assert low.floors_s["gemm"] == pytest.approx(33e-3) and low.floors_s["attention"] == pytest.approx(2e-3)
+
+
+def test_no_floor_lies_above_what_an_h200_took():
+    """Llama-3.2-1B in delayed scaling on one H200, 2 micro-batches of 4 x 1,024: the GEMMs took 51.3 ms, faster than the ceilings of a GPU that
+    multiplies without a pause, which gave 56.7."""
+    step = facts(
+        ceilings=Ceilings(680.1, 1307.5, 1250.6, 4.27),
+        peak=peak_tflops("NVIDIA H200"),
+        num_fp8_weights=973_078_528,
+        num_head_weights=262_668_288,
+        num_tokens=8192,
+    )
+    step = with_classes(step, gemm=51.3e-3)
+    assert step.gemms_at_ceilings_s == pytest.approx(56.7e-3, rel=1e-3)
+    assert step.gemm_floors_s["fp8"] < 35.1e-3 and step.gemm_floors_s["bf16"] < 16.2e-3
+    assert "GEMMs below the ceiling" not in [loss.name for loss in ranked_losses(step)]
 
 
 def test_gemms_below_the_ceiling():
@@ -113,9 +141,9 @@ def test_gemms_below_the_ceiling():
 def test_recomputation_is_taken_out_of_the_gemms():
     assert losses.recomputation(facts()) is None
     half = facts(recomputed_share=0.5)
-    # 2 * 0.45e9 of 6e9 + 0.9e9
-    assert losses.recomputation(half).lost_s == pytest.approx(60e-3 * 0.9 / 6.9)
-    assert losses.gemms_below_ceiling(half).lost_s == pytest.approx(27e-3 - 60e-3 * 0.9 / 6.9)
+    # At the ceilings: 27 ms of fp8 layers, half of them a third longer, and 6 ms of head.
+    assert losses.recomputation(half).lost_s == pytest.approx(60e-3 * 4.5 / 37.5)
+    assert losses.gemms_below_ceiling(half).lost_s == pytest.approx(27e-3 - 60e-3 * 4.5 / 37.5)
 
 
 def test_layers_outside_fp8_name_the_option_that_fits():

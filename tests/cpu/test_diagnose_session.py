@@ -15,7 +15,7 @@ from llm_fp8.config import parse_config
 from llm_fp8.diagnose import session
 from llm_fp8.diagnose.memory_kinds import KINDS
 from llm_fp8.json_files import write_json_atomic
-from llm_fp8.metrics import GIB
+from llm_fp8.metrics import GIB, PeakTflops
 from tests.cpu.test_diagnose_losses import ATTENTION, BF16_GEMM, recorded
 
 CEILINGS = Ceilings(800.0, 1400.0, 1300.0, 4.0)
@@ -38,6 +38,7 @@ def diagnosed(tiny_model, monkeypatch):
             return lambda: (next(counts), next(counts))
 
         monkeypatch.setattr(session, "cuda_meter", meter)
+        monkeypatch.setattr(session, "device_peak_tflops", lambda device: PeakTflops(1000.0, 2000.0, "none"))
         monkeypatch.setattr(session, "record_kernels", lambda: contextlib.nullcontext(step))
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 * GIB)
@@ -52,20 +53,22 @@ def diagnosed(tiny_model, monkeypatch):
 def test_a_bf16_run(diagnosed, tmp_path):
     found, steps = diagnosed("--mixed_precision", "bf16", "--gradient_accumulation_steps", "2", trace=tmp_path / "trace.json")
     assert found.exit_code == 0 and found.problems == []
-    assert steps == 2 + session.NUM_UNWATCHED_STEPS + 3  # the operands, the memory, the kernels
+    assert steps == 2 + session.NUM_TIMED_STEPS + session.NUM_MEMORY_STEPS + 3  # the operands, the memory, the kernels
     assert (tmp_path / "trace.json").exists()
     assert [(group.module, group.layer_ranges) for group in found.groups][::7] == [("self_attn.q_proj", "0-1"), ("lm_head", "")]
     assert found.attention == "sdpa" and found.outside_fp8["lm_head"] == "1 bf16 (output head)"
-    assert found.time is not None and found.time.step_time_s > 0
+    assert found.time is not None and found.time.step.step_s > 0
     layer = 32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48
     num_weights, num_tokens = 2 * layer + 1024 * 32, 2 * 2 * 64
-    assert found.time.floors_s["gemm"] == pytest.approx(6 * num_weights * num_tokens / 800e12)
+    assert found.time.gemm_floors_s == pytest.approx({"bf16": 6 * num_weights * num_tokens / 1000e12})
     # 6 FLOPs for each of 32 units of width and the mean length of 64 tokens, in 2 layers
-    assert found.time.floors_s["attention"] == pytest.approx(6 * 32 * 64 * num_tokens * 2 / 800e12)
+    assert found.time.floors_s["attention"] == pytest.approx(6 * 32 * 64 * num_tokens * 2 / 1000e12)
     assert found.memory is not None and tuple(found.memory.at_peak.kinds) == KINDS
     write_json_atomic(tmp_path / "found.json", found.to_dict())
     written = json.loads((tmp_path / "found.json").read_text())
-    assert written["memory"]["peak_gib"] == 2 and written["time"]["gap_s"] == pytest.approx(1e-4)
+    assert written["memory"]["peak_gib"] == 2 and written["time"]["gap_s"] == pytest.approx(
+        max(0, written["time"]["step_time_s"] - 9e-4)
+    )
     assert written["config"]["optim"]["gradient_accumulation_steps"] == 2
 
 

@@ -114,11 +114,11 @@ def test_nvml_without_a_driver_is_a_reason_and_not_an_error(monkeypatch: pytest.
         open_energy_counter(torch.device("cuda"))
 
 
-def give_each_rank_a_board(watts_of_rank: list[float]) -> None:
-    """In a training process: a board of that power, whose counter fails where it is NaN, and a clock on which each reading takes 10 s."""
+def give_each_rank_a_board() -> None:
+    """In a training process: a board of 100 W, or 300 W on rank 1, whose counter fails from 30 s on; each reading of the clock takes 10 s."""
     import llm_fp8.loop
 
-    watts = watts_of_rank[int(os.environ["RANK"])]
+    first = os.environ["RANK"] == "0"
     ticks = itertools.count(step=10)
     now_s = 0.0
 
@@ -128,27 +128,24 @@ def give_each_rank_a_board(watts_of_rank: list[float]) -> None:
         return now_s
 
     def open_counter(device: torch.device) -> Callable[[], float]:
-        return lambda: watts * now_s
+        return lambda: 100.0 * now_s if first else 300.0 * now_s if now_s < 30 else math.nan
 
     llm_fp8.loop.EnergyMeter = functools.partial(EnergyMeter, open_counter=open_counter, clock=clock)  # type: ignore[misc, assignment]
 
 
-@pytest.mark.parametrize("watts", [[100.0, 300.0], [100.0, math.nan]], ids=["both", "one-fails"])
-def test_the_energy_of_two_processes_is_their_sum_and_nothing_where_one_is_missing(watts: list[float], tmp_path: Path) -> None:
+def test_the_energy_of_two_processes_is_their_sum_and_nothing_where_one_is_missing(tmp_path: Path) -> None:
     options = [
         "--model_name", write_model(tmp_path / "model"), "--dataset_name", write_rows(tmp_path / "rows.jsonl", 32), "--validation_fraction=0",
         "--output_dir", tmp_path / "run", "--max_steps=4", "--log_every=2", "--batch_size=2", "--max_seq_length=256", "--sharding_mode=ddp",
         "--no_export",
     ]  # fmt: skip
-    ranks = start_ranks(2, tmp_path / "log", *options, first=functools.partial(give_each_rank_a_board, watts))
+    ranks = start_ranks(2, tmp_path / "log", *options, first=give_each_rank_a_board)
     assert [exit_code(rank) for rank in ranks] == [0, 0], (tmp_path / "log").read_text()
     taken = steps(tmp_path / "run")
     assert len(taken) == 4
-    if watts[1] != 300.0:
-        assert not any("energy" in key or "power" in key for step in taken for key in step)
-        return
-    assert [step["gpu_power_w"] for step in taken] == [200.0] * 4
-    # The clock: 0 as the meter is made, 10 as training begins, 20 and 30 at the two readings, 4000 J each.
-    assert [step["energy_j"] for step in taken] == [8000.0] * 2 + [12000.0] * 2
+    # The clock: 0 as the meter is made, 10 as training begins, 20 and 30 at the two readings; 4000 J until the first.
+    assert [step["gpu_power_w"] for step in taken[:2]] == [200.0] * 2
+    assert [step["energy_j"] for step in taken[:2]] == [8000.0] * 2
+    assert not any("energy" in key or "power" in key for step in taken[2:] for key in step)
     num_tokens = sum(step["tokens_per_s"] * step["step_time_s"] for step in taken[:2])
     assert taken[0]["energy_j_per_million_tokens"] == pytest.approx(4000 / num_tokens * 1e6)

@@ -164,7 +164,7 @@ def test_wandb_offline_holds_the_same_numbers_and_the_configuration(tmp_path: Pa
         reporter.evaluation(an_evaluation(TOTAL_STEPS))
         reporter.finish({"stopped_by": None, "certificate": {"verdict": "fp8", "gemms": {"fp8": 7}}})
     wandb.teardown()  # W&B's service writes the file behind our back; a process that ends waits for it, and so does this.
-    (stored,) = offline_runs(folder)
+    (stored,), _ = offline_runs(folder)
 
     by_step: dict[int, dict[str, Any]] = {}
     for record in read_lines(folder):
@@ -232,7 +232,7 @@ run_script(main)
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 2 and "error: the loss is not finite." in done.stderr
-    (stored,) = offline_runs(tmp_path)
+    (stored,), _ = offline_runs(tmp_path)
     assert [record["step"] for record in stored.history] == [1]
     assert stored.exit_code
 
@@ -266,36 +266,53 @@ def test_tensorboard_holds_the_same_numbers_also_after_a_resume(tmp_path: Path) 
     assert text.step == 4 and '"median_step_time_s": 0.25' in text.tensor_proto.string_val[0].decode()
 
 
-def check_in_a_bare_home(home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `check_trackers` in a process of its own, as a user without any W&B login."""
-    code = (
-        "import sys; from llm_fp8.config import parse_config; from llm_fp8.errors import run_script; "
-        "from llm_fp8.report import check_trackers; "
-        "run_script(lambda: check_trackers(parse_config(sys.argv[1:])) or 0)"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=home,
-        env={**without_wandb_variables(), "HOME": str(home), "PYTHONPATH": str(REPOSITORY), **environment},
+LOGINS: dict[str, tuple[str, dict[str, str], str]] = {
+    "logged out": (
+        "--use_wandb",
+        {},
+        "--use_wandb: there is no W&B login on this machine; run 'wandb login', or set WANDB_MODE=offline",
+    ),
+    "offline": ("--use_wandb", {"WANDB_MODE": "offline"}, ""),
+    "key": ("--use_wandb", {"WANDB_API_KEY": "0" * 40}, ""),
+    "no key": ("--report_to=all", {"WANDB_API_KEY": "short"}, "--report_to all: the stored W&B login is not usable"),
+}
+"""Option and environment of a user without any stored login -> how the sentence begins that `check_trackers` ends on, empty for none."""
+
+
+def test_whether_wandb_can_work_is_known_before_anything_is_trained(tmp_path: Path) -> None:
+    """In a process with a home and a W&B of its own, one after the other."""
+    code = """
+import json, os, sys
+from llm_fp8.config import parse_config
+from llm_fp8.errors import UserError
+from llm_fp8.report import check_trackers
+
+said = {}
+for name, (option, environment, _) in json.loads(sys.argv[1]).items():
+    os.environ.update(environment)
+    try:
+        check_trackers(parse_config([option]))
+        said[name] = ""
+    except UserError as error:
+        said[name] = str(error)
+    for variable in environment:
+        del os.environ[variable]
+print(json.dumps(said))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(LOGINS)],
+        cwd=tmp_path,
+        env={**without_wandb_variables(), "HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=60,  # a key and no network must not hang
     )
-
-
-def test_wandb_without_a_login_is_one_sentence_with_the_commands(tmp_path: Path) -> None:
-    done = check_in_a_bare_home(tmp_path, "--use_wandb")
-    assert done.returncode == 2
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "--use_wandb" in line and "'wandb login'" in line and "WANDB_MODE=offline" in line
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("environment", [{"WANDB_MODE": "offline"}, {"WANDB_API_KEY": "0" * 40}], ids=["offline", "key"])
-def test_wandb_that_can_work_passes(tmp_path: Path, environment: dict[str, str]) -> None:
-    done = check_in_a_bare_home(tmp_path, "--use_wandb", **environment)
     assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said.keys() == LOGINS.keys()
+    for name, (_, _, sentence) in LOGINS.items():
+        assert said[name].startswith(sentence) and bool(said[name]) == bool(sentence), (name, said[name])
 
 
 def test_only_the_first_process_is_asked_for_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,12 +324,6 @@ def test_only_the_first_process_is_asked_for_a_login(tmp_path: Path, monkeypatch
 def test_trackers_that_nobody_asked_for_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llm_fp8.report.package_version", lambda name: pytest.fail(f"looked for {name}"))
     check_trackers(a_config(tmp_path))
-
-
-def test_a_wandb_key_that_cannot_be_one_is_named(tmp_path: Path) -> None:
-    done = check_in_a_bare_home(tmp_path, "--report_to", "all", WANDB_API_KEY="short")
-    assert done.returncode == 2
-    assert "--report_to all: the stored W&B login is not usable" in done.stderr
 
 
 def test_wandb_that_is_not_installed_is_named_even_beside_a_folder_of_its_name(tmp_path: Path) -> None:

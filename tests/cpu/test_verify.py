@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import CancelledError
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -35,11 +41,11 @@ from llm_fp8.verify import (
     versions,
 )
 from llm_fp8.verify.command import exit_code, main, parse
-from llm_fp8.verify.output import SHOWN_DETAILS, print_rows, record
+from llm_fp8.verify.output import SHOWN_DETAILS, Record, print_rows
 from llm_fp8.verify.processes import Ended, Started, shown, torchrun
 from llm_fp8.verify.registry import CHECKS, Check
 from llm_fp8.verify.result import Problems, Result
-from llm_fp8.verify.runner import Row, run_checks
+from llm_fp8.verify.runner import Row, is_hanging, run_checks
 from llm_fp8.verify.setup import Setup
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +99,7 @@ def test_a_crash_is_a_failed_check_and_the_others_go_on(monkeypatch, setup):
 
     functions = {"crash": crash, "mistake": mistake, "memory": memory, "fine": lambda _: Result("passed", "fine")}
     checks = [module_check(monkeypatch, name, function) for name, function in functions.items()]
-    rows = run_checks([*checks, Check("is_not_there", "no module of this name")], setup, num_gpus=0)
+    rows = list(run_checks([*checks, Check("is_not_there", "no module of this name")], setup, num_gpus=0))
     results = {row.check.name: row.result for row in rows}
     assert [result.status for result in results.values()] == ["failed", "failed", "failed", "passed", "failed"]
     assert "illegal memory access" in results["crash"].summary and any(
@@ -102,6 +108,24 @@ def test_a_crash_is_a_failed_check_and_the_others_go_on(monkeypatch, setup):
     assert results["mistake"].summary == "Transformer Engine does not load."
     assert "nvidia-smi" in results["memory"].mends[0]
     assert all("--only" in result.mends[-1] for result in results.values() if result.status == "failed")
+
+
+def test_a_check_that_hangs_is_given_up_and_says_where(monkeypatch, setup):
+    let_go = threading.Event()
+
+    def asks_a_driver_that_does_not_answer(_):
+        let_go.wait(30)
+        return Result("passed", "too late")
+
+    hanging = dataclasses.replace(module_check(monkeypatch, "hangs", asks_a_driver_that_does_not_answer), limit_s=0.3)
+    first, second = run_checks(
+        [hanging, module_check(monkeypatch, "fine", lambda _: Result("passed", "fine"))], setup, num_gpus=0
+    )
+    assert is_hanging()
+    let_go.set()
+    assert first.result.status == "failed" and "did not end within" in first.result.summary and 0.3 <= first.wall_s < 10
+    assert any("asks_a_driver_that_does_not_answer" in line for line in first.result.details)
+    assert second.result.status == "passed"
 
 
 def test_checks_run_where_they_can(monkeypatch, setup):
@@ -119,8 +143,8 @@ def test_checks_run_where_they_can(monkeypatch, setup):
         return {row.check.name: row.result.status for row in run_checks(checks, setup, num_gpus)}
 
     assert statuses(0) == {"any": "passed", "one": "skipped", "two": "skipped", "none": "passed"}
-    assert statuses(1) == {"any": "passed", "one": "passed", "two": "skipped"}
-    assert statuses(2) == {"any": "passed", "one": "passed", "two": "passed"}
+    assert statuses(1) == {"any": "passed", "one": "passed", "two": "skipped", "none": "skipped"}
+    assert statuses(2) == {"any": "passed", "one": "passed", "two": "passed", "none": "skipped"}
 
 
 def test_every_registered_check_has_its_function():
@@ -155,7 +179,19 @@ def test_the_table_shows_what_mends_a_failure(capsys):
     printed = capsys.readouterr().out
     assert "broken [red]" in printed and "To mend" in printed and "python mend.py" in printed
     assert "line 16" in printed and "line 0" not in printed, "the last lines of an error name it"
-    assert json.dumps(record([failed], 1, {}, None))
+    assert json.dumps(Record(None, {}, (), [failed]).contents(1))
+
+
+def test_the_file_is_written_as_far_as_it_got(tmp_path):
+    """What is there when the script is killed: the checks that ended, which one was under way, which were not reached."""
+    done, under_way, later = (Check(name, name) for name in ("done", "under_way", "later"))
+    record = Record(tmp_path / "verify.json", {}, (done, under_way, later))
+    record.begin(done)
+    record.add(Row(done, Result("passed", "fine", facts={"shape": (1, 2)}), 1.5))
+    record.begin(under_way)
+    found = json.loads((tmp_path / "verify.json").read_text())
+    assert (found["exit_code"], found["under_way"], found["not_checked"]) == (None, "under_way", ["under_way", "later"])
+    assert [(check["name"], check["wall_s"]) for check in found["checks"]] == [("done", 1.5)]
 
 
 # --- versions, imports, GPU ---------------------------------------------------------------------------------------------
@@ -206,6 +242,9 @@ def test_imports():
     assert imports.judge({"torch": None}).status == "passed"
     broken = imports.judge({"torch": None, "transformer_engine.pytorch": "fp8 needs Transformer Engine, ..."})
     assert broken.status == "failed" and "requirements-gpu.txt" in broken.mends[0]
+    optional = imports.judge({"torch": None, "deepspeed": "ImportError: no", "flash_attn": "ImportError: undefined symbol"})
+    assert optional.status == "warning" and "--sharding_mode deepspeed_1 to 3" in optional.summary
+    assert "'deepspeed==" in optional.mends[0] and "uninstall -y flash-attn" in optional.mends[1]
 
 
 H200 = gpu.GpuFacts(
@@ -312,6 +351,7 @@ def test_a_probe_that_ends_early_says_in_which_precision():
     assert "not finite" in steps.judge_probe(Ended(0, "", 1.0), {"under_way": None, "found": plain}).summary
     fault = steps.judge_probe(Ended(-11, "loading\n", 1.0), {"under_way": "block", "found": {"bf16": plain["bf16"]}})
     assert fault.status == "failed" and fault.summary.startswith("block:") and "-11" in fault.summary
+    assert fault.facts["precisions"]["bf16"]["losses"] == BF16.losses and fault.facts["process"]["output"] == "loading\n"
     assert steps.judge_probe(Ended(1, "ImportError: libcudnn.so.9\n", 1.0), None).summary.endswith("ImportError: libcudnn.so.9")
 
 
@@ -371,6 +411,8 @@ def test_attention():
     forbidden = attention.judge(Ended(0, DEBUG, 1.0), {"backend": "unfused"}, "8 rows")
     assert forbidden.status == "failed" and forbidden.mends == ("unset NVTE_FUSED_ATTN NVTE_FLASH_ATTN",)
     assert any("NVTE_FUSED_ATTN=0" in line for line in forbidden.details)
+    why = attention.judge(Ended(0, DEBUG, 1.0), {"backend": "flash-attn"}, "8 rows")
+    assert why.status == "passed" and "not FusedAttention: due to NVTE_FUSED_ATTN=0" in why.summary
     other = attention.judge(Ended(0, "", 1.0), {"backend": "unfused"}, "8 rows")
     assert any("cudnn" in mend for mend in other.mends) and any("flash-attn==" in mend for mend in other.mends)
     crashed = attention.judge(Ended(1, "Traceback\nte_llama.UnsupportedArchitecture: no such RoPE\n", 1.0), None, "8 rows")
@@ -435,11 +477,12 @@ def test_rates():
     assert unknown.status == "info" and "fp8" not in unknown.summary
 
 
-def test_nvidia_smis_words():
-    assert rates.throttle_reasons("0x0000000000000024") == ["the power cap is reached", "it is too hot (software limit)"]
-    assert rates.throttle_reasons("0x0000000000000001") == [] == rates.throttle_reasons("[N/A]")
-    listing = "GPU-a, 7, /usr/bin/python3, 512 MiB\nGPU-a, 8, python, 1024 MiB\nGPU-b, 9, python, 1 MiB\n"
-    assert rates.other_processes(listing, "GPU-a", own_pid=7) == ["process 8 (python) holds 1024 MiB"]
+def test_the_drivers_words():
+    assert rates.throttle_reasons(0x24) == ["the power cap is reached", "it is too hot (software limit)"]
+    assert rates.throttle_reasons(0x1) == []
+    own = rates.described(os.getpid(), 2**30)
+    assert own.startswith(f"process {os.getpid()} (") and "name unknown" not in own and own.endswith("holds 1,024 MiB")
+    assert rates.described(2**22 + 1, None) == f"process {2**22 + 1} (name unknown) holds memory"
 
 
 def test_exchanges_between_real_processes(setup):
@@ -511,12 +554,93 @@ def test_the_engines_options_are_those_of_the_script():
     assert config.precision.mixed_precision == "fp8" and config.optim.max_steps == engines.NUM_STEPS
 
 
+RUN_PROGRAM = """
+import json, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+folder.mkdir()
+(folder / "metrics.jsonl").write_text('{"loss": 6.9}\\n{"eval_loss": 6.0}\\n{"loss": 5.2}\\n{"lo')
+if "hangs" in folder.name:
+    time.sleep(60)
+(folder / "summary.json").write_text(json.dumps({"sharding_mode": folder.name.removeprefix("run-")}))
+"""
+
+
+def test_runs_side_by_side(monkeypatch, tmp_path):
+    """Programs that write a run's records stand for the runs; one of them does not end."""
+    monkeypatch.setattr(engines, "torchrun", lambda num, *words: [sys.executable, "-c", RUN_PROGRAM, words[-1]])
+    monkeypatch.setattr(engines, "TIMEOUT_S", 2.0)
+    runs = engines.EngineRuns(("ddp", "hangs"), tmp_path, num_gpus=1)
+    ddp, hangs = runs.wait()
+    assert (ddp.mode, ddp.ended.code, ddp.losses, ddp.summary) == ("ddp", 0, [6.9, 5.2], {"sharding_mode": "ddp"})
+    assert hangs.ended.code is None and hangs.losses == [6.9, 5.2], "what was recorded before the limit is evidence"
+    result = engines.judge([ddp, hangs], {}, 1)
+    assert result.facts["hangs"]["losses"] == [6.9, 5.2] and "most recent call first" in result.facts["hangs"]["output"]
+
+
+def test_runs_that_are_no_longer_wanted_end(monkeypatch, tmp_path):
+    monkeypatch.setattr(engines, "torchrun", lambda num, *words: [sys.executable, "-c", RUN_PROGRAM, words[-1]])
+    runs = engines.EngineRuns(("hangs", "hangs_too"), tmp_path, num_gpus=2)
+    runs.kill()
+    began = time.monotonic()
+    with pytest.raises(CancelledError):
+        runs.wait()
+    assert time.monotonic() - began < 10 and not (tmp_path / "run-hangs_too").exists()
+
+
 def test_processes_end_with_their_output(tmp_path):
     failed = Started([sys.executable, "-c", "print('first'); raise ValueError('wrong')"], tmp_path / "a.log").wait(30)
     assert failed.code == 1 and failed.why() == "ValueError: wrong" and "first" in failed.output
-    sleeps = Started([sys.executable, "-c", "import time; print('on', flush=True); time.sleep(60)"], tmp_path / "b.log")
-    hung = sleeps.wait(1.0)
-    assert hung.code is None and hung.wall_s < 20 and "did not end" in hung.how()
+    torchruns = (
+        "E1121 15:16:40.1 7 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 2) local_rank: 0\nFailures:\n"
+    )
+    assert Ended(1, f"error: --x is wrong.\n{torchruns}", 1.0).evidence == ("error: --x is wrong.",)
+
+
+FAMILY = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "def exchange(): time.sleep(60)\\nimport time; exchange()"], start_new_session=True)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def assert_ends(pid: int) -> None:
+    """A process that is a zombie at most, soon."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        until = time.monotonic() + 10
+        while process.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < until, process
+            time.sleep(0.05)
+
+
+def test_a_time_limit_ends_the_whole_family_and_says_where_each_was(tmp_path):
+    """As torchrun does, the process gives its child a session of its own, so the process group does not hold it."""
+    hung = Started([sys.executable, "-c", FAMILY], tmp_path / "a.log").wait(1.0)
+    assert hung.code is None and hung.why() == hung.how() and "did not end within 1 s" in hung.how()
+    assert any(line.endswith("in exchange") for line in hung.stacks), hung.output
+    assert hung.output.split()[0] in hung.evidence[0]
+    assert_ends(int(hung.output.split()[0]))
+
+
+def test_no_process_outlives_a_verifier_that_is_killed(tmp_path):
+    log = tmp_path / "a.log"
+    program = f"""
+import sys, time
+from pathlib import Path
+from llm_fp8.verify.processes import Started
+started = Started([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"], Path({str(log)!r}))
+time.sleep(60)
+"""
+    verifier = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    until = time.monotonic() + 30
+    while not (log.exists() and log.read_text().endswith("\n")):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    verifier.kill()
+    verifier.wait()
+    assert_ends(int(log.read_text()))
 
 
 # --- the script ---------------------------------------------------------------------------------------------------------
@@ -534,7 +658,10 @@ def test_without_a_gpu_it_does_what_it_can(tmp_path):
     done = verify("--json", str(path), "--output_dir", str(tmp_path), NVTE_FP8_ALLREDUCE="1", WANDB_MODE="offline")
     assert done.returncode == 3, done.stdout + done.stderr
     found = json.loads(path.read_text())
-    assert set(found) == {"exit_code", "options", "checks", "not_checked", "provenance"} and found["exit_code"] == 3
+    assert (
+        set(found) == {"exit_code", "under_way", "wall_s", "options", "checks", "not_checked", "provenance"}
+        and found["exit_code"] == 3
+    )
     by_name = {check["name"]: check for check in found["checks"]}
     assert set(by_name) == {check.name for check in CHECKS}
     assert all(
@@ -572,6 +699,26 @@ def test_a_failed_check_is_exit_code_1(monkeypatch, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "To mend" in printed and "unset CUDA_LAUNCH_BLOCKING" in printed and "unset WORLD_SIZE" in printed
     assert "WORLD_SIZE" not in os.environ, "what a launcher left must not reach the other checks"
+
+
+@without_gpu
+def test_a_signal_keeps_what_was_found(monkeypatch, tmp_path, capsys):
+    def stopped(_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    checks = [
+        module_check(monkeypatch, "fine", lambda _: Result("passed", "fine")),
+        module_check(monkeypatch, "slow", stopped),
+        Check("later", "L"),
+    ]
+    monkeypatch.setattr("llm_fp8.verify.command.CHECKS", tuple(dataclasses.replace(check, limit_s=None) for check in checks))
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["--json", str(tmp_path / "verify.json"), "--output_dir", str(tmp_path)]) == 143
+    found = json.loads((tmp_path / "verify.json").read_text())
+    assert (found["exit_code"], found["under_way"], found["not_checked"]) == (143, "slow", ["slow", "later"])
+    assert [check["name"] for check in found["checks"]] == ["fine"]
+    assert "stopped in 'slow'" in capsys.readouterr().out and signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(

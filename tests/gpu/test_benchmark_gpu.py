@@ -14,6 +14,7 @@ import torch
 from llm_fp8.throughput.arms import parse_arm
 from llm_fp8.throughput.measure import measure
 from llm_fp8.throughput.workload import Workload
+from scripts.benchmark import CLAIM
 from tests.small import tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +51,7 @@ def first_loss(workload):
 @pytest.mark.parametrize(
     "name",
     ["hf_bf16", "bf16", "bf16:swap", "bf16:recompute", "delayed", "current", "block", "delayed:swap", "current:swap", "delayed:recompute"]
-    + ["hf_bf16_compiled", "accelerate_te"]
+    + ["hf_bf16_compiled", "accelerate_te", "te_autocast"]
     + [pytest.param(name, marks=needs_torchao) for name in ("torchao_tensorwise", "torchao_rowwise")],
 )  # fmt: skip
 def test_kernels_of_an_arm(name, workload, first_loss, device, record_property):
@@ -66,8 +67,8 @@ def test_kernels_of_an_arm(name, workload, first_loss, device, record_property):
     num_weights = NUM_LAYERS * WEIGHTS_OF_LAYER[decoder]
     if arm.computes_in_fp8:
         assert gemms["fp8"]["count"] >= NUM_GEMMS * num_weights
-        assert sum(found["census"]["converted"].values()) == NUM_LAYERS * MODULES_OF_LAYER[decoder] + (name == "accelerate_te")
-    if name != "accelerate_te":  # which has the output head in fp8 as well
+        assert sum(found["census"]["converted"].values()) == NUM_LAYERS * MODULES_OF_LAYER[decoder] + (name in CLAIM)
+    if name not in CLAIM:  # which have the output head in fp8 as well
         assert gemms["bf16"]["count"] >= NUM_GEMMS * (1 if arm.computes_in_fp8 else num_weights + 1)
     assert found["losses"][0] == pytest.approx(first_loss, rel=5e-3 if arm.computes_in_fp8 else 5e-4), (
         "the same weights and tokens"
@@ -82,6 +83,15 @@ def test_accelerates_own_fp8_unties_and_freezes_a_tied_output_head(tmp_path, dev
     tied = write_architecture(tmp_path / "tied", tie_word_embeddings=True)
     found = measure(Workload.parse(tied, 2), parse_arm("accelerate_te"), 1, device)
     assert found["parameters_not_in_the_optimizer"] == ["lm_head.weight"]
+
+
+def test_accelerates_own_fp8_trains_what_bare_transformer_engine_trains(workload, device):
+    """The same kernels in the same number; losses differ by the order of sums in the attention's and the norm's gradients alone."""
+    own, bare = (measure(Workload.parse(workload, 4), parse_arm(name), 1, device) for name in CLAIM)
+    assert own["losses"][0] == pytest.approx(bare["losses"][0], rel=1e-6)
+    assert own["losses"] == pytest.approx(bare["losses"], rel=1e-3)
+    counts = [{kind: gemms["count"] for kind, gemms in found["gemm_kernels"].items()} for found in (own, bare)]
+    assert counts[0] == counts[1]
 
 
 def test_the_script_writes_rows_with_their_spread(workload, tmp_path):

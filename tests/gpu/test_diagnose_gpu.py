@@ -59,7 +59,10 @@ def check_sums(found: dict) -> None:
     """Time and memory add up to what was measured apart from them."""
     time, memory = found["time"], found["memory"]
     classes = sum(taken["time_s"] for taken in time["classes"].values())
-    assert classes + time["gap_s"] == pytest.approx(time["recorded_span_s"], rel=0.02)
+    assert classes + time["gap_s"] == pytest.approx(max(time["step_time_s"], time["busy_s"]), rel=0.02)
+    assert time["busy_s"] <= time["recorded_span_s"]
+    floors = [(taken["floor_s"], taken["time_s"]) for taken in (*time["classes"].values(), *time["gemms"].values())]
+    assert all(floor_s <= time_s for floor_s, time_s in floors if floor_s is not None), floors
     gemms = sum(taken["time_s"] for taken in time["gemms"].values())
     assert 0 < gemms <= time["classes"]["gemm"]["time_s"] * 1.001
     kinds = memory["kinds_gib"]

@@ -41,7 +41,8 @@
       hoverlabel: {bgcolor: palette().ground, font: {color: text}}, dragmode: false,
       xaxis: {...axis, title: {text: chart.x_title, standoff: 8}, zeroline: false, type: isBar ? "category" : "linear", nticks: 6,
         rangemode: isBar ? "normal" : "tozero"},
-      yaxis: {...axis, title: {text: chart.y_title, standoff: 8}, zeroline: isBar || chart.id === "gap-step"},
+      yaxis: {...axis, title: {text: chart.y_title, standoff: 8}, zeroline: isBar || chart.id === "gap-step",
+        rangemode: chart.id === "gap-step" ? "tozero" : "normal"},
       shapes: chart.band ? [{type: "rect", xref: "paper", x0: 0, x1: 1, y0: chart.band[0], y1: chart.band[1], fillcolor: band, line: {width: 0}, layer: "below"}] : [],
     };
   }
