@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -54,8 +55,14 @@ def write_rows(path: Path, num_rows: int) -> str:
     return str(path)
 
 
+def forget_accelerator() -> None:
+    """Drop what Accelerate keeps for the life of a program: the next training in this process may ask for another precision."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def train(*options: object) -> int:
     """Run train_fp8.py's work in this process; returns the exit code."""
+    forget_accelerator()
     return run_training(parse_config([str(option) for option in options]))
 
 

@@ -26,7 +26,7 @@ from llm_fp8.signals import GracefulStop
 from llm_fp8.te_state import TeState, read_te_state
 from llm_fp8.wandb_files import offline_runs
 from tests.processes import exit_code, start_ranks
-from tests.small import steps
+from tests.small import forget_accelerator, steps
 
 FP8_GEMMS = {
     "nvjet_sm90_qrtst_128x128_128x6_2x1_v_bz_coopA_algo2_TNT": (160, 0.010229),
@@ -286,6 +286,11 @@ def test_the_recorded_step_is_in_no_median():
     assert (summary["median_step_time_s"], summary["num_steps_measured"], summary["num_steps_left_out"]) == (1.0, 2, 4)
     alone = throughput_summary([taken[4]])
     assert alone == {"num_steps_measured": 0, "num_steps_left_out": 1}
+
+
+@pytest.fixture(autouse=True)
+def _a_program_of_its_own() -> None:
+    forget_accelerator()
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, float]]) -> None:

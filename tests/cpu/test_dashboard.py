@@ -96,7 +96,6 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 def offline_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """An output folder that train_fp8.py's work left with W&B offline."""
     folder = tmp_path_factory.mktemp("runs") / "first"
-    AcceleratorState._reset_state(reset_partial_state=True)  # what a test before this one may have left
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         assert 0 == train(
