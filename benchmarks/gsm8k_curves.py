@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from llm_fp8.json_files import write_json_atomic  # noqa: E402
+from llm_fp8.programs import torchrun  # noqa: E402
 from llm_fp8.provenance import collect_provenance  # noqa: E402
 
 ARMS = {
@@ -68,9 +69,7 @@ class Job:
         """The command that starts it, up to the training's own options."""
         if self.mode is None:
             return [sys.executable, "train_fp8.py"]
-        # A free port for each: several run at a time.
-        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_gpus}"]
-        return [*torchrun, "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "train_multi_gpu.py"]
+        return torchrun(num_gpus, "train_multi_gpu.py")
 
     def options(self, folder: Path, settings: argparse.Namespace) -> list[str]:
         """The options of train_fp8.py or train_multi_gpu.py."""

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llm_fp8.config import ModelConfig
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.models import EMBEDDED_MODEL, load_config, resolve_source
+from llm_fp8.programs import torchrun
 from llm_fp8.provenance import collect_provenance
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,7 +76,7 @@ def main() -> None:
     options = parser.parse_args()
     launch = [sys.executable, "train_fp8.py"]
     if options.num_gpus > 1:
-        launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.num_gpus}", "train_multi_gpu.py"]
+        launch = torchrun(options.num_gpus, "train_multi_gpu.py")
     common = [
         "--batch_size=1",
         "--max_seq_length=1024",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from llm_fp8.config import Config
 from llm_fp8.metrics import GIB
+from llm_fp8.programs import output_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -48,15 +48,6 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def _output_of(*command: str) -> str | None:
-    """What a program prints, or None where it does not exist or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL, check=True)
-    except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip()
-
-
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Commit and whether files differ from it, of the git repository whose root is `folder`.
 
@@ -66,11 +57,11 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     """
     if told := os.environ.get("LLM_FP8_COMMIT"):
         return {"commit": told, "dirty": None}
-    root = _output_of("git", "-C", str(folder), "rev-parse", "--show-toplevel")
+    root = output_of("git", "-C", str(folder), "rev-parse", "--show-toplevel")
     if root is None or Path(root).resolve() != folder.resolve():
         return None
-    commit = _output_of("git", "-C", str(folder), "rev-parse", "--verify", "HEAD")
-    changes = _output_of("git", "-C", str(folder), "status", "--porcelain")
+    commit = output_of("git", "-C", str(folder), "rev-parse", "--verify", "HEAD")
+    changes = output_of("git", "-C", str(folder), "status", "--porcelain")
     if commit is None or changes is None:
         return None
     return {"commit": commit, "dirty": changes != ""}
@@ -93,7 +84,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 def _driver_version() -> str | None:
     """Version of the NVIDIA driver, None without one."""
-    versions = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    versions = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return versions.splitlines()[0] if versions else None
 
 

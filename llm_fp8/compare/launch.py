@@ -27,6 +27,7 @@ from llm_fp8.compare.run_record import read_json, why_unfinished
 from llm_fp8.config import Config, parse_config
 from llm_fp8.errors import UserError
 from llm_fp8.json_files import write_json_atomic
+from llm_fp8.programs import torchrun
 from llm_fp8.provenance import REPOSITORY
 from llm_fp8.signals import GracefulStop
 
@@ -144,8 +145,7 @@ def command_line(plan: Plan, run: PlannedRun) -> list[str]:
         options += ["--resume_from", "latest"]
     if plan.num_gpus == 1:
         return [sys.executable, str(REPOSITORY / "train_fp8.py"), *options]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={plan.num_gpus}"]
-    return [*torchrun, str(REPOSITORY / "train_multi_gpu.py"), *options]
+    return torchrun(plan.num_gpus, str(REPOSITORY / "train_multi_gpu.py"), *options)
 
 
 def set_aside(folder: Path) -> None:

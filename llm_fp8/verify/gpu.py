@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llm_fp8.verify.processes import output_of
+from llm_fp8.programs import output_of
 from llm_fp8.verify.result import Problems, Result
 from llm_fp8.verify.setup import Setup
 

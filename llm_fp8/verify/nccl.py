@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from llm_fp8.verify.processes import Ended, Started, shown, torchrun
+from llm_fp8.programs import torchrun
+from llm_fp8.verify.processes import Ended, Started, shown
 from llm_fp8.verify.result import Problems, Result
 from llm_fp8.verify.setup import Setup
 

@@ -169,21 +169,7 @@ class Probe:
         self._process.kill()
 
 
-def torchrun(num_processes: int, *words: str) -> list[str]:
-    """The command that starts so many processes on this host, on a port of their own."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", *words]
-
-
 def shown(command: list[str]) -> str:
     """A command as a user would type it."""
     words = ["torchrun", *command[3:]] if command[1:3] == ["-m", "torch.distributed.run"] else command
     return shlex.join(["python" if word == sys.executable else word for word in words])
-
-
-def output_of(*command: str, timeout_s: float = 20) -> str | None:
-    """What a program prints to stdout; None where it does not exist, fails or hangs."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, check=True)
-    except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip()

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from llm_fp8.ceilings import Ceilings, KnownCeilings
 from llm_fp8.errors import UserError
+from llm_fp8.programs import torchrun
 from llm_fp8.verify import (
     attention,
     attention_probe,
@@ -42,7 +43,7 @@ from llm_fp8.verify import (
 )
 from llm_fp8.verify.command import exit_code, main, parse
 from llm_fp8.verify.output import SHOWN_DETAILS, Record, print_rows
-from llm_fp8.verify.processes import Ended, Started, shown, torchrun
+from llm_fp8.verify.processes import Ended, Started, shown
 from llm_fp8.verify.registry import CHECKS, Check
 from llm_fp8.verify.result import Problems, Result
 from llm_fp8.verify.runner import Row, is_hanging, run_checks
