@@ -24,7 +24,7 @@ from llm_fp8.metrics import GIB
 from llm_fp8.parallel.fsdp import materialize_
 from llm_fp8.shards import saved_tensors
 
-BATCH_SIZE = 32
+BATCH_SIZE = 64
 """Prompts generated from at a time."""
 
 HEADROOM_GIB = 3.0

@@ -140,6 +140,7 @@ class StepProfile:
 def profiled(accelerator: Accelerator) -> Iterator[StepProfile]:
     """Record the CUDA kernels of the enclosed step; collective, because the ranks' times are gathered at the end."""
     result = StepProfile()
+    torch.cuda.synchronize()  # the GPU is some steps behind: waiting for them is not the recording's cost
     started = time.perf_counter()
     with record_kernels() as recorded:
         step_started = time.perf_counter()

@@ -89,7 +89,7 @@ def test_every_kernel_has_a_class(device):
         assert all(time_s < 0.005 * total_s for time_s in others.values()), others
 
 
-def test_autocast_around_plain_linear_layers_is_caught(device):
+def test_autocast_around_plain_linear_layers_is_caught(device, record_property):
     """The common mistake: fp8 is switched on around a model that has no layer which could use it."""
     import transformer_engine.pytorch as te
 
@@ -100,6 +100,7 @@ def test_autocast_around_plain_linear_layers_is_caught(device):
     num_linears = sum(isinstance(m, torch.nn.Linear) for m in decoder_layers(model.model).modules())
     promise = Promise(plan.name, plan.compute_name, plan.effective_scenario, num_linears, fp8_linear_flop_share=0.9)
     certificate = certify(promise, kernels, TeState(), num_micro_batches=MICRO_BATCHES)
+    record_property("certificate", certificate.to_dict())
     assert certificate.verdict == "failed"
     assert f"expected at least {num_linears * 3 * MICRO_BATCHES} fp8 GEMM kernels" in certificate.reasons[0]
     assert "fp8" not in gemm_kernels(kernels) and gemm_kernels(kernels)["bf16"].count > 0
@@ -144,21 +145,22 @@ BROKEN = {
 }
 
 
+def certificate_of(folder: Path) -> dict:
+    return json.loads((folder / "certificate.json").read_text())
+
+
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_run_ends_with_code_1(case, model_folder, tmp_path):  # noqa: F811
+def test_a_broken_run_ends_with_code_1(case, model_folder, tmp_path, record_property):  # noqa: F811
     patch, options, words = BROKEN[case]
     done = train_broken(patch, *common(model_folder, tmp_path / "run", *options, "--max_steps", "50"))
     assert done.returncode == 1, done.stdout + done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: the GPU does not run what was asked for") and words in last
-    stored = json.loads((tmp_path / "run" / "certificate.json").read_text())
+    stored = certificate_of(tmp_path / "run")
+    record_property("certificate", stored)
     assert stored["verdict"] == "failed" and json.loads((tmp_path / "run" / "summary.json").read_text())["certificate"] == stored
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5], "it ended right after the recorded step"
-
-
-def certificate_of(folder: Path) -> dict:
-    return json.loads((folder / "certificate.json").read_text())
 
 
 def test_a_run_prints_its_certificate(model_folder, tmp_path, record_property):  # noqa: F811
@@ -197,7 +199,7 @@ def test_runs_outside_bf16_are_certified(precision, model_folder, tmp_path):  # 
     assert stored["verdict"] == "certified" and stored["num_fp8_gemm_kernels"] == 0, stored
 
 
-def test_unfused_attention_shows_in_the_certificate(model_folder, tmp_path):  # noqa: F811
+def test_unfused_attention_shows_in_the_certificate(model_folder, tmp_path, record_property):  # noqa: F811
     environment = {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0"}
     done = train(
         *common(model_folder, tmp_path / "run", "--mixed_precision", "fp8", "--no_packing", "--max_steps", "2"),
@@ -206,4 +208,5 @@ def test_unfused_attention_shows_in_the_certificate(model_folder, tmp_path):  # 
     assert done.returncode == 0, done.stderr
     assert "WARNING: attention runs UNFUSED" in done.stdout and "attention is unfused" in done.stdout
     stored = certificate_of(tmp_path / "run")
+    record_property("certificate", stored)
     assert (stored["verdict"], stored["attention"]) == ("certified", "unfused")

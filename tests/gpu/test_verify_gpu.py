@@ -45,6 +45,11 @@ def verify(
     return done.returncode, {check["name"]: check for check in found["checks"]}, wall_s, output
 
 
+def findings(checks: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What the record keeps of checks that a broken set-up should fail."""
+    return {name: {key: check[key] for key in ("status", "summary", "mends")} for name, check in checks.items()}
+
+
 @pytest.fixture(scope="module")
 def start_s() -> float:
     """What one start of a run's Python takes on this machine, the second time: files are cached by then."""
@@ -106,10 +111,11 @@ def test_attention_at_the_users_shape(options, form, tmp_path):
     assert form in checks["attention"]["summary"]
 
 
-def test_unfused_attention_is_caught(tmp_path):
+def test_unfused_attention_is_caught(tmp_path, record_property):
     code, checks, _, output = verify(
         tmp_path / "verify.json", "--only", "variables,attention", NVTE_FUSED_ATTN="0", NVTE_FLASH_ATTN="0"
     )
+    record_property("findings", findings(checks))
     assert code == 1, output
     assert checks["attention"]["status"] == "failed" and checks["attention"]["facts"]["seen"]["backend"] == "unfused"
     assert any("NVTE_FUSED_ATTN=0" in reason for reason in checks["attention"]["facts"]["reasons"]["FusedAttention"])
@@ -117,7 +123,7 @@ def test_unfused_attention_is_caught(tmp_path):
     assert checks["variables"]["status"] == "failed" and "unset NVTE_FUSED_ATTN" in checks["variables"]["mends"]
 
 
-def test_harmful_variables_are_caught(tmp_path):
+def test_harmful_variables_are_caught(tmp_path, record_property):
     code, checks, _, output = verify(
         tmp_path / "verify.json",
         "--only",
@@ -126,17 +132,19 @@ def test_harmful_variables_are_caught(tmp_path):
         WORLD_SIZE="2",
         ACCELERATE_USE_FSDP="true",
     )
+    record_property("findings", findings(checks))
     assert code == 1, output
     assert checks["variables"]["mends"][:2] == ["unset CUDA_LAUNCH_BLOCKING", "unset WORLD_SIZE"]
     assert checks["steps"]["status"] == "passed", "what a launcher left in the shell must not reach the other checks"
 
 
-def test_two_cudnns_are_caught(tmp_path):
+def test_two_cudnns_are_caught(tmp_path, record_property):
     """Transformer Engine is pointed at a copy of torch's cuDNN: another file, so another library in the same process."""
     nvidia = pytest.importorskip("nvidia.cudnn", reason="cuDNN is not torch's package here")
     copied = tmp_path / "cudnn"
     shutil.copytree(Path(next(iter(nvidia.__path__)), "lib"), copied / "lib")
     code, checks, _, output = verify(tmp_path / "verify.json", "--only", "attention,cudnn", CUDNN_HOME=str(copied))
+    record_property("findings", findings(checks))
     if checks["attention"]["status"] == "passed" or checks["attention"]["facts"]["seen"] is not None:
         assert checks["cudnn"]["status"] == "failed" and len(checks["cudnn"]["facts"]["folders"]) == 2, output
         assert str(copied / "lib") in checks["cudnn"]["facts"]["folders"]
@@ -146,7 +154,7 @@ def test_two_cudnns_are_caught(tmp_path):
     assert code == 1
 
 
-def test_absent_fp8_kernels_are_caught(tmp_path):
+def test_absent_fp8_kernels_are_caught(tmp_path, record_property):
     """A recipe that says fp8 and runs bf16, as a lost autocast would."""
     patched = (
         "import sys; from pathlib import Path; from llm_fp8.config import PrecisionConfig; from llm_fp8.verify import steps, steps_probe; "
@@ -157,6 +165,7 @@ def test_absent_fp8_kernels_are_caught(tmp_path):
         f"steps.PROBE = ('-c', {patched!r}); sys.exit(main(sys.argv[1:]))"
     )
     code, checks, _, output = verify(tmp_path / "verify.json", "--only", "steps", program=[sys.executable, "-c", program])
+    record_property("findings", findings(checks))
     assert code == 1, output
     assert checks["steps"]["status"] == "failed" and checks["steps"]["summary"].startswith(
         "delayed: 0 fp8 GEMM kernels ran, and 24"
