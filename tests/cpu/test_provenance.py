@@ -35,6 +35,18 @@ def test_provenance_names_versions_hardware_and_command() -> None:
     assert (found["cuda"] is None) == (torch.version.cuda is None)
 
 
+def test_the_command_is_that_of_the_repository_s_root(monkeypatch, tmp_path) -> None:
+    assert collect_provenance([str(REPOSITORY / "scripts" / "x.py"), "--json", "/tmp/y"])["command"] == [
+        "scripts/x.py",
+        "--json",
+        "/tmp/y",
+    ]
+    monkeypatch.chdir(REPOSITORY / "scripts")
+    assert collect_provenance(["x.py"])["command"] == ["scripts/x.py"]
+    monkeypatch.chdir(tmp_path)
+    assert collect_provenance(["x.py"])["command"] == ["x.py"]
+
+
 def test_provenance_imports_nothing_heavy() -> None:
     code = (
         "import sys; from llm_fp8.provenance import collect_provenance; collect_provenance(['x']); "

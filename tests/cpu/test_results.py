@@ -9,13 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from llm_fp8.throughput.arms import parse_arm
+from llm_fp8.throughput.arms import PRECISIONS, parse_arm
+from llm_fp8.throughput.rival import RIVALS
 from tests.families import FAMILIES
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 OLD_ARMS = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
 """Names in files that were recorded before one grammar named all arms."""
-FROM_GPU = ("gpu_tests", "throughput_", "gsm8k_curves", "multi_gpu_", "startup_", "ceilings_", "verify_", "diagnose_")
+FROM_GPU = (
+    "gpu_tests",
+    "throughput_",
+    "gsm8k_curves",
+    "multi_gpu_",
+    "startup_",
+    "ceilings_",
+    "verify_",
+    "diagnose_",
+    "comparison_",
+)
 
 
 def load(pattern: str) -> list[tuple[str, dict]]:
@@ -29,6 +40,8 @@ def test_origin(path):
         assert record["script"] and record["machine"]
         return
     origin = record["provenance"]
+    if path.stem.startswith("comparison_"):
+        origin = origin["of_first_run"]
     assert len(origin["git"]["commit"]) == 40
     if not path.stem.startswith(FROM_GPU):
         return
@@ -78,7 +91,7 @@ def test_kernels_by_recipe():
 def test_throughput_rows(name):
     rows = json.loads((RESULTS / name).read_text())["rows"]
     arms = {row["arm"] for row in rows}
-    assert "hf_bf16" in arms and {"bf16", "delayed"} <= arms, "a rival and ours, in one run"
+    assert {"hf_bf16", "bf16"} <= arms, "a rival and ours, in one run"
     for row in rows:
         if row.get("out_of_memory") or "failed" in row:  # the former until rows gave their reason
             continue
@@ -156,3 +169,56 @@ def test_startup(name):
 def test_first_updates_lag_only_from_rounded_weights():
     lag = json.loads((RESULTS / "first_updates.json").read_text())["bf16_over_fp32_minus_1"]
     assert max(map(abs, lag["fp32"])) < 2e-4 < 5e-3 < lag["bf16"][1] == max(lag["bf16"])
+
+
+def test_every_rival_was_measured_beside_our_recipes():
+    """In the files of one H200 with rows of 1,024 tokens: all arms, and the claim that Accelerate's own fp8 is Transformer Engine's."""
+    for size in ("1b", "3b", "8b"):
+        record = json.loads((RESULTS / f"throughput_{size}.json").read_text())
+        assert [row["arm"] for row in record["rows"]] == [*RIVALS, *PRECISIONS]
+        (claim,) = record["claims"]
+        assert claim["arms"] == ["accelerate_te", "te_autocast"] and claim["first_loss_difference"] == 0
+        assert claim["speed_ratio"] == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in load("ceilings_*.json")])
+def test_ceilings(name):
+    record = json.loads((RESULTS / name).read_text())
+    assert record["gpu"] in {gpu["name"] for gpu in record["provenance"]["gpus"]} and len(record["rounds"]) >= 3
+    for figure, value in record["ceilings"].items():
+        assert (
+            min(of_round[figure] for of_round in record["rounds"])
+            <= value
+            <= max(of_round[figure] for of_round in record["rounds"])
+        )
+
+
+@pytest.mark.parametrize("name", [name for name, _ in load("verify_*.json")])
+def test_verify(name):
+    record = json.loads((RESULTS / name).read_text())
+    checks = {check["name"]: check for check in record["checks"]}
+    assert record["exit_code"] == 0
+    assert set(record["not_checked"]) == {name for name, check in checks.items() if check["status"] == "skipped"}
+    assert {check["status"] for check in checks.values()} <= {"passed", "warning", "info", "skipped"}
+    for check in ("gpu", "recipes", "steps", "attention", "cudnn", "engines", "rates"):
+        assert checks[check]["status"] == "passed"
+
+
+@pytest.mark.parametrize("name", [name for name, _ in load("diagnose_*.json")])
+def test_diagnose(name):
+    record = json.loads((RESULTS / name).read_text())
+    assert record["exit_code"] == 0 and not record["problems"] and record["attention"] == "fused (cuDNN)"
+    in_fp8 = record["precision"]["effective"] == "fp8"
+    assert (record["census"]["fp8_linear_flop_share"] > 0.5) == in_fp8
+    kinds = record["memory"]["kinds_gib"]
+    assert sum(kinds.values()) == pytest.approx(record["memory"]["peak_gib"], rel=0.01)
+
+
+def test_comparison():
+    ((_, record),) = load("comparison_*.json")
+    arms = {arm["arm"]: arm for arm in record["arms"]}
+    assert set(arms) == {"bf16", "delayed", "current", "block"} and not record["failures"]
+    for arm in arms.values():
+        assert len(arm["seeds"]) >= 3 and arm["certificate"]["state"] == "certified"
+        assert all(0.05 < share < 0.95 for share in arm["exact_match"].values()), "neither none nor all of the problems"
+    assert all(flag["effect"] == "note" for flag in record["differences"]), "the runs differ in nothing but the arm"
