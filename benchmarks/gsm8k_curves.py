@@ -9,6 +9,8 @@ Draw the result with `benchmarks/plot_curves.py`.
 
     python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --num_gpus 4 --seeds 1 --output benchmarks/results/multi_gpu_curves.json
 
+Results are kept after each run, and the same command goes on from what its --output holds.
+
 With several GPUs the question is whether they train as one does: bf16 and delayed scaling on one GPU, and under each of MODES on all of them
 (`train_multi_gpu.py`), at the same global batch, with the same seed and, since the modes differ in it, the same optimizer.
 """
@@ -179,8 +181,23 @@ def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"arms": arms}
 
 
-def main() -> None:
-    """Run all arms and write the JSON."""
+def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[list[dict[str, Any]], list[Any]]:
+    """What an earlier call left in --output: its runs, and with what they were made; a mistake where they were asked for otherwise."""
+    output = Path(settings.output)
+    if not output.exists():
+        return [], []
+    record = json.loads(output.read_text())
+    earlier = parser.parse_args(record["provenance"]["command"][1:])
+    for name in ("epochs", "eval_every", "num_gpus"):
+        if getattr(earlier, name) != getattr(settings, name):
+            parser.error(
+                f"--output {output} holds runs with --{name} {getattr(earlier, name)}; give another file or the same options"
+            )
+    return record["runs"], [*record["earlier_provenance"], record["provenance"]]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--data", required=True, help="GSM8K's training problems as jsonl in OpenMathInstruct-2's columns")
     parser.add_argument("--output", required=True, help="JSON file to write")
@@ -193,22 +210,34 @@ def main() -> None:
     parser.add_argument(
         "--parallel", type=int, default=4, help="trainings at a time (default 4); one on several GPUs takes a share of each"
     )
+    return parser
+
+
+def main() -> None:
+    """Run all arms and write the JSON."""
+    parser = make_parser()
     settings = parser.parse_args()
     if settings.num_gpus < 1 or ROWS % settings.num_gpus:
         parser.error(f"--num_gpus {settings.num_gpus} does not divide the {ROWS} rows of a micro-batch")
     jobs = plan(settings)
-    runs: list[dict[str, Any]] = []
+    order = [(job.arm, job.seed) for job in jobs]
+    runs, earlier_provenance = finished_runs(settings, parser)
+
+    def write(comparison: dict[str, Any] | None) -> None:
+        runs.sort(key=lambda run: order.index((run["arm"], run["seed"])))
+        origin = {"provenance": collect_provenance(sys.argv), "earlier_provenance": earlier_provenance}
+        write_json_atomic(Path(settings.output), {**origin, "comparison": comparison, "runs": runs})
+
+    done = {(run["arm"], run["seed"]) for run in runs}
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(settings.parallel) as pool:
-        futures = {pool.submit(run_one, job, settings, Path(scratch) / str(number)): job for number, job in enumerate(jobs)}
+        left = [job for job in jobs if (job.arm, job.seed) not in done]
+        futures = [pool.submit(run_one, job, settings, Path(scratch) / str(number)) for number, job in enumerate(left)]
         for future in as_completed(futures):
             runs.append(future.result())
             print(f"{runs[-1]['arm']}, seed {runs[-1]['seed']}: {runs[-1]['wall_time_s']:.0f} s", flush=True)
-            runs.sort(key=lambda run: [(job.arm, job.seed) for job in jobs].index((run["arm"], run["seed"])))
-            write_json_atomic(
-                Path(settings.output), {"provenance": collect_provenance(sys.argv), "comparison": None, "runs": runs}
-            )
+            write(None)
     comparison = compare(runs) if settings.num_gpus == 1 else compare_to_one_gpu(runs)
-    write_json_atomic(Path(settings.output), {"provenance": collect_provenance(sys.argv), "comparison": comparison, "runs": runs})
+    write(comparison)
     print(json.dumps(comparison, indent=2))
 
 

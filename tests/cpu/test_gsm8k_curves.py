@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gsm8k_curves import ARMS, compare_to_one_gpu, plan
+from benchmarks.gsm8k_curves import ARMS, compare_to_one_gpu, finished_runs, make_parser, plan
 from benchmarks.plot_curves import draw
 from llm_fp8.config import parse_config
 
@@ -46,6 +47,21 @@ def run(arm: str, num_gpus: int, *losses: float, rows: int = 16) -> dict:
         "arm": arm, "seed": 1, "num_gpus": num_gpus, "global_batch_size": rows, "num_parameters": 57_000_000, "final_eval_loss": losses[-1],
         "evaluations": [[25 * n, 1000 * n, loss] for n, loss in enumerate(losses, start=1)],
     }  # fmt: skip
+
+
+def test_the_same_command_goes_on_from_what_it_kept(tmp_path, capsys):
+    output = tmp_path / "curves.json"
+    command = ["gsm8k_curves.py", "--data", "rows.jsonl", "--output", str(output), "--num_gpus", "4", "--epochs", "2"]
+    parser = make_parser()
+    assert finished_runs(parser.parse_args(command[1:]), parser) == ([], [])
+    runs = [run("bf16", 1, 3.0, 2.0)]
+    output.write_text(
+        json.dumps({"provenance": {"command": command}, "earlier_provenance": [], "comparison": None, "runs": runs})
+    )
+    assert finished_runs(parser.parse_args([*command[1:], "--parallel", "3"]), parser) == (runs, [{"command": command}])
+    with pytest.raises(SystemExit):
+        finished_runs(parser.parse_args([*command[1:], "--epochs", "3"]), parser)
+    assert "holds runs with --epochs 2" in capsys.readouterr().err
 
 
 def test_the_comparison_with_one_gpu_and_its_plot(tmp_path):
