@@ -126,12 +126,12 @@ class Certificate:
         remarks = f" ({'; '.join(self.remarks)})" if self.remarks else ""
         return f"certificate: {verdict}{self.precision}, {kernels}{attention}{remarks}"
 
-    def failure(self, path: Path) -> str:
-        """The sentence on which a run with a failed certificate ends; `path` is where the certificate is kept."""
+    def failure(self, path: Path, otherwise: str = "--no_certify trains all the same") -> str:
+        """The sentence on which a run with a failed certificate ends; `path` is where it is kept, `otherwise` how to go on without it."""
         where = f" (on rank {self.rank})" if self.rank else ""
         return (
             f"the GPU does not run what was asked for ({self.precision}): {'; '.join(self.reasons)}{where}. Look at {path}, and at what wraps or patches the "
-            "model in this environment; --no_certify trains all the same."
+            f"model in this environment; {otherwise}."
         )
 
 

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -240,6 +240,12 @@ def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int,
 def _unwrap(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside Accelerate's wrapper, whose own step may be skipped or patched."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Names of the parameters of `model` that want gradients and that no step of `optimizer` moves."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in known]
 
 
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:

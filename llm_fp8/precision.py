@@ -25,7 +25,7 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -230,6 +230,26 @@ def linear_weights(module: nn.Module) -> list[Tensor]:
     return [getattr(module, name) for name in names]
 
 
+def te_linears(model: nn.Module) -> list[nn.Module]:
+    """The linear modules of Transformer Engine in `model`, fused ones among them."""
+    return [module for module in model.modules() if hasattr(module, "fp8_meta") and linear_weights(module)]
+
+
+def note_recipe_inside(module: nn.Module, note: Callable[[str], None]) -> None:
+    """Have `note` called at the module's next forward pass with the class of the recipe in force there, or 'none'.
+
+    Whatever wraps the model must not have lost it on the way. Transformer Engine is loaded already.
+    """
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    def look(*_: object) -> None:
+        handle.remove()
+        enabled = FP8GlobalStateManager.is_fp8_enabled()
+        note(type(FP8GlobalStateManager.get_fp8_recipe()).__name__ if enabled else "none")
+
+    handle = module.register_forward_pre_hook(look)
+
+
 class Precision:
     """The seam: gives the context of a forward pass and owns what TE keeps between passes."""
 
@@ -249,7 +269,7 @@ class Precision:
     def attach(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
         """Find the TE modules of `model` and keep the first and last decoder layers in bf16 where asked to."""
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
-        self._te_linears = [m for m in model.modules() if hasattr(m, "fp8_meta") and linear_weights(m)]
+        self._te_linears = te_linears(model)
         if self.plan.recipe is None:
             self._unseen = next(iter(self._caching_modules), None)
             return
@@ -273,17 +293,6 @@ class Precision:
             raise UserError("--mixed_precision fp8: the model holds no Transformer Engine module, so nothing would run in fp8.")
         self._unseen = next(iter(self._fp8_modules.values()))
 
-    def _look_inside(self, module: nn.Module) -> None:
-        """Note at the module's next forward pass what is in force there: whatever wraps the model must not have lost it on the way."""
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-        def note(*_: object) -> None:
-            handle.remove()
-            enabled = FP8GlobalStateManager.is_fp8_enabled()
-            self.seen_inside = type(FP8GlobalStateManager.get_fp8_recipe()).__name__ if enabled else "none"
-
-        handle = module.register_forward_pre_hook(note)
-
     @property
     def fp8_modules(self) -> frozenset[nn.Module]:
         """The TE modules whose GEMMs run in fp8 in this run."""
@@ -295,6 +304,9 @@ class Precision:
         if within is not None:
             modules &= {module for part in within for module in part.modules()}
         return sum(len(linear_weights(module)) for module in modules)
+
+    def _note_recipe(self, name: str) -> None:
+        self.seen_inside = name
 
     def te_state(self) -> TeState:
         """What the modules say of the step behind them: those in fp8, or in a run without fp8 all linear ones of Transformer Engine."""
@@ -317,7 +329,7 @@ class Precision:
         neither uses nor keeps casts: for evaluation, and for steps of a single micro-batch, where keeping costs memory and saves nothing.
         """
         if self._unseen is not None and "transformer_engine" in sys.modules:
-            self._look_inside(self._unseen)
+            note_recipe_inside(self._unseen, self._note_recipe)
             self._unseen = None
         for module in self._caching_modules:
             module.is_first_microbatch = first_microbatch  # type: ignore[assignment]

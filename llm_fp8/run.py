@@ -22,6 +22,7 @@ from llm_fp8.errors import UserError
 from llm_fp8.exact_match import ExactMatchEvaluation, encode_problems
 from llm_fp8.export import export_hf
 from llm_fp8.failures import explained_failures
+from llm_fp8.fp8_config_keys import idle_keys
 from llm_fp8.generation import check_positions
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.launch_env import apply_launch_settings
@@ -67,7 +68,11 @@ def run_training(config: Config) -> int:
     started = time.time()
     quiet_libraries()
     ranks = LaunchRanks.from_environment(os.environ)
+    idle = idle_keys(os.environ)
     config = apply_launch_settings(config, os.environ)
+    if ranks.rank == 0:
+        for sentence in idle:
+            print(f"WARNING: {sentence}", flush=True)
     check_config(config)
     check_trackers(config)
     config = with_output_dir(config, ranks)
@@ -78,6 +83,7 @@ def run_training(config: Config) -> int:
     plan = resolve_precision(config.precision, device)
     accelerator = build_accelerator(config, ranks, plan)
     run = Run(config, accelerator, ranks, plan)
+    run.idle_fp8_keys = idle
     with explained_failures(run.folder, run.out_of_memory_advice):
         code = run.execute(started)
     del run
@@ -290,6 +296,7 @@ class Run(RunParts):
             "census": census.to_dict(),
             "optimizer": self.optimizer_kind,
             "parameter_dtype": str(self.parameter_dtype),
+            **({"idle_fp8_config_keys": self.idle_fp8_keys} if self.idle_fp8_keys else {}),
         }
 
     def _effective_settings(self, data: PreparedData, trainer: Trainer) -> dict[str, Any]:

@@ -55,6 +55,8 @@ class RunParts:
         self.recorded: StepProfile | None = None
         self.certificate: Certificate | None = None
         self.resident_gib = 0.0
+        self.idle_fp8_keys: list[str] = []
+        """What the launcher's fp8_config asked for and nothing here acts on, in sentences."""
 
     def say(self, text: str) -> None:
         """Print on the main process."""

@@ -34,6 +34,7 @@ from llm_fp8.config import PrecisionConfig
 from llm_fp8.errors import UserError
 from llm_fp8.loop import StepClock
 from llm_fp8.models import decoder_layers
+from llm_fp8.optim import not_optimised
 from llm_fp8.precision import require_te, resolve_precision
 from llm_fp8.process_group import own_device
 from llm_fp8.swap import HEAD_NAMES, SIZE_MULTIPLE, Census, take_census
@@ -128,13 +129,8 @@ class HfTraining:
             "optimizer": f"torch fused AdamW on {name} weights",
             "compiled": rival.compiled,
             "census": _census(self.model).to_dict(),
-            "parameters_not_in_the_optimizer": self._not_optimised(),
+            "parameters_not_in_the_optimizer": not_optimised(self.model, self._optimizer),
         }
-
-    def _not_optimised(self) -> list[str]:
-        """Names of parameters that no optimizer step moves."""
-        known = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-        return [name for name, parameter in self.model.named_parameters() if id(parameter) not in known]
 
     def take(self, num_steps: int) -> None:
         """Take so many optimizer steps."""

@@ -1,0 +1,99 @@
+#!/usr/bin/env python
+"""Full fine-tuning of a causal language model with transformers' Trainer. The precision comes from the launcher; nothing here is about fp8.
+
+    accelerate launch --config_file configs/accelerate_fp8.yaml examples/hf_trainer_fp8.py --output_dir runs/trainer-fp8
+    accelerate launch --config_file configs/accelerate_bf16.yaml examples/hf_trainer_fp8.py --output_dir runs/trainer-bf16
+    accelerate launch --config_file configs/accelerate_fp8.yaml examples/hf_trainer_fp8.py --output_dir runs/qwen --model_name Qwen/Qwen2.5-7B \\
+        --dataset_name nvidia/OpenMathInstruct-2 --split_name train_1M --max_seq_length 1024 --learning_rate 1e-5
+
+Every option of transformers' TrainingArguments is one of this script; leave --bf16 and --fp16 out, they take the place of the launcher's
+fp8 (docs/accelerate.md). CertificateCallback proves in what one step was computed; it is the only thing here that is not transformers'.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from datasets import load_dataset
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    HfArgumentParser,
+    Trainer,
+    TrainingArguments,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llm_fp8.embedded import DATASET_DIR, MODEL_DIR
+from llm_fp8.trainer_callback import CertificateCallback
+
+
+@dataclass
+class ExampleArguments:
+    """What is trained on what."""
+
+    model_name: str = field(default=str(MODEL_DIR), metadata={"help": "hub id or folder; default: the embedded tiny model"})
+    random_init: bool = field(default=False, metadata={"help": "random weights; the embedded model has no others"})
+    weights_dtype: Literal["float32", "bfloat16"] = field(
+        default="float32", metadata={"help": "float32: master weights for AdamW; bfloat16 halves the memory"}
+    )
+    dataset_name: str = field(
+        default=str(DATASET_DIR), metadata={"help": "hub id, folder or jsonl file with problem and generated_solution"}
+    )
+    split_name: str = field(default="train", metadata={"help": "split of the dataset"})
+    num_of_samples: int | None = field(default=None, metadata={"help": "use the first so many rows"})
+    max_seq_length: int = field(default=512, metadata={"help": "longer rows are cut; a multiple of 16"})
+
+
+def main() -> None:
+    """Load, tokenise, train, save."""
+    options, args = HfArgumentParser((ExampleArguments, TrainingArguments)).parse_args_into_dataclasses()
+    # Tokens/s in the logs (train_tokens_per_second, since the start). The Trainer waits for the GPU once a micro-batch to count them.
+    args.include_num_input_tokens_seen = "all"
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model_name)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    dtype = getattr(torch, options.weights_dtype)
+    if options.random_init or options.model_name == str(MODEL_DIR):
+        torch.manual_seed(args.seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model_name), dtype=dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(options.model_name, dtype=dtype)
+
+    if options.dataset_name.endswith((".jsonl", ".json")):
+        rows = load_dataset("json", data_files=options.dataset_name, split=options.split_name)
+    else:
+        rows = load_dataset(options.dataset_name, split=options.split_name)
+    if options.num_of_samples is not None:
+        rows = rows.select(range(min(options.num_of_samples, len(rows))))
+
+    def tokenise(row: dict[str, str]) -> dict[str, list[int]]:
+        text = f"{row['problem']}\n{row['generated_solution']}{tokenizer.eos_token}"
+        ids = tokenizer(text, truncation=True, max_length=options.max_seq_length)["input_ids"]
+        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids}
+
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=rows.map(tokenise, remove_columns=rows.column_names),
+        # fp8 matrix products need a multiple of 16 tokens. This collator pads labels with -100, so that EOS stays one where it also pads.
+        data_collator=DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=16),
+        processing_class=tokenizer,
+        callbacks=[CertificateCallback()],
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_state()
+    if args.save_strategy != "no":
+        trainer.save_model()
+
+
+if __name__ == "__main__":
+    main()
