@@ -64,7 +64,8 @@ def main() -> None:
     dtype = getattr(torch, options.weights_dtype)
     if options.random_init or options.model_name == str(MODEL_DIR):
         torch.manual_seed(args.seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model_name), dtype=dtype)
+        with args.device:  # drawing billions of weights on the CPU takes minutes
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model_name), dtype=dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(options.model_name, dtype=dtype)
 
@@ -90,7 +91,9 @@ def main() -> None:
         callbacks=[CertificateCallback()],
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trainer.save_state()
+    if torch.cuda.is_available():
+        trainer.log({"peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30})
+    trainer.save_state()  # trainer_state.json holds what was logged
     if args.save_strategy != "no":
         trainer.save_model()
 

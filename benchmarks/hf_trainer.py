@@ -1,0 +1,252 @@
+#!/usr/bin/env python
+"""Speed and memory of transformers' Trainer in bf16 and in Accelerate's fp8, and of train_fp8.py on the same rows, in one run on one GPU.
+
+    python benchmarks/hf_trainer.py --workload Llama-3.1-8B:4x1024x4 --output benchmarks/results/hf_trainer_8b.json
+
+Random weights of a bundled architecture (or of a folder with a config.json). Every row of the data fills the whole sequence, so that each arm
+computes the same number of real tokens in a step. Arms, each a process of its own, taking turns --rounds times:
+
+    trainer_bf16   accelerate launch --config_file configs/accelerate_bf16.yaml examples/hf_trainer_fp8.py ...
+    trainer_fp8    accelerate launch --config_file configs/accelerate_fp8.yaml examples/hf_trainer_fp8.py ...
+    train_fp8      train_fp8.py --use_te --mixed_precision fp8 ..., unpacked
+    train_bf16     train_fp8.py --use_te --mixed_precision bf16 ..., unpacked; not among the default ones
+
+A step's time is what lies between two logged steps, which every arm logs one by one; the first --warmup steps are left out, the recorded step of
+the certificate among them. An arm that fails, a failed certificate too, is a row that says so. See docs/accelerate.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from transformers import AutoTokenizer
+
+from llm_fp8.embedded import DATASET_DIR, MODEL_DIR
+from llm_fp8.errors import UserError, run_script
+from llm_fp8.json_files import require_writable, write_json_atomic, write_jsonl_atomic
+from llm_fp8.provenance import collect_provenance
+from llm_fp8.throughput.measure import speed
+from llm_fp8.throughput.workload import Workload
+
+TRAINER_ARMS = {"trainer_bf16": "bf16", "trainer_fp8": "fp8"}
+OUR_ARMS = {"train_fp8": "fp8", "train_bf16": "bf16"}
+RECORDED_STEP = 5
+"""That of the certificate, in both scripts."""
+COMPARED = (("trainer_fp8", "trainer_bf16"), ("train_fp8", "trainer_fp8"), ("train_fp8", "train_bf16"))
+
+
+def write_model_structure(work: Workload, folder: Path) -> None:
+    """A folder with the config of the workload's model and the embedded tokenizer, without weights."""
+    work.hf_config().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(folder)
+
+
+def write_full_rows(path: Path, num_rows: int, seq_length: int) -> None:
+    """Rows whose solutions alone are longer than `seq_length` tokens, made of the embedded dataset's solutions one after the other."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    lines = (DATASET_DIR / "data" / "train-00000-of-00004.jsonl").read_text().splitlines()
+    problems = itertools.cycle(json.loads(line) for line in lines)
+    rows = []
+    for number in range(num_rows):
+        solution, num_tokens = "", 0
+        while num_tokens <= seq_length:
+            more = next(problems)["generated_solution"] + "\n"
+            solution, num_tokens = solution + more, num_tokens + len(tokenizer(more)["input_ids"])
+        rows.append({"problem": f"Number {number}.", "generated_solution": solution})
+    write_jsonl_atomic(path, rows)
+
+
+def command_of(arm: str, work: Workload, model: Path, rows: Path, folder: Path, weights_dtype: str) -> list[str]:
+    """The training of an arm."""
+    steps = [
+        "--max_steps",
+        str(work.num_steps),
+        "--gradient_accumulation_steps",
+        str(work.micro_batches),
+        "--learning_rate",
+        "1e-5",
+    ]
+    shared = ["--model_name", str(model), "--dataset_name", str(rows), "--max_seq_length", str(work.seq_length), *steps]
+    shared += ["--output_dir", str(folder)]
+    if arm in TRAINER_ARMS:
+        launch = ["-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate_{TRAINER_ARMS[arm]}.yaml"]
+        own = ["--random_init", "true", "--weights_dtype", weights_dtype, "--per_device_train_batch_size", str(work.batch_size)]
+        own += ["--logging_steps", "1", "--save_strategy", "no", "--report_to", "none", "--lr_scheduler_type", "constant"]
+        return [sys.executable, *launch, "examples/hf_trainer_fp8.py", *shared, *own]
+    own = ["--random_init", "--use_te", "--mixed_precision", OUR_ARMS[arm], "--batch_size", str(work.batch_size), "--no_packing"]
+    own += ["--overlong", "truncate", "--train_on_prompt", "--validation_fraction", "0", "--log_every", "1", "--no_export"]
+    return [sys.executable, "train_fp8.py", *shared, *own, "--lr_scheduler", "constant", "--num_warmup_steps", "0"]
+
+
+def read_trainer(folder: Path, work: Workload, warmup: int) -> dict[str, Any]:
+    """What trainer_state.json holds of the steps behind `warmup`: their times and losses, and the peak of memory.
+
+    Raises ValueError where a step did not compute as many tokens as the workload says.
+    """
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    steps = [record for record in history if "loss" in record]
+    tokens = [later["num_input_tokens_seen"] - one["num_input_tokens_seen"] for one, later in itertools.pairwise(steps)]
+    if any(counted != work.tokens_per_step for counted in tokens):
+        raise ValueError(f"the steps computed {sorted(set(tokens))} tokens and not {work.tokens_per_step}")
+    times = [later["train_runtime"] - one["train_runtime"] for one, later in itertools.pairwise(steps)]
+    peaks = [record["peak_memory_gib"] for record in history if "peak_memory_gib" in record]
+    return {
+        "step_times_s": times[warmup - 1 :],
+        "losses": [record["loss"] for record in steps],
+        "peak_memory_gib": peaks[-1] if peaks else None,
+    }
+
+
+def read_ours(folder: Path, work: Workload, warmup: int) -> dict[str, Any]:
+    """The same from metrics.jsonl. Raises ValueError where a step did not compute as many real tokens as the workload says."""
+    steps = [record for line in (folder / "metrics.jsonl").read_text().splitlines() if "loss" in (record := json.loads(line))]
+    tokens = [round(record["real_tokens_per_s"] * record["step_time_s"]) for record in steps]
+    if any(counted != work.tokens_per_step for counted in tokens):
+        raise ValueError(f"the steps computed {sorted(set(tokens))} real tokens and not {work.tokens_per_step}")
+    return {
+        "step_times_s": [record["step_time_s"] for record in steps[warmup:]],
+        "losses": [record["loss"] for record in steps],
+        "peak_memory_gib": max((record["peak_memory_gib"] for record in steps if "peak_memory_gib" in record), default=None),
+    }
+
+
+def measure(arm: str, command: list[str], work: Workload, folder: Path, warmup: int, timeout_s: float) -> dict[str, Any]:
+    """Run a training and read what it left: figures, or under `failed` why there are none; the certificate where there is one."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"it took longer than {timeout_s:g} s"}
+    certificate = folder / "certificate.json"
+    found: dict[str, Any] = {"certificate": json.loads(certificate.read_text()) if certificate.exists() else None}
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        said = (
+            errors
+            or [line for line in done.stderr.splitlines() if "Error" in line]
+            or done.stderr.splitlines()[-1:]
+            or ["nothing"]
+        )
+        return {**found, "failed": f"exit code {done.returncode}: {said[0]}"}
+    return {**found, "failed": None, **(read_trainer if arm in TRAINER_ARMS else read_ours)(folder, work, warmup)}
+
+
+def summarise(arm: str, command: list[str], work: Workload, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row of an arm: figures over all timed steps of all rounds."""
+    row: dict[str, Any] = {"arm": arm, "command": command[1:]}
+    measured = [found for found in rounds if found["failed"] is None]
+    if not measured:
+        return {**row, "failed": rounds[0]["failed"], "rounds": rounds}
+    row.update(speed(work, [time_s for found in measured for time_s in found["step_times_s"]]))
+    peaks = [found["peak_memory_gib"] for found in measured if found["peak_memory_gib"] is not None]
+    return {**row, "peak_memory_gib": max(peaks, default=None), "rounds": rounds}
+
+
+def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Speed and memory of one arm over another's, for the pairs of `COMPARED` that were measured."""
+    measured = {row["arm"]: row for row in rows if "tokens_per_s" in row}
+    found = []
+    for first, second in COMPARED:
+        if first in measured and second in measured:
+            one, other = measured[first], measured[second]
+            has_memory = one["peak_memory_gib"] is not None and other["peak_memory_gib"] is not None
+            found.append(
+                {
+                    "arms": [first, second],
+                    "speed_ratio": one["tokens_per_s"] / other["tokens_per_s"],
+                    "peak_memory_ratio": one["peak_memory_gib"] / other["peak_memory_gib"] if has_memory else None,
+                }
+            )
+    return found
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument(
+        "--workload", default="Llama-3.1-8B:4x1024x4", help="MODEL:ROWSxLENGTHxMICRO_BATCHES (default %(default)s)"
+    )
+    parser.add_argument("--arms", default="trainer_bf16,trainer_fp8,train_fp8", help="comma-separated (default %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="optimizer steps of a round, the left-out ones included (default 20)"
+    )
+    parser.add_argument("--warmup", type=int, default=8, help=f"steps of a round left out, more than {RECORDED_STEP} (default 8)")
+    parser.add_argument("--rounds", type=int, default=2, help="how often the arms take turns (default 2)")
+    parser.add_argument(
+        "--weights_dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="the Trainer's weights: bfloat16 is the lighter set-up without master weights, float32 has them (default %(default)s)",
+    )
+    parser.add_argument("--timeout_s", type=float, default=500, help="a training that takes longer has failed (default 500)")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write, after every training anew")
+    options = parser.parse_args(argv)
+    options.arms = options.arms.split(",")
+    known = [*TRAINER_ARMS, *OUR_ARMS]
+    if unknown := [arm for arm in options.arms if arm not in known]:
+        raise UserError(f"--arms names {unknown[0]}, which is none of {', '.join(known)}.")
+    if not RECORDED_STEP < options.warmup < options.steps:
+        raise UserError(
+            f"--warmup {options.warmup} must be more than {RECORDED_STEP}, the step whose kernels are recorded, and less than --steps {options.steps}."
+        )
+    if options.rounds < 1:
+        raise UserError(f"--rounds {options.rounds} measures nothing; give 1 or more.")
+    require_writable("--output", options.output)
+    return options
+
+
+def main() -> int:
+    """Measure every arm, round by round, and keep the results as JSON."""
+    options = parse(sys.argv[1:])
+    work = Workload.parse(options.workload, options.steps)
+    provenance = collect_provenance(sys.argv)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        model, data = Path(scratch, "model"), Path(scratch, "rows.jsonl")
+        write_model_structure(work, model)
+        write_full_rows(data, work.num_steps * work.micro_batches * work.batch_size, work.seq_length)
+        rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in options.arms}
+        for number in range(options.rounds):
+            for arm in options.arms:
+                folder = Path(scratch, f"{arm}-{number}")
+                command = command_of(arm, work, model, data, folder, options.weights_dtype)
+                found = measure(arm, command, work, folder, options.warmup, options.timeout_s)
+                rounds[arm].append(found)
+                rows = [summarise(arm, command, work, done) for arm, done in rounds.items() if done]
+                record = {
+                    "provenance": provenance,
+                    "workload": work.name,
+                    **dataclasses.asdict(work),
+                    "weights_dtype_of_trainer": options.weights_dtype,
+                    "warmup": options.warmup,
+                    "rows": rows,
+                    "claims": compare(rows),
+                }
+                write_json_atomic(options.output, record)
+                print(f"round {number + 1}  {arm:13} {found['failed'] or 'measured'}", flush=True)
+    for row in rows:
+        if "tokens_per_s" not in row:
+            print(f"{row['arm']:13} not measured: {row['failed']}")
+            continue
+        memory = "" if row["peak_memory_gib"] is None else f"  {row['peak_memory_gib']:.1f} GiB"
+        certificate = row["rounds"][0]["certificate"]
+        verdict = "no certificate" if certificate is None else f"{certificate['verdict']} {certificate['precision']}"
+        print(f"{row['arm']:13} {row['tokens_per_s']:9,.0f} tokens/s{memory}  {verdict}")
+    for found in compare(rows):
+        memory = "" if found["peak_memory_ratio"] is None else f", peak memory x {found['peak_memory_ratio']:.2f}"
+        print(f"{found['arms'][0]} over {found['arms'][1]}: speed x {found['speed_ratio']:.2f}{memory}")
+    return 0 if all("tokens_per_s" in row for row in rows) else 1
+
+
+if __name__ == "__main__":
+    run_script(main)
