@@ -27,8 +27,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from transformers import AutoTokenizer
 
@@ -39,6 +38,7 @@ from llm_fp8.provenance import collect_provenance
 from llm_fp8.throughput.measure import speed
 from llm_fp8.throughput.workload import Workload
 
+ROOT = Path(__file__).resolve().parent.parent
 TRAINER_ARMS = {"trainer_bf16": "bf16", "trainer_fp8": "fp8"}
 OUR_ARMS = {"train_fp8": "fp8", "train_bf16": "bf16"}
 RECORDED_STEP = 5
@@ -132,18 +132,15 @@ def measure(arm: str, command: list[str], work: Workload, folder: Path, warmup: 
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         said = (
-            errors
-            or [line for line in done.stderr.splitlines() if "Error" in line]
-            or done.stderr.splitlines()[-1:]
-            or ["nothing"]
+            errors or [line for line in done.stderr.splitlines() if "Error: " in line] or ["it said nothing that names an error"]
         )
-        return {**found, "failed": f"exit code {done.returncode}: {said[0]}"}
+        return {**found, "failed": f"exit code {done.returncode}: {said[-1].strip()}"}
     return {**found, "failed": None, **(read_trainer if arm in TRAINER_ARMS else read_ours)(folder, work, warmup)}
 
 
-def summarise(arm: str, command: list[str], work: Workload, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise(arm: str, work: Workload, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """The row of an arm: figures over all timed steps of all rounds."""
-    row: dict[str, Any] = {"arm": arm, "command": command[1:]}
+    row: dict[str, Any] = {"arm": arm}
     measured = [found for found in rounds if found["failed"] is None]
     if not measured:
         return {**row, "failed": rounds[0]["failed"], "rounds": rounds}
@@ -221,8 +218,8 @@ def main() -> int:
                 folder = Path(scratch, f"{arm}-{number}")
                 command = command_of(arm, work, model, data, folder, options.weights_dtype)
                 found = measure(arm, command, work, folder, options.warmup, options.timeout_s)
-                rounds[arm].append(found)
-                rows = [summarise(arm, command, work, done) for arm, done in rounds.items() if done]
+                rounds[arm].append({"command": command[1:], **found})
+                rows = [summarise(known, work, done) for known, done in rounds.items() if done]
                 record = {
                     "provenance": provenance,
                     "workload": work.name,

@@ -114,8 +114,8 @@ KEYS = (
         "`--fp8_scenario mxfp8`",
     ),
     Fp8Key("opt_level", "O2", False, "read by backend MSAMP alone", False, "it belongs to backend MSAMP"),
-    Fp8Key("pad_inner_dim", "True", False, "read by backend AO alone", False, "it belongs to backend AO"),
-    Fp8Key("enable_fsdp_float8_all_gather", "True", False, "read by backend AO alone", False, "it belongs to backend AO"),
+    Fp8Key("pad_inner_dim", "1", False, "read by backend AO alone", False, "it belongs to backend AO"),
+    Fp8Key("enable_fsdp_float8_all_gather", "1", False, "read by backend AO alone", False, "it belongs to backend AO"),
 )
 """Those that Accelerate's launcher or recipes know."""
 
@@ -132,7 +132,12 @@ def chosen_values(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_default(key: Fp8Key | None, value: str) -> bool:
-    return key is not None and key.default is not None and value.lower() == key.default.lower()
+    return key is not None and key.default is not None and _plain(value) == _plain(key.default)
+
+
+def _plain(value: str) -> str:
+    """The launcher writes its own true as 1 and the file's as True."""
+    return {"true": "1"}.get(value.lower(), value.lower())
 
 
 def idle_keys(environ: Mapping[str, str]) -> list[str]:
