@@ -37,6 +37,11 @@ AskedPrecision = Literal["fp8", "bf16", "fp16", "no"]
 _COMPUTE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
+def can_record() -> bool:
+    """Whether this machine runs kernels that can be recorded."""
+    return torch.cuda.is_available()
+
+
 class CertificateCallback(TrainerCallback):
     """Records one optimizer step of a Trainer and judges it. On a machine without an NVIDIA GPU it says that it cannot.
 
@@ -63,12 +68,12 @@ class CertificateCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Choose the step."""
         self._recorded_step = min(state.global_step + self._step, state.max_steps)
-        if not torch.cuda.is_available() and state.is_world_process_zero:
+        if not can_record() and state.is_world_process_zero:
             print("certificate: none, there is no NVIDIA GPU whose kernels could be recorded", flush=True)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start recording."""
-        if state.global_step + 1 != self._recorded_step or self.certificate is not None or not torch.cuda.is_available():
+        if state.global_step + 1 != self._recorded_step or self.certificate is not None or not can_record():
             return
         self._num_micro_batches = 1
         layers = te_linears(kwargs["model"])
