@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,11 @@ def trained(monkeypatch, tmp_path):
     monkeypatch.setattr(callback_module, "can_record", lambda: True)
 
     def run(
-        launch: dict[str, str], kernels: dict[str, int], lost: tuple[str, ...] = (), tied: bool = False, **arguments
+        launch: dict[str, str],
+        kernels: dict[str, int],
+        lost: tuple[str, ...] = (),
+        model: dict[str, Any] | None = None,
+        **arguments,
     ) -> Trainer:
         forget_accelerator()
         monkeypatch.setattr(callback_module, "record_kernels", lambda: contextlib.nullcontext(recorded))
@@ -62,7 +67,7 @@ def trained(monkeypatch, tmp_path):
             monkeypatch.delenv(name)
         torch.manual_seed(0)
         trainer = Trainer(
-            model=AutoModelForCausalLM.from_config(tiny_config(tie_word_embeddings=tied)),
+            model=AutoModelForCausalLM.from_config(tiny_config(**(model or {}))),
             args=TrainingArguments(
                 output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=MICRO_BATCHES,
                 report_to="none", disable_tqdm=True, save_strategy="no", use_cpu=True, **arguments,
@@ -176,8 +181,27 @@ def test_recomputed_layers_leave_fp8(trained, capsys):
 
 def test_a_tied_head_leaves_the_optimizer(trained):
     """Accelerate gives it a weight of its own that no optimizer knows."""
-    certificate = trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, tied=True).certificate_callback.certificate
+    certificate = trained(
+        FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, model={"tie_word_embeddings": True}
+    ).certificate_callback.certificate
     assert certificate.remarks == ["WARNING: no optimizer step moves 1 parameters that should be trained, such as lm_head.weight"]
+
+
+def test_layers_that_the_conversion_left_out_are_named(trained):
+    """It returns at the key projection, whose 8 rows fp8 cannot take, and never gets to the output projection, which it could."""
+    certificate = trained(FP8_LAUNCH, {FP8_KERNEL: 9 * 3 * MICRO_BATCHES}, model={"head_dim": 8}).certificate_callback.certificate
+    assert certificate.verdict == "certified" and certificate.num_expected_fp8_gemm_kernels == 9 * 3 * MICRO_BATCHES
+    assert certificate.remarks == [
+        "2 linear layers that fp8 could compute were not converted, such as model.layers.0.self_attn.o_proj"
+    ]
+
+
+def test_without_a_backend_torchao_comes_first_and_takes_weights_from_the_optimizer(trained):
+    trainer = trained({"ACCELERATE_MIXED_PRECISION": "fp8"}, {FP8_KERNEL: EXPECTED})
+    certificate = trainer.certificate_callback.certificate
+    assert trainer.accelerator.fp8_backend == "AO" and certificate.verdict == "undetermined"
+    assert "the model has no linear module of Transformer Engine" in certificate.reasons[0]
+    assert any("no optimizer step moves 13 parameters" in remark for remark in certificate.remarks)
 
 
 def test_what_was_asked_for(tmp_path):
