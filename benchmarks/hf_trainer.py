@@ -21,7 +21,7 @@ import argparse
 import dataclasses
 import itertools
 import json
-import subprocess
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -37,8 +37,8 @@ from llm_fp8.json_files import require_writable, write_json_atomic, write_jsonl_
 from llm_fp8.provenance import collect_provenance
 from llm_fp8.throughput.measure import speed
 from llm_fp8.throughput.workload import Workload
+from llm_fp8.verify.processes import Started
 
-ROOT = Path(__file__).resolve().parent.parent
 TRAINER_ARMS = {"trainer_bf16": "bf16", "trainer_fp8": "fp8"}
 OUR_ARMS = {"train_fp8": "fp8", "train_bf16": "bf16"}
 RECORDED_STEP = 5
@@ -123,18 +123,13 @@ def read_ours(folder: Path, work: Workload, warmup: int) -> dict[str, Any]:
 
 def measure(arm: str, command: list[str], work: Workload, folder: Path, warmup: int, timeout_s: float) -> dict[str, Any]:
     """Run a training and read what it left: figures, or under `failed` why there are none; the certificate where there is one."""
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"it took longer than {timeout_s:g} s"}
+    # As train_fp8.py sets it for itself, for the other arms too.
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    ended = Started(command, folder.with_suffix(".log"), {"PYTORCH_CUDA_ALLOC_CONF": allocator}).wait(timeout_s)
     certificate = folder / "certificate.json"
     found: dict[str, Any] = {"certificate": json.loads(certificate.read_text()) if certificate.exists() else None}
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-        said = (
-            errors or [line for line in done.stderr.splitlines() if "Error: " in line] or ["it said nothing that names an error"]
-        )
-        return {**found, "failed": f"exit code {done.returncode}: {said[-1].strip()}"}
+    if ended.code != 0:
+        return {**found, "failed": ended.why()}
     return {**found, "failed": None, **(read_trainer if arm in TRAINER_ARMS else read_ours)(folder, work, warmup)}
 
 
@@ -206,6 +201,8 @@ def main() -> int:
     """Measure every arm, round by round, and keep the results as JSON."""
     options = parse(sys.argv[1:])
     work = Workload.parse(options.workload, options.steps)
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]  # what a launcher left would change the arms
     provenance = collect_provenance(sys.argv)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:

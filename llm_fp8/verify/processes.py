@@ -41,6 +41,8 @@ _STACK = re.compile(r"^(?:Current thread|Thread) .*most recent call first\):\n((
 _OBITUARY = re.compile(r"^Fatal Python error: |^[EW]\d{4} .*(?:failed \(exitcode|Sending process)", re.MULTILINE)
 """What is printed of a process's end by Python's handler or torchrun; what it said itself stands before."""
 _ERROR = re.compile(r"^(?:\[\w+\]:\s*)?([\w.]*(?:Error|Exception|Architecture)\b.*)$", re.MULTILINE)
+_OF_LAUNCHER = re.compile(r"ChildFailedError|CalledProcessError")
+"""What torchrun and accelerate launch say of a script that failed."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,11 @@ class Ended:
     wall_s: float
 
     def why(self) -> str:
-        """The line that names its failure: the script's own sentence, else the last error of Python that is not torchrun's."""
+        """The line that names its failure: the script's own sentence, else the last error of Python that is not its launcher's."""
         if self.code is None:
             return self.how()
         sentences = [line for line in self.output.splitlines() if line.startswith("error: ")]
-        errors = [match[1] for match in _ERROR.finditer(self.output) if "ChildFailedError" not in match[1]]
+        errors = [match[1] for match in _ERROR.finditer(self.output) if not _OF_LAUNCHER.search(match[1])]
         return next(reversed([*errors, *sentences]), self.how())
 
     @property

@@ -103,14 +103,13 @@ def test_rows_and_ratios(work):
 
 
 def test_a_training_that_fails_says_why(work, model_and_rows, tmp_path):
-    script = "import sys; print('error: the reason', file=sys.stderr); sys.exit(2)"
-    command = [command_of("train_fp8", work, *model_and_rows, tmp_path, "float32")[0], "-c", script]
-    assert measure("train_fp8", command, work, tmp_path, 1, 60) == {
-        "certificate": None,
-        "failed": "exit code 2: error: the reason",
-    }
-    slow = [command[0], "-c", "import time; time.sleep(60)"]
-    assert measure("train_fp8", slow, work, tmp_path, 1, 0.2) == {"failed": "it took longer than 0.2 s"}
+    script = "import subprocess, sys; print('error: the reason', file=sys.stderr); "
+    launcher = "raise subprocess.CalledProcessError(2, 'train_fp8.py')"
+    python = command_of("train_fp8", work, *model_and_rows, tmp_path, "float32")[0]
+    found = measure("train_fp8", [python, "-c", script + launcher], work, tmp_path / "run", 1, 60)
+    assert found == {"certificate": None, "failed": "error: the reason"}
+    found = measure("train_fp8", [python, "-c", "import time; time.sleep(60)"], work, tmp_path / "run", 1, 0.5)
+    assert found["failed"].startswith("did not end within")
 
 
 @pytest.mark.parametrize(
