@@ -19,7 +19,7 @@ from llm_fp8.errors import UserError
 from llm_fp8.fp8_config_keys import KEYS, PREFIX, idle_keys, with_table
 from llm_fp8.launch_env import apply_launch_settings
 from tests import made_up_te
-from tests.small import forget_accelerator
+from tests.small import forget_accelerator, train
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENT = REPOSITORY / "docs" / "accelerate.md"
@@ -163,6 +163,16 @@ def test_a_key_that_nobody_knows_is_named(launch):
     (sentence,) = idle_keys(environ)
     assert "amax_history_length" in sentence and "does nothing" in sentence
     assert idle_keys({**environ, "ACCELERATE_MIXED_PRECISION": "bf16"}) == []
+
+
+def test_a_run_says_which_keys_do_nothing(launch, monkeypatch, capsys, tmp_path):
+    """Before it finds that there is no GPU for the rest."""
+    for variable, value in launch({"backend": "TE", "interval": 3}).items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(UserError, match="needs an NVIDIA GPU"):
+        train("--max_steps", "1", "--output_dir", str(tmp_path / "run"))
+    warning = "WARNING: fp8_config sets interval to 3, which does nothing here: Transformer Engine no longer has it."
+    assert capsys.readouterr().out.splitlines() == [warning]
 
 
 def test_the_files_for_one_gpu_give_the_run_of_the_same_options(launch):

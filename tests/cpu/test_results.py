@@ -26,6 +26,7 @@ FROM_GPU = (
     "verify_",
     "diagnose_",
     "comparison_",
+    "hf_trainer_",
 )
 
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from llm_fp8.embedded import DATASET_DIR
-from tests.gpu.test_train_gpu import ROOT, model_folder  # noqa: F401
+from tests.gpu.test_train_gpu import ROOT, common, model_folder, train  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 
@@ -147,6 +147,15 @@ def test_the_bf16_flag_drops_the_recipe_of_the_file(model_folder, tmp_path, reco
     record_property("certificate", certificate_of(tmp_path / "dropped"))
     assert dropped.returncode == 1
     assert "fp8_config has amax_history_len 16, and the recipe in force has 1024" in dropped.stderr
+
+
+def test_train_fp8_names_and_records_a_key_that_does_nothing(model_folder, tmp_path):  # noqa: F811
+    launcher = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(fp8_file(tmp_path, interval=3)))
+    done = train(*common(model_folder, tmp_path / "run", "--max_steps", "1"), launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING: fp8_config sets interval to 3" in done.stdout
+    precision = json.loads((tmp_path / "run" / "run.json").read_text())["precision"]
+    assert precision["effective"] == "fp8" and len(precision["idle_fp8_config_keys"]) == 1
 
 
 def test_transformer_engine_takes_of_fp8_config_what_the_table_says(monkeypatch):
