@@ -125,7 +125,10 @@ def measure(arm: str, command: list[str], work: Workload, folder: Path, warmup: 
     """Run a training and read what it left: figures, or under `failed` why there are none; the certificate where there is one."""
     # As train_fp8.py sets it for itself, for the other arms too.
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    ended = Started(command, folder.with_suffix(".log"), {"PYTORCH_CUDA_ALLOC_CONF": allocator}).wait(timeout_s)
+    # With several GPUs to see the Trainer would take nn.DataParallel.
+    one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": allocator, "CUDA_VISIBLE_DEVICES": one_gpu}
+    ended = Started(command, folder.with_suffix(".log"), variables).wait(timeout_s)
     certificate = folder / "certificate.json"
     found: dict[str, Any] = {"certificate": json.loads(certificate.read_text()) if certificate.exists() else None}
     if ended.code != 0:

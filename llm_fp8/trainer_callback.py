@@ -28,6 +28,7 @@ from llm_fp8.errors import EXIT_FAILED_CHECK
 from llm_fp8.fp8_config_keys import KEYS, PREFIX, chosen_values
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.kernels import KernelTimes, kernel_times, record_kernels
+from llm_fp8.launch_sharding import is_on
 from llm_fp8.optim import not_optimised
 from llm_fp8.precision import linear_weights, note_recipe_inside, te_linears
 from llm_fp8.swap import reason_to_leave, take_census
@@ -64,6 +65,15 @@ class CertificateCallback(TrainerCallback):
         self._recipe_inside: str | None = None
         self.certificate: Certificate | None = None
         """The verdict, once the step was recorded; the worst of all processes'."""
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Name the cause of an error of Accelerate's that comes next and does not name it."""
+        if args.n_gpu > 1 and asked_precision(self._precision, self._launch, args) == "fp8":
+            print(
+                f"WARNING: one process sees {args.n_gpu} GPUs, so the Trainer takes nn.DataParallel, for which Accelerate cannot convert a model to fp8; set "
+                "CUDA_VISIBLE_DEVICES to one GPU, or start a process for each.",
+                flush=True,
+            )
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Choose the step."""
@@ -163,13 +173,13 @@ def judge_trainer_step(
         rank: whose step it is.
     """
     layers = te_linears(model)
-    compute = asked if asked in ("bf16", "fp16") else _COMPUTE[next(model.parameters()).dtype]
+    own_dtype = _COMPUTE[next(model.parameters()).dtype]
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if asked == "fp8":
-        compute = "bf16"  # Accelerate's autocast around what is not in fp8
-        promise = _promise_of_fp8(model, layers, compute, launch)
+        promise = _promise_of_fp8(model, layers, launch)
     else:
-        promise = Promise("fp32" if asked == "no" and compute == "fp32" else compute, compute)
+        compute = own_dtype if asked == "no" else asked
+        promise = Promise(compute, compute)
     certificate = certify(
         promise,
         kernels,
@@ -196,8 +206,10 @@ def _convertible(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if type(module) is nn.Linear and reason_to_leave(name, module) is None]
 
 
-def _promise_of_fp8(model: nn.Module, layers: list[nn.Module], compute: str, launch: Mapping[str, str]) -> Promise:
-    scenario = "mxfp8" if launch.get(f"{PREFIX}USE_MXFP8_BLOCK_SCALING", "false").lower() in ("true", "1", "yes") else "delayed"
+def _promise_of_fp8(model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str]) -> Promise:
+    compute = "bf16"  # Accelerate's autocast around what is not in fp8
+    mxfp8 = is_on(launch.get(f"{PREFIX}USE_MXFP8_BLOCK_SCALING", "false"), "use_mxfp8_block_scaling")
+    scenario = "mxfp8" if mxfp8 else "delayed"
     again = {
         module
         for layer in model.modules()
@@ -237,6 +249,10 @@ def _remarks_on_layers(model: nn.Module, optimizer: torch.optim.Optimizer, asked
     remarks = []
     if asked == "fp8" and te_linears(model) and (left := _convertible(model)):
         remarks.append(f"{len(left)} linear layers that fp8 could compute were not converted, such as {left[0]}")
-    if lost := not_optimised(model, optimizer):
-        remarks.append(f"WARNING: no optimizer step moves {len(lost)} parameters that should be trained, such as {lost[0]}")
+    lost = not_optimised(model, optimizer)
+    # One that holds none of the model's parameters at all holds shards or copies of them, as under DeepSpeed.
+    if lost and len(lost) < sum(parameter.requires_grad for parameter in model.parameters()):
+        remarks.append(
+            f"WARNING: the optimizer does not hold {len(lost)} of the parameters that are to be trained, such as {lost[0]}"
+        )
     return remarks

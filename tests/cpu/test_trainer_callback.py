@@ -163,6 +163,14 @@ def test_without_its_precision_the_backend_still_converts(trained):
     assert trainer.certificate_callback.certificate.transformer_engine.num_in_fp8 == NUM_LINEARS
 
 
+def test_several_gpus_in_one_process_are_an_error_whose_cause_is_named(trained, monkeypatch, capsys):
+    """The Trainer takes nn.DataParallel then, and prepares the optimizer alone."""
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(ValueError, match="must pass a model and an optimizer together"):
+        trained(FP8_LAUNCH, {BF16_KERNEL: EXPECTED})
+    assert "WARNING: one process sees 2 GPUs, so the Trainer takes nn.DataParallel" in capsys.readouterr().out
+
+
 def test_most_recent_is_the_launchers_default_and_only_a_remark(trained):
     trainer = trained({**FP8_LAUNCH, "ACCELERATE_FP8_AMAX_COMPUTE_ALGO": "most_recent"}, {FP8_KERNEL: EXPECTED})
     certificate = trainer.certificate_callback.certificate
@@ -184,7 +192,9 @@ def test_a_tied_head_leaves_the_optimizer(trained):
     certificate = trained(
         FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, model={"tie_word_embeddings": True}
     ).certificate_callback.certificate
-    assert certificate.remarks == ["WARNING: no optimizer step moves 1 parameters that should be trained, such as lm_head.weight"]
+    assert certificate.remarks == [
+        "WARNING: the optimizer does not hold 1 of the parameters that are to be trained, such as lm_head.weight"
+    ]
 
 
 def test_layers_that_the_conversion_left_out_are_named(trained):
@@ -201,7 +211,7 @@ def test_without_a_backend_torchao_comes_first_and_takes_weights_from_the_optimi
     certificate = trainer.certificate_callback.certificate
     assert trainer.accelerator.fp8_backend == "AO" and certificate.verdict == "undetermined"
     assert "the model has no linear module of Transformer Engine" in certificate.reasons[0]
-    assert any("no optimizer step moves 13 parameters" in remark for remark in certificate.remarks)
+    assert any("the optimizer does not hold 13 of the parameters" in remark for remark in certificate.remarks)
 
 
 def test_what_was_asked_for(tmp_path):

@@ -34,6 +34,8 @@ def example(
         "--learning_rate", "1e-3", "--logging_steps", "1", "--save_strategy", "no", "--report_to", "none", "--output_dir", str(folder), *options,
     ]  # fmt: skip
     variables = {name: value for name, value in os.environ.items() if name != "NVIDIA_TF32_OVERRIDE"}
+    # With several GPUs to see the Trainer would take nn.DataParallel.
+    variables["CUDA_VISIBLE_DEVICES"] = variables.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
 
 
