@@ -81,6 +81,7 @@ def check(options: argparse.Namespace) -> None:
                 "compared where nothing is named."
             )
         options.runs = [str(folder) for folder in PAIR]
+        options.output = options.output or str(PAIR[0].with_name("compare_train"))
     if options.train is not None and (options.runs or options.wandb):
         raise UserError("--train trains the runs that it compares; give it without --runs and --wandb.")
     if options.train is None:

@@ -143,7 +143,7 @@ def test_without_options_the_pairs_own_runs_are_compared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["compare_performance.py"])
     assert script.main() == 0
-    comparison = json.loads((tmp_path / "comparison" / "comparison.json").read_text())
+    comparison = json.loads((tmp_path / "compare_train" / "comparison.json").read_text())
     assert [arm["arm"] for arm in comparison["arms"]] == ["bf16", "delayed"]
 
 
