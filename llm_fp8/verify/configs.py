@@ -132,7 +132,8 @@ def accelerate_findings(path: Path) -> Iterator[Finding]:
             yield Finding(path, "no effect", f"fp8_config.{key}: {why}")
     for section, prefix in _VARIABLE_OF_SECTION.items():
         for key in content.get(section) or {}:
-            if why := DROPPED.get(f"{prefix}{key}".upper()):
+            # Some entries have a longer name than their variable: zero3_init_flag, ACCELERATE_DEEPSPEED_ZERO3_INIT.
+            if why := next((why for name, why in DROPPED.items() if f"{prefix}{key}".upper().startswith(name)), None):
                 yield Finding(path, "no effect", f"{section}.{key}: {why}")
     said = io.StringIO()  # the launcher tells of defaults
     try:
