@@ -124,6 +124,16 @@ def test_compose():
     assert set(service["build"]["args"]) <= arguments and (ROOT / service["build"]["context"] / "Dockerfile").is_file()
 
 
+@pytest.mark.parametrize("page", ["containers", "guides"])
+def test_what_a_page_names_is_there(page):
+    """Scripts, files of settings, and the results that its figures are from."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    named = set(re.findall(r"\b(?:scripts|configs|benchmarks|tests)/[\w/]+\.\w+", text))
+    results = {f"benchmarks/results/{name}" for name in re.findall(r"`(\w+\.json)`", text)}
+    assert len(named) > 5 and len(results) >= 5
+    assert sorted(name for name in named | results if not (ROOT / name).is_file()) == []
+
+
 # ---- what pip leaves alone ----
 
 IMAGE = {
