@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
 import shlex
 from pathlib import Path
@@ -132,6 +133,19 @@ def test_what_a_page_names_is_there(page):
     results = {f"benchmarks/results/{name}" for name in re.findall(r"`(\w+\.json)`", text)}
     assert len(named) > 5 and len(results) >= 5
     assert sorted(name for name in named | results if not (ROOT / name).is_file()) == []
+
+
+def test_the_memory_of_the_page_is_that_of_the_files():
+    text = (ROOT / "docs" / "containers.md").read_text()
+    lines = re.findall(r"^\| (\S+), \d+ rows.*? \| ([\d.]+) GiB \| ([\d.]+) GiB \| ([-+][\d.]+)%, `(\w+\.json)` \|$", text, re.M)
+    assert len(lines) == 5
+    for model, bf16, delayed, change, file in lines:
+        rows = json.loads((ROOT / "benchmarks" / "results" / file).read_text())["rows"]
+        mode = "fsdp_full:" if "multi_gpu" in file else ""
+        peaks = {row["arm"]: row["peak_memory_gib"] for row in rows if row["model"] == model and "peak_memory_gib" in row}
+        assert (bf16, delayed) == (f"{peaks[f'{mode}bf16']:.1f}", f"{peaks[f'{mode}delayed']:.1f}")
+        places = len(change.partition(".")[2])
+        assert f"{(peaks[f'{mode}delayed'] / peaks[f'{mode}bf16'] - 1) * 100:+.{places}f}" == change
 
 
 # ---- what pip leaves alone ----

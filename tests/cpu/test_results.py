@@ -15,7 +15,17 @@ from tests.families import FAMILIES
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 OLD_ARMS = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
 """Names in files that were recorded before one grammar named all arms."""
-FROM_GPU = ("gpu_tests", "throughput_", "gsm8k_curves", "multi_gpu_", "startup_", "ceilings_", "verify_", "diagnose_")
+FROM_GPU = (
+    "gpu_tests",
+    "throughput_",
+    "gsm8k_curves",
+    "multi_gpu_",
+    "startup_",
+    "ceilings_",
+    "verify_",
+    "diagnose_",
+    "environment_variables",
+)
 
 
 def load(pattern: str) -> list[tuple[str, dict]]:
