@@ -94,6 +94,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PYTORCH_ALLOC_CONF", "no effect", "is not read, because the scripts set PYTORCH_CUDA_ALLOC_CONF, which torch reads first"
     ),
+    Rule("GPU_NUM", "no effect", "is not read; torchrun takes --nproc_per_node, scripts/launch_multi_node.sh NPROC_PER_NODE"),
     Rule("WORLD_SIZE|RANK|LOCAL_RANK", "harmful", _IN_A_LAUNCH, left_over=True),
     Rule("ACCELERATE_USE_CPU", "harmful", "makes Accelerate train on the CPU", _ON),
     Rule("ACCELERATE_DEBUG_MODE", "slower", "checks the shapes of every exchange first", _ON),

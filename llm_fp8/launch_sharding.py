@@ -7,7 +7,7 @@
 
 The launcher exports most entries also when nobody wrote them, so its defaults count as nothing said; version 1 is one of them, and what it
 says of sharding is done by FSDP2. Entries about how Accelerate does things (prefetching, loading, the form of its checkpoints) are dropped:
-`_DROPPED` says why. The rest is an error that names the entry as the configuration file has it.
+`DROPPED` says why. The rest is an error that names the entry as the configuration file has it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ZERO_STAGES = (1, 2, 3)
 _DEFAULT_ZERO_STAGE = "2"
 """Accelerate's, where neither the file nor a flag of the launcher says one."""
 
-_DROPPED = {
+DROPPED = {
     "FSDP_MIN_NUM_PARAMS": "belongs to size-based wrapping, which is refused",
     "FSDP_BACKWARD_PREFETCH": "FSDP2 prefetches by itself",
     "FSDP_FORWARD_PREFETCH": "FSDP2 prefetches by itself",
@@ -102,9 +102,9 @@ def take_sharding_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
 
 
 def _take(environ: MutableMapping[str, str], prefix: str) -> dict[str, str]:
-    """Remove the variables with `prefix`; returned by full name, without those of `_DROPPED`."""
+    """Remove the variables with `prefix`; returned by full name, without those of `DROPPED`."""
     taken = {name: environ.pop(name) for name in sorted(environ) if name.startswith(prefix)}
-    return {name: value for name, value in taken.items() if name not in _DROPPED}
+    return {name: value for name, value in taken.items() if name not in DROPPED}
 
 
 def _refuse_rest(rest: dict[str, str]) -> None:

@@ -86,8 +86,8 @@ def bundled_architectures() -> list[str]:
 
 
 def _bundled_config(name: str) -> Path | None:
-    # The 8B model has had both names on the hub.
-    path = ARCHITECTURES / f"{name.rpartition('/')[2].replace('Meta-Llama', 'Llama')}.json"
+    # The 8B model has had both names on the hub; a model tuned to instructions has the architecture of its base.
+    path = ARCHITECTURES / f"{name.rpartition('/')[2].replace('Meta-Llama', 'Llama').removesuffix('-Instruct')}.json"
     return path if path.is_file() else None
 
 

@@ -16,6 +16,8 @@ venv_python=$venv/bin/python
 te_build_tools=(setuptools==81.0.0 wheel==0.48.0 ninja==1.13.2 pybind11==3.1.0 packaging==26.3)
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+# Images that bring their own torch hold pip to its version. The environment made here does not see that torch and pins every version itself.
+unset PIP_CONSTRAINT
 
 say() { printf '== %s\n' "$*"; }
 

@@ -5,6 +5,7 @@
         --arms bf16,fp8,current --seeds 3
     python scripts/compare_performance.py --runs runs/bf16-1 runs/bf16-2 runs/fp8-1 runs/fp8-2
     python scripts/compare_performance.py --wandb team/llm-fp8/abc123 runs/x/wandb/offline-run-20260101_120000-def456
+    python scripts/compare_performance.py          the runs of scripts/train_bf16.sh and scripts/train_fp8.sh
 
 Given again, a --train command continues: finished runs are taken as they are, failed ones are tried again. Writes comparison.json and
 comparison.html to the output folder. docs/compare.md explains every figure. Exit code 0, or 1 where a run failed. Ctrl-C and SIGTERM let the
@@ -33,9 +34,12 @@ from llm_fp8.compare.text import print_comparison
 from llm_fp8.compare.wandb_runs import read_wandb
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.json_files import write_json_atomic
+from llm_fp8.provenance import REPOSITORY
 from llm_fp8.signals import exit_code
 
 EXIT_RUN_FAILED = 1
+PAIR = tuple(REPOSITORY / "runs" / name for name in ("train_bf16", "train_fp8"))
+"""What scripts/train_bf16.sh and scripts/train_fp8.sh write: compared where nothing else is named."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -68,9 +72,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise `UserError` for options that exclude or need each other."""
+    """Fill in what is compared where nothing is named. Raise `UserError` for options that exclude or need each other."""
     if options.train is None and not options.runs and not options.wandb:
-        raise UserError("give --train OPTIONS to train the arms, or --runs or --wandb to compare runs that exist.")
+        if missing := [folder.name for folder in PAIR if not (folder / "summary.json").is_file()]:
+            scripts = " and ".join(f"scripts/{name}.sh" for name in missing)
+            raise UserError(
+                f"give --train OPTIONS to train the arms, --runs or --wandb to compare runs that exist, or run {scripts} first, whose runs are "
+                "compared where nothing is named."
+            )
+        options.runs = [str(folder) for folder in PAIR]
+        options.output = options.output or str(PAIR[0].with_name("compare_train"))
     if options.train is not None and (options.runs or options.wandb):
         raise UserError("--train trains the runs that it compares; give it without --runs and --wandb.")
     if options.train is None:

@@ -18,29 +18,13 @@
 
 set -euo pipefail
 
-repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-
-fail() {
-    printf 'error: %s\n' "$*" >&2
-    exit 2
-}
+# shellcheck source=scripts/_python.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
 
 # require_number NAME VALUE LOWEST HIGHEST: VALUE must be a whole number in that range.
 require_number() {
     if ! [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] || (($2 < $3 || $2 > $4)); then
         fail "$1 must be a whole number from $3 to $4, and is '$2'."
-    fi
-}
-
-# Prints the interpreter to start torchrun with.
-find_python() {
-    local venv=${VENV_DIR:-$repository/.venv}
-    if [[ -n ${PYTHON:-} ]]; then
-        printf '%s\n' "$PYTHON"
-    elif [[ -x $venv/bin/python ]]; then
-        printf '%s\n' "$venv/bin/python"
-    else
-        printf 'python3\n'
     fi
 }
 
@@ -72,7 +56,6 @@ train_script=${TRAIN_SCRIPT:-$repository/train_multi_gpu.py}
 [[ -f $train_script ]] || fail "TRAIN_SCRIPT $train_script: no such file."
 
 python=$(find_python)
-command -v "$python" >/dev/null || fail "PYTHON=$python: no such program; set PYTHON to the interpreter that has torch."
 
 if [[ -n ${GLOO_SOCKET_IFNAME:-} && -d /sys/class/net ]]; then
     for interface in ${GLOO_SOCKET_IFNAME//,/ }; do

@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,16 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
         UserError: the file is missing, is no JSON, or has an entry that contradicts the run or cannot take effect.
     """
     path = Path(config.parallel.deepspeed_config) if config.parallel.deepspeed_config else default_file(mode)
-    settings = _read(path)
-    settings = _without_auto(_checked(path, settings, _wanted(config, mode, num_processes), mode, compute_name))
-    settings |= _wanted(config, mode, num_processes)
+    settings, wanted = read_file(path), _wanted(config, mode, num_processes)
+    for key, why in file_problems(settings, wanted, mode, compute_name):
+        raise UserError(f"--deepspeed_config {path}, {key}: {why}.")
+    settings = _without_auto(settings) | wanted
     settings[_ZERO] = {**settings[_ZERO], "stage": zero_stage(mode)}
     if zero_stage(mode) < 3:
         # Weights become views of one long tensor; kernels load 16 bytes at a time.
         settings[_ZERO].setdefault("parameter_alignment", True)
-    _check_zero_section(path, settings[_ZERO])
+    for key, why in zero_section_problems(settings[_ZERO]):
+        raise UserError(f"--deepspeed_config {path}, {key}: {why}.")
     # Looking for overflow costs a host synchronisation and a reduction in every step; the loop checks what it reads anyway.
     settings["bf16"] = {"check_grad_overflow": False, **settings.get("bf16", {}), "enabled": compute_name == "bf16"}
     settings["fp16"] = {"enabled": False}
@@ -159,7 +162,8 @@ _FLAGS = {
 }
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
+    """The contents of a DeepSpeed file; `UserError` where it is none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -173,56 +177,59 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-def _checked(path: Path, settings: dict[str, Any], wanted: dict[str, Any], mode: str, compute_name: str) -> dict[str, Any]:
-    """`settings` as they are; `UserError` on the first entry that cannot stand."""
+def file_problems(settings: dict[str, Any], wanted: dict[str, Any], mode: str, compute_name: str) -> Iterator[tuple[str, str]]:
+    """The entries of a file that cannot stand, as they are written there, each with the reason and what to do.
 
-    def refuse(key: str, why: str) -> None:
-        raise UserError(f"--deepspeed_config {path}, {key}: {why}.")
-
+    Args:
+        settings: the file's.
+        wanted: top-level entries whose values are the run's.
+        mode, compute_name: as in `deepspeed_settings`.
+    """
     for key, value in settings.items():
         if key not in _PASSED_ON:
-            refuse(f'"{key}"', _REMEDIES.get(key, "it has no effect on this training; remove it"))
+            yield f'"{key}"', _REMEDIES.get(key, "it has no effect on this training; remove it")
         if key in wanted and value not in (AUTO, wanted[key]):
-            refuse(
+            yield (
                 f'"{key}": {json.dumps(value)}',
                 f"this run has {wanted[key]}, from {_FLAGS[key]}; remove the entry or make it {json.dumps(AUTO)}",
             )
-    for section in (_ZERO, "bf16", "fp16", "data_types"):
-        if not isinstance(settings.get(section, {}), dict):
-            refuse(f'"{section}"', f"it must be a section, like {{...}}, and is {json.dumps(settings[section])}")
-    _check_dtypes(settings, zero_stage(mode), compute_name, refuse)
-    stage = settings[_ZERO].get("stage", AUTO)
+    no_sections = [name for name in (_ZERO, "bf16", "fp16", "data_types") if not isinstance(settings.get(name, {}), dict)]
+    for name in no_sections:
+        yield f'"{name}"', f"it must be a section, like {{...}}, and is {json.dumps(settings[name])}"
+    settings = {key: value for key, value in settings.items() if key not in no_sections}
+    yield from _dtype_problems(settings, zero_stage(mode), compute_name)
+    zero = settings.get(_ZERO, {})
+    stage = zero.get("stage", AUTO)
     if stage not in (AUTO, zero_stage(mode)):
-        refuse(
+        yield (
             f'"{_ZERO}.stage": {json.dumps(stage)}',
             f"the run has --sharding_mode {mode}; use --sharding_mode deepspeed_{stage} or change the file",
         )
     for key in _OFFLOADING:
-        value = settings[_ZERO].get(key)
+        value = zero.get(key)
         device = value.get("device", "none") if isinstance(value, dict) and key != "zenflow" else value
         if device not in (None, False, "none", AUTO):
-            refuse(
+            yield (
                 f'"{_ZERO}.{key}"',
                 "it needs an optimizer that DeepSpeed compiles; remove it and use --sharding_mode fsdp_offload instead",
             )
     for key, (value, why) in _ZERO_REFUSED.items():
-        if settings[_ZERO].get(key) is value:
-            refuse(f'"{_ZERO}.{key}": {json.dumps(value)}', why)
-    return settings
+        if zero.get(key) is value:
+            yield f'"{_ZERO}.{key}": {json.dumps(value)}', why
 
 
-def _check_dtypes(settings: dict[str, Any], stage: int, compute_name: str, refuse: Any) -> None:
+def _dtype_problems(settings: dict[str, Any], stage: int, compute_name: str) -> Iterator[tuple[str, str]]:
     """Everything in the file that names a dtype."""
     enabled = {name: settings.get(name, {}).get("enabled", AUTO) for name in ("bf16", "fp16")}
     for name, value in enabled.items():
         if value not in (AUTO, name == compute_name):
-            refuse(
+            yield (
                 f'"{name}.enabled": {json.dumps(value)}',
                 f"the run computes in {compute_name}, from --mixed_precision; remove the entry or make it {json.dumps(AUTO)}",
             )
     for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
         if settings.get("bf16", {}).get(key) is True:
-            refuse(f'"bf16.{key}": true', "small updates would be rounded away without fp32 masters; remove it")
+            yield f'"bf16.{key}": true', "small updates would be rounded away without fp32 masters; remove it"
     accepted = _DTYPE_NAMES[compute_name]
     communication = settings.get("communication_data_type", AUTO)
     if communication not in (AUTO, None, *accepted):
@@ -231,18 +238,16 @@ def _check_dtypes(settings: dict[str, Any], stage: int, compute_name: str, refus
             if communication in _DTYPE_NAMES["fp32"]
             else f"gradients are exchanged in {compute_name}, in which the run computes"
         )
-        refuse(f'"communication_data_type": {json.dumps(communication)}', f"{why}; remove the entry")
+        yield f'"communication_data_type": {json.dumps(communication)}', f"{why}; remove the entry"
     data_types = settings.get("data_types", {})
     if data_types.get("param_dtype", AUTO) not in (AUTO, None, *accepted):
-        refuse(
+        yield (
             f'"data_types.param_dtype": {json.dumps(data_types["param_dtype"])}',
             f"the run computes in {compute_name}, from --mixed_precision; remove the entry",
         )
     accumulation = data_types.get("grad_accum_dtype", AUTO)
-    if accumulation in (AUTO, None, *accepted):
-        return
-    if stage == 1 or accumulation not in _DTYPE_NAMES["fp32"]:
-        refuse(
+    if accumulation not in (AUTO, None, *accepted) and (stage == 1 or accumulation not in _DTYPE_NAMES["fp32"]):
+        yield (
             f'"data_types.grad_accum_dtype": {json.dumps(accumulation)}',
             "with stage 1 DeepSpeed then keeps whole fp32 gradients on every GPU under another optimizer; remove the entry, or use "
             "--sharding_mode deepspeed_2, which keeps its share only"
@@ -258,14 +263,13 @@ def _without_auto(value: Any) -> Any:
     return {key: _without_auto(entry) for key, entry in value.items() if entry != AUTO}
 
 
-def _check_zero_section(path: Path, section: dict[str, Any]) -> None:
-    """Names and types of the section zero_optimization, which DeepSpeed itself knows; `UserError` on the first that is wrong."""
+def zero_section_problems(section: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What DeepSpeed itself finds wrong with names and types of the section zero_optimization, as `file_problems`."""
     load_deepspeed()
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     try:
         DeepSpeedZeroConfig(**section)
     except ValueError as error:  # pydantic's, which lists what is wrong
-        first = error.errors()[0]  # type: ignore[attr-defined]
-        key = ".".join(map(str, (_ZERO, *first["loc"])))
-        raise UserError(f'--deepspeed_config {path}, "{key}": DeepSpeed refuses it ({first["msg"]}).') from error
+        for found in error.errors():  # type: ignore[attr-defined]
+            yield f'"{".".join(map(str, (_ZERO, *found["loc"])))}"', f"DeepSpeed refuses it ({found['msg']})"

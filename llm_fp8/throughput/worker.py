@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,19 @@ from llm_fp8.provenance import REPOSITORY
 from llm_fp8.throughput.results import ENDED_IN_SILENCE
 
 
-def measure_in_process(workload: str, arm: str, num_steps: int, warmup: int, timeout_s: float) -> dict[str, Any]:
-    """Measure `arm` on `workload` (both by name) and return the answer; raises nothing for what goes wrong over there."""
+def measure_in_process(
+    workload: str, arm: str, num_steps: int, warmup: int, timeout_s: float, variables: Mapping[str, str | None] | None = None
+) -> dict[str, Any]:
+    """Measure `arm` on `workload` (both by name) and return the answer; raises nothing for what goes wrong over there.
+
+    `variables`: of the process's environment, in place of this one's; None takes one out.
+    """
     # What a launcher left for Accelerate would change the rivals: ACCELERATE_FP8_BACKEND alone converts a bf16 model.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    for name, value in (variables or {}).items():
+        environment.pop(name, None)
+        if value is not None:
+            environment[name] = value
     environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # for every arm, as in the training scripts
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:

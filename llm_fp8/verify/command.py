@@ -16,6 +16,7 @@ from rich.console import Console
 
 from llm_fp8.environment import is_left_over
 from llm_fp8.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, EXIT_USER_ERROR, FailedCheck, UserError
+from llm_fp8.verify.configs import required_kind
 from llm_fp8.verify.output import Progress, Record, closing_line, print_rows
 from llm_fp8.verify.output_folder import try_to_write
 from llm_fp8.verify.registry import CHECKS, Check
@@ -56,6 +57,14 @@ def parse(argv: Sequence[str], description: str) -> argparse.Namespace:
     parser.add_argument(
         "--engines", default=",".join(ENGINES), help="comma-separated sharding modes to train in (default %(default)s)"
     )
+    parser.add_argument(
+        "--config_file",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a DeepSpeed file, or one of accelerate launch, to look through beside those in configs/; may be given several times",
+    )
     parser.add_argument("--quick", action="store_true", help="leave out rates, exchanges and training runs")
     parser.add_argument("--only", help=f"comma-separated checks to run, of {', '.join(check.name for check in CHECKS)}")
     parser.add_argument("--verbose", action="store_true", help="print the details of checks that passed too")
@@ -66,6 +75,8 @@ def parse(argv: Sequence[str], description: str) -> argparse.Namespace:
             raise UserError(f"--{name} {getattr(options, name)}: give 1 or more.")
     if options.json is not None and (options.json.is_dir() or try_to_write(options.json.parent) is not None):
         raise UserError(f"--json {options.json} cannot be written; give a file in a folder that you may write to.")
+    for path in options.config_file:
+        required_kind(path)
     options.engines = tuple(dict.fromkeys(options.engines.split(",")))
     known = {check.name for check in CHECKS}
     if options.only is not None and (unknown := [name for name in options.only.split(",") if name not in known]):
@@ -113,6 +124,7 @@ def main(argv: Sequence[str], description: str = "") -> int:
         output_dir=options.output_dir,
         engines=options.engines,
         environ=environ,
+        config_files=tuple(options.config_file),
     )
     record = Record(options.json, vars(options), checks)
     stopped: int | None = None

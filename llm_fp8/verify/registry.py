@@ -35,6 +35,7 @@ CHECKS: tuple[Check, ...] = (
     Check("imports", "Packages load"),
     Check("gpu", "GPU and driver"),
     Check("variables", "Environment variables"),
+    Check("configs", "DeepSpeed and Accelerate files"),
     Check("output_folder", "Output folder"),
     Check("tracking", "Weights & Biases"),
     Check("data", "Tokenizer and dataset"),

@@ -29,6 +29,8 @@ class Setup:
     engines: tuple[str, ...]
     environ: dict[str, str]
     """The variables before any was set or removed."""
+    config_files: tuple[Path, ...] = ()
+    """Files of DeepSpeed or `accelerate launch` that the user means to train with."""
     scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="verify-fp8-")))
     """For files of the checks; whoever made this object removes it."""
     probes: dict[str, Probe] = field(default_factory=dict)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 
 from llm_fp8.verify.result import Problems, Result
 from llm_fp8.verify.setup import REPOSITORY, Setup
@@ -25,6 +26,7 @@ OPTIONAL = {
 }
 """What runs without; package -> what needs it."""
 TE = "transformer-engine"
+TE_PARTS = (TE, f"{TE}-torch", f"{TE}-cu12", f"{TE}-cu13")
 _BUILD = re.compile(r"\+.*")
 
 
@@ -79,9 +81,19 @@ def installed(names: Iterable[str]) -> dict[str, Installed]:
     return found
 
 
-def judge(pins: list[Pin], found: dict[str, Installed], has_gpu: bool) -> Result:
-    """Missing packages fail, drift is a warning, what is optional is said."""
+def read_constraints(environ: Mapping[str, str]) -> list[Pin]:
+    """Those of the file in PIP_CONSTRAINT, with which an image keeps its own torch; none where there is none or a line is not understood."""
+    path = environ.get("PIP_CONSTRAINT", "")
+    try:
+        return pins_of(Path(path).read_text(), path) if path else []
+    except (OSError, InvalidRequirement, UnicodeDecodeError):  # pip's to say
+        return []
+
+
+def judge(pins: list[Pin], found: dict[str, Installed], has_gpu: bool, constraints: Iterable[Pin] = ()) -> Result:
+    """Missing packages fail, drift is a warning, what is optional is said. `constraints`: what pip would refuse to change, and why it is as it is."""
     problems, details = Problems(), []
+    kept_by = {pin.name: pin for pin in constraints}
     for pin in pins:
         name, there = pin.name, found.get(pin.name)
         needed = name not in OPTIONAL and (has_gpu or name != TE)
@@ -96,7 +108,11 @@ def judge(pins: list[Pin], found: dict[str, Installed], has_gpu: bool) -> Result
             continue
         details.append(f"{name} {there.version} in {there.location}")
         if not pin.requirement.specifier.contains(there.version, prereleases=True):
-            problems.warn(f"{name} is {there.version}, {pin.file} pins {pin.requirement.specifier}", mend)
+            sentence, kept = f"{name} is {there.version}, {pin.file} pins {pin.requirement.specifier}", kept_by.get(name)
+            if kept is not None and kept.requirement.specifier.contains(there.version, prereleases=True):
+                problems.warn(f"{sentence}; {kept.file} keeps it so")
+            else:
+                problems.warn(sentence, mend)
     te_parts = {name: there.version for name, there in found.items() if name.startswith(TE)}
     versions = {_BUILD.sub("", version) for version in te_parts.values()}
     if len(versions) > 1:
@@ -123,5 +139,5 @@ def _extras(requirement: Requirement) -> str:
 def check(setup: Setup) -> Result:
     """Versions of everything that is pinned, and of all parts of Transformer Engine."""
     pins = read_pins()
-    te_parts = (TE, f"{TE}-torch", f"{TE}-cu12", f"{TE}-cu13")
-    return judge(pins, installed([*(pin.name for pin in pins), *te_parts, "flash-attn"]), setup.num_gpus > 0)
+    found = installed([*(pin.name for pin in pins), *TE_PARTS, "flash-attn"])
+    return judge(pins, found, setup.num_gpus > 0, read_constraints(setup.environ))

@@ -162,7 +162,7 @@ def test_what_is_missing_is_named(workload, monkeypatch):
 
 def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, monkeypatch):
     """bf16 needs Transformer Engine and a GPU, and is tried once. The first measurement that succeeds has a process of its own, from which the
-    launcher's environment stays outside; the others, for speed, share this one."""
+    launcher's environment stays outside and that has the variables it is given; the others, for speed, share this one."""
     started = []
 
     def measured(name: str, arm: str, num_steps: int, warmup: int, timeout_s: float):
@@ -171,7 +171,9 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
             with monkeypatch.context() as launcher:
                 launcher.setenv("ACCELERATE_FP8_BACKEND", "TE")
                 launcher.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-                return measure_in_process(name, arm, num_steps, warmup, timeout_s)
+                launcher.setenv("NVTE_FLASH_ATTN", "0")
+                variables = {"NVTE_FP8_ALLREDUCE": "1", "NVTE_FLASH_ATTN": None}
+                return measure_in_process(name, arm, num_steps, warmup, timeout_s, variables)
         try:
             return {"failed": None, **measure(Workload.parse(name, num_steps), parse_arm(arm), warmup, CPU)}
         except UserError as error:
@@ -183,6 +185,8 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
     rows = benchmark.measure_all([Workload.parse(workload, 3)], arms, 1, 2, 100, path)
     record = json.loads(path.read_text())
     assert started == ["hf_bf16"] and record["rows"] == rows and record["provenance"]["command"] == sys.argv and "peaks" in record
+    environment = record["provenance"]["environment"]
+    assert environment["NVTE_FP8_ALLREDUCE"] == "1" and not {"NVTE_FLASH_ATTN", "ACCELERATE_FP8_BACKEND"} & environment.keys()
     failed, measured = rows
     assert "--use_te needs an NVIDIA GPU" in failed["failed"] and "tokens_per_s" not in failed
     assert failed["workload"] == measured["workload"] == workload and measured["seq_length"] == 32

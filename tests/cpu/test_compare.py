@@ -670,9 +670,10 @@ def run_script(*options: str, cwd: Path, environment: dict[str, str] | None = No
 
 def test_mistakes_are_said_in_one_sentence(tmp_path, monkeypatch):
     script = load_script()
+    monkeypatch.setattr(script, "PAIR", (tmp_path / "train_bf16", tmp_path / "train_fp8"))  # which this repository may hold
     (tmp_path / "a file").touch()
     for options, words in (
-        ([], "give --train OPTIONS"),
+        ([], "give --train OPTIONS .* or run scripts/train_bf16.sh and scripts/train_fp8.sh first"),
         (["--train", "", "--runs", "x"], "without --runs and --wandb"),
         (["--runs", "x", "--seeds", "3"], "--seeds belongs to --train"),
         (["--train", "", "--seeds", "0"], "--seeds must be at least 1"),

@@ -4,39 +4,15 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import shlex
 from pathlib import Path
 
 import pytest
 
-from llm_fp8.config import SECTIONS, Config, build_parser, parse_config
+from llm_fp8.config import EMBEDDED, SECTIONS, Config, build_parser, parse_config
 from llm_fp8.errors import UserError
+from tests.documented_commands import COMMANDS, is_multi_gpu, options_of
 
 ROOT = Path(__file__).resolve().parents[2]
-
-DOCUMENTED_COMMANDS = [
-    """--model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 12 --mixed_precision fp8
-    --max_seq_length 1024 --split_name train_1M --use_te --use_wandb --wandb_project llm-fp8 --wandb_run_name llama32-1b-fp8""",
-    """--model_name meta-llama/Llama-3.2-3B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 12 --mixed_precision fp8
-    --max_seq_length 1024 --split_name train_1M --use_te --use_wandb --wandb_project llm-fp8 --wandb_run_name llama32-3b-fp8""",
-    """--model_name meta-llama/Meta-Llama-3.1-8B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 8 --mixed_precision fp8
-    --max_seq_length 1024 --split_name train_1M --use_te --use_wandb --wandb_project llm-fp8 --wandb_run_name llama31-8b-fp8""",
-    """--model_name Qwen/Qwen2.5-14B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 4 --mixed_precision fp8
-    --max_seq_length 1024 --split_name train_1M --use_wandb --wandb_project llm-fp8 --wandb_run_name qwen25-14b-fp8""",
-    """--model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 --split_name train --batch_size 12
-    --mixed_precision fp8 --use_te""",
-    """--model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 --split_name test --batch_size 12
-    --mixed_precision fp8 --use_te""",
-    """--model_name meta-llama/Llama-3.2-3B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 12 --mixed_precision fp8
-    --fp8_scenario mxfp8 --max_seq_length 1024 --split_name train_1M --use_te --use_wandb --wandb_project llm-fp8
-    --wandb_run_name llama32-3b-mxfp8""",
-    """--model_name meta-llama/Llama-3.2-3B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 12 --mixed_precision bf16
-    --max_seq_length 1024 --split_name train_1M --use_wandb --wandb_project llm-fp8 --wandb_run_name llama32-3b-bf16""",
-    """--model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 8 --mixed_precision fp8
-    --max_seq_length 512 --split_name train_1M --num_epochs 1 --use_te""",
-    """--model_name meta-llama/Llama-3.2-3B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 1 --mixed_precision fp8 --use_te
-    --gradient_checkpointing --max_seq_length 512 --learning_rate 1e-5 --gradient_accumulation_steps 4""",
-]
 
 PROMISED_OPTIONS = """
 model_name dataset_name split_name batch_size mixed_precision max_seq_length use_te fp8_scenario use_wandb wandb_project wandb_run_name
@@ -62,10 +38,10 @@ def exit_message(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("command", DOCUMENTED_COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_documented_command_means_what_it_says(command):
-    words = shlex.split(command)
-    options = flat(parse_config(words))
+    words = options_of(command)
+    options = flat(parse_config(words, parallel=is_multi_gpu(command)))
     for word, value in zip(words, [*words[1:], "--"], strict=True):
         if not word.startswith("--"):
             continue
@@ -264,7 +240,7 @@ RUN_FILES = [p for p in (Path(__file__).resolve().parents[2] / "configs").glob("
 
 @pytest.mark.parametrize("path", sorted(RUN_FILES), ids=lambda path: path.stem)
 def test_every_example_file_is_a_configuration(path):
-    assert parse_config(["--config", str(path)]).run.output_dir
+    assert parse_config(["--config", str(path)]).model.model_name != EMBEDDED
 
 
 def test_an_option_of_the_other_script_is_told_as_such(capsys):

@@ -55,6 +55,7 @@ def test_the_documentation_and_the_rules_agree():
         ({"ACCELERATE_USE_CPU": "true"}, [("ACCELERATE_USE_CPU", "harmful")]),
         ({"ACCELERATE_USE_CPU": "false", "ACCELERATE_CPU_AFFINITY": "1"}, []),
         ({"WORLD_SIZE": "8"}, [("WORLD_SIZE", "harmful")]),
+        ({"GPU_NUM": "8"}, [("GPU_NUM", "no effect")]),
         ({"NVTE_BACKWARD_OVERRIDE": "dequantized"}, [("NVTE_BACKWARD_OVERRIDE", "harmful")]),
         ({"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}, []),
         ({"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}, [("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "slower")]),

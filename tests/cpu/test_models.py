@@ -168,12 +168,12 @@ def test_a_bundled_architecture_needs_no_hub(name):
     assert len(tokenizer) <= config.vocab_size and "--random_init" in str(note)
 
 
-def test_both_names_of_the_8b_model():
-    old, new = (
+def test_all_names_of_the_8b_model():
+    old, new, tuned = (
         resolve_source(ModelConfig(model_name=f"meta-llama/{name}", random_init=True))
-        for name in ("Meta-Llama-3.1-8B", "Llama-3.1-8B")
+        for name in ("Meta-Llama-3.1-8B", "Llama-3.1-8B", "Llama-3.1-8B-Instruct")
     )
-    assert old.location == new.location
+    assert old.location == new.location == tuned.location
 
 
 def test_the_attention_implementation_is_the_one_asked_for(tiny_model):

@@ -27,6 +27,7 @@ FROM_GPU = (
     "diagnose_",
     "comparison_",
     "hf_trainer_",
+    "environment_variables",
 )
 
 

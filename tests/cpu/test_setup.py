@@ -103,6 +103,11 @@ def test_the_packages_that_scripts_and_tests_import_are_required() -> None:
     assert not missing
 
 
+def test_an_images_constraints_do_not_reach_the_environment() -> None:
+    """They hold pip to a torch that the environment does not see, against the pins; NVIDIA's images set such a file."""
+    assert run_bash('printf "%s" "${PIP_CONSTRAINT-unset}"', PIP_CONSTRAINT="/etc/pip/constraint.txt").stdout == "unset"
+
+
 @pytest.mark.parametrize("command", ["false", "/no/such/python"])
 def test_a_python_that_will_not_do_is_refused_in_one_sentence(command: str, tmp_path: Path) -> None:
     done = run_bash("make_venv", PYTHON=command, VENV_DIR=str(tmp_path / "venv"))

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from llm_fp8.config import parse_config
 from tests.processes import free_port
 from tests.small import run_json, steps
 
@@ -49,16 +48,6 @@ def test_the_documented_command(tmp_path, tiny_model, rows):
     assert run_json(folder)["effective"]["global_batch_size"] == 8
     assert len(list((folder / "wandb").glob("offline-run-*"))) == 1
     assert (folder / "final" / "model.safetensors").exists()
-
-
-def test_the_seed_documents_command_is_understood():
-    config = parse_config(
-        "--model_name meta-llama/Llama-3.2-3B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 1 --sharding_mode fsdp_full "
-        "--mixed_precision fp8 --use_te --gradient_checkpointing --max_seq_length 512 --learning_rate 1e-5 "
-        "--gradient_accumulation_steps 4 --empty_cache_freq 25".split(),
-        parallel=True,
-    )
-    assert config.parallel.sharding_mode == "fsdp_full" and config.parallel.empty_cache_freq == 25 and config.packing
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,49 @@
+# syntax=docker/dockerfile:1
+# The environment to train and test fp8 in, on NVIDIA's PyTorch image, whose torch and Transformer Engine stay as they are.
+#
+#   docker build --build-arg USER_ID="$(id -u)" --build-arg GROUP_ID="$(id -g)" --build-arg LLM_FP8_COMMIT="$(git rev-parse HEAD)" -t llm-fp8:latest .
+#
+# docs/containers.md
+
+FROM nvcr.io/nvidia/pytorch:26.07-py3
+
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+WORKDIR /workspace
+
+# Whom the process in the container runs as; files that it writes to a mounted folder belong to them.
+ARG USER_ID=1000
+ARG GROUP_ID=1000
+RUN if ! getent group "${GROUP_ID}" > /dev/null; then groupadd --gid "${GROUP_ID}" trainer; fi \
+    && if ! getent passwd "${USER_ID}" > /dev/null; then \
+        useradd --no-log-init --create-home --uid "${USER_ID}" --gid "${GROUP_ID}" trainer; \
+    fi \
+    # Everything that a training writes by default goes to runs/, and so to the one folder that is mounted.
+    && install --directory --owner="${USER_ID}" --group="${GROUP_ID}" /workspace /workspace/checkpoints /cache/huggingface \
+    && ln --symbolic checkpoints /workspace/runs
+
+# What decides about the packages comes first, so that a change of the code does not install them anew. The image holds pip to the versions of
+# all its packages, and the requirements pin others of some; what must not change is written down, kept, and looked at afterwards.
+COPY requirements.txt requirements-gpu.txt requirements-deepspeed.txt ./
+COPY llm_fp8/__init__.py llm_fp8/
+COPY llm_fp8/verify/__init__.py llm_fp8/verify/result.py llm_fp8/verify/setup.py llm_fp8/verify/versions.py llm_fp8/verify/
+COPY scripts/container_requirements.py scripts/
+RUN python scripts/container_requirements.py write /opt/llm-fp8 \
+    && PIP_CONSTRAINT="" PIP_BREAK_SYSTEM_PACKAGES=1 python -m pip install --no-cache-dir \
+        --constraint /opt/llm-fp8/constraints.txt --requirement /opt/llm-fp8/requirements.txt \
+    && python scripts/container_requirements.py check /opt/llm-fp8
+ENV PIP_CONSTRAINT=/opt/llm-fp8/constraints.txt
+
+COPY te_llama.py train_fp8.py train_multi_gpu.py ./
+COPY configs/ configs/
+COPY llm_fp8/ llm_fp8/
+COPY scripts/ scripts/
+COPY benchmarks/ benchmarks/
+
+# There is no git here; runs record the commit from this variable.
+ARG LLM_FP8_COMMIT=""
+ENV LLM_FP8_COMMIT=${LLM_FP8_COMMIT} \
+    HF_HOME=/cache/huggingface
+
+USER ${USER_ID}:${GROUP_ID}
+# NVIDIA's entry point stays: it looks at the driver, then runs this.
+CMD ["python", "scripts/verify_fp8.py"]

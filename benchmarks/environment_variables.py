@@ -1,0 +1,202 @@
+#!/usr/bin/env python
+"""What the environment variables of the guides do to a training step: each setting beside none at all, on one GPU.
+
+    python benchmarks/environment_variables.py --output benchmarks/results/environment_variables_h200.json
+    python benchmarks/environment_variables.py --settings NVTE_FUSED_ATTN=0 "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1" --rounds 1 --output some.json
+
+A setting is one or several NAME=VALUE. Each is measured in processes of its own, in turns with the others and with none, so that what slows
+the machine for a while does not fall on one. No process has a variable of another setting, or one of them from this shell. Steps before
+--warmup are left out. The file holds, beside the figures, what the table of llm_fp8/environment.py says of each setting. What acts on
+exchanges between GPUs is not seen here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llm_fp8 import environment
+from llm_fp8.errors import UserError, run_script
+from llm_fp8.json_files import require_writable, write_json_atomic
+from llm_fp8.ranks import LaunchRanks
+from llm_fp8.throughput.arms import Arm, parse_arm
+from llm_fp8.throughput.worker import measure_in_process
+from llm_fp8.throughput.workload import Workload
+from scripts.benchmark import EXIT_TERMINATED, print_round, summarise
+
+NONE = "none"
+"""The setting without variables, which the others are held against."""
+SETTINGS = (
+    "NVTE_FP8_ALLREDUCE=1",
+    "NVTE_APPLY_QK_LAYER_SCALING=1",
+    "NVTE_FP8_DPA_BWD=1",
+    "NVTE_FLASH_ATTN=1 NVTE_FUSED_ATTN=1",
+    "CUDA_DEVICE_MAX_CONNECTIONS=1",
+    "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1",
+    "NVTE_FLASH_ATTN=0",
+    "NVTE_FUSED_ATTN=0",
+    "NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=0",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False",
+    "CUDA_LAUNCH_BLOCKING=1",
+)
+"""Those that the guides recommend, then those that are set for debugging and forgotten."""
+
+Measure = Callable[[str, str, int, int, float, dict[str, str | None]], dict[str, Any]]
+
+
+def variables_of(setting: str) -> dict[str, str]:
+    """The variables of a setting; raises `UserError` for one that is none."""
+    if setting == NONE:
+        return {}
+    variables = {}
+    for word in setting.split():
+        name, equals, value = word.partition("=")
+        if not equals or not name.replace("_", "").isalnum() or name in variables:
+            raise UserError(
+                f"--settings '{setting}': write NAME=VALUE, several of them with blanks between in quotes, each name once."
+            )
+        variables[name] = value
+    if not variables:
+        raise UserError("--settings has an empty one; write NAME=VALUE.")
+    return variables
+
+
+def judged(setting: str) -> list[dict[str, str]]:
+    """What the table of environment variables says of a setting's variables; empty where it has nothing against them."""
+    return [{"name": found.name, "level": found.level, "says": found.says} for found in environment.judge(variables_of(setting))]
+
+
+def measure_all(
+    work: Workload,
+    arm: Arm,
+    settings: Sequence[str],
+    warmup: int,
+    num_rounds: int,
+    timeout_s: float,
+    output: Path | None,
+    measure: Measure = measure_in_process,
+) -> list[dict[str, Any]]:
+    """Measure every setting and `NONE`, round by round; the rows, which `output` holds after each measurement as well.
+
+    Returns: per setting the row of `scripts.benchmark.summarise` with setting, variables, judged, and for all but NONE, where both were measured,
+    speed_ratio (tokens/s over those of NONE), speeds_overlap (whether the middle eight tenths of the steps do), first_loss_difference (relative)
+    and on a GPU memory_ratio (of the peaks).
+    """
+    names = [NONE, *(setting for setting in settings if setting != NONE)]
+    every = {name for setting in names for name in variables_of(setting)}
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    rows: list[dict[str, Any]] = []
+    origin: dict[str, Any] = {}
+    for number in range(num_rounds):
+        for setting in names:
+            variables = {name: variables_of(setting).get(name) for name in sorted(every)}
+            answer = measure(work.name, arm.name, work.num_steps, warmup, timeout_s, variables)
+            found_origin = answer.pop("header", {})
+            if found_origin and setting == NONE:
+                found_origin["provenance"]["command"] = sys.argv
+                origin = origin or found_origin
+            if "step_times_s_by_rank" in answer:
+                (answer["step_times_s"],) = answer.pop("step_times_s_by_rank")
+            answers[setting].append(answer)
+            print(f"{setting}:", flush=True)
+            print_round(work, arm, number, answer)
+            measured = {name: summarise(work, arm, answers[name]) for name in names if answers[name]}
+            rows = [{"setting": name, **described(name), **row, **against(row, measured[NONE])} for name, row in measured.items()]
+            if output is not None:
+                write_json_atomic(output, {**origin, "rows": rows})
+    return rows
+
+
+def described(setting: str) -> dict[str, Any]:
+    """What is known of a setting beforehand."""
+    return {"variables": variables_of(setting), "judged": judged(setting)}
+
+
+def against(row: dict[str, Any], none: dict[str, Any]) -> dict[str, Any]:
+    """A row's figures over those without the setting; empty for that row itself, and where one was not measured."""
+    if row is none or "failed" in row or "failed" in none:
+        return {}
+    found = {
+        "speed_ratio": row["tokens_per_s"] / none["tokens_per_s"],
+        "speeds_overlap": row["tokens_per_s_p10"] <= none["tokens_per_s_p90"]
+        and none["tokens_per_s_p10"] <= row["tokens_per_s_p90"],
+        "first_loss_difference": row["first_loss"] / none["first_loss"] - 1,
+    }
+    if "peak_memory_gib" in row and "peak_memory_gib" in none:
+        found["memory_ratio"] = row["peak_memory_gib"] / none["peak_memory_gib"]
+    return found
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row as a line of the table."""
+    said = "; ".join(f"{found['level']}: {found['says']}" for found in row["judged"]) or "nothing against it"
+    start = f"{row['setting']:52}"
+    if "failed" in row:
+        return f"{start} not measured: {row['failed']}  (table: {said})"
+    if row["setting"] == NONE:
+        return f"{start} {row['tokens_per_s']:9,.0f} tokens/s"
+    if "speed_ratio" not in row:
+        return f"{start} {row['tokens_per_s']:9,.0f} tokens/s, and nothing to compare with  (table: {said})"
+    overlap = "within the spread" if row["speeds_overlap"] else "beyond the spread"
+    memory = f", memory x {row['memory_ratio']:.3f}" if "memory_ratio" in row else ""
+    return f"{start} {row['tokens_per_s']:9,.0f} tokens/s  x {row['speed_ratio']:.3f}, {overlap}{memory}  (table: {said})"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line, checked. Raises `UserError`."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument(
+        "--settings", nargs="+", default=list(SETTINGS), metavar="NAME=VALUE", help="default: those of the guides"
+    )
+    parser.add_argument(
+        "--workload", default="Llama-3.2-1B:8x1024x4", help="MODEL:ROWSxLENGTHxMICRO_BATCHES (default %(default)s)"
+    )
+    parser.add_argument("--arm", default="delayed", help="as in scripts/benchmark.py (default %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="optimizer steps of a round, the left-out ones included (default %(default)s)"
+    )
+    parser.add_argument("--warmup", type=int, default=4, help="steps of a round left out (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="how often the settings take turns (default %(default)s)")
+    parser.add_argument(
+        "--timeout_s", type=float, default=300, help="a measurement that takes longer has failed (default %(default)s)"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
+    options = parser.parse_args(argv)
+    for setting in options.settings:
+        variables_of(setting)
+    if doubled := {setting for setting in options.settings if options.settings.count(setting) > 1}:
+        raise UserError(f"--settings has '{sorted(doubled)[0]}' twice.")
+    if not 0 <= options.warmup < options.steps:
+        raise UserError(f"--warmup {options.warmup} must leave some of the {options.steps} --steps to be timed.")
+    if options.rounds < 1 or not options.timeout_s > 0:
+        raise UserError(f"--rounds {options.rounds} and --timeout_s {options.timeout_s:g} must be above 0.")
+    require_writable("--output", options.output)
+    return options
+
+
+def main() -> int:
+    """Measure, print a table, write the JSON."""
+    options = parse(sys.argv[1:])
+    work, arm = Workload.parse(options.workload, options.steps), parse_arm(options.arm)
+    arm.check(work, LaunchRanks.from_environment(os.environ))
+    if not torch.cuda.is_available():
+        raise UserError("this measures an NVIDIA GPU, and none is found.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # so that a measurement's process is ended first
+    rows = measure_all(work, arm, options.settings, options.warmup, options.rounds, options.timeout_s, options.output)
+    print("\n".join(map(line_of, rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,27 @@
+# shellcheck shell=bash
+# What the scripts that start a training share. Sourced by them, not run.
+#
+#   PYTHON    the interpreter (default: the one in .venv of the repository, or in VENV_DIR, else python3)
+#
+# Afterwards $repository is the repository's folder.
+
+set -euo pipefail
+
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+fail() {
+    printf 'error: %s\n' "$*" >&2
+    exit 2
+}
+
+# Prints the interpreter.
+find_python() {
+    local venv=${VENV_DIR:-$repository/.venv} python=python3
+    if [[ -n ${PYTHON:-} ]]; then
+        python=$PYTHON
+    elif [[ -x $venv/bin/python ]]; then
+        python=$venv/bin/python
+    fi
+    command -v "$python" >/dev/null || fail "PYTHON=$python: no such program; set PYTHON to the interpreter that has torch."
+    printf '%s\n' "$python"
+}

@@ -1,0 +1,105 @@
+"""The bench of environment variables: settings take turns, none has another's variables, and each is held against none at all."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from benchmarks import environment_variables as bench
+from llm_fp8.environment import RULES
+from llm_fp8.errors import UserError
+from llm_fp8.throughput.arms import parse_arm
+from llm_fp8.throughput.workload import Workload
+from tests.cpu.test_environment import documented
+
+WORK = Workload.parse("Llama-3.2-1B:8x1024x4", 5)
+STEP_S = {"CUDA_LAUNCH_BLOCKING": 2.0, "NVTE_FP8_ALLREDUCE": 1.0}
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """A run of the bench with a measurement that is slower under one of the variables; the calls, the rows and the file."""
+    calls = []
+
+    def measure(workload, arm, num_steps, warmup, timeout_s, variables):
+        calls.append(dict(variables))
+        active = [name for name, value in variables.items() if value is not None]
+        if "NVTE_FUSED_ATTN" in active:
+            return {"failed": "RuntimeError: no attention"}
+        seconds = max([1.0, *(STEP_S[name] for name in active)])
+        header = {"provenance": {"command": [], "environment": {name: "1" for name in active}}, "peaks": None}
+        times = [[seconds * factor for factor in (1.0, 1.01, 1.02)]]
+        return {
+            "failed": None,
+            "header": header,
+            "step_times_s_by_rank": times,
+            "losses": [12.0, 11.0],
+            "peak_memory_gib": 30.0,
+            "wall_time_s": 9.0,
+            "gemm_kernels": {},
+        }
+
+    settings = ["NVTE_FP8_ALLREDUCE=1", "CUDA_LAUNCH_BLOCKING=1", "NVTE_FUSED_ATTN=0"]
+    path = tmp_path / "folder" / "r.json"
+    rows = bench.measure_all(WORK, parse_arm("delayed"), settings, 2, 2, 100, path, measure)
+    return calls, {row["setting"]: row for row in rows}, json.loads(path.read_text())
+
+
+def test_settings_take_turns_and_have_no_variable_of_another(measured):
+    calls, rows, _ = measured
+    assert list(rows) == ["none", "NVTE_FP8_ALLREDUCE=1", "CUDA_LAUNCH_BLOCKING=1", "NVTE_FUSED_ATTN=0"]
+    active = [[name for name, value in call.items() if value is not None] for call in calls]
+    assert active == [[], ["NVTE_FP8_ALLREDUCE"], ["CUDA_LAUNCH_BLOCKING"], ["NVTE_FUSED_ATTN"]] * 2
+    names = {"CUDA_LAUNCH_BLOCKING", "NVTE_FP8_ALLREDUCE", "NVTE_FUSED_ATTN"}
+    assert all(call.keys() == names for call in calls), "those of the shell are taken out"
+
+
+def test_each_is_held_against_none(measured):
+    _, rows, record = measured
+    nothing, slow, failed = (rows[name] for name in ("NVTE_FP8_ALLREDUCE=1", "CUDA_LAUNCH_BLOCKING=1", "NVTE_FUSED_ATTN=0"))
+    assert nothing["speed_ratio"] == pytest.approx(1) and nothing["speeds_overlap"] and nothing["memory_ratio"] == 1
+    assert slow["speed_ratio"] == pytest.approx(0.5) and not slow["speeds_overlap"] and slow["first_loss_difference"] == 0
+    assert [found["level"] for found in slow["judged"]] == ["harmful"] and slow["variables"] == {"CUDA_LAUNCH_BLOCKING": "1"}
+    assert failed["failed"] == "RuntimeError: no attention" and "speed_ratio" not in failed and "speed_ratio" not in rows["none"]
+    assert len(slow["rounds"]) == 2
+    assert record["rows"] == list(rows.values()) and record["provenance"]["environment"] == {}, "the origin is that of none"
+    lines = [bench.line_of(row) for row in rows.values()]
+    assert (
+        "x 0.500, beyond the spread" in lines[2]
+        and "x 1.000, within the spread" in lines[1]
+        and "no effect: does nothing here" in lines[1]
+    )
+    assert "not measured: RuntimeError" in lines[3]
+
+
+def test_the_settings_of_the_guides_are_documented():
+    names = {name for setting in bench.SETTINGS for name in bench.variables_of(setting)}
+    assert names <= {re.sub("SOMETHING$", "", name) for name in documented()} and len(bench.SETTINGS) == len(set(bench.SETTINGS))
+    judged = {name for name in names if any(rule.speaks_of(name) for rule in RULES)}
+    assert judged == names - {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--settings", "NVTE_FUSED_ATTN"], "write NAME=VALUE"),
+        (["--settings", "A=1 A=2"], "each name once"),
+        (["--settings", " "], "an empty one"),
+        (["--settings", "A=1", "A=1"], "twice"),
+        (["--warmup", "10"], "must leave some of the 10 --steps"),
+        (["--rounds", "0"], "must be above 0"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path, options, words):
+    with pytest.raises(UserError, match=words):
+        bench.parse([f"--output={tmp_path / 'r.json'}", *options])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
+def test_without_a_gpu_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["environment_variables.py", f"--output={tmp_path / 'r.json'}"])
+    with pytest.raises(UserError, match="none is found|needs an NVIDIA GPU"):
+        bench.main()
