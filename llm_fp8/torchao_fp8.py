@@ -18,10 +18,11 @@ Everything of torchao is imported here, when it is asked for.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,8 +38,6 @@ TOKEN_MULTIPLE = 16
 """The gradient of a weight is a product along the tokens of a micro-batch, and fp8 GEMMs need multiples of this."""
 
 INSTALL_TORCHAO = "pip install torchao"
-_NUM_GRAPHS_PER_LAYER = 8
-"""Compiled versions that a decoder layer may need: training, evaluation, each with the kinds of attention masks and of layers."""
 
 
 def require_torchao(why: str) -> None:
@@ -118,17 +117,24 @@ def converted_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def compile_layers(layers: Iterable[nn.Module], recomputed: bool = False) -> None:
     """Compile each decoder layer in place; it happens when it first runs. Names of parameters stay. `recomputed`: by gradient checkpointing."""
-    layers = list(layers)
-    # Layers share their compiled code. Where something keeps them apart (each may have a forward function of its own), the default limit of eight
-    # would leave the further ones uncompiled, which is slow without a word.
-    dynamo: Any = importlib.import_module("torch._dynamo").config
-    limit = max(dynamo.recompile_limit, _NUM_GRAPHS_PER_LAYER * len(layers))
-    dynamo.recompile_limit = limit
-    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, limit)
     if recomputed:
+        dynamo: Any = importlib.import_module("torch._dynamo").config
         dynamo.optimize_ddp = False  # it cuts graphs at DDP's buckets, and cannot where a part is recomputed
     for layer in layers:
         layer.compile()
+
+
+@contextlib.contextmanager
+def uncompiled(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Run layers without their compiled code in this block, where hooks of the modules inside are called; nothing for layers that have none."""
+    kept: list[tuple[Any, Any]] = [(layer, layer._compiled_call_impl) for layer in layers]
+    for layer, _ in kept:
+        layer._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for layer, compiled in kept:
+            layer._compiled_call_impl = compiled
 
 
 def read_state(modules: Iterable[nn.Module]) -> ModuleState:
