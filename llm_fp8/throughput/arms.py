@@ -34,11 +34,12 @@ PRECISIONS = {
     "delayed": PrecisionConfig(mixed_precision="fp8", fp8_scenario="delayed", fp8_strict=True),
     "current": PrecisionConfig(mixed_precision="fp8", fp8_scenario="current", fp8_strict=True),
     "block": PrecisionConfig(mixed_precision="fp8", fp8_scenario="block", fp8_strict=True),
-    **{
-        name: PrecisionConfig(mixed_precision="fp8", fp8_backend="torchao", fp8_scenario=name)  # type: ignore[arg-type]
-        for name in TORCHAO_SCENARIOS
-    },
 }
+TORCHAO_PRECISIONS = {
+    name: PrecisionConfig(mixed_precision="fp8", fp8_backend="torchao", fp8_scenario=name)  # type: ignore[arg-type]
+    for name in TORCHAO_SCENARIOS
+}
+"""Always with the option `swap`."""
 RIVAL_MODES = ("ddp", "fsdp_full")
 """How a rival can be spread over several GPUs."""
 
@@ -107,13 +108,13 @@ def parse_arm(name: str) -> Arm:
     if what in RIVALS and not options and not context and mode in (None, *RIVAL_MODES):
         return Arm(name, RIVALS[what], mode)
     if (
-        what not in PRECISIONS
+        what not in (*PRECISIONS, *TORCHAO_PRECISIONS)
         or not set(options) <= set(allowed)
         or len(set(options)) < len(options)
         or (context is not None and mode is None)
     ):
         raise UserError(f"--arms {name} is unknown; choose {_choices()}.")
-    if what in TORCHAO_SCENARIOS and "swap" not in options:
+    if what in TORCHAO_PRECISIONS and "swap" not in options:
         raise UserError(f"--arms {name}: torchao converts the layers of the Hugging Face decoder; write {what}:swap.")
     parallel = ParallelConfig()
     if mode is not None:
@@ -124,7 +125,8 @@ def parse_arm(name: str) -> Arm:
             fp8_all_gather="fp8_all_gather" in options,
             sync_every_micro_batch="sync" in options,
         )
-    ours = OurArm(PRECISIONS[what], parallel, use_te="swap" not in options, gradient_checkpointing="recompute" in options)
+    precision = {**PRECISIONS, **TORCHAO_PRECISIONS}[what]
+    ours = OurArm(precision, parallel, use_te="swap" not in options, gradient_checkpointing="recompute" in options)
     return Arm(name, ours, mode)
 
 
@@ -138,7 +140,7 @@ def parse_arms(text: str) -> list[Arm]:
 
 def _choices() -> str:
     return (
-        f"from {', '.join(PRECISIONS)}, each with :{' or :'.join(_OPTIONS_OF_ONE_GPU)} behind it if wanted, and {', '.join(RIVALS)}; on several "
+        f"from {', '.join(PRECISIONS)}, each with :{' or :'.join(_OPTIONS_OF_ONE_GPU)} behind it if wanted, {', '.join(f'{name}:swap' for name in TORCHAO_PRECISIONS)}, and {', '.join(RIVALS)}; on several "
         f"GPUs with MODE: before it ({', '.join(SHARDING_MODES)}; rivals {', '.join(RIVAL_MODES)}), for ours also cpN: before that and "
         f"{' or '.join(f':{option}' for option in _OPTIONS if option not in _OPTIONS_OF_ONE_GPU)} behind"
     )
