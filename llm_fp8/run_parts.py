@@ -105,7 +105,7 @@ class RunParts:
             self.say(
                 "fp8 by torchao, EMULATED on the CPU: operands are rounded to fp8 and multiplied in a wider type, so this shows losses and no speed"
                 if plan.emulated
-                else "fp8 by torchao, with torch.compile for each decoder layer: the first step of each kind takes minutes"
+                else "fp8 by torchao, with torch.compile for each decoder layer: first steps take longer, because they compile"
             )
         self.say(f"optimizer: {self.optimizer_kind}, parameters in {str(self.parameter_dtype).removeprefix('torch.')}")
 

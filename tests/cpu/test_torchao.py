@@ -25,6 +25,9 @@ from llm_fp8.precision import Precision, PrecisionPlan, resolve_precision
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.recompute import enable_gradient_checkpointing
 from llm_fp8.swap import convert_with_torchao, take_census
+from llm_fp8.throughput.arms import parse_arm
+from llm_fp8.throughput.ours import OurArm
+from llm_fp8.throughput.workload import Workload
 from tests.processes import exit_code, start_ranks
 from tests.small import final_weights, records, run_json, steps, tiny_config, train, write_model
 
@@ -448,3 +451,18 @@ def test_arms_of_a_comparison():
         plan = resolve_precision(parse_config(list(ARMS[arm])).precision, CPU)
         assert requested_arm(plan.to_dict()) == arm
     assert requested_arm(resolve_precision(parse_config(FP8).precision, CPU).to_dict()) == "tensorwise"
+
+
+def test_arms_of_a_benchmark():
+    with pytest.raises(
+        UserError, match="--arms tensorwise: torchao converts the layers of the Hugging Face decoder; write tensorwise:swap"
+    ):
+        parse_arm("tensorwise")
+    arm = parse_arm("fsdp_full:tensorwise:swap:fp8_all_gather")
+    assert isinstance(arm.what, OurArm) and not arm.what.use_te and arm.computes_in_fp8
+    assert arm.what.parallel.fp8_all_gather and arm.what.precision.fp8_backend == "torchao"
+    work = Workload.parse("embedded:2x64x1", 1)
+    ranks = LaunchRanks.from_environment({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
+    arm.check(work, ranks)
+    with pytest.raises(UserError, match="--fp8_all_gather gathers a weight with the one scale"):
+        parse_arm("fsdp_full:rowwise:swap:fp8_all_gather").check(work, ranks)
