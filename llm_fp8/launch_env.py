@@ -120,8 +120,8 @@ def take_launch_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
     backend = dynamo.get(f"{_DYNAMO}BACKEND", "no")
     if backend.lower() != "no":
         raise UserError(
-            f"accelerate's launch configuration asks for torch.compile (dynamo backend {backend}), which these scripts do not use; remove "
-            "dynamo_config."
+            f"accelerate's launch configuration asks for torch.compile (dynamo backend {backend}), which these scripts use with --fp8_backend torchao only, "
+            "and then by themselves; remove dynamo_config."
         )
     if precision == "no":
         return {}

@@ -206,9 +206,10 @@ def _require_fp8_gpu(device: torch.device) -> None:
 
 def _resolve_torchao(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
     """torchao's recipes fall back to nothing: all of them run on every GPU with fp8, and emulated on a CPU."""
+    torchao_fp8.require_torchao("--fp8_backend torchao")
     if device.type == "cuda":
         _require_fp8_gpu(device)
-    torchao_fp8.require_torchao("--fp8_backend torchao")
+        torchao_fp8.require_compiler("--fp8_backend torchao")
     scenario = torchao_fp8.DEFAULT_SCENARIO if options.fp8_scenario == "default" else options.fp8_scenario
     return PrecisionPlan(
         requested="fp8",

@@ -21,6 +21,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -48,6 +50,18 @@ def require_torchao(why: str) -> None:
         import torchao.float8  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
         raise UserError(f"{why} needs torchao, which is installed but does not load: {error}") from error
+
+
+def require_compiler(why: str) -> None:
+    """Raise a `UserError` that starts with `why` where torch.compile could not make kernels for a GPU: without Triton, or a C compiler for it."""
+    if importlib.util.find_spec("triton") is None:
+        raise UserError(
+            f"{why} compiles the decoder layers, which needs Triton, and it is not installed; run: pip install triton"
+        )
+    if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
+        raise UserError(
+            f"{why} compiles the decoder layers, for which Triton needs a C compiler, and none is found; install gcc, or name one in the variable CC."
+        )
 
 
 def build_config(scenario: str, emulate: bool) -> Any:

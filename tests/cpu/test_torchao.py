@@ -433,6 +433,21 @@ def test_a_missing_package_is_named(monkeypatch, tiny_model, rows, tmp_path):
         train(*options(tiny_model, rows, tmp_path, *FP8))
 
 
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setenv("CC", "a-compiler-that-is-not-here")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(
+        UserError, match="Triton needs a C compiler, and none is found; install gcc, or name one in the variable CC"
+    ):
+        torchao_fp8.require_compiler("--fp8_backend torchao")
+    monkeypatch.setenv("CC", sys.executable)
+    torchao_fp8.require_compiler("--fp8_backend torchao")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs Triton, and it is not installed; run: pip install triton"):
+        torchao_fp8.require_compiler("--fp8_backend torchao")
+
+
 def test_fp8_that_cannot_run_is_an_error_and_never_another_precision(tiny_model, rows, tmp_path):
     with pytest.raises(UserError, match="--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9"):
         train(*options(tiny_model, rows, tmp_path / "te", "--mixed_precision=fp8"))

@@ -73,16 +73,14 @@ def test_every_recipe_is_certified(scenario, more, model_folder, bf16_losses, tm
     assert found == pytest.approx(bf16_losses, rel=1e-2) and found[-1] < found[0] - 0.05
 
 
-def test_fp8_kernels_run_compiled(model_folder, tmp_path):  # noqa: F811
-    """torch.compile's kernels are in the recorded step: the casts of layers that run uncompiled are none of Triton's."""
+def test_layers_share_their_compiled_code(model_folder, tmp_path):  # noqa: F811
+    """torch.compile says each time it compiles a layer again: for evaluation, not for every layer."""
     folder = tmp_path / "run"
     done = train(*plain(model_folder, folder, *FP8, "--max_steps", "6"), environment={"TORCH_LOGS": "recompiles"})
     assert done.returncode == 0, done.stderr
     assert "with torch.compile for each decoder layer" in done.stdout
-    compiled = read(folder, "summary.json")["recorded_step"]
-    assert compiled["time_s_by_class"]["cast"] > 0
-    # Training and evaluation, not one for each layer.
-    assert (done.stdout + done.stderr).count("Recompiling function") < 4 * 3
+    assert read(folder, "summary.json")["recorded_step"]["time_s_by_class"]["cast"] > 0
+    assert (done.stdout + done.stderr).count("Recompiling function") <= 2
 
 
 def test_a_resumed_run_goes_on_and_its_files_are_those_of_any_run(model_folder, tmp_path):  # noqa: F811
