@@ -4,7 +4,8 @@ Three witnesses that do not know of each other are compared:
 
 - the promise: what the options and the census say must run (`Promise`);
 - the kernels: the names of what the GPU ran, with counts and times (`llm_fp8.kernels`);
-- Transformer Engine's modules: their own account of the recipe and the quantizers of the step (`llm_fp8.te_state`).
+- the modules: Transformer Engine's account of the recipe and the quantizers of the step (`llm_fp8.te_state`), or torchao's of how they are set up
+  (`llm_fp8.torchao_fp8`).
 
 The kernels decide. A GEMM whose name does not tell its types counts for nobody: where such kernels could be the missing ones, and no module denies
 that it computed in fp8, the verdict is "undetermined". docs/certificate.md says what each witness can and cannot see.
@@ -21,15 +22,16 @@ from typing import Any, Literal
 from torch import nn
 
 from llm_fp8.kernels import LOW_PRECISION, KernelClass, KernelTimes, gemm_kernels, time_by_class
+from llm_fp8.module_state import ModuleState
 from llm_fp8.precision import Precision
 from llm_fp8.swap import Census
-from llm_fp8.te_state import TeState
+from llm_fp8.torchao_fp8 import num_fp8_products
 
 Verdict = Literal["certified", "undetermined", "failed"]
 _SEVERITY: tuple[Verdict, ...] = ("certified", "undetermined", "failed")
 
 PRODUCTS_PER_WEIGHT = 3
-"""GEMMs of a linear weight in a micro-batch: forward, gradient of the input, gradient of the weight."""
+"""GEMMs of a linear weight in a micro-batch: forward, gradient of the input, gradient of the weight. Not all of them need be in fp8."""
 
 _RECIPES: dict[str, tuple[str, str]] = {
     "delayed": ("DelayedScaling", "Float8Quantizer"),
@@ -38,7 +40,7 @@ _RECIPES: dict[str, tuple[str, str]] = {
     "mxfp8": ("MXFP8BlockScaling", "MXFP8Quantizer"),
     "nvfp4": ("NVFP4BlockScaling", "NVFP4Quantizer"),
 }
-"""Scenario -> Transformer Engine's classes of recipe and quantizer (2.20)."""
+"""Scenario -> Transformer Engine's classes of recipe and quantizer (2.20). torchao's modules are asked for the scenario itself."""
 _QUANTIZERS = frozenset(quantizer for _, quantizer in _RECIPES.values())
 
 _ATTENTION_LIBRARIES = (("cudnn", "cuDNN"), ("flash", "flash"), ("fmha_cutlass", "memory-efficient"))
@@ -57,25 +59,29 @@ class Promise:
     num_fp8_weights: int = 0
     """Weight matrices whose products run in fp8."""
     num_recomputed_fp8_weights: int = 0
-    """Those of them whose forward product runs again in the backward pass."""
+    """Those of them whose forward product runs again in the backward pass; 0 where torch.compile decides what is computed again."""
+    num_fp8_products_per_weight: int = PRODUCTS_PER_WEIGHT
     fp8_linear_flop_share: float = 0.0
     """Share of the linear layers' FLOPs that these weights have: the census's."""
 
     @classmethod
     def of_model(cls, precision: Precision, census: Census, recomputed: Sequence[nn.Module] = ()) -> Promise:
         """That of the model which `precision` is attached to, whose layers `recomputed` run again in the backward pass."""
+        plan = precision.plan
+        by_torchao = plan.backend == "torchao"
         return cls(
-            precision=precision.plan.name,
-            compute=precision.plan.compute_name,
-            scenario=precision.plan.effective_scenario,
+            precision=plan.name,
+            compute=plan.compute_name,
+            scenario=plan.effective_scenario,
             num_fp8_weights=precision.count_fp8_weights(),
-            num_recomputed_fp8_weights=precision.count_fp8_weights(within=recomputed),
+            num_recomputed_fp8_weights=0 if by_torchao else precision.count_fp8_weights(within=recomputed),
+            num_fp8_products_per_weight=num_fp8_products(plan.recipe) if by_torchao else PRODUCTS_PER_WEIGHT,
             fp8_linear_flop_share=census.fp8_linear_flop_share,
         )
 
     def num_fp8_gemms(self, num_micro_batches: int) -> int:
         """The least number of fp8 GEMM kernels of a step; a product may take several kernels, not less than one."""
-        return num_micro_batches * (PRODUCTS_PER_WEIGHT * self.num_fp8_weights + self.num_recomputed_fp8_weights)
+        return num_micro_batches * (self.num_fp8_products_per_weight * self.num_fp8_weights + self.num_recomputed_fp8_weights)
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ class Certificate:
     """The kernels that attention runs on."""
     recipe_inside_modules: str | None
     """The recipe in force inside a module of Transformer Engine at its first forward pass; 'none' outside fp8, None without such a module."""
-    transformer_engine: TeState
+    modules: ModuleState
     num_micro_batches: int
     rank: int = 0
     """The rank whose step this is."""
@@ -138,7 +144,7 @@ class Certificate:
 def certify(
     promise: Promise,
     kernels: KernelTimes,
-    state: TeState,
+    state: ModuleState,
     *,
     num_micro_batches: int,
     recipe_inside_modules: str | None = None,
@@ -150,7 +156,7 @@ def certify(
     Args:
         promise: what should have run.
         kernels: what the GPU ran.
-        state: of the modules that should have computed in fp8, or outside fp8 of all linear modules of Transformer Engine.
+        state: of the modules that should have computed in fp8, or outside fp8 of all linear modules of Transformer Engine or torchao.
         num_micro_batches: of the step, on one GPU.
         recipe_inside_modules: `llm_fp8.precision.Precision.seen_inside`.
         attention: which kernels attention runs on.
@@ -181,7 +187,7 @@ def certify(
         fp8_linear_flop_share=promise.fp8_linear_flop_share,
         attention=attention,
         recipe_inside_modules=recipe_inside_modules,
-        transformer_engine=state,
+        modules=state,
         num_micro_batches=num_micro_batches,
         rank=rank,
         time_s_by_class={name: found.time_s for name, found in time_by_class(kernels).items()},
@@ -214,7 +220,7 @@ class _Seen:
     num_low: int
     num_unknown: int
     num_micro_batches: int
-    state: TeState
+    state: ModuleState
     recipe_inside_modules: str | None
 
     def describe_gemms(self) -> str:
@@ -223,9 +229,10 @@ class _Seen:
     def describe_state(self) -> str:
         state = self.state
         if not state.num_modules:
-            return "the model has no linear module of Transformer Engine to ask"
+            return f"the model has no linear module of {state.library} to ask"
         recipes = f" by {', '.join(state.recipes)}" if state.recipes else ""
-        return f"of {state.num_modules} modules of Transformer Engine {state.num_in_fp8} say that they computed in fp8{recipes}"
+        said = "computed in fp8" if state.library == "Transformer Engine" else "are set up for fp8"
+        return f"of {state.num_modules} modules of {state.library} {state.num_in_fp8} say that they {said}{recipes}"
 
 
 _Findings = tuple[list[str], list[str], list[str]]
@@ -241,7 +248,7 @@ def _judge_fp8(promise: Promise, seen: _Seen) -> _Findings:
     doubts: list[str] = []
     remarks: list[str] = []
     state, expected = seen.state, promise.num_fp8_gemms(seen.num_micro_batches)
-    recipe, quantizer = _RECIPES[promise.scenario or ""]
+    recipe, quantizer = _RECIPES.get(promise.scenario or "", (promise.scenario, None))
     missing = expected - seen.num_low
     if seen.num_gemms == 0:
         # The modules' word alone is no proof of fp8; where they themselves deny it, nothing speaks for it.
@@ -269,9 +276,9 @@ def _judge_fp8(promise: Promise, seen: _Seen) -> _Findings:
             f"the history of maxima of {state.num_without_maxima} of {state.num_modules} modules is empty after the step, so their scales never move"
         )
     if state.num_unreadable:
-        remarks.append(f"{state.num_unreadable} modules of Transformer Engine do not say what they computed in")
+        remarks.append(f"{state.num_unreadable} modules of {state.library} do not say what they computed in")
     if state.num_recipe_unreadable:
-        remarks.append(f"{state.num_recipe_unreadable} modules of Transformer Engine do not say by which recipe they computed")
+        remarks.append(f"{state.num_recipe_unreadable} modules of {state.library} do not say by which recipe they computed")
     if unknown := {name: count for name, count in state.quantizers.items() if name not in _QUANTIZERS}:
         remarks.append(f"quantizers of classes not known here: {_listed(unknown)}")
     return failures, doubts, remarks
@@ -301,7 +308,7 @@ def _product(promise: Promise, seen: _Seen) -> str:
     """How the expected number comes about."""
     again = f" and {promise.num_recomputed_fp8_weights} products computed again" if promise.num_recomputed_fp8_weights else ""
     micro_batches = f" in each of {seen.num_micro_batches} micro-batches" if seen.num_micro_batches > 1 else ""
-    return f"{promise.num_fp8_weights} weights x {PRODUCTS_PER_WEIGHT} products{again}{micro_batches}"
+    return f"{promise.num_fp8_weights} weights x {promise.num_fp8_products_per_weight} products{again}{micro_batches}"
 
 
 def _listed(counts: dict[str, int]) -> str:

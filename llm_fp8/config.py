@@ -31,6 +31,9 @@ EMBEDDED = "embedded"
 SCRATCH_LEARNING_RATE = 1e-3
 """Default learning rate of a model whose weights start random: the embedded one, and any with --random_init."""
 
+TE_SCENARIOS = ("delayed", "current", "block", "mxfp8", "nvfp4")
+TORCHAO_SCENARIOS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
 WANDB_TAG_LENGTH = 64
 """Characters that W&B allows in a tag."""
 
@@ -77,10 +80,17 @@ class PrecisionConfig:
         None,
         "no (fp32), bf16, fp16 or fp8. Default: what 'accelerate launch' asked for, else bf16 on a GPU that has it, else no.",
     )
-    fp8_scenario: Literal["default", "delayed", "current", "block", "mxfp8", "nvfp4"] = option(
+    fp8_backend: Literal["te", "torchao"] = option(
+        "te",
+        "Whose fp8 linear layers: Transformer Engine's, or torchao's (without --use_te; decoder layers are compiled on a GPU, and its products emulated "
+        "on a CPU).",
+    )
+    fp8_scenario: Literal[
+        "default", "delayed", "current", "block", "mxfp8", "nvfp4", "tensorwise", "rowwise", "rowwise_with_gw_hp"
+    ] = option(
         "default",
-        "FP8 recipe: delayed scaling, current scaling, block scaling, MXFP8 or NVFP4. 'default' is delayed on Ada and Hopper. What this GPU "
-        "lacks falls back to 'default' with a warning.",
+        "FP8 recipe. Of Transformer Engine: delayed scaling, current scaling, block scaling, MXFP8 or NVFP4; 'default' is delayed on Ada and Hopper, and "
+        "what this GPU lacks falls back to it with a warning. Of torchao: tensorwise, rowwise or rowwise_with_gw_hp; 'default' is tensorwise.",
     )
     fp8_format: Literal["HYBRID", "E4M3"] | None = option(
         None,
@@ -209,6 +219,8 @@ ShardingMode = Literal[
     "deepspeed_3",
 ]
 SHARDING_MODES = tuple(mode for mode in get_args(ShardingMode) if mode != "auto")
+FP8_GATHER_MODES = ("fsdp_full", "fsdp_grad")
+"""Modes that can gather torchao's weights in fp8."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +245,11 @@ class ParallelConfig:
     fp8_params: bool = option(
         False,
         "Keep the decoder's linear weights in fp8 between steps and gather them in fp8 (fsdp modes with --use_te).",
+    )
+    fp8_all_gather: bool = option(
+        False,
+        "With --fp8_backend torchao and tensorwise scaling: cast the weights of fp8 layers before they are gathered, half the bytes of bf16 (fsdp_full "
+        "and fsdp_grad).",
     )
     context_parallel_size: int = option(
         1, "GPUs that share the tokens of a row, for rows too long for one GPU (needs --use_te and an fsdp mode)."
@@ -389,6 +406,38 @@ def _require(condition: bool, sentence: str) -> None:
         raise UserError(sentence)
 
 
+def _check_fp8_backend(config: Config) -> None:
+    """Raise `UserError` where --fp8_backend cannot go with other options."""
+    options = config.precision
+    backend, scenario = options.fp8_backend, options.fp8_scenario
+    own, other = (TE_SCENARIOS, "torchao") if backend == "te" else (TORCHAO_SCENARIOS, "te")
+    _require(
+        scenario in ("default", *own),
+        f"--fp8_scenario {scenario} is a recipe of --fp8_backend {other}, and this run has --fp8_backend {backend}, whose recipes are "
+        f"{', '.join(own)}; change one of them.",
+    )
+    gathers = config.parallel.fp8_all_gather
+    if backend == "te":
+        _require(
+            not gathers,
+            "--fp8_all_gather belongs to --fp8_backend torchao; for Transformer Engine's modules there is --fp8_params.",
+        )
+        return
+    _require(
+        not gathers or scenario in ("default", "tensorwise"),
+        f"--fp8_all_gather gathers a weight with the one scale of tensorwise scaling, and --fp8_scenario {scenario} has one per row; drop one of them.",
+    )
+    _require(
+        not config.model.use_te,
+        "--use_te builds the decoder from Transformer Engine's modules, which --fp8_backend torchao cannot convert; drop one of them.",
+    )
+    for name in ("fp8_format", "amax_history_len", "amax_compute_algo", "fp8_margin"):
+        _require(
+            getattr(options, name) is None,
+            f"--{name} belongs to Transformer Engine's recipes and has no effect with --fp8_backend torchao; drop one of them.",
+        )
+
+
 def check_config(config: Config) -> None:
     """Raise `UserError` for values that no machine could run with; what depends on the machine is checked later."""
     positive = {
@@ -440,6 +489,7 @@ def check_config(config: Config) -> None:
         not config.model.use_te or config.model.attn_implementation == "auto",
         f"--attn_implementation {config.model.attn_implementation} has no effect with --use_te, whose attention is Transformer Engine's; drop one.",
     )
+    _check_fp8_backend(config)
     for tag in config.wandb_tags:
         _require(
             len(tag) <= WANDB_TAG_LENGTH,

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from llm_fp8.config import SECTIONS, Config
+from llm_fp8.config import FP8_GATHER_MODES, SECTIONS, Config
 from llm_fp8.errors import UserError
 from llm_fp8.launch_sharding import is_on, take_sharding_settings, whole_number
 
@@ -26,6 +26,17 @@ _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTE
 _LAUNCHER_FP8_FORMAT = "HYBRID"
 """What the launcher exports when the file says nothing of it; so too the defaults of delayed scaling below, ours beside them."""
 _DELAYED_DEFAULTS = {"amax_history_len": (1024,), "amax_compute_algo": ("most_recent", "max"), "fp8_margin": (0,)}
+_TE_ONLY = {
+    "FORMAT": _LAUNCHER_FP8_FORMAT,
+    "AMAX_HISTORY_LEN": "1024",
+    "AMAX_COMPUTE_ALGO": "MOST_RECENT",
+    "MARGIN": "0",
+    "USE_MXFP8_BLOCK_SCALING": "FALSE",
+    "OVERRIDE_FPROP": "FALSE",
+    "OVERRIDE_DGRAD": "FALSE",
+    "OVERRIDE_WGRAD": "FALSE",
+}
+"""What the launcher exports for Transformer Engine with every backend, as long as the file says nothing else."""
 
 Section = TypeVar("Section")
 
@@ -74,12 +85,20 @@ def apply_launch_settings(config: Config, environ: MutableMapping[str, str]) -> 
         settings["sharding_mode"] = "ddp"
     if config.precision.fp8_scenario not in ("default", "delayed"):
         settings = _without_delayed_defaults(settings)
+    if settings.get("fp8_all_gather") and not _can_gather_in_fp8(config, settings):
+        del settings["fp8_all_gather"]
     sections = {}
     for name, section in SECTIONS.items():
         own = {field.name: settings[field.name] for field in dataclasses.fields(section) if field.name in settings}
         if own:
             sections[name] = merge_launch_settings(getattr(config, name), own)
     return dataclasses.replace(config, **sections) if sections else config
+
+
+def _can_gather_in_fp8(config: Config, settings: Mapping[str, Any]) -> bool:
+    """Whether the launcher's default for torchao, to gather weights in fp8, means anything beside the mode and the recipe of this run."""
+    mode = settings.get("sharding_mode", config.parallel.sharding_mode)
+    return mode in FP8_GATHER_MODES and config.precision.fp8_scenario in ("default", "tensorwise")
 
 
 def _without_delayed_defaults(settings: dict[str, Any]) -> dict[str, Any]:
@@ -101,17 +120,20 @@ def take_launch_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
     backend = dynamo.get(f"{_DYNAMO}BACKEND", "no")
     if backend.lower() != "no":
         raise UserError(
-            f"accelerate's launch configuration asks for torch.compile (dynamo backend {backend}), which these scripts do not use; remove "
-            "dynamo_config."
+            f"accelerate's launch configuration asks for torch.compile (dynamo backend {backend}), which these scripts use with --fp8_backend torchao only, "
+            "and then by themselves; remove dynamo_config."
         )
     if precision == "no":
         return {}
     if precision != "fp8":
         return {"mixed_precision": precision}
     backend = fp8.get("BACKEND", "TE").upper()
+    if backend == "AO":
+        return _torchao_settings(fp8)
     if backend != "TE":
         raise UserError(
-            f"accelerate's fp8_config asks for backend {backend}, and these scripts train fp8 with backend TE; set 'backend: TE'."
+            f"accelerate's fp8_config asks for backend {backend}, and these scripts train fp8 with backend TE (Transformer Engine) or AO (torchao); "
+            "set one of these."
         )
     if any(is_on(fp8.get(f"OVERRIDE_{gemm}", "false"), "override_linear_precision") for gemm in ("FPROP", "DGRAD", "WGRAD")):
         raise UserError(
@@ -132,6 +154,21 @@ def take_launch_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
         if key in fp8 and not (settings.get("fp8_scenario") == "mxfp8" and name != "fp8_format"):
             settings[name] = read(fp8[key])
     return settings
+
+
+def _torchao_settings(fp8: Mapping[str, str]) -> dict[str, Any]:
+    """Accelerate's variables for its backend AO, without their prefix, as fields of our options.
+
+    pad_inner_dim changes nothing here: layers and micro-batches whose sizes would need padding are left out or refused.
+    """
+    for name, value in fp8.items():
+        default = _TE_ONLY.get(name)
+        if default is not None and value.upper() != default:
+            raise UserError(
+                f"accelerate's fp8_config sets {name.lower()} {value}, which belongs to backend TE and has no effect with backend AO; remove it."
+            )
+    gathers = is_on(fp8.get("ENABLE_FSDP_FLOAT8_ALL_GATHER", "false"), "enable_fsdp_float8_all_gather")
+    return {"mixed_precision": "fp8", "fp8_backend": "torchao", **({"fp8_all_gather": True} if gathers else {})}
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

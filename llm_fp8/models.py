@@ -129,7 +129,13 @@ def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTraine
 def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise `UserError` where the model, the tokenizer and the options cannot go together."""
     name = config.model.model_name
-    if getattr(hf_config, "quantization_config", None) is not None:
+    quantised = getattr(hf_config, "quantization_config", None)
+    if quantised is not None and config.precision.mixed_precision == "fp8":
+        raise UserError(
+            f"--mixed_precision fp8 cannot go with a quantised model, and --model_name {name} is one ({_quantisation_method(quantised)} in the "
+            "quantization_config of its config.json): fp8 casts weights that are bf16 or fp32; give the unquantised model."
+        )
+    if quantised is not None:
         raise UserError(
             f"--model_name {name} holds quantised weights (quantization_config in its config.json), which can be neither fine-tuned in full nor "
             "cast to fp8; give the unquantised model."
@@ -151,6 +157,13 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
             raise UserError(
                 f"--use_te cannot build {name}: {error}. Drop --use_te to train it with its linear layers swapped."
             ) from error
+
+
+def _quantisation_method(quantization_config: Any) -> str:
+    """bitsandbytes, gptq, awq, fp8, ...: the entry quant_method."""
+    entries = quantization_config if isinstance(quantization_config, dict) else vars(quantization_config)
+    method = entries.get("quant_method", "a method without a name")
+    return str(getattr(method, "value", method))
 
 
 # --- Weights in ----------------------------------------------------------------------------------------------------------

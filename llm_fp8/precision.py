@@ -15,6 +15,9 @@ Scenarios (recipe classes of Transformer Engine 2.20):
 - mxfp8: one power-of-two scale per 32 values; Blackwell (compute capability 10).
 - nvfp4: 4-bit values with a scale per 16; Blackwell (compute capability 10).
 - default: delayed.
+
+Those of torchao (--fp8_backend torchao) are in `llm_fp8.torchao_fp8`. Its modules compute in fp8 by themselves: nothing is entered for them, and the same
+argument, `plan.recipe`, decides whether there are any.
 """
 
 from __future__ import annotations
@@ -33,9 +36,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llm_fp8 import torchao_fp8
 from llm_fp8.config import PrecisionConfig
 from llm_fp8.errors import UserError
-from llm_fp8.te_state import TeState, read_te_state
+from llm_fp8.module_state import ModuleState
+from llm_fp8.te_state import read_te_state
 
 DEFAULT_SCENARIO = "delayed"
 MIN_FP8_CAPABILITY = (8, 9)
@@ -93,10 +98,22 @@ class PrecisionPlan:
     """no, bf16, fp16 or fp8."""
     requested_scenario: str | None = None
     effective_scenario: str | None = None
-    """delayed, current, block, mxfp8 or nvfp4; None outside fp8."""
+    """delayed, current, block, mxfp8 or nvfp4, of torchao tensorwise, rowwise or rowwise_with_gw_hp; None outside fp8."""
     fallback_reason: str | None = None
     recipe: Any = field(default=None, repr=False)
-    """The TE recipe object; None outside fp8."""
+    """Transformer Engine's recipe object or torchao's Float8LinearConfig; None outside fp8."""
+    backend: str | None = None
+    """te or torchao: whose modules compute in fp8; None outside fp8."""
+
+    @property
+    def te_recipe(self) -> Any:
+        """The recipe for te.autocast; None in a run that does not enter it."""
+        return None if self.backend == "torchao" else self.recipe
+
+    @property
+    def emulated(self) -> bool:
+        """Whether operands are rounded to fp8 and multiplied in a wider type, as torchao does on a CPU."""
+        return self.backend == "torchao" and self.recipe is not None and bool(self.recipe.emulate)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -111,6 +128,8 @@ class PrecisionPlan:
     @property
     def token_multiple(self) -> int:
         """What the tokens of a micro-batch on one GPU must be a multiple of; 1 outside fp8."""
+        if self.backend == "torchao":
+            return torchao_fp8.TOKEN_MULTIPLE
         return TOKEN_MULTIPLE.get(self.effective_scenario or "", 1)
 
     @property
@@ -127,6 +146,8 @@ class PrecisionPlan:
             "effective_scenario": self.effective_scenario,
             "fallback_reason": self.fallback_reason,
             "recipe": None if self.recipe is None else repr(self.recipe),
+            "backend": self.backend,
+            "emulated": self.emulated,
         }
 
 
@@ -148,11 +169,9 @@ def resolve_precision(options: PrecisionConfig, device: torch.device) -> Precisi
         if requested == "fp16" and device.type != "cuda":
             raise UserError("--mixed_precision fp16 needs a CUDA GPU; use bf16 or no on the CPU.")
         return PrecisionPlan(requested=requested, effective=requested)
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < MIN_FP8_CAPABILITY:
-        raise UserError(
-            f"--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell); found "
-            f"{describe_device(device)}. Use --mixed_precision bf16."
-        )
+    if options.fp8_backend == "torchao":
+        return _resolve_torchao(options, device)
+    _require_fp8_gpu(device)
     te = require_te("--mixed_precision fp8")
     available, reason = te.is_fp8_available(return_reason=True)
     if not available:
@@ -173,6 +192,32 @@ def resolve_precision(options: PrecisionConfig, device: torch.device) -> Precisi
         effective_scenario=effective,
         fallback_reason=fallback,
         recipe=_build_recipe(options, wanted, effective),
+        backend="te",
+    )
+
+
+def _require_fp8_gpu(device: torch.device) -> None:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < MIN_FP8_CAPABILITY:
+        raise UserError(
+            f"--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell); found "
+            f"{describe_device(device)}. Use --mixed_precision bf16."
+        )
+
+
+def _resolve_torchao(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
+    """torchao's recipes fall back to nothing: all of them run on every GPU with fp8, and emulated on a CPU."""
+    torchao_fp8.require_torchao("--fp8_backend torchao")
+    if device.type == "cuda":
+        _require_fp8_gpu(device)
+        torchao_fp8.require_compiler("--fp8_backend torchao")
+    scenario = torchao_fp8.DEFAULT_SCENARIO if options.fp8_scenario == "default" else options.fp8_scenario
+    return PrecisionPlan(
+        requested="fp8",
+        effective="fp8",
+        requested_scenario=options.fp8_scenario,
+        effective_scenario=scenario,
+        recipe=torchao_fp8.build_config(scenario, emulate=device.type != "cuda"),
+        backend="torchao",
     )
 
 
@@ -222,6 +267,16 @@ def _build_recipe(options: PrecisionConfig, wanted: str, effective: str) -> Any:
     return recipes.NVFP4BlockScaling()
 
 
+def layers_kept_wide(options: PrecisionConfig, decoder_layers: nn.ModuleList) -> list[nn.Module]:
+    """The decoder layers that --fp8_first_bf16_layers and --fp8_last_bf16_layers keep out of fp8; `UserError` where these leave none in it."""
+    first, last = options.fp8_first_bf16_layers, options.fp8_last_bf16_layers
+    if first + last >= len(decoder_layers) and first + last > 0:
+        raise UserError(
+            f"--fp8_first_bf16_layers {first} and --fp8_last_bf16_layers {last} leave none of the {len(decoder_layers)} decoder layers in fp8."
+        )
+    return [*decoder_layers[:first], *decoder_layers[len(decoder_layers) - last :]]
+
+
 def linear_weights(module: nn.Module) -> list[Tensor]:
     """The GEMM weights that this module itself holds ([out, in] each), of torch's or TE's linear modules; else empty."""
     names = ("fc1_weight", "fc2_weight") if hasattr(module, "fc1_weight") else ("weight",)
@@ -262,26 +317,33 @@ class Precision:
         self._caching_modules: list[nn.Module] = []
         self._fp8_modules: dict[str, nn.Module] = {}
         self._te_linears: list[nn.Module] = []
+        self._torchao_linears: dict[str, nn.Module] = {}
         self._unseen: nn.Module | None = None
         self.seen_inside: str | None = None
         """The recipe's class in force inside a Transformer Engine module when it first ran, or 'none'; None before, and without such modules."""
 
     def attach(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
-        """Find the TE modules of `model` and keep the first and last decoder layers in bf16 where asked to."""
+        """Find the fp8 modules of `model` and keep the first and last decoder layers in bf16 where asked to.
+
+        torchao's are converted before, or left out (`llm_fp8.swap.convert_with_torchao`).
+        """
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
         self._te_linears = te_linears(model)
+        self._torchao_linears = torchao_fp8.converted_modules(model)
         if self.plan.recipe is None:
             self._unseen = next(iter(self._caching_modules), None)
             return
+        if self.plan.backend == "torchao":
+            self._fp8_modules = self._torchao_linears
+            if not self._fp8_modules:
+                raise UserError(
+                    "--fp8_backend torchao: no linear layer of the model could be converted, so nothing would run in fp8."
+                )
+            return
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-        first, last = self._options.fp8_first_bf16_layers, self._options.fp8_last_bf16_layers
-        if first + last >= len(decoder_layers) and first + last > 0:
-            raise UserError(
-                f"--fp8_first_bf16_layers {first} and --fp8_last_bf16_layers {last} leave none of the {len(decoder_layers)} decoder layers in fp8."
-            )
         kept: set[nn.Module] = set()
-        for layer in [*decoder_layers[:first], *decoder_layers[len(decoder_layers) - last :]]:
+        for layer in layers_kept_wide(self._options, decoder_layers):
             kept.update(layer.modules())
             layer.forward = functools.partial(self._without_fp8, layer.forward)
         self._fp8_modules = {
@@ -295,7 +357,7 @@ class Precision:
 
     @property
     def fp8_modules(self) -> frozenset[nn.Module]:
-        """The TE modules whose GEMMs run in fp8 in this run."""
+        """The modules whose GEMMs run in fp8 in this run."""
         return frozenset(self._fp8_modules.values())
 
     def count_fp8_weights(self, within: Iterable[nn.Module] | None = None) -> int:
@@ -308,14 +370,16 @@ class Precision:
     def _note_recipe(self, name: str) -> None:
         self.seen_inside = name
 
-    def te_state(self) -> TeState:
-        """What the modules say of the step behind them: those in fp8, or in a run without fp8 all linear ones of Transformer Engine."""
+    def module_state(self) -> ModuleState:
+        """What the modules say of the step behind them: those in fp8, or in a run without fp8 all linear ones of Transformer Engine or torchao."""
+        if self._torchao_linears:
+            return torchao_fp8.read_state(self._torchao_linears.values())
         return read_te_state(self._fp8_modules.values() if self.plan.recipe is not None else self._te_linears)
 
     def _te_autocast(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
         import transformer_engine.pytorch as te
 
-        return te.autocast(enabled=enabled, recipe=self.plan.recipe)
+        return te.autocast(enabled=enabled, recipe=self.plan.te_recipe)
 
     def _without_fp8(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
         with self._te_autocast(enabled=False):
@@ -336,7 +400,7 @@ class Precision:
         with contextlib.ExitStack() as stack:
             if self._torch_autocast:
                 stack.enter_context(torch.autocast(self._device.type, self.plan.compute_dtype))
-            if self.plan.recipe is not None:
+            if self.plan.te_recipe is not None:
                 stack.enter_context(self._te_autocast(enabled=True))
             yield
 

@@ -72,7 +72,7 @@ class RunHooks:
         own = certify(
             run.promise,
             profile.kernels,
-            run.precision.te_state(),
+            run.precision.module_state(),
             num_micro_batches=num_micro_batches,
             recipe_inside_modules=run.precision.seen_inside,
             attention=f"sdpa ({attention_library(profile.kernels)})" if attention == "sdpa" else attention,

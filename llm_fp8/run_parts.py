@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,10 +23,11 @@ from llm_fp8.parallel.build import build_engine
 from llm_fp8.parallel.choice import check_mode, choose_mode
 from llm_fp8.parallel.fsdp import FsdpEngine
 from llm_fp8.parallel.profile import StepProfile
-from llm_fp8.precision import Precision, PrecisionPlan
+from llm_fp8.precision import Precision, PrecisionPlan, layers_kept_wide
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.recompute import enable_gradient_checkpointing
-from llm_fp8.swap import Census, swap_linears, take_census
+from llm_fp8.swap import Census, convert_with_torchao, swap_linears, take_census
+from llm_fp8.torchao_fp8 import compile_layers
 from llm_fp8.training_model import TrainingModel
 
 
@@ -101,6 +103,12 @@ class RunParts:
         self.say(
             f"precision: {plan.name} (asked for: {plan.requested}{f' {plan.requested_scenario}' if plan.requested_scenario else ''})"
         )
+        if plan.backend == "torchao":
+            self.say(
+                "fp8 by torchao, EMULATED on the CPU: operands are rounded to fp8 and multiplied in a wider type, so this shows losses and no speed"
+                if plan.emulated
+                else "fp8 by torchao, with torch.compile for each decoder layer: first steps take longer, because they compile"
+            )
         self.say(f"optimizer: {self.optimizer_kind}, parameters in {str(self.parameter_dtype).removeprefix('torch.')}")
 
     def build_model(
@@ -119,10 +127,13 @@ class RunParts:
         else:
             model, loaded = build_model(options, source, hf_config, seed=seed, **shared)
         reasons: dict[str, str] = {}
-        if self.plan.recipe is not None and not options.use_te:
+        layers = decoder_layers(model)
+        if self.plan.backend == "torchao":
+            recipe = dataclasses.replace(self.plan.recipe, enable_fsdp_float8_all_gather=self.config.parallel.fp8_all_gather)
+            reasons = convert_with_torchao(model, recipe, layers_kept_wide(self.config.precision, layers))
+        elif self.plan.recipe is not None and not options.use_te:
             reasons = swap_linears(model)
         self.attention_implementation: str = "te" if options.use_te else model.config._attn_implementation
-        layers = decoder_layers(model)
         # FSDP hands modules their parameters in the compute dtype.
         module_dtype = self.plan.compute_dtype if engine.shards_parameters else self.parameter_dtype
         self.precision = Precision(self.plan, self.config.precision, self.device, module_dtype)
@@ -131,7 +142,7 @@ class RunParts:
         self.say(census.describe())
         recomputed: Sequence[nn.Module] = ()
         if options.gradient_checkpointing:
-            uses_te = options.use_te or self.plan.recipe is not None
+            uses_te = options.use_te or self.plan.te_recipe is not None
             recomputed = enable_gradient_checkpointing(
                 layers, options.gradient_checkpointing_every, uses_te, reentrant=uses_te and engine.reentrant_te_checkpoints
             )
@@ -143,6 +154,8 @@ class RunParts:
         engine.shard(training_model, layers)
         if engine.shards_parameters:
             loaded = fill_sharded(model, options, source, self.device, seed)
+        if self.plan.backend == "torchao" and not self.plan.emulated:
+            compile_layers(layers, recomputed=bool(recomputed))
         return model, training_model, loaded, census
 
     def parallel_record(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from llm_fp8.optim import initialize_state, load_optimizer_scalars, optimizer_sc
 from llm_fp8.parallel.engine import Engine
 from llm_fp8.parallel.fp8_params import master_of, requantise_
 from llm_fp8.precision import Precision, PrecisionPlan
+from llm_fp8.torchao_fp8 import plain_rows, refresh_scales_
 
 ARCHITECTURE_KEYS = (
     "model_type",
@@ -88,7 +89,7 @@ class RunState:
         tensors: dict[str, Tensor] = {}
         if not self.engine.saves_itself:
             named = [(name, master_of(parameter)) for name, parameter in self.model.named_parameters()]
-            tensors |= {f"model.{name}": parameter.detach() for name, parameter in named}
+            tensors |= {f"model.{name}": plain_rows(parameter).detach() for name, parameter in named}
             tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, named).items()}
         tensors |= {f"fp8.{name}": tensor for name, tensor in self.precision.state_tensors().items()}
         return tensors
@@ -128,6 +129,7 @@ class RunState:
         if not self.engine.saves_itself:
             load_optimizer_scalars(optimizer, meta["optimizer"])
             requantise_(self.model)
+            refresh_scales_(self.model)
         self.data.train.load_state_dict(meta["loader"])
         if self.accelerator.scaler is not None and meta["fp16_scaler"]:
             self.accelerator.scaler.load_state_dict(meta["fp16_scaler"])

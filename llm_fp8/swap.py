@@ -1,4 +1,4 @@
-"""fp8 for any Hugging Face architecture: `nn.Linear` swapped for TE's, and the census of what computes in what.
+"""fp8 for any Hugging Face architecture: `nn.Linear` swapped for TE's or torchao's, and the census of what computes in what.
 
 Without --use_te the decoder stays Hugging Face's and only its linear layers change. The parameters are kept as they are (the same
 objects), so tied weights stay tied, checkpoints keep their names and whoever holds the parameters holds the right ones. Left
@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from llm_fp8 import torchao_fp8
 from llm_fp8.precision import linear_weights, require_te
 
 SIZE_MULTIPLE = 16
@@ -53,6 +54,19 @@ def swap_linears(model: nn.Module) -> dict[str, str]:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, swapped)
     return left
+
+
+def convert_with_torchao(model: nn.Module, config: Any, kept_layers: Iterable[nn.Module] = ()) -> dict[str, str]:
+    """Replace the `nn.Linear` modules of `model` by torchao's in place, but for those in `kept_layers`; name -> reason for each one left alone.
+
+    `config` is a `Float8LinearConfig`.
+    """
+    kept = {module for layer in kept_layers for module in layer.modules()}
+
+    def reason(name: str, linear: nn.Linear) -> str | None:
+        return reason_to_leave(name, linear) or ("first or last decoder layers" if linear in kept else None)
+
+    return torchao_fp8.convert_linears(model, config, reason)
 
 
 def reason_to_leave(name: str, linear: nn.Linear) -> str | None:

@@ -7,45 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from llm_fp8.module_state import ModuleState
+
 _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 
 
-@dataclass(frozen=True)
-class TeState:
-    """The state of some linear modules, added up."""
-
-    num_modules: int = 0
-    num_in_fp8: int = 0
-    """Whose last forward pass ran in fp8."""
-    num_unreadable: int = 0
-    """Which do not say whether it did where Transformer Engine 2.20 does."""
-    num_recipe_unreadable: int = 0
-    """Which ran in fp8 and do not show recipe and quantizers where it does."""
-    recipes: dict[str, int] = field(default_factory=dict)
-    """Class of the recipe in force -> modules."""
-    quantizers: dict[str, int] = field(default_factory=dict)
-    """Class of quantizer -> how many, forward and backward."""
-    num_without_maxima: int = 0
-    """Modules whose history of maxima in the forward pass holds nothing; delayed scaling only."""
-
-    @property
-    def num_outside_fp8(self) -> int:
-        """Modules which say that they did not compute in fp8."""
-        return self.num_modules - self.num_in_fp8 - self.num_unreadable
-
-    @property
-    def all_in_fp8(self) -> bool:
-        """Whether every module says that it computed in fp8."""
-        return 0 < self.num_modules == self.num_in_fp8
-
-
-def read_te_state(modules: Iterable[nn.Module]) -> TeState:
+def read_te_state(modules: Iterable[nn.Module]) -> ModuleState:
     """Read the modules after a step. One synchronisation with the GPU where there are histories of maxima."""
     num_modules = num_in_fp8 = num_unreadable = num_recipe_unreadable = 0
     recipes: Counter[str] = Counter()
@@ -72,7 +44,7 @@ def read_te_state(modules: Iterable[nn.Module]) -> TeState:
         if history is not None:
             histories.append(history.amax())
     largest = torch.stack(histories).tolist() if histories else []
-    return TeState(
+    return ModuleState(
         num_modules=num_modules,
         num_in_fp8=num_in_fp8,
         num_unreadable=num_unreadable,

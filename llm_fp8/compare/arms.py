@@ -6,26 +6,27 @@ import argparse
 import dataclasses
 from typing import Any
 
-from llm_fp8.config import PrecisionConfig
+from llm_fp8.config import TE_SCENARIOS, TORCHAO_SCENARIOS, PrecisionConfig
 from llm_fp8.errors import UserError
 
 REFERENCE = "bf16"
 """The arm that the others are held against."""
 
-_FP8_SCENARIOS = ("delayed", "current", "block", "mxfp8", "nvfp4")
+_FP8_SCENARIOS = (*TE_SCENARIOS, *TORCHAO_SCENARIOS)
 ARMS: dict[str, tuple[str, ...]] = {
     "bf16": ("--mixed_precision", "bf16"),
     "fp8": ("--mixed_precision", "fp8", "--fp8_scenario", "delayed"),
-    **{name: ("--mixed_precision", "fp8", "--fp8_scenario", name) for name in _FP8_SCENARIOS},
+    **{name: ("--mixed_precision", "fp8", "--fp8_scenario", name) for name in TE_SCENARIOS},
+    **{name: ("--mixed_precision", "fp8", "--fp8_backend", "torchao", "--fp8_scenario", name) for name in TORCHAO_SCENARIOS},
     "no": ("--mixed_precision", "no"),
 }
 """Name -> options. 'fp8' is another name of 'delayed'; 'no' is fp32."""
 
 _CANONICAL = {"fp8": "delayed"}
 _DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "fp8_margin")
-_FP8_OPTIONS = tuple(
-    field.name for field in dataclasses.fields(PrecisionConfig) if field.name not in ("mixed_precision", "fp8_scenario")
-)
+ARM_FIELDS = ("mixed_precision", "fp8_backend", "fp8_scenario")
+"""The options that make an arm."""
+_FP8_OPTIONS = tuple(field.name for field in dataclasses.fields(PrecisionConfig) if field.name not in ARM_FIELDS)
 
 
 def parse_arms(text: str) -> list[str]:
@@ -49,7 +50,9 @@ def arm_words(arm: str, words: list[str]) -> list[str]:
     given, kept = parser.parse_known_args(words)
     for name, value in vars(given).items():
         is_taken = (
-            _is_fp8(arm) and (name not in _DELAYED_ONLY or arm == "delayed") and not (name == "fp8_format" and arm == "nvfp4")
+            _is_fp8(arm)
+            and (name not in _DELAYED_ONLY or arm == "delayed")
+            and not (name == "fp8_format" and arm in ("nvfp4", *TORCHAO_SCENARIOS))
         )
         if is_taken:
             kept += [f"--{name}"] if value is True else [f"--{name}", value]
@@ -65,7 +68,9 @@ def requested_arm(precision: dict[str, Any]) -> str:
     if precision["requested"] != "fp8":
         return str(precision["requested"])
     scenario = precision.get("requested_scenario") or "default"
-    return "delayed" if scenario == "default" else str(scenario)
+    if scenario != "default":
+        return str(scenario)
+    return str(precision["effective_scenario"]) if precision.get("backend") == "torchao" else "delayed"
 
 
 def effective_precision(precision: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llm_fp8.compare.arms import REFERENCE
+from llm_fp8.compare.arms import ARM_FIELDS, REFERENCE
 from llm_fp8.compare.run_record import RunRecord
 
 Effect = Literal["all", "quality", "speed", "note"]
@@ -173,7 +173,7 @@ def _precision_differences(runs: Sequence[RunRecord]) -> list[Difference]:
     for arm in sorted({run.arm for run in runs}):
         own = [run for run in runs if run.arm == arm]
         for field in sorted({name for run in own for name in run.config.get("precision", {})}):
-            if field not in ("mixed_precision", "fp8_scenario"):
+            if field not in ARM_FIELDS:
                 found.append(
                     _difference(f"config.precision.{field}", [(r, r.config.get("precision", {}).get(field)) for r in own], "all")
                 )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llm_fp8.compare.arms import REFERENCE, describe_arm
+from llm_fp8.compare.arms import ARM_FIELDS, REFERENCE, describe_arm
 from llm_fp8.compare.certificates import CertificateState, certificate_state
 from llm_fp8.compare.run_record import RunRecord
 from llm_fp8.compare.statistics import (
@@ -126,8 +126,7 @@ def arm_figures(arm: str, runs: Sequence[RunRecord], reference: Sequence[RunReco
 def _fp8_options(runs: Sequence[RunRecord]) -> dict[str, Any]:
     unset = dataclasses.asdict(PrecisionConfig())
     given = runs[0].config.get("precision", {}) if runs else {}
-    arm_fields = ("mixed_precision", "fp8_scenario")
-    return {name: value for name, value in given.items() if name not in arm_fields and value != unset.get(name)}
+    return {name: value for name, value in given.items() if name not in ARM_FIELDS and value != unset.get(name)}
 
 
 def _energy(runs: Sequence[RunRecord]) -> float | None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm_fp8.checkpoint import has_checkpoint
-from llm_fp8.compare.arms import arm_words
+from llm_fp8.compare.arms import ARM_FIELDS, arm_words
 from llm_fp8.compare.comparison import Failure
 from llm_fp8.compare.run_record import read_json, why_unfinished
 from llm_fp8.config import Config, parse_config
@@ -32,7 +32,7 @@ from llm_fp8.provenance import REPOSITORY
 from llm_fp8.signals import GracefulStop
 
 PLAN_FILE = "plan.json"
-_SET_HERE = ("mixed_precision", "fp8_scenario", "seed", "output_dir", "resume_from", "wandb_group", "wandb_run_name")
+_SET_HERE = (*ARM_FIELDS, "seed", "output_dir", "resume_from", "wandb_group", "wandb_run_name")
 _POLL_S = 0.1
 
 

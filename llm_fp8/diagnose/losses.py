@@ -59,6 +59,8 @@ class StepFacts:
     use_te: bool
     attention: str | None
     """'unfused', or the name of what runs."""
+    compiled: bool = False
+    """The decoder layers are compiled, as they are with torchao."""
 
     def fp8_gemm_s(self, flops: float) -> float | None:
         """Seconds of these model FLOPs at the fp8 ceilings; None on a GPU that has none, and for fp4, which has others."""
@@ -204,7 +206,7 @@ def recomputation(facts: StepFacts) -> Loss | None:
 
 def weight_casts(facts: StepFacts) -> Loss | None:
     """Casts of the weights to fp8, once a step."""
-    if not facts.num_fp8_weights:
+    if not facts.num_fp8_weights or facts.compiled:  # torchao casts them for every product, fused with other work
         return None
     lost_s = min(facts.time.class_s("cast"), facts.copy_s(WEIGHT_CAST_BYTES * facts.num_fp8_weights))
     return Loss(
@@ -250,7 +252,7 @@ def gaps(facts: StepFacts) -> Loss | None:
 
 def unfused_pointwise(facts: StepFacts) -> Loss | None:
     """Norms, activations, RoPE, copies and pointwise kernels of the Hugging Face decoder."""
-    if facts.use_te:
+    if facts.use_te or facts.compiled:
         return None
     return Loss(
         "unfused pointwise kernels",

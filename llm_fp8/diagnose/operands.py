@@ -16,6 +16,9 @@ file. For the time of a recording that name is a function that notes the operand
 Which module is at work is told by hooks: the one whose forward call began last for fprop, the one whose output's gradient arrived last for
 dgrad and wgrad. The two are kept apart because recomputation runs forward calls in the middle of a backward pass.
 
+torchao's modules multiply by torch.mm, with operands that carry type and role; they are seen where torch dispatches the product, in a step whose
+layers run without their compiled code. An operand with one scale per row is 'e4m3/row'.
+
 torch's own linear layers have no such seam. Their products run in autocast's dtype, or in that of their input, and autograd uses the same
 dtype for both gradients; that is what is noted for them, and marked so (`told_by`).
 """
@@ -33,13 +36,21 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm_fp8.precision import linear_weights
+from llm_fp8.torchao_fp8 import is_converted
 
 Pass = Literal["fprop", "dgrad", "wgrad"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 _PASS_OF_LAYOUT: dict[str, Pass] = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
 
+_PASS_OF_ROLES: dict[Any, Pass] = {
+    ("input", "weight"): "fprop",
+    ("grad_output", "weight"): "dgrad",
+    ("grad_output", "input"): "wgrad",
+}
+"""torchao's names of the roles of both operands."""
 _OWNERS = ("linear", "layernorm_linear", "layernorm_mlp")
 _NARROW = re.compile(r"e\dm\d")
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
@@ -49,6 +60,9 @@ _SCALING = (("Blockwise", "block"), ("MXFP8", "mxfp8"), ("NVFP4", "nvfp4"))
 def operand_type(operand: Any) -> str:
     """'bf16', 'e4m3' (one scale per tensor), 'e4m3/block', 'e4m3/mxfp8', 'e2m1/nvfp4'; the class's name for what is none of these."""
     kind = type(operand).__name__
+    if kind == "Float8TrainingTensor":
+        narrow = _NARROW.search(str(operand._data.dtype))
+        return f"{narrow.group() if narrow else operand._data.dtype}{'' if operand._axiswise_dim is None else '/row'}"
     scaling = next((f"/{name}" for part, name in _SCALING if part in kind), "")
     if scaling == "/nvfp4":
         return "e2m1/nvfp4"
@@ -79,7 +93,7 @@ class ModuleGemms:
     kind: str
     """The module's class."""
     told_by: str = "general_gemm"
-    """general_gemm: seen at the call. dtype: by torch's rule for its own linear layers."""
+    """general_gemm, mm: seen at the call. dtype: by torch's rule for its own linear layers."""
     passes: dict[Pass, set[str]] = field(default_factory=lambda: {name: set() for name in PASSES})
 
     def add(self, gemm_pass: Pass, operands: str) -> None:
@@ -94,6 +108,19 @@ class ModuleGemms:
     def is_fp8(self) -> bool:
         """Whether all three passes ran and no GEMM had a wider operand."""
         return all(self.passes[name] and all(map(is_low_precision, self.passes[name])) for name in PASSES)
+
+
+class _SeenProducts(TorchDispatchMode):
+    """Calls `note(left, right)` for every torch.mm that is dispatched, in the backward pass too."""
+
+    def __init__(self, note: Callable[[Any, Any], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self._note(*args[:2])
+        return func(*args, **(kwargs or {}))
 
 
 def te_gemm_owners() -> list[Any]:
@@ -129,6 +156,8 @@ class GemmRecorder:
                 real = owner.general_gemm
                 undo.callback(setattr, owner, "general_gemm", real)
                 owner.general_gemm = functools.partial(self._note, real)
+            if any(is_converted(module) for module in self._modules.values()):
+                undo.enter_context(_SeenProducts(self._note_product))
             for name, module in self._modules.items():
                 if type(module) is nn.Linear:
                     handle: Any = module.register_forward_pre_hook(functools.partial(self._note_torch, name))
@@ -155,6 +184,20 @@ class GemmRecorder:
         if name:
             self._of(name).add(gemm_pass, f"{operand_type(left)} x {operand_type(right)}")
         return real(*args, **kwargs)
+
+    def _note_product(self, left: Any, right: Any) -> None:
+        """A matrix product: one of torchao's if an operand carries a role, or the wide gradient of the weight that some recipes compute."""
+        roles = tuple(getattr(getattr(operand, "_gemm_input_role", None), "value", None) for operand in (left, right))
+        gemm_pass = _PASS_OF_ROLES.get(roles)
+        name = self._forward if gemm_pass == "fprop" else self._backward
+        if gemm_pass is None:
+            module: Any = self._modules.get(name)
+            shape = (left.shape[0], right.shape[1])
+            if module is None or not is_converted(module) or shape != tuple(module.weight.shape):
+                return
+            gemm_pass = "wgrad"
+        if name:
+            self._of(name, told_by="mm").add(gemm_pass, f"{operand_type(left)} x {operand_type(right)}")
 
     def _note_torch(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled():

@@ -8,6 +8,7 @@ from llm_fp8.config import PrecisionConfig
 from llm_fp8.diagnose.operands import PASSES, ModuleGemms, is_low_precision
 from llm_fp8.precision import PrecisionPlan
 from llm_fp8.swap import Census
+from llm_fp8.torchao_fp8 import num_fp8_products
 
 SIZE_REASON = "is not a multiple of"
 """Part of the census's reason for a layer that fp8 GEMMs cannot take."""
@@ -38,7 +39,8 @@ def precision_problems(
     silent = [name for name in fp8_names if name not in found]
     if silent:
         problems.append(f"{_listed(silent)}: no GEMM was seen")
-    for gemm_pass in PASSES:
+    in_fp8 = num_fp8_products(plan.recipe) if plan.backend == "torchao" else len(PASSES)
+    for gemm_pass in PASSES[:in_fp8]:
         wide = [
             name
             for name in fp8_names

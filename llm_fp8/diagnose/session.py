@@ -41,6 +41,7 @@ from llm_fp8.process_group import own_device
 from llm_fp8.provenance import collect_provenance
 from llm_fp8.quiet import quiet_libraries
 from llm_fp8.throughput.ours import OurTraining
+from llm_fp8.torchao_fp8 import uncompiled
 
 NUM_TIMED_STEPS = 7
 """The first waits for the host, which starts it with nothing in its queue."""
@@ -144,7 +145,7 @@ class _Session:
 
     def _gemms(self) -> list[ModuleGemms]:
         recorder = GemmRecorder(self.training.model)
-        with recorder.recording(te_gemm_owners()):
+        with recorder.recording(te_gemm_owners()), uncompiled(decoder_layers(self.training.model)):
             self.training.take(1)
         head = self.training.model.get_output_embeddings()
         name = next(name for name, module in self.training.model.named_modules() if module is head)
@@ -194,6 +195,7 @@ class _Session:
             scenario=self.plan.effective_scenario,
             use_te=config.model.use_te,
             attention=attention,
+            compiled=self.plan.backend == "torchao",
         )
 
     def _notes(self) -> list[str]:
@@ -202,6 +204,8 @@ class _Session:
             notes.append(
                 "without --packing rows of real data are padded, which costs time that this does not show: see packing_efficiency in metrics.jsonl"
             )
+        if self.plan.backend == "torchao":
+            notes.append("operands are of a step without torch.compile, whose time and memory are in no other figure")
         if self.config.optim.gradient_accumulation_steps == 1 and self.plan.effective == "fp8":
             notes.append(
                 "a step of one micro-batch keeps no casts of weights; those that wait for the backward pass count as activations"

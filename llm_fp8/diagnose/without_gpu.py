@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from llm_fp8 import torchao_fp8
 from llm_fp8.config import Config
 from llm_fp8.diagnose.problems import reasons_outside_fp8
 from llm_fp8.diagnose.result import Diagnosis
 from llm_fp8.models import count_parameters, decoder_layers, load_config, resolve_source
 from llm_fp8.optim import OptimizerKind, bytes_per_parameter
-from llm_fp8.precision import DEFAULT_SCENARIO, PrecisionPlan, describe_device
+from llm_fp8.precision import DEFAULT_SCENARIO, PrecisionPlan, describe_device, layers_kept_wide
 from llm_fp8.provenance import collect_provenance
 from llm_fp8.swap import Census, reason_to_leave, take_census
 
@@ -53,11 +54,14 @@ def asked_for(config: Config) -> PrecisionPlan:
     """The precision that the options ask for, without the checks that need the hardware."""
     requested = config.precision.mixed_precision or "bf16"
     scenario = config.precision.fp8_scenario if requested == "fp8" else None
+    backend = config.precision.fp8_backend if requested == "fp8" else None
+    default = torchao_fp8.DEFAULT_SCENARIO if backend == "torchao" else DEFAULT_SCENARIO
     return PrecisionPlan(
         requested=requested,
         effective=requested,
         requested_scenario=scenario,
-        effective_scenario=DEFAULT_SCENARIO if scenario == "default" else scenario,
+        effective_scenario=default if scenario == "default" else scenario,
+        backend=backend,
     )
 
 
@@ -69,9 +73,7 @@ def planned_census(config: Config, hf_config: PretrainedConfig, plan: PrecisionP
         return take_census(model, (), plan.compute_name, {})
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     reasons = {name: reason for name, module in linears.items() if (reason := reason_to_leave(name, module))}
-    layers = decoder_layers(model)
-    first, last = config.precision.fp8_first_bf16_layers, config.precision.fp8_last_bf16_layers
-    kept = {module for layer in [*layers[:first], *layers[len(layers) - last :]] for module in layer.modules()}
+    kept = {module for layer in layers_kept_wide(config.precision, decoder_layers(model)) for module in layer.modules()}
     covered = [module for name, module in linears.items() if name not in reasons and module not in kept]
     return take_census(model, covered, plan.compute_name, reasons)
 

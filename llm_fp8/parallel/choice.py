@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llm_fp8.config import Config
+from llm_fp8.config import FP8_GATHER_MODES, Config
 from llm_fp8.errors import UserError
 from llm_fp8.metrics import GIB
 from llm_fp8.optim import OptimizerKind, bytes_per_parameter
@@ -111,6 +111,12 @@ def check_mode(config: Config, mode: str, ranks: LaunchRanks, compute_name: str)
         f"--fp8_params needs an fsdp mode, --use_te and --mixed_precision fp8, and this run has {flag}.": (
             options.fp8_params
             and not (sharded and mode != "fsdp_offload" and config.model.use_te and config.precision.mixed_precision == "fp8")
+        ),
+        f"--fp8_all_gather needs --sharding_mode {' or '.join(FP8_GATHER_MODES)}, and this run has {flag}; change the mode or drop it.": (
+            options.fp8_all_gather and mode not in FP8_GATHER_MODES
+        ),
+        f"--fp8_backend torchao cannot go with {flag}: DeepSpeed moves parameters in and out of modules that torchao compiles; use ddp or an fsdp mode.": (
+            deepspeed and config.precision.fp8_backend == "torchao"
         ),
         f"--context_parallel_size {options.context_parallel_size} needs --use_te and an fsdp mode, and this run has {flag}.": (
             options.context_parallel_size > 1 and not (config.model.use_te and sharded)

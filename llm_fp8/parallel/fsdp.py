@@ -34,6 +34,7 @@ from llm_fp8.optim import OptimizerKind
 from llm_fp8.parallel.engine import Engine
 from llm_fp8.parallel.fp8_params import check_fp8_params, keep_weights_in_fp8, master_of
 from llm_fp8.precision import Precision
+from llm_fp8.torchao_fp8 import plain_rows, refresh_scales_
 
 
 class FsdpEngine(Engine):
@@ -106,6 +107,8 @@ class FsdpEngine(Engine):
         assert self._fp8_params is not None or not self.options.fp8_params, "keep_in_fp8 comes first"
         if self._fp8_params is not None:
             keep_weights_in_fp8(model, self._fp8_params, optimizer)
+        if self.options.fp8_all_gather:
+            optimizer.register_step_post_hook(lambda *_: refresh_scales_(model))
         return model, optimizer
 
     @contextlib.contextmanager
@@ -118,7 +121,7 @@ class FsdpEngine(Engine):
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
         """See `Engine.full_tensor`; on the accelerator's device, which the collective needs."""
-        parameter = master_of(parameter)
+        parameter = plain_rows(master_of(parameter))
         if not isinstance(parameter, DTensor):
             return parameter.detach()
         sharded: DTensor = parameter.detach().to(self.accelerator.device)  # type: ignore[assignment]
@@ -126,7 +129,7 @@ class FsdpEngine(Engine):
 
     def local_tensor(self, parameter: Tensor) -> Tensor:
         """See `Engine.local_tensor`."""
-        return super().local_tensor(master_of(parameter))
+        return super().local_tensor(plain_rows(master_of(parameter)))
 
 
 def _split_again_without_backward(model: nn.Module, *_: Any) -> None:

@@ -2,6 +2,7 @@
 
     delayed                       this project on one GPU: fp8 with delayed scaling, the TE decoder
     delayed:swap                  the Hugging Face decoder, its linear layers swapped for Transformer Engine's
+    tensorwise:swap               torchao's fp8, which always is in the Hugging Face decoder
     bf16:recompute                with gradient checkpointing
     fsdp_full:delayed             several GPUs, --sharding_mode fsdp_full
     cp4:fsdp_full:delayed:sync    4 GPUs share the tokens of a row; gradients exchanged in each micro-batch
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 import te_llama
-from llm_fp8.config import SHARDING_MODES, ParallelConfig, PrecisionConfig, check_config
+from llm_fp8.config import SHARDING_MODES, TORCHAO_SCENARIOS, ParallelConfig, PrecisionConfig, check_config
 from llm_fp8.errors import UserError
 from llm_fp8.parallel.choice import check_mode
 from llm_fp8.parallel.context import check_context_parallel
@@ -34,10 +35,15 @@ PRECISIONS = {
     "current": PrecisionConfig(mixed_precision="fp8", fp8_scenario="current", fp8_strict=True),
     "block": PrecisionConfig(mixed_precision="fp8", fp8_scenario="block", fp8_strict=True),
 }
+TORCHAO_PRECISIONS = {
+    name: PrecisionConfig(mixed_precision="fp8", fp8_backend="torchao", fp8_scenario=name)  # type: ignore[arg-type]
+    for name in TORCHAO_SCENARIOS
+}
+"""Always with the option `swap`."""
 RIVAL_MODES = ("ddp", "fsdp_full")
 """How a rival can be spread over several GPUs."""
 
-_OPTIONS = ("swap", "recompute", "fp8_params", "sync")
+_OPTIONS = ("swap", "recompute", "fp8_params", "fp8_all_gather", "sync")
 _OPTIONS_OF_ONE_GPU = ("swap", "recompute")
 
 
@@ -102,21 +108,25 @@ def parse_arm(name: str) -> Arm:
     if what in RIVALS and not options and not context and mode in (None, *RIVAL_MODES):
         return Arm(name, RIVALS[what], mode)
     if (
-        what not in PRECISIONS
+        what not in (*PRECISIONS, *TORCHAO_PRECISIONS)
         or not set(options) <= set(allowed)
         or len(set(options)) < len(options)
         or (context is not None and mode is None)
     ):
         raise UserError(f"--arms {name} is unknown; choose {_choices()}.")
+    if what in TORCHAO_PRECISIONS and "swap" not in options:
+        raise UserError(f"--arms {name}: torchao converts the layers of the Hugging Face decoder; write {what}:swap.")
     parallel = ParallelConfig()
     if mode is not None:
         parallel = ParallelConfig(
             sharding_mode=mode,  # type: ignore[arg-type]
             context_parallel_size=int(context[1]) if context else 1,
             fp8_params="fp8_params" in options,
+            fp8_all_gather="fp8_all_gather" in options,
             sync_every_micro_batch="sync" in options,
         )
-    ours = OurArm(PRECISIONS[what], parallel, use_te="swap" not in options, gradient_checkpointing="recompute" in options)
+    precision = {**PRECISIONS, **TORCHAO_PRECISIONS}[what]
+    ours = OurArm(precision, parallel, use_te="swap" not in options, gradient_checkpointing="recompute" in options)
     return Arm(name, ours, mode)
 
 
@@ -130,7 +140,7 @@ def parse_arms(text: str) -> list[Arm]:
 
 def _choices() -> str:
     return (
-        f"from {', '.join(PRECISIONS)}, each with :{' or :'.join(_OPTIONS_OF_ONE_GPU)} behind it if wanted, and {', '.join(RIVALS)}; on several "
+        f"from {', '.join(PRECISIONS)}, each with :{' or :'.join(_OPTIONS_OF_ONE_GPU)} behind it if wanted, {', '.join(f'{name}:swap' for name in TORCHAO_PRECISIONS)}, and {', '.join(RIVALS)}; on several "
         f"GPUs with MODE: before it ({', '.join(SHARDING_MODES)}; rivals {', '.join(RIVAL_MODES)}), for ours also cpN: before that and "
         f"{' or '.join(f':{option}' for option in _OPTIONS if option not in _OPTIONS_OF_ONE_GPU)} behind"
     )

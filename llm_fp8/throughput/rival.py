@@ -18,9 +18,7 @@ All with torch's fused AdamW at our learning rate, betas and weight decay, the l
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,15 +29,15 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llm_fp8.config import PrecisionConfig
-from llm_fp8.errors import UserError
 from llm_fp8.loop import StepClock
 from llm_fp8.models import decoder_layers
 from llm_fp8.optim import not_optimised
 from llm_fp8.precision import require_te, resolve_precision
 from llm_fp8.process_group import own_device
-from llm_fp8.swap import HEAD_NAMES, SIZE_MULTIPLE, Census, take_census
+from llm_fp8.swap import SIZE_MULTIPLE, Census, convert_with_torchao, take_census
 from llm_fp8.throughput.weights import draw_weights_
 from llm_fp8.throughput.workload import OPTIMISATION, Recorder, Workload
+from llm_fp8.torchao_fp8 import build_config, compile_layers, is_converted, require_torchao
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,8 @@ class Rival:
         """Raise `UserError` where a package is missing that only this rival needs."""
         if self.accelerate_te or self.te_autocast:
             require_te(f"--arms {self.name}")
-        if self.torchao_recipe is not None and importlib.util.find_spec("torchao") is None:
-            raise UserError(f"--arms {self.name} needs torchao, which is not installed; run: pip install torchao")
+        if self.torchao_recipe is not None:
+            require_torchao(f"--arms {self.name}")
 
 
 RIVALS = {
@@ -100,7 +98,7 @@ class HfTraining:
             model: Any = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation="sdpa")
         draw_weights_(model, accelerator.device, is_te=False)
         if rival.torchao_recipe is not None:
-            _convert_with_torchao(model, rival.torchao_recipe)
+            convert_with_torchao(model, build_config(rival.torchao_recipe, emulate=not torch.cuda.is_available()))
         if rival.te_autocast:
             _wrap_in_te(model, f"--arms {rival.name}")
         optimizer: Any = torch.optim.AdamW(
@@ -117,8 +115,7 @@ class HfTraining:
         if fsdp2 and not isinstance(layers[0], FSDPModule):
             raise RuntimeError("Accelerate did not wrap the decoder layers")
         if rival.compiled:
-            for layer in layers:
-                layer.compile()
+            compile_layers(layers)
         self._model.train()
         batches = work.batches(config.vocab_size, accelerator.process_index)
         self._rows = [batch.input_ids.view(work.batch_size, -1).to(accelerator.device) for batch in batches]
@@ -179,19 +176,6 @@ def _accelerator(work: Workload, rival: Rival, fsdp2: bool) -> Accelerator:
     )
 
 
-def _convert_with_torchao(model: PreTrainedModel, recipe: str) -> None:
-    """Put torchao's Float8Linear in place of the decoder layers' linear layers; parameters stay the same objects.
-
-    On a CPU its fp8 GEMMs are emulated in higher precision, with the same rounding of the operands.
-    """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not torch.cuda.is_available())
-    convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda module, name: name.rpartition(".")[2] not in HEAD_NAMES
-    )
-
-
 def _wrap_in_te(model: PreTrainedModel, why: str) -> None:
     """Put te.Linear in place of every nn.Linear, the output head included, and the forward pass into te.autocast with delayed scaling."""
     te = require_te(why)
@@ -226,4 +210,4 @@ def _census(model: PreTrainedModel) -> Census:
 
 def _is_converted(module: nn.Module) -> bool:
     name, origin = type(module).__name__, type(module).__module__
-    return name.endswith("Float8Linear") or (name == "Linear" and origin.startswith("transformer_engine."))
+    return is_converted(module) or (name == "Linear" and origin.startswith("transformer_engine."))

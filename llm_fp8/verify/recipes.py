@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llm_fp8.config import TORCHAO_SCENARIOS
 from llm_fp8.verify.result import Result
 from llm_fp8.verify.setup import Setup
 
@@ -11,9 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def judge(available: dict[str, str | None], device: str) -> Result:
-    """`available`: recipe -> why it cannot run here, None where it can."""
-    facts = {"recipes": dict(available), "device": device}
+def judge(available: dict[str, str | None], device: str, torchao: str | None = None) -> Result:
+    """`available`: recipe of Transformer Engine -> why it cannot run here, None where it can. `torchao`: the same of all of torchao's."""
+    facts = {"recipes": dict(available), "device": device, "torchao": torchao}
     usable = [name for name, reason in available.items() if reason is None]
     details = tuple(f"{name}: {reason}" for name, reason in available.items() if reason is not None)
     if not usable:
@@ -23,7 +24,8 @@ def judge(available: dict[str, str | None], device: str) -> Result:
         )
         return Result("failed", f"{device} runs no fp8 recipe", details, mends, facts)
     missing = f"; not {', '.join(name for name in available if name not in usable)}" if details else ""
-    return Result("passed", f"{', '.join(usable)}{missing}", details, facts=facts)
+    said = f"--fp8_backend torchao: {', '.join(TORCHAO_SCENARIOS)}" if torchao is None else torchao
+    return Result("passed", f"{', '.join(usable)}{missing}", (*details, said), facts=facts)
 
 
 def availability(device: torch.device) -> dict[str, str | None]:
@@ -42,8 +44,21 @@ def availability(device: torch.device) -> dict[str, str | None]:
     return found
 
 
+def torchao_unavailable(device: torch.device) -> str | None:
+    """Why torchao's recipes cannot run on this GPU, None where they can."""
+    from llm_fp8.config import PrecisionConfig
+    from llm_fp8.errors import UserError
+    from llm_fp8.precision import resolve_precision
+
+    try:
+        resolve_precision(PrecisionConfig(mixed_precision="fp8", fp8_backend="torchao"), device)
+    except UserError as error:
+        return str(error)
+    return None
+
+
 def check(setup: Setup) -> Result:
     """Ask for each."""
     from llm_fp8.precision import describe_device
 
-    return judge(availability(setup.device), describe_device(setup.device))
+    return judge(availability(setup.device), describe_device(setup.device), torchao_unavailable(setup.device))

@@ -17,7 +17,7 @@ from llm_fp8.verify.setup import REPOSITORY, Setup
 REQUIREMENTS = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
 OPTIONAL = {
     "flash-attn": "attention of the Hugging Face path",
-    "torchao": "--optimizer adamw_8bit",
+    "torchao": "--optimizer adamw_8bit and --fp8_backend torchao",
     "deepspeed": "--sharding_mode deepspeed_1 to 3",
     "wandb": "--use_wandb",
     "wandb-workspaces": "scripts/wandb_dashboard.py",

@@ -17,13 +17,14 @@ from llm_fp8.config import PrecisionConfig, parse_config
 from llm_fp8.errors import FailedCheck, UserError, run_script
 from llm_fp8.kernels import gemm_kernels, time_by_class
 from llm_fp8.loop import NonFiniteLoss
+from llm_fp8.module_state import ModuleState
 from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.precision import Precision, PrecisionPlan
 from llm_fp8.recompute import enable_gradient_checkpointing
 from llm_fp8.report import throughput_summary
 from llm_fp8.run import run_training
 from llm_fp8.signals import GracefulStop
-from llm_fp8.te_state import TeState, read_te_state
+from llm_fp8.te_state import read_te_state
 from llm_fp8.wandb_files import offline_runs
 from tests.processes import exit_code, start_ranks
 from tests.small import forget_accelerator, steps
@@ -59,10 +60,10 @@ RENAMED = {f"some_new_gemm_{number}": times for number, times in enumerate(FP8_G
 
 DELAYED = Promise("fp8 delayed", "bf16", "delayed", num_fp8_weights=64, fp8_linear_flop_share=0.787)
 BF16 = Promise("bf16", "bf16")
-IN_FP8 = TeState(
+IN_FP8 = ModuleState(
     num_modules=48, num_in_fp8=48, recipes={"DelayedScaling": 48}, quantizers={"Float8Quantizer": 320}, num_without_maxima=0
 )
-NOT_IN_FP8 = TeState(num_modules=48)
+NOT_IN_FP8 = ModuleState(num_modules=48)
 
 
 def judge(promise=DELAYED, kernels=FP8_STEP, state=IN_FP8, num_micro_batches=2, recipe_inside_modules=None, **more):
@@ -81,20 +82,20 @@ def test_a_step_that_is_what_was_asked_for():
     )
     assert list(certificate.time_s_by_class) == ["gemm", "optimizer", "attention", "cast"]
     stored = json.loads(json.dumps(certificate.to_dict()))
-    assert stored["verdict"] == "certified" and stored["transformer_engine"]["num_in_fp8"] == 48
+    assert stored["verdict"] == "certified" and stored["modules"]["num_in_fp8"] == 48
 
 
 def test_a_bf16_step():
     certificate = judge(BF16, BF16_STEP, NOT_IN_FP8, recipe_inside_modules="none", attention="fused (cuDNN)")
     assert certificate.verdict == "certified"
     assert certificate.describe() == "certificate: bf16, none of 390 GEMM kernels in fp8, attention fused (cuDNN)"
-    plain = judge(BF16, BF16_STEP, TeState(), attention="sdpa (cuDNN)")
+    plain = judge(BF16, BF16_STEP, ModuleState(), attention="sdpa (cuDNN)")
     assert plain.verdict == "certified", "a model without Transformer Engine has no such modules to ask"
 
 
 FAILURES = {
     "fp8 asked for, nothing converted": (
-        dict(kernels=BF16_STEP, state=TeState()),
+        dict(kernels=BF16_STEP, state=ModuleState()),
         "expected at least 384 fp8 GEMM kernels",
         "and 0 ran",
     ),
@@ -136,7 +137,7 @@ FAILURES = {
         "expected no module in fp8",
     ),
     "a bf16 run that computes in fp32": (
-        dict(promise=BF16, kernels={"ampere_sgemm_128x64_tn": (390, 0.3)}, state=TeState()),
+        dict(promise=BF16, kernels={"ampere_sgemm_128x64_tn": (390, 0.3)}, state=ModuleState()),
         "expected GEMM kernels in bf16, and none was recognised (all GEMM kernels: 390 fp32)",
     ),
 }
@@ -171,12 +172,12 @@ def test_what_leaves_the_question_open():
     assert judge(kernels={}, state=NOT_IN_FP8).verdict == judge(BF16, {}, IN_FP8).verdict == "failed"
     assert judge(BF16, {}, NOT_IN_FP8).verdict == "undetermined"
     # A later Transformer Engine that keeps its state elsewhere does not undo what the kernels show.
-    unreadable = judge(state=TeState(num_modules=48, num_unreadable=48))
+    unreadable = judge(state=ModuleState(num_modules=48, num_unreadable=48))
     assert unreadable.verdict == "certified" and unreadable.remarks == [
         "48 modules of Transformer Engine do not say what they computed in"
     ]
-    assert judge(kernels=RENAMED, state=TeState(num_modules=48, num_unreadable=48)).verdict == "undetermined"
-    without_recipe = TeState(num_modules=48, num_in_fp8=24, num_recipe_unreadable=24)
+    assert judge(kernels=RENAMED, state=ModuleState(num_modules=48, num_unreadable=48)).verdict == "undetermined"
+    without_recipe = ModuleState(num_modules=48, num_in_fp8=24, num_recipe_unreadable=24)
     assert judge(state=without_recipe).verdict == "undetermined", "24 deny it"
 
 
@@ -228,18 +229,20 @@ def te_linear(in_fp8: bool, largest: float = 2.0) -> nn.Linear:
 
 def test_reading_the_modules():
     state = read_te_state([te_linear(True), te_linear(True, largest=0.0), te_linear(False)])
-    assert state == TeState(3, 2, 0, 0, {"DelayedScaling": 2}, {"Float8Quantizer": 6}, num_without_maxima=1)
+    assert state == ModuleState(3, 2, 0, 0, {"DelayedScaling": 2}, {"Float8Quantizer": 6}, num_without_maxima=1)
     assert not state.all_in_fp8 and read_te_state([te_linear(True)]).all_in_fp8
     later = te_linear(True)
     del later.fp8_meta["recipe"]
-    assert read_te_state([later, nn.Linear(4, 4), te_linear(False)]) == TeState(3, 1, num_unreadable=1, num_recipe_unreadable=1)
+    assert read_te_state([later, nn.Linear(4, 4), te_linear(False)]) == ModuleState(
+        3, 1, num_unreadable=1, num_recipe_unreadable=1
+    )
 
 
 def test_a_run_without_fp8_asks_all_linear_modules_of_transformer_engine():
     model = nn.Sequential(te_linear(True), nn.Linear(4, 4), te_linear(False))
     precision = Precision(PrecisionPlan("bf16", "bf16"), PrecisionConfig(), torch.device("cpu"), torch.bfloat16)
     precision.attach(model, nn.ModuleList())
-    state = precision.te_state()
+    state = precision.module_state()
     assert (state.num_modules, state.num_in_fp8, precision.count_fp8_weights()) == (2, 1, 0)
 
 

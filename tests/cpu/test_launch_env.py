@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from llm_fp8.config import PrecisionConfig, parse_config
+from llm_fp8.config import PrecisionConfig, check_config, parse_config
 from llm_fp8.errors import UserError
 from llm_fp8.launch_env import (
     apply_launch_settings,
@@ -71,10 +71,43 @@ def test_a_flag_that_agrees_is_fine():
     assert merge_launch_settings(flags, take_launch_settings(dict(FP8))).amax_history_len == 16
 
 
-@pytest.mark.parametrize(("variable", "value"), [("BACKEND", "AO"), ("OVERRIDE_WGRAD", "True")])
+@pytest.mark.parametrize(("variable", "value"), [("BACKEND", "MSAMP"), ("OVERRIDE_WGRAD", "True")])
 def test_what_cannot_be_honoured_is_an_error(variable, value):
     with pytest.raises(UserError, match="fp8_config"):
         take_launch_settings({**FP8, f"ACCELERATE_FP8_{variable}": value})
+
+
+AO = {
+    "ACCELERATE_MIXED_PRECISION": "fp8",
+    "ACCELERATE_FP8_BACKEND": "ao",
+    "ACCELERATE_FP8_FORMAT": "HYBRID",
+    "ACCELERATE_FP8_AMAX_HISTORY_LEN": "1024",
+    "ACCELERATE_FP8_AMAX_COMPUTE_ALGO": "most_recent",
+    "ACCELERATE_FP8_MARGIN": "0",
+    "ACCELERATE_FP8_INTERVAL": "1",
+    "ACCELERATE_FP8_OPT_LEVEL": "O2",
+    "ACCELERATE_FP8_OVERRIDE_FPROP": "False",
+    "ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL": "False",
+    "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "True",
+    "ACCELERATE_FP8_PAD_INNER_DIM": "True",
+}
+"""What the launcher exports for 'backend: AO' and nothing else."""
+
+
+def test_backend_ao_is_torchao():
+    environ = {**AO, "PATH": "/bin"}
+    assert take_launch_settings(environ) == {"mixed_precision": "fp8", "fp8_backend": "torchao", "fp8_all_gather": True}
+    assert environ == {"PATH": "/bin"}
+    off = {**AO, "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "False"}
+    assert take_launch_settings(off) == {"mixed_precision": "fp8", "fp8_backend": "torchao"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("AMAX_HISTORY_LEN", "16"), ("FORMAT", "E4M3"), ("MARGIN", "1"), ("USE_MXFP8_BLOCK_SCALING", "true")]
+)
+def test_settings_of_transformer_engine_with_backend_ao_are_errors(variable, value):
+    with pytest.raises(UserError, match=f"fp8_config sets {variable.lower()} {value}, .* no effect with backend AO"):
+        take_launch_settings({**AO, f"ACCELERATE_FP8_{variable}": value})
 
 
 # ---- sharding ----
@@ -107,6 +140,24 @@ MESH = {
 }
 LAUNCHED = {"WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 PLAIN = {**LAUNCHED, "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_MODE": "default"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "gathers"),
+    [
+        (FSDP, [], True),
+        (FSDP, ["--fp8_backend=torchao", "--fp8_scenario=rowwise"], False),
+        ({**FSDP, "FSDP_OFFLOAD_PARAMS": "true"}, [], False),
+        ({}, [], False),
+        ({}, ["--sharding_mode=fsdp_grad"], True),
+    ],
+    ids=["fsdp", "rowwise", "offload", "ddp", "flag"],
+)
+def test_the_launchers_default_gathers_in_fp8_where_that_can_be(variables, words, gathers):
+    config = apply_launch_settings(parse_config(words, parallel=True), {**PLAIN, **AO, **variables})
+    check_config(config)
+    assert (config.precision.mixed_precision, config.precision.fp8_backend) == ("fp8", "torchao")
+    assert config.parallel.fp8_all_gather == gathers
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,12 @@ def test_data():
 
 def test_recipes():
     some = recipes.judge({"delayed": None, "mxfp8": "needs compute capability 10.0"}, "NVIDIA H200")
-    assert some.status == "passed" and some.details == ("mxfp8: needs compute capability 10.0",)
+    assert some.status == "passed" and some.details == (
+        "mxfp8: needs compute capability 10.0",
+        "--fp8_backend torchao: tensorwise, rowwise, rowwise_with_gw_hp",
+    )
+    without = recipes.judge({"delayed": None}, "NVIDIA H200", "--fp8_backend torchao needs torchao, which is not installed")
+    assert without.status == "passed" and without.details == ("--fp8_backend torchao needs torchao, which is not installed",)
     assert recipes.judge({"delayed": "needs 8.9"}, "NVIDIA A100").status == "failed"
 
 

@@ -15,8 +15,8 @@ import te_llama
 from llm_fp8.certificate import Certificate, Promise, certify
 from llm_fp8.kernels import gemm_kernels, kernel_times, record_kernels, time_by_class
 from llm_fp8.models import decoder_layers
+from llm_fp8.module_state import ModuleState
 from llm_fp8.recompute import enable_gradient_checkpointing
-from llm_fp8.te_state import TeState
 from tests.gpu.test_precision_gpu import BF16, SCENARIOS, build, fp8, step
 from tests.gpu.test_te_parity import packed_batch
 from tests.gpu.test_train_gpu import ROOT, common, model_folder, train  # noqa: F401
@@ -42,7 +42,7 @@ def certified(model, precision, census, device, recomputed=()) -> Certificate:
     return certify(
         Promise.of_model(precision, census, recomputed),
         kernels,
-        precision.te_state(),
+        precision.module_state(),
         num_micro_batches=MICRO_BATCHES,
         recipe_inside_modules=precision.seen_inside,
         attention=te_llama.attention_backend(),
@@ -69,7 +69,7 @@ def test_every_scenario_is_certified(scenario, use_te, every, device, record_pro
     else:
         # One kernel for each product: less than this bound is caught, and nothing outside it runs in fp8.
         assert certificate.num_fp8_gemm_kernels == certificate.num_expected_fp8_gemm_kernels > 0
-        assert certificate.transformer_engine.all_in_fp8 and not certificate.remarks
+        assert certificate.modules.all_in_fp8 and not certificate.remarks
 
 
 def test_layers_left_in_bf16_are_not_expected_in_fp8(device):
@@ -99,7 +99,7 @@ def test_autocast_around_plain_linear_layers_is_caught(device, record_property):
         kernels = recorded_step(model, precision, device)
     num_linears = sum(isinstance(m, torch.nn.Linear) for m in decoder_layers(model.model).modules())
     promise = Promise(plan.name, plan.compute_name, plan.effective_scenario, num_linears, fp8_linear_flop_share=0.9)
-    certificate = certify(promise, kernels, TeState(), num_micro_batches=MICRO_BATCHES)
+    certificate = certify(promise, kernels, ModuleState(), num_micro_batches=MICRO_BATCHES)
     record_property("certificate", certificate.to_dict())
     assert certificate.verdict == "failed"
     assert f"expected at least {num_linears * 3 * MICRO_BATCHES} fp8 GEMM kernels" in certificate.reasons[0]
