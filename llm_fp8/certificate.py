@@ -13,23 +13,21 @@ that it computed in fp8, the verdict is "undetermined". docs/certificate.md says
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import nn
 
 from llm_fp8.kernels import LOW_PRECISION, KernelClass, KernelTimes, gemm_kernels, time_by_class
-from llm_fp8.precision import Precision
-from llm_fp8.swap import Census
+from llm_fp8.precision import Precision, linear_weights
+from llm_fp8.swap import PRODUCTS_OF_TRAINED, Census
 from llm_fp8.te_state import TeState
 
 Verdict = Literal["certified", "undetermined", "failed"]
 _SEVERITY: tuple[Verdict, ...] = ("certified", "undetermined", "failed")
-
-PRODUCTS_PER_WEIGHT = 3
-"""GEMMs of a linear weight in a micro-batch: forward, gradient of the input, gradient of the weight."""
 
 _RECIPES: dict[str, tuple[str, str]] = {
     "delayed": ("DelayedScaling", "Float8Quantizer"),
@@ -60,10 +58,21 @@ class Promise:
     """Those of them whose forward product runs again in the backward pass."""
     fp8_linear_flop_share: float = 0.0
     """Share of the linear layers' FLOPs that these weights have: the census's."""
+    num_spared_fp8_products: int = 0
+    """Products that frozen ones of them do without: the gradient of the weight, and where nothing trained lies below that of the input."""
 
     @classmethod
-    def of_model(cls, precision: Precision, census: Census, recomputed: Sequence[nn.Module] = ()) -> Promise:
-        """That of the model which `precision` is attached to, whose layers `recomputed` run again in the backward pass."""
+    def of_model(
+        cls,
+        precision: Precision,
+        census: Census,
+        recomputed: Sequence[nn.Module] = (),
+        products: Mapping[nn.Module, int] = MappingProxyType({}),
+    ) -> Promise:
+        """That of the model which `precision` is attached to, whose layers `recomputed` run again in the backward pass.
+
+        `products`: `llm_fp8.lora.products_per_weight`.
+        """
         return cls(
             precision=precision.plan.name,
             compute=precision.plan.compute_name,
@@ -71,11 +80,16 @@ class Promise:
             num_fp8_weights=precision.count_fp8_weights(),
             num_recomputed_fp8_weights=precision.count_fp8_weights(within=recomputed),
             fp8_linear_flop_share=census.fp8_linear_flop_share,
+            num_spared_fp8_products=sum(
+                len(linear_weights(module)) * (PRODUCTS_OF_TRAINED - products.get(module, PRODUCTS_OF_TRAINED))
+                for module in precision.fp8_modules
+            ),
         )
 
     def num_fp8_gemms(self, num_micro_batches: int) -> int:
         """The least number of fp8 GEMM kernels of a step; a product may take several kernels, not less than one."""
-        return num_micro_batches * (PRODUCTS_PER_WEIGHT * self.num_fp8_weights + self.num_recomputed_fp8_weights)
+        own = PRODUCTS_OF_TRAINED * self.num_fp8_weights - self.num_spared_fp8_products
+        return num_micro_batches * (own + self.num_recomputed_fp8_weights)
 
 
 @dataclass(frozen=True)
@@ -299,9 +313,10 @@ def _judge_without_fp8(promise: Promise, seen: _Seen) -> _Findings:
 
 def _product(promise: Promise, seen: _Seen) -> str:
     """How the expected number comes about."""
+    spared = f" less {promise.num_spared_fp8_products} that frozen weights spare" if promise.num_spared_fp8_products else ""
     again = f" and {promise.num_recomputed_fp8_weights} products computed again" if promise.num_recomputed_fp8_weights else ""
     micro_batches = f" in each of {seen.num_micro_batches} micro-batches" if seen.num_micro_batches > 1 else ""
-    return f"{promise.num_fp8_weights} weights x {PRODUCTS_PER_WEIGHT} products{again}{micro_batches}"
+    return f"{promise.num_fp8_weights} weights x {PRODUCTS_OF_TRAINED} products{spared}{again}{micro_batches}"
 
 
 def _listed(counts: dict[str, int]) -> str:

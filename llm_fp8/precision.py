@@ -223,7 +223,11 @@ def _build_recipe(options: PrecisionConfig, wanted: str, effective: str) -> Any:
 
 
 def linear_weights(module: nn.Module) -> list[Tensor]:
-    """The GEMM weights that this module itself holds ([out, in] each), of torch's or TE's linear modules; else empty."""
+    """The GEMM weights that this module itself holds ([out, in] each), of torch's or TE's linear modules and of adapters; else empty."""
+    if hasattr(module, "base_layer"):
+        return []  # PEFT's: what it shows as its own is the layer's inside
+    if isinstance(getattr(module, "lora_A", None), nn.ParameterDict):
+        return [*module.lora_A.values(), *module.lora_B.values()]  # type: ignore[operator]
     names = ("fc1_weight", "fc2_weight") if hasattr(module, "fc1_weight") else ("weight",)
     if names == ("weight",) and not hasattr(module, "in_features"):
         return []
@@ -243,6 +247,7 @@ class Precision:
         self._fp8_modules: dict[str, nn.Module] = {}
         self._te_linears: list[nn.Module] = []
         self._unseen: nn.Module | None = None
+        self._num_casts_to_come: int | None = None
         self.seen_inside: str | None = None
         """The recipe's class in force inside a Transformer Engine module when it first ran, or 'none'; None before, and without such modules."""
 
@@ -300,6 +305,13 @@ class Precision:
         """What the modules say of the step behind them: those in fp8, or in a run without fp8 all linear ones of Transformer Engine."""
         return read_te_state(self._fp8_modules.values() if self.plan.recipe is not None else self._te_linears)
 
+    def keep_casts_of_frozen_weights(self) -> None:
+        """From now on weights are cast to fp8 in the first training passes alone, because none of those in fp8 changes.
+
+        Delayed scaling knows a weight's scale when it has seen the weight once, so there the second pass casts again.
+        """
+        self._num_casts_to_come = 2 if self.plan.effective_scenario == "delayed" else 1
+
     def _te_autocast(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
         import transformer_engine.pytorch as te
 
@@ -315,7 +327,11 @@ class Precision:
 
         `first_microbatch` True casts weights to fp8 and keeps the casts for the further micro-batches of the step, which pass False. None
         neither uses nor keeps casts: for evaluation, and for steps of a single micro-batch, where keeping costs memory and saves nothing.
+        After `keep_casts_of_frozen_weights` it makes no difference to a training pass.
         """
+        if self._num_casts_to_come is not None and torch.is_grad_enabled():
+            first_microbatch = self._num_casts_to_come > 0
+            self._num_casts_to_come = max(0, self._num_casts_to_come - 1)
         if self._unseen is not None and "transformer_engine" in sys.modules:
             self._look_inside(self._unseen)
             self._unseen = None

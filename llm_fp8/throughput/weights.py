@@ -29,7 +29,7 @@ def draw_weights_(model: PreTrainedModel, device: torch.device, *, is_te: bool) 
                 block = row_block(parameter)
                 block.data.copy_(_drawn(name, parameter.shape, std, device)[block.start : block.start + len(block.data)])
         return
-    spec = te_llama.decoder_spec(model.config)
+    spec = te_llama.spec_of(model)
     blocks = {name: row_block(parameter) for name, parameter in te_llama.te_parameters(model).items()}
     filler = te_llama.WeightFiller(spec, blocks)
     for parts in te_llama.parameter_map(spec).values():
