@@ -225,11 +225,6 @@ class LoraConfig:
     )
 
     @property
-    def scaling(self) -> float:
-        """What the output of an adapter of rank --lora_rank > 0 is multiplied by."""
-        return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
-
-    @property
     def targets(self) -> tuple[str, ...]:
         """The names in --lora_targets, in order."""
         return tuple(name.strip() for name in self.lora_targets.split(",") if name.strip())

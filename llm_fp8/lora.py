@@ -33,6 +33,9 @@ from llm_fp8.errors import UserError
 from llm_fp8.models import decoder_layers
 from llm_fp8.shards import is_te_model, row_block
 
+DEFAULT_SCALING = 2.0
+"""--lora_alpha is twice the rank where it is not given."""
+
 MLP_TARGETS = frozenset(("gate_proj", "up_proj", "down_proj"))
 _STAGES: dict[str, int] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv"), 0),
@@ -52,6 +55,11 @@ class Adapter:
     b: nn.Parameter
     """[out, rank]."""
     scaling: float
+
+
+def scaling_of(options: LoraConfig) -> float:
+    """What the output of an adapter is multiplied by; --lora_rank is above 0."""
+    return DEFAULT_SCALING if options.lora_alpha is None else options.lora_alpha / options.lora_rank
 
 
 def needs_split_mlp(options: LoraConfig) -> bool:
@@ -101,7 +109,7 @@ def peft_config(options: LoraConfig, targets: Iterable[str], base_model: str | N
     """PEFT's own description of the adapters, as it stands in adapter_config.json."""
     from peft import LoraConfig as PeftLoraConfig
 
-    alpha = float(options.scaling * options.lora_rank)
+    alpha = float(scaling_of(options) * options.lora_rank)
     return PeftLoraConfig(
         r=options.lora_rank,
         lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # type: ignore[arg-type]  # it divides by the rank, so a fraction works too
@@ -157,7 +165,7 @@ class FusedAdapters(nn.Module):
         self.columns: list[tuple[int, int]] = []
         self.layer_names: dict[str, str] = {}
         """Name of a parameter -> that of the Hugging Face layer."""
-        self.rank, self.scaling, self.dropout = options.lora_rank, options.scaling, options.lora_dropout
+        self.rank, self.scaling, self.dropout = options.lora_rank, scaling_of(options), options.lora_dropout
         for part in parts:
             layer_name = part.hf_name.removesuffix(".weight")
             name = layer_name.rpartition(".")[2]

@@ -65,11 +65,20 @@ class ModelSource:
         return Path(self.location).is_dir()
 
 
+def is_adapter_folder(folder: str | Path) -> bool:
+    """Whether `folder` holds a PEFT adapter and no model."""
+    return (Path(folder) / "adapter_config.json").is_file() and not (Path(folder) / "config.json").is_file()
+
+
 def resolve_source(options: ModelConfig) -> ModelSource:
     """Find out what --model_name names. Raises `UserError` for a path that does not exist."""
     name = options.model_name
     if name == EMBEDDED:
         return ModelSource(name, str(EMBEDDED_MODEL), architecture_only=True)
+    if is_adapter_folder(name):
+        raise UserError(
+            f"--model_name {name} holds a PEFT adapter and no model; give its base model, or a whole model made by scripts/merge_adapter.py."
+        )
     if Path(name).is_dir():
         return ModelSource(name, name, architecture_only=not any(Path(name).glob("*.safetensors*")) and options.random_init)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:

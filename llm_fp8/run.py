@@ -26,7 +26,7 @@ from llm_fp8.generation import check_positions
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.launch_env import apply_launch_settings
 from llm_fp8.loop import LoopOptions, Trainer
-from llm_fp8.lora import num_adapter_parameters
+from llm_fp8.lora import num_adapter_parameters, scaling_of
 from llm_fp8.memory import MemoryUse, out_of_memory_advice
 from llm_fp8.metrics import GIB, DecoderSize, device_peak_tflops
 from llm_fp8.models import (
@@ -376,7 +376,7 @@ class Run(RunParts):
         }
         if self.config.lora.lora_rank:
             card["LoRA"] = (
-                f"rank {self.config.lora.lora_rank}, scaling {self.config.lora.scaling:g}, {self.config.lora.lora_targets}"
+                f"rank {self.config.lora.lora_rank}, scaling {scaling_of(self.config.lora):g}, {self.config.lora.lora_targets}"
             )
         shared: dict[str, Any] = {
             "card": card,

@@ -22,6 +22,7 @@ from llm_fp8.checkpoint import (
 from llm_fp8.config import Config
 from llm_fp8.data import PreparedData
 from llm_fp8.loop import Trainer
+from llm_fp8.lora import scaling_of
 from llm_fp8.models import has_random_weights, resolve_source
 from llm_fp8.optim import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
 from llm_fp8.parallel.engine import Engine
@@ -71,7 +72,7 @@ def _lora_fingerprint(config: Config) -> dict[str, Any]:
     return {
         "lora": {
             "rank": options.lora_rank,
-            "scaling": options.scaling,
+            "scaling": scaling_of(options),
             "dropout": options.lora_dropout,
             "targets": sorted(options.targets),
         },

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import json
 import math
+import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from llm_fp8.lora import (
     needs_split_mlp,
     num_adapter_parameters,
     products_per_weight,
+    scaling_of,
 )
 from llm_fp8.metrics import DecoderSize, model_flops_per_token
 from llm_fp8.models import fill_te_model
@@ -304,6 +308,117 @@ def test_random_weights_are_exported_merged(tmp_path, rows):
     assert "model.layers.0.self_attn.q_proj.weight" in final_weights(tmp_path) and not list(tmp_path.rglob("adapter_*"))
 
 
+@pytest.fixture(scope="module")
+def trained_adapter(tmp_path_factory, tied_model, rows) -> Path:
+    """The folder of a run of two steps that moved its adapters far."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    train(
+        f"--model_name={tied_model}", f"--dataset_name={rows}", "--max_steps=2", "--max_seq_length=256", "--validation_fraction=0.1",
+        "--learning_rate=0.05", "--num_warmup_steps=0", "--lr_scheduler=constant", f"--output_dir={folder}", *LORA,
+    )  # fmt: skip
+    return folder
+
+
+def script(name: str, *words: object) -> int:
+    """Run a script's main in this process; the exit code."""
+    module = importlib.import_module(f"scripts.{name}")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", [f"scripts/{name}.py", *map(str, words)])
+        return module.main()
+
+
+def test_an_adapter_is_merged_and_evaluated_as_the_model_that_it_makes(trained_adapter, tied_model, tmp_path):
+    final = trained_adapter / "final"
+    assert script("merge_adapter", "--adapter", final, "--output", tmp_path / "merged") == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    expected = logits(loaded_by_peft(tied_model, final))
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-5)
+    assert (logits(AutoModelForCausalLM.from_pretrained(tied_model)) - expected).abs().max() > 0.1
+    answers = []
+    for number, model in enumerate((final, tmp_path / "merged")):
+        dataset = (
+            []
+            if number == 0
+            else ["--dataset_name", run_json(trained_adapter)["config"]["data"]["dataset_name"], "--validation_fraction=0.1"]
+        )
+        words = [
+            "--model_name",
+            model,
+            "--num_problems=2",
+            "--max_new_tokens=8",
+            "--output",
+            tmp_path / f"{number}.json",
+            *dataset,
+        ]
+        assert script("evaluate", *words, "--max_seq_length=256") == 0
+        answers.append([answer["generated"] for answer in json.loads((tmp_path / f"{number}.json").read_text())["answers"]])
+    assert answers[0] == answers[1] and len(answers[0]) == 2
+
+
+def test_what_is_wrong_with_an_adapters_folder_is_said(trained_adapter, tiny_model, tmp_path):
+    final = trained_adapter / "final"
+    with pytest.raises(UserError, match="--model_name .*final holds a PEFT adapter and no model; .*merge_adapter.py"):
+        train(f"--model_name={final}", "--max_steps=1", f"--output_dir={tmp_path / 'x'}")
+    with pytest.raises(UserError, match="holds no PEFT adapter"):
+        script("merge_adapter", "--adapter", tiny_model, "--output", tmp_path / "merged")
+    with pytest.raises(UserError, match="exists already"):
+        script("merge_adapter", "--adapter", final, "--output", tmp_path)
+    with pytest.raises(UserError, match="is the folder of a run; give .*final"):
+        script("evaluate", "--model_name", trained_adapter)
+    copied = tmp_path / "copied"
+    shutil.copytree(final, copied)
+    other = write_model(tmp_path / "other", hidden_size=64)
+    with pytest.raises(UserError, match="the adapter cannot be put on .*other"):
+        script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged", "--base_model", other)
+    (copied / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="adapter_config.json is not PEFT's description"):
+        script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged")
+
+
+def test_the_study_compares_each_kind_of_adapters_with_itself():
+    from llm_fp8.throughput.workload import Workload
+    from scripts.lora_study import GUIDES, arms_of, speed_ups
+
+    assert [arm.name for arm in arms_of("lora8,lora16qv", "current")] == [
+        "bf16", "current", "bf16:lora8", "current:lora8", "bf16:lora16qv", "current:lora16qv",
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="--adapters dora is unknown"):
+        arms_of("dora", "delayed")
+    work = Workload.parse("Llama-3.1-8B:8x1024x4", 3)
+
+    def row(arm, speed):
+        rounds = [{"num_adapter_parameters": 7, "census": {"fp8_linear_flop_share": 0.9}}]
+        return {
+            "workload": work.name,
+            "arm": arm,
+            "tokens_per_s": speed,
+            "tokens_per_s_p10": speed - 10,
+            "tokens_per_s_p90": speed + 10,
+            "rounds": rounds,
+        }
+
+    rows = [row("bf16", 100), row("delayed", 150), row("bf16:lora8", 200), row("delayed:lora8", 220), row("bf16:lora32", 200)]
+    full, eight, thirty_two = speed_ups(
+        [work], [*rows, {"workload": work.name, "arm": "delayed:lora32", "failed": "out of memory"}], "delayed"
+    )
+    assert (full["adapters"], full["speed_up"], full["guides"]) == ("full", 1.5, GUIDES["Llama-3.1-8B", "full"])
+    assert (eight["speed_up"], eight["over_full"]["bf16"], eight["guides"]) == (1.1, 2.0, "1.20")
+    assert eight["speed_up_low"] == 210 / 210 and eight["speed_up_high"] == 230 / 190
+    assert thirty_two["failed"] == "delayed: out of memory" and thirty_two["guides"] == "1.00"
+
+
+def test_a_benchmark_arm_trains_adapters_alone(tmp_path):
+    from llm_fp8.throughput.arms import parse_arm
+    from llm_fp8.throughput.measure import measure
+    from llm_fp8.throughput.workload import Workload
+
+    tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(tmp_path)
+    work = Workload.parse(f"{tmp_path}:2x32x2", 2)
+    full, adapted = (measure(work, parse_arm(name), 1, torch.device("cpu")) for name in ("bf16:swap", "bf16:swap:lora8qv"))
+    assert adapted["losses"][0] == pytest.approx(full["losses"][0], rel=1e-3), "the same weights"
+    assert (full["num_adapter_parameters"], adapted["num_adapter_parameters"]) == (0, 8 * (64 + 64) + 8 * (64 + 32))
+
+
 def test_adapters_start_from_the_seed_and_the_layers_name_alone(tiny_model):
     def started(dtype, targets, seed=SEED):
         model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
@@ -377,5 +492,5 @@ def test_a_layer_that_the_model_has_not_is_named(tiny_model):
 
 def test_defaults():
     lora = parse_config(["--lora_rank=16", "--model_name=x"])
-    assert lora.lora.scaling == 2 and lora.optim.learning_rate == 2e-4
-    assert parse_config(["--lora_rank=16", "--lora_alpha=8"]).lora.scaling == 0.5
+    assert scaling_of(lora.lora) == 2 and lora.optim.learning_rate == 2e-4
+    assert scaling_of(parse_config(["--lora_rank=16", "--lora_alpha=8"]).lora) == 0.5
