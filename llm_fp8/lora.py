@@ -95,10 +95,14 @@ def target_names(model: PreTrainedModel, options: LoraConfig) -> tuple[str, ...]
     head = model.get_output_embeddings()
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+    if not known:
+        raise UserError(
+            f"--lora_rank {options.lora_rank}: {type(model).__name__} has no linear layer (nn.Linear) for an adapter; train it in full."
+        )
     if ALL_LINEAR in options.targets:
         return tuple(known)
     unknown = [name for name in options.targets if name not in known]
-    if unknown or not known:
+    if unknown:
         raise UserError(
             f"--lora_targets {', '.join(unknown)}: {type(model).__name__} has the linear layers {', '.join(known)}; choose from these."
         )

@@ -35,7 +35,7 @@ from llm_fp8.metrics import DecoderSize, model_flops_per_token
 from llm_fp8.models import fill_te_model
 from llm_fp8.precision import Precision, PrecisionPlan
 from llm_fp8.swap import take_census
-from tests.cpu.test_multi_process import run_ranks
+from tests.processes import exit_code, start_ranks
 from tests.reference import NUM_ROWS, NUM_STEPS, OPTIONS, documents, learning_rate, mean_loss, reference_options
 from tests.small import final_weights, run_json, steps, tiny_config, train, write_model, write_rows
 from tests.stand_in_te import install_stand_in
@@ -154,12 +154,21 @@ def test_a_run_is_peft_in_a_plain_loop(tmp_path, tied_model, sixteen_rows, monke
     assert (summary["num_trainable_parameters"], summary["num_parameters"]) == (num_trainable, record["model"]["num_parameters"])
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
-def test_two_processes_take_the_same_steps(tmp_path, tied_model, sixteen_rows, mode):
+def install_stand_in_for_good() -> None:
+    install_stand_in(pytest.MonkeyPatch())
+
+
+@pytest.mark.parametrize(("mode", "use_te"), [("ddp", True), ("fsdp_full", False), ("fsdp_full", True)])
+def test_two_processes_take_the_same_steps(tmp_path, tied_model, sixteen_rows, mode, use_te):
     """With tied embeddings; recomputed under FSDP."""
     more = ["--gradient_checkpointing"] if mode == "fsdp_full" else []
+    first = None
+    if use_te:
+        more, first = [*more, "--use_te", "--no_packing"], install_stand_in_for_good
     cut = ["--batch_size=4", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}", *LORA, *more]
-    run_ranks(2, tmp_path, *reference_options(tied_model, sixteen_rows, tmp_path), *cut)
+    log = tmp_path / "log"
+    ranks = start_ranks(2, log, *reference_options(tied_model, sixteen_rows, tmp_path), *cut, first=first)
+    assert [exit_code(rank) for rank in ranks] == [0, 0], log.read_text()
     check(tmp_path, tied_model, sixteen_rows)
 
 

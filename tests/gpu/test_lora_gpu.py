@@ -17,6 +17,7 @@ from llm_fp8.config import LoraConfig, OptimConfig
 from llm_fp8.lora import adapters_of, add_adapters, initialize_adapters_, needs_split_mlp, products_per_weight
 from llm_fp8.models import decoder_layers, fill_te_model
 from llm_fp8.optim import build_optimizer
+from llm_fp8.parity import relative_difference
 from llm_fp8.precision import Precision, resolve_precision
 from llm_fp8.recompute import enable_gradient_checkpointing
 from llm_fp8.swap import swap_linears, take_census
@@ -103,7 +104,7 @@ def test_the_kernels_are_those_that_the_certificate_expects(scenario, use_te, ta
 @pytest.mark.parametrize("scenario", ["delayed", "current", "block"])
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
 def test_casts_made_once_are_those_made_each_time(scenario, use_te, device):
-    """Losses of training passes with an evaluation between, on weights that are frozen: bit for bit."""
+    """The losses of training passes with an evaluation between: bit for bit. An optimizer step then moves the adapters alone."""
     batch, losses = packed_batch(device), []
     for keep in (True, False):
         model, precision, _, _ = build(fp8(fp8_scenario=scenario), device, use_te, ALL, keep_casts=keep)
@@ -112,15 +113,14 @@ def test_casts_made_once_are_those_made_each_time(scenario, use_te, device):
         taken = []
         for number in range(6):
             taken.append(step(model, precision, batch).item())
-            optimizer.step()
-            optimizer.zero_grad()
             if number == 3:
                 with torch.no_grad(), precision.preserving_state(), precision.context(first_microbatch=None):
                     model(batch)
-        assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
         losses.append(taken)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # attention's backward pass is not deterministic
-    assert losses[0][:2] == losses[1][:2] and losses[0][-1] < losses[0][0]
+        optimizer.step()
+        assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+        assert step(model, precision, batch).item() != taken[-1]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("targets", [ALL, ATTENTION, "k_proj,o_proj"])
@@ -147,8 +147,8 @@ def test_the_te_decoder_computes_what_peft_does(family, targets, tmp_path, devic
     expected, found = adapters_of(hf), adapters_of(te)
     assert expected.keys() == found.keys()
     for name in expected:
-        torch.testing.assert_close(found[name].a.grad, expected[name].a.grad, rtol=1e-3, atol=1e-6)
-        torch.testing.assert_close(found[name].b.grad, expected[name].b.grad, rtol=1e-3, atol=1e-6)
+        assert relative_difference(found[name].a.grad, expected[name].a.grad) < 1e-4, name
+        assert relative_difference(found[name].b.grad, expected[name].b.grad) < 1e-4, name
 
 
 @pytest.mark.parametrize(
