@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import torch
-from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from llm_fp8.config import ModelConfig
 from llm_fp8.errors import UserError
+from llm_fp8.lora import require_peft
 from llm_fp8.models import build_model, is_adapter_folder, load_config, resolve_source, stored_dtype
 
 
@@ -36,6 +36,9 @@ def load_merged(folder: str | Path, base: str, device: torch.device, dtype: torc
 
     Raises `UserError` where either cannot be read or they do not belong together.
     """
+    require_peft(f"{folder}")
+    from peft import PeftModel
+
     options = ModelConfig(model_name=base, attn_implementation="sdpa")
     source = resolve_source(options)
     hf_config = load_config(options, source)

@@ -77,8 +77,9 @@ def _te_targets(options: LoraConfig) -> tuple[str, ...]:
 def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
     """Freeze `model` and put adapters of `dtype` into it, in memory of the kind that its weights have (none on "meta"), with undefined values.
 
-    Raises `UserError` where a name in --lora_targets is no linear layer of the model.
+    Raises `UserError` where a name in --lora_targets is no linear layer of the model, and where PEFT is missing.
     """
+    require_peft(f"--lora_rank {options.lora_rank}")
     model.requires_grad_(False)
     if is_te_model(model):
         _add_to_te_decoder(model, options, dtype)
@@ -86,6 +87,16 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
         _add_by_peft(model, options, dtype)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
+
+
+def require_peft(why: str) -> None:
+    """Raise a `UserError` that starts with `why` where PEFT cannot be imported."""
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"{why} needs PEFT, which is not installed or does not load ({error}); run: pip install -r requirements.txt"
+        ) from error
 
 
 def target_names(model: PreTrainedModel, options: LoraConfig) -> tuple[str, ...]:
@@ -129,7 +140,13 @@ def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
     from peft import inject_adapter_in_model
 
     on_meta = next(model.parameters()).is_meta
-    inject_adapter_in_model(peft_config(options, target_names(model, options)), model, low_cpu_mem_usage=on_meta)
+    settings = peft_config(options, target_names(model, options))
+    try:
+        inject_adapter_in_model(settings, model, low_cpu_mem_usage=on_meta)
+    except ImportError as error:  # PEFT 0.18 with a newer torchao
+        raise UserError(
+            f"--lora_rank {options.lora_rank}: the installed PEFT does not go with another package ({error}); run: pip install -r requirements.txt"
+        ) from error
     for name, module in model.named_modules():
         if is_adapter(name):
             module.to(dtype)

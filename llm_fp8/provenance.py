@@ -32,6 +32,7 @@ PACKAGES = (
     "tokenizers",
     "safetensors",
     "flash-attn",
+    "peft",
     "torchao",
     "wandb",
     "tensorboard",
