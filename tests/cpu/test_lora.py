@@ -499,6 +499,13 @@ def test_a_layer_that_the_model_has_not_is_named(tiny_model):
         add_adapters(model, LoraConfig(lora_rank=4, lora_targets="q_proj,qkv_proj"), torch.float32)
 
 
+def test_a_missing_peft_is_said(tiny_model, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match="--lora_rank 4 needs PEFT, .*; run: pip install -r requirements.txt"):
+        add_adapters(model, LoraConfig(lora_rank=4), torch.float32)
+
+
 def test_defaults():
     lora = parse_config(["--lora_rank=16", "--model_name=x"])
     assert scaling_of(lora.lora) == 2 and lora.optim.learning_rate == 2e-4
