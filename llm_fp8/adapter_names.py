@@ -13,7 +13,7 @@ from __future__ import annotations
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter or module of this name belongs to an adapter."""
-    return ".lora_A." in name or ".lora_B." in name
+    return ".lora_A." in name or ".lora_B." in name or name.endswith(".adapters")
 
 
 def name_without_adapter(name: str) -> str:

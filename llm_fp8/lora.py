@@ -298,9 +298,7 @@ def products_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:
     if not adapters:
         return {}
     first = decoder_layers(model)[0]
-    products = {
-        module: 2 for name, module in model.named_modules() if not is_adapter(name) and not isinstance(module, FusedAdapters)
-    }
+    products = {module: 2 for name, module in model.named_modules() if not is_adapter(name)}
     lowest = min((_stage(name, len(_STAGES)) for name in adapters), default=0)
     for name, module in first.named_modules():
         if module in products and _stage(name_without_adapter(name), -1) <= lowest:

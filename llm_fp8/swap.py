@@ -143,7 +143,8 @@ def take_census(
             fp8_products += size_of_products
             converted[pattern] += 1
         else:
-            why = reasons.get(name) or ("output head" if name.rpartition(".")[2] in HEAD_NAMES else "")
+            known = "adapter" if is_adapter(name) else "output head" if name.rpartition(".")[2] in HEAD_NAMES else ""
+            why = reasons.get(name) or known
             skipped[pattern, f"{compute}{f' ({why})' if why else ''}"] += 1
     return Census(
         num_fp8_weights=num_fp8,

@@ -33,6 +33,7 @@ from llm_fp8.lora import (
 )
 from llm_fp8.metrics import DecoderSize, model_flops_per_token
 from llm_fp8.models import fill_te_model
+from llm_fp8.parallel.choice import state_bytes
 from llm_fp8.precision import Precision, PrecisionPlan
 from llm_fp8.swap import take_census
 from tests.processes import exit_code, start_ranks
@@ -274,6 +275,12 @@ def test_products_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use
     assert census.num_linear_weights == own + adapters
     assert census.linear_flops_per_token <= 4 * own + 6 * adapters
     assert 0 < census.fp8_linear_flop_share < 1
+    described = take_census(model, [], "bf16", {}, products).skipped
+    assert (
+        {pattern for pattern, why in described.items() if why.endswith("bf16 (adapter)")}
+        == {pattern for pattern in described if "lora_" in pattern or "adapters" in pattern}
+        != set()
+    )
 
 
 def test_a_resumed_run_takes_the_same_steps_and_its_checkpoints_hold_adapters_alone(tmp_path, tiny_model, rows):
@@ -467,6 +474,15 @@ def test_frozen_weights_count_four_flops():
     full = DecoderSize(1_000_000, 4, 256)
     adapted = DecoderSize(1_000_000, 4, 256, num_adapter_parameters=10_000)
     assert model_flops_per_token(full, 100) - model_flops_per_token(adapted, 100) == 2 * 1_000_000 - 6 * 10_000
+
+
+def test_memory_is_reckoned_for_frozen_weights():
+    def bytes_of(mode, *words):
+        config = parse_config([*words, "--gradient_accumulation_steps=4"], parallel=True)
+        return state_bytes(mode, "adamw_fp32", 4, config)
+
+    assert [bytes_of(mode, *LORA) for mode in ("single", "ddp", "fsdp_grad", "fsdp_full", "fsdp_offload")] == [2, 2, 2.5, 0.5, 0]
+    assert bytes_of("fsdp_full") == 16 / 4 + 4
 
 
 BAD = {
