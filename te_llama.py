@@ -73,6 +73,8 @@ class DecoderSpec:
     tied_embeddings: bool
     windows: tuple[int | None, ...]
     """Per layer: number of most recent positions attended to, itself included; None for all."""
+    split_mlp: bool = False
+    """fc1 and fc2 are modules of their own, so that what lies between them can be reached; slower than LayerNormMLP."""
 
     @property
     def q_size(self) -> int:
@@ -85,7 +87,7 @@ class DecoderSpec:
         return self.num_kv_heads * self.head_dim
 
 
-def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
+def decoder_spec(config: PretrainedConfig, split_mlp: bool = False) -> DecoderSpec:
     """Read a `DecoderSpec` from a Hugging Face config; raises `UnsupportedArchitecture` on what TE cannot express."""
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise UnsupportedArchitecture(
@@ -116,7 +118,14 @@ def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
         qk_norm=config.model_type == "qwen3",
         tied_embeddings=bool(config.tie_word_embeddings),
         windows=tuple(_window(config, layer) for layer in range(config.num_hidden_layers)),
+        split_mlp=split_mlp,
     )
+
+
+def spec_of(model: PreTrainedModel) -> DecoderSpec:
+    """The spec with which `build_te_model` built this model."""
+    layer: Any = model.model.layers[0]
+    return layer.spec
 
 
 def _window(config: PretrainedConfig, layer: int) -> int | None:
@@ -181,13 +190,14 @@ def parameter_map(spec: DecoderSpec) -> dict[str, tuple[Part, ...]]:
         add(f"{te}.output.weight", (f"{attention}.o_proj.weight", (h, q)))
         if spec.output_bias:
             add(f"{te}.output.bias", (f"{attention}.o_proj.bias", (h,)))
-        add(f"{te}.mlp.layer_norm_weight", (f"{hf}.post_attention_layernorm.weight", (h,)))
+        norm, fc1, fc2 = ("mlp.fc1.", "mlp.fc1.", "mlp.fc2.") if spec.split_mlp else ("mlp.", "mlp.fc1_", "mlp.fc2_")
+        add(f"{te}.{norm}layer_norm_weight", (f"{hf}.post_attention_layernorm.weight", (h,)))
         # TE's SwiGLU applies SiLU to the first half of fc1.
-        add(f"{te}.mlp.fc1_weight", (f"{mlp}.gate_proj.weight", (ffn, h)), (f"{mlp}.up_proj.weight", (ffn, h)))
-        add(f"{te}.mlp.fc2_weight", (f"{mlp}.down_proj.weight", (h, ffn)))
+        add(f"{te}.{fc1}weight", (f"{mlp}.gate_proj.weight", (ffn, h)), (f"{mlp}.up_proj.weight", (ffn, h)))
+        add(f"{te}.{fc2}weight", (f"{mlp}.down_proj.weight", (h, ffn)))
         if spec.mlp_bias:
-            add(f"{te}.mlp.fc1_bias", (f"{mlp}.gate_proj.bias", (ffn,)), (f"{mlp}.up_proj.bias", (ffn,)))
-            add(f"{te}.mlp.fc2_bias", (f"{mlp}.down_proj.bias", (h,)))
+            add(f"{te}.{fc1}bias", (f"{mlp}.gate_proj.bias", (ffn,)), (f"{mlp}.up_proj.bias", (ffn,)))
+            add(f"{te}.{fc2}bias", (f"{mlp}.down_proj.bias", (h,)))
     add("model.norm.weight", ("model.norm.weight", (h,)))
     if not spec.tied_embeddings:
         add("lm_head.weight", ("lm_head.weight", (spec.vocab_size, h)))
@@ -329,6 +339,41 @@ def _rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((rotated.to(x.dtype), rest), dim=-1)
 
 
+class _SwiGLU(torch.autograd.Function):
+    """TE's fused kernels: fc1's output [tokens, 2 * ffn] (gate, then up) -> SiLU(gate) * up [tokens, ffn]."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
+        import transformer_engine_torch as tex
+
+        ctx.save_for_backward(gate_and_up)
+        return tex.swiglu(gate_and_up, None)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        import transformer_engine_torch as tex
+
+        return tex.dswiglu(gradient.contiguous(), *ctx.saved_tensors, None)
+
+
+class SplitMLP(nn.Module):
+    """What LayerNormMLP computes, with `fc1` and `fc2` as modules; called as it is."""
+
+    def __init__(self, spec: DecoderSpec, **shared: Any) -> None:
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        h, ffn = spec.hidden_size, spec.intermediate_size
+        self.fc1 = te.LayerNormLinear(h, 2 * ffn, eps=spec.norm_eps, bias=spec.mlp_bias, normalization="RMSNorm", **shared)
+        self.fc2 = te.Linear(ffn, h, bias=spec.mlp_bias, **shared)
+
+    def forward(self, hidden_states: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """hidden_states [B, S, h] -> [B, S, h]."""
+        gate_and_up = self.fc1(hidden_states, is_first_microbatch=is_first_microbatch)
+        activated = _SwiGLU.apply(gate_and_up.flatten(0, 1)).unflatten(0, gate_and_up.shape[:2])
+        return self.fc2(activated, is_first_microbatch=is_first_microbatch)
+
+
 class TEDecoderLayer(GradientCheckpointingLayer):
     """One decoder layer; called as Hugging Face calls its own, returns hidden states [B, S, h].
 
@@ -374,6 +419,10 @@ class TEDecoderLayer(GradientCheckpointingLayer):
             layer_number=layer + 1,
         )
         self.output = te.Linear(spec.q_size, spec.hidden_size, bias=spec.output_bias, **shared)
+        self.mlp: nn.Module
+        if spec.split_mlp:
+            self.mlp = SplitMLP(spec, **shared)
+            return
         self.mlp = te.LayerNormMLP(
             spec.hidden_size,
             spec.intermediate_size,
@@ -494,17 +543,23 @@ def _te_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def build_te_model(
-    config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str, *, table_device: torch.device | str | None = None
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    table_device: torch.device | str | None = None,
+    split_mlp: bool = False,
 ) -> PreTrainedModel:
     """A Hugging Face causal LM with TE decoder layers, parameters of `dtype` allocated on `device` and not yet filled.
 
     With `device` "meta" the parameters have no memory; `table_device` (default: `device`) is then where the rotary table is.
+    `split_mlp`: see `DecoderSpec`.
     Fill them with `WeightFiller` or `initialize_weights_`. Raises `UnsupportedArchitecture`.
     """
     import transformer_engine.pytorch as te
 
     device = torch.device(device)
-    spec = decoder_spec(config)
+    spec = decoder_spec(config, split_mlp)
     # SDPA for the general path: Hugging Face then builds the masks that path needs, and none for training's (see `_documents`).
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -545,13 +600,13 @@ def random_(parameter: Tensor, name: str, std: float, generator: torch.Generator
 
 
 def te_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's parameters by name, a tied matrix once."""
-    return dict(model.named_parameters())
+    """The model's parameters by name, a tied matrix once, without what was added to its modules (`adapters`)."""
+    return {name: parameter for name, parameter in model.named_parameters() if ".adapters." not in name}
 
 
 def export_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights in Hugging Face's layout on the CPU, each tensor with memory of its own, ready to be saved."""
-    views = hf_state_dict(decoder_spec(model.config), te_parameters(model))
+    views = hf_state_dict(spec_of(model), te_parameters(model))
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in views.items()}
 
 

@@ -14,24 +14,21 @@ that it computed in fp8, the verdict is "undetermined". docs/certificate.md says
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import nn
 
 from llm_fp8.kernels import LOW_PRECISION, KernelClass, KernelTimes, gemm_kernels, time_by_class
 from llm_fp8.module_state import ModuleState
-from llm_fp8.precision import Precision
+from llm_fp8.precision import PRODUCTS_OF_TRAINED, Precision, linear_weights
 from llm_fp8.swap import Census
-from llm_fp8.torchao_fp8 import num_fp8_products
 
 Verdict = Literal["certified", "undetermined", "failed"]
 _SEVERITY: tuple[Verdict, ...] = ("certified", "undetermined", "failed")
-
-PRODUCTS_PER_WEIGHT = 3
-"""GEMMs of a linear weight in a micro-batch: forward, gradient of the input, gradient of the weight. Not all of them need be in fp8."""
 
 _RECIPES: dict[str, tuple[str, str]] = {
     "delayed": ("DelayedScaling", "Float8Quantizer"),
@@ -60,13 +57,24 @@ class Promise:
     """Weight matrices whose products run in fp8."""
     num_recomputed_fp8_weights: int = 0
     """Those of them whose forward product runs again in the backward pass; 0 where torch.compile decides what is computed again."""
-    num_fp8_products_per_weight: int = PRODUCTS_PER_WEIGHT
+    num_fp8_products_per_weight: int = PRODUCTS_OF_TRAINED
     fp8_linear_flop_share: float = 0.0
     """Share of the linear layers' FLOPs that these weights have: the census's."""
+    num_spared_fp8_products: int = 0
+    """Products that frozen ones of them do without: the gradient of the weight, and where nothing trained lies below that of the input."""
 
     @classmethod
-    def of_model(cls, precision: Precision, census: Census, recomputed: Sequence[nn.Module] = ()) -> Promise:
-        """That of the model which `precision` is attached to, whose layers `recomputed` run again in the backward pass."""
+    def of_model(
+        cls,
+        precision: Precision,
+        census: Census,
+        recomputed: Sequence[nn.Module] = (),
+        products: Mapping[nn.Module, int] = MappingProxyType({}),
+    ) -> Promise:
+        """That of the model which `precision` is attached to, whose layers `recomputed` run again in the backward pass.
+
+        `products`: `llm_fp8.lora.products_per_weight`.
+        """
         plan = precision.plan
         by_torchao = plan.backend == "torchao"
         return cls(
@@ -75,13 +83,18 @@ class Promise:
             scenario=plan.effective_scenario,
             num_fp8_weights=precision.count_fp8_weights(),
             num_recomputed_fp8_weights=0 if by_torchao else precision.count_fp8_weights(within=recomputed),
-            num_fp8_products_per_weight=num_fp8_products(plan.recipe) if by_torchao else PRODUCTS_PER_WEIGHT,
+            num_fp8_products_per_weight=precision.num_fp8_products_per_weight,
             fp8_linear_flop_share=census.fp8_linear_flop_share,
+            num_spared_fp8_products=sum(
+                len(linear_weights(module)) * (PRODUCTS_OF_TRAINED - products.get(module, PRODUCTS_OF_TRAINED))
+                for module in precision.fp8_modules
+            ),
         )
 
     def num_fp8_gemms(self, num_micro_batches: int) -> int:
         """The least number of fp8 GEMM kernels of a step; a product may take several kernels, not less than one."""
-        return num_micro_batches * (self.num_fp8_products_per_weight * self.num_fp8_weights + self.num_recomputed_fp8_weights)
+        own = self.num_fp8_products_per_weight * self.num_fp8_weights - self.num_spared_fp8_products
+        return num_micro_batches * (own + self.num_recomputed_fp8_weights)
 
 
 @dataclass(frozen=True)
@@ -306,9 +319,10 @@ def _judge_without_fp8(promise: Promise, seen: _Seen) -> _Findings:
 
 def _product(promise: Promise, seen: _Seen) -> str:
     """How the expected number comes about."""
+    spared = f" less {promise.num_spared_fp8_products} that frozen weights spare" if promise.num_spared_fp8_products else ""
     again = f" and {promise.num_recomputed_fp8_weights} products computed again" if promise.num_recomputed_fp8_weights else ""
     micro_batches = f" in each of {seen.num_micro_batches} micro-batches" if seen.num_micro_batches > 1 else ""
-    return f"{promise.num_fp8_weights} weights x {promise.num_fp8_products_per_weight} products{again}{micro_batches}"
+    return f"{promise.num_fp8_weights} weights x {promise.num_fp8_products_per_weight} products{spared}{again}{micro_batches}"
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -33,6 +33,13 @@ SCRATCH_LEARNING_RATE = 1e-3
 
 TE_SCENARIOS = ("delayed", "current", "block", "mxfp8", "nvfp4")
 TORCHAO_SCENARIOS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+LORA_LEARNING_RATE = 2e-4
+"""Default learning rate of adapters, which start at nothing and have to get far."""
+
+ALL_LINEAR = "all-linear"
+"""Value of --lora_targets for every linear layer but the output head."""
+DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Hugging Face's names of a decoder layer's linear layers in the order in which they compute (q, k and v at once, gate and up at once)."""
 
 WANDB_TAG_LENGTH = 64
 """Characters that W&B allows in a tag."""
@@ -146,7 +153,8 @@ class OptimConfig:
         None, "Stop after so many optimizer steps, whatever --num_epochs says (default: when its passes are done)."
     )
     learning_rate: float = option(
-        1e-5, f"Peak learning rate (default: 1e-5, or {SCRATCH_LEARNING_RATE} for weights that start random)."
+        1e-5,
+        f"Peak learning rate (default: 1e-5, {LORA_LEARNING_RATE:g} with --lora_rank, or {SCRATCH_LEARNING_RATE} for weights that start random).",
     )
     gradient_accumulation_steps: int = option(1, "Micro-batches per optimizer step.")
     num_warmup_steps: int = option(100, "Optimizer steps of linear warm-up; at most a tenth of the run is used for it.")
@@ -205,6 +213,30 @@ class RunConfig:
         "Further tags of the W&B run, separated by commas; precision, model, sharding mode and GPU are tags anyway (default: none).",
     )
     report_to: Literal["none", "wandb", "tensorboard", "all"] = option("none", "Trackers besides metrics.jsonl.")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA) in place of full fine-tuning."""
+
+    lora_rank: int = option(0, "Rank of the adapters; the model itself is then frozen. 0: full fine-tuning.")
+    lora_alpha: float | None = option(
+        None, "An adapter's output is multiplied by this over --lora_rank (default: twice the rank)."
+    )
+    lora_dropout: float = option(0.0, "Share of an adapter's inputs that is dropped while training.")
+    lora_targets: str = option(
+        ALL_LINEAR,
+        "Linear layers that get an adapter: names as in the Hugging Face model, separated by commas (q_proj,v_proj), or 'all-linear' for all but "
+        "the output head.",
+    )
+    lora_merge: bool = option(
+        False, "Export the model with its adapters added to its weights, as a whole checkpoint, in place of a PEFT adapter."
+    )
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The names in --lora_targets, in order."""
+        return tuple(name.strip() for name in self.lora_targets.split(",") if name.strip())
 
 
 ShardingMode = Literal[
@@ -276,6 +308,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -391,7 +424,8 @@ def parse_config(argv: list[str], prog: str | None = None, description: str | No
     values = vars(parser.parse_args([*words, *argv]))
     if values["learning_rate"] is None:
         from_scratch = values["random_init"] or values["model_name"] == EMBEDDED
-        values["learning_rate"] = SCRATCH_LEARNING_RATE if from_scratch else OptimConfig().learning_rate
+        otherwise = LORA_LEARNING_RATE if values["lora_rank"] else OptimConfig().learning_rate
+        values["learning_rate"] = SCRATCH_LEARNING_RATE if from_scratch else otherwise
     sections = {
         name: section(**{f.name: values[f.name] for f in dataclasses.fields(section)})
         for name, section in _sections(parallel).items()
@@ -436,6 +470,50 @@ def _check_fp8_backend(config: Config) -> None:
             getattr(options, name) is None,
             f"--{name} belongs to Transformer Engine's recipes and has no effect with --fp8_backend torchao; drop one of them.",
         )
+
+
+def _check_lora(config: Config) -> None:
+    """The part of `check_config` on adapters."""
+    options, unset = config.lora, LoraConfig()
+    _require(options.lora_rank >= 0, f"--lora_rank must be 0 (full fine-tuning) or more, not {options.lora_rank}.")
+    if options.lora_rank == 0:
+        for name in vars(unset):
+            value = getattr(options, name)
+            _require(
+                value == getattr(unset, name), f"--{name} {value} has no effect without --lora_rank; add it or drop --{name}."
+            )
+        return
+    alpha, dropout = options.lora_alpha, options.lora_dropout
+    _require(alpha is None or 0 < alpha < math.inf, f"--lora_alpha must be a finite number above 0, and is {alpha}.")
+    _require(0.0 <= dropout < 1.0, f"--lora_dropout must be at least 0 and below 1, not {dropout}.")
+    names = options.targets
+    _require(
+        len(names) > 0,
+        f"--lora_targets '{options.lora_targets}' names no layer; give names such as q_proj,v_proj, or {ALL_LINEAR}.",
+    )
+    _require(len(set(names)) == len(names), f"--lora_targets {options.lora_targets} names a layer twice.")
+    _require(
+        ALL_LINEAR not in names or len(names) == 1,
+        f"--lora_targets {options.lora_targets}: {ALL_LINEAR} stands alone, since it means all of them.",
+    )
+    unknown = [name for name in names if name not in (*DECODER_LINEARS, ALL_LINEAR)]
+    _require(
+        not (config.model.use_te and unknown),
+        f"--lora_targets {', '.join(unknown)}: with --use_te the layers are {', '.join(DECODER_LINEARS)}, or {ALL_LINEAR}.",
+    )
+    _require(
+        not config.parallel.sharding_mode.startswith("deepspeed"),
+        f"--lora_rank {options.lora_rank} cannot go with --sharding_mode {config.parallel.sharding_mode}; use ddp or an fsdp mode.",
+    )
+    _require(
+        config.precision.mixed_precision != "fp8" or config.precision.fp8_backend == "te",
+        f"--lora_rank {options.lora_rank} cannot go with --fp8_backend torchao, whose layers compute the gradients of frozen weights too; use --fp8_backend te.",
+    )
+    _require(
+        not config.parallel.fp8_params,
+        f"--fp8_params gives trained weights an fp8 form, and --lora_rank {options.lora_rank} freezes them; drop one of them.",
+    )
+    _require(config.run.export or not options.lora_merge, "--lora_merge has no effect with --no_export; drop one of them.")
 
 
 def check_config(config: Config) -> None:
@@ -483,6 +561,7 @@ def check_config(config: Config) -> None:
     for name in ("adam_beta1", "adam_beta2"):
         beta = getattr(config.optim, name)
         _require(0.0 <= beta < 1.0, f"--{name} must be at least 0 and below 1, not {beta}.")
+    _check_lora(config)
     fraction = config.data.validation_fraction
     _require(0.0 <= fraction < 1.0, f"--validation_fraction must be at least 0 and below 1, not {fraction}.")
     _require(

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from llm_fp8.adapter_folder import base_of, load_merged
 from llm_fp8.config import Config, DataConfig, ModelConfig, RunConfig, check_config
 from llm_fp8.data import prepare_data
 from llm_fp8.errors import UserError
 from llm_fp8.exact_match import ExactMatchResult, answer_problems, encode_problems
 from llm_fp8.generation import BATCH_SIZE, check_positions, generation_dtype
-from llm_fp8.models import build_model, load_config, load_tokenizer, resolve_source
+from llm_fp8.models import build_model, is_adapter_folder, load_config, load_tokenizer, resolve_source
 from llm_fp8.process_group import own_device
 
 
@@ -61,7 +62,7 @@ def evaluate_exact_match_folder(
     """Let a Hugging Face checkpoint answer at most `num_problems` held-out problems, on the GPU in bf16, or on the CPU in fp32.
 
     Args:
-        folder: an exported folder (runs/x/final), another folder with a Hugging Face model, or a hub id.
+        folder: an exported folder (runs/x/final), be it a model or a PEFT adapter, another folder with either, or the hub id of a model.
         max_new_tokens: where an answer is cut off.
         batch_size: problems answered at a time.
         changes: fields of `DataConfig` to take instead of those of the run that made the folder.
@@ -69,8 +70,10 @@ def evaluate_exact_match_folder(
 
     Raises `UserError` on a model, dataset or option that cannot be used, and where the GPU's memory is not enough.
     """
-    options = ModelConfig(model_name=str(folder), attn_implementation="sdpa")
-    if not (Path(folder) / "config.json").is_file() and (Path(folder) / "final" / "config.json").is_file():
+    base = base_of(folder)
+    options = ModelConfig(model_name=base or str(folder), attn_implementation="sdpa")
+    final = Path(folder) / "final"
+    if not (Path(folder) / "config.json").is_file() and ((final / "config.json").is_file() or is_adapter_folder(final)):
         raise UserError(f"--model_name {folder} is the folder of a run; give {Path(folder) / 'final'}.")
     source = resolve_source(options)
     if source.architecture_only:
@@ -83,7 +86,7 @@ def evaluate_exact_match_folder(
     )
     check_config(config)
     hf_config = load_config(options, source)
-    tokenizer, _ = load_tokenizer(options, source)
+    tokenizer, _ = load_tokenizer(dataclasses.replace(options, model_name=str(folder)) if base else options, source)
     data = prepare_data(config, tokenizer)
     say(data.description)
     if not data.problems:
@@ -93,9 +96,11 @@ def evaluate_exact_match_folder(
     check_positions(encode_problems(data.problems, tokenizer), hf_config, max_new_tokens, "--max_new_tokens")
     dtype = generation_dtype(device)
     # Loaded on the CPU, where `copy_for_generation` too has its buffers computed.
-    model, _ = build_model(
-        options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=torch.device("cpu"), seed=0
-    )
+    cpu = torch.device("cpu")
+    if base is not None:
+        model = load_merged(folder, base, cpu, dtype)
+    else:
+        model, _ = build_model(options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=cpu, seed=0)
     say(f"answering {len(data.problems)} problems in {str(dtype).removeprefix('torch.')} on {device}")
     model.eval()
     try:

@@ -6,12 +6,16 @@ same bits; the fp32 that training keeps is in the checkpoints.
 
 The files are planned from names and shapes, then parameters are gathered one by one and every file is written as soon as its tensors are
 there: host memory holds about one file of `MAX_FILE_SIZE`, the GPU one whole parameter, however large the model and however it is split.
+
+A model with adapters (llm_fp8/lora.py) is written with these added to its weights. `export_adapter` writes the adapters alone, as PEFT does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -25,12 +29,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from llm_fp8.config import LoraConfig
 from llm_fp8.errors import UserError
+from llm_fp8.lora import adapter_tensors, adapters_of, peft_config, with_adapter
 from llm_fp8.models import WEIGHTS_INDEX
 from llm_fp8.shards import parts_of, saved_tensors, stored_names, to_stored_layout
 
 MAX_FILE_SIZE = "5GB"
 """Largest safetensors file, unless a single tensor is larger."""
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""PEFT's name for an adapter's tensors."""
 
 
 def export_hf(
@@ -54,19 +63,66 @@ def export_hf(
     if not is_main:
         _exhaust(gathered)
         return
+    try:
+        with _replaced(folder) as temporary:
+            _write_weights(model, gathered, temporary, dtype, max_file_size)
+            config = copy.deepcopy(model.config)
+            config.architectures = [type(model).__name__.removeprefix("FSDP")]  # which fully_shard puts in front
+            config.dtype = dtype
+            config.save_pretrained(temporary)
+            if model.can_generate():
+                model.generation_config.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            (temporary / "README.md").write_text(model_card(card))
+    finally:
+        _exhaust(gathered)  # Other ranks wait in what is left of it.
+
+
+def export_adapter(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    options: LoraConfig,
+    base_model: str,
+    card: dict[str, Any],
+    full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
+    is_main: bool = True,
+) -> None:
+    """Write the adapters of `model` to `folder` (replaced if it exists) in PEFT's form, as they were trained, with the tokenizer.
+
+    `base_model` is where PEFT finds the frozen model: a hub id or a folder. The rest is as in `export_hf`.
+    """
+    tensors = adapter_tensors(model, full_tensor)
+    if not is_main:
+        return
+    targets = {name.rpartition(".")[2] for name in adapters_of(model)}
+    described = peft_config(options, targets, base_model)
+    described.inference_mode = True
+    with _replaced(folder) as temporary:
+        save_file(tensors, temporary / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        described.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        (temporary / "README.md").write_text(model_card(card, of_adapter=True))
+
+
+def export_size_bytes(model: PreTrainedModel, dtype: torch.dtype, *, adapters_only: bool) -> int:
+    """About what an export takes on the disk: the model's tensors as `dtype`, or the adapters as they are."""
+    if adapters_only:
+        return sum(
+            matrix.numel() * matrix.element_size() for adapter in adapters_of(model).values() for matrix in (adapter.a, adapter.b)
+        )
+    return sum(math.prod(part.shape) for parts in parts_of(model).values() for part in parts) * dtype.itemsize
+
+
+@contextlib.contextmanager
+def _replaced(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which takes the place of `folder` when all is written; `UserError` where it cannot be written."""
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        _write_weights(model, gathered, temporary, dtype, max_file_size)
-        config = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__.removeprefix("FSDP")]  # which fully_shard puts in front
-        config.dtype = dtype
-        config.save_pretrained(temporary)
-        if model.can_generate():
-            model.generation_config.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        (temporary / "README.md").write_text(model_card(card))
+        yield temporary
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
     except (OSError, SafetensorError) as error:
@@ -76,7 +132,6 @@ def export_hf(
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        _exhaust(gathered)  # Other ranks wait in what is left of it.
 
 
 def _exhaust(iterator: Iterator[Any]) -> None:
@@ -97,14 +152,18 @@ def _gathered(
 def hf_tensors(model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Name and value of each Hugging Face tensor, whole: the model's own memory, or what `full_tensor` gathered for it.
 
+    A weight with an adapter comes with that added, in fp32.
     Collective where `full_tensor` is. Keep no tensor while asking for the next, or all of them are in memory at once.
     """
     tensors = saved_tensors(model)
     parameters = dict(model.named_parameters())
+    adapters = adapters_of(model)
     for name, parts in parts_of(model).items():
         whole = full_tensor(parameters[name]) if name in parameters else tensors[name]
         for part in parts:
-            yield part.hf_name, (whole if part.shape == whole.shape else whole[part.start : part.stop]).detach()
+            tensor = (whole if part.shape == whole.shape else whole[part.start : part.stop]).detach()
+            adapter = adapters.get(part.hf_name.removesuffix(".weight"))
+            yield part.hf_name, tensor if adapter is None else with_adapter(tensor, adapter, full_tensor)
         del whole
 
 
@@ -147,13 +206,20 @@ def _write_weights(
         (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def model_card(card: dict[str, Any]) -> str:
-    """A short README.md for the exported folder: how the model was trained, from run facts alone."""
+def model_card(card: dict[str, Any], of_adapter: bool = False) -> str:
+    """A short README.md for the exported folder: how the model, or adapter, was trained, from run facts alone."""
+    library = "peft" if of_adapter else "transformers"
+    loading = (
+        "Load the base model with `AutoModelForCausalLM.from_pretrained`, then the adapter with `peft.PeftModel.from_pretrained(model, folder)`; the "
+        "tokenizer is in this folder.\n"
+        if of_adapter
+        else "Load it with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` on this folder.\n"
+    )
     rows = "\n".join(f"| {key} | {value} |" for key, value in card.items())
     return (
-        f"---\nlibrary_name: transformers\nbase_model: {card['base model']}\n---\n\n"
+        f"---\nlibrary_name: {library}\nbase_model: {card['base model']}\n---\n\n"
         f"# {card['base model']}, fine-tuned\n\n"
         "Trained with the llm-fp8 scripts; `run.json` and `summary.json` of the run hold the whole configuration and outcome.\n\n"
         f"| | |\n|---|---|\n{rows}\n\n"
-        "Load it with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` on this folder.\n"
+        f"{loading}"
     )

@@ -39,7 +39,7 @@ def out_of_memory_advice(
         advice.append("--gradient_checkpointing")
     if keeps_whole_gradients(mode, config):
         advice.append("--sync_every_micro_batch")
-    if not sharded and kind != "adamw_8bit" and lean_gib + _RESERVE_GIB < use.total_gib:
+    if not sharded and not config.lora.lora_rank and kind != "adamw_8bit" and lean_gib + _RESERVE_GIB < use.total_gib:
         advice.append(f"--optimizer adamw_8bit ({lean_gib:.1f} GiB in place of {standing_gib:.1f})")
     if mode == "single":
         advice.append("several GPUs (train_multi_gpu.py --sharding_mode fsdp_full)")
@@ -62,7 +62,7 @@ def _smaller_batch(config: Config, kind: OptimizerKind, num_parameters: int, use
     The step failed before it had all it wanted, so what a row takes is at least its share of what the step had got.
     """
     rows_asked = config.data.batch_size
-    gradients_gib = num_parameters * bytes_per_parameter(kind).gradient / GIB
+    gradients_gib = 0.0 if config.lora.lora_rank else num_parameters * bytes_per_parameter(kind).gradient / GIB
     activations_gib = use.peak_gib - use.resident_gib - gradients_gib
     room_gib = use.total_gib - standing_gib - _RESERVE_GIB
     if not use.resident_gib or room_gib <= 0:

@@ -13,7 +13,10 @@ the formula is the familiar `num_tokens * (6 P + 6 L S h)`; for packed rows the 
 attention stays inside a document. These are *model* FLOPs in the sense of PaLM (Chowdhery et al. 2022, arXiv:2204.02311,
 appendix B; with the causal half of attention only): what the mathematics needs. Recomputation by activation checkpointing is
 not counted, padding positions are, since they are computed (`packing_efficiency` says how many they are). Nothing is taken
-off for frozen weights or for a sliding window shorter than the document.
+off for a sliding window shorter than the document.
+
+With LoRA the linear weights are frozen: no gradient of theirs is needed, so they count `4 n`, and the adapters' `n` entries `6 n`. (That the
+first decoder layer needs no gradient of its input is not taken off.)
 
 **Utilisation** (MFU) is model FLOP/s over the GPU's peak. The peaks are the vendor's figures for dense matrices (without 2:4
 sparsity, which doubles them in most data sheets). An fp8 step mixes fp8 and bf16 matrix products, so its figure is given against
@@ -105,9 +108,11 @@ class DecoderSize:
     num_layers: int
     attention_width: int
     """num_attention_heads * head_dim: width of all query heads together."""
+    num_adapter_parameters: int = 0
+    """Entries of all adapters; where there are any, the linear weights are frozen."""
 
     @classmethod
-    def from_config(cls, config: Any) -> DecoderSize:
+    def from_config(cls, config: Any, num_adapter_parameters: int = 0) -> DecoderSize:
         """Read the dimensions off a transformers config of a Llama, Qwen or Mistral model.
 
         A tied output projection counts like a separate one: it computes the same product.
@@ -121,6 +126,7 @@ class DecoderSize:
             num_linear_parameters=config.num_hidden_layers * (attention + mlp) + config.hidden_size * config.vocab_size,
             num_layers=config.num_hidden_layers,
             attention_width=query_width,
+            num_adapter_parameters=num_adapter_parameters,
         )
 
 
@@ -144,7 +150,9 @@ def model_flops_per_token(size: DecoderSize, mean_length: float) -> float:
     `mean_length` is the document length averaged over tokens, `sum(l**2) / sum(l)`: the row length for unpacked rows.
     Formula: see the module's docstring.
     """
-    return 6.0 * size.num_linear_parameters + 6.0 * size.num_layers * size.attention_width * mean_length
+    per_linear_parameter = 4.0 if size.num_adapter_parameters else 6.0
+    linear = per_linear_parameter * size.num_linear_parameters + 6.0 * size.num_adapter_parameters
+    return linear + 6.0 * size.num_layers * size.attention_width * mean_length
 
 
 def step_flops(size: DecoderSize, tokens: StepTokens) -> float:

@@ -65,11 +65,20 @@ class ModelSource:
         return Path(self.location).is_dir()
 
 
+def is_adapter_folder(folder: str | Path) -> bool:
+    """Whether `folder` holds a PEFT adapter and no model."""
+    return (Path(folder) / "adapter_config.json").is_file() and not (Path(folder) / "config.json").is_file()
+
+
 def resolve_source(options: ModelConfig) -> ModelSource:
     """Find out what --model_name names. Raises `UserError` for a path that does not exist."""
     name = options.model_name
     if name == EMBEDDED:
         return ModelSource(name, str(EMBEDDED_MODEL), architecture_only=True)
+    if is_adapter_folder(name):
+        raise UserError(
+            f"--model_name {name} holds a PEFT adapter and no model; give its base model, or a whole model made by scripts/merge_adapter.py."
+        )
     if Path(name).is_dir():
         return ModelSource(name, name, architecture_only=not any(Path(name).glob("*.safetensors*")) and options.random_init)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -215,7 +224,7 @@ def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
     Raises `UserError` that names file and tensor.
     """
     blocks = {name: row_block(parameter) for name, parameter in te_llama.te_parameters(model).items()}
-    _fill(te_llama.WeightFiller(te_llama.decoder_spec(model.config), blocks), files, next(model.parameters()).device)
+    _fill(te_llama.WeightFiller(te_llama.spec_of(model), blocks), files, next(model.parameters()).device)
 
 
 def _fill(filler: te_llama.PartFiller, files: list[Path], device: torch.device) -> None:
@@ -251,7 +260,7 @@ def fill_sharded(model: PreTrainedModel, options: ModelConfig, source: ModelSour
     from `seed`, and do not depend on the number of ranks. Returns whether the weights were loaded (else: random).
     Raises `UserError` that names file and tensor where the files do not fit the model.
     """
-    if _has_random_weights(options, source):
+    if has_random_weights(options, source):
         initialize_rows_(model, torch.Generator(device=device).manual_seed(seed))
         return False
     files = weight_files(options, source)
@@ -291,7 +300,8 @@ def require_te_decoder(device: torch.device) -> None:
     require_te("--use_te")
 
 
-def _has_random_weights(options: ModelConfig, source: ModelSource) -> bool:
+def has_random_weights(options: ModelConfig, source: ModelSource) -> bool:
+    """Whether the model starts from random weights."""
     return options.random_init or source.architecture_only
 
 
@@ -304,13 +314,17 @@ def build_model(
     compute_dtype: torch.dtype,
     device: torch.device,
     seed: int,
+    split_mlp: bool = False,
 ) -> tuple[PreTrainedModel, bool]:
-    """The model on `device` with parameters of `parameter_dtype`, and whether its weights were loaded (else: random)."""
-    random_weights = _has_random_weights(options, source)
+    """The model on `device` with parameters of `parameter_dtype`, and whether its weights were loaded (else: random).
+
+    `split_mlp` is for the TE decoder: see `te_llama.DecoderSpec`.
+    """
+    random_weights = has_random_weights(options, source)
     generator = torch.Generator(device=device).manual_seed(seed)
     if options.use_te:
         require_te_decoder(device)
-        model = te_llama.build_te_model(hf_config, parameter_dtype, device)
+        model = te_llama.build_te_model(hf_config, parameter_dtype, device, split_mlp=split_mlp)
         if random_weights:
             te_llama.initialize_weights_(model, generator)
         else:
@@ -333,6 +347,7 @@ def build_structure(
     parameter_dtype: torch.dtype,
     compute_dtype: torch.dtype,
     device: torch.device,
+    split_mlp: bool = False,
 ) -> PreTrainedModel:
     """The model of `build_model` with parameters of `parameter_dtype` that have no memory (device "meta"); buffers are on `device`, with values.
 
@@ -340,12 +355,12 @@ def build_structure(
     """
     if options.use_te:
         require_te_decoder(device)
-        return te_llama.build_te_model(hf_config, parameter_dtype, "meta", table_device=device)
+        return te_llama.build_te_model(hf_config, parameter_dtype, "meta", table_device=device, split_mlp=split_mlp)
     attention = choose_attention(options.attn_implementation, device, compute_dtype)
     with init_empty_weights(include_buffers=False), torch.device(device):
         model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
     model.tie_weights()  # which taking their memory away undid
-    if not _has_random_weights(options, source):
+    if not has_random_weights(options, source):
         with contextlib.suppress(OSError):  # a model need not have the file
             model.generation_config = GenerationConfig.from_pretrained(source.location, cache_dir=options.weights_cache_dir)
     return model

@@ -10,9 +10,6 @@ import shutil
 import time
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from llm_fp8.checkpoint import LATEST, has_checkpoint
 from llm_fp8.config import Config
 from llm_fp8.errors import UserError
@@ -56,9 +53,9 @@ def existing_part(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
 
 
-def check_free_space(folder: Path, model: nn.Module, dtype: torch.dtype) -> None:
-    """Refuse now what could not be exported hours later: `UserError` where `folder`'s disk has no room for the model as `dtype`."""
-    needed_gib = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize / GIB
+def check_free_space(folder: Path, needed_bytes: int) -> None:
+    """Refuse now what could not be exported hours later: `UserError` where `folder`'s disk has no room for so much."""
+    needed_gib = needed_bytes / GIB
     free_gib = shutil.disk_usage(existing_part(folder)).free / GIB
     if free_gib < needed_gib:
         raise UserError(

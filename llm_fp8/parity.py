@@ -102,7 +102,7 @@ def check_parity(
         full_tensor: gives the whole of a parameter; collective where they are sharded. Whole copies of layers are compared then.
     """
     input_ids, position_ids, cu_seqlens, length = first_row(batch, max_seq_length)
-    spec = te_llama.decoder_spec(model.config)
+    spec = te_llama.spec_of(model)
     dtypes = list(dict.fromkeys((torch.float32, dtype)))
     rotary: Any = model.base_model.rotary_emb
     embedding: Any = model.get_input_embeddings()
@@ -112,6 +112,9 @@ def check_parity(
     reports = []
     for layer, own_layer in enumerate(decoder_layers(model)):
         te_layer = _whole_layer(own_layer, spec, dtype, hidden.device, full_tensor)
+        frozen = [parameter for parameter in te_layer.parameters() if not parameter.requires_grad]
+        for parameter in frozen:  # whose gradients are compared all the same
+            parameter.requires_grad_(True)
         gradient = torch.randn(hidden.shape, generator=generator, device=hidden.device)
         weights = _layer_weights(spec, te_layer, layer)
         results = {}
@@ -131,6 +134,8 @@ def check_parity(
         gradients = _layer_gradients(spec, te_layer, layer)
         ours = {"output": output, "input gradient": input_gradient, **_joined(spec, layer, gradients)}
         te_layer.zero_grad(set_to_none=True)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
         exact = results[torch.float32]
         for name, value in ours.items():
             reports.append(

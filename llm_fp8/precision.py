@@ -89,6 +89,10 @@ def _prefer_torchs_cudnn() -> None:
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
+PRODUCTS_OF_TRAINED = 3
+"""GEMMs of a trained weight in a micro-batch: forward, gradient of the input, gradient of the weight."""
+
+
 @dataclass(frozen=True)
 class PrecisionPlan:
     """What was asked for and what runs; stored in run.json, the trackers' config and the summary."""
@@ -278,7 +282,11 @@ def layers_kept_wide(options: PrecisionConfig, decoder_layers: nn.ModuleList) ->
 
 
 def linear_weights(module: nn.Module) -> list[Tensor]:
-    """The GEMM weights that this module itself holds ([out, in] each), of torch's or TE's linear modules; else empty."""
+    """The GEMM weights that this module itself holds ([out, in] each), of torch's or TE's linear modules and of adapters; else empty."""
+    if hasattr(module, "base_layer"):
+        return []  # PEFT's: what it shows as its own is the layer's inside
+    if isinstance(getattr(module, "lora_A", None), nn.ParameterDict):
+        return [*module.lora_A.values(), *module.lora_B.values()]  # type: ignore[operator]
     names = ("fc1_weight", "fc2_weight") if hasattr(module, "fc1_weight") else ("weight",)
     if names == ("weight",) and not hasattr(module, "in_features"):
         return []
@@ -319,6 +327,7 @@ class Precision:
         self._te_linears: list[nn.Module] = []
         self._torchao_linears: dict[str, nn.Module] = {}
         self._unseen: nn.Module | None = None
+        self._num_casts_to_come: int | None = None
         self.seen_inside: str | None = None
         """The recipe's class in force inside a Transformer Engine module when it first ran, or 'none'; None before, and without such modules."""
 
@@ -360,6 +369,11 @@ class Precision:
         """The modules whose GEMMs run in fp8 in this run."""
         return frozenset(self._fp8_modules.values())
 
+    @property
+    def num_fp8_products_per_weight(self) -> int:
+        """How many of a trained weight's three products the recipe computes in fp8."""
+        return torchao_fp8.num_fp8_products(self.plan.recipe) if self.plan.backend == "torchao" else PRODUCTS_OF_TRAINED
+
     def count_fp8_weights(self, within: Iterable[nn.Module] | None = None) -> int:
         """Weight matrices whose GEMMs run in fp8; of the modules `within` and what they hold, or of the whole model."""
         modules = self.fp8_modules
@@ -376,6 +390,13 @@ class Precision:
             return torchao_fp8.read_state(self._torchao_linears.values())
         return read_te_state(self._fp8_modules.values() if self.plan.recipe is not None else self._te_linears)
 
+    def keep_casts_of_frozen_weights(self) -> None:
+        """From now on weights are cast to fp8 in the first training passes alone, because none of those in fp8 changes.
+
+        Delayed scaling knows a weight's scale when it has seen the weight once, so there the second pass casts again.
+        """
+        self._num_casts_to_come = 2 if self.plan.effective_scenario == "delayed" else 1
+
     def _te_autocast(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
         import transformer_engine.pytorch as te
 
@@ -391,7 +412,11 @@ class Precision:
 
         `first_microbatch` True casts weights to fp8 and keeps the casts for the further micro-batches of the step, which pass False. None
         neither uses nor keeps casts: for evaluation, and for steps of a single micro-batch, where keeping costs memory and saves nothing.
+        After `keep_casts_of_frozen_weights` it makes no difference to a training pass.
         """
+        if self._num_casts_to_come is not None and torch.is_grad_enabled():
+            first_microbatch = self._num_casts_to_come > 0
+            self._num_casts_to_come = max(0, self._num_casts_to_come - 1)
         if self._unseen is not None and "transformer_engine" in sys.modules:
             note_recipe_inside(self._unseen, self._note_recipe)
             self._unseen = None

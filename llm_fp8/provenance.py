@@ -32,6 +32,7 @@ PACKAGES = (
     "tokenizers",
     "safetensors",
     "flash-attn",
+    "peft",
     "torchao",
     "wandb",
     "tensorboard",
@@ -121,7 +122,7 @@ def collect_provenance(argv: list[str]) -> dict[str, Any]:
     """
     return {
         "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": [_from_repository(argv[0]), *argv[1:]],
+        "command": [*map(_from_repository, argv[:1]), *argv[1:]],
         "git": git_state(REPOSITORY),
         "python": platform.python_version(),
         "packages": {name: package_version(name) for name in PACKAGES},

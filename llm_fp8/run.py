@@ -20,13 +20,14 @@ from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
 from llm_fp8.errors import UserError
 from llm_fp8.exact_match import ExactMatchEvaluation, encode_problems
-from llm_fp8.export import export_hf
+from llm_fp8.export import export_adapter, export_hf, export_size_bytes
 from llm_fp8.failures import explained_failures
 from llm_fp8.fp8_config_keys import idle_keys
 from llm_fp8.generation import check_positions
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.launch_env import apply_launch_settings
 from llm_fp8.loop import LoopOptions, Trainer
+from llm_fp8.lora import num_adapter_parameters, scaling_of
 from llm_fp8.memory import MemoryUse, out_of_memory_advice
 from llm_fp8.metrics import GIB, DecoderSize, device_peak_tflops
 from llm_fp8.models import (
@@ -137,11 +138,12 @@ class Run(RunParts):
             check_positions(prompts, hf_config, config.run.eval_max_new_tokens, "--eval_max_new_tokens")
         export_dtype = stored_dtype(hf_config, default=self.parameter_dtype)  # building the model changes the entry
         model, training_model, loaded, census = self.build_model(source, hf_config)
+        self._choose_export(loaded)
         self._parity_gate(model, data, loaded and resume_path is None)
         self.context = self.context.connected(self.device.type)
         self.context.attach(decoder_layers(model))
         if config.run.export and accelerator.is_main_process:
-            check_free_space(self.folder, model, export_dtype)
+            check_free_space(self.folder, export_size_bytes(model, export_dtype, adapters_only=self.exports_adapter))
         trainer = self._build_trainer(model, training_model, data, census, resume_path, hf_config)
         exact_match = self._exact_match(model, tokenizer, data, export_dtype, trainer)
         # From here on there is something to save: before, a signal ends the process at once.
@@ -179,6 +181,11 @@ class Run(RunParts):
         config, accelerator = self.config, self.accelerator
         optimizer = self.engine.build_optimizer(config.optim, self.optimizer_kind, training_model.named_parameters())
         self.num_parameters = sum(parameter.numel() for parameter in training_model.parameters())
+        self.num_trainable_parameters = sum(p.numel() for p in training_model.parameters() if p.requires_grad)
+        if self.num_trainable_parameters < self.num_parameters:
+            share = self.num_trainable_parameters / self.num_parameters
+            self.say(f"trainable parameters: {self.num_trainable_parameters:,} of {self.num_parameters:,} ({share:.2%})")
+        num_adapters = num_adapter_parameters(model)
         prepared, optimizer = self.engine.prepare(training_model, optimizer)
         self.state = RunState(
             accelerator,
@@ -218,7 +225,7 @@ class Run(RunParts):
                 empty_cache_every=config.parallel.empty_cache_freq,
                 profile_step=self._profile_step(step, total_steps),
             ),
-            size=DecoderSize.from_config(hf_config),
+            size=DecoderSize.from_config(hf_config, num_adapters),
             peak=device_peak_tflops(self.device),
             fp8_linear_flop_share=census.fp8_linear_flop_share,
             step=step,
@@ -272,6 +279,15 @@ class Run(RunParts):
         assert data.train.steps_per_epoch is not None  # checked with the options: streaming needs --max_steps
         return data.train.steps_per_epoch * options.num_epochs
 
+    def _choose_export(self, loaded: bool) -> None:
+        """Whether final/ will hold an adapter; one to random weights would be of use to nobody."""
+        options = self.config.lora
+        self.exports_adapter = options.lora_rank > 0 and loaded and not options.lora_merge
+        if self.config.run.export and options.lora_rank and not loaded and not options.lora_merge:
+            self.say(
+                "final/ will hold the merged model, as with --lora_merge: the frozen weights are random and are kept nowhere else"
+            )
+
     # --- gates, records, words ------------------------------------------------------------------------------------------
 
     def _parity_gate(self, model: PreTrainedModel, data: PreparedData, default: bool) -> None:
@@ -285,7 +301,7 @@ class Run(RunParts):
             model,
             batch.to(self.device),
             self.config.data.max_seq_length // self.context.size,
-            dtype=self.plan.compute_dtype if self.engine.shards_parameters else self.parameter_dtype,
+            dtype=self.plan.compute_dtype if self.engine.shards_parameters else self.weight_dtype,
             full_tensor=self.engine.full_tensor,
         )
         self.say(report.describe())
@@ -326,7 +342,12 @@ class Run(RunParts):
             self._precision_record(census),
             effective=self._effective_settings(data, trainer),
             resumed_after_step=trainer.step,
-            model={"location": source.location, "num_parameters": self.num_parameters, "config": model.config.to_dict()},
+            model={
+                "location": source.location,
+                "num_parameters": self.num_parameters,
+                "num_trainable_parameters": self.num_trainable_parameters,
+                "config": model.config.to_dict(),
+            },
             data=data.report.to_dict(),
         )
         path = self.folder / "run.json"
@@ -360,15 +381,19 @@ class Run(RunParts):
             "learning rate": self.config.optim.learning_rate,
             "row length": self.config.data.max_seq_length,
         }
-        export_hf(
-            model,
-            tokenizer,
-            folder,
-            dtype=dtype,
-            card=card,
-            full_tensor=self.engine.full_tensor,
-            is_main=self.accelerator.is_main_process,
-        )
+        if self.config.lora.lora_rank:
+            card["LoRA"] = (
+                f"rank {self.config.lora.lora_rank}, scaling {scaling_of(self.config.lora):g}, {self.config.lora.lora_targets}"
+            )
+        shared: dict[str, Any] = {
+            "card": card,
+            "full_tensor": self.engine.full_tensor,
+            "is_main": self.accelerator.is_main_process,
+        }
+        if self.exports_adapter:
+            export_adapter(model, tokenizer, folder, options=self.config.lora, base_model=source.location, **shared)
+        else:
+            export_hf(model, tokenizer, folder, dtype=dtype, **shared)
         return folder
 
     def _summary(self, census: Census, trainer: Trainer, exported: Path | None, started: float) -> dict[str, Any]:
@@ -380,6 +405,8 @@ class Run(RunParts):
             "recorded_step": None if self.recorded is None else self.recorded.to_dict(),
             "certificate": None if self.certificate is None else self.certificate.to_dict(),
             "tokens_seen": trainer.tokens_seen,
+            "num_parameters": self.num_parameters,
+            "num_trainable_parameters": self.num_trainable_parameters,
             "no_energy_because": trainer.energy.no_counter,
             "exported": None if exported is None else str(exported),
             "prediction": self._prediction(),
@@ -388,7 +415,7 @@ class Run(RunParts):
 
     def _prediction(self) -> dict[str, Any] | None:
         """Step time and memory as predicted for this run and as they came out; None where nothing predicts it."""
-        if not self.accelerator.is_main_process or self.device.type != "cuda":
+        if not self.accelerator.is_main_process or self.device.type != "cuda" or self.config.lora.lora_rank:
             return None
         return run_prediction(
             self.config,
@@ -413,7 +440,7 @@ class Run(RunParts):
         self.say(f"  configuration, versions {self.folder / 'run.json'}")
         self.say(f"  summary                 {self.folder / 'summary.json'}")
         if exported is not None:
-            self.say(f"  Hugging Face checkpoint {exported}")
+            self.say(f"  {'PEFT adapter           ' if self.exports_adapter else 'Hugging Face checkpoint'} {exported}")
 
     def out_of_memory_advice(self) -> str:
         """What to say when the GPU's memory was not enough."""

@@ -17,6 +17,7 @@ from llm_fp8.certificate import Certificate, Promise
 from llm_fp8.checkpoint import CheckpointManager
 from llm_fp8.config import Config
 from llm_fp8.errors import UserError
+from llm_fp8.lora import add_adapters, initialize_adapters_, needs_split_mlp, products_per_weight
 from llm_fp8.metrics import GIB
 from llm_fp8.models import ModelSource, build_model, build_structure, count_parameters, decoder_layers, fill_sharded
 from llm_fp8.parallel.build import build_engine
@@ -109,23 +110,36 @@ class RunParts:
                 if plan.emulated
                 else "fp8 by torchao, with torch.compile for each decoder layer: first steps take longer, because they compile"
             )
-        self.say(f"optimizer: {self.optimizer_kind}, parameters in {str(self.parameter_dtype).removeprefix('torch.')}")
+        trained = str(self.parameter_dtype).removeprefix("torch.")
+        if self.config.lora.lora_rank:
+            frozen = str(self.weight_dtype).removeprefix("torch.")
+            self.say(
+                f"optimizer: {self.optimizer_kind}, adapters of rank {self.config.lora.lora_rank} in {trained}, frozen model in {frozen}"
+            )
+        else:
+            self.say(f"optimizer: {self.optimizer_kind}, parameters in {trained}")
 
     def build_model(
         self, source: ModelSource, hf_config: PretrainedConfig
     ) -> tuple[PreTrainedModel, TrainingModel, bool, Census]:
         """The model, what the loop calls, whether weights were loaded, and the census; the precision seam is attached to it."""
         options, engine, seed = self.config.model, self.engine, self.config.optim.seed
+        lora = self.config.lora
         shared: dict[str, Any] = {
-            "parameter_dtype": self.parameter_dtype,
+            "parameter_dtype": self.weight_dtype,
             "compute_dtype": self.plan.compute_dtype,
             "device": self.device,
+            "split_mlp": needs_split_mlp(lora),
         }
         loaded = False
         if engine.shards_parameters:
             model = build_structure(options, source, hf_config, **shared)
         else:
             model, loaded = build_model(options, source, hf_config, seed=seed, **shared)
+        if lora.lora_rank:
+            add_adapters(model, lora, self.parameter_dtype)
+            if not engine.shards_parameters:
+                initialize_adapters_(model, seed)
         reasons: dict[str, str] = {}
         layers = decoder_layers(model)
         if self.plan.backend == "torchao":
@@ -138,7 +152,13 @@ class RunParts:
         module_dtype = self.plan.compute_dtype if engine.shards_parameters else self.parameter_dtype
         self.precision = Precision(self.plan, self.config.precision, self.device, module_dtype)
         self.precision.attach(model, layers)
-        census = take_census(model, self.precision.fp8_modules, self.plan.compute_name, reasons)
+        if lora.lora_rank and engine.caches_weight_casts:
+            self.precision.keep_casts_of_frozen_weights()
+        products = products_per_weight(model)
+        precision = self.precision
+        census = take_census(
+            model, precision.fp8_modules, self.plan.compute_name, reasons, products, precision.num_fp8_products_per_weight
+        )
         self.say(census.describe())
         recomputed: Sequence[nn.Module] = ()
         if options.gradient_checkpointing:
@@ -146,7 +166,7 @@ class RunParts:
             recomputed = enable_gradient_checkpointing(
                 layers, options.gradient_checkpointing_every, uses_te, reentrant=uses_te and engine.reentrant_te_checkpoints
             )
-        self.promise = Promise.of_model(self.precision, census, recomputed)
+        self.promise = Promise.of_model(self.precision, census, recomputed, products)
         training_model = TrainingModel(model, self.config.data.max_seq_length, self.plan.compute_dtype)
         if self.config.parallel.fp8_params:
             assert isinstance(engine, FsdpEngine)  # check_mode saw to it
@@ -154,9 +174,20 @@ class RunParts:
         engine.shard(training_model, layers)
         if engine.shards_parameters:
             loaded = fill_sharded(model, options, source, self.device, seed)
+            initialize_adapters_(model, seed)
         if self.plan.backend == "torchao" and not self.plan.emulated:
             compile_layers(layers, recomputed=bool(recomputed))
         return model, training_model, loaded, census
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """In which the model itself is kept: `parameter_dtype`, or under LoRA the compute dtype, since a frozen model needs no master.
+
+        fp32 where the latter is fp16, whose range is small.
+        """
+        if self.config.lora.lora_rank == 0:
+            return self.parameter_dtype
+        return torch.bfloat16 if self.plan.compute_dtype == torch.bfloat16 else torch.float32
 
     def parallel_record(self) -> dict[str, Any]:
         """How the run is spread over processes, as it came out."""

@@ -22,6 +22,8 @@ from llm_fp8.checkpoint import (
 from llm_fp8.config import Config
 from llm_fp8.data import PreparedData
 from llm_fp8.loop import Trainer
+from llm_fp8.lora import scaling_of
+from llm_fp8.models import has_random_weights, resolve_source
 from llm_fp8.optim import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
 from llm_fp8.parallel.engine import Engine
 from llm_fp8.parallel.fp8_params import master_of, requantise_
@@ -58,6 +60,24 @@ def run_fingerprint(
         "precision": plan.name,
         "max_seq_length": config.data.max_seq_length,
         "packing": config.packing,
+        **(_lora_fingerprint(config) if config.lora.lora_rank else {}),
+    }
+
+
+def _lora_fingerprint(config: Config) -> dict[str, Any]:
+    """What the adapters are, and the frozen model that a checkpoint does not hold."""
+    options = config.lora
+    base = Path(config.model.model_name).name
+    if has_random_weights(config.model, resolve_source(config.model)):
+        base += f" with random weights of seed {config.optim.seed}"
+    return {
+        "lora": {
+            "rank": options.lora_rank,
+            "scaling": scaling_of(options),
+            "dropout": options.lora_dropout,
+            "targets": sorted(options.targets),
+        },
+        "frozen_model": base,
     }
 
 
@@ -88,7 +108,8 @@ class RunState:
         """Every tensor of a checkpoint but the random states, by name: the live ones, not copies."""
         tensors: dict[str, Tensor] = {}
         if not self.engine.saves_itself:
-            named = [(name, master_of(parameter)) for name, parameter in self.model.named_parameters()]
+            trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+            named = [(name, master_of(parameter)) for name, parameter in trained]
             tensors |= {f"model.{name}": plain_rows(parameter).detach() for name, parameter in named}
             tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, named).items()}
         tensors |= {f"fp8.{name}": tensor for name, tensor in self.precision.state_tensors().items()}

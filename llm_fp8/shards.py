@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 import te_llama
+from llm_fp8.adapter_names import is_adapter, name_without_adapter
 from te_llama import Part, RowBlock
 
 _PASSED_OVER = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -51,8 +52,8 @@ def is_te_model(model: nn.Module) -> bool:
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters, and buffers that belong into a checkpoint, by name; a tied parameter once, under its first name."""
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    """Parameters but those of adapters, and buffers that belong into a checkpoint, by name; a tied parameter once, under its first name."""
+    tensors: dict[str, Tensor] = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -63,8 +64,8 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def parts_of(model: PreTrainedModel) -> dict[str, tuple[Part, ...]]:
     """Name in `saved_tensors` -> the Hugging Face tensors it is made of."""
     if is_te_model(model):
-        return te_llama.parameter_map(te_llama.decoder_spec(model.config))
-    return {name: (_as_part(name, tensor),) for name, tensor in saved_tensors(model).items()}
+        return te_llama.parameter_map(te_llama.spec_of(model))
+    return {name: (_as_part(name_without_adapter(name), tensor),) for name, tensor in saved_tensors(model).items()}
 
 
 def _as_part(name: str, tensor: Tensor) -> Part:
@@ -108,7 +109,8 @@ class HfFiller(te_llama.PartFiller):
         tensors = saved_tensors(model)
         super().__init__(parts_of(model), {name: row_block(tensor) for name, tensor in tensors.items()})
         self._prefix = f"{model.base_model_prefix}."
-        self._first_names = {**names, **{name: name for name in tensors}, **_first_names(model)}
+        own_names = (name_without_adapter(name) for name in tensors)
+        self._first_names = {**names, **{name: name for name in own_names}, **_first_names(model)}
         self._passed_over = re.compile("|".join((*_PASSED_OVER, *(model._keys_to_ignore_on_load_unexpected or ()))))
         self._stored = {self._known_name(name) for name in checkpoint_names}
 
@@ -129,7 +131,8 @@ class HfFiller(te_llama.PartFiller):
 def _first_names(model: nn.Module) -> dict[str, str]:
     """Name of a parameter -> its first name, which is another one for the second place of a tied matrix."""
     seen: dict[int, str] = {}
-    return {name: seen.setdefault(id(parameter), name) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    named = [(name_without_adapter(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    return {name: seen.setdefault(id(parameter), name) for name, parameter in named if not is_adapter(name)}
 
 
 def initialize_rows_(model: PreTrainedModel, generator: torch.Generator) -> None:
@@ -140,6 +143,8 @@ def initialize_rows_(model: PreTrainedModel, generator: torch.Generator) -> None
     """
     std = getattr(model.config, "initializer_range", 0.02)
     for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            continue
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=generator.device)
         te_llama.random_(whole, name, std, generator)
         block = row_block(parameter)

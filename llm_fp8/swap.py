@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from llm_fp8 import torchao_fp8
-from llm_fp8.precision import linear_weights, require_te
+from llm_fp8.adapter_names import is_adapter
+from llm_fp8.precision import PRODUCTS_OF_TRAINED, linear_weights, require_te
 
 SIZE_MULTIPLE = 16
 """fp8 GEMMs need both sizes of a weight to be multiples of this."""
@@ -71,6 +73,8 @@ def convert_with_torchao(model: nn.Module, config: Any, kept_layers: Iterable[nn
 
 def reason_to_leave(name: str, linear: nn.Linear) -> str | None:
     """Why an fp8 run leaves this layer as it is; None where it is swapped."""
+    if is_adapter(name):
+        return "adapter"
     if name.rpartition(".")[2] in HEAD_NAMES:
         return "output head"
     if linear.in_features % SIZE_MULTIPLE or linear.out_features % SIZE_MULTIPLE:
@@ -80,11 +84,15 @@ def reason_to_leave(name: str, linear: nn.Linear) -> str | None:
 
 @dataclass(frozen=True)
 class Census:
-    """Which linear weights compute in fp8. FLOPs per token are 2 per weight, so shares of weights are shares of FLOPs."""
+    """Which linear weights compute in fp8. FLOPs per token are 2 per weight and product, so where all are trained, shares of weights are shares of FLOPs."""
 
     num_fp8_weights: int
     num_linear_weights: int
     """Elements of all linear weights, the output head included (also where it is the tied embedding)."""
+    fp8_flops_per_token: float = 0.0
+    """Of the weights in fp8: 2 times their elements times their products in a micro-batch (3, or fewer where they are frozen)."""
+    linear_flops_per_token: float = 0.0
+    """The same of all linear weights."""
     converted: dict[str, int] = field(default_factory=dict)
     """Name pattern (layer numbers as *) -> number of modules in fp8."""
     skipped: dict[str, str] = field(default_factory=dict)
@@ -93,7 +101,9 @@ class Census:
     @property
     def fp8_linear_flop_share(self) -> float:
         """Share of the linear layers' FLOPs that run in fp8, 0 to 1."""
-        return self.num_fp8_weights / self.num_linear_weights
+        if not self.linear_flops_per_token:
+            return self.num_fp8_weights / self.num_linear_weights
+        return self.fp8_flops_per_token / self.linear_flops_per_token
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for run.json."""
@@ -115,12 +125,22 @@ class Census:
         return "\n".join(lines)
 
 
-def take_census(model: nn.Module, fp8_modules: Iterable[nn.Module], compute: str, reasons: dict[str, str]) -> Census:
-    """Count the linear weights of `model`; `compute` names the precision of what is not in fp8, `reasons` says why for some names."""
+def take_census(
+    model: nn.Module,
+    fp8_modules: Iterable[nn.Module],
+    compute: str,
+    reasons: dict[str, str],
+    products: Mapping[nn.Module, int] = MappingProxyType({}),
+    most_in_fp8: int = PRODUCTS_OF_TRAINED,
+) -> Census:
+    """Count the linear weights of `model`; `compute` names the precision of what is not in fp8, `reasons` says why for some names.
+
+    `products`: `llm_fp8.lora.products_per_weight`. `most_in_fp8`: products of a weight that the recipe computes in fp8.
+    """
     in_fp8 = set(fp8_modules)
     converted: Counter[str] = Counter()
     skipped: Counter[tuple[str, str]] = Counter()
-    num_fp8 = num_all = 0
+    num_fp8 = num_all = fp8_products = all_products = 0
     for name, module in model.named_modules():
         weights = linear_weights(module)
         if not weights:
@@ -128,15 +148,21 @@ def take_census(model: nn.Module, fp8_modules: Iterable[nn.Module], compute: str
         size = sum(weight.numel() for weight in weights)
         pattern = re.sub(r"\.\d+\.", ".*.", name)
         num_all += size
+        num_products = products.get(module, PRODUCTS_OF_TRAINED)
+        all_products += size * num_products
         if module in in_fp8:
             num_fp8 += size
+            fp8_products += size * min(num_products, most_in_fp8)
             converted[pattern] += 1
         else:
-            why = reasons.get(name) or ("output head" if name.rpartition(".")[2] in HEAD_NAMES else "")
+            known = "adapter" if is_adapter(name) else "output head" if name.rpartition(".")[2] in HEAD_NAMES else ""
+            why = reasons.get(name) or known
             skipped[pattern, f"{compute}{f' ({why})' if why else ''}"] += 1
     return Census(
         num_fp8_weights=num_fp8,
         num_linear_weights=num_all,
+        fp8_flops_per_token=2.0 * fp8_products,
+        linear_flops_per_token=2.0 * all_products,
         converted=dict(converted),
         skipped={pattern: f"{count} {reason}" for (pattern, reason), count in skipped.items()},
     )

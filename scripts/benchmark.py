@@ -9,7 +9,8 @@ Random weights, the same in every arm; random tokens, in rows that are one docum
 MODEL:ROWSxLENGTHxMICRO_BATCHES. Arms:
 
 - bf16, delayed, current, block: this project's Trainer with the TE decoder and the default optimizer (fp32-quality master weights). Behind it
-  may stand :swap (the Hugging Face decoder, its linear layers swapped for TE's in fp8) and :recompute (gradient checkpointing).
+  may stand :swap (the Hugging Face decoder, its linear layers swapped for TE's in fp8), :recompute (gradient checkpointing), and :lora16 or :lora16qv
+  (adapters of rank 16 on all linear layers, or on q and v alone; scripts/lora_study.py compares them).
 - hf_bf16: transformers' model in bf16 (sdpa) with Accelerate's bf16 mixed precision, torch's fused AdamW on the bf16 weights, the loss as
   transformers computes it. The usual set-up, and lighter than ours: its optimizer keeps no master weights. hf_bf16_compiled: the same with its
   decoder layers compiled.
@@ -94,7 +95,8 @@ def summarise(work: Workload, arm: Arm, rounds: list[dict[str, Any]]) -> dict[st
     failures = [answer["failed"] for answer in rounds if answer["failed"] is not None]
     if not measured:
         return {**row, "failed": failures[0]}
-    row.update(speed(work, [time_s for answer in measured for time_s in answer["step_times_s"]]))
+    times = [time_s for answer in measured for time_s in answer["step_times_s"]]
+    row.update(speed(work, times, num_adapter_parameters=measured[0].get("num_adapter_parameters", 0)))
     if "peak_memory_gib" in measured[0]:
         row["peak_memory_gib"] = max(answer["peak_memory_gib"] for answer in measured)
     row["first_loss"] = measured[0]["losses"][0]

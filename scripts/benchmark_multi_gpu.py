@@ -100,15 +100,16 @@ def subject_of(work: Workload, arm: Arm, num_gpus: int) -> dict[str, Any]:
 def row_of(work: Workload, arm: Arm, warmup: int, device: torch.device) -> dict[str, Any]:
     """The figures of an arm's row. Collective."""
     found = measure(work, arm, warmup, device)
-    return {**summarise(work, arm, found.pop("step_times_s_by_rank")), **found}
+    times = found.pop("step_times_s_by_rank")
+    return {**summarise(work, arm, times, found.get("num_adapter_parameters", 0)), **found}
 
 
-def summarise(work: Workload, arm: Arm, step_times_s: list[list[float]]) -> dict[str, Any]:
+def summarise(work: Workload, arm: Arm, step_times_s: list[list[float]], num_adapter_parameters: int = 0) -> dict[str, Any]:
     """The speed of an arm from the timed steps of each process (seconds)."""
     num_gpus = len(step_times_s)
     medians = [statistics.median(times) for times in step_times_s]
     times = step_times_s[max(range(num_gpus), key=medians.__getitem__)]
-    figures = speed(work, times, num_gpus, arm.context_size)
+    figures = speed(work, times, num_gpus, arm.context_size, num_adapter_parameters)
     return {
         **figures,
         "tokens_per_s_per_gpu": figures["tokens_per_s"] / num_gpus,

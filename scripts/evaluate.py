@@ -4,7 +4,7 @@
     python scripts/evaluate.py --model_name runs/x/final
     python scripts/evaluate.py --model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 --output base.json
 
-Takes an exported folder, any other Hugging Face folder, or a hub id. For the folder of a run the options of the data are those of the run
+Takes an exported folder (a model, or a PEFT adapter, which is merged into its base model), any other Hugging Face folder, or a hub id. For the folder of a run the options of the data are those of the run
 (run.json) unless given here, so that the problems are the ones it held out. Prints the share of right answers with Wilson's 95% interval, and
 writes every answer as JSON. See docs/evaluation.md.
 """

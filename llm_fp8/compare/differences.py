@@ -33,6 +33,7 @@ _EFFECTS: tuple[tuple[str, Effect], ...] = (
     ("config.model.weights_cache_dir", "note"),
     ("config.model.parity_check", "note"),
     ("config.model.gradient_checkpointing", "speed"),
+    ("config.lora.lora_merge", "note"),
     ("config.parallel.fp8_params", "all"),
     ("config.parallel", "speed"),
     ("config.run.eval_batches", "quality"),

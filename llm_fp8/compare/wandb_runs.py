@@ -15,7 +15,7 @@ from llm_fp8.wandb_files import read_wandb_file
 
 _FLAG = "--wandb"
 _SERVER_PATH = re.compile(r"[^/\s]+/[^/\s]+/[^/\s]+")
-_OPTION_SECTIONS = ("model", "precision", "data", "optim", "run", "parallel")
+_OPTION_SECTIONS = ("model", "precision", "data", "optim", "run", "lora", "parallel")
 
 
 def read_wandb(text: str, api: Any = None) -> RunRecord:

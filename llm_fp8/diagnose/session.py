@@ -56,6 +56,11 @@ def diagnose(config: Config, num_warmup_steps: int, trace: Path | None = None) -
     quiet_libraries()
     config = apply_launch_settings(config, os.environ)
     check_config(config)
+    if config.lora.lora_rank:
+        raise UserError(
+            f"--lora_rank {config.lora.lora_rank} is unknown to the diagnosis, whose estimates are those of full fine-tuning; drop it, or see "
+            "scripts/lora_study.py."
+        )
     _check_model(config)
     device = own_device()
     if device.type != "cuda":

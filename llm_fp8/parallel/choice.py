@@ -7,7 +7,7 @@
     fsdp_full    16 / N + 4      the same without the whole weights
 
 and takes the first that leaves 40% of the memory to activations, fp8 casts, logits and the gathered layer. The 4 bytes fall away with a
-single micro-batch per step or --sync_every_micro_batch.
+single micro-batch per step or --sync_every_micro_batch. Under LoRA there are only the frozen weights to count: 2, 2 / N + 2 and 2 / N bytes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,17 @@ def choose_mode(
 
 
 def state_bytes(mode: str, kind: OptimizerKind, num_ranks: int, config: Config) -> float:
-    """Bytes per parameter that weights, gradients and optimizer state take on one GPU between micro-batches."""
+    """Bytes per parameter that weights, gradients and optimizer state take on one GPU between micro-batches.
+
+    Under LoRA these are the frozen weights alone; what the adapters take beside them is left out.
+    """
+    if config.lora.lora_rank:
+        if mode == "fsdp_offload":
+            return 0.0
+        if not mode.startswith("fsdp"):
+            return _GATHERED_WEIGHT_BYTES
+        share = _GATHERED_WEIGHT_BYTES / (config.parallel.hybrid_shard_size or num_ranks)
+        return share + (_GATHERED_WEIGHT_BYTES if mode == "fsdp_grad" else 0)
     if mode in _DEEPSPEED_BYTES:
         split, whole = _DEEPSPEED_BYTES[mode]
         return split / num_ranks + whole
@@ -94,7 +104,8 @@ def state_bytes(mode: str, kind: OptimizerKind, num_ranks: int, config: Config) 
 def keeps_whole_gradients(mode: str, config: Config) -> bool:
     """Whether an fsdp mode keeps unsharded gradients on every GPU from one micro-batch to the next."""
     accumulates = config.optim.gradient_accumulation_steps > 1
-    return mode.startswith("fsdp") and accumulates and not config.parallel.sync_every_micro_batch
+    trains_all = config.lora.lora_rank == 0
+    return mode.startswith("fsdp") and accumulates and trains_all and not config.parallel.sync_every_micro_batch
 
 
 def check_mode(config: Config, mode: str, ranks: LaunchRanks, compute_name: str) -> None:

@@ -4,6 +4,7 @@
     delayed:swap                  the Hugging Face decoder, its linear layers swapped for Transformer Engine's
     tensorwise:swap               torchao's fp8, which always is in the Hugging Face decoder
     bf16:recompute                with gradient checkpointing
+    delayed:lora16                with LoRA: adapters of rank 16 on all linear layers; lora16qv: on q and v alone
     fsdp_full:delayed             several GPUs, --sharding_mode fsdp_full
     cp4:fsdp_full:delayed:sync    4 GPUs share the tokens of a row; gradients exchanged in each micro-batch
     fsdp_full:hf_bf16             a rival (llm_fp8/throughput/rival.py) under Accelerate's FSDP2; ddp: its DDP
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 import te_llama
-from llm_fp8.config import SHARDING_MODES, TORCHAO_SCENARIOS, ParallelConfig, PrecisionConfig, check_config
+from llm_fp8.config import SHARDING_MODES, TORCHAO_SCENARIOS, LoraConfig, ParallelConfig, PrecisionConfig, check_config
 from llm_fp8.errors import UserError
 from llm_fp8.parallel.choice import check_mode
 from llm_fp8.parallel.context import check_context_parallel
@@ -45,6 +46,7 @@ RIVAL_MODES = ("ddp", "fsdp_full")
 
 _OPTIONS = ("swap", "recompute", "fp8_params", "fp8_all_gather", "sync")
 _OPTIONS_OF_ONE_GPU = ("swap", "recompute")
+_LORA = re.compile(r"lora([1-9]\d*)(qv)?")
 
 
 @dataclass(frozen=True)
@@ -104,12 +106,13 @@ def parse_arm(name: str) -> Arm:
         words.pop(0)
     mode = words.pop(0) if words and words[0] in SHARDING_MODES else None
     what, options = (words[0], words[1:]) if words else ("", [])
+    adapters = next((match for option in options if (match := _LORA.fullmatch(option))), None)
     allowed = _OPTIONS if mode is not None else _OPTIONS_OF_ONE_GPU
     if what in RIVALS and not options and not context and mode in (None, *RIVAL_MODES):
         return Arm(name, RIVALS[what], mode)
     if (
         what not in (*PRECISIONS, *TORCHAO_PRECISIONS)
-        or not set(options) <= set(allowed)
+        or not set(options) <= {*allowed, *([adapters[0]] if adapters else [])}
         or len(set(options)) < len(options)
         or (context is not None and mode is None)
     ):
@@ -125,9 +128,22 @@ def parse_arm(name: str) -> Arm:
             fp8_all_gather="fp8_all_gather" in options,
             sync_every_micro_batch="sync" in options,
         )
-    precision = {**PRECISIONS, **TORCHAO_PRECISIONS}[what]
-    ours = OurArm(precision, parallel, use_te="swap" not in options, gradient_checkpointing="recompute" in options)
+    ours = OurArm(
+        {**PRECISIONS, **TORCHAO_PRECISIONS}[what],
+        parallel,
+        use_te="swap" not in options,
+        gradient_checkpointing="recompute" in options,
+        lora=_lora_of(adapters),
+    )
     return Arm(name, ours, mode)
+
+
+def _lora_of(adapters: re.Match[str] | None) -> LoraConfig:
+    """What an option such as lora16qv means; full fine-tuning for None."""
+    if adapters is None:
+        return LoraConfig()
+    rank = int(adapters[1])
+    return LoraConfig(lora_rank=rank, lora_targets="q_proj,v_proj") if adapters[2] else LoraConfig(lora_rank=rank)
 
 
 def parse_arms(text: str) -> list[Arm]:
@@ -140,7 +156,7 @@ def parse_arms(text: str) -> list[Arm]:
 
 def _choices() -> str:
     return (
-        f"from {', '.join(PRECISIONS)}, each with :{' or :'.join(_OPTIONS_OF_ONE_GPU)} behind it if wanted, {', '.join(f'{name}:swap' for name in TORCHAO_PRECISIONS)}, and {', '.join(RIVALS)}; on several "
+        f"from {', '.join(PRECISIONS)}, each with :{', :'.join(_OPTIONS_OF_ONE_GPU)}, :loraN or :loraNqv behind it if wanted, {', '.join(f'{name}:swap' for name in TORCHAO_PRECISIONS)}, and {', '.join(RIVALS)}; on several "
         f"GPUs with MODE: before it ({', '.join(SHARDING_MODES)}; rivals {', '.join(RIVAL_MODES)}), for ours also cpN: before that and "
         f"{' or '.join(f':{option}' for option in _OPTIONS if option not in _OPTIONS_OF_ONE_GPU)} behind"
     )

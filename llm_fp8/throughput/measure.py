@@ -86,8 +86,10 @@ def _memory_gib(device: torch.device) -> dict[str, float]:
     }
 
 
-def speed(work: Workload, times_s: Sequence[float], num_gpus: int = 1, context_size: int = 1) -> dict[str, float]:
-    """What step times (seconds, at least one) come to.
+def speed(
+    work: Workload, times_s: Sequence[float], num_gpus: int = 1, context_size: int = 1, num_adapter_parameters: int = 0
+) -> dict[str, float]:
+    """What step times (seconds, at least one) come to; `num_adapter_parameters` is that of an arm with LoRA.
 
     Returns:
         tokens_per_s: the tokens of all GPUs over the median step; _slowest and _fastest: over the longest and the shortest one; _p10 and _p90:
@@ -95,7 +97,8 @@ def speed(work: Workload, times_s: Sequence[float], num_gpus: int = 1, context_s
         model_tflops: model TFLOP/s of one GPU at the median step.
     """
     tokens = work.tokens_per_step * num_gpus // context_size
-    flops = step_flops(DecoderSize.from_config(work.hf_config()), StepTokens(tokens, tokens, tokens, tokens * work.seq_length))
+    size = DecoderSize.from_config(work.hf_config(), num_adapter_parameters)
+    flops = step_flops(size, StepTokens(tokens, tokens, tokens, tokens * work.seq_length))
     median = statistics.median(times_s)
     tenths = statistics.quantiles(times_s, n=10, method="inclusive") if len(times_s) > 1 else list(times_s)
     return {

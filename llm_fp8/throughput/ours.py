@@ -9,8 +9,9 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from llm_fp8.config import Config, DataConfig, ParallelConfig, PrecisionConfig, RunConfig
+from llm_fp8.config import Config, DataConfig, LoraConfig, ParallelConfig, PrecisionConfig, RunConfig
 from llm_fp8.loop import LoopOptions, Trainer
+from llm_fp8.lora import num_adapter_parameters
 from llm_fp8.metrics import DecoderSize
 from llm_fp8.models import decoder_layers
 from llm_fp8.optim import build_scheduler
@@ -35,6 +36,7 @@ class OurArm:
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     use_te: bool = True
     gradient_checkpointing: bool = False
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
     @property
     def computes_in_fp8(self) -> bool:
@@ -50,6 +52,7 @@ class OurArm:
             data=DataConfig(max_seq_length=work.seq_length, batch_size=work.batch_size, packing=True),
             optim=dataclasses.replace(OPTIMISATION, gradient_accumulation_steps=work.micro_batches, max_steps=work.num_steps),
             run=RunConfig(output_dir=os.devnull),  # nothing is written
+            lora=self.lora,
             parallel=self.parallel,
         )
 
@@ -119,6 +122,7 @@ class OurTraining:
             "precision": plan.to_dict(),
             "census": census.to_dict(),
             "optimizer": run.optimizer_kind,
+            "num_adapter_parameters": num_adapter_parameters(model),
         }
         self.trainer = Trainer(
             accelerator=self.accelerator,
@@ -132,7 +136,7 @@ class OurTraining:
             options=LoopOptions(
                 total_steps=0, max_grad_norm=config.optim.max_grad_norm, log_every=1000, eval_every=0, save_every=0
             ),
-            size=DecoderSize.from_config(hf_config),
+            size=DecoderSize.from_config(hf_config, num_adapter_parameters(model)),
             peak=None,
             fp8_linear_flop_share=census.fp8_linear_flop_share,
         )

@@ -14,22 +14,26 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import te_llama
+from llm_fp8.adapter_names import is_adapter, name_without_adapter
 from llm_fp8.shards import row_block
 
 
 def draw_weights_(model: PreTrainedModel, device: torch.device, *, is_te: bool) -> None:
     """Fill `model` in place: a Hugging Face model, or one of `te_llama` (`is_te`); of a split one this process's rows.
 
-    A tensor is drawn whole on `device`, one in memory at a time. The distribution is that of `te_llama.random_`.
+    Adapters keep the values that they have. A tensor is drawn whole on `device`, one in memory at a time. The distribution is that of `te_llama.random_`.
     """
     std = getattr(model.config, "initializer_range", 0.02)
     if not is_te:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
+                if is_adapter(name):
+                    continue
                 block = row_block(parameter)
-                block.data.copy_(_drawn(name, parameter.shape, std, device)[block.start : block.start + len(block.data)])
+                whole = _drawn(name_without_adapter(name), parameter.shape, std, device)
+                block.data.copy_(whole[block.start : block.start + len(block.data)])
         return
-    spec = te_llama.decoder_spec(model.config)
+    spec = te_llama.spec_of(model)
     blocks = {name: row_block(parameter) for name, parameter in te_llama.te_parameters(model).items()}
     filler = te_llama.WeightFiller(spec, blocks)
     for parts in te_llama.parameter_map(spec).values():

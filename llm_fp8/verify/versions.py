@@ -18,6 +18,7 @@ REQUIREMENTS = ("requirements.txt", "requirements-gpu.txt", "requirements-deepsp
 OPTIONAL = {
     "flash-attn": "attention of the Hugging Face path",
     "torchao": "--optimizer adamw_8bit and --fp8_backend torchao",
+    "peft": "--lora_rank",
     "deepspeed": "--sharding_mode deepspeed_1 to 3",
     "wandb": "--use_wandb",
     "wandb-workspaces": "scripts/wandb_dashboard.py",

@@ -50,6 +50,7 @@ class WithTransformerEnginesParameters:
     def __init__(self, config, dtype: torch.dtype) -> None:
         self.config = config
         spec = te_llama.decoder_spec(config)
+        self.model = SimpleNamespace(layers=[SimpleNamespace(spec=spec)])
         self._parameters = {
             name: torch.nn.Parameter(torch.zeros(parts[-1].stop, *parts[0].shape[1:], dtype=dtype))
             for name, parts in te_llama.parameter_map(spec).items()

@@ -125,7 +125,7 @@ def test_mistakes_are_one_sentence(tmp_path, architecture, monkeypatch):
 @pytest.mark.parametrize(
     "name",
     ["ddp", "ddp:fp8", "zero:bf16", "ddp:bf16:fast", "ddp:bf16:swap:swap", "cp0:ddp:bf16", "cp2:ddp", "cp2:bf16", "cp2", "", "hf_bf16:swap"]
-    + ["fsdp_grad:hf_bf16", "cp2:ddp:hf_bf16", "delayed:sync", "delayed:fp8_params", "bf16:"],
+    + ["fsdp_grad:hf_bf16", "cp2:ddp:hf_bf16", "delayed:sync", "delayed:fp8_params", "bf16:", "bf16:lora0", "bf16:lora8:lora16", "hf_bf16:lora8"],
 )  # fmt: skip
 def test_unknown_arms(name):
     with pytest.raises(UserError, match=f"--arms {name} is unknown; choose from bf16, delayed, .* hf_bf16, .* fsdp_full"):
@@ -141,6 +141,13 @@ def test_names_of_arms():
     assert parse_arm("fsdp_full:delayed:fp8_params").what.parallel.fp8_params
     on_one = parse_arm("delayed:swap")
     assert (on_one.mode, on_one.what.use_te, on_one.what.parallel) == (None, False, ParallelConfig())
+    adapted, of_qv = parse_arm("delayed:lora16"), parse_arm("ddp:bf16:recompute:lora8qv")
+    assert (adapted.what.lora.lora_rank, adapted.what.lora.lora_targets, on_one.what.lora.lora_rank) == (16, "all-linear", 0)
+    assert (of_qv.what.lora.lora_rank, of_qv.what.lora.lora_targets, of_qv.what.gradient_checkpointing) == (
+        8,
+        "q_proj,v_proj",
+        True,
+    )
     rival = parse_arm("ddp:torchao_rowwise")
     assert (rival.mode, rival.what.torchao_recipe, rival.what.compiled, rival.computes_in_fp8) == ("ddp", "rowwise", True, True)
     assert [parse_arm(name).computes_in_fp8 for name in ("bf16", "hf_bf16", "accelerate_te")] == [False, False, True]

@@ -79,7 +79,9 @@ def test_help_explains_every_option_with_its_default(capsys):
         elif "(default:" not in action.help:
             shown = {True: "on", False: "off"}[action.default] if isinstance(action.default, bool) else action.default
             assert f"{action.help} (default: {shown})" in printed
-    assert "(default: 1e-5, or 0.001 for weights that start random). --" in printed, "no default is said twice"
+    assert "(default: 1e-5, 0.0002 with --lora_rank, or 0.001 for weights that start random). --" in printed, (
+        "no default is said twice"
+    )
 
 
 def test_every_option_is_read_somewhere():

@@ -90,6 +90,8 @@ def test_the_packages_that_the_product_imports_are_required() -> None:
     product = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
     required = {name for file in product for name in pinned(file)}
     optional = {"flash-attn", "triton"}  # looked for, and done without; triton comes with torch's CUDA builds
+    if "transformer-engine" in required:
+        required.add("transformer-engine-torch")  # its bindings
     missing = {distribution(name) for name in imported(files)} - required - optional
     assert not missing
 

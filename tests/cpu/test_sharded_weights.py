@@ -376,6 +376,7 @@ def te_structure(name: str) -> PreTrainedModel:
             prefix = f"model.layers.{layer}."
             own = {te_name.removeprefix(prefix): shape for te_name, shape in shapes.items() if te_name.startswith(prefix)}
             model.model.layers[layer] = StandInLayer(own, torch.float32)
+            model.model.layers[layer].spec = te_llama.decoder_spec(config)
         model.model.rotary_emb = nn.Identity()
     return model
 

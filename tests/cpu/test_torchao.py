@@ -315,7 +315,9 @@ def same_recipe(config: object, name: str) -> bool:
 @pytest.mark.parametrize(("scenario", "products"), [("tensorwise", 3), ("rowwise", 3), ("rowwise_with_gw_hp", 2)])
 def test_the_certificate_counts_the_products_of_the_recipe(scenario, products):
     model, precision, plan = converted(scenario)
-    census = take_census(model, precision.fp8_modules, plan.compute_name, {})
+    all_in_fp8 = take_census(model, precision.fp8_modules, plan.compute_name, {}).fp8_linear_flop_share
+    census = take_census(model, precision.fp8_modules, plan.compute_name, {}, most_in_fp8=precision.num_fp8_products_per_weight)
+    assert census.fp8_linear_flop_share == pytest.approx(all_in_fp8 * products / 3)
     promise = Promise.of_model(precision, census, recomputed=decoder_layers(model))
     assert promise.num_fp8_gemms(2) == 2 * products * 14, "what torch.compile computes again is its own affair"
     expected = promise.num_fp8_gemms(2)

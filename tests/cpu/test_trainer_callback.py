@@ -93,7 +93,7 @@ def test_a_trainer_launched_in_fp8_is_certified(trained, tmp_path, capsys):
     stored = certificate_of(tmp_path)
     assert (stored["verdict"], stored["remarks"]) == ("certified", [])
     assert stored["num_expected_fp8_gemm_kernels"] == stored["num_fp8_gemm_kernels"] == EXPECTED
-    assert stored["transformer_engine"]["num_in_fp8"] == NUM_LINEARS and stored["recipe_inside_modules"] == "DelayedScaling"
+    assert stored["modules"]["num_in_fp8"] == NUM_LINEARS and stored["recipe_inside_modules"] == "DelayedScaling"
     assert stored["fp8_linear_flop_share"] == 1 and stored["num_micro_batches"] == MICRO_BATCHES
     assert capsys.readouterr().out.count(f"certificate: fp8 delayed, {EXPECTED} of {EXPECTED + 4} GEMM kernels in fp8") == 1
 
@@ -160,7 +160,7 @@ def test_without_its_precision_the_backend_still_converts(trained):
     """Outside bf16 autocast then: ACCELERATE_FP8_BACKEND is all that Accelerate looks at."""
     trainer = trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, lost=("ACCELERATE_MIXED_PRECISION",))
     assert trainer.accelerator.mixed_precision == "no"
-    assert trainer.certificate_callback.certificate.transformer_engine.num_in_fp8 == NUM_LINEARS
+    assert trainer.certificate_callback.certificate.modules.num_in_fp8 == NUM_LINEARS
 
 
 def test_several_gpus_in_one_process_are_an_error_whose_cause_is_named(trained, monkeypatch, capsys):

@@ -169,6 +169,28 @@ def test_a_resumed_run_goes_on(mode, precision, models, tmp_path):
     assert [r["loss"] for r in resumed] == pytest.approx([r["loss"] for r in whole[3:]], rel=1e-3)
 
 
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
+@pytest.mark.parametrize("precision", ["bf16", "delayed", "current"])
+@pytest.mark.parametrize(
+    "options", [["--use_te"], ["--use_te", "--lora_targets=q_proj,v_proj", "--gradient_checkpointing"], ["--packing"]]
+)
+def test_adapters_take_the_steps_of_one_gpu(mode, precision, options, models, single_gpu, tmp_path, record_property):
+    from safetensors.torch import load_file
+
+    model, lora = models["llama3_rope_gqa"], ["--lora_rank=8", "--learning_rate=1e-2"]
+    on_one = [option for option in options if option != "--gradient_checkpointing"]
+    expected = single_gpu(model, *PRECISIONS[precision], *on_one, *lora)
+    taken, summary, _ = train(2, tmp_path / "two", model, *PRECISIONS[precision], *options, *lora, f"--sharding_mode={mode}")
+    record_property("loss", [r["loss"] for r in taken])
+    record_property("loss_on_one_gpu", [r["loss"] for r in expected])
+    record_property("certificate", summary["certificate"])
+    assert summary["certificate"]["verdict"] == "certified"
+    assert [r["loss"] for r in taken] == pytest.approx([r["loss"] for r in expected], rel=2e-3 if precision == "bf16" else 1e-2)
+    assert expected[-1]["loss"] < expected[0]["loss"] - 0.02, "training must move the loss for this to mean anything"
+    adapter = load_file(tmp_path / "two" / "final" / "adapter_model.safetensors")
+    assert summary["num_trainable_parameters"] == sum(tensor.numel() for tensor in adapter.values())
+
+
 def test_export_of_shards_is_what_was_loaded(models, tmp_path):
     """A round trip through shards, without a step that moves anything."""
     from safetensors.torch import load_file

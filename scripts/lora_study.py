@@ -1,0 +1,194 @@
+#!/usr/bin/env python
+"""What fp8 gives with LoRA and without: full fine-tuning and adapters of several ranks, each in bf16 and in fp8, in one run on one GPU.
+
+    python scripts/lora_study.py --output lora_study.json
+    python scripts/lora_study.py --workloads Llama-3.2-1B:16x1024x4 --recipe current --rounds 1
+
+Everything is this project's TE decoder with random weights and is measured by scripts/benchmark.py: the arms take turns, each in a process
+of its own. Of one workload they are bf16 and --recipe, and both with each of --adapters: loraN are adapters of rank N on all linear layers,
+loraNqv on q and v alone. The table gives the speed-up of fp8 over bf16 for the same adapters, and beside it what the guides that this project
+started from say. Out of memory is a row that says so. See docs/lora.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llm_fp8.errors import UserError, run_script
+from llm_fp8.json_files import require_writable, write_json_atomic
+from llm_fp8.ranks import LaunchRanks
+from llm_fp8.throughput.arms import PRECISIONS, Arm, parse_arms
+from llm_fp8.throughput.workload import Workload, parse_workloads
+from scripts.benchmark import EXIT_TERMINATED, measure_all, print_table
+
+BASELINE = "bf16"
+FULL = "full"
+"""Name of full fine-tuning in tables."""
+WORKLOADS = "Llama-3.2-1B:16x1024x4,Llama-3.1-8B:8x1024x4"
+ADAPTERS = "lora8,lora16,lora32,lora16qv"
+GUIDES = {
+    ("Llama-3.2-1B", "lora16"): "1.13",
+    ("Llama-3.1-8B", "lora32"): "1.00",
+    ("Llama-3.1-8B", "lora8"): "1.20",
+    ("Llama-3.1-8B", FULL): "1.3 to 1.5",
+}
+"""Model and adapters -> the speed-up on an H100 in the guides that this project started from: two measured, those of lora8 and of full
+fine-tuning expected. They do not name the layers that had adapters."""
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument(
+        "--workloads", default=WORKLOADS, help=f"comma-separated MODEL:ROWSxLENGTHxMICRO_BATCHES (default {WORKLOADS})"
+    )
+    parser.add_argument(
+        "--adapters",
+        default=ADAPTERS,
+        help=f"comma-separated loraN or loraNqv (default {ADAPTERS}); full fine-tuning is always measured",
+    )
+    recipes = [name for name in PRECISIONS if name != BASELINE]
+    parser.add_argument("--recipe", choices=recipes, default="delayed", help="the fp8 recipe (default delayed)")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of a round, the left-out ones included (default 8)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps of a round left out (default 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often the arms take turns (default 3)")
+    parser.add_argument(
+        "--arm_timeout_s", type=float, default=300, help="a measurement that takes longer has failed (default 300)"
+    )
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    options = parser.parse_args(argv)
+    if not 0 <= options.warmup < options.steps:
+        raise UserError(f"--warmup {options.warmup} must leave some of the {options.steps} --steps to be timed.")
+    if options.rounds < 1:
+        raise UserError(f"--rounds {options.rounds} measures nothing; give 1 or more.")
+    if not options.arm_timeout_s > 0:
+        raise UserError(f"--arm_timeout_s {options.arm_timeout_s:g} leaves no time to measure in; give seconds, more than 0.")
+    if options.output is not None:
+        require_writable("--output", options.output)
+    return options
+
+
+def arms_of(adapters: str, recipe: str) -> list[Arm]:
+    """The arms of a workload, bf16 and fp8 in turns."""
+    names = adapters.split(",")
+    if wrong := [name for name in names if not name.startswith("lora")]:
+        raise UserError(
+            f"--adapters {wrong[0]} is unknown; give loraN (all linear layers) or loraNqv (q and v), such as {ADAPTERS}."
+        )
+    return parse_arms(
+        ",".join(f"{precision}{suffix}" for suffix in ("", *(f":{name}" for name in names)) for precision in (BASELINE, recipe))
+    )
+
+
+def speed_ups(works: list[Workload], rows: list[dict[str, Any]], recipe: str) -> list[dict[str, Any]]:
+    """For each workload and kind of adapters, full fine-tuning first, what fp8 gives over bf16.
+
+    Returns:
+        speed_up: tokens/s at the median step of fp8 over those of bf16. speed_up_low, speed_up_high: from the slow end of fp8's middle eight
+        tenths of steps over the fast end of bf16's, and the other way round. over_full: tokens/s over full fine-tuning's in the same precision, by
+        precision. guides: what the guides say, or None. failed: in place of figures, the reason.
+    """
+    found = []
+    by_arm = {(row["workload"], row["arm"]): row for row in rows}
+    for work in works:
+        kinds = dict.fromkeys(row["arm"].partition(":")[2] for row in rows if row["workload"] == work.name)
+        for kind in kinds:
+            pair = {
+                precision: by_arm.get((work.name, f"{precision}:{kind}" if kind else precision))
+                for precision in (BASELINE, recipe)
+            }
+            entry: dict[str, Any] = {
+                "workload": work.name,
+                "adapters": kind or FULL,
+                "recipe": recipe,
+                "guides": GUIDES.get((work.model, kind or FULL)),
+            }
+            failures = [
+                f"{precision}: {row['failed'] if row else 'not measured'}"
+                for precision, row in pair.items()
+                if row is None or "failed" in row
+            ]
+            if failures:
+                found.append({**entry, "failed": "; ".join(failures)})
+                continue
+            wide, low = pair[BASELINE], pair[recipe]
+            assert wide is not None and low is not None
+            full = {precision: by_arm.get((work.name, precision), {}).get("tokens_per_s") for precision in pair}
+            found.append(
+                {
+                    **entry,
+                    "tokens_per_s": {BASELINE: wide["tokens_per_s"], recipe: low["tokens_per_s"]},
+                    "peak_memory_gib": {BASELINE: wide.get("peak_memory_gib"), recipe: low.get("peak_memory_gib")},
+                    "num_adapter_parameters": wide["rounds"][0]["num_adapter_parameters"],
+                    "fp8_linear_flop_share": low["rounds"][0]["census"]["fp8_linear_flop_share"],
+                    "speed_up": low["tokens_per_s"] / wide["tokens_per_s"],
+                    "speed_up_low": low["tokens_per_s_p10"] / wide["tokens_per_s_p90"],
+                    "speed_up_high": low["tokens_per_s_p90"] / wide["tokens_per_s_p10"],
+                    "over_full": {
+                        precision: row["tokens_per_s"] / full[precision] if row and full[precision] else None
+                        for precision, row in pair.items()
+                    },
+                }
+            )
+    return found
+
+
+def print_speed_ups(entries: list[dict[str, Any]]) -> None:
+    """The table."""
+    for workload in dict.fromkeys(entry["workload"] for entry in entries):
+        of_workload = [entry for entry in entries if entry["workload"] == workload]
+        recipe = of_workload[0]["recipe"]
+        print(
+            f"\n{workload}: tokens/s in bf16 and in fp8 {recipe}, speed-up with the range of the middle steps, and what the guides say"
+        )
+        print(f"  {'adapters':10} {'bf16':>9} {'fp8':>9}  {'speed-up':24} {'fp8 share of FLOPs':>18}  {'guides':10}")
+        for entry in of_workload:
+            guides = entry["guides"] or "-"
+            if "failed" in entry:
+                print(f"  {entry['adapters']:10} not measured: {entry['failed']}; guides: {guides}")
+                continue
+            speeds = entry["tokens_per_s"]
+            ratio = f"{entry['speed_up']:.2f} ({entry['speed_up_low']:.2f} to {entry['speed_up_high']:.2f})"
+            print(
+                f"  {entry['adapters']:10} {speeds[BASELINE]:9,.0f} {speeds[recipe]:9,.0f}  {ratio:24} {entry['fp8_linear_flop_share']:18.1%}  {guides:10}"
+            )
+
+
+def main() -> int:
+    """Measure every pair of arms; print the tables; write the JSON."""
+    options = parse(sys.argv[1:])
+    works = parse_workloads(options.workloads, options.steps)
+    arms = arms_of(options.adapters, options.recipe)
+    ranks = LaunchRanks.from_environment(os.environ)
+    if ranks.launched:
+        raise UserError("the study of one GPU starts its own processes: run it with python, not with torchrun.")
+    for work in works:
+        for arm in arms:
+            arm.check(work, ranks)
+    if not torch.cuda.is_available():
+        raise UserError("the study needs an NVIDIA GPU, and none is found.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # so that a measurement's process is ended first
+    started = time.perf_counter()
+    rows = measure_all(works, arms, options.warmup, options.rounds, options.arm_timeout_s, options.output)
+    entries = speed_ups(works, rows, options.recipe)
+    print_table(rows)
+    print_speed_ups(entries)
+    if options.output is not None:
+        write_json_atomic(options.output, {**json.loads(options.output.read_text()), "speed_ups": entries})
+    print(f"\n{len(rows)} rows in {time.perf_counter() - started:.0f} s" + (f": {options.output}" if options.output else ""))
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

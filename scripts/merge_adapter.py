@@ -1,0 +1,61 @@
+#!/usr/bin/env python
+"""Add a PEFT adapter to the weights of its base model and write the whole as an ordinary Hugging Face checkpoint.
+
+    python scripts/merge_adapter.py --adapter runs/x/final --output merged
+
+The base model is the one that adapter_config.json names, unless --base_model gives another place of it. Weights keep the dtype of the base
+model's files; each sum is worked out in fp32 and rounded once. It runs on the CPU and needs memory for the whole model. See docs/lora.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from transformers import AutoTokenizer
+
+from llm_fp8.adapter_folder import base_of, load_merged
+from llm_fp8.errors import UserError, run_script
+from llm_fp8.export import export_hf
+from llm_fp8.models import stored_dtype
+from llm_fp8.quiet import quiet_libraries
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument(
+        "--adapter", type=Path, required=True, help="folder of the adapter, for example the final/ of a run with --lora_rank"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder for the checkpoint, which must not exist")
+    parser.add_argument("--base_model", help="hub id or folder of the base model (default: the one that the adapter names)")
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    """Load, merge, write."""
+    options = parse(sys.argv[1:])
+    quiet_libraries()
+    named = base_of(options.adapter)
+    if named is None:
+        raise UserError(
+            f"--adapter {options.adapter} holds no PEFT adapter (adapter_config.json); give the folder that a run with --lora_rank exported."
+        )
+    if options.output.exists():
+        raise UserError(f"--output {options.output} exists already; give a new folder.")
+    base = options.base_model or named
+    model = load_merged(options.adapter, base, torch.device("cpu"))
+    card = {"base model": base, "adapter": options.adapter, "merged by": "scripts/merge_adapter.py"}
+    tokenizer = AutoTokenizer.from_pretrained(options.adapter)
+    export_hf(model, tokenizer, options.output, dtype=stored_dtype(model.config, default=torch.float32), card=card)
+    print(f"{base} with the adapter of {options.adapter}: {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

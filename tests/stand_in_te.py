@@ -1,0 +1,133 @@
+"""Transformer Engine's modules as te_llama.py uses them, in plain torch: the TE decoder without Transformer Engine and without a GPU.
+
+Shapes, parameter names and signatures are Transformer Engine's; there is no fp8. What they compute is written from its documentation.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+
+def _parameter(*shape: int, params_dtype: torch.dtype, device: str) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=params_dtype, device=device))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.rms_norm(inputs, self.weight.shape, self.weight, self.eps)
+
+
+class Linear(nn.Module):
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **shared: Any) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = _parameter(out_features, in_features, **shared)
+        self.bias = _parameter(out_features, **shared) if bias else None
+
+    def forward(self, inputs: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        return F.linear(inputs, self.weight, self.bias)
+
+
+class LayerNormLinear(Linear):
+    def __init__(self, in_features: int, out_features: int, eps: float, bias: bool, normalization: str, **shared: Any) -> None:
+        assert normalization == "RMSNorm"
+        super().__init__(in_features, out_features, bias, **shared)
+        self.eps, self.return_layernorm_output = eps, False
+        self.layer_norm_weight = _parameter(in_features, **shared)
+
+    def forward(self, inputs: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        normed = F.rms_norm(inputs, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
+        output = super().forward(normed)
+        return (output, normed) if self.return_layernorm_output else output
+
+
+class LayerNormMLP(nn.Module):
+    def __init__(self, size: int, inner: int, eps: float, bias: bool, normalization: str, activation: str, **shared: Any) -> None:
+        assert (normalization, activation, bias) == ("RMSNorm", "swiglu", False)
+        super().__init__()
+        self.eps = eps
+        self.layer_norm_weight = _parameter(size, **shared)
+        self.fc1_weight, self.fc2_weight = _parameter(2 * inner, size, **shared), _parameter(size, inner, **shared)
+
+    def forward(self, inputs: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        normed = F.rms_norm(inputs, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
+        return F.linear(swiglu(F.linear(normed, self.fc1_weight), None), self.fc2_weight)
+
+
+class DotProductAttention(nn.Module):
+    def __init__(self, num_heads: int, head_dim: int, num_gqa_groups: int, softmax_scale: float, **_: Any) -> None:
+        super().__init__()
+        self.groups, self.scale = num_heads // num_gqa_groups, softmax_scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, qkv_format: str, cu_seqlens_q: Tensor, **_: Any) -> Tensor:
+        """q, k, v [tokens, heads, d] (thd) or [B, S, heads, d] (bshd, right-padded) -> the same with heads * d."""
+        output = torch.zeros(*q.shape[:-2], q.shape[-2] * q.shape[-1], dtype=q.dtype)
+        bounds = cu_seqlens_q.tolist()
+        for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            rows: Any = slice(start, stop) if qkv_format == "thd" else (number, slice(0, stop - start))
+            heads = [x[rows].transpose(0, 1) for x in (q, k, v)]
+            heads[1:] = [x.repeat_interleave(self.groups, dim=0) for x in heads[1:]]
+            attended = F.scaled_dot_product_attention(*heads, is_causal=True, scale=self.scale)
+            output[rows] = attended.transpose(0, 1).flatten(1)
+        return output
+
+
+def apply_rotary_pos_emb(x: Tensor, freqs: Tensor, tensor_format: str, cu_seqlens: Tensor | None, **_: Any) -> Tensor:
+    """x [tokens, heads, d] (thd) or [B, S, heads, d]; freqs [positions, 1, 1, d]; every document begins at position 0."""
+    positions = torch.arange(x.shape[-3])
+    if cu_seqlens is not None:
+        positions = positions - cu_seqlens[torch.searchsorted(cu_seqlens, positions, right=True) - 1]
+    angles = freqs[positions].flatten(1).unsqueeze(1)
+    first, second = x.chunk(2, dim=-1)
+    return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+
+
+def swiglu(gate_and_up: Tensor, quantizer: None) -> Tensor:
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def dswiglu(gradient: Tensor, gate_and_up: Tensor, quantizer: None) -> Tensor:
+    with torch.enable_grad():
+        inputs = gate_and_up.detach().requires_grad_()
+        return torch.autograd.grad(swiglu(inputs, None), inputs, gradient)[0]
+
+
+def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `import transformer_engine` give this, and let --use_te do without a GPU, until the test ends."""
+    contents: dict[str, dict[str, Any]] = {
+        "transformer_engine": {},
+        "transformer_engine.pytorch": {
+            **{kind.__name__: kind for kind in (RMSNorm, Linear, LayerNormLinear, LayerNormMLP, DotProductAttention)},
+            "checkpoint": torch.utils.checkpoint.checkpoint,
+        },
+        "transformer_engine.pytorch.quantization": {"FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False)},
+        "transformer_engine.pytorch.attention": {},
+        "transformer_engine.pytorch.attention.rope": {"apply_rotary_pos_emb": apply_rotary_pos_emb},
+        "transformer_engine.pytorch.attention.dot_product_attention": {
+            "_attention_backends": {"use_fused_attention": True, "use_flash_attention": False, "use_unfused_attention": False}
+        },
+        "transformer_engine_torch": {"swiglu": swiglu, "dswiglu": dswiglu},
+    }
+    for name, members in contents.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    for place in ("llm_fp8.models", "llm_fp8.run"):
+        monkeypatch.setattr(f"{place}.require_te_decoder", lambda device: None)
