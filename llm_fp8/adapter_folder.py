@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import torch
@@ -49,7 +50,9 @@ def load_merged(folder: str | Path, base: str, device: torch.device, dtype: torc
             f"{folder}: its base model {base} has no weights; put the trained one's name into base_model_name_or_path of adapter_config.json."
         )
     try:
-        adapted = PeftModel.from_pretrained(model, str(folder))  # its matrices become fp32, so that the sum is rounded once
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # PEFT's use of transformers
+            adapted = PeftModel.from_pretrained(model, str(folder))  # its matrices become fp32, so that the sum is rounded once
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(

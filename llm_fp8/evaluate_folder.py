@@ -86,7 +86,7 @@ def evaluate_exact_match_folder(
     )
     check_config(config)
     hf_config = load_config(options, source)
-    tokenizer, _ = load_tokenizer(dataclasses.replace(options, model_name=str(folder)) if base else options, source)
+    tokenizer, _ = load_tokenizer(options, source)
     data = prepare_data(config, tokenizer)
     say(data.description)
     if not data.problems:

@@ -89,14 +89,14 @@ class Census:
     num_fp8_weights: int
     num_linear_weights: int
     """Elements of all linear weights, the output head included (also where it is the tied embedding)."""
-    fp8_flops_per_token: float = 0.0
-    """Of the weights in fp8: 2 times their elements times their products in a micro-batch (3, or fewer where they are frozen)."""
-    linear_flops_per_token: float = 0.0
-    """The same of all linear weights."""
     converted: dict[str, int] = field(default_factory=dict)
     """Name pattern (layer numbers as *) -> number of modules in fp8."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Name pattern -> number of modules and the reason why they are not in fp8."""
+    fp8_flops_per_token: float = 0.0
+    """Of the weights in fp8: 2 times their elements times their products in a micro-batch (3, or fewer where they are frozen)."""
+    linear_flops_per_token: float = 0.0
+    """The same of all linear weights."""
 
     @property
     def fp8_linear_flop_share(self) -> float:

@@ -4,7 +4,7 @@
     python scripts/merge_adapter.py --adapter runs/x/final --output merged
 
 The base model is the one that adapter_config.json names, unless --base_model gives another place of it. Weights keep the dtype of the base
-model's files; each sum is worked out in fp32 and rounded once. It runs on the CPU and needs memory for the whole model. See docs/lora.md.
+model's files; each sum is worked out in fp32 and rounded once. The tokenizer is the base model's. It runs on the CPU and needs memory for the whole model. See docs/lora.md.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from transformers import AutoTokenizer
-
 from llm_fp8.adapter_folder import base_of, load_merged
+from llm_fp8.config import ModelConfig
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.export import export_hf
-from llm_fp8.models import stored_dtype
+from llm_fp8.models import load_tokenizer, resolve_source, stored_dtype
 from llm_fp8.quiet import quiet_libraries
 
 
@@ -51,7 +50,8 @@ def main() -> int:
     base = options.base_model or named
     model = load_merged(options.adapter, base, torch.device("cpu"))
     card = {"base model": base, "adapter": options.adapter, "merged by": "scripts/merge_adapter.py"}
-    tokenizer = AutoTokenizer.from_pretrained(options.adapter)
+    base_options = ModelConfig(model_name=base)
+    tokenizer, _ = load_tokenizer(base_options, resolve_source(base_options))
     export_hf(model, tokenizer, options.output, dtype=stored_dtype(model.config, default=torch.float32), card=card)
     print(f"{base} with the adapter of {options.adapter}: {options.output}")
     return 0

@@ -72,7 +72,7 @@ def test_the_trainer_is_certified_in_fp8_and_trains_as_in_bf16(dtype, model_fold
     assert fp8["verdict"] == bf16["verdict"] == "certified", (fp8["reasons"], bf16["reasons"])
     assert fp8["num_micro_batches"] == MICRO_BATCHES and fp8["num_unknown_gemm_kernels"] == 0
     assert fp8["num_fp8_gemm_kernels"] >= fp8["num_expected_fp8_gemm_kernels"] > 0
-    assert fp8["transformer_engine"]["num_in_fp8"] == fp8["transformer_engine"]["num_modules"]
+    assert fp8["modules"]["num_in_fp8"] == fp8["modules"]["num_modules"]
     assert fp8["recipe_inside_modules"] == "DelayedScaling"
     assert bf16["num_fp8_gemm_kernels"] == 0 and bf16["gemm_kernels_by_type"]["bf16"] > 0
     assert "certificate: fp8 delayed" in done["fp8"].stdout and "certificate: bf16, none of" in done["bf16"].stdout
@@ -85,7 +85,7 @@ def test_every_linear_layer_of_an_untied_model_is_converted(model_folder, tmp_pa
     assert done.returncode == 0, done.stderr
     stored = certificate_of(tmp_path)
     tied = json.loads((model_folder / "config.json").read_text())["tie_word_embeddings"]
-    assert stored["transformer_engine"]["num_modules"] == NUM_LINEARS
+    assert stored["modules"]["num_modules"] == NUM_LINEARS
     assert stored["num_expected_fp8_gemm_kernels"] == NUM_LINEARS * 3 * MICRO_BATCHES
     assert any("lm_head.weight" in remark for remark in stored["remarks"]) == tied
 
