@@ -498,6 +498,7 @@ BAD = {
     "te": ([*LORA, "--use_te", "--lora_targets=q_proj,c_attn"], "--lora_targets c_attn: with --use_te"),
     "merge without export": ([*LORA, "--lora_merge", "--no_export"], "--lora_merge has no effect with --no_export"),
     "deepspeed": ([*LORA, "--sharding_mode=deepspeed_3"], "--lora_rank 4 cannot go with --sharding_mode deepspeed_3"),
+    "torchao": ([*LORA, "--mixed_precision=fp8", "--fp8_backend=torchao"], "cannot go with --fp8_backend torchao"),
     "fp8 params": ([*LORA, "--fp8_params"], "--fp8_params gives trained weights"),
 }
 
