@@ -188,7 +188,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main() -> int:
     """Measure, print a table, write the JSON."""
     options = parse(sys.argv[1:])
-    work, arm = Workload.parse(options.workload, options.steps), parse_arm(options.arm)
+    work, arm = Workload.parse(options.workload, options.steps, "--workload"), parse_arm(options.arm)
     arm.check(work, LaunchRanks.from_environment(os.environ))
     if not torch.cuda.is_available():
         raise UserError("this measures an NVIDIA GPU, and none is found.")
