@@ -386,6 +386,10 @@ def test_what_is_wrong_with_an_adapters_folder_is_said(trained_adapter, tiny_mod
     other = write_model(tmp_path / "other", hidden_size=64)
     with pytest.raises(UserError, match="the adapter cannot be put on .*other"):
         script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged", "--base_model", other)
+    description = json.loads((copied / "adapter_config.json").read_text())
+    (copied / "adapter_config.json").write_text(json.dumps({**description, "base_model_name_or_path": "/no/such"}))
+    with pytest.raises(UserError, match=r"its base model cannot be loaded \(/no/such: no such folder\).* with --base_model"):
+        script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged")
     (copied / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="adapter_config.json is not PEFT's description"):
         script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged")
