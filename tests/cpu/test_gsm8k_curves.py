@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import plot_curves
 from benchmarks.gsm8k_curves import ARMS, check, compare_to_one_gpu, finished_runs, make_parser, parse_seeds, plan
 from benchmarks.plot_curves import draw
 from llm_fp8.config import parse_config
@@ -121,3 +122,11 @@ def test_the_comparison_with_one_gpu_and_its_plot(tmp_path):
     assert (tmp_path / "plots" / "curves.png").stat().st_size > 10_000
     with pytest.raises(FailedCheck, match="took 8 rows a step and one GPU 16"):
         compare_to_one_gpu([runs[0], run("ddp:bf16", 4, 3.5, 2.25, rows=8)])
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"runs": []}', '{"runs": [{}]}'])
+def test_a_file_without_curves_is_not_drawn(tmp_path, content):
+    file = tmp_path / "curves.json"
+    file.write_text(content)
+    with pytest.raises(UserError, match=f"results {file}"):
+        plot_curves.main([str(file), str(tmp_path / "curves.png")])

@@ -402,8 +402,9 @@ def test_the_study_compares_each_kind_of_adapters_with_itself():
     assert [arm.name for arm in arms_of("lora8,lora16qv", "current")] == [
         "bf16", "current", "bf16:lora8", "current:lora8", "bf16:lora16qv", "current:lora16qv",
     ]  # fmt: skip
-    with pytest.raises(UserError, match="--adapters dora is unknown"):
-        arms_of("dora", "delayed")
+    for wrong in ("dora", "lorax", "lora0", "lora8:swap"):
+        with pytest.raises(UserError, match=f"--adapters {wrong} is unknown"):
+            arms_of(wrong, "delayed")
     work = Workload.parse("Llama-3.1-8B:8x1024x4", 3)
 
     def row(arm, speed):
