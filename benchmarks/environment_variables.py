@@ -31,7 +31,7 @@ from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import Arm, parse_arm
 from llm_fp8.throughput.worker import measure_in_process
 from llm_fp8.throughput.workload import Workload
-from scripts.benchmark import EXIT_TERMINATED, print_round, summarise
+from scripts.benchmark import EXIT_TERMINATED, print_round, speeds_overlap, summarise
 
 NONE = "none"
 """The setting without variables, which the others are held against."""
@@ -129,8 +129,7 @@ def against(row: dict[str, Any], none: dict[str, Any]) -> dict[str, Any]:
         return {}
     found = {
         "speed_ratio": row["tokens_per_s"] / none["tokens_per_s"],
-        "speeds_overlap": row["tokens_per_s_p10"] <= none["tokens_per_s_p90"]
-        and none["tokens_per_s_p10"] <= row["tokens_per_s_p90"],
+        "speeds_overlap": speeds_overlap(row, none),
         "first_loss_difference": row["first_loss"] / none["first_loss"] - 1,
     }
     if "peak_memory_gib" in row and "peak_memory_gib" in none:
