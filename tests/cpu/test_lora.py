@@ -288,7 +288,7 @@ def test_a_resumed_run_takes_the_same_steps_and_its_checkpoints_hold_adapters_al
 
     def options(folder, *more):
         return [
-            f"--model_name={tiny_model}", f"--dataset_name={rows}", "--validation_fraction=0", "--max_seq_length=256", "--learning_rate=1e-2",
+            f"--model_name={tiny_model}", f"--dataset_name={rows}", "--validation_fraction=0", "--max_seq_length=256", "--batch_size=4", "--learning_rate=1e-2",
             "--max_steps=6", "--save_every=3", "--save_total_limit=9", "--lora_dropout=0.3", "--log_every=1", f"--output_dir={folder}", *LORA, *more,
         ]  # fmt: skip
 
