@@ -38,6 +38,7 @@ COPY configs/ configs/
 COPY llm_fp8/ llm_fp8/
 COPY scripts/ scripts/
 COPY benchmarks/ benchmarks/
+COPY examples/ examples/
 
 # There is no git here; runs record the commit from this variable.
 ARG LLM_FP8_COMMIT=""

@@ -31,7 +31,7 @@ from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import Arm, parse_arm
 from llm_fp8.throughput.worker import measure_in_process
 from llm_fp8.throughput.workload import Workload
-from scripts.benchmark import EXIT_TERMINATED, print_round, summarise
+from scripts.benchmark import EXIT_TERMINATED, print_round, speeds_overlap, summarise
 
 NONE = "none"
 """The setting without variables, which the others are held against."""
@@ -129,8 +129,7 @@ def against(row: dict[str, Any], none: dict[str, Any]) -> dict[str, Any]:
         return {}
     found = {
         "speed_ratio": row["tokens_per_s"] / none["tokens_per_s"],
-        "speeds_overlap": row["tokens_per_s_p10"] <= none["tokens_per_s_p90"]
-        and none["tokens_per_s_p10"] <= row["tokens_per_s_p90"],
+        "speeds_overlap": speeds_overlap(row, none),
         "first_loss_difference": row["first_loss"] / none["first_loss"] - 1,
     }
     if "peak_memory_gib" in row and "peak_memory_gib" in none:
@@ -188,7 +187,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main() -> int:
     """Measure, print a table, write the JSON."""
     options = parse(sys.argv[1:])
-    work, arm = Workload.parse(options.workload, options.steps), parse_arm(options.arm)
+    work, arm = Workload.parse(options.workload, options.steps, "--workload"), parse_arm(options.arm)
     arm.check(work, LaunchRanks.from_environment(os.environ))
     if not torch.cuda.is_available():
         raise UserError("this measures an NVIDIA GPU, and none is found.")

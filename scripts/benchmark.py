@@ -152,12 +152,18 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "workload": name,
                     "arms": list(CLAIM),
                     "speed_ratio": first["tokens_per_s"] / second["tokens_per_s"],
-                    "speeds_overlap": first["tokens_per_s_p10"] <= second["tokens_per_s_p90"]
-                    and second["tokens_per_s_p10"] <= first["tokens_per_s_p90"],
+                    "speeds_overlap": speeds_overlap(first, second),
                     "first_loss_difference": first["first_loss"] / second["first_loss"] - 1,
                 }
             )
     return found
+
+
+def speeds_overlap(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether the middle eight tenths of the steps of two rows have speeds in common."""
+    return bool(
+        first["tokens_per_s_p10"] <= second["tokens_per_s_p90"] and second["tokens_per_s_p10"] <= first["tokens_per_s_p90"]
+    )
 
 
 def print_round(work: Workload, arm: Arm, number: int, answer: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -82,7 +83,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def arms_of(adapters: str, recipe: str) -> list[Arm]:
     """The arms of a workload, bf16 and fp8 in turns."""
     names = adapters.split(",")
-    if wrong := [name for name in names if not name.startswith("lora")]:
+    if wrong := [name for name in names if not re.fullmatch(r"lora[1-9]\d*(qv)?", name)]:
         raise UserError(
             f"--adapters {wrong[0]} is unknown; give loraN (all linear layers) or loraNqv (q and v), such as {ADAPTERS}."
         )

@@ -35,20 +35,20 @@ class Workload:
     """Steps per round, the left-out ones included."""
 
     @classmethod
-    def parse(cls, text: str, num_steps: int) -> Workload:
-        """'MODEL:ROWSxLENGTHxMICRO_BATCHES' as a workload. Raises `UserError` where it is none or the model is unknown."""
+    def parse(cls, text: str, num_steps: int, flag: str = "--workloads") -> Workload:
+        """'MODEL:ROWSxLENGTHxMICRO_BATCHES' as a workload. Raises `UserError`, which names `flag`, where it is none or the model is unknown."""
         model, _, shape = text.rpartition(":")
         match = _SHAPE.fullmatch(shape)
         if not model or match is None:
             raise UserError(
-                f"--workloads {text}: write MODEL:ROWSxLENGTHxMICRO_BATCHES, for example Llama-3.1-8B:8x1024x4 for 4 micro-batches of 8 rows of "
+                f"{flag} {text}: write MODEL:ROWSxLENGTHxMICRO_BATCHES, for example Llama-3.1-8B:8x1024x4 for 4 micro-batches of 8 rows of "
                 "1024 tokens."
             )
         batch_size, seq_length, micro_batches = map(int, match.groups())
         work = cls(model, batch_size, seq_length, micro_batches, num_steps)
         if not work.source.is_local and not work.source.location.endswith(".json"):
             raise UserError(
-                f"--workloads {text}: {model} is unknown; give a folder with a config.json, or one of {', '.join(bundled_architectures())}."
+                f"{flag} {text}: {model} is unknown; give a folder with a config.json, or one of {', '.join(bundled_architectures())}."
             )
         return work
 

@@ -30,11 +30,6 @@ FOLDER = REPOSITORY / "configs"
 Kind = Literal["DeepSpeed", "Accelerate"]
 _ACCELERATE_KEYS = {"compute_environment", "distributed_type", "fp8_config", "fsdp_config", "deepspeed_config", "machine_rank"}
 """Any of which makes a YAML file one of `accelerate launch`."""
-_FP8_WITHOUT_EFFECT = {
-    "use_autocast_during_eval": "evaluation runs in the precision of training",
-    "interval": "the scale is worked out in every step",
-    "opt_level": "it belongs to MS-AMP",
-}
 _VARIABLE_OF_SECTION = {"fsdp_config": "", "deepspeed_config": "ACCELERATE_DEEPSPEED_", "parallelism_config": ""}
 """Section -> what stands before its entries' names where the launcher makes variables of them."""
 
@@ -120,16 +115,13 @@ def launch_environment(path: Path) -> dict[str, str]:
 def accelerate_findings(path: Path) -> Iterator[Finding]:
     """What a run started with this file would refuse (the first entry), and the entries that change nothing."""
     from llm_fp8.config import Config
+    from llm_fp8.fp8_config_keys import idle_keys
     from llm_fp8.launch_env import apply_launch_settings
     from llm_fp8.launch_sharding import DROPPED
 
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    fp8 = content.get("fp8_config") or {}
-    if fp8 and str(content.get("mixed_precision", "no")).lower() != "fp8":
+    if content.get("fp8_config") and str(content.get("mixed_precision", "no")).lower() != "fp8":
         yield Finding(path, "no effect", f"fp8_config: mixed_precision is {content.get('mixed_precision', 'no')}, so no fp8 runs")
-    for key in fp8:
-        if why := _FP8_WITHOUT_EFFECT.get(key.removeprefix("fp8_")):
-            yield Finding(path, "no effect", f"fp8_config.{key}: {why}")
     for section, prefix in _VARIABLE_OF_SECTION.items():
         for key in content.get(section) or {}:
             # Some entries have a longer name than their variable: zero3_init_flag, ACCELERATE_DEEPSPEED_ZERO3_INIT.
@@ -143,6 +135,8 @@ def accelerate_findings(path: Path) -> Iterator[Finding]:
         words = " ".join((str(error) or said.getvalue()).split())
         yield Finding(path, "refused", f"accelerate launch refuses it ({words})")
         return
+    for key, why in idle_keys(environ).items():
+        yield Finding(path, "no effect", f"fp8_config.{key}: {why}")
     try:
         config = apply_launch_settings(Config(), environ)
     except UserError as error:

@@ -74,6 +74,14 @@ def test_everything_that_is_copied_is_there_and_goes_to_its_own_place():
         assert place.removeprefix("./") == source, "the repository's layout is kept"
 
 
+def test_what_the_benchmarks_start_is_there():
+    started = {
+        name for path in (ROOT / "benchmarks").glob("*.py") for name in re.findall(r"\"(\w+/\w+\.py|\w+\.py)\"", path.read_text())
+    }
+    assert "examples/hf_trainer_fp8.py" in started
+    assert not [name for name in started if name not in copied() and f"{name.partition('/')[0]}/" not in copied()]
+
+
 def test_nothing_else_reaches_the_build():
     assert all(
         map(

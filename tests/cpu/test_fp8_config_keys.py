@@ -16,7 +16,7 @@ from torch import nn
 
 from llm_fp8.config import parse_config
 from llm_fp8.errors import UserError
-from llm_fp8.fp8_config_keys import KEYS, PREFIX, idle_keys, with_table
+from llm_fp8.fp8_config_keys import KEYS, PREFIX, idle_keys, idle_sentences, with_table
 from llm_fp8.launch_env import apply_launch_settings
 from tests import made_up_te
 from tests.small import forget_accelerator, train
@@ -138,31 +138,34 @@ def test_the_case_of_the_backend_matters_upstream_and_not_here(launch, recipe_of
     assert apply_launch_settings(parse_config([]), environ).precision.mixed_precision == "fp8"
 
 
+@pytest.mark.parametrize("backend", ["TE", "AO"])
 @pytest.mark.parametrize("name", [name for name in OTHER if name != "backend"])
-def test_whether_a_key_acts_in_our_scripts_and_what_they_say_where_it_does_not(launch, name):
+def test_whether_a_key_acts_in_our_scripts_and_what_they_say_where_it_does_not(launch, name, backend):
     key = BY_NAME[name]
-    # A value that is the launcher's default and ours alike could not show that it is read.
-    value = "most_recent" if name == "amax_compute_algo" else OTHER[name]
-    environ = launch({"backend": "TE", "amax_compute_algo": "max", name: value})
-    assert idle_keys(launch({"backend": "TE"})) == []
-    sentences = idle_keys(environ)
-    plain = apply_launch_settings(parse_config([]), launch({"backend": "TE", "amax_compute_algo": "max"}))
+    others = {"backend": backend, **({"amax_compute_algo": "max"} if backend == "TE" else {})}
+    value = OTHER[name]
+    if name == "amax_compute_algo" and backend == "TE":
+        value = "most_recent"  # the launcher's default and ours alike could not show that it is read
+    flags = parse_config(["--sharding_mode", "fsdp_full"], parallel=True)  # in which weights can be gathered in fp8
+    environ = launch({**others, name: value})
+    assert idle_keys(launch({"backend": backend})) == {}
+    idle = idle_keys(environ)
+    plain = apply_launch_settings(flags, launch(others))
     try:
-        acts = apply_launch_settings(parse_config([]), environ) != plain
+        acts = apply_launch_settings(flags, environ) != plain
     except UserError as error:
         acts = name in str(error)
-    assert acts == key.acts_in_scripts
-    assert [f"fp8_config sets {name} to {value}, which does nothing here" in sentence for sentence in sentences] == [True] * (
-        not acts
-    )
+    assert acts == (key.acts_in_scripts if backend == "TE" else key.acts_with_torchao)
+    assert list(idle) == [name] * (not acts)
 
 
-def test_a_key_that_nobody_knows_is_named(launch):
-    environ = launch({"backend": "TE", "amax_history_length": 16})
+@pytest.mark.parametrize("backend", ["TE", "AO"])
+def test_a_key_that_nobody_knows_is_named(launch, backend):
+    environ = launch({"backend": backend, "amax_history_length": 16})
     assert environ[f"{PREFIX}AMAX_HISTORY_LENGTH"] == "16"
-    (sentence,) = idle_keys(environ)
+    (sentence,) = idle_sentences(environ)
     assert "amax_history_length" in sentence and "does nothing" in sentence
-    assert idle_keys({**environ, "ACCELERATE_MIXED_PRECISION": "bf16"}) == []
+    assert idle_sentences({**environ, "ACCELERATE_MIXED_PRECISION": "bf16"}) == []
 
 
 def test_a_run_says_which_keys_do_nothing(launch, monkeypatch, capsys, tmp_path):
@@ -171,7 +174,7 @@ def test_a_run_says_which_keys_do_nothing(launch, monkeypatch, capsys, tmp_path)
         monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match="needs an NVIDIA GPU"):
         train("--max_steps", "1", "--output_dir", str(tmp_path / "run"))
-    warning = "WARNING: fp8_config sets interval to 3, which does nothing here: Transformer Engine no longer has it."
+    warning = "WARNING: fp8_config.interval does nothing here: Transformer Engine no longer has it."
     assert capsys.readouterr().out.splitlines() == [warning]
 
 
@@ -179,7 +182,7 @@ def test_the_files_for_one_gpu_give_the_run_of_the_same_options(launch):
     """In the form of the guide this project started from, `distributed_type: NO` without quotation marks, which YAML reads as false."""
     for precision in ("fp8", "bf16"):
         environ = launch(REPOSITORY / "configs" / f"accelerate_{precision}.yaml")
-        assert idle_keys(environ) == []
+        assert idle_keys(environ) == {}
         config = apply_launch_settings(parse_config([]), environ)
         flags = [f"--mixed_precision={precision}"]
         if precision == "fp8":

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gsm8k_curves import ARMS, compare_to_one_gpu, finished_runs, make_parser, plan
+from benchmarks import plot_curves
+from benchmarks.gsm8k_curves import ARMS, check, compare_to_one_gpu, finished_runs, make_parser, parse_seeds, plan
 from benchmarks.plot_curves import draw
 from llm_fp8.config import parse_config
+from llm_fp8.errors import FailedCheck, UserError
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def settings(num_gpus: int) -> argparse.Namespace:
@@ -49,7 +53,7 @@ def run(arm: str, num_gpus: int, *losses: float, rows: int = 16) -> dict:
     }  # fmt: skip
 
 
-def test_the_same_command_goes_on_from_what_it_kept(tmp_path, capsys):
+def test_the_same_command_goes_on_from_what_it_kept(tmp_path):
     output = tmp_path / "curves.json"
     command = ["gsm8k_curves.py", "--data", "rows.jsonl", "--output", str(output), "--num_gpus", "4", "--epochs", "2"]
     parser = make_parser()
@@ -59,9 +63,47 @@ def test_the_same_command_goes_on_from_what_it_kept(tmp_path, capsys):
         json.dumps({"provenance": {"command": command}, "earlier_provenance": [], "comparison": None, "runs": runs})
     )
     assert finished_runs(parser.parse_args([*command[1:], "--parallel", "3"]), parser) == (runs, [{"command": command}])
-    with pytest.raises(SystemExit):
-        finished_runs(parser.parse_args([*command[1:], "--epochs", "3"]), parser)
-    assert "holds runs with --epochs 2" in capsys.readouterr().err
+    for name, value, held in (("epochs", "3", "2"), ("data", "others.jsonl", "rows.jsonl")):
+        with pytest.raises(UserError, match=f"holds runs with --{name} {held}"):
+            finished_runs(parser.parse_args([*command[1:], f"--{name}", value]), parser)
+
+
+def test_the_recorded_file_can_be_gone_on_from():
+    path = RESULTS / "gsm8k_curves.json"
+    parser = make_parser()
+    words = ["--data", "gsm8k_train.jsonl", "--output", str(path), "--epochs", "3"]
+    runs, provenance = finished_runs(parser.parse_args(words), parser)
+    assert len(runs) == 12 and len(provenance[-1]["git"]["commit"]) == 40
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--data", "none.jsonl"], "--data none.jsonl: no such file"),
+        (["--num_gpus", "3"], "--num_gpus 3 does not divide"),
+        (["--epochs", "0"], "--epochs must be at least 1"),
+        (["--parallel", "0"], "--parallel must be at least 1"),
+    ],
+)
+def test_mistakes_are_found_before_the_first_training(tmp_path, words, says):
+    arguments = ["--data", __file__, "--output", str(tmp_path / "curves.json"), *words]
+    with pytest.raises(UserError, match=says):
+        check(make_parser().parse_args(arguments))
+
+
+@pytest.mark.parametrize("seeds", ["1,b", "", "1,1", "-1"])
+def test_seeds_that_are_none(seeds):
+    with pytest.raises(UserError, match="--seeds"):
+        parse_seeds(seeds)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", (RESULTS / "throughput_1b.json").read_text()], ids=["broken", "list", "another"])
+def test_an_output_of_another_kind_is_not_gone_on_from(tmp_path, content):
+    output = tmp_path / "some.json"
+    output.write_text(content)
+    parser = make_parser()
+    with pytest.raises(UserError, match=str(output)):
+        finished_runs(parser.parse_args(["--data", "rows.jsonl", "--output", str(output)]), parser)
 
 
 def test_the_comparison_with_one_gpu_and_its_plot(tmp_path):
@@ -78,5 +120,13 @@ def test_the_comparison_with_one_gpu_and_its_plot(tmp_path):
     assert comparison["arms"]["fsdp_full:delayed"][0]["final_difference"] == -0.5
     draw({"runs": runs}, tmp_path / "plots" / "curves.png")
     assert (tmp_path / "plots" / "curves.png").stat().st_size > 10_000
-    with pytest.raises(RuntimeError, match="took 8 rows a step and one GPU 16"):
+    with pytest.raises(FailedCheck, match="took 8 rows a step and one GPU 16"):
         compare_to_one_gpu([runs[0], run("ddp:bf16", 4, 3.5, 2.25, rows=8)])
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"runs": []}', '{"runs": [{}]}'])
+def test_a_file_without_curves_is_not_drawn(tmp_path, content):
+    file = tmp_path / "curves.json"
+    file.write_text(content)
+    with pytest.raises(UserError, match=f"results {file}"):
+        plot_curves.main([str(file), str(tmp_path / "curves.png")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from benchmarks.hf_trainer import (
@@ -12,6 +13,7 @@ from benchmarks.hf_trainer import (
     TRAINER_ARMS,
     command_of,
     compare,
+    main,
     measure,
     parse,
     read_ours,
@@ -110,6 +112,10 @@ def test_a_training_that_fails_says_why(work, model_and_rows, tmp_path):
     assert found == {"certificate": None, "failed": "error: the reason"}
     found = measure("train_fp8", [python, "-c", "import time; time.sleep(60)"], work, tmp_path / "run", 1, 0.5)
     assert found["failed"].startswith("did not end within")
+    (tmp_path / "run").mkdir()
+    write_state(tmp_path / "run", 240)
+    found = measure("trainer_bf16", [python, "-c", ""], work, tmp_path / "run", 1, 60)
+    assert found["failed"] == "the steps computed [240] tokens and not 256"
 
 
 @pytest.mark.parametrize(
@@ -119,3 +125,13 @@ def test_a_training_that_fails_says_why(work, model_and_rows, tmp_path):
 def test_what_cannot_be_measured_is_one_sentence(options, named, tmp_path):
     with pytest.raises(UserError, match=named):
         parse([*options, "--output", str(tmp_path / "out.json")])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("workload", "says"), [("Foo:1x2x3", "--workload Foo:1x2x3: Foo is unknown"), ("Llama-57M:1x64x1", "none is found")]
+)
+def test_nothing_is_started_without_a_gpu_or_a_known_model(workload, says, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["hf_trainer.py", "--workload", workload, "--output", str(tmp_path / "out.json")])
+    with pytest.raises(UserError, match=says):
+        main()

@@ -288,7 +288,7 @@ def test_a_resumed_run_takes_the_same_steps_and_its_checkpoints_hold_adapters_al
 
     def options(folder, *more):
         return [
-            f"--model_name={tiny_model}", f"--dataset_name={rows}", "--validation_fraction=0", "--max_seq_length=256", "--learning_rate=1e-2",
+            f"--model_name={tiny_model}", f"--dataset_name={rows}", "--validation_fraction=0", "--max_seq_length=256", "--batch_size=4", "--learning_rate=1e-2",
             "--max_steps=6", "--save_every=3", "--save_total_limit=9", "--lora_dropout=0.3", "--log_every=1", f"--output_dir={folder}", *LORA, *more,
         ]  # fmt: skip
 
@@ -386,6 +386,10 @@ def test_what_is_wrong_with_an_adapters_folder_is_said(trained_adapter, tiny_mod
     other = write_model(tmp_path / "other", hidden_size=64)
     with pytest.raises(UserError, match="the adapter cannot be put on .*other"):
         script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged", "--base_model", other)
+    description = json.loads((copied / "adapter_config.json").read_text())
+    (copied / "adapter_config.json").write_text(json.dumps({**description, "base_model_name_or_path": "/no/such"}))
+    with pytest.raises(UserError, match=r"its base model cannot be loaded \(/no/such: no such folder\).* with --base_model"):
+        script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged")
     (copied / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="adapter_config.json is not PEFT's description"):
         script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged")
@@ -398,8 +402,9 @@ def test_the_study_compares_each_kind_of_adapters_with_itself():
     assert [arm.name for arm in arms_of("lora8,lora16qv", "current")] == [
         "bf16", "current", "bf16:lora8", "current:lora8", "bf16:lora16qv", "current:lora16qv",
     ]  # fmt: skip
-    with pytest.raises(UserError, match="--adapters dora is unknown"):
-        arms_of("dora", "delayed")
+    for wrong in ("dora", "lorax", "lora0", "lora8:swap"):
+        with pytest.raises(UserError, match=f"--adapters {wrong} is unknown"):
+            arms_of(wrong, "delayed")
     work = Workload.parse("Llama-3.1-8B:8x1024x4", 3)
 
     def row(arm, speed):

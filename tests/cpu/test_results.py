@@ -224,3 +224,19 @@ def test_comparison():
         assert len(arm["seeds"]) >= 3 and arm["certificate"]["state"] == "certified"
         assert all(0.05 < share < 0.95 for share in arm["exact_match"].values()), "neither none nor all of the problems"
     assert all(flag["effect"] == "note" for flag in record["differences"]), "the runs differ in nothing but the arm"
+
+
+def test_the_readmes_table_of_one_gpu_is_that_of_the_files():
+    text = (RESULTS.parents[1] / "README.md").read_text()
+    table = re.search(r"^\| \| Llama-3\.2-1B, 16 rows \|.*?\n\n", text, re.M | re.S)
+    assert table
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:] if line]
+    # te_autocast stands in the text: it is accelerate_te without Accelerate.
+    arms = [arm for arm in (*RIVALS, *PRECISIONS) if arm != "te_autocast"]
+    assert len(lines) == len(arms)
+    for column, size in enumerate(("1b", "3b", "8b"), start=1):
+        rows = {row["arm"]: row for row in json.loads((RESULTS / f"throughput_{size}.json").read_text())["rows"]}
+        for arm, line in zip(arms, lines, strict=True):
+            row = rows[arm]
+            expected = "out of memory" if "failed" in row else f"{row['tokens_per_s']:,.0f}, {row['peak_memory_gib']:.0f} GiB"
+            assert line[column].partition(";")[0] == expected, (size, arm)

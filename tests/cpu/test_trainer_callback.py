@@ -18,6 +18,8 @@ import yaml
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import llm_fp8.trainer_callback as callback_module
+from examples.hf_trainer_fp8 import main as example_main
+from llm_fp8.errors import UserError
 from llm_fp8.trainer_callback import CertificateCallback, asked_precision
 from tests import made_up_te
 from tests.small import forget_accelerator, run_json, steps, tiny_config, train
@@ -273,6 +275,27 @@ def test_the_example_trains_the_embedded_model_under_accelerate_launch(launched)
     assert len(logged) == 3 and logged[2]["loss"] < logged[0]["loss"]
     assert all(record["train_tokens_per_second"] > 0 and record["num_input_tokens_seen"] % 16 == 0 for record in logged)
     assert (folder / "example" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "says"),
+    [
+        ("", ["--model_name", "/no/such"], "--model_name /no/such cannot be loaded"),
+        ("", ["--dataset_name", "none.jsonl"], "--dataset_name none.jsonl --split_name train cannot be loaded"),
+        ('{"problem": 1}{', [], "rows.jsonl --split_name train cannot be loaded"),
+        ('{"text": "a"}', [], "rows.jsonl has no column generated_solution; its columns are text"),
+        ('{"problem": "a", "generated_solution": "b"}', ["--split_name", "test"], "--split_name test cannot be loaded"),
+        ("", ["--lerning_rate", "1"], "lerning_rate.*--help lists the options"),
+    ],
+)
+def test_mistakes_in_the_examples_options_are_one_sentence(tmp_path, monkeypatch, content, options, says):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(content)
+    arguments = ["--dataset_name", str(file), *options]
+    monkeypatch.setattr("sys.argv", ["hf_trainer_fp8.py", "--output_dir", str(tmp_path / "run"), *arguments])
+    with pytest.raises(UserError, match=says) as mistake:
+        example_main()
+    assert "\n" not in str(mistake.value)
 
 
 def test_a_file_of_accelerate_gives_train_fp8_the_run_of_the_same_option(launched, tiny_model, rows, tmp_path):

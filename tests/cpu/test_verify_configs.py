@@ -83,7 +83,16 @@ def with_fp8(**entries: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (GUIDE, [("no effect", "fp8_config.use_autocast_during_eval: evaluation runs in the precision of training")]),
+        (GUIDE, []),
+        (
+            with_fp8(use_autocast_during_eval=True, amax_history_length=16),
+            [("no effect", "fp8_config.amax_history_length: neither accelerate nor these scripts know it"),
+             ("no effect", "fp8_config.use_autocast_during_eval: evaluation runs in the precision of training")],
+        ),
+        (
+            {**GUIDE, "fp8_config": {"backend": "AO", "pad_inner_dim": False}},
+            [("no effect", "fp8_config.pad_inner_dim: layers whose sizes would need padding")],
+        ),
         (with_fp8(), []),
         ({**GUIDE, "mixed_precision": "bf16", "fp8_config": TE}, [("no effect", "fp8_config: mixed_precision is bf16, so no fp8 runs")]),
         (with_fp8(override_linear_precision=[True, False, False]), [("refused", "override_linear_precision")]),
@@ -98,7 +107,7 @@ def with_fp8(**entries: object) -> dict[str, object]:
             [("no effect", "fsdp_config.fsdp_backward_prefetch: FSDP2 prefetches by itself")],
         ),
     ],
-    ids=["guide", "te", "bf16", "override", "msamp", "dynamo", "unknown", "fsdp"],
+    ids=["guide", "idle", "torchao", "te", "bf16", "override", "msamp", "dynamo", "unknown", "fsdp"],
 )  # fmt: skip
 def test_entries_of_an_accelerate_file(written, content, expected):
     found = found_in(written(content))
