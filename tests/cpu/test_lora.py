@@ -196,6 +196,16 @@ def test_the_te_decoder_trains_the_same_adapters(tmp_path, tied_model, sixteen_r
     }
 
 
+def test_the_parity_gate_takes_adapters_wider_than_the_frozen_model(tmp_path, tiny_model, rows, stand_in):
+    """bf16 weights with fp32 adapters beside them, which Transformer Engine's modules refuse outside of autocast."""
+    train(
+        f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_steps=2", "--max_seq_length=256", "--validation_fraction=0",
+        "--use_te", "--no_packing", "--mixed_precision=bf16", "--optimizer=adamw_fp32", f"--output_dir={tmp_path}", *LORA,
+    )  # fmt: skip
+    assert all(tensor.dtype == torch.float32 for tensor in adapter(tmp_path).values())
+    assert any(tensor.any() for name, tensor in adapter(tmp_path).items() if "lora_B" in name)
+
+
 @pytest.mark.parametrize("targets", ["all-linear", "k_proj,o_proj", "up_proj"])
 def test_the_te_decoder_computes_what_hugging_faces_does(tiny_model, stand_in, targets):
     """Logits and every gradient with random A and B; the merged tensors too."""
