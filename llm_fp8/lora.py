@@ -290,19 +290,26 @@ def num_adapter_parameters(model: nn.Module) -> int:
 def products_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:
     """For each linear module whose weights are frozen: the GEMMs of each of them in a micro-batch, not counting recomputation.
 
-    Two, forward and gradient of the input; one where nothing that is trained lies below, so that the gradient of the input is not needed:
-    in the first decoder layer up to its first adapters, whatever is recomputed. There a layer of an unknown name counts one,
-    which may be too few and never too many. Empty for a model without adapters, where everything is trained.
+    Two, forward and gradient of the input; one where nothing that is trained lies below, so that the gradient of the input is not needed,
+    whatever is recomputed: in the decoder layers up to the first that has adapters, and in that one up to the first of these. Which layers come first
+    inside it is known of the families that te_llama builds; others may compute attention and MLP side by side, and so all of it counts one there, as
+    does what lies outside the decoder layers. That may be too few and never too many. Empty for a model without adapters, where everything is trained.
     """
-    adapters = adapters_of(model)
-    if not adapters:
+    if not adapters_of(model):
         return {}
-    first = decoder_layers(model)[0]
+    layers, head = decoder_layers(model), model.get_output_embeddings()
     products = {module: 2 for name, module in model.named_modules() if not is_adapter(name)}
-    lowest = min((_stage(name, len(_STAGES)) for name in adapters), default=0)
-    for name, module in first.named_modules():
-        if module in products and _stage(name_without_adapter(name), -1) <= lowest:
-            products[module] = 1
+    inside = {module for layer in layers for module in layer.modules()}
+    products.update({module: 1 for module in products if module not in inside and module is not head})
+    in_order = model.config.model_type in te_llama.SUPPORTED_MODEL_TYPES
+    for layer in layers:
+        adapted = adapters_of(layer)
+        lowest = min((_stage(name, len(_STAGES)) for name in adapted), default=len(_STAGES)) if in_order else len(_STAGES)
+        for name, module in layer.named_modules():
+            if module in products and _stage(name_without_adapter(name), -1) <= lowest:
+                products[module] = 1
+        if adapted:
+            break
     return products
 
 

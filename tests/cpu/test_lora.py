@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CohereConfig, PhiConfig
 
 import te_llama
 from llm_fp8.config import LoraConfig, PrecisionConfig, parse_config
@@ -291,6 +291,36 @@ def test_products_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use
         == {pattern for pattern in described if "lora_" in pattern or "adapters" in pattern}
         != set()
     )
+
+
+SMALL = {"vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+OTHER_DECODERS = {
+    "cohere": CohereConfig(intermediate_size=128, num_key_value_heads=4, **SMALL),
+    "phi": PhiConfig(intermediate_size=128, **SMALL),
+}
+"""Those that compute attention and MLP side by side."""
+
+
+@pytest.mark.parametrize("config", OTHER_DECODERS.values(), ids=OTHER_DECODERS)
+def test_no_more_products_are_expected_than_run_beside_attention(config):
+    """A certificate that expects a product which autograd does not need would fail a run that is right."""
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    add_adapters(model, LoraConfig(lora_rank=RANK), torch.float32)
+    initialize_adapters_(model, SEED)
+    products, ids = products_per_weight(model), torch.randint(3, 1024, (2, 24))
+    with CountProducts() as counted:
+        model(input_ids=ids, labels=ids).loss.backward()
+    found = {
+        name: (products[module], counted.counts[module.weight.untyped_storage().data_ptr()])
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear and module in products
+    }
+    assert all(1 <= expected <= ran for expected, ran in found.values()), found
+    assert all(expected == ran == 2 for name, (expected, ran) in found.items() if "layers.1." in name), found
+    assert all(
+        found[name] == (1, 1) for name in found if "layers.0." in name and name.split(".")[-2] in ("fc1", "gate_proj", "up_proj")
+    ), found
 
 
 def test_a_resumed_run_takes_the_same_steps_and_its_checkpoints_hold_adapters_alone(tmp_path, tiny_model, rows):
