@@ -29,6 +29,7 @@ from llm_fp8.lora import (
     needs_split_mlp,
     num_adapter_parameters,
     products_per_weight,
+    require_peft,
     scaling_of,
 )
 from llm_fp8.metrics import DecoderSize, model_flops_per_token
@@ -554,6 +555,25 @@ def test_a_layer_that_the_model_has_not_is_named(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     with pytest.raises(UserError, match=r"--lora_targets qkv_proj: LlamaForCausalLM has the linear layers q_proj, k_proj"):
         add_adapters(model, LoraConfig(lora_rank=4, lora_targets="q_proj,qkv_proj"), torch.float32)
+
+
+def test_peft_is_imported_after_the_choice_of_cudnn_and_what_it_fails_on_is_said(monkeypatch):
+    """PEFT imports Transformer Engine, which loads a cuDNN, and fails with it where that does not load."""
+    seen = []
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "peft":
+                seen.append(name)
+                raise OSError("libcublas.so.13: cannot open shared object file")
+
+    monkeypatch.delitem(sys.modules, "peft")
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    monkeypatch.setattr("llm_fp8.lora.prefer_torchs_cudnn", lambda: seen.append("cuDNN"))
+    with pytest.raises(UserError, match="--lora_rank 4 needs PEFT, .* Transformer Engine, .*: libcublas.so.13: cannot open"):
+        require_peft("--lora_rank 4")
+    assert seen == ["cuDNN", "peft"]
 
 
 def test_a_missing_peft_is_said(tiny_model, monkeypatch):
