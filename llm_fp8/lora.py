@@ -31,6 +31,7 @@ from llm_fp8.adapter_names import is_adapter, name_without_adapter
 from llm_fp8.config import ALL_LINEAR, DECODER_LINEARS, LoraConfig
 from llm_fp8.errors import UserError
 from llm_fp8.models import decoder_layers
+from llm_fp8.precision import prefer_torchs_cudnn
 from llm_fp8.shards import is_te_model, row_block
 
 DEFAULT_SCALING = 2.0
@@ -91,11 +92,16 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
 
 def require_peft(why: str) -> None:
     """Raise a `UserError` that starts with `why` where PEFT cannot be imported."""
+    prefer_torchs_cudnn()  # PEFT imports Transformer Engine where that is installed
     try:
         import peft  # noqa: F401
     except ImportError as error:
         raise UserError(
             f"{why} needs PEFT, which is not installed or does not load ({error}); run: pip install -r requirements.txt"
+        ) from error
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"{why} needs PEFT, which does not load, or Transformer Engine, which it imports where installed, does not: {error}"
         ) from error
 
 
@@ -290,19 +296,26 @@ def num_adapter_parameters(model: nn.Module) -> int:
 def products_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:
     """For each linear module whose weights are frozen: the GEMMs of each of them in a micro-batch, not counting recomputation.
 
-    Two, forward and gradient of the input; one where nothing that is trained lies below, so that the gradient of the input is not needed:
-    in the first decoder layer up to its first adapters, whatever is recomputed. There a layer of an unknown name counts one,
-    which may be too few and never too many. Empty for a model without adapters, where everything is trained.
+    Two, forward and gradient of the input; one where nothing that is trained lies below, so that the gradient of the input is not needed,
+    whatever is recomputed: in the decoder layers up to the first that has adapters, and in that one up to the first of these. Which layers come first
+    inside it is known of the families that te_llama builds; others may compute attention and MLP side by side, and so all of it counts one there, as
+    does what lies outside the decoder layers. That may be too few and never too many. Empty for a model without adapters, where everything is trained.
     """
-    adapters = adapters_of(model)
-    if not adapters:
+    if not adapters_of(model):
         return {}
-    first = decoder_layers(model)[0]
+    layers, head = decoder_layers(model), model.get_output_embeddings()
     products = {module: 2 for name, module in model.named_modules() if not is_adapter(name)}
-    lowest = min((_stage(name, len(_STAGES)) for name in adapters), default=0)
-    for name, module in first.named_modules():
-        if module in products and _stage(name_without_adapter(name), -1) <= lowest:
-            products[module] = 1
+    inside = {module for layer in layers for module in layer.modules()}
+    products.update({module: 1 for module in products if module not in inside and module is not head})
+    in_order = model.config.model_type in te_llama.SUPPORTED_MODEL_TYPES
+    for layer in layers:
+        adapted = adapters_of(layer)
+        lowest = min((_stage(name, len(_STAGES)) for name in adapted), default=len(_STAGES)) if in_order else len(_STAGES)
+        for name, module in layer.named_modules():
+            if module in products and _stage(name_without_adapter(name), -1) <= lowest:
+                products[module] = 1
+        if adapted:
+            break
     return products
 
 

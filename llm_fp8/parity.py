@@ -183,7 +183,10 @@ def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: objec
     if isinstance(module, PreTrainedModel):
         output = module(inputs_embeds=hidden, use_cache=False, **arguments).last_hidden_state
     else:
-        output = module(hidden, **arguments)
+        # Adapters may be wider than the frozen layer around them, which Transformer Engine's modules take under autocast only.
+        mixed = any(parameter.dtype != hidden.dtype for parameter in module.parameters())
+        with torch.autocast(hidden.device.type, hidden.dtype, enabled=mixed):
+            output = module(hidden, **arguments)
     with warnings.catch_warnings():
         # The first backward pass of a process finds its thread without a CUDA context; cuBLAS takes the device's.
         warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")

@@ -52,7 +52,7 @@ INSTALL_TE = "pip install --no-build-isolation -r requirements-gpu.txt"
 
 def require_te(why: str) -> Any:
     """Import and return `transformer_engine.pytorch`; a `UserError` that starts with `why` where that fails."""
-    _prefer_torchs_cudnn()
+    prefer_torchs_cudnn()
     try:
         import transformer_engine.pytorch as te
     except ImportError as error:
@@ -70,8 +70,8 @@ def forget_delayed_scales() -> None:
         FP8GlobalStateManager.reset()
 
 
-def _prefer_torchs_cudnn() -> None:
-    """Let Transformer Engine load the cuDNN that torch brought, not an older one of the system.
+def prefer_torchs_cudnn() -> None:
+    """Let Transformer Engine load the cuDNN that torch brought, not an older one of the system; call it before whatever imports it.
 
     It looks for the system's first. With two versions in one process its fused attention fails its own check and it takes the unfused
     one without a word, which was 2.7 times slower on an H200. A CUDNN_HOME or CUDNN_PATH that the user set stays; an empty one counts

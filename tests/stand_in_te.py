@@ -20,6 +20,13 @@ def _parameter(*shape: int, params_dtype: torch.dtype, device: str) -> nn.Parame
     return nn.Parameter(torch.empty(shape, dtype=params_dtype, device=device))
 
 
+def _check_dtypes(module: nn.Module, inputs: Tensor) -> None:
+    """Outside of torch.autocast Transformer Engine's modules take no parameter, be it of a module inside, of another dtype than their input."""
+    if not torch.is_autocast_enabled("cpu"):
+        for name, parameter in module.named_parameters():
+            assert parameter.dtype == inputs.dtype, f"Found input dtype: {inputs.dtype} and {name!r} dtype: {parameter.dtype}"
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: Any) -> None:
         super().__init__()
@@ -38,6 +45,7 @@ class Linear(nn.Module):
         self.bias = _parameter(out_features, **shared) if bias else None
 
     def forward(self, inputs: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        _check_dtypes(self, inputs)
         return F.linear(inputs, self.weight, self.bias)
 
 
@@ -63,6 +71,7 @@ class LayerNormMLP(nn.Module):
         self.fc1_weight, self.fc2_weight = _parameter(2 * inner, size, **shared), _parameter(size, inner, **shared)
 
     def forward(self, inputs: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        _check_dtypes(self, inputs)
         normed = F.rms_norm(inputs, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
         return F.linear(swiglu(F.linear(normed, self.fc1_weight), None), self.fc2_weight)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CohereConfig, PhiConfig
 
 import te_llama
 from llm_fp8.config import LoraConfig, PrecisionConfig, parse_config
@@ -29,6 +29,7 @@ from llm_fp8.lora import (
     needs_split_mlp,
     num_adapter_parameters,
     products_per_weight,
+    require_peft,
     scaling_of,
 )
 from llm_fp8.metrics import DecoderSize, model_flops_per_token
@@ -196,6 +197,16 @@ def test_the_te_decoder_trains_the_same_adapters(tmp_path, tied_model, sixteen_r
     }
 
 
+def test_the_parity_gate_takes_adapters_wider_than_the_frozen_model(tmp_path, tiny_model, rows, stand_in):
+    """bf16 weights with fp32 adapters beside them, which Transformer Engine's modules refuse outside of autocast."""
+    train(
+        f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_steps=2", "--max_seq_length=256", "--validation_fraction=0",
+        "--use_te", "--no_packing", "--mixed_precision=bf16", "--optimizer=adamw_fp32", f"--output_dir={tmp_path}", *LORA,
+    )  # fmt: skip
+    assert all(tensor.dtype == torch.float32 for tensor in adapter(tmp_path).values())
+    assert any(tensor.any() for name, tensor in adapter(tmp_path).items() if "lora_B" in name)
+
+
 @pytest.mark.parametrize("targets", ["all-linear", "k_proj,o_proj", "up_proj"])
 def test_the_te_decoder_computes_what_hugging_faces_does(tiny_model, stand_in, targets):
     """Logits and every gradient with random A and B; the merged tensors too."""
@@ -281,6 +292,36 @@ def test_products_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use
         == {pattern for pattern in described if "lora_" in pattern or "adapters" in pattern}
         != set()
     )
+
+
+SMALL = {"vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+OTHER_DECODERS = {
+    "cohere": CohereConfig(intermediate_size=128, num_key_value_heads=4, **SMALL),
+    "phi": PhiConfig(intermediate_size=128, **SMALL),
+}
+"""Those that compute attention and MLP side by side."""
+
+
+@pytest.mark.parametrize("config", OTHER_DECODERS.values(), ids=OTHER_DECODERS)
+def test_no_more_products_are_expected_than_run_beside_attention(config):
+    """A certificate that expects a product which autograd does not need would fail a run that is right."""
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    add_adapters(model, LoraConfig(lora_rank=RANK), torch.float32)
+    initialize_adapters_(model, SEED)
+    products, ids = products_per_weight(model), torch.randint(3, 1024, (2, 24))
+    with CountProducts() as counted:
+        model(input_ids=ids, labels=ids).loss.backward()
+    found = {
+        name: (products[module], counted.counts[module.weight.untyped_storage().data_ptr()])
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear and module in products
+    }
+    assert all(1 <= expected <= ran for expected, ran in found.values()), found
+    assert all(expected == ran == 2 for name, (expected, ran) in found.items() if "layers.1." in name), found
+    assert all(
+        found[name] == (1, 1) for name in found if "layers.0." in name and name.split(".")[-2] in ("fc1", "gate_proj", "up_proj")
+    ), found
 
 
 def test_a_resumed_run_takes_the_same_steps_and_its_checkpoints_hold_adapters_alone(tmp_path, tiny_model, rows):
@@ -519,6 +560,25 @@ def test_a_layer_that_the_model_has_not_is_named(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     with pytest.raises(UserError, match=r"--lora_targets qkv_proj: LlamaForCausalLM has the linear layers q_proj, k_proj"):
         add_adapters(model, LoraConfig(lora_rank=4, lora_targets="q_proj,qkv_proj"), torch.float32)
+
+
+def test_peft_is_imported_after_the_choice_of_cudnn_and_what_it_fails_on_is_said(monkeypatch):
+    """PEFT imports Transformer Engine, which loads a cuDNN, and fails with it where that does not load."""
+    seen = []
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "peft":
+                seen.append(name)
+                raise OSError("libcublas.so.13: cannot open shared object file")
+
+    monkeypatch.delitem(sys.modules, "peft")
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    monkeypatch.setattr("llm_fp8.lora.prefer_torchs_cudnn", lambda: seen.append("cuDNN"))
+    with pytest.raises(UserError, match="--lora_rank 4 needs PEFT, .* Transformer Engine, .*: libcublas.so.13: cannot open"):
+        require_peft("--lora_rank 4")
+    assert seen == ["cuDNN", "peft"]
 
 
 def test_a_missing_peft_is_said(tiny_model, monkeypatch):

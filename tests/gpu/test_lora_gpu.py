@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -159,6 +158,8 @@ def test_the_te_decoder_computes_what_peft_does(family, targets, tmp_path, devic
     "precision", [["--mixed_precision=bf16"], ["--mixed_precision=fp8"], ["--mixed_precision=fp8", "--fp8_scenario=current"]]
 )
 def test_a_run_exports_an_adapter_of_the_plain_model(precision, more, model_folder, tmp_path, device, record_property):  # noqa: F811
+    import peft  # not above: it imports Transformer Engine, before the tests that choose a cuDNN for it
+
     options = [
         option
         for option in common(model_folder, tmp_path / "run", *precision, *more)
