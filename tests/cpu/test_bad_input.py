@@ -228,7 +228,7 @@ def test_what_this_machine_or_these_options_cannot_do(refuse, common, options, n
     ("environment", "options", "named"),
     [
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, ["--mixed_precision=no"], "--mixed_precision no contradicts"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO"}, [], "backend AO"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "MSAMP"}, [], "backend MSAMP"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, [], "dynamo_config"),
     ],
 )
