@@ -26,9 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8 import environment
 from llm_fp8.errors import UserError, run_script
-from llm_fp8.json_files import require_writable, write_json_atomic
+from llm_fp8.json_files import write_json_atomic
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import Arm, parse_arm
+from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
 from llm_fp8.throughput.worker import measure_in_process
 from llm_fp8.throughput.workload import Workload
 from scripts.benchmark import EXIT_TERMINATED, print_round, speeds_overlap, summarise
@@ -162,25 +163,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--workload", default="Llama-3.2-1B:8x1024x4", help="MODEL:ROWSxLENGTHxMICRO_BATCHES (default %(default)s)"
     )
     parser.add_argument("--arm", default="delayed", help="as in scripts/benchmark.py (default %(default)s)")
-    parser.add_argument(
-        "--steps", type=int, default=10, help="optimizer steps of a round, the left-out ones included (default %(default)s)"
-    )
-    parser.add_argument("--warmup", type=int, default=4, help="steps of a round left out (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="how often the settings take turns (default %(default)s)")
-    parser.add_argument(
-        "--timeout_s", type=float, default=300, help="a measurement that takes longer has failed (default %(default)s)"
-    )
-    parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
+    add_measuring_options(parser, steps=10, warmup=4, rounds=2, arm_timeout_s=300)
     options = parser.parse_args(argv)
     for setting in options.settings:
         variables_of(setting)
     if doubled := {setting for setting in options.settings if options.settings.count(setting) > 1}:
         raise UserError(f"--settings has '{sorted(doubled)[0]}' twice.")
-    if not 0 <= options.warmup < options.steps:
-        raise UserError(f"--warmup {options.warmup} must leave some of the {options.steps} --steps to be timed.")
-    if options.rounds < 1 or not options.timeout_s > 0:
-        raise UserError(f"--rounds {options.rounds} and --timeout_s {options.timeout_s:g} must be above 0.")
-    require_writable("--output", options.output)
+    check_measuring_options(options)
     return options
 
 
@@ -192,7 +181,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         raise UserError("this measures an NVIDIA GPU, and none is found.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # so that a measurement's process is ended first
-    rows = measure_all(work, arm, options.settings, options.warmup, options.rounds, options.timeout_s, options.output)
+    rows = measure_all(work, arm, options.settings, options.warmup, options.rounds, options.arm_timeout_s, options.output)
     print("\n".join(map(line_of, rows)))
     return 0
 

@@ -34,9 +34,10 @@ from transformers import AutoTokenizer
 
 from llm_fp8.embedded import DATASET_DIR, MODEL_DIR
 from llm_fp8.errors import UserError, run_script
-from llm_fp8.json_files import require_writable, write_json_atomic, write_jsonl_atomic
+from llm_fp8.json_files import write_json_atomic, write_jsonl_atomic
 from llm_fp8.provenance import collect_provenance
 from llm_fp8.throughput.measure import speed
+from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
 from llm_fp8.throughput.workload import Workload
 from llm_fp8.verify.processes import Started
 
@@ -177,31 +178,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--workload", default="Llama-3.1-8B:4x1024x4", help="MODEL:ROWSxLENGTHxMICRO_BATCHES (default %(default)s)"
     )
     parser.add_argument("--arms", default="trainer_bf16,trainer_fp8,train_fp8", help="comma-separated (default %(default)s)")
-    parser.add_argument(
-        "--steps", type=int, default=20, help="optimizer steps of a round, the left-out ones included (default 20)"
-    )
-    parser.add_argument("--warmup", type=int, default=8, help=f"steps of a round left out, more than {RECORDED_STEP} (default 8)")
-    parser.add_argument("--rounds", type=int, default=2, help="how often the arms take turns (default 2)")
+    add_measuring_options(parser, steps=20, warmup=8, rounds=2, arm_timeout_s=500)
     parser.add_argument(
         "--weights_dtype",
         choices=["bfloat16", "float32"],
         default="bfloat16",
         help="the Trainer's weights: bfloat16 is the lighter set-up without master weights, float32 has them (default %(default)s)",
     )
-    parser.add_argument("--timeout_s", type=float, default=500, help="a training that takes longer has failed (default 500)")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write, after every training anew")
     options = parser.parse_args(argv)
     options.arms = options.arms.split(",")
     known = [*TRAINER_ARMS, *OUR_ARMS]
     if unknown := [arm for arm in options.arms if arm not in known]:
         raise UserError(f"--arms names {unknown[0]}, which is none of {', '.join(known)}.")
-    if not RECORDED_STEP < options.warmup < options.steps:
-        raise UserError(
-            f"--warmup {options.warmup} must be more than {RECORDED_STEP}, the step whose kernels are recorded, and less than --steps {options.steps}."
-        )
-    if options.rounds < 1:
-        raise UserError(f"--rounds {options.rounds} measures nothing; give 1 or more.")
-    require_writable("--output", options.output)
+    check_measuring_options(options, RECORDED_STEP)
     return options
 
 
@@ -224,7 +213,7 @@ def main() -> int:
             for arm in options.arms:
                 folder = Path(scratch, f"{arm}-{number}")
                 command = command_of(arm, work, model, data, folder, options.weights_dtype)
-                found = measure(arm, command, work, folder, options.warmup, options.timeout_s)
+                found = measure(arm, command, work, folder, options.warmup, options.arm_timeout_s)
                 rounds[arm].append({"command": command[1:], **found})
                 rows = [summarise(known, work, done) for known, done in rounds.items() if done]
                 record = {

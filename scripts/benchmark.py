@@ -38,10 +38,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.errors import UserError, run_script
-from llm_fp8.json_files import require_writable, write_json_atomic
+from llm_fp8.json_files import write_json_atomic
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import PRECISIONS, Arm, parse_arms
 from llm_fp8.throughput.measure import describe_gemms, speed
+from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
 from llm_fp8.throughput.rival import RIVALS
 from llm_fp8.throughput.worker import measure_in_process
 from llm_fp8.throughput.workload import Workload, parse_workloads
@@ -51,8 +52,14 @@ BASELINE = "hf_bf16"
 """The arm that the others are compared with, where it is measured."""
 CLAIM = ("accelerate_te", "te_autocast")
 """Said to be equal: Accelerate's own fp8, and Transformer Engine without it."""
-DEFAULTS = {"workloads": "Llama-3.2-1B:8x1024x4", "arms": ",".join([*RIVALS, *PRECISIONS]), "steps": 8, "warmup": 3, "rounds": 3}
-QUICK = {**DEFAULTS, "arms": f"{BASELINE},bf16,delayed,current", "steps": 6, "warmup": 2, "rounds": 1}
+QUICK = {
+    "workloads": "Llama-3.2-1B:8x1024x4",
+    "arms": f"{BASELINE},bf16,delayed,current",
+    "steps": 6,
+    "warmup": 2,
+    "rounds": 1,
+}
+"""Defaults with --quick."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -63,28 +70,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help=f"within two minutes: {', '.join(f'--{name} {value}' for name, value in QUICK.items())}, unless given otherwise",
     )
-    shown = {name: f"(default {value})" for name, value in DEFAULTS.items()}
-    parser.add_argument("--workloads", help=f"comma-separated MODEL:ROWSxLENGTHxMICRO_BATCHES {shown['workloads']}")
-    parser.add_argument("--arms", help=f"comma-separated, see the head of this file {shown['arms']}")
-    parser.add_argument("--steps", type=int, help=f"optimizer steps of a round, the left-out ones included {shown['steps']}")
-    parser.add_argument("--warmup", type=int, help=f"steps of a round left out {shown['warmup']}")
-    parser.add_argument("--rounds", type=int, help=f"how often the arms take turns {shown['rounds']}")
     parser.add_argument(
-        "--arm_timeout_s", type=float, default=300, help="a measurement that takes longer has failed (default 300)"
+        "--workloads",
+        default="Llama-3.2-1B:8x1024x4",
+        help="comma-separated MODEL:ROWSxLENGTHxMICRO_BATCHES (default %(default)s)",
     )
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    parser.add_argument(
+        "--arms",
+        default=",".join([*RIVALS, *PRECISIONS]),
+        help="comma-separated, see the head of this file (default %(default)s)",
+    )
+    add_measuring_options(parser, steps=8, warmup=3, rounds=3, arm_timeout_s=300, output_required=False)
     options = parser.parse_args(argv)
-    for name, value in (QUICK if options.quick else DEFAULTS).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    if not 0 <= options.warmup < options.steps:
-        raise UserError(f"--warmup {options.warmup} must leave some of the {options.steps} --steps to be timed.")
-    if options.rounds < 1:
-        raise UserError(f"--rounds {options.rounds} measures nothing; give 1 or more.")
-    if not options.arm_timeout_s > 0:
-        raise UserError(f"--arm_timeout_s {options.arm_timeout_s:g} leaves no time to measure in; give seconds, more than 0.")
-    if options.output is not None:
-        require_writable("--output", options.output)
+    if options.quick:
+        parser.set_defaults(**QUICK)
+        options = parser.parse_args(argv)
+    check_measuring_options(options)
     return options
 
 

@@ -47,12 +47,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.errors import UserError, run_script
-from llm_fp8.json_files import require_writable
 from llm_fp8.process_group import start_process_group
 from llm_fp8.quiet import quiet_libraries
 from llm_fp8.ranks import LaunchRanks, first_to_say
 from llm_fp8.throughput.arms import Arm, parse_arms
 from llm_fp8.throughput.measure import describe_failure, describe_gemms, header, measure, speed
+from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
 from llm_fp8.throughput.results import ENDED_IN_SILENCE, ResultsFile
 from llm_fp8.throughput.workload import Workload, parse_workloads
 
@@ -69,16 +69,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="comma-separated MODEL:ROWSxLENGTHxMICRO_BATCHES (default %(default)s)",
     )
     parser.add_argument("--arms", default=DEFAULT_ARMS, help="comma-separated, see the head of this file (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of an arm, the left-out ones included (default 6)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps of an arm left out (default 3)")
-    parser.add_argument("--arm_timeout_s", type=float, default=120, help="an arm that takes longer has failed (default 120)")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
+    add_measuring_options(parser, steps=6, warmup=3, arm_timeout_s=120)
     options = parser.parse_args(argv)
-    if not 0 <= options.warmup < options.steps:
-        raise UserError(f"--warmup {options.warmup} must leave some of the {options.steps} --steps to be timed.")
-    if not options.arm_timeout_s > 0:
-        raise UserError(f"--arm_timeout_s {options.arm_timeout_s:g} leaves no time to measure in; give seconds, more than 0.")
-    require_writable("--output", options.output)
+    check_measuring_options(options)
     return options
 
 

@@ -27,9 +27,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.errors import UserError, run_script
-from llm_fp8.json_files import require_writable, write_json_atomic
+from llm_fp8.json_files import write_json_atomic
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import PRECISIONS, Arm, parse_arms
+from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
 from llm_fp8.throughput.workload import Workload, parse_workloads
 from scripts.benchmark import EXIT_TERMINATED, measure_all, print_table
 
@@ -61,22 +62,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     recipes = [name for name in PRECISIONS if name != BASELINE]
     parser.add_argument("--recipe", choices=recipes, default="delayed", help="the fp8 recipe (default delayed)")
-    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of a round, the left-out ones included (default 8)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps of a round left out (default 3)")
-    parser.add_argument("--rounds", type=int, default=3, help="how often the arms take turns (default 3)")
-    parser.add_argument(
-        "--arm_timeout_s", type=float, default=300, help="a measurement that takes longer has failed (default 300)"
-    )
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    add_measuring_options(parser, steps=8, warmup=3, rounds=3, arm_timeout_s=300, output_required=False)
     options = parser.parse_args(argv)
-    if not 0 <= options.warmup < options.steps:
-        raise UserError(f"--warmup {options.warmup} must leave some of the {options.steps} --steps to be timed.")
-    if options.rounds < 1:
-        raise UserError(f"--rounds {options.rounds} measures nothing; give 1 or more.")
-    if not options.arm_timeout_s > 0:
-        raise UserError(f"--arm_timeout_s {options.arm_timeout_s:g} leaves no time to measure in; give seconds, more than 0.")
-    if options.output is not None:
-        require_writable("--output", options.output)
+    check_measuring_options(options)
     return options
 
 

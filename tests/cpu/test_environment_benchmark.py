@@ -90,7 +90,7 @@ def test_the_settings_of_the_guides_are_documented():
         (["--settings", " "], "an empty one"),
         (["--settings", "A=1", "A=1"], "twice"),
         (["--warmup", "10"], "must leave some of the 10 --steps"),
-        (["--rounds", "0"], "must be above 0"),
+        (["--rounds", "0"], "measures nothing"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path, options, words):
