@@ -38,6 +38,7 @@ def imported(files: list[Path]) -> set[str]:
         "tests",
         "scripts",
         "benchmarks",
+        "examples",
     }
     return names - set(sys.stdlib_module_names) - own
 
@@ -97,7 +98,7 @@ def test_the_packages_that_the_product_imports_are_required() -> None:
 
 
 def test_the_packages_that_scripts_and_tests_import_are_required() -> None:
-    files = [*REPOSITORY.glob("scripts/*.py"), *REPOSITORY.glob("tests/**/*.py")]
+    files = [path for pattern in ("scripts/*.py", "examples/*.py", "tests/**/*.py") for path in REPOSITORY.glob(pattern)]
     required = {name for file in REQUIREMENTS for name in pinned(file)}
     # Peers that the benchmarks measure where they are installed; protobuf comes with wandb, to read its files.
     optional = {"flash-attn", "liger-kernel", "protobuf"}
