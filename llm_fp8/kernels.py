@@ -17,6 +17,7 @@ a norm's rsqrt, an activation's backward pass, and after these what quantises.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,6 +53,8 @@ GemmKind = Literal["fp4", "fp8", "bf16", "fp16", "fp32", "unknown"]
 """The type of a GEMM's operands (not of its result); fp32 includes TF32, which multiplies fp32 operands."""
 LOW_PRECISION: tuple[GemmKind, ...] = ("fp8", "fp4")
 """What the fp8 scenarios multiply in; fp4 is that of nvfp4 alone."""
+
+_GPU = torch.autograd.DeviceType.CUDA
 
 Interval = tuple[float, float]
 KernelTimes: TypeAlias = Mapping[str, tuple[int, float]]
@@ -160,6 +163,7 @@ _NVJET_KINDS: dict[str, GemmKind] = {"q": "fp8", "r": "fp8", "t": "bf16", "h": "
 """cuBLAS 12 and 13 call their kernels nvjet_[sm<capability>_]<types>_...: q is e4m3, r e5m2, t bf16, h fp16, s fp32, the operands first."""
 
 
+@functools.cache
 def kernel_class(name: str) -> KernelClass:
     """What the kernel of this name is there for."""
     if compiled := _COMPILED.match(name):
@@ -223,11 +227,16 @@ def record_kernels() -> Iterator[profile]:
 
 
 def kernel_intervals(recorded: Any) -> list[tuple[str, Interval]]:
-    """Name, start and end (seconds) of everything that the GPU ran in a finished `torch.profiler.profile`."""
+    """Name, start and end (seconds since the recording's start) of everything that the GPU ran in a finished `torch.profiler.profile`.
+
+    Reads the profiler's own events: what `recorded.events()` makes of them takes longer than the recorded step.
+    """
+    results = recorded.profiler.kineto_results
+    started_ns = results.trace_start_ns()
     return [
-        (event.name, (event.time_range.start / 1e6, event.time_range.end / 1e6))
-        for event in recorded.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+        (event.name(), ((event.start_ns() - started_ns) / 1e9, (event.end_ns() - started_ns) / 1e9))
+        for event in results.events()
+        if event.device_type() == _GPU and not event.is_user_annotation()
     ]
 
 

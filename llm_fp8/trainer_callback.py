@@ -15,12 +15,13 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import nn
+from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from llm_fp8.certificate import Certificate, Promise, attention_library, certify, worst
@@ -121,16 +122,22 @@ class CertificateCallback(TrainerCallback):
         path = Path(args.output_dir or ".") / "certificate.json"
         if state.is_world_process_zero:
             write_json_atomic(path, certificate.to_dict())
-            print(certificate.describe(), flush=True)
+            _say(certificate.describe(), sys.stdout)
         if certificate.verdict == "failed":
             if state.is_world_process_zero:
                 sentence = certificate.failure(path, "without CertificateCallback it trains all the same")
-                print(f"error: {sentence}", file=sys.stderr, flush=True)
+                _say(f"error: {sentence}", sys.stderr)
             PartialState().wait_for_everyone()  # The launcher ends the others as soon as one is gone.
             raise SystemExit(EXIT_FAILED_CHECK)
         if certificate.verdict == "undetermined" and state.is_world_process_zero:
             reasons = "; ".join(certificate.reasons)
-            print(f"WARNING: this run could not be certified: {reasons}. See {path}.", flush=True)
+            _say(f"WARNING: this run could not be certified: {reasons}. See {path}.", sys.stdout)
+
+
+def _say(line: str, stream: TextIO) -> None:
+    """Print `line` on a line of its own, though the Trainer's progress bar stands on the current one."""
+    tqdm.write(line, file=stream)
+    stream.flush()
 
 
 def asked_precision(given: AskedPrecision | None, launch: Mapping[str, str], args: TrainingArguments) -> str:

@@ -30,7 +30,8 @@ class TrainingModel(nn.Module):
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
             raise UserError(
-                f"{type(model).__name__} has an output head that is not a linear layer without bias, which the loss needs."
+                f"--model_name: {type(model).__name__} has an output head that is not a linear layer without bias, which the loss needs; "
+                "choose a model with such a head, like the Llama and Qwen families."
             )
 
     def forward(self, batch: Batch) -> Tensor:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from llm_fp8.ceilings import Ceilings
 from llm_fp8.diagnose import losses
@@ -14,20 +12,13 @@ from llm_fp8.diagnose.losses import StepFacts, ranked_losses
 from llm_fp8.diagnose.step_time import StepTime, step_time
 from llm_fp8.kernels import KernelTime
 from llm_fp8.metrics import PeakTflops, peak_tflops
+from tests.recorded_kernels import recorded
 
 FP8_GEMM = "nvjet_sm90_qrtst_128x128_128x6_2x1_v_bz_coopA_algo2_TNT"
 BF16_GEMM = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
 ATTENTION = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0"
 AMAX = "void transformer_engine::(anonymous namespace)::amax_kernel<16, true, __nv_bfloat16>(__nv_bfloat16 const*, float*, unsigned long)"
 CAST = "cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*, __nv_fp8_e5m2*, __nv_fp8_e5m2*, float const*, float*, float*)"
-
-
-def recorded(*kernels):
-    """A finished profile of kernels (name, start, end) in microseconds, with one event of the host among them."""
-    cuda, host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
-    rows = [(name, start, end, cuda) for name, start, end in kernels] + [("cudaLaunchKernel", 0, 10_000_000, host)]
-    events = [SimpleNamespace(name=n, time_range=SimpleNamespace(start=s, end=e), device_type=d) for n, s, e, d in rows]
-    return SimpleNamespace(events=lambda: events)
 
 
 def test_a_step_is_classes_and_gaps():

@@ -16,7 +16,8 @@ from llm_fp8.diagnose import session
 from llm_fp8.diagnose.memory_kinds import KINDS
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.metrics import GIB, PeakTflops
-from tests.cpu.test_diagnose_losses import ATTENTION, BF16_GEMM, recorded
+from tests.cpu.test_diagnose_losses import ATTENTION, BF16_GEMM
+from tests.recorded_kernels import recorded
 
 CEILINGS = Ceilings(800.0, 1400.0, 1300.0, 4.0)
 SOFTMAX = (

@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from llm_fp8.kernels import KERNEL_CLASSES, gemm_kernels, gemm_kind, kernel_class, kernel_times, time_by_class
+from llm_fp8.kernels import (
+    KERNEL_CLASSES,
+    gemm_kernels,
+    gemm_kind,
+    kernel_class,
+    kernel_intervals,
+    kernel_times,
+    time_by_class,
+)
+from tests.recorded_kernels import recorded
 
 GEMMS = {
     # seen: cuBLAS 13 on an H200, for Transformer Engine, torchao and PyTorch
@@ -138,31 +147,29 @@ def test_time_is_added_up_by_class_and_by_operand_type():
     assert kinds["fp8"].time_s == pytest.approx(0.015207)
 
 
-class _Event:
-    """What torch's profiler gives of something that ran; times in microseconds."""
-
-    def __init__(self, name: str, start: float, end: float, on_gpu: bool = True, annotation: bool = False) -> None:
-        self.name, self.is_user_annotation = name, annotation
-        self.time_range = torch.autograd.profiler_util.Interval(start, end)
-        self.device_type = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
-
-
-class _Profile:
-    def __init__(self, *events: _Event) -> None:
-        self._events = events
-
-    def events(self):
-        return self._events
-
-
 def test_of_a_profile_only_what_the_gpu_ran_counts():
-    recorded = _Profile(
-        _Event("Memset (Device)", 0, 10),
-        _Event("Memset (Device)", 20, 25),
-        _Event("cudaLaunchKernel", 0, 100, on_gpu=False),
-        _Event("Optimizer.step#AdamW.step", 0, 100, annotation=True),
+    profile = recorded(
+        ("Memset (Device)", 0, 10), ("Memset (Device)", 20, 25), annotations=(("Optimizer.step#AdamW.step", 0, 100),)
     )
-    assert kernel_times(recorded) == {"Memset (Device)": (2, pytest.approx(15e-6))}
+    assert kernel_times(profile) == {"Memset (Device)": (2, pytest.approx(15e-6))}
+    assert kernel_intervals(profile)[1] == ("Memset (Device)", pytest.approx((20e-6, 25e-6)))
+
+
+def test_events_are_read_as_torch_keeps_them(monkeypatch):
+    """A real recording of the CPU, taken for one of a GPU: names and times as torch's own, slower, reading gives them."""
+    import llm_fp8.kernels as kernels
+
+    monkeypatch.setattr(kernels, "_GPU", torch.autograd.DeviceType.CPU)
+    with profile(activities=[ProfilerActivity.CPU]) as done:
+        for _ in range(3):
+            torch.ones(64, 64) @ torch.ones(64, 64)
+    expected = sorted((event.name, event.time_range.start / 1e6, event.time_range.end / 1e6) for event in done.events())
+    found = sorted((name, *times) for name, times in kernel_intervals(done))
+    assert [name for name, _, _ in found] == [name for name, _, _ in expected] and "aten::mm" in dict.fromkeys(
+        n for n, _, _ in found
+    )
+    for (_, start, end), (_, expected_start, expected_end) in zip(found, expected, strict=True):
+        assert (start, end) == pytest.approx((expected_start, expected_end), abs=1e-9)
 
 
 def test_recording_gives_no_warning(monkeypatch):
@@ -173,7 +180,7 @@ def test_recording_gives_no_warning(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with kernels.record_kernels() as recorded:
+        with kernels.record_kernels() as done:
             torch.ones(4) + 1
-        assert isinstance(recorded, profile) and recorded.events()
-        assert kernel_times(recorded) == {}, "nothing ran on a GPU"
+        assert isinstance(done, profile) and done.events()
+        assert kernel_times(done) == {}, "nothing ran on a GPU"

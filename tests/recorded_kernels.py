@@ -1,0 +1,29 @@
+"""A finished profile that holds chosen kernels, in the form in which torch's profiler keeps it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+STARTED_NS = 1_790_000_000_000_000_000
+"""When the recording of `recorded` began: nanoseconds since 1970, as the profiler counts."""
+
+
+def recorded(*kernels: tuple[str, float, float], annotations: tuple[tuple[str, float, float], ...] = ()):
+    """Kernels and annotations of the GPU's timeline (name, start, end in microseconds), with one event of the host among them."""
+    cuda, host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    rows = [(*kernel, cuda, False) for kernel in kernels] + [(*annotation, cuda, True) for annotation in annotations]
+    rows.append(("cudaLaunchKernel", 0, 10_000_000, host, False))
+    events = [
+        SimpleNamespace(
+            name=lambda name=name: name,
+            start_ns=lambda start=start: STARTED_NS + round(1000 * start),
+            end_ns=lambda end=end: STARTED_NS + round(1000 * end),
+            device_type=lambda device=device: device,
+            is_user_annotation=lambda is_annotation=is_annotation: is_annotation,
+        )
+        for name, start, end, device, is_annotation in rows
+    ]
+    results = SimpleNamespace(events=lambda: events, trace_start_ns=lambda: STARTED_NS)
+    return SimpleNamespace(profiler=SimpleNamespace(kineto_results=results))
