@@ -27,6 +27,7 @@ FROM_GPU = (
     "diagnose_",
     "comparison_",
     "hf_trainer_",
+    "lora_study_",
     "environment_variables",
 )
 
@@ -224,6 +225,31 @@ def test_comparison():
         assert len(arm["seeds"]) >= 3 and arm["certificate"]["state"] == "certified"
         assert all(0.05 < share < 0.95 for share in arm["exact_match"].values()), "neither none nor all of the problems"
     assert all(flag["effect"] == "note" for flag in record["differences"]), "the runs differ in nothing but the arm"
+
+
+@pytest.mark.parametrize("name", [name for name, _ in load("lora_study_*.json")])
+def test_lora_study(name):
+    ((_, record),) = load(name)
+    arms = {row["arm"]: row for row in record["rows"]}
+    assert {"bf16", "delayed", "bf16:lora16", "delayed:lora16", "bf16:lora16qv", "delayed:lora16qv"} <= set(arms)
+    for arm, row in arms.items():
+        (recorded, *_) = row["rounds"]
+        assert ("fp8" in recorded["gemm_kernels"]) == arm.startswith("delayed")
+    for row in record["speed_ups"]:
+        speeds = row["tokens_per_s"]
+        assert row["speed_up"] == pytest.approx(speeds["delayed"] / speeds["bf16"]) and row["speed_up"] > 1
+
+
+@pytest.mark.parametrize("name", [name for name, _ in load("hf_trainer_*.json")])
+def test_trainer(name):
+    ((_, record),) = load(name)
+    rows = {row["arm"]: row for row in record["rows"]}
+    assert set(rows) == {"trainer_bf16", "trainer_fp8", "train_fp8"}
+    for arm, row in rows.items():
+        assert row["tokens_per_s"] > 0 and row["peak_memory_gib"] > 0
+        for taken in row["rounds"]:
+            assert taken["certificate"]["verdict"] == "certified"
+            assert taken["certificate"]["precision"].startswith("bf16" if arm == "trainer_bf16" else "fp8")
 
 
 def test_the_readmes_table_of_one_gpu_is_that_of_the_files():
