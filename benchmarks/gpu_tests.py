@@ -4,11 +4,14 @@
     python benchmarks/gpu_tests.py --output benchmarks/results/gpu_tests.json [tests/gpu tests/multi_gpu ...]
 
 CI has no GPU, so this record is how a reader knows that they ran, on what, and what they measured (each test's recorded properties).
+
+They need not all run at once: tests that --output holds from the same commit are kept, and those run now are added to them or take their place.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections import Counter
@@ -27,9 +30,24 @@ class Outcomes:
     """A pytest plugin that keeps each test's outcome and recorded properties."""
 
     def __init__(self, output: Path) -> None:
-        self.tests: dict[str, dict[str, Any]] = {}
         self._output = output
         self._written_s = 0.0
+        self._commit = collect_provenance(sys.argv)["git"]["commit"]
+        self._kept: dict[str, dict[str, Any]] = {}
+        self._earlier: list[dict[str, Any]] = []
+        self.tests: dict[str, dict[str, Any]] = {}
+        self._keep_tests_of_this_commit()
+
+    def _keep_tests_of_this_commit(self) -> None:
+        if not self._output.exists():
+            return
+        record = json.loads(self._output.read_text())
+        if record["provenance"]["git"]["commit"] == self._commit:
+            self._kept = record["tests"]
+            self._earlier = [
+                *record.get("earlier_runs", []),
+                {"provenance": record["provenance"], "exit_code": record["exit_code"]},
+            ]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Called for set-up, call and tear-down of each test; a failure in any of them is the test's."""
@@ -43,11 +61,17 @@ class Outcomes:
             self.write(exit_code=None)
 
     def write(self, exit_code: int | None) -> None:
-        """Write the record; `exit_code` None while tests are running."""
+        """Write the record; `exit_code` of this run's tests, None while they are running."""
         self._written_s = time.monotonic()
-        counts = dict(Counter(entry["outcome"] for entry in self.tests.values()))
-        provenance = collect_provenance(sys.argv)
-        write_json_atomic(self._output, {"provenance": provenance, "exit_code": exit_code, "counts": counts, "tests": self.tests})
+        tests = self._kept | self.tests
+        record = {
+            "provenance": collect_provenance(sys.argv),
+            "exit_code": exit_code,
+            "earlier_runs": self._earlier,
+            "counts": dict(Counter(entry["outcome"] for entry in tests.values())),
+            "tests": tests,
+        }
+        write_json_atomic(self._output, record)
 
 
 def main() -> int:
