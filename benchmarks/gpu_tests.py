@@ -5,7 +5,8 @@
 
 CI has no GPU, so this record is how a reader knows that they ran, on what, and what they measured (each test's recorded properties).
 
-They need not all run at once: tests that --output holds from the same commit are kept, and those run now are added to them or take their place.
+They need not all run at once: tests that --output holds are kept, each with the commit that it ran at, and those run now are added to them or
+take their place. Of the files and folders given, tests that are no longer there are dropped.
 """
 
 from __future__ import annotations
@@ -29,29 +30,25 @@ from llm_fp8.provenance import collect_provenance
 class Outcomes:
     """A pytest plugin that keeps each test's outcome and recorded properties."""
 
-    def __init__(self, output: Path) -> None:
+    def __init__(self, output: Path, paths: list[str]) -> None:
         self._output = output
         self._written_s = 0.0
+        self._paths = [path.rstrip("/") for path in paths]
         self._commit = collect_provenance(sys.argv)["git"]["commit"]
         self._kept: dict[str, dict[str, Any]] = {}
         self._earlier: list[dict[str, Any]] = []
         self.tests: dict[str, dict[str, Any]] = {}
-        self._keep_tests_of_this_commit()
-
-    def _keep_tests_of_this_commit(self) -> None:
-        if not self._output.exists():
-            return
-        record = json.loads(self._output.read_text())
-        if record["provenance"]["git"]["commit"] == self._commit:
+        if output.exists():
+            record = json.loads(output.read_text())
             self._kept = record["tests"]
-            self._earlier = [
-                *record.get("earlier_runs", []),
-                {"provenance": record["provenance"], "exit_code": record["exit_code"]},
-            ]
+            last = {"provenance": record["provenance"], "exit_code": record["exit_code"]}
+            self._earlier = [*record["earlier_runs"], last]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Called for set-up, call and tear-down of each test; a failure in any of them is the test's."""
-        entry = self.tests.setdefault(report.nodeid, {"outcome": "passed", "duration_s": 0.0, "properties": {}})
+        entry = self.tests.setdefault(
+            report.nodeid, {"outcome": "passed", "commit": self._commit, "duration_s": 0.0, "properties": {}}
+        )
         entry["duration_s"] += report.duration
         entry["properties"].update(dict(report.user_properties))
         if report.outcome != "passed":
@@ -63,7 +60,10 @@ class Outcomes:
     def write(self, exit_code: int | None) -> None:
         """Write the record; `exit_code` of this run's tests, None while they are running."""
         self._written_s = time.monotonic()
-        tests = self._kept | self.tests
+        kept = self._kept
+        if exit_code is not None:  # all tests of the paths have run, so others there are of the past
+            kept = {name: test for name, test in kept.items() if not any(_is_under(name, path) for path in self._paths)}
+        tests = kept | self.tests
         record = {
             "provenance": collect_provenance(sys.argv),
             "exit_code": exit_code,
@@ -74,6 +74,11 @@ class Outcomes:
         write_json_atomic(self._output, record)
 
 
+def _is_under(test: str, path: str) -> bool:
+    """Whether the id of a test begins with a path (or id) as pytest takes it."""
+    return test == path or test.startswith((f"{path}/", f"{path}::", f"{path}["))
+
+
 def main() -> int:
     """Run pytest in this process; returns its exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -81,7 +86,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=8, help="tests at a time (default 8)")
     parser.add_argument("tests", nargs="*", default=["tests/gpu"], help="what to run (default tests/gpu)")
     options = parser.parse_args()
-    outcomes = Outcomes(Path(options.output))
+    outcomes = Outcomes(Path(options.output), options.tests)
     common = ["-q", "-p", "no:cacheprovider", *options.tests]
     # Most of the time is processes that start, so several tests share the GPU; those that fill its memory come after, alone.
     codes = [

@@ -60,7 +60,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
         "slower",
-        "leaves Transformer Engine only kinds of attention that are deterministic, which may be the slow one",
+        "leaves Transformer Engine only kinds of attention that are deterministic, which for packed rows may be the slow one that needs much memory",
         "0",
     ),
     Rule(

@@ -1,4 +1,4 @@
-"""The record of the GPU tests, made of tests that need none: several runs of one commit add up, those of another begin anew."""
+"""The record of the GPU tests, made of tests that need none: several runs add up, and each test names its commit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_two():
 def record(tmp_path):
     """A function: run the named tests at a commit and give the record, in which each test has its outcome alone."""
 
-    def run(commit: str, *names: str, two: str = "True") -> tuple[int, dict]:
+    def run(commit: str, *names: tuple[str, ...], two: str = "True") -> tuple[int, dict]:
         (tmp_path / "test_small.py").write_text(TESTS.format(two=two))
         command = [
             sys.executable,
@@ -35,7 +35,7 @@ def record(tmp_path):
             "1",
         ]
         done = subprocess.run(
-            [*command, *(f"test_small.py::{name}" for name in names)],
+            [*command, *("::".join(["test_small.py", *name]) for name in names)],
             cwd=tmp_path,
             env=os.environ | {"LLM_FP8_COMMIT": commit},
             capture_output=True,
@@ -51,17 +51,20 @@ def outcomes(record: dict) -> dict[str, str]:
     return {name.rpartition("::")[2]: test["outcome"] for name, test in record["tests"].items()}
 
 
-def test_runs_of_one_commit_add_up(record):
+def test_runs_add_up(record, tmp_path):
     first, second = "1" * 40, "2" * 40
-    code, found = record(first, "test_one")
+    code, found = record(first, ("test_one",))
     assert code == 0 and outcomes(found) == {"test_one": "passed"} and found["earlier_runs"] == []
     assert next(iter(found["tests"].values()))["properties"] == {"figure": 1}
-    code, found = record(first, "test_two", two="False")
+    code, found = record(second, ("test_two",), two="False")
     assert code == 1 and outcomes(found) == {"test_one": "passed", "test_two": "failed"}
     assert found["counts"] == {"passed": 1, "failed": 1} and [run["exit_code"] for run in found["earlier_runs"]] == [0]
-    code, found = record(first, "test_two")
-    assert code == 0 and outcomes(found) == {"test_one": "passed", "test_two": "passed"}
+    assert [test["commit"] for test in found["tests"].values()] == [first, second]
+    assert found["provenance"]["git"]["commit"] == second
+    found["tests"]["test_small.py::test_gone"] = found["tests"]["test_small.py::test_one"]
+    found["tests"]["test_other.py::test_other"] = found["tests"]["test_small.py::test_one"]
+    (tmp_path / "record.json").write_text(json.dumps(found))
+    code, found = record(second, ())
+    assert code == 0 and outcomes(found) == {"test_one": "passed", "test_two": "passed", "test_other": "passed"}
+    assert {test["commit"] for name, test in found["tests"].items() if "small" in name} == {second}
     assert [run["exit_code"] for run in found["earlier_runs"]] == [0, 1]
-    assert [run["provenance"]["git"]["commit"] for run in found["earlier_runs"]] == [first, first]
-    code, found = record(second, "test_two")
-    assert code == 0 and outcomes(found) == {"test_two": "passed"} and found["earlier_runs"] == []

@@ -90,6 +90,44 @@ def test_kernels_by_recipe():
         assert ("fp8" in kernels) == ("-bf16" not in name)
 
 
+def properties_of(test: str) -> dict[str, dict]:
+    """Id in brackets (empty for none) -> the recorded properties of a GPU test."""
+    ((_, record),) = load("gpu_tests.json")
+    name = re.compile(rf"[^:]*::{test}(?:\[(.*)\])?")
+    return {
+        match[1] or "": entry["properties"] for test_id, entry in record["tests"].items() if (match := name.fullmatch(test_id))
+    }
+
+
+def test_every_scenario_was_certified():
+    certified = properties_of("test_every_scenario_is_certified")
+    recipes = ("default", "current", "block", "None")
+    forms = ("kept", "recomputed", "every-second-recomputed")
+    assert set(certified) == {"-".join(case) for case in itertools.product(recipes, ("te", "swap"), forms)}
+    for name, found in certified.items():
+        assert found["certificate"]["verdict"] == "certified"
+        assert (found["certificate"]["num_fp8_gemm_kernels"] > 0) == (not name.startswith("None"))
+    torchao = properties_of("test_every_recipe_is_certified")
+    assert {name.partition("-")[0] for name in torchao} == {"tensorwise", "rowwise", "rowwise_with_gw_hp"}
+    assert all(found["certificate"]["verdict"] == "certified" for found in torchao.values())
+
+
+def test_every_broken_set_up_was_caught():
+    broken = properties_of("test_a_broken_run_ends_with_code_1") | properties_of(
+        "test_autocast_around_plain_linear_layers_is_caught"
+    )
+    assert len(broken) == 4
+    for found in broken.values():
+        assert found["certificate"]["verdict"] == "failed" and found["certificate"]["reasons"]
+    unfused = properties_of("test_unfused_attention_shows_in_the_certificate")[""]["certificate"]
+    assert unfused["attention"] == "unfused" and unfused["remarks"]
+    lost = properties_of("test_a_trainer_that_lost_fp8_ends_with_code_1")
+    assert len(lost) == 2 and all(len(found["error"]) == 1 for found in lost.values())
+    for name in ("unfused_attention", "harmful_variables", "two_cudnns", "absent_fp8_kernels"):
+        findings = properties_of(f"test_{name}_(?:is|are)_caught")[""]["findings"]
+        assert any(found["status"] == "failed" and found["mends"] for found in findings.values()), name
+
+
 @pytest.mark.parametrize("name", [name for name, _ in load("throughput_*.json")])
 def test_throughput_rows(name):
     rows = json.loads((RESULTS / name).read_text())["rows"]
@@ -218,13 +256,29 @@ def test_diagnose(name):
 
 
 def test_comparison():
-    ((_, record),) = load("comparison_*.json")
+    ((_, record),) = load("comparison_57m.json")
     arms = {arm["arm"]: arm for arm in record["arms"]}
     assert set(arms) == {"bf16", "delayed", "current", "block"} and not record["failures"]
     for arm in arms.values():
         assert len(arm["seeds"]) >= 3 and arm["certificate"]["state"] == "certified"
         assert all(0.05 < share < 0.95 for share in arm["exact_match"].values()), "neither none nor all of the problems"
     assert all(flag["effect"] == "note" for flag in record["differences"]), "the runs differ in nothing but the arm"
+
+
+def test_the_pair_of_8b():
+    ((_, record),) = load("comparison_8b_pair.json")
+    arms = {arm["arm"]: arm for arm in record["arms"]}
+    assert set(arms) == {"bf16", "delayed"} and not record["failures"]
+    assert all(arm["certificate"]["state"] == "certified" for arm in arms.values())
+    assert 1 < arms["delayed"]["speedup"]["low"] < arms["delayed"]["speedup"]["high"]
+
+
+@pytest.mark.parametrize("name", [name for name, _ in load("environment_variables*.json")])
+def test_environment_variables(name):
+    ((_, record),) = load(name)
+    rows = {row["setting"]: row for row in record["rows"]}
+    assert "none" in rows and len(rows) >= 5
+    assert all(row["tokens_per_s"] > 0 for row in rows.values() if "failed" not in row)
 
 
 @pytest.mark.parametrize("name", [name for name, _ in load("lora_study_*.json")])
