@@ -42,13 +42,11 @@ from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import PRECISIONS, Arm, parse_arms
 from llm_fp8.throughput.measure import describe_gemms, speed
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
-from llm_fp8.throughput.rival import RIVALS
+from llm_fp8.throughput.rival import BASELINE, RIVALS
 from llm_fp8.throughput.worker import measure_in_process
 from llm_fp8.throughput.workload import Workload, parse_workloads
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
-BASELINE = "hf_bf16"
-"""The arm that the others are compared with, where it is measured."""
 CLAIM = ("accelerate_te", "te_autocast")
 """Said to be equal: Accelerate's own fp8, and Transformer Engine without it."""
 QUICK = {
@@ -88,15 +86,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def summarise(work: Workload, arm: Arm, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row of an arm from its answers (`measure_in_process`), one per round: figures over all timed steps of all rounds."""
+def summarise(work: Workload, arm: Arm, rounds: list[dict[str, Any]], num_gpus: int = 1) -> dict[str, Any]:
+    """The row of an arm from its answers (`measure_in_process`), one per round: figures over all timed steps of all rounds.
+
+    `num_gpus`: of the launch that an answer comes from (`measure_in_launch`); its step times are those of the slowest GPU.
+    """
     row: dict[str, Any] = {"workload": work.name, **work.to_dict(), "arm": arm.name}
     measured = [answer for answer in rounds if answer["failed"] is None]
     failures = [answer["failed"] for answer in rounds if answer["failed"] is not None]
     if not measured:
         return {**row, "failed": failures[0]}
     times = [time_s for answer in measured for time_s in answer["step_times_s"]]
-    row.update(speed(work, times, **_counts(measured[0])))
+    row.update(speed(work, times, num_gpus, arm.context_size, **_counts(measured[0])))
     if "peak_memory_gib" in measured[0]:
         row["peak_memory_gib"] = max(answer["peak_memory_gib"] for answer in measured)
     row["first_loss"] = measured[0]["losses"][0]

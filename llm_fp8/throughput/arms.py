@@ -44,6 +44,8 @@ TORCHAO_PRECISIONS = {
 """Always with the option `swap`."""
 RIVAL_MODES = ("ddp", "fsdp_full")
 """How a rival can be spread over several GPUs."""
+OLD_NAMES = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
+"""In files that were recorded before one grammar named all arms."""
 
 _OPTIONS = ("swap", "recompute", "adamw_8bit", "fp8_params", "fp8_all_gather", "sync")
 _OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit")

@@ -67,6 +67,8 @@ class Rival:
             require_torchao(f"--arms {self.name}")
 
 
+BASELINE = "hf_bf16"
+"""The usual set-up: the arm that others are compared with, where it is measured."""
 RIVALS = {
     rival.name: rival
     for rival in (
