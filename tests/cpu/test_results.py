@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from llm_fp8.throughput.arms import PRECISIONS, parse_arm
+from llm_fp8.throughput.arms import OLD_NAMES, PRECISIONS, parse_arm
 from llm_fp8.throughput.rival import RIVALS
 from tests.families import FAMILIES
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-OLD_ARMS = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
-"""Names in files that were recorded before one grammar named all arms."""
 FROM_GPU = (
     "gpu_tests",
     "throughput_",
@@ -132,7 +130,7 @@ def test_multi_gpu_throughput_rows(name):
         assert len(row["median_step_time_s_by_rank"]) == len(row["recorded_step"]["work_s_by_rank"]) == row["num_gpus"]
         assert 0 < row["peak_memory_gib"] <= row["peak_reserved_memory_gib"] and row["model_tflops"] > 0
         assert 0 <= row["exposed_communication_share"] <= row["communication_share"] < 1 and row["communication_share"] > 0
-        in_fp8 = parse_arm(OLD_ARMS.get(row["arm"], row["arm"])).computes_in_fp8
+        in_fp8 = parse_arm(OLD_NAMES.get(row["arm"], row["arm"])).computes_in_fp8
         assert ("fp8" in row["gemm_kernels"]) == in_fp8, "fp8 kernels in fp8 arms, and only there"
 
 
