@@ -320,6 +320,17 @@ def measure_row(row: TableRow, record: Record, turns: Turns, measure: Measure, l
         record.add(row, arm, answer)
 
 
+def in_order(rows: Sequence[TableRow], record: Record, turns: Turns, num_lanes: int) -> list[TableRow]:
+    """The rows of one GPU in the order in which they are begun: the longest first where several are measured at a time, so that none ends alone."""
+    of_one = [row for row in rows if row.num_gpus == 1]
+    return of_one if num_lanes == 1 else sorted(of_one, key=lambda row: -left_s(row, record, turns))
+
+
+def left_s(row: TableRow, record: Record, turns: Turns) -> float:
+    """How long what a row lacks may take."""
+    return sum(record.estimate_s(row, arm) for _, arm in turns.due(row, record))
+
+
 def measure_table(
     rows: Sequence[TableRow], record: Record, turns: Turns, measure: Measure, limit: Limit, gpus: Sequence[str | None]
 ) -> None:
@@ -336,7 +347,7 @@ def measure_table(
             free.put(gpu)
 
     with ThreadPoolExecutor(len(gpus)) as pool:
-        futures = [pool.submit(on_a_free_gpu, row) for row in rows if row.num_gpus == 1]
+        futures = [pool.submit(on_a_free_gpu, row) for row in in_order(rows, record, turns, len(gpus))]
         try:
             for future in as_completed(futures):
                 future.result()
@@ -423,20 +434,18 @@ def visible_gpus() -> list[str]:
 
 def print_plan(rows: Sequence[TableRow], record: Record, turns: Turns, gpus_parallel: int) -> None:
     """What would be measured, and how long that may take."""
-    totals: list[float] = []
     for row in rows:
         gpus = f"{row.num_gpus} GPUs" if row.num_gpus > 1 else "1 GPU"
         num_tokens = row.work.step_tokens().num_real_tokens * row.num_gpus
-        print(f"{row.name}: {row.work.name}, {gpus}, {num_tokens:,} tokens a step, target: {target_of(row)}")
+        print(f"{row.name}: {row.work.name}{_documents(row)}, {gpus}, {num_tokens:,} tokens a step, target: {target_of(row)}")
         left = [arm for _, arm in turns.due(row, record)]
         for arm in dict.fromkeys(left):
             print(f"    {left.count(arm)} x {arm.name:32} about {record.estimate_s(row, arm):4.0f} s")
-        totals.append(sum(record.estimate_s(row, arm) for arm in left))
-        print(f"    about {totals[-1] / 60:.0f} minutes")
+        print(f"    about {left_s(row, record, turns) / 60:.0f} minutes")
     lanes = [0.0] * gpus_parallel
-    for total_s in (total_s for row, total_s in zip(rows, totals, strict=True) if row.num_gpus == 1):
-        lanes[lanes.index(min(lanes))] += total_s  # as rows take the next GPU that is free
-    of_several = sum(total_s for row, total_s in zip(rows, totals, strict=True) if row.num_gpus > 1)
+    for row in in_order(rows, record, turns, gpus_parallel):
+        lanes[lanes.index(min(lanes))] += left_s(row, record, turns)  # on the GPU that is free first
+    of_several = sum(left_s(row, record, turns) for row in rows if row.num_gpus > 1)
     print(
         f"rows of one GPU, {gpus_parallel} at a time: about {max(lanes) / 60:.0f} minutes; rows of several: about {of_several / 60:.0f} minutes"
     )
@@ -456,11 +465,39 @@ def print_table(rows: Sequence[TableRow], record: Record) -> None:
     for row in rows:
         found = record.rows_of(row)
         comparison = compare(row, found)
-        print(f"\n{row.name}: {row.work.name}" + (f", {row.num_gpus} GPUs" if row.num_gpus > 1 else ""))
+        print(f"\n{row.name}: {row.work.name}" + (f", {row.num_gpus} GPUs" if row.num_gpus > 1 else "") + _documents(row))
         for entry in found:
             print(_line(row, entry))
-        if comparison is not None and "share_of_target" in comparison:
-            print(f"    {comparison['best']} reaches {comparison['share_of_target']:.0%} of the target ({target_of(row)})")
+        if comparison is not None:
+            print("\n".join(_conclusions(row, comparison, {entry["arm"]: entry for entry in found})))
+
+
+def _documents(row: TableRow) -> str:
+    if row.work.text is None:
+        return ""
+    facts = row.work.text_step.facts()
+    return f", {facts['num_documents']} documents of {facts['mean_length']:.0f} tokens on average"
+
+
+def _conclusions(row: TableRow, comparison: dict[str, Any], entries: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """What the best of ours reaches, what it gains, where its time goes, and whether losses agree."""
+    best = comparison["best"]
+    of_best = comparison["ours"][best]
+    if "share_of_target" in comparison:
+        yield f"    {best} reaches {comparison['share_of_target']:.0%} of the target ({target_of(row)})"
+    for rival, times in of_best["times"].items():
+        losses = ", ".join(
+            f"{name.removesuffix('_differences').replace('_', ' ')} {of_best[name][rival]:+.4%}"
+            for name in ("first_loss_differences", "last_loss_differences")
+            if name in of_best
+        )
+        yield f"    {best} over {rival}: {times:.2f} times, {losses}"
+    if (step := entries[best].get("step")) is not None:
+        parts = {**step["time_s_by_class"], **({"no kernel": step["gap_s"]} if "gap_s" in step else {})}
+        floor_s = step["gemm_floor_s"]
+        floor = "" if floor_s is None else f" (at the ceilings {floor_s * 1e3:.0f})"
+        words = (f"{name} {time_s * 1e3:.0f}{floor if name == 'gemm' else ''}" for name, time_s in parts.items())
+        yield f"    {best}, ms of a step of {step['step_s'] * 1e3:.0f}: {', '.join(words)}"
 
 
 def _line(row: TableRow, entry: dict[str, Any]) -> str:
@@ -493,7 +530,7 @@ def main() -> int:
     for one in left_out:
         print(f"left out: {one['row']}: {one['reason']}")
     if options.dry_run:
-        print_plan(rows, record, turns, options.gpus_parallel)
+        print_plan(rows, record, turns, min(options.gpus_parallel, len(gpus)) if gpus else options.gpus_parallel)
         return 0
     if not gpus:
         raise UserError("the speed table needs an NVIDIA GPU, and none is found; --dry_run says what would be measured.")

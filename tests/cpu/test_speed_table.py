@@ -90,7 +90,7 @@ class Fake:
 # --- the table --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_projects_table():
+def test_the_projects_table(tmp_path):
     """Every arm fits its workload, every step has 64k tokens, and each row has the usual set-up among its rivals."""
     rows = {row.name: row for row in read_table(TABLE, 6)}
     for row in rows.values():
@@ -100,6 +100,10 @@ def test_the_projects_table():
             arm.check(row.work, launch)
         assert all(arm.mode in ((None,) if row.num_gpus == 1 else ("ddp", "fsdp_full")) for arm in row.rivals)
     assert rows["text_1b"].work.text == "embedded" and rows["text_1b"].work.seq_length == 1024
+    (tmp_path / "mine.jsonl").write_text('{"text": "a document"}\n')
+    replaced = {row.name: row.work.name for row in read_table(TABLE, 6, text=f"{tmp_path}/mine.jsonl")}
+    assert replaced.pop("text_1b") == f"Llama-3.2-1B:16x1024x4@{tmp_path}/mine.jsonl"
+    assert all(rows[name].work.name == workload for name, workload in replaced.items())
 
 
 def test_the_targets_of_the_log_are_those_of_the_table():
@@ -196,9 +200,9 @@ def test_a_second_call_measures_what_the_first_left(tmp_path):
     assert [len(row["rounds"]) for row in rows_now] == [2, 2, 2, 2] and all("failed" not in row for row in rows_now)
 
 
-def test_figures_targets_and_where_the_time_went(tmp_path):
+def test_figures_targets_and_where_the_time_went(tmp_path, capsys):
     path, rows = tmp_path / "r.json", read_table(write_table(tmp_path, ROW), 3)
-    run(path, rows, Fake())
+    kept, _ = run(path, rows, Fake())
     record = json.loads(path.read_text())
     delayed, _, hf, _ = record["rows"]
     assert delayed["tokens_per_s_per_gpu"] == delayed["tokens_per_s"] == 131_072 and delayed["side"] == "ours"
@@ -211,6 +215,12 @@ def test_figures_targets_and_where_the_time_went(tmp_path):
     assert comparison["best"] == "delayed" and comparison["share_of_target"] == pytest.approx(1.31072) and comparison["same_run"]
     assert comparison["ours"]["delayed"]["times"] == {"hf_bf16": pytest.approx(2.0), "accelerate_te": pytest.approx(1.6)}
     assert comparison["ours"]["current"]["first_loss_differences"]["hf_bf16"] == pytest.approx(0.001)
+    speed_table.print_table(rows, kept)
+    printed = capsys.readouterr().out
+    assert "delayed reaches 131% of the target (100,000 tokens/s per GPU)" in printed
+    assert "delayed over hf_bf16: 2.00 times, first loss +0.1000%" in printed
+    floor_ms = gemm_floor_s(made_up(1.0), 65_536, ceilings) * 1e3
+    assert f"ms of a step of 500: gemm 300 (at the ceilings {floor_ms:.0f}), attention 150, no kernel 50" in printed
 
 
 def test_rows_that_are_not_measured_this_time_stay(tmp_path):
@@ -278,6 +288,13 @@ def test_rows_are_spread_and_the_arms_of_a_row_share_a_gpu(tmp_path):
     assert all(row["tokens_per_s"] == 2 * row["tokens_per_s_per_gpu"] for row in of_two) and "gap_s" not in of_two[0]["step"]
 
 
+def test_the_longest_row_begins_first_where_several_are_measured(tmp_path):
+    longer = {**ROW, "name": "longer", "workload": "Llama-3.2-1B:16x1024x8"}
+    rows, record = read_table(write_table(tmp_path, ROW, longer), 3), Record(None, [], SETTINGS)
+    assert [row.name for row in speed_table.in_order(rows, record, Turns(1), 1)] == ["1b", "longer"]
+    assert [row.name for row in speed_table.in_order(rows, record, Turns(1), 2)] == ["longer", "1b"]
+
+
 def test_rows_without_enough_gpus_are_left_out(tmp_path):
     several = {**ROW, "name": "x4", "num_gpus": 4, "ours": ["ddp:delayed"], "rivals": ["ddp:hf_bf16"]}
     rows = read_table(write_table(tmp_path, ROW, several), 3)
@@ -330,7 +347,12 @@ def test_packed_text_beside_padded(tmp_path, model, capsys):
     assert comparison["share_of_target"] == pytest.approx(times / 0.001)
     assert abs(comparison["ours"]["bf16:swap"]["first_loss_differences"]["hf_bf16"]) < 1e-4
     speed_table.print_table(rows, record)
-    assert "real tokens/s per GPU" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    facts = ours["rounds"][0]["documents"]
+    assert f"{facts['num_documents']} documents of {facts['mean_length']:.0f} tokens on average" in printed
+    assert "real tokens/s per GPU" in printed and re.search(
+        r"bf16:swap over hf_bf16: \S+ times, first loss [+-]0\.00\d\d%, last", printed
+    )
 
 
 def test_a_launch_of_two_processes(tmp_path, model):
@@ -425,6 +447,33 @@ def test_the_whole_command(tmp_path, model, monkeypatch, capsys):
     assert [row["arm"] for row in record["rows"]] == ["bf16:swap", "hf_bf16"] and record["left_out"][0]["row"] == "x2"
     assert record["provenance"]["command"] == sys.argv and record["settings"] == {"steps": 3, "warmup": 1}
     assert abs(record["comparisons"][0]["ours"]["bf16:swap"]["first_loss_differences"]["hf_bf16"]) < 1e-4
+
+
+def test_a_call_that_is_terminated_leaves_no_process_and_is_gone_on_with(tmp_path, model):
+    """Two rows side by side, in processes of their own: what was measured stays, and what ran is measured by the next call."""
+    quick = {"name": "quick", "workload": f"{model}:2x32x2", "ours": ["bf16:swap"], "rivals": ["hf_bf16"]}
+    endless = {**quick, "name": "endless", "workload": f"{model}:3x16x1000000"}
+    table, path = write_table(tmp_path, quick, endless), tmp_path / "r.json"
+    lines = [
+        "from benchmarks import speed_table",
+        "speed_table.visible_gpus = lambda: ['0', '1']",
+        "speed_table.run_script(speed_table.main)",
+    ]
+    options = [f"--table={table}", f"--output={path}", "--steps=3", "--warmup=1", "--gpus_parallel=2"]
+    process = subprocess.Popen([sys.executable, "-c", "; ".join(lines), *options], cwd=ROOT)
+    deadline = time.monotonic() + 300
+    while not (path.exists() and len(json.loads(path.read_text())["rows"]) == 2):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(60) == speed_table.EXIT_TERMINATED
+    assert not subprocess.run(["pgrep", "-f", f"{model}:3x16x1000000"], capture_output=True, text=True).stdout
+    record = json.loads(path.read_text())
+    assert [row["row"] for row in record["rows"]] == ["quick", "quick"] and all("failed" not in row for row in record["rows"])
+    assert [row["rounds"][0]["gpu"] for row in record["rows"]] == ["1", "1"], "the longer row took the first"
+    first, second = (Record(path, [row], SETTINGS) for row in read_table(table, 3))
+    assert list(Turns(1).due(read_table(table, 3)[0], first)) == []
+    assert len(list(Turns(1).due(read_table(table, 3)[1], second))) == 2
 
 
 def test_nothing_is_compared_where_ours_failed(tmp_path):
