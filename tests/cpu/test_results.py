@@ -125,6 +125,8 @@ def test_speed_table_rows(name):
         for arm, of_arm in found["ours"].items():
             for rival, times in of_arm["times"].items():
                 assert times == pytest.approx(rows[arm][kind] / rows[rival][kind])
+            if "fp8_params" in arm:
+                continue  # whose weights are in fp8 before they could be drawn as the others are
             assert all(abs(apart) < 0.01 for apart in of_arm["first_loss_differences"].values()), "the same weights and tokens"
 
 
