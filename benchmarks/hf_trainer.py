@@ -18,7 +18,6 @@ the certificate among them. An arm that fails, a failed certificate too, is a ro
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import os
@@ -198,6 +197,8 @@ def main() -> int:
     """Measure every arm, round by round, and keep the results as JSON."""
     options = parse(sys.argv[1:])
     work = Workload.parse(options.workload, options.steps, "--workload")
+    if work.text is not None:
+        raise UserError(f"--workload {work.name}: this trains on full rows of its own; drop @{work.text}.")
     if not torch.cuda.is_available():
         raise UserError("this measures an NVIDIA GPU, and none is found.")
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
@@ -219,7 +220,7 @@ def main() -> int:
                 record = {
                     "provenance": provenance,
                     "workload": work.name,
-                    **dataclasses.asdict(work),
+                    **work.to_dict(),
                     "weights_dtype_of_trainer": options.weights_dtype,
                     "warmup": options.warmup,
                     "rows": rows,

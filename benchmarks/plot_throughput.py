@@ -1,11 +1,12 @@
 #!/usr/bin/env python
-"""Draw tokens/s and peak memory of the arms that `scripts/benchmark.py` or `scripts/benchmark_multi_gpu.py` measured.
+"""Draw tokens/s and peak memory of the arms that `scripts/benchmark.py`, `scripts/benchmark_multi_gpu.py` or `benchmarks/speed_table.py` measured.
 
 python benchmarks/plot_throughput.py benchmarks/results/throughput_1b.json benchmarks/results/throughput_3b.json \
     benchmarks/results/throughput_8b.json --output benchmarks/plots/throughput.png
 
 One group of bars per workload and number of GPUs, one bar per arm; the height is the median step. The line on a bar spans the middle eight
-tenths of the steps; in files that do not hold them, all steps. What was not measured is named where its bar would stand.
+tenths of the steps; in files that do not hold them, all steps. Of real documents padding does not count. A dashed line is a target. What was not
+measured is named where its bar would stand.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def group_of(row: dict[str, Any]) -> str:
     """The label of a row's group: what was trained, on how many GPUs."""
     shape = f"{row['batch_size']} x {row['seq_length']:,} tokens x {row['micro_batches']}"
     gpus = f"\n{row['num_gpus']} GPUs" if row.get("num_gpus", 1) > 1 else ""
-    return f"{row['model']}\n{shape}{gpus}"
+    text = "\nreal documents, without padding" if row.get("text") is not None else ""
+    return f"{row['model']}\n{shape}{gpus}{text}"
 
 
 def reason_not_measured(row: dict[str, Any]) -> str | None:
@@ -62,8 +64,9 @@ def reason_not_measured(row: dict[str, Any]) -> str | None:
 
 def tokens_per_s(row: dict[str, Any]) -> tuple[float, float, float]:
     """Median, lower and upper end of the spread, per GPU."""
-    low, high = ("p10", "p90") if "tokens_per_s_p10" in row else ("slowest", "fastest")
-    keys = ("tokens_per_s", f"tokens_per_s_{low}", f"tokens_per_s_{high}")
+    kind = "real_tokens_per_s" if "real_tokens_per_s" in row else "tokens_per_s"
+    low, high = ("p10", "p90") if f"{kind}_p10" in row else ("slowest", "fastest")
+    keys = (kind, f"{kind}_{low}", f"{kind}_{high}")
     middle, start, end = (row[key] / row.get("num_gpus", 1) for key in keys)
     return middle, start, end
 
@@ -100,6 +103,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                     f"{row['peak_memory_gib']:.0f}", (place, row["peak_memory_gib"]), (0, 2), textcoords="offset points",
                     ha="center", va="bottom", fontsize=8,
                 )  # fmt: skip
+        if target := found[0].get("target_tokens_per_s_per_gpu"):
+            speeds.axhline(target, color="black", linestyle="--", linewidth=1)
+            speeds.annotate(f"target {target:,.0f}", (-0.55, target), (0, 2), textcoords="offset points", fontsize=8)
         speeds.set_title(group, fontsize=10)
         memories.set_xticks(range(len(found)), [row["arm"] for row in found], rotation=45, ha="right")
         for axis in (speeds, memories):

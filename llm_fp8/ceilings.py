@@ -52,6 +52,15 @@ class Ceilings:
     copy_tb_s: float
     """Bytes read plus bytes written over time, copying inside the GPU's memory."""
 
+    def bf16_gemm_s(self, flops: float) -> float:
+        """Seconds of these FLOPs in bf16."""
+        return flops / self.bf16_gemm_tflops / 1e12
+
+    def fp8_gemm_s(self, flops: float) -> float | None:
+        """Seconds of these model FLOPs of fp8 layers, a third of them with fast accumulation (forward) and the rest split; None without fp8."""
+        fast, split = self.fp8_gemm_tflops, self.fp8_split_gemm_tflops
+        return None if fast is None or split is None else flops * (1 / fast + 2 / split) / 3 / 1e12
+
 
 @dataclass(frozen=True)
 class KnownCeilings:

@@ -6,10 +6,10 @@
         --arms hf_bf16,torchao_rowwise,delayed,delayed:swap --output some.json
 
 Random weights, the same in every arm; random tokens, in rows that are one document each; the optimizer step included. A workload is
-MODEL:ROWSxLENGTHxMICRO_BATCHES. Arms:
+MODEL:ROWSxLENGTHxMICRO_BATCHES; with @DATASET behind it (embedded, FILE.jsonl) real documents, which ours packs and the others pad to LENGTH. Arms:
 
 - bf16, delayed, current, block: this project's Trainer with the TE decoder and the default optimizer (fp32-quality master weights). Behind it
-  may stand :swap (the Hugging Face decoder, its linear layers swapped for TE's in fp8), :recompute (gradient checkpointing), and :lora16 or :lora16qv
+  may stand :swap (the Hugging Face decoder, its linear layers swapped for TE's in fp8), :recompute (gradient checkpointing), :adamw_8bit, and :lora16 or :lora16qv
   (adapters of rank 16 on all linear layers, or on q and v alone; scripts/lora_study.py compares them).
 - hf_bf16: transformers' model in bf16 (sdpa) with Accelerate's bf16 mixed precision, torch's fused AdamW on the bf16 weights, the loss as
   transformers computes it. The usual set-up, and lighter than ours: its optimizer keeps no master weights. hf_bf16_compiled: the same with its
@@ -25,7 +25,6 @@ fails or runs out of memory is a row that says so. The results are rewritten aft
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import signal
 import sys
@@ -43,13 +42,11 @@ from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import PRECISIONS, Arm, parse_arms
 from llm_fp8.throughput.measure import describe_gemms, speed
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
-from llm_fp8.throughput.rival import RIVALS
+from llm_fp8.throughput.rival import BASELINE, RIVALS
 from llm_fp8.throughput.worker import measure_in_process
 from llm_fp8.throughput.workload import Workload, parse_workloads
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
-BASELINE = "hf_bf16"
-"""The arm that the others are compared with, where it is measured."""
 CLAIM = ("accelerate_te", "te_autocast")
 """Said to be equal: Accelerate's own fp8, and Transformer Engine without it."""
 QUICK = {
@@ -89,15 +86,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def summarise(work: Workload, arm: Arm, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row of an arm from its answers (`measure_in_process`), one per round: figures over all timed steps of all rounds."""
-    row: dict[str, Any] = {"workload": work.name, **dataclasses.asdict(work), "arm": arm.name}
+def summarise(work: Workload, arm: Arm, rounds: list[dict[str, Any]], num_gpus: int = 1) -> dict[str, Any]:
+    """The row of an arm from its answers (`measure_in_process`), one per round: figures over all timed steps of all rounds.
+
+    `num_gpus`: of the launch that an answer comes from (`measure_in_launch`); its step times are those of the slowest GPU.
+    """
+    row: dict[str, Any] = {"workload": work.name, **work.to_dict(), "arm": arm.name}
     measured = [answer for answer in rounds if answer["failed"] is None]
     failures = [answer["failed"] for answer in rounds if answer["failed"] is not None]
     if not measured:
         return {**row, "failed": failures[0]}
     times = [time_s for answer in measured for time_s in answer["step_times_s"]]
-    row.update(speed(work, times, num_adapter_parameters=measured[0].get("num_adapter_parameters", 0)))
+    row.update(speed(work, times, num_gpus, arm.context_size, **_counts(measured[0])))
     if "peak_memory_gib" in measured[0]:
         row["peak_memory_gib"] = max(answer["peak_memory_gib"] for answer in measured)
     row["first_loss"] = measured[0]["losses"][0]
@@ -105,6 +105,11 @@ def summarise(work: Workload, arm: Arm, rounds: list[dict[str, Any]]) -> dict[st
     if failures:
         row["failed_rounds"] = failures
     return {**row, "rounds": measured}
+
+
+def _counts(answer: dict[str, Any]) -> dict[str, Any]:
+    """What `speed` has to know of an arm beside its workload."""
+    return {name: answer[name] for name in ("num_adapter_parameters", "step_tokens") if name in answer}
 
 
 def measure_all(
@@ -173,8 +178,11 @@ def print_round(work: Workload, arm: Arm, number: int, answer: dict[str, Any]) -
     if answer["failed"] is not None:
         print(f"{start} not measured: {answer['failed']}", flush=True)
         return
-    tokens_per_s = speed(work, answer["step_times_s"])["tokens_per_s"]
-    print(f"{start} {tokens_per_s:9,.0f} tokens/s  ({answer['wall_time_s']:.0f} s)", flush=True)
+    found = speed(work, answer["step_times_s"], **_counts(answer))
+    kind = "real_tokens_per_s" if work.text is not None else "tokens_per_s"
+    print(
+        f"{start} {found[kind]:9,.0f} {kind.replace('_', ' ').replace(' per ', '/')}  ({answer['wall_time_s']:.0f} s)", flush=True
+    )
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -209,8 +217,11 @@ def _line(row: dict[str, Any], baseline: dict[str, Any] | None) -> str:
         f"  {row['arm']:18} {row['tokens_per_s']:9,.0f}  {row['tokens_per_s_p10']:9,.0f} to {row['tokens_per_s_p90']:9,.0f}"
         f"  {row['model_tflops']:6.0f} TFLOP/s"
     )
+    if "real_tokens_per_s" in row:
+        line += f"  {row['real_tokens_per_s']:9,.0f} real tokens/s"
     if baseline is not None:
-        line += f"  {row['tokens_per_s'] / baseline['tokens_per_s']:5.2f} x {BASELINE}"
+        kind = "real_tokens_per_s" if "real_tokens_per_s" in row else "tokens_per_s"
+        line += f"  {row[kind] / baseline[kind]:5.2f} x {BASELINE}"
     if "peak_memory_gib" in row:
         gemms = describe_gemms(row["rounds"][-1]["gemm_kernels"])
         line += f"  {row['peak_memory_gib']:6.1f} GiB  GEMM kernels (share of their time): {gemms}"

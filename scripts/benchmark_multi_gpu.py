@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import faulthandler
 import gc
 import os
@@ -79,7 +78,7 @@ def subject_of(work: Workload, arm: Arm, num_gpus: int) -> dict[str, Any]:
     """What a row is about."""
     return {
         "workload": work.name,
-        **dataclasses.asdict(work),
+        **work.to_dict(),
         "arm": arm.name,
         "mode": arm.mode,
         "context_parallel_size": arm.context_size,

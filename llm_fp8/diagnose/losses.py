@@ -64,14 +64,11 @@ class StepFacts:
 
     def fp8_gemm_s(self, flops: float) -> float | None:
         """Seconds of these model FLOPs at the fp8 ceilings; None on a GPU that has none, and for fp4, which has others."""
-        fast, split = self.ceilings.fp8_gemm_tflops, self.ceilings.fp8_split_gemm_tflops
-        if fast is None or split is None or self.scenario == "nvfp4":
-            return None
-        return flops * (1 / fast + 2 / split) / 3 / 1e12
+        return None if self.scenario == "nvfp4" else self.ceilings.fp8_gemm_s(flops)
 
     def bf16_gemm_s(self, flops: float) -> float:
         """Seconds of these FLOPs at the bf16 ceiling."""
-        return flops / self.ceilings.bf16_gemm_tflops / 1e12
+        return self.ceilings.bf16_gemm_s(flops)
 
     def copy_s(self, num_bytes: float) -> float:
         """Seconds of reading and writing so many bytes in all."""

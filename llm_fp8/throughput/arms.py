@@ -4,6 +4,7 @@
     delayed:swap                  the Hugging Face decoder, its linear layers swapped for Transformer Engine's
     tensorwise:swap               torchao's fp8, which always is in the Hugging Face decoder
     bf16:recompute                with gradient checkpointing
+    delayed:adamw_8bit            with --optimizer adamw_8bit
     delayed:lora16                with LoRA: adapters of rank 16 on all linear layers; lora16qv: on q and v alone
     fsdp_full:delayed             several GPUs, --sharding_mode fsdp_full
     cp4:fsdp_full:delayed:sync    4 GPUs share the tokens of a row; gradients exchanged in each micro-batch
@@ -43,9 +44,11 @@ TORCHAO_PRECISIONS = {
 """Always with the option `swap`."""
 RIVAL_MODES = ("ddp", "fsdp_full")
 """How a rival can be spread over several GPUs."""
+OLD_NAMES = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
+"""In files that were recorded before one grammar named all arms."""
 
-_OPTIONS = ("swap", "recompute", "fp8_params", "fp8_all_gather", "sync")
-_OPTIONS_OF_ONE_GPU = ("swap", "recompute")
+_OPTIONS = ("swap", "recompute", "adamw_8bit", "fp8_params", "fp8_all_gather", "sync")
+_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit")
 _LORA = re.compile(r"lora([1-9]\d*)(qv)?")
 
 
@@ -76,6 +79,8 @@ class Arm:
             raise UserError(
                 f"--arms {self.name} is spread over several GPUs, which scripts/benchmark_multi_gpu.py measures; drop '{self.mode}:' here."
             )
+        if work.text is not None and self.mode is not None:
+            raise UserError(f"--arms {self.name} with --workloads {work.name}: real documents are measured on one GPU alone.")
         if isinstance(self.what, Rival):
             if self.mode == "fsdp_full" and not torch.cuda.is_available():
                 raise UserError(f"--arms {self.name}: Accelerate's FSDP2 needs NVIDIA GPUs, and none is found; drop it.")
@@ -134,6 +139,7 @@ def parse_arm(name: str) -> Arm:
         use_te="swap" not in options,
         gradient_checkpointing="recompute" in options,
         lora=_lora_of(adapters),
+        optimizer="adamw_8bit" if "adamw_8bit" in options else "auto",
     )
     return Arm(name, ours, mode)
 

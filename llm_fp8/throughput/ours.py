@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -14,7 +14,7 @@ from llm_fp8.loop import LoopOptions, Trainer
 from llm_fp8.lora import num_adapter_parameters
 from llm_fp8.metrics import DecoderSize
 from llm_fp8.models import decoder_layers
-from llm_fp8.optim import build_scheduler
+from llm_fp8.optim import OptimizerKind, build_scheduler
 from llm_fp8.parallel.build import build_accelerator
 from llm_fp8.parallel.context import ContextGroup
 from llm_fp8.parallel.profile import StepProfile
@@ -37,6 +37,7 @@ class OurArm:
     use_te: bool = True
     gradient_checkpointing: bool = False
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    optimizer: OptimizerKind | Literal["auto"] = "auto"
 
     @property
     def computes_in_fp8(self) -> bool:
@@ -50,7 +51,9 @@ class OurArm:
             model=model,
             precision=self.precision,
             data=DataConfig(max_seq_length=work.seq_length, batch_size=work.batch_size, packing=True),
-            optim=dataclasses.replace(OPTIMISATION, gradient_accumulation_steps=work.micro_batches, max_steps=work.num_steps),
+            optim=dataclasses.replace(
+                OPTIMISATION, gradient_accumulation_steps=work.micro_batches, max_steps=work.num_steps, optimizer=self.optimizer
+            ),
             run=RunConfig(output_dir=os.devnull),  # nothing is written
             lora=self.lora,
             parallel=self.parallel,
@@ -123,6 +126,7 @@ class OurTraining:
             "census": census.to_dict(),
             "optimizer": run.optimizer_kind,
             "num_adapter_parameters": num_adapter_parameters(model),
+            **work.text_facts(),
         }
         self.trainer = Trainer(
             accelerator=self.accelerator,

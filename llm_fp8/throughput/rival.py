@@ -19,6 +19,7 @@ All with torch's fused AdamW at our learning rate, betas and weight decay, the l
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +30,13 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llm_fp8.config import PrecisionConfig
+from llm_fp8.data.collate import IGNORED
 from llm_fp8.loop import StepClock
 from llm_fp8.models import decoder_layers
 from llm_fp8.optim import not_optimised
 from llm_fp8.precision import require_te, resolve_precision
 from llm_fp8.process_group import own_device
+from llm_fp8.ranks import LaunchRanks
 from llm_fp8.swap import SIZE_MULTIPLE, Census, convert_with_torchao, take_census
 from llm_fp8.throughput.weights import draw_weights_
 from llm_fp8.throughput.workload import OPTIMISATION, Recorder, Workload
@@ -64,6 +67,8 @@ class Rival:
             require_torchao(f"--arms {self.name}")
 
 
+BASELINE = "hf_bf16"
+"""The usual set-up: the arm that others are compared with, where it is measured."""
 RIVALS = {
     rival.name: rival
     for rival in (
@@ -85,15 +90,17 @@ class HfTraining:
     Attributes:
         accelerator: of this arm.
         model: transformers' model, as Accelerate prepared it, without the wrapper of DDP.
-        recorder: times and losses of the steps so far; a loss is the mean over the step's micro-batches on this process.
+        recorder: times and losses of the steps so far; a loss is the mean over the step's labels on this process. (Gradients are those of the mean
+            over micro-batches, as Accelerate accumulates them.)
         facts: what a reader should know of the arm.
     """
 
     def __init__(self, work: Workload, rival: Rival, fsdp2: bool = False) -> None:
         rival.require_packages()
-        self.accelerator = accelerator = _accelerator(work, rival, fsdp2)
-        name, weights = ("fp32", torch.float32) if fsdp2 else ("bf16", torch.bfloat16)
         config = work.hf_config()
+        inputs = work.hf_inputs(config.vocab_size, LaunchRanks.from_environment(os.environ).rank)
+        self.accelerator = accelerator = _accelerator(len(inputs), rival, fsdp2)
+        name, weights = ("fp32", torch.float32) if fsdp2 else ("bf16", torch.bfloat16)
         with accelerator.device:
             model: Any = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation="sdpa")
         draw_weights_(model, accelerator.device, is_te=False)
@@ -117,8 +124,9 @@ class HfTraining:
         if rival.compiled:
             compile_layers(layers)
         self._model.train()
-        batches = work.batches(config.vocab_size, accelerator.process_index)
-        self._rows = [batch.input_ids.view(work.batch_size, -1).to(accelerator.device) for batch in batches]
+        self._inputs = [{name: tensor.to(accelerator.device) for name, tensor in of_one.items()} for of_one in inputs]
+        num_labels = torch.tensor([int((of_one["labels"][:, 1:] != IGNORED).sum()) for of_one in inputs], dtype=torch.float32)
+        self._shares = (num_labels / num_labels.sum()).to(accelerator.device)
         self._clock = StepClock(accelerator.device)
         self.recorder = Recorder()
         self.facts: dict[str, Any] = {
@@ -127,6 +135,7 @@ class HfTraining:
             "compiled": rival.compiled,
             "census": _census(self.model).to_dict(),
             "parameters_not_in_the_optimizer": not_optimised(self.model, self._optimizer),
+            **work.text_facts(padded=True),
         }
 
     def take(self, num_steps: int) -> None:
@@ -135,9 +144,9 @@ class HfTraining:
         stamps, losses = [self._clock.stamp()], []
         for _ in range(num_steps):
             of_step = []
-            for input_ids in self._rows:
+            for inputs in self._inputs:
                 with accelerator.accumulate(model):
-                    loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+                    loss = model(**inputs, use_cache=False).loss
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), OPTIMISATION.max_grad_norm)
@@ -145,14 +154,14 @@ class HfTraining:
                     optimizer.zero_grad()
                 of_step.append(loss.detach())
             stamps.append(self._clock.stamp())
-            losses.append(torch.stack(of_step).mean())
+            losses.append((torch.stack(of_step) * self._shares).sum())
         self.recorder.losses += torch.stack(losses).tolist()  # waits for the last step
         self.recorder.step_times_s += [
             self._clock.seconds(start, end) for start, end in zip(stamps[:-1], stamps[1:], strict=True)
         ]
 
 
-def _accelerator(work: Workload, rival: Rival, fsdp2: bool) -> Accelerator:
+def _accelerator(num_micro_batches: int, rival: Rival, fsdp2: bool) -> Accelerator:
     plugin = None
     if fsdp2:
         plugin = FullyShardedDataParallelPlugin(
@@ -170,7 +179,7 @@ def _accelerator(work: Workload, rival: Rival, fsdp2: bool) -> Accelerator:
     return Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="fp8" if rival.accelerate_te else "bf16",
-        gradient_accumulation_steps=work.micro_batches,
+        gradient_accumulation_steps=num_micro_batches,
         fsdp_plugin=plugin,
         kwargs_handlers=handlers,
     )

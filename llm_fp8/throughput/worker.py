@@ -1,34 +1,92 @@
-"""One measurement in a process of its own, so that nothing of an arm outlives it: compiled code, Transformer Engine's globals, memory.
+"""One measurement in processes of its own, so that nothing of an arm outlives it: compiled code, Transformer Engine's globals, memory.
 
     answer = measure_in_process("Llama-3.2-1B:8x1024x4", "delayed", num_steps=8, warmup=3, timeout_s=300)
+    answer = measure_in_launch("Llama-3.1-8B:8x1024x4", "fsdp_full:delayed", 4, num_steps=8, warmup=3, timeout_s=300)
 
-An answer is what `llm_fp8.throughput.measure.measure` returns, with its `header` and "failed": None; where it was not measured, "failed" is the reason.
+An answer is what `llm_fp8.throughput.measure.measure` returns (of a launch, the row of scripts/benchmark_multi_gpu.py), with its `header` and
+"failed": None; where it was not measured, "failed" is the reason.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llm_fp8.programs import torchrun
 from llm_fp8.provenance import REPOSITORY
 from llm_fp8.throughput.results import ENDED_IN_SILENCE
 
+STOPPED = "stopped from outside"
+LAUNCH_S = 120
+"""How long a launch may take to start and to end, beside its measurement."""
+LOOK_S = 0.5
+"""How often it is looked whether a measurement is to be stopped."""
+END_S = 30
+"""How long a program may take to end itself."""
+
 
 def measure_in_process(
-    workload: str, arm: str, num_steps: int, warmup: int, timeout_s: float, variables: Mapping[str, str | None] | None = None
+    workload: str,
+    arm: str,
+    num_steps: int,
+    warmup: int,
+    timeout_s: float,
+    variables: Mapping[str, str | None] | None = None,
+    stopped: threading.Event | None = None,
 ) -> dict[str, Any]:
     """Measure `arm` on `workload` (both by name) and return the answer; raises nothing for what goes wrong over there.
 
-    `variables`: of the process's environment, in place of this one's; None takes one out.
+    `variables`: of the process's environment, in place of this one's; None takes one out. `stopped`: ends the measurement when it is set.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "answer.json"
+        command = [sys.executable, "-m", __spec__.name, workload, arm, str(num_steps), str(warmup), str(path)]
+        environment = _environment(variables)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
+        failed = _run(command, environment, timeout_s, stopped)
+        if not path.exists():
+            return {"failed": failed or f"{ENDED_IN_SILENCE} (exit code 0)"}
+        answer: dict[str, Any] = json.loads(path.read_text())
+        return answer
+
+
+def measure_in_launch(
+    workload: str,
+    arm: str,
+    num_gpus: int,
+    num_steps: int,
+    warmup: int,
+    timeout_s: float,
+    stopped: threading.Event | None = None,
+) -> dict[str, Any]:
+    """The same on so many GPUs of this host, in a launch of scripts/benchmark_multi_gpu.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        words = [str(REPOSITORY / "scripts" / "benchmark_multi_gpu.py"), "--workloads", workload, "--arms", arm]
+        words += ["--steps", str(num_steps), "--warmup", str(warmup), "--arm_timeout_s", str(timeout_s), "--output", str(path)]
+        # The launch keeps the limit itself, with a row that says so; this one is for a launch that hangs before or after.
+        failed = _run(torchrun(num_gpus, *words), _environment({}), timeout_s + LAUNCH_S, stopped)
+        record = json.loads(path.read_text()) if path.exists() else {"rows": []}
+        rows = record.pop("rows")
+        if not rows:
+            return {"failed": failed or ENDED_IN_SILENCE}
+        origin = {name: record[name] for name in ("provenance", "peaks")}
+        return {"failed": None, "header": origin, **rows[0]}
+
+
+def _environment(variables: Mapping[str, str | None] | None) -> dict[str, str]:
+    """This process's environment for a measurement, with `variables` in place of its own."""
     # What a launcher left for Accelerate would change the rivals: ACCELERATE_FP8_BACKEND alone converts a bf16 model.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     for name, value in (variables or {}).items():
@@ -36,23 +94,35 @@ def measure_in_process(
         if value is not None:
             environment[name] = value
     environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # for every arm, as in the training scripts
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "answer.json"
-        command = [sys.executable, "-m", __spec__.name, workload, arm, str(num_steps), str(warmup), str(path)]
-        process = subprocess.Popen(command, env=environment, stdout=sys.stderr, start_new_session=True)
-        try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"took longer than {timeout_s:g} s"}
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile for it
-                process.wait()
-        if not path.exists():
-            return {"failed": f"{ENDED_IN_SILENCE} (exit code {process.returncode})"}
-        answer: dict[str, Any] = json.loads(path.read_text())
-        return answer
+    return environment
+
+
+def _run(command: list[str], environment: Mapping[str, str], timeout_s: float, stopped: threading.Event | None) -> str | None:
+    """Run a program to its end; returns why it did not come to a good one, None where it did."""
+    process = subprocess.Popen(command, env=environment, stdout=sys.stderr, start_new_session=True)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while (left := deadline - time.monotonic()) > 0:
+            if stopped is not None and stopped.is_set():
+                return STOPPED
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(left if stopped is None else min(left, LOOK_S))
+                return f"{ENDED_IN_SILENCE} (exit code {code})" if code else None
+        return f"took longer than {timeout_s:g} s"
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a program that still runs, with the processes that it started."""
+    if process.poll() is not None:
+        return
+    process.terminate()  # torchrun passes it on to its processes, which are in sessions of their own
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile for it
+    process.wait()
 
 
 def _main(workload: str, arm_name: str, num_steps: str, warmup: str, answer_path: str) -> None:

@@ -1,7 +1,8 @@
-"""What every arm of a benchmark trains on: full rows of random tokens, one document each."""
+"""What every arm of a benchmark trains on: full rows of random tokens, one document each, or real documents (llm_fp8/throughput/text.py)."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterator
@@ -9,17 +10,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from llm_fp8.config import ModelConfig, OptimConfig
 from llm_fp8.data.collate import IGNORED, Batch
 from llm_fp8.errors import UserError
-from llm_fp8.models import ModelSource, bundled_architectures, load_config, resolve_source
+from llm_fp8.metrics import StepTokens
+from llm_fp8.models import ModelSource, bundled_architectures, load_config, load_tokenizer, resolve_source
+from llm_fp8.throughput.text import TextStep
 
 OPTIMISATION = OptimConfig(learning_rate=1e-5, lr_scheduler="constant", num_warmup_steps=0)
 """How every arm moves its weights: the same from the first step on, so that their losses can be compared."""
 
-_SHAPE = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)")
+_NAME = re.compile(r"(.+):([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(?:@(.+))?")
 
 
 @dataclass(frozen=True)
@@ -33,34 +37,63 @@ class Workload:
     micro_batches: int
     num_steps: int
     """Steps per round, the left-out ones included."""
+    text: str | None = field(default=None, kw_only=True)
+    """Real documents instead of random tokens: a dataset as --dataset_name takes it. Ours packs them into `micro_batches` of `batch_size` rows, a
+    rival pads the same documents, one to a row of `seq_length` tokens, and takes as many micro-batches as they need."""
 
     @classmethod
     def parse(cls, text: str, num_steps: int, flag: str = "--workloads") -> Workload:
-        """'MODEL:ROWSxLENGTHxMICRO_BATCHES' as a workload. Raises `UserError`, which names `flag`, where it is none or the model is unknown."""
-        model, _, shape = text.rpartition(":")
-        match = _SHAPE.fullmatch(shape)
-        if not model or match is None:
+        """'MODEL:ROWSxLENGTHxMICRO_BATCHES[@DATASET]' as a workload. Raises `UserError`, which names `flag`, where it is none, or the model or
+        dataset is unknown."""
+        match = _NAME.fullmatch(text)
+        if match is None:
             raise UserError(
                 f"{flag} {text}: write MODEL:ROWSxLENGTHxMICRO_BATCHES, for example Llama-3.1-8B:8x1024x4 for 4 micro-batches of 8 rows of "
-                "1024 tokens."
+                "1024 tokens, and @FILE.jsonl behind it for real documents."
             )
-        batch_size, seq_length, micro_batches = map(int, match.groups())
-        work = cls(model, batch_size, seq_length, micro_batches, num_steps)
+        model, dataset = match[1], match[5]
+        batch_size, seq_length, micro_batches = (int(match[number]) for number in (2, 3, 4))
+        work = cls(model, batch_size, seq_length, micro_batches, num_steps, text=dataset)
         if not work.source.is_local and not work.source.location.endswith(".json"):
             raise UserError(
                 f"{flag} {text}: {model} is unknown; give a folder with a config.json, or one of {', '.join(bundled_architectures())}."
             )
+        if dataset is not None:
+            try:
+                work.text_step.check()
+            except UserError as error:
+                raise UserError(f"{flag} {text}: {error}") from error
         return work
 
     @property
     def name(self) -> str:
         """As `parse` reads it."""
-        return f"{self.model}:{self.batch_size}x{self.seq_length}x{self.micro_batches}"
+        shape = f"{self.model}:{self.batch_size}x{self.seq_length}x{self.micro_batches}"
+        return shape if self.text is None else f"{shape}@{self.text}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for a results file; without `text` on random tokens."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "text" or value is not None}
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step."""
+        """Positions of one optimizer step of ours."""
         return self.batch_size * self.seq_length * self.micro_batches
+
+    def step_tokens(self, padded: bool = False) -> StepTokens:
+        """The tokens of one optimizer step; `padded`: of a rival, which pads real documents."""
+        if self.text is not None:
+            return self.text_step.tokens(padded)
+        total = self.tokens_per_step
+        return StepTokens(total, total, total - self.batch_size * self.micro_batches, total * self.seq_length)
+
+    @functools.cached_property
+    def text_step(self) -> TextStep:
+        """The documents of a step with `text`."""
+        assert self.text is not None
+        return TextStep(
+            self.text, load_tokenizer(self.model_options, self.source)[0], self.batch_size, self.seq_length, self.micro_batches
+        )
 
     @property
     def model_options(self) -> ModelConfig:
@@ -77,8 +110,30 @@ class Workload:
         return load_config(self.model_options, self.source)
 
     def batches(self, vocab_size: int, reader: int = 0) -> list[Batch]:
-        """The micro-batches of a step; each `reader`, a process with data of its own, has others."""
+        """The micro-batches of a step, packed; each `reader`, a process with data of its own, has others. Real documents have one reader."""
+        if self.text is not None:
+            return self.text_step.packed()
         return [random_batch(self, vocab_size, reader * self.micro_batches + number) for number in range(self.micro_batches)]
+
+    def text_facts(self, padded: bool = False) -> dict[str, Any]:
+        """What a row of real documents says of them: `documents` and `step_tokens`, which `speed` reads; nothing for random tokens."""
+        if self.text is None:
+            return {}
+        return {"documents": self.text_step.facts(), "step_tokens": dataclasses.asdict(self.step_tokens(padded))}
+
+    def hf_inputs(self, vocab_size: int, reader: int = 0) -> list[dict[str, Tensor]]:
+        """The same step as transformers' model takes it, by micro-batch: input_ids and labels int64 [B, S], not shifted, and for real documents
+        attention_mask bool [B, S]."""
+        if self.text is not None:
+            return [_hf_rows(batch) for batch in self.text_step.padded()]
+        rows = (batch.input_ids.view(self.batch_size, -1) for batch in self.batches(vocab_size, reader))
+        return [{"input_ids": ids, "labels": ids} for ids in rows]
+
+
+def _hf_rows(batch: Batch) -> dict[str, Tensor]:
+    """A padded batch with labels that the model shifts itself: the last label of a row is none, so that rolling it to the front loses nothing."""
+    assert batch.attention_mask is not None
+    return {"input_ids": batch.input_ids, "labels": batch.labels.roll(1, dims=1), "attention_mask": batch.attention_mask}
 
 
 def parse_workloads(text: str, num_steps: int) -> list[Workload]:

@@ -131,8 +131,7 @@ def test_torchaos_fp8_layers_round(workload):
     for name in ("hf_bf16", "torchao_tensorwise", "torchao_rowwise"):
         rival = RIVALS[name]
         training = parse_arm(name).build(Workload.parse(workload, 1)) if not rival.compiled else uncompiled(rival, workload)
-        ids = training._rows[0]
-        training.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        training.model(**training._inputs[0], use_cache=False).loss.backward()
         norms[name] = training.model.model.layers[0].mlp.down_proj.weight.grad.float()
     plain = norms.pop("hf_bf16")
     off = {name: float((grad - plain).norm() / plain.norm()) for name, grad in norms.items()}

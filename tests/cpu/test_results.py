@@ -5,20 +5,22 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
 
-from llm_fp8.throughput.arms import PRECISIONS, parse_arm
+from llm_fp8.ceilings import Ceilings
+from llm_fp8.throughput.arms import OLD_NAMES, PRECISIONS, parse_arm
 from llm_fp8.throughput.rival import RIVALS
+from llm_fp8.throughput.table import gemm_floor_s
 from tests.families import FAMILIES
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-OLD_ARMS = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
-"""Names in files that were recorded before one grammar named all arms."""
 FROM_GPU = (
     "gpu_tests",
     "throughput_",
+    "speed_table",
     "gsm8k_curves",
     "multi_gpu_",
     "startup_",
@@ -143,6 +145,30 @@ def test_throughput_rows(name):
             assert ("fp8" in kernels) == parse_arm(row["arm"]).computes_in_fp8, "fp8 kernels in fp8 arms, and only there"
 
 
+@pytest.mark.parametrize("name", [name for name, _ in load("speed_table*.json")])
+def test_speed_table_rows(name):
+    record = json.loads((RESULTS / name).read_text())
+    keys = [(row["row"], row["arm"]) for row in record["rows"]]
+    assert len(set(keys)) == len(keys) and record["runs"][-1] == record["provenance"]
+    for row in record["rows"]:
+        if "failed" in row:
+            continue
+        assert row["tokens_per_s_per_gpu"] * row["num_gpus"] == pytest.approx(row["tokens_per_s"]) and row["peak_memory_gib"] > 0
+        assert 0 < row["step"]["gemm_floor_s"] < row["step"]["step_s"]
+        for measured in row["rounds"]:
+            assert measured["run"] < len(record["runs"])
+            assert ("fp8" in measured["gemm_kernels"]) == parse_arm(row["arm"]).computes_in_fp8
+    for found in record["comparisons"]:
+        kind = "real_tokens_per_s" if "@" in found["workload"] else "tokens_per_s"
+        rows = {row["arm"]: row for row in record["rows"] if row["row"] == found["row"]}
+        for arm, of_arm in found["ours"].items():
+            for rival, times in of_arm["times"].items():
+                assert times == pytest.approx(rows[arm][kind] / rows[rival][kind])
+            if "fp8_params" in arm:
+                continue  # whose weights are in fp8 before they could be drawn as the others are
+            assert all(abs(apart) < 0.01 for apart in of_arm["first_loss_differences"].values()), "the same weights and tokens"
+
+
 def test_curves():
     ((_, record),) = load("gsm8k_curves.json")
     arms = record["comparison"]["arms"]
@@ -171,7 +197,7 @@ def test_multi_gpu_throughput_rows(name):
         assert len(row["median_step_time_s_by_rank"]) == len(row["recorded_step"]["work_s_by_rank"]) == row["num_gpus"]
         assert 0 < row["peak_memory_gib"] <= row["peak_reserved_memory_gib"] and row["model_tflops"] > 0
         assert 0 <= row["exposed_communication_share"] <= row["communication_share"] < 1 and row["communication_share"] > 0
-        in_fp8 = parse_arm(OLD_ARMS.get(row["arm"], row["arm"])).computes_in_fp8
+        in_fp8 = parse_arm(OLD_NAMES.get(row["arm"], row["arm"])).computes_in_fp8
         assert ("fp8" in row["gemm_kernels"]) == in_fp8, "fp8 kernels in fp8 arms, and only there"
 
 
@@ -320,3 +346,39 @@ def test_the_readmes_table_of_one_gpu_is_that_of_the_files():
             row = rows[arm]
             expected = "out of memory" if "failed" in row else f"{row['tokens_per_s']:,.0f}, {row['peak_memory_gib']:.0f} GiB"
             assert line[column].partition(";")[0] == expected, (size, arm)
+
+
+LOG = RESULTS.parents[1] / "docs" / "performance_log.md"
+
+
+def test_the_logs_speeds_are_those_of_the_files():
+    """Every figure of a thousand and more in a line of its tables that names files is the speed of a row of one of them."""
+    checked = 0
+    for line in LOG.read_text().splitlines():
+        names = re.findall(r"`((?:multi_gpu_)?throughput_\w+\.json)`", line)
+        if not line.startswith("|") or not names:
+            continue
+        rows = [row for name in names for row in json.loads((RESULTS / name).read_text())["rows"] if "tokens_per_s" in row]
+        known = {f"{row['tokens_per_s'] / row.get('num_gpus', 1):,.0f}" for row in rows}
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        figures = cells[3:4] if cells[0].startswith("`") and len(cells) == 6 else cells[1:3]
+        for figure in re.findall(r"\d{1,3}(?:,\d{3})+", " ".join(figures)):
+            assert figure in known, line
+            checked += 1
+        if len(cells) == 6 and cells[4]:
+            target = float(cells[2].replace(",", ""))
+            assert cells[4] == f"{float(cells[3].replace(',', '')) / target:.0%}", line
+    assert checked >= 30
+
+
+def test_the_logs_time_of_8b_is_that_of_the_file():
+    text = LOG.read_text()
+    (row,) = [row for row in json.loads((RESULTS / "throughput_8b.json").read_text())["rows"] if row["arm"] == "delayed"]
+    (answer,) = row["rounds"]
+    step_s, by_class = statistics.median(answer["step_times_s"]), answer["recorded_step"]["time_s_by_class"]
+    parts = {f"`{name}`": time_s for name, time_s in by_class.items()} | {"no kernel": step_s - sum(by_class.values())}
+    lines = [f"| {name} | {time_s * 1e3:,.1f} | {time_s / step_s:.0%} |" for name, time_s in parts.items()]
+    assert "\n".join(lines) in text and f"is {step_s * 1e3:,.1f} ms" in text
+    ceilings = Ceilings(**json.loads((RESULTS / "ceilings_h200.json").read_text())["ceilings"])
+    floor_s = gemm_floor_s(answer, row["batch_size"] * row["seq_length"] * row["micro_batches"], ceilings)
+    assert floor_s is not None and f"take {floor_s * 1e3:,.1f} ms at the ceilings" in text

@@ -113,3 +113,37 @@ def test_the_script_writes_rows_with_their_spread(workload, tmp_path):
             assert ("fp8" in measured["gemm_kernels"]) == parse_arm(row["arm"]).computes_in_fp8
             assert measured["memory_before_gib"] == 0, "nothing of another arm is left"
     assert "first loss: hf_bf16" in done.stdout and "their first losses are at most" in done.stdout
+
+
+def test_packed_documents_have_the_loss_of_padded_ones(device, record_property):
+    """In Transformer Engine's decoder, whose attention must not cross documents, beside transformers' own with its padding mask."""
+    work = Workload.parse("Llama-57M:4x1024x2@embedded", 4)
+    theirs = measure(work, parse_arm("hf_bf16"), 1, device)
+    for name, tolerance in (("bf16", 5e-4), ("delayed", 5e-3), ("current", 5e-3)):
+        ours = measure(work, parse_arm(name), 1, device)
+        record_property(name, {"losses": ours["losses"], "hf_bf16": theirs["losses"]})
+        assert ours["documents"] == theirs["documents"]
+        assert ours["losses"][0] == pytest.approx(theirs["losses"][0], rel=tolerance)
+        assert ours["losses"][-1] < ours["losses"][0]
+    assert theirs["step_tokens"]["num_tokens"] > 4 * theirs["step_tokens"]["num_real_tokens"]
+
+
+def test_the_speed_table_of_one_small_row(workload, tmp_path):
+    """The whole command, in two calls; the guard finds nothing when the file is held against itself."""
+    row = {"name": "small", "workload": workload, "ours": ["delayed"], "rivals": ["hf_bf16"], "target_tokens_per_s_per_gpu": 1}
+    table, output = tmp_path / "table.json", tmp_path / "r.json"
+    table.write_text(json.dumps({"rows": [row]}))
+    command = [sys.executable, "benchmarks/speed_table.py", f"--table={table}", f"--output={output}", "--steps=3", "--warmup=1"]
+    for arms in ("delayed", "delayed,hf_bf16"):
+        done = subprocess.run([*command, f"--arms={arms}"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    record = json.loads(output.read_text())
+    assert [found["arm"] for found in record["rows"]] == ["delayed", "hf_bf16"] and len(record["runs"]) == 2
+    assert "fp8" in record["rows"][0]["rounds"][0]["gemm_kernels"] and record["rows"][0]["step"]["time_s_by_class"]["gemm"] > 0
+    (comparison,) = record["comparisons"]
+    assert comparison["share_of_target"] > 1 and comparison["same_run"] is False
+    copied = tmp_path / "copy.json"
+    copied.write_text(output.read_text())
+    guard = [sys.executable, "benchmarks/check_regression.py", str(output), "--recorded", str(copied)]
+    held = subprocess.run(guard, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert held.returncode == 0 and "ratios compared: 1, regressions: 0" in held.stdout, held.stderr

@@ -1,0 +1,483 @@
+"""The speed table: its rows and targets, measurements that go on where a call ended, rows spread over GPUs, and what is compared."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from benchmarks import speed_table
+from benchmarks.speed_table import TABLE, Limit, Record, Turns, compare, measure_table, measurer
+from llm_fp8.ceilings import Ceilings
+from llm_fp8.errors import UserError
+from llm_fp8.models import EMBEDDED_MODEL
+from llm_fp8.ranks import LaunchRanks
+from llm_fp8.throughput.measure import header, measure
+from llm_fp8.throughput.table import gemm_floor_s, read_table
+from llm_fp8.throughput.worker import STOPPED, measure_in_launch, measure_in_process
+from tests.small import tiny_config
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+SETTINGS = {"steps": 3, "warmup": 1}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny architecture with its tokenizer."""
+    folder = tmp_path_factory.mktemp("architecture") / "tiny"
+    tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
+    return str(folder)
+
+
+def write_table(folder: Path, *rows: dict) -> Path:
+    path = folder / "table.json"
+    path.write_text(json.dumps({"rows": list(rows)}))
+    return path
+
+
+def made_up(step_s: float, loss: float = 12.0, gpu: str | None = "NVIDIA H200") -> dict:
+    """An answer as a GPU gives it: three timed steps, most of whose time is in kernels."""
+    gpus = [] if gpu is None else [{"name": gpu, "memory_gib": 139.8}]
+    return {
+        "failed": None,
+        "header": {"provenance": {"command": [], "gpus": gpus}, "peaks": None},
+        "step_times_s": [step_s * 0.99, step_s, step_s * 1.02],
+        "losses": [loss, loss - 1],
+        "peak_memory_gib": 30.0,
+        "census": {"num_fp8_weights": 973_078_528, "num_linear_weights": 1_235_746_816},
+        "gemm_kernels": {},
+        "recorded_step": {"time_s_by_class": {"gemm": 0.6 * step_s, "attention": 0.3 * step_s}},
+        "wall_time_s": 9.0,
+        "taken_s": 20.0,
+    }
+
+
+ROW = {
+    "name": "1b",
+    "workload": "Llama-3.2-1B:16x1024x4",
+    "ours": ["delayed", "current"],
+    "rivals": ["hf_bf16", "accelerate_te"],
+    "target_tokens_per_s_per_gpu": 100_000,
+}
+STEP_S = {"delayed": 0.5, "current": 0.55, "hf_bf16": 1.0, "accelerate_te": 0.8}
+
+
+class Fake:
+    """Measures by table; notes what it was asked for."""
+
+    def __init__(self, **failing: str) -> None:
+        self.asked: list[tuple[str, str, str | None]] = []
+        self.failing = failing
+
+    def __call__(self, row, arm, gpu):
+        self.asked.append((row.name, arm.name, gpu))
+        if arm.name in self.failing:
+            return {"failed": self.failing[arm.name]}
+        return made_up(STEP_S[arm.name.rpartition(":")[2]], 12.0 if arm.name == "hf_bf16" else 12.012)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_projects_table(tmp_path):
+    """Every arm fits its workload, every step has 64k tokens, and each row has the usual set-up among its rivals."""
+    rows = {row.name: row for row in read_table(TABLE, 6)}
+    for row in rows.values():
+        assert row.work.step_tokens().num_tokens * row.num_gpus >= 65_536 and row.baseline is not None
+        launch = LaunchRanks(world_size=row.num_gpus, local_world_size=row.num_gpus, launched=row.num_gpus > 1)
+        for arm in row.ours:
+            arm.check(row.work, launch)
+        assert all(arm.mode in ((None,) if row.num_gpus == 1 else ("ddp", "fsdp_full")) for arm in row.rivals)
+    assert rows["text_1b"].work.text == "embedded" and rows["text_1b"].work.seq_length == 1024
+    (tmp_path / "mine.jsonl").write_text('{"text": "a document"}\n')
+    replaced = {row.name: row.work.name for row in read_table(TABLE, 6, text=f"{tmp_path}/mine.jsonl")}
+    assert replaced.pop("text_1b") == f"Llama-3.2-1B:16x1024x4@{tmp_path}/mine.jsonl"
+    assert all(rows[name].work.name == workload for name, workload in replaced.items())
+
+
+def test_the_targets_of_the_log_are_those_of_the_table():
+    text = (ROOT / "docs" / "performance_log.md").read_text()
+    targets = {row.name: row.targets for row in read_table(TABLE, 6) if row.targets}
+    table = text.partition("## Targets")[2].partition("\n## ")[0]
+    lines = {match[1]: match[2] for match in re.finditer(r"^\| `(\w+)` \|[^|]*\| ([^|]*?) \|", table, re.M)}
+    assert lines.keys() == targets.keys()
+    for name, of_row in targets.items():
+        (value,) = of_row.values()
+        assert lines[name].split()[0] == f"{value:,g}", name
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_gpu": 2}, "row 1b has 'num_gpu', which is none of "),
+        ({"workload": "Llama-3.2-1B:16x1024"}, "row 1b: workload Llama-3.2-1B:16x1024: write MODEL:ROWSx"),
+        ({"ours": ["delayed", "hf_bf16"]}, "row 1b: hf_bf16 is a rival; move it"),
+        ({"rivals": ["bf16"]}, "row 1b: bf16 is ours; move it"),
+        ({"ours": ["fast"]}, "row 1b: --arms fast is unknown"),
+        ({"target_times_padded": 4}, "row 1b: target_times_padded belongs to real documents"),
+        ({"num_gpus": 0}, "row 1b: num_gpus and targets are more than 0"),
+        ({"workload": None}, "is no table of workloads"),
+    ],
+)
+def test_mistakes_in_a_table_name_the_row(tmp_path, change, sentence):
+    with pytest.raises(UserError, match=f"--table {tmp_path}/table.json.*{re.escape(sentence)}"):
+        read_table(write_table(tmp_path, {**ROW, **change}), 3)
+
+
+def test_a_table_without_sense(tmp_path):
+    with pytest.raises(UserError, match="has two rows 1b"):
+        read_table(write_table(tmp_path, ROW, ROW), 3)
+    with pytest.raises(UserError, match="has no rows"):
+        read_table(write_table(tmp_path), 3)
+    with pytest.raises(UserError, match="none.json is no table"):
+        read_table(tmp_path / "none.json", 3)
+
+
+def test_the_floor_of_the_gemms():
+    """6 FLOPs per weight and token: wide ones at the bf16 ceiling, fp8 ones a third fast and two thirds split."""
+    ceilings = Ceilings(bf16_gemm_tflops=100.0, fp8_gemm_tflops=300.0, fp8_split_gemm_tflops=200.0, copy_tb_s=4.0)
+    answer = {"census": {"num_fp8_weights": 10**9, "num_linear_weights": 3 * 10**9}}
+    tflop = 6 * 1000 / 1e3  # of 10**9 weights and 1000 tokens
+    assert gemm_floor_s(answer, 1000, ceilings) == pytest.approx(2 * tflop / 100 + tflop / 3 / 300 + 2 * tflop / 3 / 200)
+    assert gemm_floor_s({**answer, "num_adapter_parameters": 5}, 1000, ceilings) is None
+    assert gemm_floor_s(answer, 1000, Ceilings(100.0, None, None, 4.0)) is None
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------------
+
+
+def run(
+    path: Path | None, rows, fake, num_rounds=1, limit_s=0.0, gpus=(None,), only=(), **record_options
+) -> tuple[Record, Limit]:
+    record = Record(path, rows, SETTINGS, **record_options)
+    limit = Limit(limit_s)
+    measure_table(rows, record, Turns(num_rounds, only), fake, limit, gpus)
+    return record, limit
+
+
+def test_a_second_call_measures_what_the_first_left(tmp_path):
+    """Cut off by its time after two measurements; what failed is not tried again, unless it is asked for."""
+    path, rows = tmp_path / "folder" / "r.json", read_table(write_table(tmp_path, ROW), 3)
+    first = Fake(current="out of memory")
+
+    def until_two(row, arm, gpu):
+        answer = first(row, arm, gpu)
+        if len(first.asked) == 2:
+            limit.seconds = 1e-9  # over
+        return answer
+
+    record, limit = Record(path, rows, SETTINGS), Limit(0.0)
+    measure_table(rows, record, Turns(1), until_two, limit, [None])
+    assert [arm for _, arm, _ in first.asked] == ["delayed", "current"] and limit.left == ["1b hf_bf16", "1b accelerate_te"]
+    kept = json.loads(path.read_text())
+    assert [row["arm"] for row in kept["rows"]] == ["delayed", "current"] and kept["rows"][1]["failed"] == "out of memory"
+    assert kept["comparisons"][0]["ours"]["delayed"]["times"] == {}
+
+    second = Fake()
+    _, limit = run(path, rows, second)
+    assert [arm for _, arm, _ in second.asked] == ["hf_bf16", "accelerate_te"] and limit.left == []
+    done = json.loads(path.read_text())
+    assert len(done["runs"]) == 2 and done["rows"][0] == kept["rows"][0]
+    assert [row["rounds"][0]["run"] for row in done["rows"] if "rounds" in row] == [0, 1, 1]
+    assert done["comparisons"][0]["same_run"] is False
+
+    third = Fake()
+    run(path, rows, third, num_rounds=2, retry_failed=True)
+    asked = [arm for _, arm, _ in third.asked]
+    assert asked == ["current", "delayed", "current", "hf_bf16", "accelerate_te"]
+    rows_now = json.loads(path.read_text())["rows"]
+    assert [len(row["rounds"]) for row in rows_now] == [2, 2, 2, 2] and all("failed" not in row for row in rows_now)
+
+
+def test_figures_targets_and_where_the_time_went(tmp_path, capsys):
+    path, rows = tmp_path / "r.json", read_table(write_table(tmp_path, ROW), 3)
+    kept, _ = run(path, rows, Fake())
+    record = json.loads(path.read_text())
+    delayed, _, hf, _ = record["rows"]
+    assert delayed["tokens_per_s_per_gpu"] == delayed["tokens_per_s"] == 131_072 and delayed["side"] == "ours"
+    assert hf["side"] == "rival" and hf["target_tokens_per_s_per_gpu"] == 100_000 and hf["num_gpus"] == 1
+    step = delayed["step"]
+    assert step["step_s"] == 0.5 and step["gap_s"] == pytest.approx(0.05)
+    ceilings = Ceilings(**json.loads((ROOT / "benchmarks/results/ceilings_h200.json").read_text())["ceilings"])
+    assert step["gemm_floor_s"] == pytest.approx(gemm_floor_s(made_up(1.0), 65_536, ceilings))
+    (comparison,) = record["comparisons"]
+    assert comparison["best"] == "delayed" and comparison["share_of_target"] == pytest.approx(1.31072) and comparison["same_run"]
+    assert comparison["ours"]["delayed"]["times"] == {"hf_bf16": pytest.approx(2.0), "accelerate_te": pytest.approx(1.6)}
+    assert comparison["ours"]["current"]["first_loss_differences"]["hf_bf16"] == pytest.approx(0.001)
+    speed_table.print_table(rows, kept)
+    printed = capsys.readouterr().out
+    assert "delayed reaches 131% of the target (100,000 tokens/s per GPU)" in printed
+    assert "delayed over hf_bf16: 2.00 times, first loss +0.1000%" in printed
+    floor_ms = gemm_floor_s(made_up(1.0), 65_536, ceilings) * 1e3
+    assert f"ms of a step of 500: gemm 300 (at the ceilings {floor_ms:.0f}), attention 150, no kernel 50" in printed
+
+
+def test_rows_that_are_not_measured_this_time_stay(tmp_path):
+    other = {**ROW, "name": "other", "workload": "Llama-3.2-1B:8x1024x8"}
+    path, (one, two) = tmp_path / "r.json", read_table(write_table(tmp_path, ROW, other), 3)
+    run(path, [one], Fake())
+    before = json.loads(path.read_text())
+    record = Record(path, [two], SETTINGS)
+    record.left_out = [{"row": "1b", "reason": "measured elsewhere"}, {"row": "8b_x8", "reason": "it needs 8 GPUs"}]
+    fake = Fake()
+    measure_table([two], record, Turns(1, ("delayed", "hf_bf16")), fake, Limit(0.0), [None])
+    assert [arm for _, arm, _ in fake.asked] == ["delayed", "hf_bf16"]
+    after = json.loads(path.read_text())
+    assert after["rows"][:4] == before["rows"] and after["comparisons"][0] == before["comparisons"][0]
+    assert [row["row"] for row in after["rows"][4:]] == ["other", "other"] and len(after["comparisons"]) == 2
+    assert after["left_out"] == [{"row": "8b_x8", "reason": "it needs 8 GPUs"}]
+
+
+def test_a_file_that_was_made_otherwise_is_refused(tmp_path):
+    path, rows = tmp_path / "r.json", read_table(write_table(tmp_path, ROW), 3)
+    run(path, rows, Fake())
+    with pytest.raises(UserError, match="was measured with --steps 3"):
+        Record(path, rows, {"steps": 8, "warmup": 1})
+    changed = read_table(write_table(tmp_path, {**ROW, "workload": "Llama-3.2-1B:8x1024x8"}), 3)
+    with pytest.raises(UserError, match="row 1b was measured on Llama-3.2-1B:16x1024x4, not Llama-3.2-1B:8x1024x8"):
+        Record(path, changed, SETTINGS)
+    fewer = read_table(write_table(tmp_path, {**ROW, "rivals": ["hf_bf16"]}), 3)
+    with pytest.raises(UserError, match="has the arm accelerate_te, which the table lacks"):
+        Record(path, fewer, SETTINGS)
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="was measured on NVIDIA H200, and this is NVIDIA L4"):
+        run(path, rows, lambda row, arm, gpu: made_up(1.0, gpu="NVIDIA L4"), num_rounds=2)
+    assert path.read_bytes() == before
+    with pytest.raises(UserError, match="is no file of this program"):
+        Record(ROOT / "benchmarks/results/throughput_1b.json", rows, SETTINGS)
+
+
+# --- several GPUs -----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_spread_and_the_arms_of_a_row_share_a_gpu(tmp_path):
+    """Two rows at a time; those of several GPUs alone, behind all others."""
+    several = {**ROW, "name": "x2", "num_gpus": 2, "ours": ["ddp:delayed"], "rivals": ["ddp:hf_bf16"]}
+    table = write_table(tmp_path, several, *({**ROW, "name": f"r{number}"} for number in range(4)))
+    rows, fake, busy, most = read_table(table, 3), Fake(), set(), []
+    lock = threading.Lock()
+
+    def measure_slowly(row, arm, gpu):
+        with lock:
+            assert gpu not in busy, "one measurement at a time on a GPU"
+            busy.add(gpu)
+            most.append(len(busy))
+        time.sleep(0.02)
+        with lock:
+            busy.remove(gpu)
+            return fake(row, arm, gpu)
+
+    run(tmp_path / "r.json", rows, measure_slowly, gpus=("4", "7"))
+    used = {name: {gpu for row, _, gpu in fake.asked if row == name} for name in ("r0", "r1", "r2", "r3", "x2")}
+    assert all(len(gpus) == 1 and gpus <= {"4", "7"} for name, gpus in used.items() if name != "x2") and max(most) == 2
+    assert set().union(*(gpus for name, gpus in used.items() if name != "x2")) == {"4", "7"}
+    assert [(row, gpu) for row, _, gpu in fake.asked[-2:]] == [("x2", None)] * 2
+    record = json.loads((tmp_path / "r.json").read_text())
+    of_two = [row for row in record["rows"] if row["row"] == "x2"]
+    assert all(row["tokens_per_s"] == 2 * row["tokens_per_s_per_gpu"] for row in of_two) and "gap_s" not in of_two[0]["step"]
+
+
+def test_the_longest_row_begins_first_where_several_are_measured(tmp_path):
+    longer = {**ROW, "name": "longer", "workload": "Llama-3.2-1B:16x1024x8"}
+    rows, record = read_table(write_table(tmp_path, ROW, longer), 3), Record(None, [], SETTINGS)
+    assert [row.name for row in speed_table.in_order(rows, record, Turns(1), 1)] == ["1b", "longer"]
+    assert [row.name for row in speed_table.in_order(rows, record, Turns(1), 2)] == ["longer", "1b"]
+
+
+def test_rows_without_enough_gpus_are_left_out(tmp_path):
+    several = {**ROW, "name": "x4", "num_gpus": 4, "ours": ["ddp:delayed"], "rivals": ["ddp:hf_bf16"]}
+    rows = read_table(write_table(tmp_path, ROW, several), 3)
+    kept, left_out = speed_table.leave_out(rows, 1)
+    assert [row.name for row in kept] == ["1b"] and left_out == [{"row": "x4", "reason": "it needs 4 GPUs, and 1 is there"}]
+    assert speed_table.leave_out(rows, 4)[1] == []
+
+
+def test_a_mistake_in_one_row_ends_the_others(tmp_path):
+    rows = read_table(write_table(tmp_path, ROW, {**ROW, "name": "other"}), 3)
+
+    def measure_badly(row, arm, gpu):
+        if row.name == "other":
+            raise UserError("no such thing")
+        time.sleep(0.05)
+        return made_up(1.0)
+
+    record, limit = Record(None, rows, SETTINGS), Limit(0.0)
+    with pytest.raises(UserError, match="no such thing"):
+        measure_table(rows, record, Turns(9), measure_badly, limit, ["0", "1"])
+    assert limit.stopped.is_set() and len(record.answers(rows[0], rows[0].ours[0])) < 9
+
+
+# --- real measurements on the CPU -------------------------------------------------------------------------------------------
+
+
+def on_the_cpu(row, arm, gpu):
+    """As the program measures, in this process."""
+    found = measure(row.work, arm, 1, CPU)
+    (times,) = found.pop("step_times_s_by_rank")
+    return {"failed": None, "header": header([], CPU), **found, "step_times_s": times, "taken_s": 1.0}
+
+
+def test_packed_text_beside_padded(tmp_path, model, capsys):
+    entry = {
+        "name": "text",
+        "workload": f"{model}:2x256x2@embedded",
+        "ours": ["bf16:swap"],
+        "rivals": ["hf_bf16"],
+        "target_times_padded": 0.001,
+    }
+    rows = read_table(write_table(tmp_path, entry), 3)
+    record, _ = run(tmp_path / "r.json", rows, on_the_cpu)
+    kept = json.loads((tmp_path / "r.json").read_text())
+    ours, theirs = kept["rows"]
+    assert ours["rounds"][0]["documents"] == theirs["rounds"][0]["documents"] and ours["text"] == "embedded"
+    (comparison,) = kept["comparisons"]
+    times = comparison["ours"]["bf16:swap"]["times"]["hf_bf16"]
+    assert times == pytest.approx(ours["real_tokens_per_s"] / theirs["real_tokens_per_s"])
+    assert comparison["share_of_target"] == pytest.approx(times / 0.001)
+    assert abs(comparison["ours"]["bf16:swap"]["first_loss_differences"]["hf_bf16"]) < 1e-4
+    speed_table.print_table(rows, record)
+    printed = capsys.readouterr().out
+    facts = ours["rounds"][0]["documents"]
+    assert f"{facts['num_documents']} documents of {facts['mean_length']:.0f} tokens on average" in printed
+    assert "real tokens/s per GPU" in printed and re.search(
+        r"bf16:swap over hf_bf16: \S+ times, first loss [+-]0\.00\d\d%, last", printed
+    )
+
+
+def test_a_launch_of_two_processes(tmp_path, model):
+    """Through torchrun and scripts/benchmark_multi_gpu.py, one arm that trains and one that cannot."""
+    entry = {
+        "name": "x2",
+        "workload": f"{model}:2x32x2",
+        "num_gpus": 2,
+        "ours": ["ddp:bf16:swap", "ddp:bf16"],
+        "rivals": ["ddp:hf_bf16"],
+    }
+    rows = read_table(write_table(tmp_path, entry), 3)
+    run(tmp_path / "r.json", rows, measurer(1, 120.0, threading.Event()), only=("ddp:bf16:swap", "ddp:bf16"))
+    record = json.loads((tmp_path / "r.json").read_text())
+    swapped, fused = record["rows"]
+    (answer,) = swapped["rounds"]
+    assert swapped["num_gpus"] == 2 and swapped["tokens_per_s_per_gpu"] * 2 == swapped["tokens_per_s"] > 0
+    assert swapped["tokens_per_s"] == pytest.approx(answer["tokens_per_s"]) and len(answer["step_times_s"]) == 2
+    assert "--use_te needs an NVIDIA GPU" in fused["failed"] and record["provenance"]["command"] == sys.argv
+
+
+def test_a_measurement_is_ended_from_outside(model):
+    stopped = threading.Event()
+    threading.Timer(1.0, stopped.set).start()
+    started = time.monotonic()
+    assert measure_in_process(f"{model}:1x16x1000000", "hf_bf16", 2, 1, 300, stopped=stopped) == {"failed": STOPPED}
+    stopped.clear()
+    threading.Timer(8.0, stopped.set).start()  # when its two processes are there
+    assert measure_in_launch(f"{model}:1x17x1000000", "ddp:hf_bf16", 2, 2, 1, 300, stopped) == {"failed": STOPPED}
+    assert time.monotonic() - started < 60
+    left = subprocess.run(["pgrep", "-f", f"{model}:1x1[67]x1000000"], capture_output=True, text=True).stdout
+    assert not left
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
+def test_the_plan_says_what_is_left_to_measure(tmp_path):
+    path, table = tmp_path / "r.json", write_table(tmp_path, ROW)
+    run(path, read_table(table, 3), Fake(), only=("hf_bf16", "current"))
+    command = [sys.executable, "benchmarks/speed_table.py", "--dry_run", "--table", table, "--output", path]
+    command += ["--steps=3", "--warmup=1", "--rounds=2"]
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "1b: Llama-3.2-1B:16x1024x4, 1 GPU, 65,536 tokens a step, target: 100,000 tokens/s per GPU" in done.stdout
+    left = re.findall(r"(\d) x (\S+) +about", done.stdout)
+    assert left == [("2", "delayed"), ("2", "accelerate_te"), ("1", "current"), ("1", "hf_bf16")]
+    assert re.search(r"1 x hf_bf16 +about   20 s", done.stdout), "as long as it took"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
+def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
+    for options, sentence in (
+        (("--output", tmp_path / "r.json"), "needs an NVIDIA GPU, and none is found; --dry_run says"),
+        (("--dry_run", "--rows", "70b"), "--rows 70b is none of 1b, 3b, 8b"),
+        (("--dry_run", "--rows", "1b", "--arms", "block"), "--arms block is in none of the rows 1b."),
+        (("--dry_run", "--rows", "text_1b", "--text", "none.jsonl"), "none.jsonl: no such file"),
+        ((), "--output is missing"),
+        (("--dry_run", "--gpus_parallel", 0), "--gpus_parallel 0 measures nothing"),
+        (("--dry_run", "--time_limit_s", -1), "--time_limit_s -1: give seconds"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["benchmarks/speed_table.py", *map(str, options)])
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            speed_table.main()
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_the_whole_command(tmp_path, model, monkeypatch, capsys):
+    """As on a GPU, which is only said to be there: measured, cut by the time limit, and gone on with."""
+    entry = {"name": "tiny", "workload": f"{model}:2x32x2", "ours": ["bf16:swap"], "rivals": ["hf_bf16"]}
+    several = {**ROW, "name": "x2", "num_gpus": 2, "ours": ["ddp:delayed"], "rivals": ["ddp:hf_bf16"]}
+    table, path = write_table(tmp_path, entry, several), tmp_path / "r.json"
+    monkeypatch.setattr(speed_table, "visible_gpus", lambda: ["0"])
+    monkeypatch.setattr(speed_table, "measurer", lambda warmup, timeout_s, stopped: on_the_cpu)
+    kept = signal.getsignal(signal.SIGTERM)
+
+    def main(*options: str) -> int:
+        words = ["benchmarks/speed_table.py", f"--table={table}", f"--output={path}", "--steps=3", "--warmup=1", *options]
+        monkeypatch.setattr(sys, "argv", words)
+        return speed_table.main()
+
+    try:
+        assert main("--time_limit_s=0.001") == 1 and not path.exists()
+        assert "2 measurements are left, the next of them tiny bf16:swap: run the same command again" in capsys.readouterr().out
+        assert main() == 0
+    finally:
+        signal.signal(signal.SIGTERM, kept)
+    printed = capsys.readouterr().out
+    assert "left out: x2: it needs 2 GPUs, and 1 is there" in printed and printed.count("tokens/s per GPU") == 2
+    record = json.loads(path.read_text())
+    assert [row["arm"] for row in record["rows"]] == ["bf16:swap", "hf_bf16"] and record["left_out"][0]["row"] == "x2"
+    assert record["provenance"]["command"] == sys.argv and record["settings"] == {"steps": 3, "warmup": 1}
+    assert abs(record["comparisons"][0]["ours"]["bf16:swap"]["first_loss_differences"]["hf_bf16"]) < 1e-4
+
+
+def test_a_call_that_is_terminated_leaves_no_process_and_is_gone_on_with(tmp_path, model):
+    """Two rows side by side, in processes of their own: what was measured stays, and what ran is measured by the next call."""
+    quick = {"name": "quick", "workload": f"{model}:2x32x2", "ours": ["bf16:swap"], "rivals": ["hf_bf16"]}
+    endless = {**quick, "name": "endless", "workload": f"{model}:3x16x1000000"}
+    table, path = write_table(tmp_path, quick, endless), tmp_path / "r.json"
+    lines = [
+        "from benchmarks import speed_table",
+        "speed_table.visible_gpus = lambda: ['0', '1']",
+        "speed_table.run_script(speed_table.main)",
+    ]
+    options = [f"--table={table}", f"--output={path}", "--steps=3", "--warmup=1", "--gpus_parallel=2"]
+    process = subprocess.Popen([sys.executable, "-c", "; ".join(lines), *options], cwd=ROOT)
+    deadline = time.monotonic() + 300
+    while not (path.exists() and len(json.loads(path.read_text())["rows"]) == 2):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(60) == speed_table.EXIT_TERMINATED
+    assert not subprocess.run(["pgrep", "-f", f"{model}:3x16x1000000"], capture_output=True, text=True).stdout
+    record = json.loads(path.read_text())
+    assert [row["row"] for row in record["rows"]] == ["quick", "quick"] and all("failed" not in row for row in record["rows"])
+    assert [row["rounds"][0]["gpu"] for row in record["rows"]] == ["1", "1"], "the longer row took the first"
+    first, second = (Record(path, [row], SETTINGS) for row in read_table(table, 3))
+    assert list(Turns(1).due(read_table(table, 3)[0], first)) == []
+    assert len(list(Turns(1).due(read_table(table, 3)[1], second))) == 2
+
+
+def test_nothing_is_compared_where_ours_failed(tmp_path):
+    (row,) = read_table(write_table(tmp_path, ROW), 3)
+    record, _ = run(None, [row], Fake(delayed="out of memory", current="out of memory"))
+    assert compare(row, record.rows_of(row)) is None
+    assert [entry["arm"] for entry in record.rows_of(row) if "failed" not in entry] == ["hf_bf16", "accelerate_te"]
