@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,30 +29,12 @@ from accelerate.utils import ProjectConfiguration
 from llm_fp8.config import Config
 from llm_fp8.errors import UserError
 from llm_fp8.json_files import json_line, write_json_atomic
-from llm_fp8.metrics import METRICS, RECORDED_STEP
+from llm_fp8.medians import throughput_summary
+from llm_fp8.metrics import METRICS
 from llm_fp8.progress import ProgressDisplay
 from llm_fp8.provenance import package_version
 from llm_fp8.run_labels import run_labels, run_tags
 from llm_fp8.wandb_login import wandb_login_state
-
-WARMUP_STEPS = 10
-"""Steps at the start of a process that medians leave out (compilation, autotuning, allocator growth); at most half of all."""
-
-MEDIANS = (
-    "step_time_s",
-    "tokens_per_s",
-    "tokens_per_s_per_gpu",
-    "real_tokens_per_s",
-    "supervised_tokens_per_s",
-    "packing_efficiency",
-    "model_tflops",
-    "mfu_bf16_peak",
-    "mfu_fp8_peak",
-)
-"""Figures whose median over the measured steps is in summary.json and on W&B as `median_<key>`."""
-
-INTERVAL_MEDIANS = ("energy_j_per_million_tokens", "gpu_power_w")
-"""The same for figures that not every step has, over those that have."""
 
 
 def check_trackers(config: Config) -> None:
@@ -115,28 +96,6 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
     os.replace(temporary, path)
-
-
-def measured_steps(steps: list[dict[str, float]], warmup_steps: int = WARMUP_STEPS) -> list[dict[str, float]]:
-    """Those of `steps` (of one process, in order) that speed is measured on.
-
-    Left out are the first `warmup_steps`, or the first half of a run shorter than twice as many, and the step whose kernels were recorded.
-    """
-    return [record for record in steps[min(warmup_steps, len(steps) // 2) :] if RECORDED_STEP not in record]
-
-
-def throughput_summary(steps: list[dict[str, float]], warmup_steps: int = WARMUP_STEPS) -> dict[str, float]:
-    """Medians over the `measured_steps` of the figures that measure speed.
-
-    Keys: `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS` that every measured step has and each of `INTERVAL_MEDIANS` that any has.
-    """
-    measured = measured_steps(steps, warmup_steps)
-    summary: dict[str, float] = {"num_steps_measured": len(measured), "num_steps_left_out": len(steps) - len(measured)}
-    for key in (*MEDIANS, *INTERVAL_MEDIANS):
-        values = [record[key] for record in measured if key in record]
-        if values and (key in INTERVAL_MEDIANS or len(values) == len(measured)):
-            summary[f"median_{key}"] = statistics.median(values)
-    return summary
 
 
 def _check_record(record: dict[str, float]) -> dict[str, float]:

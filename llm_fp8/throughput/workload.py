@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from llm_fp8.architectures import bundled_architectures
 from llm_fp8.config import ModelConfig, OptimConfig
 from llm_fp8.data.collate import IGNORED, Batch
 from llm_fp8.errors import UserError
-from llm_fp8.models import ModelSource, bundled_architectures, load_config, resolve_source
+from llm_fp8.models import ModelSource, load_config, resolve_source
 
 OPTIMISATION = OptimConfig(learning_rate=1e-5, lr_scheduler="constant", num_warmup_steps=0)
 """How every arm moves its weights: the same from the first step on, so that their losses can be compared."""

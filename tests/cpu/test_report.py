@@ -19,9 +19,10 @@ from rich.console import Console
 
 from llm_fp8.config import Config, parse_config
 from llm_fp8.errors import UserError
+from llm_fp8.medians import throughput_summary
 from llm_fp8.progress import ProgressDisplay, format_step
 from llm_fp8.provenance import REPOSITORY, run_record
-from llm_fp8.report import RunReporter, accelerator_tracking, check_trackers, throughput_summary, truncate_metrics
+from llm_fp8.report import RunReporter, accelerator_tracking, check_trackers, truncate_metrics
 from llm_fp8.run_labels import LABELS, run_tags
 from llm_fp8.wandb_files import offline_runs
 
