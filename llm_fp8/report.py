@@ -29,8 +29,8 @@ from accelerate.utils import ProjectConfiguration
 from llm_fp8.config import Config
 from llm_fp8.errors import UserError
 from llm_fp8.json_files import json_line, write_json_atomic
-from llm_fp8.medians import throughput_summary
-from llm_fp8.metrics import METRICS
+from llm_fp8.medians import INTERVAL_MEDIANS, MEDIANS, throughput_summary
+from llm_fp8.metrics import METRICS, RECORDED_STEP
 from llm_fp8.progress import ProgressDisplay
 from llm_fp8.provenance import package_version
 from llm_fp8.run_labels import run_labels, run_tags
@@ -158,7 +158,7 @@ class RunReporter:
         self._folder = _output_dir(config)
         self._total_steps = total_steps
         self._last_step = resume_step
-        self._steps: list[dict[str, float]] = []
+        self._last_record: dict[str, float] | None = None
         self._last_evaluation: dict[str, float] | None = None
         self._closed = False
         if not accelerator.is_main_process:
@@ -213,7 +213,7 @@ class RunReporter:
                 raise ValueError(f"step {record['step']} was reported after step {self._last_step}.")
             self._last_step = int(record["step"])
             self._write(record)
-            self._steps.append(record)
+            self._last_record = record
             self._display.step(record)
 
     def evaluation(self, record: dict[str, float]) -> None:
@@ -248,13 +248,14 @@ class RunReporter:
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Write summary.json: what the run ended with, medians of its speed, and the entries of `summary`; returns it."""
+        steps = self._own_steps()
         whole = {
             "steps": self._last_step,
             "total_steps": self._total_steps,
-            "last_step": self._steps[-1] if self._steps else None,
+            "last_step": self._last_record,
             "last_evaluation": self._last_evaluation,
-            "throughput": throughput_summary(self._steps),
-            **self._total_energy(),
+            "throughput": throughput_summary(steps),
+            **next(({"energy_j": step["energy_j"]} for step in reversed(steps) if "energy_j" in step), {}),
             **summary,
         }
         if self._accelerator.is_main_process:
@@ -267,9 +268,21 @@ class RunReporter:
                     )
         return whole
 
-    def _total_energy(self) -> dict[str, float]:
-        """The energy up to the last figure of it; empty where there is none."""
-        return next(({"energy_j": step["energy_j"]} for step in reversed(self._steps) if "energy_j" in step), {})
+    def _own_steps(self) -> list[dict[str, float]]:
+        """The steps of this process with the figures that the summary is made from; empty where this is not the main one.
+
+        They are read back from metrics.jsonl, because kept in memory they would grow with the run.
+        """
+        if not self._accelerator.is_main_process:
+            return []
+        used = {*MEDIANS, *INTERVAL_MEDIANS, RECORDED_STEP, "energy_j"}
+        with open(self._folder / "metrics.jsonl", encoding="utf-8") as lines:
+            records = (json.loads(line) for line in lines)
+            return [
+                {key: value for key, value in record.items() if key in used}
+                for record in records
+                if record["step"] > self._resume_step and "eval_loss" not in record
+            ]
 
     def close(self) -> None:
         """Close the files and end the trackers. May be called twice."""

@@ -118,6 +118,21 @@ def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path: Path)
     assert read_lines(tmp_path) == [a_step(1), a_step(2), an_evaluation(2), a_step(3) | {"loss": 9.0}]
 
 
+def test_the_summary_is_made_from_the_steps_of_its_own_process(tmp_path: Path) -> None:
+    config = a_config(tmp_path)
+    with a_reporter(config) as reporter:
+        reporter.steps([a_step(step) | {"energy_j": 1.0} for step in range(1, 5)])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    own = [a_step(step) | {"energy_j": float(step)} for step in range(3, 9)]
+    with a_reporter(config, resume_step=2) as reporter:
+        reporter.steps(own[:3])
+        reporter.evaluation(an_evaluation(5))
+        reporter.steps(own[3:])
+        summary = reporter.finish({})
+    assert summary["throughput"] == throughput_summary(own) and summary["throughput"]["num_steps_left_out"] == 3
+    assert summary["energy_j"] == 8.0 and summary["last_step"] == own[-1]
+
+
 def test_a_fresh_run_begins_metrics_anew(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 99}\n')
     with a_reporter(a_config(tmp_path)) as reporter:
