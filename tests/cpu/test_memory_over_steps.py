@@ -24,7 +24,7 @@ def test_growth_is_the_slope_after_the_first_tenth():
 
 
 def test_samples_are_of_the_training(tmp_path):
-    words = ["--max_seq_length=64", "--batch_size=2", "--num_of_samples=60", "--no_export"]
+    words = ["--max_seq_length=128", "--batch_size=2", "--num_of_samples=60", "--no_export"]
     done = subprocess.run(
         [sys.executable, "benchmarks/memory_over_steps.py", "--steps=20", f"--output={tmp_path / 'memory.json'}", "--", *words],
         cwd=ROOT,
