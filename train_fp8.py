@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 import sys
 
+from llm_fp8.phases import IMPORTED_S, PhaseClock  # before the other imports, which are timed
+
 # Read by torch when CUDA starts. Growing segments leave less unusable memory between blocks of many sizes.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
@@ -27,7 +29,7 @@ def main() -> int:
     require_single_process(os.environ)
     from llm_fp8.run import run_training  # after the parser: --help and mistakes answer without loading the rest
 
-    return run_training(config)
+    return run_training(config, PhaseClock(IMPORTED_S))
 
 
 if __name__ == "__main__":

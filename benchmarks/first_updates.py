@@ -10,6 +10,7 @@ average. So only the run from rounded weights should lag behind fp32.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -56,6 +57,7 @@ def losses(model: Path, precision: str, folder: Path) -> list[float]:
 
 def main() -> None:
     """Run the four trainings and write the result."""
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()  # --help must not measure anew
     with tempfile.TemporaryDirectory() as scratch:
         models = write_models(Path(scratch))
         runs = {

@@ -15,6 +15,7 @@ fp32 sum to bf16 once: what is lost if only the result is bf16.
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 from pathlib import Path
@@ -58,6 +59,7 @@ def measure(signal: float) -> list[dict[str, float]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()  # --help must not measure anew
     torch.set_num_threads(1)
     result: dict[str, Any] = {
         "script": "benchmarks/grad_accumulation.py",

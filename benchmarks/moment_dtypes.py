@@ -11,6 +11,7 @@ rounded v over the fp32 v at the end (1 is right; larger means steps that are to
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 from pathlib import Path
@@ -62,6 +63,7 @@ def measure(m_dtype: torch.dtype, v_dtype: torch.dtype, beta2: float) -> dict[st
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()  # --help must not measure anew
     torch.set_num_threads(1)
     bf16, fp32 = torch.bfloat16, torch.float32
     rows = [

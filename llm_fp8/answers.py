@@ -25,6 +25,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+ANSWERS_FOLDER = "eval_answers"
+"""Of a run: a file step-N.jsonl for each evaluation, a line for each problem."""
+
 _BOX = re.compile(r"\\boxed\s*\{")
 _GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)")
 _PLAIN_NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"

@@ -41,6 +41,9 @@ ALL_LINEAR = "all-linear"
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Hugging Face's names of a decoder layer's linear layers in the order in which they compute (q, k and v at once, gate and up at once)."""
 
+GENERATION_BATCH_SIZE = 64
+"""Prompts generated from at a time in evaluations, where no option says otherwise."""
+
 WANDB_TAG_LENGTH = 64
 """Characters that W&B allows in a tag."""
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from llm_fp8.certificate import Certificate
+from llm_fp8.medians import INTERVAL_MEDIANS, MEDIANS
 from llm_fp8.metrics import METRICS
-from llm_fp8.report import INTERVAL_MEDIANS, MEDIANS
 from llm_fp8.run_labels import LABELS
 
 Axis = Literal["step", "tokens_seen"]

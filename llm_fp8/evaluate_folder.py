@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from llm_fp8.adapter_folder import base_of, load_merged
-from llm_fp8.config import Config, DataConfig, ModelConfig, RunConfig, check_config
+from llm_fp8.config import GENERATION_BATCH_SIZE, Config, DataConfig, ModelConfig, RunConfig, check_config
 from llm_fp8.data import prepare_data
 from llm_fp8.errors import UserError
 from llm_fp8.exact_match import ExactMatchResult, answer_problems, encode_problems
-from llm_fp8.generation import BATCH_SIZE, check_positions, generation_dtype
+from llm_fp8.generation import check_positions, generation_dtype
 from llm_fp8.models import build_model, is_adapter_folder, load_config, load_tokenizer, resolve_source
 from llm_fp8.process_group import own_device
 
@@ -55,7 +55,7 @@ def evaluate_exact_match_folder(
     *,
     num_problems: int,
     max_new_tokens: int = RunConfig.eval_max_new_tokens,
-    batch_size: int = BATCH_SIZE,
+    batch_size: int = GENERATION_BATCH_SIZE,
     changes: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> ExactMatchResult:

@@ -20,17 +20,15 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llm_fp8.answers import answers_equal, extract_answer
+from llm_fp8.answers import ANSWERS_FOLDER, answers_equal, extract_answer
+from llm_fp8.config import GENERATION_BATCH_SIZE
 from llm_fp8.data.problems import Problem
 from llm_fp8.data.prompt import encode_prompt
-from llm_fp8.generation import BATCH_SIZE, copy_for_generation, generate_greedy, memory_needed_gib
+from llm_fp8.generation import copy_for_generation, generate_greedy, memory_needed_gib
 from llm_fp8.json_files import write_jsonl_atomic
 from llm_fp8.metrics import GIB
 from llm_fp8.process_group import largest
 from llm_fp8.shards import parts_of
-
-ANSWERS_FOLDER = "eval_answers"
-"""Of a run: a file step-N.jsonl for each evaluation, a line for each problem."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def answer_problems(
     tokenizer: PreTrainedTokenizerBase,
     problems: Sequence[Problem],
     max_new_tokens: int,
-    batch_size: int = BATCH_SIZE,
+    batch_size: int = GENERATION_BATCH_SIZE,
 ) -> ExactMatchResult:
     """Let `model` answer `problems`, in this process."""
     texts = generate_greedy(model, tokenizer, encode_problems(problems, tokenizer), max_new_tokens, batch_size)
@@ -175,7 +173,7 @@ class ExactMatchEvaluation:
         if device.type != "cuda":
             return 0.0
         prompt = max(map(len, encode_problems(self.problems, self.tokenizer)))
-        tokens = min(BATCH_SIZE, len(self.problems)) * (prompt + self.max_new_tokens)
+        tokens = min(GENERATION_BATCH_SIZE, len(self.problems)) * (prompt + self.max_new_tokens)
         num_parameters = sum(math.prod(part.shape) for parts in parts_of(self.model).values() for part in parts)
         needed = memory_needed_gib(self.model.config, num_parameters, tokens, device)
         torch.cuda.empty_cache()

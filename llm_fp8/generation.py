@@ -17,15 +17,13 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from llm_fp8.config import GENERATION_BATCH_SIZE
 from llm_fp8.data.prepare import pad_token_id
 from llm_fp8.errors import UserError
 from llm_fp8.export import hf_tensors
 from llm_fp8.metrics import GIB
 from llm_fp8.parallel.fsdp import materialize_
 from llm_fp8.shards import saved_tensors
-
-BATCH_SIZE = 64
-"""Prompts generated from at a time."""
 
 HEADROOM_GIB = 3.0
 """GPU memory for activations, workspaces and one gathered parameter, beside weights and KV cache."""
@@ -88,7 +86,7 @@ def generate_greedy(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    batch_size: int = BATCH_SIZE,
+    batch_size: int = GENERATION_BATCH_SIZE,
 ) -> list[str]:
     """What `model` writes after each of `prompts` (token ids), up to the tokenizer's EOS or `max_new_tokens`, special tokens left out.
 

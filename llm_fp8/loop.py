@@ -127,6 +127,8 @@ class Trainer:
     step: int = 0
     tokens_seen: int = 0
     last_checkpoint: Path | None = None
+    first_step_s: float | None = None
+    """Of this process's first step; None until its numbers are read."""
 
     def __post_init__(self) -> None:
         self._clock = StepClock(self.accelerator.device)
@@ -245,6 +247,8 @@ class Trainer:
             tokens = StepTokens(*count)
             self.tokens_seen += tokens.num_real_tokens
             seconds = self._clock.seconds(taken.start, taken.end)
+            if self.first_step_s is None:
+                self.first_step_s = seconds
             records.append(
                 {
                     "step": taken.step,

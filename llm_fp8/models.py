@@ -38,6 +38,7 @@ from transformers import (
 )
 
 import te_llama
+from llm_fp8.architectures import bundled_config
 from llm_fp8.config import EMBEDDED, Config, ModelConfig
 from llm_fp8.errors import UserError
 from llm_fp8.precision import require_te
@@ -45,7 +46,6 @@ from llm_fp8.shards import HfFiller, initialize_rows_, row_block, stored_names
 
 PACKAGE = Path(__file__).parent
 EMBEDDED_MODEL = PACKAGE / "embedded" / "model"
-ARCHITECTURES = PACKAGE / "architectures"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 """The file that lists the shards of a model of more than one file."""
 
@@ -83,21 +83,10 @@ def resolve_source(options: ModelConfig) -> ModelSource:
         return ModelSource(name, name, architecture_only=not any(Path(name).glob("*.safetensors*")) and options.random_init)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"--model_name {name}: no such folder.")
-    bundled = _bundled_config(name)
+    bundled = bundled_config(name)
     if options.random_init and bundled is not None:
         return ModelSource(name, str(bundled), architecture_only=True)
     return ModelSource(name, name, architecture_only=False)
-
-
-def bundled_architectures() -> list[str]:
-    """Model names (the last component of the hub id) whose config is bundled."""
-    return sorted(path.stem for path in ARCHITECTURES.glob("*.json"))
-
-
-def _bundled_config(name: str) -> Path | None:
-    # The 8B model has had both names on the hub; a model tuned to instructions has the architecture of its base.
-    path = ARCHITECTURES / f"{name.rpartition('/')[2].replace('Meta-Llama', 'Llama').removesuffix('-Instruct')}.json"
-    return path if path.is_file() else None
 
 
 @contextlib.contextmanager

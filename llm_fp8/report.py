@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,30 +29,12 @@ from accelerate.utils import ProjectConfiguration
 from llm_fp8.config import Config
 from llm_fp8.errors import UserError
 from llm_fp8.json_files import json_line, write_json_atomic
+from llm_fp8.medians import INTERVAL_MEDIANS, MEDIANS, throughput_summary
 from llm_fp8.metrics import METRICS, RECORDED_STEP
 from llm_fp8.progress import ProgressDisplay
 from llm_fp8.provenance import package_version
 from llm_fp8.run_labels import run_labels, run_tags
 from llm_fp8.wandb_login import wandb_login_state
-
-WARMUP_STEPS = 10
-"""Steps at the start of a process that medians leave out (compilation, autotuning, allocator growth); at most half of all."""
-
-MEDIANS = (
-    "step_time_s",
-    "tokens_per_s",
-    "tokens_per_s_per_gpu",
-    "real_tokens_per_s",
-    "supervised_tokens_per_s",
-    "packing_efficiency",
-    "model_tflops",
-    "mfu_bf16_peak",
-    "mfu_fp8_peak",
-)
-"""Figures whose median over the measured steps is in summary.json and on W&B as `median_<key>`."""
-
-INTERVAL_MEDIANS = ("energy_j_per_million_tokens", "gpu_power_w")
-"""The same for figures that not every step has, over those that have."""
 
 
 def check_trackers(config: Config) -> None:
@@ -117,28 +98,6 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
     os.replace(temporary, path)
 
 
-def measured_steps(steps: list[dict[str, float]], warmup_steps: int = WARMUP_STEPS) -> list[dict[str, float]]:
-    """Those of `steps` (of one process, in order) that speed is measured on.
-
-    Left out are the first `warmup_steps`, or the first half of a run shorter than twice as many, and the step whose kernels were recorded.
-    """
-    return [record for record in steps[min(warmup_steps, len(steps) // 2) :] if RECORDED_STEP not in record]
-
-
-def throughput_summary(steps: list[dict[str, float]], warmup_steps: int = WARMUP_STEPS) -> dict[str, float]:
-    """Medians over the `measured_steps` of the figures that measure speed.
-
-    Keys: `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS` that every measured step has and each of `INTERVAL_MEDIANS` that any has.
-    """
-    measured = measured_steps(steps, warmup_steps)
-    summary: dict[str, float] = {"num_steps_measured": len(measured), "num_steps_left_out": len(steps) - len(measured)}
-    for key in (*MEDIANS, *INTERVAL_MEDIANS):
-        values = [record[key] for record in measured if key in record]
-        if values and (key in INTERVAL_MEDIANS or len(values) == len(measured)):
-            summary[f"median_{key}"] = statistics.median(values)
-    return summary
-
-
 def _check_record(record: dict[str, float]) -> dict[str, float]:
     """`record` as it is, or an error for what the loop must not hand over: unknown keys, values that are not numbers."""
     for key, value in record.items():
@@ -199,7 +158,7 @@ class RunReporter:
         self._folder = _output_dir(config)
         self._total_steps = total_steps
         self._last_step = resume_step
-        self._steps: list[dict[str, float]] = []
+        self._last_record: dict[str, float] | None = None
         self._last_evaluation: dict[str, float] | None = None
         self._closed = False
         if not accelerator.is_main_process:
@@ -254,7 +213,7 @@ class RunReporter:
                 raise ValueError(f"step {record['step']} was reported after step {self._last_step}.")
             self._last_step = int(record["step"])
             self._write(record)
-            self._steps.append(record)
+            self._last_record = record
             self._display.step(record)
 
     def evaluation(self, record: dict[str, float]) -> None:
@@ -289,13 +248,14 @@ class RunReporter:
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Write summary.json: what the run ended with, medians of its speed, and the entries of `summary`; returns it."""
+        steps = self._own_steps()
         whole = {
             "steps": self._last_step,
             "total_steps": self._total_steps,
-            "last_step": self._steps[-1] if self._steps else None,
+            "last_step": self._last_record,
             "last_evaluation": self._last_evaluation,
-            "throughput": throughput_summary(self._steps),
-            **self._total_energy(),
+            "throughput": throughput_summary(steps),
+            **next(({"energy_j": step["energy_j"]} for step in reversed(steps) if "energy_j" in step), {}),
             **summary,
         }
         if self._accelerator.is_main_process:
@@ -308,9 +268,21 @@ class RunReporter:
                     )
         return whole
 
-    def _total_energy(self) -> dict[str, float]:
-        """The energy up to the last figure of it; empty where there is none."""
-        return next(({"energy_j": step["energy_j"]} for step in reversed(self._steps) if "energy_j" in step), {})
+    def _own_steps(self) -> list[dict[str, float]]:
+        """The steps of this process with the figures that the summary is made from; empty where this is not the main one.
+
+        They are read back from metrics.jsonl, because kept in memory they would grow with the run.
+        """
+        if not self._accelerator.is_main_process:
+            return []
+        used = {*MEDIANS, *INTERVAL_MEDIANS, RECORDED_STEP, "energy_j"}
+        with open(self._folder / "metrics.jsonl", encoding="utf-8") as lines:
+            records = (json.loads(line) for line in lines)
+            return [
+                {key: value for key, value in record.items() if key in used}
+                for record in records
+                if record["step"] > self._resume_step and "eval_loss" not in record
+            ]
 
     def close(self) -> None:
         """Close the files and end the trackers. May be called twice."""

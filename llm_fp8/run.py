@@ -46,6 +46,7 @@ from llm_fp8.output_folder import check_free_space, is_finished, with_output_dir
 from llm_fp8.parallel.build import build_accelerator
 from llm_fp8.parallel.context import ContextGroup, check_context_parallel
 from llm_fp8.parity import check_parity
+from llm_fp8.phases import PhaseClock
 from llm_fp8.precision import resolve_precision
 from llm_fp8.predict.run_outcome import describe_comparison, run_prediction
 from llm_fp8.process_group import end_process_group, own_device, start_process_group
@@ -64,9 +65,14 @@ STEPS_BEFORE_PROFILE = 4
 """Steps of a process before the one whose kernels are recorded."""
 
 
-def run_training(config: Config) -> int:
-    """Train as `config` says; returns the exit code: 0, or the one that stands for the signal that stopped the run."""
+def run_training(config: Config, clock: PhaseClock | None = None) -> int:
+    """Train as `config` says; returns the exit code: 0, or the one that stands for the signal that stopped the run.
+
+    `clock` runs since the script began, so that its first phase is what was imported.
+    """
     started = time.time()
+    clock = clock or PhaseClock()
+    clock.end("imports")
     quiet_libraries()
     ranks = LaunchRanks.from_environment(os.environ)
     idle = idle_sentences(os.environ)
@@ -85,8 +91,9 @@ def run_training(config: Config) -> int:
     accelerator = build_accelerator(config, ranks, plan)
     run = Run(config, accelerator, ranks, plan)
     run.idle_fp8_keys = idle
+    clock.end("devices")
     with explained_failures(run.folder, run.out_of_memory_advice):
-        code = run.execute(started)
+        code = run.execute(started, clock)
     del run
     end_process_group(accelerator)
     return code
@@ -103,9 +110,9 @@ def first_batch(loader: TrainLoader) -> Batch:
 class Run(RunParts):
     """A run: its parts, and what is done with them, in order."""
 
-    def execute(self, started: float) -> int:
+    def execute(self, started: float, clock: PhaseClock) -> int:
         """Everything, in order; returns the exit code."""
-        config, accelerator = self.config, self.accelerator
+        config, accelerator, self.clock = self.config, self.accelerator, clock
         set_seed(config.optim.seed)
         source = resolve_source(config.model)
         hf_config = self.hf_config = load_config(config.model, source)
@@ -122,6 +129,7 @@ class Run(RunParts):
             check_context_parallel(config, windows, self.plan.compute_name, self.plan.token_multiple)
         self.fingerprint = run_fingerprint(config, self.plan, self.engine, self.optimizer_kind, hf_config)
         resume_path = find_checkpoint(self.checkpoints, config.run.resume_from, self.fingerprint)
+        clock.end("config_and_tokenizer")
         data = prepare_data(
             config,
             tokenizer,
@@ -136,16 +144,20 @@ class Run(RunParts):
         if data.problems:
             prompts = encode_problems(data.problems, tokenizer)
             check_positions(prompts, hf_config, config.run.eval_max_new_tokens, "--eval_max_new_tokens")
+        clock.end("data")
         export_dtype = stored_dtype(hf_config, default=self.parameter_dtype)  # building the model changes the entry
         model, training_model, loaded, census = self.build_model(source, hf_config)
         self._choose_export(loaded)
+        clock.end("weights")
         self._parity_gate(model, data, loaded and resume_path is None)
+        clock.end("parity")
         self.context = self.context.connected(self.device.type)
         self.context.attach(decoder_layers(model))
         if config.run.export and accelerator.is_main_process:
             check_free_space(self.folder, export_size_bytes(model, export_dtype, adapters_only=self.exports_adapter))
         trainer = self._build_trainer(model, training_model, data, census, resume_path, hf_config)
         exact_match = self._exact_match(model, tokenizer, data, export_dtype, trainer)
+        clock.end("optimizer")
         # From here on there is something to save: before, a signal ends the process at once.
         with GracefulStop() as stop, trainer.reporter:
             self._record_run(source, model, data, census, trainer)
@@ -153,6 +165,7 @@ class Run(RunParts):
             hooks = RunHooks(self, self.state, trainer, data, exact_match)
             if self.device.type == "cuda":
                 self.resident_gib = torch.cuda.memory_allocated(self.device) / GIB
+            clock.end("records")
             try:
                 trainer.train(hooks, stop.agreed)
             finally:
@@ -410,6 +423,7 @@ class Run(RunParts):
             "no_energy_because": trainer.energy.no_counter,
             "exported": None if exported is None else str(exported),
             "prediction": self._prediction(),
+            "phases_s": {**self.clock.seconds, "first_step": trainer.first_step_s},
             "wall_time_s": time.time() - started,
         }
 

@@ -20,14 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.config import DataConfig, RunConfig
+from llm_fp8.config import GENERATION_BATCH_SIZE, DataConfig, RunConfig
 from llm_fp8.errors import UserError, run_script
-from llm_fp8.evaluate_folder import data_options, evaluate_exact_match_folder, run_of
-from llm_fp8.generation import BATCH_SIZE, generation_dtype
 from llm_fp8.json_files import write_json_atomic
-from llm_fp8.process_group import own_device
-from llm_fp8.provenance import collect_provenance
-from llm_fp8.quiet import quiet_libraries
 
 DATA_OPTIONS: dict[str, type] = {
     "dataset_name": str,
@@ -55,7 +50,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default=RunConfig.eval_max_new_tokens,
         help=f"tokens after which an answer is cut off (default {RunConfig.eval_max_new_tokens})",
     )
-    parser.add_argument("--batch_size", type=int, default=BATCH_SIZE, help=f"problems answered at a time (default {BATCH_SIZE})")
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        default=GENERATION_BATCH_SIZE,
+        help=f"problems answered at a time (default {GENERATION_BATCH_SIZE})",
+    )
     parser.add_argument("--output", help="JSON file to write (default: exact_match.json in the folder of the model's run)")
     options = parser.parse_args(argv)
     for name in ("num_problems", "max_new_tokens", "batch_size"):
@@ -66,6 +66,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def output_file(options: argparse.Namespace) -> Path | None:
     """Where the JSON goes, which can be written to; None for nowhere."""
+    from llm_fp8.evaluate_folder import run_of
+
     run = run_of(options.model_name)
     if options.output is None and run is None:
         return None
@@ -86,6 +88,13 @@ def output_file(options: argparse.Namespace) -> Path | None:
 def main() -> int:
     """Evaluate, print, write."""
     options = parse(sys.argv[1:])
+    # After the parser: --help and mistakes answer without loading torch.
+    from llm_fp8.evaluate_folder import data_options, evaluate_exact_match_folder
+    from llm_fp8.generation import generation_dtype
+    from llm_fp8.process_group import own_device
+    from llm_fp8.provenance import collect_provenance
+    from llm_fp8.quiet import quiet_libraries
+
     quiet_libraries()
     path, started = output_file(options), time.perf_counter()
     changes = {name: getattr(options, name) for name in DATA_OPTIONS if getattr(options, name) is not None}

@@ -13,16 +13,10 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.adapter_folder import base_of, load_merged
 from llm_fp8.config import ModelConfig
 from llm_fp8.errors import UserError, run_script
-from llm_fp8.export import export_hf
-from llm_fp8.models import load_tokenizer, resolve_source, stored_dtype
-from llm_fp8.quiet import quiet_libraries
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -39,6 +33,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main() -> int:
     """Load, merge, write."""
     options = parse(sys.argv[1:])
+    # After the parser: --help and mistakes answer without loading these.
+    import torch
+
+    from llm_fp8.adapter_folder import base_of, load_merged
+    from llm_fp8.export import export_hf
+    from llm_fp8.models import load_tokenizer, resolve_source, stored_dtype
+    from llm_fp8.quiet import quiet_libraries
+
     quiet_libraries()
     named = base_of(options.adapter)
     if named is None:

@@ -13,19 +13,21 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 from rich.table import Table
 
+from llm_fp8.architectures import bundled_architectures
 from llm_fp8.config import Config, ModelConfig
 from llm_fp8.errors import UserError, run_script
-from llm_fp8.models import bundled_architectures, load_config, resolve_source
-from llm_fp8.precision import TOKEN_MULTIPLE
-from llm_fp8.predict.calibration import CALIBRATED_GPU, MAX_GPUS
-from llm_fp8.predict.prediction import Prediction, can_predict, gpu_by_name, known_gpus, predict
-from llm_fp8.predict.scenario import MODES, RECIPES, ModelSize, Scenario, default_optimizer
+from llm_fp8.predict.calibration import CALIBRATED_GPU, MAX_GPUS, MODES
+
+if TYPE_CHECKING:
+    from llm_fp8.predict.prediction import Prediction
+    from llm_fp8.predict.scenario import Scenario
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -54,7 +56,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of one host (default %(default)s)")
     parser.add_argument("--sharding_mode", choices=MODES[1:], help="with several GPUs")
     parser.add_argument("--sync_every_micro_batch", action="store_true", help="gradients are exchanged in every micro-batch")
-    parser.add_argument("--gpu", help=f"known: {', '.join(known_gpus())} (default: this machine's, or {CALIBRATED_GPU})")
+    parser.add_argument(
+        "--gpu", help=f"as torch.cuda.get_device_name has it, for example {CALIBRATED_GPU} (default: this machine's, or that one)"
+    )
     return parser.parse_args(argv)
 
 
@@ -80,6 +84,9 @@ def check(options: argparse.Namespace) -> None:
 
 def scenario_of(options: argparse.Namespace) -> Scenario:
     """What the command line describes, in bf16."""
+    from llm_fp8.models import load_config, resolve_source
+    from llm_fp8.predict.scenario import ModelSize, Scenario, default_optimizer
+
     model_name = options.model_name
     bundled = model_name.rpartition("/")[2].replace("Meta-Llama", "Llama") in bundled_architectures()
     model_options = ModelConfig(model_name=model_name, random_init=bundled)  # a bundled config needs no hub
@@ -126,6 +133,11 @@ def main() -> int:
     """Print the table and what it leaves out."""
     options = parse(sys.argv[1:])
     check(options)
+    # After the parser: --help and mistakes answer without loading torch.
+    from llm_fp8.precision import TOKEN_MULTIPLE
+    from llm_fp8.predict.prediction import can_predict, gpu_by_name, predict
+    from llm_fp8.predict.scenario import RECIPES
+
     gpu = gpu_by_name(options.gpu)
     scenario = scenario_of(options)
     tokens = scenario.micro_batch_tokens

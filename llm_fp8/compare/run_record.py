@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from llm_fp8.answers import ANSWERS_FOLDER
 from llm_fp8.compare.arms import effective_precision, requested_arm
 from llm_fp8.errors import UserError
-from llm_fp8.exact_match import ANSWERS_FOLDER
+from llm_fp8.medians import measured_steps
 from llm_fp8.metrics import RECORDED_STEP
-from llm_fp8.report import measured_steps
 
 CERTIFICATE_FILE = "certificate.json"
 
@@ -71,7 +71,7 @@ class RunRecord:
 
     @cached_property
     def measured_steps(self) -> list[dict[str, float]]:
-        """The steps that speed is measured on: those of `llm_fp8.report.measured_steps`, of each process."""
+        """The steps that speed is measured on: those of `llm_fp8.medians.measured_steps`, of each process."""
         return [step for part in self._processes for step in measured_steps(part)]
 
     @property

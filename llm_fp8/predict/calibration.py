@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from llm_fp8.ceilings import Ceilings
+if TYPE_CHECKING:
+    from llm_fp8.ceilings import Ceilings
 
 CALIBRATED_GPU = "NVIDIA H200"
 
@@ -35,6 +37,9 @@ FSDP_RESERVED_SHARE = 1.15
 """What the allocator reserves over the peak of the tensors under FSDP, whose buffers live on several streams: up to 1.17 in
 multi_gpu_throughput_8b_s1024_x2.json. Where that is beyond the GPU's memory, blocks are freed and allocated anew and steps are slower: the two
 fsdp_grad rows of that file."""
+
+MODES = ("single", "ddp", "fsdp_grad", "fsdp_full")
+"""One GPU and the sharding modes, with recorded runs that the constants were fitted to."""
 
 MEASURED_GPUS = (2, 4)
 """GPUs of one host in the records."""

@@ -10,12 +10,12 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from llm_fp8.config import Config
+from llm_fp8.medians import measured_steps, throughput_summary
 from llm_fp8.metrics import DecoderSize
 from llm_fp8.optim import OptimizerKind
-from llm_fp8.predict.calibration import MAX_GPUS
+from llm_fp8.predict.calibration import MAX_GPUS, MODES
 from llm_fp8.predict.prediction import Prediction, can_predict, known_gpu, predict
-from llm_fp8.predict.scenario import MODES, RECIPES, ModelSize, Scenario
-from llm_fp8.report import measured_steps, throughput_summary
+from llm_fp8.predict.scenario import RECIPES, ModelSize, Scenario
 
 
 def mean_length(size: DecoderSize, model_flops_per_token: float) -> float:

@@ -11,11 +11,10 @@ from transformers import PretrainedConfig
 from llm_fp8.config import Config, OptimConfig, ParallelConfig
 from llm_fp8.errors import UserError
 from llm_fp8.optim import OptimizerKind
+from llm_fp8.predict.calibration import MODES
 from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, parameter_map
 
 RECIPES = ("bf16", "delayed", "current", "block")
-MODES = ("single", "ddp", "fsdp_grad", "fsdp_full")
-"""Those with recorded runs that the constants were fitted to."""
 
 
 @dataclass(frozen=True)

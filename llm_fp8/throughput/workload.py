@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from llm_fp8.architectures import bundled_architectures
 from llm_fp8.config import ModelConfig, OptimConfig
 from llm_fp8.data.collate import IGNORED, Batch
 from llm_fp8.errors import UserError
 from llm_fp8.metrics import StepTokens
-from llm_fp8.models import ModelSource, bundled_architectures, load_config, load_tokenizer, resolve_source
+from llm_fp8.models import ModelSource, load_config, load_tokenizer, resolve_source
 from llm_fp8.throughput.text import TextStep
 
 OPTIMISATION = OptimConfig(learning_rate=1e-5, lr_scheduler="constant", num_warmup_steps=0)

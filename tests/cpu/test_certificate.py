@@ -17,11 +17,11 @@ from llm_fp8.config import PrecisionConfig, parse_config
 from llm_fp8.errors import FailedCheck, UserError, run_script
 from llm_fp8.kernels import gemm_kernels, time_by_class
 from llm_fp8.loop import NonFiniteLoss
+from llm_fp8.medians import throughput_summary
 from llm_fp8.module_state import ModuleState
 from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.precision import Precision, PrecisionPlan
 from llm_fp8.recompute import enable_gradient_checkpointing
-from llm_fp8.report import throughput_summary
 from llm_fp8.run import run_training
 from llm_fp8.signals import GracefulStop
 from llm_fp8.te_state import read_te_state

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
+from llm_fp8.architectures import bundled_architectures
 from llm_fp8.config import ModelConfig
 from llm_fp8.errors import UserError
 from llm_fp8.export import export_hf
 from llm_fp8.models import (
     build_model,
-    bundled_architectures,
     decoder_layers,
     load_config,
     load_tokenizer,

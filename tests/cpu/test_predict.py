@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config
 
+from llm_fp8.architectures import bundled_architectures
 from llm_fp8.ceilings import Ceilings, known_ceilings
 from llm_fp8.config import Config, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.metrics import DecoderSize, StepTokens, speed_metrics
-from llm_fp8.models import bundled_architectures, count_parameters, load_config, resolve_source
+from llm_fp8.models import count_parameters, load_config, resolve_source
 from llm_fp8.predict import prediction
 from llm_fp8.predict.calibration import CALIBRATED_GPU, Rates
 from llm_fp8.predict.memory import peak_memory, saved_bytes

@@ -19,9 +19,10 @@ from rich.console import Console
 
 from llm_fp8.config import Config, parse_config
 from llm_fp8.errors import UserError
+from llm_fp8.medians import throughput_summary
 from llm_fp8.progress import ProgressDisplay, format_step
 from llm_fp8.provenance import REPOSITORY, run_record
-from llm_fp8.report import RunReporter, accelerator_tracking, check_trackers, throughput_summary, truncate_metrics
+from llm_fp8.report import RunReporter, accelerator_tracking, check_trackers, truncate_metrics
 from llm_fp8.run_labels import LABELS, run_tags
 from llm_fp8.wandb_files import offline_runs
 
@@ -115,6 +116,21 @@ def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path: Path)
         assert read_lines(tmp_path) == [a_step(1), a_step(2), an_evaluation(2)]
         reporter.steps([a_step(3) | {"loss": 9.0}])
     assert read_lines(tmp_path) == [a_step(1), a_step(2), an_evaluation(2), a_step(3) | {"loss": 9.0}]
+
+
+def test_the_summary_is_made_from_the_steps_of_its_own_process(tmp_path: Path) -> None:
+    config = a_config(tmp_path)
+    with a_reporter(config) as reporter:
+        reporter.steps([a_step(step) | {"energy_j": 1.0} for step in range(1, 5)])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    own = [a_step(step) | {"energy_j": float(step)} for step in range(3, 9)]
+    with a_reporter(config, resume_step=2) as reporter:
+        reporter.steps(own[:3])
+        reporter.evaluation(an_evaluation(5))
+        reporter.steps(own[3:])
+        summary = reporter.finish({})
+    assert summary["throughput"] == throughput_summary(own) and summary["throughput"]["num_steps_left_out"] == 3
+    assert summary["energy_j"] == 8.0 and summary["last_step"] == own[-1]
 
 
 def test_a_fresh_run_begins_metrics_anew(tmp_path: Path) -> None:

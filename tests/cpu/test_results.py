@@ -231,6 +231,30 @@ def test_startup(name):
     assert record["weights_gib"] > 1 and record["num_gpus"] == len(record["provenance"]["gpus"])
     for start in record["starts"]:
         assert 0 < start["first_step_s"] < start["whole_run_s"] and start["summary"]["steps"] == 2
+        if name == "startup_8b_x4.json":  # recorded before a run measured its phases
+            continue
+        assert list(start["phases_s"]) == ["launch", *start["summary"]["phases_s"]]
+        assert sum(start["phases_s"].values()) == pytest.approx(start["first_step_s"])
+        assert min(start["phases_s"].values()) >= 0
+
+
+@pytest.mark.parametrize("name", [name for name, _ in load("memory_over_steps_*.json")])
+def test_memory_over_steps(name):
+    record = json.loads((RESULTS / name).read_text())
+    steps = [sample["step"] for sample in record["samples"]]
+    assert record["steps"] == steps[-1] == 2000 and steps == sorted(set(steps)) and len(steps) >= 100
+    figures = {"rss_mib", "num_open_files", "num_threads"}
+    if not name.endswith("_cpu.json"):
+        figures |= {"gpu_allocated_mib", "gpu_reserved_mib"}
+        assert record["provenance"]["gpus"]
+    assert set(record["growth"]) == figures
+    for figure in figures:
+        values = [sample[figure] for sample in record["samples"] if sample["step"] > 200]
+        found = record["growth"][figure]
+        assert (found["first"], found["last"], found["most"]) == (values[0], values[-1], max(values))
+        assert abs(found["growth_per_1000_steps"]) < (2 if figure.endswith("_mib") else 0.5), (
+            "docs/metrics.md says that it does not grow"
+        )
 
 
 def test_first_updates_lag_only_from_rounded_weights():

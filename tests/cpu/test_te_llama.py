@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llm_fp8.models import ARCHITECTURES, bundled_architectures
+from llm_fp8.architectures import ARCHITECTURES, bundled_architectures
 from te_llama import RowBlock, UnsupportedArchitecture, WeightFiller, decoder_spec, hf_state_dict, parameter_map
 from tests.families import FAMILIES, family_config
 

@@ -38,6 +38,54 @@ def script(*options: object, cwd: Path, launcher: list[str] | None = None) -> su
     )
 
 
+# ---- start ----
+
+
+@pytest.mark.parametrize(
+    "program, words",
+    [
+        ("train_fp8.py", "--help"),
+        ("train_fp8.py", "--batch_size=x"),
+        ("train_fp8.py", "--batch_size=0"),
+        ("train_multi_gpu.py", "--help"),
+        ("scripts/verify_fp8.py", "--help"),
+        ("scripts/diagnose_fp8.py", "--help"),
+        ("scripts/predict.py", "--help"),
+        ("scripts/predict.py", "--model_name=Llama-3.1-8B --num_gpus=99"),
+        ("scripts/evaluate.py", "--help"),
+        ("scripts/evaluate.py", "--model=x --num_problems=0"),
+        ("scripts/merge_adapter.py", "--help"),
+        ("benchmarks/startup.py", "--help"),
+        ("benchmarks/memory_over_steps.py", "--help"),
+    ],
+)
+def test_help_and_mistakes_are_answered_without_torch(program, words):
+    _answers_without(program, words, "torch")
+
+
+@pytest.mark.parametrize("program", ["scripts/compare_performance.py", "scripts/wandb_dashboard.py"])
+def test_comparisons_give_help_without_models(program):
+    _answers_without(program, "--help")
+
+
+def _answers_without(program: str, words: str, *modules: str) -> None:
+    """Assert that a program ends with help or a mistake, by its exit code, and has loaded none of `modules` and of what else takes long to import."""
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = [{program!r}, *{words.split()!r}]\n"
+        f"try: runpy.run_path({str(ROOT / program)!r}, run_name='__main__')\n"
+        "except SystemExit as ended: print('code', ended.code)\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *_, ended, loaded = done.stdout.splitlines()
+    assert ended == ("code 0" if words == "--help" else "code 2"), done.stderr
+    slow = {"transformers.modeling_utils", "datasets", "pandas", "wandb", "peft", "torchao", "deepspeed", "transformer_engine"}
+    assert "llm_fp8.errors" in loaded.split()
+    assert (slow | set(modules)) & set(loaded.split()) == set()
+
+
 # ---- whole runs ----
 
 
@@ -47,6 +95,13 @@ def test_without_a_model_or_dataset_the_embedded_ones_are_trained_evaluated_and_
     assert done.stderr == "", "no word of any library"
     (run,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}-embedded-auto", run.name)
+
+    summary = json.loads((run / "summary.json").read_text())
+    phases = ["imports", "devices", "config_and_tokenizer", "data", "weights", "parity", "optimizer", "records", "first_step"]
+    assert list(summary["phases_s"]) == phases and min(summary["phases_s"].values()) >= 0
+    assert summary["phases_s"]["imports"] > 0.1, "from the script's first line"
+    assert summary["phases_s"]["first_step"] == records(run)[0]["step_time_s"]
+    assert sum(summary["phases_s"].values()) < summary["wall_time_s"] + summary["phases_s"]["imports"]
 
     lines = done.stdout.splitlines()
     assert not any("\r" in line or "%|" in line or "arning" in line for line in lines)

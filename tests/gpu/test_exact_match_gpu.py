@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import te_llama
+from llm_fp8.config import GENERATION_BATCH_SIZE
 from llm_fp8.data import encode_prompt
 from llm_fp8.embedded import DATASET_DIR
-from llm_fp8.generation import BATCH_SIZE, HEADROOM_GIB, copy_for_generation, generate_greedy, memory_needed_gib
+from llm_fp8.generation import HEADROOM_GIB, copy_for_generation, generate_greedy, memory_needed_gib
 from llm_fp8.metrics import GIB
 from llm_fp8.models import EMBEDDED_MODEL, fill_te_model
 from tests.families import FAMILIES, family_config
@@ -142,10 +143,10 @@ def test_the_memory_that_is_asked_for_is_enough_and_not_far_too_much(device):
     line = (DATASET_DIR / "data" / "validation-00000-of-00001.jsonl").read_text().splitlines()[0]
     prompt = (encode_prompt(json.loads(line)["problem"], tokenizer) * 40)[:1024]
     num_parameters = sum(math.prod(parameter.shape) for parameter in model.parameters())
-    needed = memory_needed_gib(config, num_parameters, BATCH_SIZE * (len(prompt) + 64), device)
+    needed = memory_needed_gib(config, num_parameters, GENERATION_BATCH_SIZE * (len(prompt) + 64), device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() / GIB - num_parameters * 2 / GIB
-    generate_greedy(model, tokenizer, [prompt] * BATCH_SIZE, 64)
+    generate_greedy(model, tokenizer, [prompt] * GENERATION_BATCH_SIZE, 64)
     used = torch.cuda.max_memory_allocated() / GIB - before
     assert needed - HEADROOM_GIB <= used <= needed

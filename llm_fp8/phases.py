@@ -1,0 +1,25 @@
+"""How long the parts of a run's start take, measured in one place and kept under `phases_s` in its summary.json.
+
+A training script imports this module on its first lines, before what takes long to import, and the run says when each part has ended.
+"""
+
+from __future__ import annotations
+
+import time
+
+IMPORTED_S = time.perf_counter()
+"""When this module was imported."""
+
+
+class PhaseClock:
+    """Seconds of wall time by phase. A phase begins where the one before ended, the first at `begun_s` (time.perf_counter), or now."""
+
+    def __init__(self, begun_s: float | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._reached_s = time.perf_counter() if begun_s is None else begun_s
+
+    def end(self, phase: str) -> None:
+        """`phase` ends now."""
+        now_s = time.perf_counter()
+        self.seconds[phase] = now_s - self._reached_s
+        self._reached_s = now_s
