@@ -9,8 +9,8 @@ tokenising with --num_proc processes, both again from the cache. For each layout
 whole start from the cache, packing alone, and then as many processes at once as a host has GPUs, each with the loader of one rank and no model, until
 --seconds are over. Where there are GPUs the loaders are measured once more with page-locked memory and every batch copied to a GPU.
 
-Tokens are those of documents; positions count padding too. `cores_at_target` is the share of a core that a rank's process takes at the wanted speed: it
-holds on machines with other numbers of cores too. `batches_sha256` is the hash of rank 0's first batches, by which two versions of the code can
+Tokens are those of documents; positions count padding too. CPU times tell what other programs on the machine hide: `tokenise_cpu_s` is that of all
+tokenising processes, `cores_at_target` the share of a core that a rank's process takes at the wanted speed. `load_average` is that at the start. `batches_sha256` is the hash of rank 0's first batches, by which two versions of the code can
 be told to give the same ones.
 """
 
@@ -124,6 +124,12 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - started, result
 
 
+def cpu_seconds() -> float:
+    """CPU time of this process and of the processes that it started and that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
 def measure_preparation(place: Place, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> dict[str, Any]:
     """Reading and tokenising the split, the first time and from the cache. Only the first length reads the parquet files for the first time."""
     options = TokeniseOptions("problem_solution", max_seq_length)
@@ -132,7 +138,9 @@ def measure_preparation(place: Place, tokenizer: PreTrainedTokenizerBase, max_se
         return load_split(open_source(str(place.rows)), SPLIT)
 
     load_s, dataset = timed(read)
+    cpu_started = cpu_seconds()
     tokenise_s, first = timed(lambda: tokenise(dataset, tokenizer, options, str(place.tokenised), place.num_proc))
+    cpu_s = cpu_seconds() - cpu_started
     cached_load_s, again = timed(read)
     cached_tokenise_s, second = timed(lambda: tokenise(again, tokenizer, options, str(place.tokenised), place.num_proc))
     if [file["filename"] for file in first.cache_files] != [file["filename"] for file in second.cache_files]:
@@ -147,6 +155,7 @@ def measure_preparation(place: Place, tokenizer: PreTrainedTokenizerBase, max_se
         "length_percentiles": {str(p): float(np.percentile(lengths[lengths > 0], p)) for p in (5, 50, 95, 99)},
         "load_s": load_s,
         "tokenise_s": tokenise_s,
+        "tokenise_cpu_s": cpu_s,
         "rows_per_s": len(first) / tokenise_s,
         "tokens_per_s": int(lengths.sum()) / tokenise_s,
         "cache_gib": size_bytes / GIB,
@@ -291,7 +300,7 @@ def describe_preparation(made: dict[str, Any]) -> str:
     """The line printed after a length."""
     return (
         f"{made['num_rows']:,} rows at {made['max_seq_length']}: read in {made['load_s']:.1f} s, tokenised in {made['tokenise_s']:.1f} s "
-        f"({made['rows_per_s']:,.0f} rows/s, {made['tokens_per_s']:,.0f} tokens/s); from the cache {made['cached_load_s']:.1f} s and "
+        f"({made['rows_per_s']:,.0f} rows/s, {made['tokens_per_s']:,.0f} tokens/s, {made['num_rows'] / made['tokenise_cpu_s']:,.0f} rows per second of a core); from the cache {made['cached_load_s']:.1f} s and "
         f"{made['cached_tokenise_s']:.1f} s"
     )
 
@@ -344,6 +353,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "target_tokens_per_s_per_rank": TARGET_TOKENS_PER_S,
         "num_rows": options.num_rows,
         "num_proc": options.num_proc,
+        "load_average": os.getloadavg()[0],
         "model_name": options.model_name,
         "vocabulary_size": len(tokenizer),
         "preparation": [],
