@@ -175,10 +175,7 @@ def test_data_pipeline(name):
     for made in record["preparation"]:
         assert made["num_rows"] == record["num_rows"] >= made["num_rows_used"] > 0
         assert made["rows_per_s"] * made["tokenise_s"] == pytest.approx(made["num_rows"])
-        assert (
-            made["cached_tokenise_s"] < made["tokenise_s"]
-            and 0 < made["tokenise_cpu_s"] < 2 * made["tokenise_s"] * record["num_proc"]
-        )
+        assert made["cached_tokenise_s"] < made["tokenise_s"] and made["tokenise_cpu_s"] > 0
     for row in record["layouts"]:
         for loaders in row["loaders"]:
             rates = [rank["tokens_per_s"] for rank in loaders["ranks"]]
