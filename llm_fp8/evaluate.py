@@ -27,7 +27,7 @@ def evaluate_loss(accelerator: Accelerator, model: nn.Module, precision: Precisi
     with precision.preserving_state():
         for batch in loader:
             with precision.context(first_microbatch=None):
-                totals[0] += model(batch.to(accelerator.device))
+                totals[0] += model(batch.to(accelerator.device, non_blocking=True))
             totals[1] += batch.num_supervised_tokens
     model.train(was_training)
     loss_sum, num_supervised = accelerator.reduce(totals, reduction="sum").tolist()

@@ -199,7 +199,7 @@ class Trainer:
         for number, batch in enumerate(batches, start=1):
             with engine.micro_batch(self.model, last=number == len(batches)):
                 with self.precision.context(first_microbatch=number == 1 if caches_casts else None):
-                    loss = self.model(batch.to(device)) / num_supervised
+                    loss = self.model(batch.to(device, non_blocking=True)) / num_supervised
                 engine.backward(loss)
             loss_sum += loss.detach()
         learning_rate = float(self.scheduler.get_last_lr()[0])
@@ -228,7 +228,10 @@ class Trainer:
             sum(getattr(batch, name) for batch in batches)
             for name in ("num_tokens", "num_real_tokens", "num_supervised_tokens", "sum_squared_lengths")
         ]
-        return self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device), reduction="sum")
+        device = self.accelerator.device
+        # From page-locked memory, as the batches: any other copy would wait for all the work that the GPU has left.
+        on_host = torch.tensor(counts, pin_memory=device.type == "cuda")
+        return self.accelerator.reduce(on_host.to(device, non_blocking=True), reduction="sum")
 
     def _read_pending(self) -> None:
         """Bring the numbers of the steps since the last call to the host, check them and report them."""

@@ -31,7 +31,16 @@ from llm_fp8.data.report import DataReport
 from llm_fp8.data.rows import MapRows, Row, RowSource, row_readers
 from llm_fp8.data.split import held_out_mask, is_held_out
 from llm_fp8.data.stream import StreamedRow, StreamRows
-from llm_fp8.data.tokenise import Document, DocumentStore, Outcome, TokeniseOptions, cache_key, tokenise, tokenise_rows
+from llm_fp8.data.tokenise import (
+    Document,
+    DocumentStore,
+    Outcome,
+    TokeniseOptions,
+    arrow_table,
+    cache_key,
+    tokenise,
+    tokenise_rows,
+)
 from llm_fp8.errors import UserError
 
 IndexArray = npt.NDArray[np.int64]
@@ -217,7 +226,7 @@ def _prepare_map(job: _Job) -> PreparedData:
     rows = _tokenise(job, job.split, dataset)
     columns = _columns(rows)
     report = DataReport(max_seq_length=options.max_seq_length)
-    report.count_unused(columns["outcome"].tolist())
+    report.count_unused(columns["outcome"])
     train = columns["length"] > 0
 
     if job.validation_split is None:
@@ -281,8 +290,8 @@ def _tokenise(job: _Job, split: str, dataset: Dataset) -> Dataset:
 def _columns(tokenised: Dataset) -> dict[str, IndexArray]:
     """The columns of numbers, whole."""
     names = ["length", "num_supervised", "outcome", "problem_key"]
-    table = tokenised.select_columns(names).with_format("numpy")[:]
-    return {name: np.asarray(table[name], dtype=np.int64) for name in names}
+    table = arrow_table(tokenised)
+    return {name: table.column(name).to_numpy().astype(np.int64) for name in names}
 
 
 # ---- streaming ----

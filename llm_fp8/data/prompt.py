@@ -231,7 +231,7 @@ def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
     """Token ids of each text with nothing added."""
     if not texts:
         return []
-    output = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    output = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False)
     return cast("list[list[int]]", output["input_ids"])
 
 
@@ -325,31 +325,27 @@ def _end_with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Encod
     template ends turns with another token).
     """
     eos = tokenizer.eos_token_id
-    ids, supervised = list(encoded.input_ids), list(encoded.supervised)
+    ids, supervised = list(encoded.input_ids), bytearray(encoded.supervised)  # bytes: searched without a step of Python per token
     end = 0  # of the last supervised run
-    position = 0
-    while position < len(ids):
-        if not supervised[position]:
-            position += 1
-            continue
-        start = position
-        while position < len(ids) and supervised[position]:
-            position += 1
-        end = position
-        if end < len(ids) and ids[end] == eos:
-            supervised[end] = True
-            end = position = end + 1
-        if eos in ids[start:end]:
-            last = max(i for i in range(start, end) if ids[i] == eos)
+    while (start := supervised.find(1, end)) >= 0:
+        end = supervised.find(0, start)
+        if end < 0:
+            end = len(ids)
+        elif ids[end] == eos:
+            supervised[end] = 1
+            end += 1
+        run = ids[start:end]
+        if eos in run:
+            last = end - 1 - run[::-1].index(eos)
             if not str(tokenizer.decode(ids[last + 1 : end])).strip():
                 while last > start and ids[last - 1] == eos:
                     last -= 1
-                supervised[last + 1 : end] = [False] * (end - last - 1)
+                supervised[last + 1 : end] = bytes(end - last - 1)
                 end = last + 1
     if end == 0:
         return None
-    ids, supervised = ids[:end], supervised[:end]
+    ids, flags = ids[:end], list(map(bool, supervised[:end]))
     if ids[-1] != eos:
         ids.append(eos)
-        supervised.append(True)
-    return Encoded(ids, supervised)
+        flags.append(True)
+    return Encoded(ids, flags)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from llm_fp8.data.tokenise import Outcome
 
@@ -44,13 +47,13 @@ class DataReport:
         positions = self.num_rows_of_batches * self.max_seq_length
         return self.num_tokens / positions if positions else None
 
-    def count_unused(self, outcomes: Iterable[int]) -> None:
+    def count_unused(self, outcomes: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """Count rows read, and those among them that were dropped, truncated or empty."""
-        for outcome in outcomes:
-            self.num_rows_read += 1
-            self.num_overlong_truncated += outcome == Outcome.TRUNCATED
-            self.num_overlong_dropped += outcome == Outcome.OVERLONG
-            self.num_empty += outcome == Outcome.EMPTY
+        counts = np.bincount(np.asarray(outcomes, dtype=np.int64), minlength=len(Outcome)).tolist()
+        self.num_rows_read += len(outcomes)
+        self.num_overlong_truncated += counts[Outcome.TRUNCATED]
+        self.num_overlong_dropped += counts[Outcome.OVERLONG]
+        self.num_empty += counts[Outcome.EMPTY]
 
     def summary(self) -> str:
         """The counts of rows in one line."""

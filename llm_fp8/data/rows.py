@@ -88,9 +88,9 @@ class MapRows:
     def global_batches(self, position: Position, size: int) -> Iterator[GlobalBatch]:
         epoch, next_row = int(position["epoch"]), int(position["next_row"])
         while True:
-            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.plan)).tolist()
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.plan))
             while next_row < len(order):
-                chosen = order[next_row : next_row + size]
+                chosen = order[next_row : next_row + size].tolist()
                 next_row += len(chosen)
                 ended = next_row == len(order)
                 after = {**self.start(), "epoch": epoch + ended, "next_row": 0 if ended else next_row}

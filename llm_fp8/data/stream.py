@@ -129,7 +129,7 @@ class StreamRows:
                 raise UserError(f"--dataset_name: no row of the stream can be trained on: {self.report.summary()}.")
 
     def _count(self, streamed: Sequence[StreamedRow], used: Row, num_rows: int) -> None:
-        self.report.count_unused(s.outcome for s in streamed)
+        self.report.count_unused([s.outcome for s in streamed])
         self.report.num_rows_held_out += sum(s.held_out and s.document is not None for s in streamed)
         self.report.num_rows_used += len(used)
         self.report.num_tokens += sum(len(document.input_ids) for document in used)

@@ -129,3 +129,24 @@ def test_workers_give_the_same(tokenizer: PreTrainedTokenizerBase, tmp_path: Pat
     one = tokenise(dataset, tokenizer, OPTIONS, str(tmp_path / "one"))
     two = tokenise(dataset, tokenizer, OPTIONS, str(tmp_path / "two"), num_workers=2)
     assert one[:] == two[:]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_documents_are_those_of_the_rows_wherever_they_lie(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, num_workers: int
+) -> None:
+    """In the file's pieces of 1,000 rows, in the files of several processes, and beside rows that hold no token."""
+    tokenised = tokenise(Dataset.from_list(ROWS * 600), tokenizer, OPTIONS, str(tmp_path), num_workers)
+    indices = [2399, 0, 1, 998, 999, 1000, 1001, 1199, 1200, 1201, 0, 2000]
+    documents = DocumentStore(tokenised)(indices)
+    for index, document in zip(indices, documents, strict=True):
+        row = tokenised[index]
+        assert (document.input_ids.tolist(), document.supervised.tolist()) == (row["input_ids"], row["supervised"])
+        assert document.row_id == row["row_id"] == index
+        assert document.input_ids.dtype == "int64" and document.supervised.dtype == "bool"
+    assert len(DocumentStore(tokenised)._chunks) > 2 and sum(len(document.input_ids) > 0 for document in documents) > 4
+
+
+def test_documents_of_picked_rows_are_refused(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not in the order of its table"):
+        DocumentStore(tokenise(dataset, tokenizer, OPTIONS, str(tmp_path)).select([2, 0]))

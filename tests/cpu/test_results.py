@@ -257,6 +257,22 @@ def test_memory_over_steps(name):
         )
 
 
+@pytest.mark.parametrize("name", [name for name, _ in load("data_pipeline*.json")])
+def test_data_pipeline(name):
+    record = json.loads((RESULTS / name).read_text())
+    assert record["provenance"]["cpu"]["model"] and record["target_tokens_per_s_per_rank"] == 150_000
+    for made in record["preparation"]:
+        assert made["num_rows"] == record["num_rows"] >= made["num_rows_used"] > 0
+        assert made["rows_per_s"] * made["tokenise_s"] == pytest.approx(made["num_rows"])
+        assert made["cached_tokenise_s"] < made["tokenise_s"] and made["tokenise_cpu_s"] > 0
+    for row in record["layouts"]:
+        for loaders in row["loaders"]:
+            rates = [rank["tokens_per_s"] for rank in loaders["ranks"]]
+            assert len(rates) == loaders["num_ranks"] == 8
+            assert loaders["tokens_per_s"] == pytest.approx(sum(rates)) and loaders["tokens_per_s_slowest_rank"] == min(rates)
+            assert loaders["meets_target"] == (min(rates) >= 150_000)
+
+
 def test_first_updates_lag_only_from_rounded_weights():
     lag = json.loads((RESULTS / "first_updates.json").read_text())["bf16_over_fp32_minus_1"]
     assert max(map(abs, lag["fp32"])) < 2e-4 < 5e-3 < lag["bf16"][1] == max(lag["bf16"])

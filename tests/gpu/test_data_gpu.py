@@ -1,0 +1,48 @@
+"""Batches reach the GPU without the host waiting for it, and hold there what they held on the host."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from llm_fp8.config import parse_config
+from llm_fp8.data import prepare_data
+from llm_fp8.embedded import MODEL_DIR
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def no_synchronisation():
+    """Anything that waits for the GPU raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
+def test_a_pinned_batch_is_copied_without_waiting(packing, no_synchronisation, tmp_path):
+    words = ["--dataset_name=embedded", "--max_seq_length=512", "--batch_size=4", packing, f"--data_cache_dir={tmp_path}"]
+    data = prepare_data(parse_config(words), AutoTokenizer.from_pretrained(MODEL_DIR), pin_memory=True)
+    steps = iter(data.train)
+    pairs = []
+    for batch in (batch for step in islice(steps, 3) for batch in step):
+        assert batch.input_ids.is_pinned() and batch.labels.is_pinned() and batch.position_ids.is_pinned()
+        pairs.append((batch, batch.to("cuda", non_blocking=True)))
+    steps.close()
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    for batch, copied in pairs:
+        for name in ("input_ids", "labels", "position_ids", "attention_mask", "cu_seqlens"):
+            on_host, on_device = getattr(batch, name), getattr(copied, name)
+            assert (on_host is None) == (on_device is None)
+            assert on_host is None or torch.equal(on_host, on_device.cpu()), name
+
+
+def test_a_blocking_copy_would_be_seen(no_synchronisation):
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        torch.zeros(8).pin_memory().to("cuda")
