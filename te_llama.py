@@ -5,7 +5,8 @@ layers, final norm and rotary table are replaced. Embedding, `lm_head`, `generat
 
     hidden [B, S, h]
       ├─ LayerNormLinear    RMSNorm + one fused QKV GEMM -> [B, S, (heads + 2 * kv_heads) * head_dim]
-      │   (Qwen3: RMSNorm of every q and k head) -> RoPE, fused, fp32 angles
+      │   split into q, k and v, and RoPE with fp32 angles: one kernel (`llm_fp8.rope_kernel`)
+      │       (Qwen3 has an RMSNorm of every q and k head between; there, and under context parallelism, TE's RoPE)
       │   DotProductAttention   cuDNN or flash-attn, causal, GQA, sliding window
       │   Linear                output projection
       ├─ + residual
