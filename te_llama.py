@@ -5,7 +5,8 @@ layers, final norm and rotary table are replaced. Embedding, `lm_head`, `generat
 
     hidden [B, S, h]
       ├─ LayerNormLinear    RMSNorm + one fused QKV GEMM -> [B, S, (heads + 2 * kv_heads) * head_dim]
-      │   (Qwen3: RMSNorm of every q and k head) -> RoPE, fused, fp32 angles
+      │   split into q, k and v, and RoPE with fp32 angles: one kernel (`llm_fp8.rope_kernel`)
+      │       (Qwen3 has an RMSNorm of every q and k head between; there, and under context parallelism, TE's RoPE)
       │   DotProductAttention   cuDNN or flash-attn, causal, GQA, sliding window
       │   Linear                output projection
       ├─ + residual
@@ -456,37 +457,39 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     ) -> Tensor:
         """hidden_states [B, S, h]; `position_embeddings` is the table of `RotaryTable`; the rest as the module's docstring says."""
         assert position_embeddings is not None
-        batch, length, _size = hidden_states.shape
-        spec = self.spec
         fused = self.qkv(hidden_states, is_first_microbatch=self.is_first_microbatch)
-        q, k, v = fused.view(batch, length, -1, spec.head_dim).split(
-            (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=2
-        )
-        if spec.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
         if cu_seq_lens_q is not None:
-            context = self._documents(q, k, v, position_embeddings, cu_seq_lens_q, max_length_q)
+            context = self._documents(fused, position_embeddings, cu_seq_lens_q, max_length_q)
         else:
-            context = self._general(q, k, v, position_embeddings, position_ids, attention_mask, past_key_values)
+            context = self._general(fused, position_embeddings, position_ids, attention_mask, past_key_values)
         hidden_states = hidden_states + self.output(context, is_first_microbatch=self.is_first_microbatch)
         return hidden_states + self.mlp(hidden_states, is_first_microbatch=self.is_first_microbatch)
 
-    def _documents(self, q: Tensor, k: Tensor, v: Tensor, angles: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
-        """Attention inside documents that each start at position 0; q, k, v [B, S, heads, d] -> [B, S, heads * d].
+    def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The fused projection [..., (heads + 2 * kv_heads) * d] -> q, k, v [..., heads, d], views of it; of Qwen3 q and k normalised."""
+        spec = self.spec
+        q, k, v = fused.unflatten(-1, (-1, spec.head_dim)).split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=-2)
+        return (self.q_norm(q), self.k_norm(k), v) if spec.qk_norm else (q, k, v)
 
-        B == 1 with more documents than rows is the packed form (TE's "thd"); else every row is one right-padded document.
+    def _one_kernel_rotates(self, fused: Tensor) -> bool:
+        """Whether `llm_fp8.rope_kernel` takes this projection. Under context parallelism, and where a norm comes between split and RoPE, it does not.
 
-        Under context parallelism over C processes the form is always the packed one. Tokens are then this process's: of every document,
-        whose length is a multiple of 2 C, chunks number r and 2 C - 1 - r of 2 C, for r its rank. `cu_seqlens` and `max_seqlen` are still
-        those of whole documents.
+        It needs triton, which Transformer Engine needs too.
         """
+        known = fused.is_cuda and fused.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        return known and self.context_size == 1 and not self.spec.qk_norm
+
+    def _split_and_rotate(
+        self, fused: Tensor, angles: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k after RoPE, and v, contiguous. Packed with `cu_seqlens`: [T, size] -> [T, heads, d]; else [B, S, size] -> [B, S, heads, d]."""
+        if self._one_kernel_rotates(fused):
+            from llm_fp8.rope_kernel import split_rope
+
+            return split_rope(fused, angles, self.spec.num_heads, self.spec.num_kv_heads, cu_seqlens)
         from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
-        batch, length = q.shape[:2]
-        num_documents = cu_seqlens.shape[0] - 1
-        packed = self.context_size > 1 or (batch == 1 and num_documents != batch)
-        if packed:
-            q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        packed = cu_seqlens is not None
         rotate = functools.partial(
             apply_rotary_pos_emb,
             # The packed kernel starts a block of threads for every document and row of the table.
@@ -494,14 +497,33 @@ class TEDecoderLayer(GradientCheckpointingLayer):
             tensor_format="thd" if packed else "bshd",
             interleaved=False,
             fused=True,
-            cu_seqlens=cu_seqlens if packed else None,
+            cu_seqlens=cu_seqlens,
             cp_size=self.context_size,
             cp_rank=self.context_rank,
         )
+        q, k, v = self._split(fused)
+        return rotate(q), rotate(k), v.contiguous()
+
+    def _documents(self, fused: Tensor, angles: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
+        """Attention inside documents that each start at position 0; the fused projection [B, S, size] -> [B, S, heads * d].
+
+        B == 1 with more documents than rows is the packed form (TE's "thd"); else every row is one right-padded document.
+
+        Under context parallelism over C processes the form is always the packed one. Tokens are then this process's: of every document,
+        whose length is a multiple of 2 C, chunks number r and 2 C - 1 - r of 2 C, for r its rank. `cu_seqlens` and `max_seqlen` are still
+        those of whole documents.
+        """
+        batch, length = fused.shape[:2]
+        num_documents = cu_seqlens.shape[0] - 1
+        packed = self.context_size > 1 or (batch == 1 and num_documents != batch)
+        if packed:
+            q, k, v = self._split_and_rotate(fused.flatten(0, 1), angles, cu_seqlens, max_seqlen)
+        else:
+            q, k, v = self._split_and_rotate(fused, angles, None, None)
         context = self.attention(
-            rotate(q),
-            rotate(k),
-            v.contiguous(),
+            q,
+            k,
+            v,
             qkv_format="thd" if packed else "bshd",
             attn_mask_type="padding_causal",
             cu_seqlens_q=cu_seqlens,
@@ -511,13 +533,12 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         )
         return context.reshape(batch, length, -1)
 
-    def _general(
-        self, q: Tensor, k: Tensor, v: Tensor, angles: Tensor, position_ids: Tensor | None, mask: Tensor | None, cache: Any
-    ) -> Tensor:
-        """Attention under Hugging Face's 4-D mask (None: causal) with its KV cache; q, k, v [B, S, heads, d]."""
-        batch, length = q.shape[:2]
+    def _general(self, fused: Tensor, angles: Tensor, position_ids: Tensor | None, mask: Tensor | None, cache: Any) -> Tensor:
+        """Attention under Hugging Face's 4-D mask (None: causal) with its KV cache; the fused projection [B, S, size] -> [B, S, heads * d]."""
+        batch, length = fused.shape[:2]
         assert position_ids is not None
         rows = angles[position_ids].flatten(2).unsqueeze(2)
+        q, k, v = self._split(fused)
         q, k = _rotate(q, rows).transpose(1, 2), _rotate(k, rows).transpose(1, 2)
         v = v.transpose(1, 2)
         if cache is not None:

@@ -47,7 +47,8 @@ class StepTime:
 def pass_bytes(spec: DecoderSpec, recipe: str) -> float:
     """Bytes per token and layer of the memory-bound kernels that a bf16 layer has too, forward and backward together.
 
-    Delayed scaling's norms and SwiGLU write fp8, which saves them a byte per element.
+    Delayed scaling's norms and SwiGLU write fp8, which saves them a byte per element. Split and RoPE are counted as Transformer Engine's kernels and
+    the copies around them, which the bandwidths of `calibration` were measured with; `llm_fp8.rope_kernel` moves 8 (q + 2 kv) bytes instead.
     """
     h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     norms, residuals, swiglu = 2 * (4 + 6) * h, 2 * (6 + 6) * h, (6 + 10) * f

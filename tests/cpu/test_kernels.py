@@ -85,6 +85,7 @@ NO_GEMMS = {
     "triton_poi_fused__to_copy_clamp_exp2_floor_log2_mul_reciprocal_silu_silu_backward_t_view_7": "activation",
     "triton_poi_fused__unsafe_view_mul_silu_4": "activation",
     "void transformer_engine::fused_rope_backward_kernel<__nv_bfloat16>(__nv_bfloat16 const*, int const*, float const*)": "rope",
+    "_split_rope_kernel": "rope",
     "triton_poi_fused_add_cat_mul_neg_slice_transpose_unsqueeze_view_9": "rope",
     "cross_entropy_backward_kernel": "loss",
     "void at::native::(anonymous namespace)::cunn_SoftMaxBackward<4, float, float, float, at::native::(anonymous namespace)::"

@@ -1,0 +1,150 @@
+"""What `llm_fp8.rope_kernel.split_rope` computes, in plain torch and by autograd, and the cases in which both are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def positions_of(cu_seqlens: Tensor) -> Tensor:
+    """The place of each token in its document, int64 [T]; `cu_seqlens` int32 [n + 1]."""
+    starts = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
+    return torch.arange(starts.shape[0], device=cu_seqlens.device) - starts
+
+
+def split_rope_reference(
+    fused: Tensor, angles: Tensor, num_heads: int, num_kv_heads: int, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The contract of `split_rope` on any device; computes in fp32, or in fp64 where `fused` is fp64."""
+    heads = fused.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
+    positions = torch.arange(fused.shape[-2], device=fused.device) if cu_seqlens is None else positions_of(cu_seqlens)
+    of_token = angles[positions, 0]  # [tokens, 1, rotary_dim]: one row for all heads and, padded, for all rows of the batch
+    return _rotate(q, of_token), _rotate(k, of_token), v.contiguous()
+
+
+def _rotate(x: Tensor, angles: Tensor) -> Tensor:
+    rotary_dim = angles.shape[-1]
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cosine, sine = (function(angles[..., : rotary_dim // 2].to(dtype)) for function in (torch.cos, torch.sin))
+    first, second = x[..., :rotary_dim].to(dtype).chunk(2, dim=-1)
+    rotated = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    return torch.cat((rotated.to(x.dtype), x[..., rotary_dim:]), dim=-1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a projection; of `lengths` (packed) and `shape` (padded: rows, columns) one is given."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    lengths: tuple[int, ...] = ()
+    shape: tuple[int, int] | None = None
+    first_position: int = 0
+    """The angles of position 0 are those of this one."""
+
+    @property
+    def width(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def angles(self, device: str | torch.device) -> Tensor:
+        """fp32 [positions, 1, 1, rotary_dim]; no position to spare."""
+        num_positions = max(self.lengths) if self.shape is None else self.shape[1]
+        positions = self.first_position + torch.arange(num_positions, dtype=torch.float32)
+        frequencies = 10000.0 ** (-torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim)
+        angles = torch.outer(positions, frequencies)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :].to(device)
+
+    def cu_seqlens(self, device: str | torch.device) -> Tensor | None:
+        """int32 [n + 1], None where padded."""
+        if self.shape is not None:
+            return None
+        return torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+    def fused(self, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+        """Random numbers [T, width] or [B, S, width]."""
+        leading = self.shape or (sum(self.lengths),)
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(*leading, self.width, generator=generator).to(device, dtype)
+
+
+CASES = {
+    "Llama-3.1-8B": Case(32, 8, 128, 128, lengths=(1, 30, 1, 5)),
+    "head_dim 64": Case(4, 2, 64, 64, lengths=(20, 17)),
+    "head_dim 80": Case(4, 4, 80, 80, lengths=(7, 12)),
+    "head_dim 96": Case(6, 2, 96, 96, lengths=(33,)),
+    "head_dim 256": Case(2, 1, 256, 256, lengths=(3, 2, 4)),
+    "part of a head": Case(4, 2, 128, 64, lengths=(9, 12)),
+    "little of a head": Case(3, 1, 80, 20, lengths=(9, 60, 1)),
+    "a group of heads holds some of q and all of k": Case(28, 4, 64, 64, lengths=(11, 8)),
+    "one token": Case(4, 2, 64, 64, lengths=(1,)),
+    "documents of one token": Case(4, 2, 64, 64, lengths=(1,) * 45),
+    "empty documents": Case(4, 2, 64, 64, lengths=(0, 5, 0, 0, 6, 0)),
+    "late positions": Case(4, 2, 64, 64, lengths=(30, 3), first_position=131_000),
+    "padded": Case(4, 2, 64, 64, shape=(3, 37)),
+    "padded, part of a head": Case(12, 2, 128, 64, shape=(2, 16)),
+    "padded, one column": Case(4, 2, 96, 96, shape=(5, 1)),
+}
+
+GRADIENT_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": Tensor.contiguous,
+    "heads before tokens": lambda x: x.transpose(-2, -3).contiguous().transpose(-2, -3),
+    "columns before heads": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "inside a wider tensor": lambda x: torch.cat((x, x), dim=-2)[..., : x.shape[-2], :],
+    "one head for all": lambda x: x[..., :1, :].expand_as(x),
+}
+"""Strides that a gradient may come with, without a change of its shape."""
+
+
+def assert_rounding_apart(value: Tensor, reference: Tensor, pairs: Tensor) -> None:
+    """The bound of `llm_fp8.rope_kernel`; `pairs` |x| + |y| in the shape of both."""
+    assert (value.dtype, value.shape) == (reference.dtype, reference.shape)
+    unit = 0.0 if value.dtype == torch.float32 else torch.finfo(value.dtype).eps
+    allowed = unit * reference.float().abs() + 2.0**-21 * pairs
+    excess = ((value.float() - reference.float()).abs() - allowed).max().item()
+    assert excess <= 0, f"beyond the bound by {excess}"
+
+
+def pair_sizes(heads: Tensor, rotary_dim: int) -> Tensor:
+    """|x| + |y| of each column of [..., heads, d] and its partner, fp32; zero for columns that are only copied."""
+    first, second = heads[..., :rotary_dim].float().abs().chunk(2, dim=-1)
+    rest = torch.zeros_like(heads[..., rotary_dim:], dtype=torch.float32)
+    return torch.cat((first + second, first + second, rest), dim=-1)
+
+
+Split = Callable[[Tensor, Tensor, int, int, Tensor | None], tuple[Tensor, ...]]
+
+
+def assert_same_split(
+    split: Split,
+    other: Split,
+    case: Case,
+    dtype: torch.dtype,
+    layout: str,
+    device: str | torch.device,
+    fused: Tensor | None = None,
+) -> None:
+    """Two implementations agree to rounding, forward and backward, in everything that is only copied to the bit."""
+    fused = case.fused(dtype, device) if fused is None else fused
+    angles, cu_seqlens = case.angles(device), case.cu_seqlens(device)
+    sizes = case.num_heads, case.num_kv_heads
+    leaves = [fused.detach().requires_grad_() for _ in range(2)]
+    parts, reference = (function(leaf, angles, *sizes, cu_seqlens) for function, leaf in zip((split, other), leaves, strict=True))
+    inputs = fused.unflatten(-1, (-1, case.head_dim)).split((*sizes, sizes[1]), dim=-2)
+    for part, wanted, source, rotary_dim in zip(parts, reference, inputs, (case.rotary_dim, case.rotary_dim, 0), strict=True):
+        assert part.is_contiguous()
+        assert_rounding_apart(part, wanted, pair_sizes(source, rotary_dim))
+        assert torch.equal(part[..., rotary_dim:], source[..., rotary_dim:])
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(part.shape, generator=generator).to(device, dtype) for part in parts]
+    gradients = [GRADIENT_LAYOUTS[layout](gradient) for gradient in drawn]
+    torch.autograd.backward(parts, gradients)
+    torch.autograd.backward(reference, gradients)
+    ours, theirs = (leaf.grad.unflatten(-1, (-1, case.head_dim)) for leaf in leaves)
+    pairs = torch.cat([pair_sizes(g, r) for g, r in zip(gradients, (case.rotary_dim, case.rotary_dim, 0), strict=True)], dim=-2)
+    assert_rounding_apart(ours, theirs, pairs)
