@@ -147,7 +147,7 @@ def apply_rotary_pos_emb(x: Tensor, freqs: Tensor, tensor_format: str, cu_seqlen
         positions = positions - cu_seqlens[torch.searchsorted(cu_seqlens, positions, right=True) - 1]
     angles = freqs[positions].flatten(1).unsqueeze(1)
     first, second = x.chunk(2, dim=-1)
-    return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+    return (x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()).to(x.dtype)
 
 
 def swiglu(gate_and_up: Tensor, quantizer: None) -> Tensor:
