@@ -1,6 +1,7 @@
 """Transformer Engine's modules as te_llama.py uses them, in plain torch: the TE decoder without Transformer Engine and without a GPU.
 
 Shapes, parameter names and signatures are Transformer Engine's; there is no fp8. What they compute is written from its documentation.
+With `fuse_wgrad_accumulation` weight gradients go where Transformer Engine 2.20 lets its GEMMs write them (`_FusedWgrad`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,50 @@ def _check_dtypes(module: nn.Module, inputs: Tensor) -> None:
             assert parameter.dtype == inputs.dtype, f"Found input dtype: {inputs.dtype} and {name!r} dtype: {parameter.dtype}"
 
 
+class _FusedWgrad(torch.autograd.Function):
+    """A linear layer as Transformer Engine computes it with `fuse_wgrad_accumulation`; `weight` is the parameter itself.
+
+    In the forward pass `overwrite_main_grad` and `is_first_microbatch` are read, in the backward pass `main_grad`, which has to be there by
+    then. The GEMM's fp32 sum is rounded once, with or without what is in `main_grad`. autograd is given None for the weight, or, where the
+    weight has an attribute `grad_added_to_main_grad`, memory with anything in it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None) -> Tensor:
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else inputs.dtype
+        ctx.accumulate = not is_first_microbatch and not getattr(weight, "overwrite_main_grad", False)
+        ctx.weight, ctx.has_bias, ctx.input_dtype = weight, bias is not None, inputs.dtype
+        ctx.save_for_backward(inputs.to(dtype), weight.to(dtype))
+        with torch.autocast("cpu", enabled=False):
+            return F.linear(inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        main_grad = ctx.weight.main_grad
+        ctx.weight.main_grad = main_grad
+        assert main_grad.is_contiguous(), "Output tensor is not contiguous."
+        rows = gradient.flatten(0, -2)
+        product = rows.float().t() @ inputs.flatten(0, -2).float()
+        main_grad.copy_(product + main_grad.float() if ctx.accumulate else product)
+        dummy = None
+        if hasattr(ctx.weight, "grad_added_to_main_grad"):
+            ctx.weight.grad_added_to_main_grad = True
+            dummy = torch.full_like(ctx.weight, float("nan"))
+        return (gradient @ weight).to(ctx.input_dtype), dummy, rows.sum(0) if ctx.has_bias else None, None
+
+
+class _LinearModule(nn.Module):
+    """What Transformer Engine's modules with GEMMs share."""
+
+    fuse_wgrad_accumulation = False
+
+    def product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None) -> Tensor:
+        if self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled():
+            return _FusedWgrad.apply(inputs, weight, bias, is_first_microbatch)
+        return F.linear(inputs, weight, bias)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: Any) -> None:
         super().__init__()
@@ -37,7 +82,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(inputs, self.weight.shape, self.weight, self.eps)
 
 
-class Linear(nn.Module):
+class Linear(_LinearModule):
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **shared: Any) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -46,7 +91,7 @@ class Linear(nn.Module):
 
     def forward(self, inputs: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         _check_dtypes(self, inputs)
-        return F.linear(inputs, self.weight, self.bias)
+        return self.product(inputs, self.weight, self.bias, is_first_microbatch)
 
 
 class LayerNormLinear(Linear):
@@ -58,11 +103,11 @@ class LayerNormLinear(Linear):
 
     def forward(self, inputs: Tensor, is_first_microbatch: bool | None = None) -> Any:
         normed = F.rms_norm(inputs, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
-        output = super().forward(normed)
+        output = super().forward(normed, is_first_microbatch)
         return (output, normed) if self.return_layernorm_output else output
 
 
-class LayerNormMLP(nn.Module):
+class LayerNormMLP(_LinearModule):
     def __init__(self, size: int, inner: int, eps: float, bias: bool, normalization: str, activation: str, **shared: Any) -> None:
         assert (normalization, activation, bias) == ("RMSNorm", "swiglu", False)
         super().__init__()
@@ -73,7 +118,8 @@ class LayerNormMLP(nn.Module):
     def forward(self, inputs: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         _check_dtypes(self, inputs)
         normed = F.rms_norm(inputs, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
-        return F.linear(swiglu(F.linear(normed, self.fc1_weight), None), self.fc2_weight)
+        gate_and_up = self.product(normed, self.fc1_weight, None, is_first_microbatch)
+        return self.product(swiglu(gate_and_up, None), self.fc2_weight, None, is_first_microbatch)
 
 
 class DotProductAttention(nn.Module):
@@ -101,7 +147,7 @@ def apply_rotary_pos_emb(x: Tensor, freqs: Tensor, tensor_format: str, cu_seqlen
         positions = positions - cu_seqlens[torch.searchsorted(cu_seqlens, positions, right=True) - 1]
     angles = freqs[positions].flatten(1).unsqueeze(1)
     first, second = x.chunk(2, dim=-1)
-    return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+    return (x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()).to(x.dtype)
 
 
 def swiglu(gate_and_up: Tensor, quantizer: None) -> Tensor:

@@ -15,7 +15,7 @@ The order in which a run calls an engine:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from llm_fp8.config import OptimConfig, ParallelConfig
 from llm_fp8.optim import OptimizerKind, build_optimizer, clip_and_step, parameter_dtype, resolve_optimizer
+from llm_fp8.wgrad_accumulation import WgradAccumulation
 
 
 class Engine:
@@ -50,6 +51,7 @@ class Engine:
         self.mode = mode
         self.accelerator = accelerator
         self.options = options
+        self._summing_gradients: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
         """What `--optimizer` means in this mode on this machine; `UserError` where it cannot be had."""
@@ -71,13 +73,15 @@ class Engine:
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         """The model to call and the optimizer to step."""
         prepared = self.accelerator.prepare(model, optimizer, device_placement=[True, False])
+        if self.mode == "single":  # With several processes autograd's own sum is what starts the exchange of a gradient.
+            self._summing_gradients = WgradAccumulation(prepared[0]).micro_batch
         return prepared[0], prepared[1]
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
         """Encloses forward and backward of a micro-batch; gradients are exchanged in the `last` one of a step only."""
         synchronise = last or self.options.sync_every_micro_batch
-        with contextlib.nullcontext() if synchronise else self.accelerator.no_sync(model):
+        with contextlib.nullcontext() if synchronise else self.accelerator.no_sync(model), self._summing_gradients():
             yield
 
     def backward(self, loss: Tensor) -> None:

@@ -1,0 +1,63 @@
+"""Weight gradients of several micro-batches, summed by the GEMMs that compute them.
+
+autograd adds a micro-batch's gradient to `.grad` with a kernel of its own, after the GEMM wrote it to memory of its own:
+6 bytes of traffic for each bf16 element, and room for the new gradient. A GEMM can do it on the way, D = A B + C with C and D the
+same buffer, which Transformer Engine's linear modules offer as `fuse_wgrad_accumulation`. This is all that the project knows about it:
+
+- In the first micro-batch of a step the modules do as ever: autograd takes the tensor that the GEMM wrote as `.grad`. So no buffer is
+  set to zero or kept between steps, and a step of one micro-batch is what it was.
+- In the others a weight whose `.grad` is there has it as `main_grad` too. The GEMM adds to it and Transformer Engine gives autograd
+  None for the weight. Behind the micro-batch `main_grad` is taken away again, or it would keep the memory of dropped gradients.
+
+The sum is rounded once a micro-batch, from the GEMM's fp32 accumulator plus `.grad`; autograd rounds the product first and then the
+sum. With fp32 parameters the products of these micro-batches are not rounded to the compute dtype at all.
+
+What Transformer Engine 2.20 does with it (module/linear.py, layernorm_linear.py, layernorm_mlp.py):
+- `fuse_wgrad_accumulation` is read in the forward pass, also a recomputed one, `main_grad` in the backward pass. Frozen weights need none.
+- With `is_first_microbatch=True` the GEMM overwrites, so this needs the seam (`llm_fp8.precision`) to say True in no later
+  micro-batch. It does for the frozen model of a LoRA run, which has no weight gradients.
+- A weight that has an attribute `grad_added_to_main_grad` gets a dummy gradient instead of None. It is Megatron's, and not set here.
+- Biases and norms are left to autograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from llm_fp8.precision import linear_weights
+
+
+class WgradAccumulation:
+    """Lets Transformer Engine's linear modules in `model` add to the gradients that are there; with no such module it does nothing.
+
+    Whatever waits for autograd to accumulate a weight's gradient (DDP, FSDP, DeepSpeed, hooks) is not called for these weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules: list[Any] = [m for m in model.modules() if hasattr(m, "fuse_wgrad_accumulation") and linear_weights(m)]
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Encloses forward and backward of a micro-batch; gradients are then in `.grad`, whoever added them."""
+        trained = [(module, [w for w in linear_weights(module) if w.requires_grad]) for module in self._modules]
+        adding = [(module, weights) for module, weights in trained if weights and all(map(_can_be_added_to, weights))]
+        try:
+            for module, weights in adding:
+                module.fuse_wgrad_accumulation = True
+                for weight in weights:
+                    weight.main_grad = weight.grad  # type: ignore[attr-defined]
+            yield
+        finally:
+            for module, weights in adding:
+                module.fuse_wgrad_accumulation = False
+                for weight in weights:
+                    vars(weight).pop("main_grad", None)  # of a weight that two modules share once
+
+
+def _can_be_added_to(weight: Tensor) -> bool:
+    """Whether there is a gradient that a GEMM can write to; one of a transposed weight is transposed too."""
+    return weight.grad is not None and weight.grad.is_contiguous()
