@@ -58,9 +58,11 @@ def excess_slope(got: Tensor, want: Tensor) -> float:
     return float((got.double() * want).sum() / (want * want).sum()) - 1
 
 
-def batch(spread: float, tokens: int = TOKENS, vocabulary: int = VOCABULARY, width: int = WIDTH) -> tuple[Tensor, Tensor, Tensor]:
+def batch(
+    spread: float, tokens: int = TOKENS, vocabulary: int = VOCABULARY, width: int = WIDTH, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """`hidden [tokens, width]` and `weight [vocabulary, width]` in bf16, whose logits have this standard deviation, and labels drawn from them."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, width, generator=generator).bfloat16()
     weight = (torch.randn(vocabulary, width, generator=generator) * spread / width**0.5).bfloat16()
     probabilities = torch.softmax(hidden.float() @ weight.float().t(), dim=-1)
