@@ -21,9 +21,9 @@ a missing update. E5M2 rounds each entry by up to an eighth, with errors that do
 
 Shapes: V and h must be multiples of 16 (`Fp8Head` refuses others); tokens are filled up with rows of zeros, which change nothing.
 
-Memory, beside what bf16 takes: one byte per weight from its cast to the end of the backward pass, two for `all`, which needs W in both layouts; they are
-kept between the micro-batches of a step, so that W is cast once a step. During the two gradients' products g in two layouts, 2 T V bytes: the bf16 g of
-as many bytes is given back before these begin, so only the cast itself holds both.
+Memory, beside what bf16 takes: one byte per weight, two for `all`, which needs W in both layouts; kept between the micro-batches of a step, so that W is
+cast once a step. g takes no more than before: it is cast row-wise (T V bytes), its bf16 form (2 T V) is given back before anything else is allocated, and it
+is transposed between the two products. Casting both layouts at once would save reading T V bytes and hold 4 T V for a moment.
 
 Transformer Engine computes on a GPU. Elsewhere the same rounding is emulated: torch casts the operands with the same scales and multiplies what the casts
 stand for in fp32 (or fp64).
@@ -115,14 +115,13 @@ class Fp8Products:
         `grad_logits [T, V]`, whose entries are at most |bound| (0-dim), has no memory any more afterwards.
         """
         num_tokens, dtype = hidden.shape[0], hidden.dtype
-        grad = cast_to_fp8(
-            _whole_blocks(grad_logits), GRADIENT_FORMAT, rowwise=needed[0], columnwise=needed[1], largest=bound.detach().abs()
-        )
+        grad = cast_to_fp8(_whole_blocks(grad_logits), GRADIENT_FORMAT, columnwise=False, largest=bound.detach().abs())
         grad_logits.untyped_storage().resize_(0)
         grad_hidden = grad_weight = None
         if needed[0]:
             grad_hidden = multiply(self._cast_of(weight), grad, "NN", dtype)[:num_tokens]
         if needed[1]:
+            keep_columnwise_alone(grad)
             cast = self._hidden if self._hidden is not None else cast_to_fp8(_whole_blocks(hidden), rowwise=False)
             grad_weight = multiply(cast, grad, "NT", dtype)
         self._hidden = None
@@ -193,6 +192,12 @@ def multiply(left: Any, right: Any, layout: Layout, out_dtype: torch.dtype) -> T
     return product.to(out_dtype)
 
 
+def keep_columnwise_alone(operand: Any) -> None:
+    """Transpose what was cast row-wise, and drop the latter; in place."""
+    if not isinstance(operand, EmulatedOperand):  # which has no layout
+        operand.update_usage(rowwise_usage=False, columnwise_usage=True)
+
+
 def _scale(largest: Tensor, fp8_format: torch.dtype) -> Tensor:
     """fp32 [1]; 1 for a tensor of zeros, as in Transformer Engine. NaN and infinity stay what they are, so that the run stops over them."""
     largest = largest.float()
@@ -221,7 +226,7 @@ def _te_cast(tensor: Tensor, fp8_format: torch.dtype, rowwise: bool, columnwise:
     quantizer.internal = True  # plain data, which autograd does not see
     operand = quantizer(tensor.detach().contiguous())
     if not rowwise:  # Transformer Engine makes the column-wise layout beside the row-wise one only
-        operand.update_usage(rowwise_usage=False, columnwise_usage=True)
+        keep_columnwise_alone(operand)
     return operand
 
 

@@ -160,6 +160,24 @@ def test_bytes_that_are_kept_between_micro_batches(mode, bytes_per_weight):
     assert abs(torch.cuda.memory_allocated() - before) < 2**20
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_the_peak_grows_by_the_cast_weight_alone(mode):
+    def peak_bytes(head) -> int:
+        values[0].grad = values[1].grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(*values, head)
+        return torch.cuda.max_memory_allocated() - before
+
+    values = inputs(tokens=8 * TOKENS)  # logits of 0.5 GiB, a weight of 31 MiB
+    for head in (None, head_of(values[1], mode)):
+        run(*values, head)  # workspaces and compiled kernels
+    weight_and_hidden = 2 * values[1].numel() + 4 * values[0].numel()
+    assert (
+        peak_bytes(head_of(values[1], mode)) <= max(peak_bytes(None), 3.05 * 8 * TOKENS * VOCABULARY) + weight_and_hidden + 2**20
+    )
+
+
 @pytest.mark.parametrize("scenario", ["default", "current"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_of_a_model_is_certified_with_its_head(mode, scenario, device):
