@@ -212,6 +212,7 @@ class _ManyChunks(torch.autograd.Function):
                 grad_hidden[chunk] = chunk_hidden
             if grad_weight is not None and chunk_weight is not None:
                 grad_weight += chunk_weight
+            del chunk_hidden, chunk_weight  # gone before the next chunk's logits come
         products.end()
         ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
