@@ -101,6 +101,19 @@ def test_the_rounding_hardly_favours_a_direction():
     assert (mean.abs() < 0.01).all() and (spread < 0.02).all(), (mean, spread)
 
 
+def test_the_slope_comes_from_the_entries_of_the_labels():
+    for seed in range(3):
+        hidden, weight, labels = batch(4.0, TOKENS, VOCABULARY, WIDTH, seed)
+        exact_grad = torch.softmax(hidden.double() @ weight.double().t(), dim=-1)
+        at_label = F.one_hot(labels, VOCABULARY).bool()
+        exact_grad -= at_label.double()
+        rounded = cast_to_fp8(exact_grad.bfloat16(), E5M2, largest=torch.tensor(1.0)).dequantized(torch.float64)
+        without_labels = torch.where(at_label, exact_grad, rounded)
+        want = exact_grad @ weight.double()
+        assert excess_slope(rounded @ weight.double(), want) > 0.004
+        assert abs(excess_slope(without_labels @ weight.double(), want)) < 0.002
+
+
 def test_the_logits_of_all_are_those_of_rounded_operands():
     hidden, weight, labels = (value.detach() for value in inputs())
     rounded = []
