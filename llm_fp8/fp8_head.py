@@ -212,10 +212,10 @@ def emulated_cast(tensor: Tensor, fp8_format: torch.dtype, largest: Tensor | Non
 
 
 def _te_cast(tensor: Tensor, fp8_format: torch.dtype, rowwise: bool, columnwise: bool, largest: Tensor | None) -> Any:
-    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.constants import DType
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
-    te_format = {E4M3: tex.DType.kFloat8E4M3, E5M2: tex.DType.kFloat8E5M2}[fp8_format]
+    te_format = {E4M3: DType.kFloat8E4M3, E5M2: DType.kFloat8E5M2}[fp8_format]
     quantizer: Any
     if largest is None:
         quantizer = Float8CurrentScalingQuantizer(te_format, tensor.device, columnwise=columnwise)
