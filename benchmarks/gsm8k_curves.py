@@ -7,6 +7,8 @@ The question is whether fp8 stays inside what the choice of a seed does to bf16.
 same order of tokens per step; the seed changes the initial weights and the order. fp8 arms use every seed too, so that each pairs with a bf16 run.
 Draw the result with `benchmarks/plot_curves.py`.
 
+`--arms bf16,delayed,delayed_fp8head,delayed_fp8head_all` asks the same of an output head in fp8 (--fp8_lm_head), which stays in bf16 in the others.
+
     python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --num_gpus 4 --seeds 1 --output benchmarks/results/multi_gpu_curves.json
 
 Results are kept after each run, and the same command goes on from what its --output holds.
@@ -45,7 +47,10 @@ ARMS = {
     "delayed": ["--mixed_precision", "fp8", "--fp8_scenario", "delayed"],
     "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
     "block": ["--mixed_precision", "fp8", "--fp8_scenario", "block"],
+    "delayed_fp8head": ["--mixed_precision", "fp8", "--fp8_scenario", "delayed", "--fp8_lm_head", "gradients"],
+    "delayed_fp8head_all": ["--mixed_precision", "fp8", "--fp8_scenario", "delayed", "--fp8_lm_head", "all"],
 }
+DEFAULT_ARMS = "bf16,delayed,current,block"
 MODES = ("fsdp_full", "ddp")
 """Values of --sharding_mode that are compared with one GPU."""
 ROWS, MICRO_BATCHES = 8, 2
@@ -100,11 +105,21 @@ def parse_seeds(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def parse_arms(text: str) -> list[str]:
+    """The arms of a comma-separated list. Raises `UserError`."""
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in ARMS]:
+        raise UserError(f"--arms: '{unknown[0]}' is unknown; choose from {', '.join(ARMS)}.")
+    if "bf16" not in names or len(set(names)) < len(names):
+        raise UserError(f"--arms {text}: name bf16, which the others are held against, and each arm once.")
+    return names
+
+
 def plan(settings: argparse.Namespace) -> list[Job]:
     """The trainings of the command line."""
     seeds = parse_seeds(settings.seeds)
     if settings.num_gpus == 1:
-        return [Job(arm, seed) for seed in seeds for arm in ARMS]
+        return [Job(arm, seed) for seed in seeds for arm in parse_arms(settings.arms)]
     kinds = [(precision, mode) for mode in (None, *MODES) for precision in ("bf16", "delayed")]
     jobs = [Job(precision, seed, mode) for seed in seeds for precision, mode in kinds]
     return [dataclasses.replace(job, gpu=number % settings.num_gpus) for number, job in enumerate(jobs)]
@@ -221,6 +236,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", required=True, help="GSM8K's training problems as jsonl in OpenMathInstruct-2's columns")
     parser.add_argument("--output", required=True, help="JSON file to write")
     parser.add_argument("--seeds", default="1,2,3", help="comma-separated seeds of every arm (default 1,2,3)")
+    parser.add_argument(
+        "--arms", default=DEFAULT_ARMS, help=f"comma-separated, on one GPU: {', '.join(ARMS)} (default {DEFAULT_ARMS})"
+    )
     parser.add_argument("--epochs", type=int, default=4, help="passes over the text (default 4)")
     parser.add_argument("--eval_every", type=int, default=25, help="optimizer steps between evaluations (default 25)")
     parser.add_argument(
@@ -236,6 +254,9 @@ def check(settings: argparse.Namespace) -> None:
     """Raise `UserError` for what every training, or the end of all of them, would fail on."""
     if settings.num_gpus < 1 or ROWS % settings.num_gpus:
         raise UserError(f"--num_gpus {settings.num_gpus} does not divide the {ROWS} rows of a micro-batch; give 1, 2, 4 or 8.")
+    if settings.num_gpus > 1 and settings.arms != DEFAULT_ARMS:
+        raise UserError(f"--arms {settings.arms} has no effect with --num_gpus {settings.num_gpus}; drop one of them.")
+    parse_arms(settings.arms)
     for name in ("epochs", "eval_every", "parallel"):
         if getattr(settings, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(settings, name)}.")
@@ -254,7 +275,7 @@ def main() -> int:
     runs, earlier_provenance = finished_runs(settings, parser)
     if more := {(run["arm"], run["seed"]) for run in runs} - set(order):
         raise UserError(
-            f"--output {settings.output} holds runs with seed {min(seed for _, seed in more)}; name it in --seeds too."
+            f"--output {settings.output} holds a run of {min(more)[0]} with seed {min(more)[1]}; name both in --arms and --seeds too."
         )
     if not torch.cuda.is_available():
         raise UserError("this trains on NVIDIA GPUs, and none is found.")

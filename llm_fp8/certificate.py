@@ -62,6 +62,8 @@ class Promise:
     """Share of the linear layers' FLOPs that these weights have: the census's."""
     num_spared_fp8_products: int = 0
     """Products that frozen ones of them do without: the gradient of the weight, and where nothing trained lies below that of the input."""
+    num_fp8_head_products: int = 0
+    """Products of the output head in fp8 (--fp8_lm_head)."""
 
     @classmethod
     def of_model(
@@ -89,12 +91,13 @@ class Promise:
                 len(linear_weights(module)) * (PRODUCTS_OF_TRAINED - products.get(module, PRODUCTS_OF_TRAINED))
                 for module in precision.fp8_modules
             ),
+            num_fp8_head_products=sum(precision.products_of_head(products).values()),
         )
 
     def num_fp8_gemms(self, num_micro_batches: int) -> int:
         """The least number of fp8 GEMM kernels of a step; a product may take several kernels, not less than one."""
         own = self.num_fp8_products_per_weight * self.num_fp8_weights - self.num_spared_fp8_products
-        return num_micro_batches * (own + self.num_recomputed_fp8_weights)
+        return num_micro_batches * (own + self.num_recomputed_fp8_weights + self.num_fp8_head_products)
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,11 @@ class PrecisionConfig:
     fp8_margin: int | None = option(None, "Delayed scaling: powers of two kept free above the largest value seen (default 0).")
     fp8_first_bf16_layers: int = option(0, "Number of decoder layers at the input side that stay in bf16.")
     fp8_last_bf16_layers: int = option(0, "Number of decoder layers at the output side that stay in bf16.")
+    fp8_lm_head: Literal["none", "gradients", "all"] = option(
+        "none",
+        "Products of the output head that run in fp8 in training: none; gradients: the two of the backward pass, with logits and loss as before; all: the "
+        "logits too. Evaluation has the exact loss. Needs --fp8_backend te.",
+    )
     fp8_strict: bool = option(False, "Stop with an error where an fp8 recipe would fall back to another.")
 
 
@@ -467,6 +472,10 @@ def _check_fp8_backend(config: Config) -> None:
     _require(
         not config.model.use_te,
         "--use_te builds the decoder from Transformer Engine's modules, which --fp8_backend torchao cannot convert; drop one of them.",
+    )
+    _require(
+        options.fp8_lm_head == "none",
+        f"--fp8_lm_head {options.fp8_lm_head} is computed by Transformer Engine and cannot go with --fp8_backend torchao; drop one of them.",
     )
     for name in ("fp8_format", "amax_history_len", "amax_compute_algo", "fp8_margin"):
         _require(

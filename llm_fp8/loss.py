@@ -27,7 +27,7 @@ Because of that accumulator (2.0 GiB for h = 4,096) chunks save memory only once
 Arithmetic: the GEMMs run in `compute_dtype` (bf16 in training). Everything from the logits on, the maximum, the sum of
 exponentials, the loss, the softmax and its gradient, is computed in fp32 (fp64 for fp64 inputs) and only the gradient with
 respect to the logits is rounded back to `compute_dtype`. The row maximum is subtracted first, so that logits of any size
-are safe, and NaN stays NaN.
+are safe, and NaN stays NaN. With an `llm_fp8.fp8_head.Fp8Head` two of the three GEMMs, or all, run in fp8; without gradients none does.
 
 On a GPU with Transformer Engine that elementwise part runs as its two Triton kernels (transformer_engine.pytorch.triton.
 cross_entropy): two reads and one write of the logits. Elsewhere it is torch, in blocks of rows.
@@ -37,11 +37,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from llm_fp8.fp8_head import Fp8Head, Fp8Products
 
 IGNORE_INDEX = -100
 """Label of a position that takes no part in the loss."""
@@ -74,6 +76,7 @@ def linear_cross_entropy_sum(
     *,
     chunk_tokens: int | None = None,
     compute_dtype: torch.dtype | None = None,
+    fp8_head: Fp8Head | None = None,
 ) -> Tensor:
     """Sum over supervised tokens of the cross entropy of `hidden @ weight.T`, differentiable once in hidden and weight.
 
@@ -85,6 +88,7 @@ def linear_cross_entropy_sum(
         chunk_tokens: rows of logits that exist at a time. Default: `default_chunk_tokens`.
         compute_dtype: dtype of the GEMMs and of the logits. Default: autocast's dtype inside an autocast region, else the
             dtype of `hidden`.
+        fp8_head: what computes GEMMs in fp8 where there is something to differentiate. Default: nothing does.
 
     Returns:
         A 0-dim tensor in fp32 (fp64 if `compute_dtype` is fp64). It is 0, with zero gradients, where every label is -100,
@@ -107,9 +111,10 @@ def linear_cross_entropy_sum(
     with torch.autocast(device_type, enabled=False):
         if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
             return _loss_only(hidden, weight, labels, chunk_tokens, compute_dtype)
+        products = _WideProducts() if fp8_head is None else fp8_head.start_pass()
         if hidden.shape[0] <= chunk_tokens:
-            return _OneChunk.apply(hidden, weight, labels, compute_dtype)
-        return _ManyChunks.apply(hidden, weight, labels, chunk_tokens, compute_dtype)
+            return _OneChunk.apply(hidden, weight, labels, compute_dtype, products)
+        return _ManyChunks.apply(hidden, weight, labels, chunk_tokens, compute_dtype, products)
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
@@ -130,6 +135,24 @@ def _loss_only(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int
     return loss
 
 
+class _WideProducts:
+    """The three GEMMs in the dtype of their operands; `Fp8Products` has the same methods."""
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return hidden @ weight.t()
+
+    def gradients(
+        self, grad_logits: Tensor, hidden: Tensor, weight: Tensor, bound: Tensor, needed: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return grad_logits @ weight if needed[0] else None, grad_logits.t() @ hidden if needed[1] else None
+
+    def end(self) -> None:
+        pass
+
+
+_Products: TypeAlias = _WideProducts | Fp8Products
+
+
 class _OneChunk(torch.autograd.Function):
     """All logits at once, kept for the backward pass and overwritten there by their own gradient.
 
@@ -138,10 +161,12 @@ class _OneChunk(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, compute_dtype: torch.dtype) -> Tensor:
-        ctx.dtypes = hidden.dtype, weight.dtype
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, compute_dtype: torch.dtype, products: _Products
+    ) -> Tensor:
+        ctx.dtypes, ctx.products = (hidden.dtype, weight.dtype), products
         hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
-        logits = hidden @ weight.t()
+        logits = products.logits(hidden, weight)
         losses, statistics = _losses(logits, labels)
         ctx.save_for_backward(hidden, weight, labels, logits, statistics)
         return losses.sum()
@@ -153,16 +178,20 @@ class _OneChunk(torch.autograd.Function):
         hidden_dtype, weight_dtype = ctx.dtypes
         with torch.autocast(hidden.device.type, enabled=False):
             _to_gradient_(logits, statistics, labels, grad_output)
-            grad_hidden = (logits @ weight).to(hidden_dtype) if ctx.needs_input_grad[0] else None
-            grad_weight = (logits.t() @ hidden).to(weight_dtype) if ctx.needs_input_grad[1] else None
-        return grad_hidden, grad_weight, None, None
+            grad_hidden, grad_weight = ctx.products.gradients(logits, hidden, weight, grad_output, ctx.needs_input_grad[:2])
+            ctx.products.end()
+            grad_hidden = grad_hidden.to(hidden_dtype) if grad_hidden is not None else None
+            grad_weight = grad_weight.to(weight_dtype) if grad_weight is not None else None
+        return grad_hidden, grad_weight, None, None, None
 
 
 class _ManyChunks(torch.autograd.Function):
     """Logits of a chunk at a time; gradients with respect to a grad_output of 1 are formed in the forward pass."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, dtype: torch.dtype, products: _Products
+    ) -> Tensor:
         ctx.weight_dtype = weight.dtype
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         accurate = _accurate(dtype)
@@ -174,14 +203,17 @@ class _ManyChunks(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             rows = hidden[chunk].to(dtype)
-            logits = rows @ compute_weight.t()
+            logits = products.logits(rows, compute_weight)
             losses, statistics = _losses(logits, labels[chunk])
             loss += losses.sum()
             _to_gradient_(logits, statistics, labels[chunk], one)
-            if grad_hidden is not None:
-                grad_hidden[chunk] = logits @ compute_weight
-            if grad_weight is not None:
-                grad_weight += logits.t() @ rows
+            chunk_hidden, chunk_weight = products.gradients(logits, rows, compute_weight, one, (needs_hidden, needs_weight))
+            if grad_hidden is not None and chunk_hidden is not None:
+                grad_hidden[chunk] = chunk_hidden
+            if grad_weight is not None and chunk_weight is not None:
+                grad_weight += chunk_weight
+            del chunk_hidden, chunk_weight  # gone before the next chunk's logits come
+        products.end()
         ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
 
@@ -194,7 +226,7 @@ class _ManyChunks(torch.autograd.Function):
         if grad_weight is not None:
             # One sweep: reads the accumulator, writes the product already rounded to the weight's dtype.
             grad_weight = torch.mul(grad_weight, grad_output, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _accurate(dtype: torch.dtype) -> torch.dtype:

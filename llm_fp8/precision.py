@@ -28,7 +28,7 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from llm_fp8 import torchao_fp8
 from llm_fp8.config import PrecisionConfig
 from llm_fp8.errors import UserError
+from llm_fp8.fp8_head import Fp8Head
 from llm_fp8.module_state import ModuleState
 from llm_fp8.te_state import read_te_state
 
@@ -328,6 +329,8 @@ class Precision:
         self._torchao_linears: dict[str, nn.Module] = {}
         self._unseen: nn.Module | None = None
         self._num_casts_to_come: int | None = None
+        self.fp8_head: Fp8Head | None = None
+        """What computes the output head's products in fp8; None where --fp8_lm_head is none."""
         self.seen_inside: str | None = None
         """The recipe's class in force inside a Transformer Engine module when it first ran, or 'none'; None before, and without such modules."""
 
@@ -363,10 +366,23 @@ class Precision:
         if not self._fp8_modules:
             raise UserError("--mixed_precision fp8: the model holds no Transformer Engine module, so nothing would run in fp8.")
         self._unseen = next(iter(self._fp8_modules.values()))
+        if self._options.fp8_lm_head != "none":
+            head: Any = model.get_output_embeddings()  # type: ignore[operator]
+            self.fp8_head = Fp8Head(head, self._options.fp8_lm_head)
+
+    def products_of_head(self, products: Mapping[nn.Module, int]) -> dict[nn.Module, int]:
+        """The output head and how many of its products in a micro-batch run in fp8; empty where none does.
+
+        `products`: `llm_fp8.lora.products_per_weight`.
+        """
+        if self.fp8_head is None:
+            return {}
+        head = self.fp8_head.module
+        return {head: self.fp8_head.num_products(of=products.get(head, PRODUCTS_OF_TRAINED))}
 
     @property
     def fp8_modules(self) -> frozenset[nn.Module]:
-        """The modules whose GEMMs run in fp8 in this run."""
+        """The modules whose GEMMs run in fp8 in this run; the output head is none of them, whatever its products run in."""
         return frozenset(self._fp8_modules.values())
 
     @property
@@ -422,6 +438,8 @@ class Precision:
             self._unseen = None
         for module in self._caching_modules:
             module.is_first_microbatch = first_microbatch  # type: ignore[assignment]
+        if self.fp8_head is not None:
+            self.fp8_head.is_first_microbatch = first_microbatch
         with contextlib.ExitStack() as stack:
             if self._torch_autocast:
                 stack.enter_context(torch.autocast(self._device.type, self.plan.compute_dtype))

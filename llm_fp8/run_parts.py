@@ -157,7 +157,13 @@ class RunParts:
         products = products_per_weight(model)
         precision = self.precision
         census = take_census(
-            model, precision.fp8_modules, self.plan.compute_name, reasons, products, precision.num_fp8_products_per_weight
+            model,
+            precision.fp8_modules,
+            self.plan.compute_name,
+            reasons,
+            products,
+            precision.num_fp8_products_per_weight,
+            precision.products_of_head(products),
         )
         self.say(census.describe())
         recomputed: Sequence[nn.Module] = ()
@@ -167,7 +173,7 @@ class RunParts:
                 layers, options.gradient_checkpointing_every, uses_te, reentrant=uses_te and engine.reentrant_te_checkpoints
             )
         self.promise = Promise.of_model(self.precision, census, recomputed, products)
-        training_model = TrainingModel(model, self.config.data.max_seq_length, self.plan.compute_dtype)
+        training_model = TrainingModel(model, self.config.data.max_seq_length, self.plan.compute_dtype, precision.fp8_head)
         if self.config.parallel.fp8_params:
             assert isinstance(engine, FsdpEngine)  # check_mode saw to it
             engine.keep_in_fp8(self.precision)

@@ -19,10 +19,8 @@ from torch import nn
 
 from llm_fp8 import torchao_fp8
 from llm_fp8.adapter_names import is_adapter
+from llm_fp8.fp8_head import SIZE_MULTIPLE
 from llm_fp8.precision import PRODUCTS_OF_TRAINED, linear_weights, require_te
-
-SIZE_MULTIPLE = 16
-"""fp8 GEMMs need both sizes of a weight to be multiples of this."""
 
 HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")
 """Last name components of modules that produce logits."""
@@ -87,6 +85,7 @@ class Census:
     """Which linear weights compute in fp8. FLOPs per token are 2 per weight and product, so where all are trained, shares of weights are shares of FLOPs."""
 
     num_fp8_weights: int
+    """Elements of the weights of modules in fp8; the output head is none of them, though some of its products may run in fp8."""
     num_linear_weights: int
     """Elements of all linear weights, the output head included (also where it is the tied embedding)."""
     converted: dict[str, int] = field(default_factory=dict)
@@ -94,7 +93,7 @@ class Census:
     skipped: dict[str, str] = field(default_factory=dict)
     """Name pattern -> number of modules and the reason why they are not in fp8."""
     fp8_flops_per_token: float = 0.0
-    """Of the weights in fp8: 2 times their elements times their products in a micro-batch (3, or fewer where they are frozen)."""
+    """2 times the elements of a weight times its products in fp8 in a micro-batch (3, or fewer where it is frozen), summed over weights."""
     linear_flops_per_token: float = 0.0
     """The same of all linear weights."""
 
@@ -132,10 +131,12 @@ def take_census(
     reasons: dict[str, str],
     products: Mapping[nn.Module, int] = MappingProxyType({}),
     most_in_fp8: int = PRODUCTS_OF_TRAINED,
+    products_of_head: Mapping[nn.Module, int] = MappingProxyType({}),
 ) -> Census:
     """Count the linear weights of `model`; `compute` names the precision of what is not in fp8, `reasons` says why for some names.
 
-    `products`: `llm_fp8.lora.products_per_weight`. `most_in_fp8`: products of a weight that the recipe computes in fp8.
+    `products`: `llm_fp8.lora.products_per_weight`. `most_in_fp8`: products of a weight that the recipe computes in fp8. `products_of_head`:
+    `llm_fp8.precision.Precision.products_of_head`.
     """
     in_fp8 = set(fp8_modules)
     converted: Counter[str] = Counter()
@@ -157,6 +158,10 @@ def take_census(
         else:
             known = "adapter" if is_adapter(name) else "output head" if name.rpartition(".")[2] in HEAD_NAMES else ""
             why = reasons.get(name) or known
+            if module in products_of_head:
+                in_part = products_of_head[module]
+                fp8_products += size * in_part
+                why = f"output head, {in_part} of {num_products} products in fp8"
             skipped[pattern, f"{compute}{f' ({why})' if why else ''}"] += 1
     return Census(
         num_fp8_weights=num_fp8,

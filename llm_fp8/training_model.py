@@ -14,15 +14,19 @@ from transformers import PreTrainedModel
 import te_llama
 from llm_fp8.data.collate import Batch
 from llm_fp8.errors import UserError
+from llm_fp8.fp8_head import Fp8Head
 from llm_fp8.loss import linear_cross_entropy_sum
 from llm_fp8.models import decoder_layers
 
 
 class TrainingModel(nn.Module):
-    """A causal LM that returns the summed cross entropy of a `Batch`."""
+    """A causal LM that returns the summed cross entropy of a `Batch`; `fp8_head` computes the output head's products in training, if given."""
 
-    def __init__(self, model: PreTrainedModel, max_seq_length: int, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: PreTrainedModel, max_seq_length: int, compute_dtype: torch.dtype, fp8_head: Fp8Head | None = None
+    ) -> None:
         super().__init__()
+        self.fp8_head = fp8_head
         self.model = model
         self.max_seq_length = max_seq_length
         self.compute_dtype = compute_dtype
@@ -37,7 +41,11 @@ class TrainingModel(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Sum over the supervised tokens of `batch` of the cross entropy, fp32 scalar."""
         return linear_cross_entropy_sum(
-            self.hidden(batch), self.model.get_output_embeddings().weight, batch.labels, compute_dtype=self.compute_dtype
+            self.hidden(batch),
+            self.model.get_output_embeddings().weight,
+            batch.labels,
+            compute_dtype=self.compute_dtype,
+            fp8_head=self.fp8_head,
         )
 
     def hidden(self, batch: Batch) -> Tensor:

@@ -2,7 +2,7 @@
 
 What a step takes beyond its floor is lost to something, and each rule below knows one such thing. A rule is a pure function of `StepFacts`;
 it gives the seconds that its option can take away at most, or None where it has nothing to say. Losses that no option acts on (a fused
-attention kernel, the output head's GEMM) have no rule: the table of kernel classes shows them.
+attention kernel), and the output head's GEMMs, whose option changes what is computed (--fp8_lm_head), have no rule: the table of kernel classes shows them.
 
 Two rates are kept apart, because the first is out of reach and the second is not:
 
@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from llm_fp8.ceilings import Ceilings
 from llm_fp8.diagnose.step_time import StepTime
 from llm_fp8.metrics import PeakTflops
+from llm_fp8.precision import PRODUCTS_OF_TRAINED
 
 WEIGHT_CAST_BYTES = 4
 
@@ -44,6 +45,7 @@ class StepFacts:
     num_wide_weights: int
     """Linear weights of the decoder layers that are not in fp8."""
     num_head_weights: int
+    """Of the output head, whatever it computes in."""
     num_tokens: int
     """Of the step, padding included."""
     num_micro_batches: int
@@ -59,6 +61,8 @@ class StepFacts:
     use_te: bool
     attention: str | None
     """'unfused', or the name of what runs."""
+    num_fp8_head_products: int = 0
+    """Of the output head's three products in a micro-batch, those in fp8 (--fp8_lm_head): none, those of the gradients, or all."""
     compiled: bool = False
     """The decoder layers are compiled, as they are with torchao."""
 
@@ -81,22 +85,49 @@ class StepFacts:
     @property
     def gemms_at_ceilings_s(self) -> float | None:
         """The linear layers' model FLOPs at the ceilings; None where one that is needed was not measured."""
-        wide = self.bf16_gemm_s(self.linear_flops(self.num_wide_weights + self.num_head_weights))
         fp8 = self.fp8_gemm_s(self.linear_flops(self.num_fp8_weights)) if self.num_fp8_weights else 0.0
-        return None if fp8 is None else wide + fp8
+        head_s = self.head_gemm_s
+        return (
+            None if fp8 is None or head_s is None else self.bf16_gemm_s(self.linear_flops(self.num_wide_weights)) + head_s + fp8
+        )
+
+    @property
+    def head_gemm_s(self) -> float | None:
+        """The output head's model FLOPs at the ceilings; None where one that is needed was not measured."""
+        flops, in_fp8 = self.linear_flops(self.num_head_weights), self.num_fp8_head_products
+        if not in_fp8:
+            return self.bf16_gemm_s(flops)
+        fast, split = self.ceilings.fp8_gemm_tflops, self.ceilings.fp8_split_gemm_tflops
+        if fast is None or split is None:
+            return None
+        logits_s = flops / 3 / fast / 1e12 if in_fp8 == PRODUCTS_OF_TRAINED else self.bf16_gemm_s(flops / 3)
+        return logits_s + 2 / 3 * flops / split / 1e12
+
+    @property
+    def fp8_flops(self) -> float:
+        """Model FLOPs of a step in fp8."""
+        return self.linear_flops(self.num_fp8_weights) + self._fp8_head_flops
+
+    @property
+    def wide_flops(self) -> float:
+        """Model FLOPs of a step in linear products outside fp8."""
+        return self.linear_flops(self.num_wide_weights + self.num_head_weights) - self._fp8_head_flops
+
+    @property
+    def _fp8_head_flops(self) -> float:
+        return self.linear_flops(self.num_head_weights) * self.num_fp8_head_products / PRODUCTS_OF_TRAINED
 
     @property
     def gemm_floors_s(self) -> dict[str, float]:
         """Operand type -> the least that the linear layers' model FLOPs could take; empty where a peak that is needed is not known."""
         if self.peak is None:
             return {}
-        wide = self.linear_flops(self.num_wide_weights + self.num_head_weights)
-        floors = {"bf16": wide / max(self.peak.bf16, self.ceilings.bf16_gemm_tflops) / 1e12}
+        floors = {"bf16": self.wide_flops / max(self.peak.bf16, self.ceilings.bf16_gemm_tflops) / 1e12}
         if self.num_fp8_weights:
             fast, split = self.ceilings.fp8_gemm_tflops, self.ceilings.fp8_split_gemm_tflops
             if self.peak.fp8 is None or self.scenario == "nvfp4":
                 return {}
-            floors["fp8"] = self.linear_flops(self.num_fp8_weights) / max(self.peak.fp8, fast or 0.0, split or 0.0) / 1e12
+            floors["fp8"] = self.fp8_flops / max(self.peak.fp8, fast or 0.0, split or 0.0) / 1e12
         return floors
 
     @property
@@ -115,7 +146,7 @@ class StepFacts:
         decoder = self.num_fp8_weights + self.num_wide_weights
         again = self.recomputed_share / 3
         # By FLOPs each weight would count alike; fp8 ones take less time than the head, which is never recomputed.
-        head_s = self.bf16_gemm_s(self.linear_flops(self.num_head_weights))
+        head_s = self.head_gemm_s or self.bf16_gemm_s(self.linear_flops(self.num_head_weights))
         decoder_s = (self.gemms_at_ceilings_s or self.bf16_gemm_s(self.linear_flops(decoder + self.num_head_weights))) - head_s
         return self.time.class_s("gemm") * again * decoder_s / ((1 + again) * decoder_s + head_s)
 

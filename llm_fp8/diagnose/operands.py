@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llm_fp8 import fp8_head
 from llm_fp8.precision import linear_weights
 from llm_fp8.torchao_fp8 import is_converted
 
@@ -80,6 +81,13 @@ def short_dtype(dtype: torch.dtype) -> str:
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
+def short_format(dtype: torch.dtype) -> str:
+    """'e4m3' for torch.float8_e4m3fn and so on."""
+    found = _NARROW.search(str(dtype))
+    assert found is not None
+    return found.group()
+
+
 def is_low_precision(operands: str) -> bool:
     """Whether both sides of 'A x B' have 8 bits or fewer."""
     return all(_NARROW.search(side) for side in operands.split(" x "))
@@ -93,7 +101,7 @@ class ModuleGemms:
     kind: str
     """The module's class."""
     told_by: str = "general_gemm"
-    """general_gemm, mm: seen at the call. dtype: by torch's rule for its own linear layers."""
+    """general_gemm, mm: seen at the call. dtype: by torch's rule for its own linear layers. option: what --fp8_lm_head says; the certificate counts kernels."""
     passes: dict[Pass, set[str]] = field(default_factory=lambda: {name: set() for name in PASSES})
 
     def add(self, gemm_pass: Pass, operands: str) -> None:
@@ -143,10 +151,15 @@ class GemmRecorder:
         """In the model's order, those that ran."""
         return [self._found[name] for name in self._modules if name in self._found]
 
-    def note_output_head(self, name: str, dtype: torch.dtype) -> None:
-        """The head, which is no call of a module: the loss multiplies by its weight in `dtype`."""
-        for gemm_pass in PASSES:
-            self._of(name, told_by="dtype").add(gemm_pass, f"{short_dtype(dtype)} x {short_dtype(dtype)}")
+    def note_output_head(self, name: str, dtype: torch.dtype, fp8_products: int = 0) -> None:
+        """The head, which is no call of a module: the loss multiplies by its weight in `dtype`, but for the last `fp8_products` of its products."""
+        wide = len(PASSES) - fp8_products
+        for number, gemm_pass in enumerate(PASSES):
+            left = right = short_dtype(dtype)
+            if number >= wide:
+                left = right = short_format(fp8_head.OPERAND_FORMAT)
+                right = right if gemm_pass == "fprop" else short_format(fp8_head.GRADIENT_FORMAT)
+            self._of(name, told_by="option" if fp8_products else "dtype").add(gemm_pass, f"{left} x {right}")
 
     @contextlib.contextmanager
     def recording(self, owners: Sequence[Any]) -> Iterator[None]:

@@ -154,7 +154,7 @@ class _Session:
             self.training.take(1)
         head = self.training.model.get_output_embeddings()
         name = next(name for name, module in self.training.model.named_modules() if module is head)
-        recorder.note_output_head(name, self.plan.compute_dtype)
+        recorder.note_output_head(name, self.plan.compute_dtype, fp8_products=self._num_fp8_head_products())
         return recorder.modules()
 
     def _watched_memory(self) -> MemoryProbe:
@@ -200,8 +200,12 @@ class _Session:
             scenario=self.plan.effective_scenario,
             use_te=config.model.use_te,
             attention=attention,
+            num_fp8_head_products=self._num_fp8_head_products(),
             compiled=self.plan.backend == "torchao",
         )
+
+    def _num_fp8_head_products(self) -> int:
+        return sum(self.training.precision.products_of_head({}).values())
 
     def _notes(self) -> list[str]:
         notes = ["rows are full of random tokens, one document each"]

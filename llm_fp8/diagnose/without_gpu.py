@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +14,10 @@ from llm_fp8 import torchao_fp8
 from llm_fp8.config import Config
 from llm_fp8.diagnose.problems import reasons_outside_fp8
 from llm_fp8.diagnose.result import Diagnosis
+from llm_fp8.fp8_head import Fp8Head
 from llm_fp8.models import count_parameters, decoder_layers, load_config, resolve_source
 from llm_fp8.optim import OptimizerKind, bytes_per_parameter
-from llm_fp8.precision import DEFAULT_SCENARIO, PrecisionPlan, describe_device, layers_kept_wide
+from llm_fp8.precision import DEFAULT_SCENARIO, PRODUCTS_OF_TRAINED, PrecisionPlan, describe_device, layers_kept_wide
 from llm_fp8.provenance import collect_provenance
 from llm_fp8.swap import Census, reason_to_leave, take_census
 
@@ -75,7 +77,10 @@ def planned_census(config: Config, hf_config: PretrainedConfig, plan: PrecisionP
     reasons = {name: reason for name, module in linears.items() if (reason := reason_to_leave(name, module))}
     kept = {module for layer in layers_kept_wide(config.precision, decoder_layers(model)) for module in layer.modules()}
     covered = [module for name, module in linears.items() if name not in reasons and module not in kept]
-    return take_census(model, covered, plan.compute_name, reasons)
+    head: Any = model.get_output_embeddings()
+    wanted = config.precision.fp8_lm_head
+    in_part = {} if wanted == "none" else {head: Fp8Head(head, wanted).num_products(of=PRODUCTS_OF_TRAINED)}
+    return take_census(model, covered, plan.compute_name, reasons, products_of_head=in_part)
 
 
 def planned_optimizer(config: Config, plan: PrecisionPlan) -> OptimizerKind:

@@ -129,6 +129,8 @@ def check_mode(config: Config, mode: str, ranks: LaunchRanks, compute_name: str)
         f"--fp8_backend torchao cannot go with {flag}: DeepSpeed moves parameters in and out of modules that torchao compiles; use ddp or an fsdp mode.": (
             deepspeed and config.precision.fp8_backend == "torchao"
         ),
+        f"--fp8_lm_head {config.precision.fp8_lm_head} cannot go with {flag}: DeepSpeed moves parameters itself, and whether the head's weight is whole there "
+        "was never tried; use ddp or an fsdp mode.": deepspeed and config.precision.fp8_lm_head != "none",
         f"--context_parallel_size {options.context_parallel_size} needs --use_te and an fsdp mode, and this run has {flag}.": (
             options.context_parallel_size > 1 and not (config.model.use_te and sharded)
         ),

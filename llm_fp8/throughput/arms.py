@@ -3,6 +3,7 @@
     delayed                       this project on one GPU: fp8 with delayed scaling, the TE decoder
     delayed:swap                  the Hugging Face decoder, its linear layers swapped for Transformer Engine's
     tensorwise:swap               torchao's fp8, which always is in the Hugging Face decoder
+    delayed:fp8head               the gradients of the output head in fp8; fp8head_all: its logits too
     bf16:recompute                with gradient checkpointing
     delayed:adamw_8bit            with --optimizer adamw_8bit
     delayed:lora16                with LoRA: adapters of rank 16 on all linear layers; lora16qv: on q and v alone
@@ -15,8 +16,10 @@ WHAT is one of our precisions or a rival. MODE belongs to several GPUs, and is l
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -47,8 +50,10 @@ RIVAL_MODES = ("ddp", "fsdp_full")
 OLD_NAMES = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
 """In files that were recorded before one grammar named all arms."""
 
-_OPTIONS = ("swap", "recompute", "adamw_8bit", "fp8_params", "fp8_all_gather", "sync")
-_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit")
+_HEADS: dict[str, Literal["gradients", "all"]] = {"fp8head": "gradients", "fp8head_all": "all"}
+"""Option -> --fp8_lm_head."""
+_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit", *_HEADS)
+_OPTIONS = (*_OPTIONS_OF_ONE_GPU, "fp8_params", "fp8_all_gather", "sync")
 _LORA = re.compile(r"lora([1-9]\d*)(qv)?")
 
 
@@ -124,6 +129,14 @@ def parse_arm(name: str) -> Arm:
         raise UserError(f"--arms {name} is unknown; choose {_choices()}.")
     if what in TORCHAO_PRECISIONS and "swap" not in options:
         raise UserError(f"--arms {name}: torchao converts the layers of the Hugging Face decoder; write {what}:swap.")
+    precision = {**PRECISIONS, **TORCHAO_PRECISIONS}[what]
+    heads = [option for option in options if option in _HEADS]
+    if heads:
+        if what not in PRECISIONS or precision.mixed_precision != "fp8" or len(heads) > 1:
+            raise UserError(
+                f"--arms {name}: one of {' and '.join(_HEADS)} goes with a recipe of Transformer Engine; write delayed:{heads[0]}."
+            )
+        precision = dataclasses.replace(precision, fp8_lm_head=_HEADS[heads[0]])
     parallel = ParallelConfig()
     if mode is not None:
         parallel = ParallelConfig(
@@ -134,7 +147,7 @@ def parse_arm(name: str) -> Arm:
             sync_every_micro_batch="sync" in options,
         )
     ours = OurArm(
-        {**PRECISIONS, **TORCHAO_PRECISIONS}[what],
+        precision,
         parallel,
         use_te="swap" not in options,
         gradient_checkpointing="recompute" in options,

@@ -213,6 +213,8 @@ def test_evaluation_without_held_out_rows(refuse, common):
         (["--fp8_first_bf16_layers=1"], ("--fp8_first_bf16_layers",)),
         (["--fp8_last_bf16_layers=1"], ("--fp8_last_bf16_layers",)),
         (["--fp8_strict"], ("--fp8_strict",)),
+        (["--fp8_lm_head=gradients"], ("--fp8_lm_head", "--mixed_precision fp8")),
+        (["--mixed_precision=fp8", "--fp8_backend=torchao", "--fp8_lm_head=all"], ("--fp8_lm_head all", "--fp8_backend torchao")),
         (["--parity_check"], ("--parity_check", "--use_te")),
         (["--attn_implementation=flash_attention_2"], ("--attn_implementation flash_attention_2", "pip install")),
         (["--max_seq_length=100", "--batch_size=3", "--packing"], ("--max_seq_length", "multiple of 16")),

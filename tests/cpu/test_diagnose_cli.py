@@ -93,6 +93,21 @@ def test_sizes_that_fp8_cannot_take_are_named(tmp_path):
     assert found.census is not None and found.census.converted == {f"model.layers.*.self_attn.{part}_proj": 2 for part in "qkvo"}
 
 
+def test_an_output_head_in_fp8_is_planned(tmp_path):
+    words = ["--model_name", write_model(tmp_path / "whole"), "--max_seq_length", "128", "--mixed_precision", "fp8"]
+    shares = {}
+    for value, in_fp8 in (("none", 0), ("gradients", 2), ("all", 3)):
+        census = diagnose_without_gpu(parse_config([*words, f"--fp8_lm_head={value}"])).census
+        assert census is not None
+        shares[value] = census.fp8_linear_flop_share
+        assert census.skipped["lm_head"] == (f"1 bf16 (output head{f', {in_fp8} of 3 products in fp8' if in_fp8 else ''})")
+    assert shares["none"] < shares["gradients"] < shares["all"] == 1
+    odd = [*words, "--fp8_lm_head=all"]
+    odd[1] = write_model(tmp_path / "odd", vocab_size=1030)
+    with pytest.raises(UserError, match="--fp8_lm_head all: the output head has 1030 x 32 weights"):
+        diagnose_without_gpu(parse_config(odd))
+
+
 def test_planned_memory():
     config = parse_config(["--mixed_precision", "fp8"])
     found = diagnose_without_gpu(config)

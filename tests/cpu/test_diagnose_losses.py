@@ -103,6 +103,13 @@ def test_floors():
     for unknown in (facts(peak=None), facts(peak=PeakTflops(2000.0, None, "none")), facts(scenario="nvfp4")):
         assert unknown.gemm_floors_s == {} and "gemm" not in unknown.floors_s and "optimizer" in unknown.floors_s
     assert losses.gemms_below_ceiling(facts(scenario="nvfp4")) is None
+    # A head in fp8: two thirds of its 6 ms at twice the rate, or all; fast accumulation is for the logits.
+    gradients, whole = facts(num_fp8_head_products=2), facts(num_fp8_head_products=3)
+    assert gradients.head_gemm_s == pytest.approx(4e-3) and whole.head_gemm_s == pytest.approx(3e-3)
+    assert gradients.gemms_at_ceilings_s == pytest.approx(31e-3) and whole.gemms_at_ceilings_s == pytest.approx(30e-3)
+    assert gradients.gemm_floors_s == pytest.approx({"fp8": 14.5e-3, "bf16": 1e-3})
+    assert whole.gemm_floors_s == pytest.approx({"fp8": 15e-3, "bf16": 0.0})
+    assert facts(num_fp8_head_products=3, ceilings=Ceilings(1000.0, 2000.0, 1000.0, 4.0)).head_gemm_s == pytest.approx(5e-3)
     # A card that multiplies faster than its data sheet says.
     low = facts(peak=PeakTflops(900.0, 1800.0, "none"))
     assert low.floors_s["gemm"] == pytest.approx(33e-3) and low.floors_s["attention"] == pytest.approx(2e-3)

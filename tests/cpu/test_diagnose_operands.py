@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llm_fp8.config import PrecisionConfig
 from llm_fp8.diagnose.layers import group_layers, number_ranges
-from llm_fp8.diagnose.operands import GemmRecorder, ModuleGemms, operand_type, te_gemm_owners
+from llm_fp8.diagnose.operands import PASSES, GemmRecorder, ModuleGemms, operand_type, te_gemm_owners
 from llm_fp8.diagnose.problems import attention_problems, left_out_problems, precision_problems, reasons_outside_fp8
 from llm_fp8.precision import PrecisionPlan
 from llm_fp8.swap import Census
@@ -241,3 +241,19 @@ def test_reasons_outside_fp8():
     assert why["lm_head"] == "1 bf16 (output head)"
     assert reasons_outside_fp8(census, PrecisionConfig(), BF16)["model.layers.*.qkv"] == "2 bf16 (--mixed_precision bf16 runs)"
     assert left_out_problems(census) == ["odd: 1 bf16 (size 20 x 24 is not a multiple of 16), so it is not in fp8"]
+
+
+@pytest.mark.parametrize(
+    ("in_fp8", "expected"),
+    [
+        (0, ["bf16 x bf16", "bf16 x bf16", "bf16 x bf16"]),
+        (2, ["bf16 x bf16", "e4m3 x e5m2", "e4m3 x e5m2"]),
+        (3, ["e4m3 x e4m3", "e4m3 x e5m2", "e4m3 x e5m2"]),
+    ],
+)
+def test_the_output_head_by_its_option(in_fp8, expected):
+    recorder = GemmRecorder(nn.ModuleDict({"lm_head": nn.Linear(16, 32, bias=False)}))
+    recorder.note_output_head("lm_head", torch.bfloat16, in_fp8)
+    (head,) = recorder.modules()
+    assert [pair for name in PASSES for pair in head.operands(name)] == expected
+    assert head.told_by == ("option" if in_fp8 else "dtype")

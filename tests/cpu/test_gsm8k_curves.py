@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plot_curves
-from benchmarks.gsm8k_curves import ARMS, check, compare_to_one_gpu, finished_runs, make_parser, parse_seeds, plan
+from benchmarks.gsm8k_curves import ARMS, check, compare_to_one_gpu, finished_runs, make_parser, parse_arms, parse_seeds, plan
 from benchmarks.plot_curves import draw
 from llm_fp8.config import parse_config
 from llm_fp8.errors import FailedCheck, UserError
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def settings(num_gpus: int) -> argparse.Namespace:
-    return argparse.Namespace(data="rows.jsonl", seeds="1,2", epochs=4, eval_every=25, num_gpus=num_gpus)
+    return argparse.Namespace(data="rows.jsonl", seeds="1,2", epochs=4, eval_every=25, num_gpus=num_gpus, arms=",".join(ARMS))
 
 
 def test_on_one_gpu_every_precision_with_every_seed():
@@ -27,6 +27,13 @@ def test_on_one_gpu_every_precision_with_every_seed():
     for job in jobs:
         config = parse_config(job.options(Path("out"), settings(1)))
         assert config.data.batch_size == 8 and config.optim.optimizer == "auto" and job.launch(1)[1:] == ["train_fp8.py"]
+
+
+@pytest.mark.parametrize("arms", ["bf16,fp16", "delayed", "bf16,delayed,delayed"])
+def test_arms_that_cannot_be_compared(arms):
+    with pytest.raises(UserError, match="--arms"):
+        parse_arms(arms)
+    assert parse_arms("delayed_fp8head, bf16") == ["delayed_fp8head", "bf16"]
 
 
 @pytest.mark.parametrize("num_gpus", [2, 4, 8])

@@ -324,6 +324,7 @@ def test_what_is_not_predicted_gives_nothing(tmp_path):
     assert outcome(path, config, mode="fsdp_full", num_gpus=16) is None, "several hosts"
     assert outcome(path, run_config(parallel=ParallelConfig(context_parallel_size=2)), mode="fsdp_full", num_gpus=2) is None
     assert outcome(path, dataclasses.replace(config, model=ModelConfig())) is None
+    assert outcome(path, run_config(precision=PrecisionConfig(mixed_precision="fp8", fp8_lm_head="gradients"))) is None
     path.write_text("")
     assert outcome(path, config) is None
 

@@ -1,0 +1,209 @@
+"""--fp8_lm_head on a real GPU: the kernels that run, their numbers, and what is kept in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import te_llama
+from benchmarks.fp8_head_rounding import excess_slope, relative_error
+from llm_fp8 import fp8_head
+from llm_fp8.certificate import Promise, certify
+from llm_fp8.fp8_head import E4M3, E5M2, Fp8Head
+from llm_fp8.kernels import gemm_kernels, kernel_times, record_kernels
+from llm_fp8.loss import IGNORE_INDEX, linear_cross_entropy_sum
+from llm_fp8.models import decoder_layers
+from llm_fp8.precision import Precision, resolve_precision
+from llm_fp8.swap import take_census
+from llm_fp8.training_model import TrainingModel
+from tests.cpu.test_fp8_head import GRADIENT_ERROR
+from tests.families import family_config
+from tests.gpu.test_precision_gpu import fp8, step
+from tests.gpu.test_te_parity import S, packed_batch
+
+pytestmark = pytest.mark.gpu
+
+TOKENS, VOCABULARY, WIDTH = 1024, 32_000, 512
+MODES = ("gradients", "all")
+CHUNKS = (384, None)
+NUM_FP8 = {"gradients": 2, "all": 3}
+
+
+@pytest.fixture(autouse=True)
+def needs_transformer_engine():
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    pytest.importorskip("transformer_engine.pytorch")
+
+
+def inputs(tokens: int = TOKENS):
+    """Hidden states, weight, and labels drawn from the logits' softmax, some of them left out."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(tokens, WIDTH, generator=generator, device="cuda").bfloat16()
+    weight = (torch.randn(VOCABULARY, WIDTH, generator=generator, device="cuda") * 4 / WIDTH**0.5).bfloat16()
+    probabilities = torch.softmax((hidden @ weight.t()).float(), dim=-1)
+    labels = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+    labels[: tokens // 10] = IGNORE_INDEX
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def head_of(weight, mode):
+    return Fp8Head(nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta"), mode)
+
+
+def run(hidden, weight, labels, head=None, chunk_tokens=None):
+    hidden.grad = weight.grad = None
+    loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens, fp8_head=head)
+    (loss / hidden.shape[0]).backward()
+    return loss.detach(), hidden.grad, weight.grad
+
+
+def exact(hidden, weight, labels):
+    hidden, weight = hidden.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
+    loss = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return loss.detach(), *torch.autograd.grad(loss / hidden.shape[0], (hidden, weight))
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 1000, 37])
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_near_those_of_fp32(mode, chunk_tokens, tokens, record_property):
+    values = inputs(tokens)
+    plain = run(*values, chunk_tokens=chunk_tokens)[0]
+    loss, *got = run(*values, head_of(values[1], mode), chunk_tokens=chunk_tokens)
+    want_loss, *want = exact(*values)
+    assert torch.equal(loss, plain) if mode == "gradients" else abs(loss / want_loss - 1) < 0.03
+    for name, a, b in zip(("hidden", "weight"), got, want, strict=True):
+        assert a.shape == b.shape and a.dtype == torch.bfloat16
+        error, slope = relative_error(a, b.double()), excess_slope(a, b.double())
+        record_property(name, {"error": error, "slope_minus_1": slope})
+        # Rounded logits give another softmax, with an error of its own.
+        assert 0.01 < error < (GRADIENT_ERROR if mode == "gradients" else GRADIENT_ERROR + 0.2), name
+        assert abs(slope) < 0.05, name
+
+
+@pytest.mark.parametrize("fp8_format", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", [(64, 48), (1024, 4096), (16, 4080)])
+def test_casts_are_those_of_the_emulation(fp8_format, shape):
+    generator = torch.Generator("cuda").manual_seed(1)
+    values = (torch.randn(*shape, generator=generator, device="cuda") * 3e-4).bfloat16()
+    for largest in (None, values.abs().amax().float()):
+        cast = fp8_head.cast_to_fp8(values, fp8_format, largest=largest)
+        emulated = fp8_head.emulated_cast(values, fp8_format, largest).dequantized(torch.float32)
+        torch.testing.assert_close(cast.dequantize(dtype=torch.float32), emulated, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+def test_products_are_those_of_the_emulation(layout):
+    """With operands that keep one layout alone, as the backward pass has them."""
+    generator = torch.Generator("cuda").manual_seed(2)
+    shapes = {"TN": ((96, 64), (32, 64)), "NN": ((64, 96), (32, 64)), "NT": ((64, 96), (64, 32))}[layout]
+    a, b = (torch.randn(*shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
+    usages = {"TN": ((True, False), (True, False)), "NN": ((False, True), (True, False)), "NT": ((False, True), (False, True))}[
+        layout
+    ]
+    formats = (E4M3, E4M3 if layout == "TN" else E5M2)
+    cast, emulated = [], []
+    for value, (rowwise, columnwise), kind in zip((a, b), usages, formats, strict=True):
+        cast.append(fp8_head.cast_to_fp8(value, kind, rowwise=rowwise, columnwise=columnwise))
+        emulated.append(fp8_head.emulated_cast(value, kind))
+    got = fp8_head.multiply(*cast, layout, torch.bfloat16)
+    want = fp8_head.multiply(*emulated, layout, torch.float32)
+    assert relative_error(got, want.double()) < 5e-3, "bf16 rounds by up to 2**-9, fast accumulation a little more"
+
+
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+@pytest.mark.parametrize("mode", [None, *MODES])
+def test_the_kernels_of_a_pass(mode, chunk_tokens, record_property):
+    values = inputs()
+    head = None if mode is None else head_of(values[1], mode)
+    run(*values, head, chunk_tokens)
+    with record_kernels() as recorded:
+        run(*values, head, chunk_tokens)
+    gemms = gemm_kernels(recorded)
+    kinds = {kind: found.count for kind, found in gemms.items()}
+    record_property("gemm_kernels", {kind: list(found.names) for kind, found in gemms.items()})
+    num_chunks = 1 if chunk_tokens is None else -(-TOKENS // chunk_tokens)
+    in_fp8 = NUM_FP8.get(mode, 0)
+    assert "unknown" not in kinds
+    assert kinds.get("fp8", 0) == num_chunks * in_fp8
+    assert kinds.get("bf16", 0) >= num_chunks * (3 - in_fp8) and (in_fp8 < 3 or "bf16" not in kinds)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_evaluation_has_the_exact_loss_and_no_fp8(mode):
+    hidden, weight, labels = inputs()
+    with torch.no_grad():
+        plain = linear_cross_entropy_sum(hidden, weight, labels)
+        with record_kernels() as recorded:
+            assert torch.equal(linear_cross_entropy_sum(hidden, weight, labels, fp8_head=head_of(weight, mode)), plain)
+    assert "fp8" not in gemm_kernels(recorded)
+
+
+@pytest.mark.parametrize(("mode", "bytes_per_weight"), [("gradients", 1), ("all", 2)])
+def test_bytes_that_are_kept_between_micro_batches(mode, bytes_per_weight):
+    values = inputs()
+    run(*values, head_of(values[1], mode))  # workspaces and compiled kernels
+    head = head_of(values[1], mode)
+    values[0].grad = values[1].grad = None
+    before = torch.cuda.memory_allocated()
+    head.is_first_microbatch = True
+    run(*values, head)
+    values[0].grad = values[1].grad = None
+    kept = torch.cuda.memory_allocated() - before
+    assert abs(kept - bytes_per_weight * values[1].numel()) < 2**20
+    head.is_first_microbatch = None
+    run(*values, head)
+    values[0].grad = values[1].grad = None
+    assert abs(torch.cuda.memory_allocated() - before) < 2**20
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_peak_grows_by_the_cast_weight_alone(mode):
+    def peak_bytes(head) -> int:
+        values[0].grad = values[1].grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(*values, head)
+        return torch.cuda.max_memory_allocated() - before
+
+    values = inputs(tokens=8 * TOKENS)  # logits of 0.5 GiB, a weight of 31 MiB
+    for head in (None, head_of(values[1], mode)):
+        run(*values, head)  # workspaces and compiled kernels
+    weight_and_hidden = 2 * values[1].numel() + 4 * values[0].numel()
+    assert (
+        peak_bytes(head_of(values[1], mode)) <= max(peak_bytes(None), 3.05 * 8 * TOKENS * VOCABULARY) + weight_and_hidden + 2**20
+    )
+
+
+@pytest.mark.parametrize("scenario", ["default", "current"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_of_a_model_is_certified_with_its_head(mode, scenario, device):
+    options = fp8(fp8_scenario=scenario, fp8_lm_head=mode)
+    plan = resolve_precision(options, device)
+    model = te_llama.build_te_model(family_config("llama3_rope_gqa"), torch.bfloat16, device)
+    te_llama.initialize_weights_(model, torch.Generator(device=device).manual_seed(0))
+    precision = Precision(plan, options, device, torch.bfloat16)
+    precision.attach(model, decoder_layers(model))
+    in_head = precision.products_of_head({})
+    census = take_census(model, precision.fp8_modules, plan.compute_name, {}, products_of_head=in_head)
+    assert list(in_head.values()) == [NUM_FP8[mode]]
+    assert (census.fp8_linear_flop_share == 1) == (mode == "all")
+    training_model = TrainingModel(model, S, torch.bfloat16, precision.fp8_head).train()
+    batch = packed_batch(device)
+    for _ in range(2):
+        step(training_model, precision, batch, num_micro_batches=2)
+    with record_kernels() as recorded:
+        step(training_model, precision, batch, num_micro_batches=2)
+    certificate = certify(
+        Promise.of_model(precision, census),
+        kernel_times(recorded),
+        precision.module_state(),
+        num_micro_batches=2,
+        recipe_inside_modules=precision.seen_inside,
+        attention=te_llama.attention_backend(),
+    )
+    assert certificate.verdict == "certified", certificate.reasons
+    assert certificate.num_fp8_gemm_kernels == certificate.num_expected_fp8_gemm_kernels
