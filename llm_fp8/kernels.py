@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
@@ -219,9 +219,11 @@ def gemm_kind(name: str) -> GemmKind | None:
 @contextlib.contextmanager
 def record_kernels() -> Iterator[profile]:
     """Record the CUDA kernels of the enclosed code; what it yields can be read when the block has ended. Waits for the GPU at its end."""
-    # Without it torch warns that events are cleared after a cycle, of which there is one here.
-    keep = {"acc_events": True} if "acc_events" in inspect.signature(profile.__init__).parameters else {}
-    with profile(activities=[ProfilerActivity.CUDA], **keep) as recorded:  # type: ignore[arg-type]
+    with contextlib.ExitStack() as recording:
+        with warnings.catch_warnings():
+            # Of a recording with several cycles. With acc_events=True, which it advises, every event is made into a Python object at the end.
+            warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+            recorded = recording.enter_context(profile(activities=[ProfilerActivity.CUDA]))
         yield recorded
         torch.cuda.synchronize()
 
