@@ -9,8 +9,8 @@ same buffer, which Transformer Engine's linear modules offer as `fuse_wgrad_accu
 - In the others a weight whose `.grad` is there has it as `main_grad` too. The GEMM adds to it and Transformer Engine gives autograd
   None for the weight. Behind the micro-batch `main_grad` is taken away again, or it would keep the memory of dropped gradients.
 
-The sum is rounded once a micro-batch, from the GEMM's fp32 accumulator plus `.grad`; autograd rounds the product first and then the
-sum. With fp32 parameters the products of these micro-batches are not rounded to the compute dtype at all.
+On an H200 (cuBLAS 13) a sum in bf16 has the bits of autograd's: the GEMM rounds its product to bf16 before it adds. With fp32 parameters
+the products of these micro-batches are not rounded to the compute dtype at all.
 
 What Transformer Engine 2.20 does with it (module/linear.py, layernorm_linear.py, layernorm_mlp.py):
 - `fuse_wgrad_accumulation` is read in the forward pass, also a recomputed one, `main_grad` in the backward pass. Frozen weights need none.

