@@ -6,7 +6,8 @@
 CI has no GPU, so this record is how a reader knows that they ran, on what, and what they measured (each test's recorded properties).
 
 They need not all run at once: tests that --output holds are kept, each with the commit that it ran at, and those run now are added to them or
-take their place. Of the files and folders given, tests that are no longer there are dropped.
+take their place. Of the files and folders given, tests that are no longer there are dropped. --missing runs only those that --output does not
+hold as passed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from llm_fp8.provenance import collect_provenance
 
 
 class Outcomes:
-    """A pytest plugin that keeps each test's outcome and recorded properties."""
+    """A pytest plugin that keeps each test's outcome and recorded properties in the file `output`; `paths` are those all of whose tests run."""
 
     def __init__(self, output: Path, paths: list[str]) -> None:
         self._output = output
@@ -37,6 +38,7 @@ class Outcomes:
         self._commit = collect_provenance(sys.argv)["git"]["commit"]
         self._kept: dict[str, dict[str, Any]] = {}
         self._earlier: list[dict[str, Any]] = []
+        self._running: dict[str, dict[str, Any]] = {}
         self.tests: dict[str, dict[str, Any]] = {}
         if output.exists():
             record = json.loads(output.read_text())
@@ -44,9 +46,13 @@ class Outcomes:
             last = {"provenance": record["provenance"], "exit_code": record["exit_code"]}
             self._earlier = [*record["earlier_runs"], last]
 
+    def has_passed(self, name: str) -> bool:
+        """Whether the record holds this test as passed."""
+        return self._kept.get(name, {}).get("outcome") == "passed"
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called for set-up, call and tear-down of each test; a failure in any of them is the test's."""
-        entry = self.tests.setdefault(
+        """Called for set-up, call and tear-down of each test; a failure in any of them is the test's. It is recorded when all three are over."""
+        entry = self._running.setdefault(
             report.nodeid, {"outcome": "passed", "commit": self._commit, "duration_s": 0.0, "properties": {}}
         )
         entry["duration_s"] += report.duration
@@ -54,6 +60,8 @@ class Outcomes:
         if report.outcome != "passed":
             entry["outcome"] = report.outcome
             entry["reason"] = str(report.longrepr)[-600:]
+        if report.when == "teardown":
+            self.tests[report.nodeid] = self._running.pop(report.nodeid)
         if time.monotonic() > self._written_s + 10:  # in case the whole is cut off
             self.write(exit_code=None)
 
@@ -79,15 +87,37 @@ def _is_under(test: str, path: str) -> bool:
     return test == path or test.startswith((f"{path}/", f"{path}::", f"{path}["))
 
 
+class _Collected:
+    """A pytest plugin that keeps the ids of what was collected."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.names = [item.nodeid for item in session.items]
+
+
+def missing_tests(paths: list[str], outcomes: Outcomes) -> list[str]:
+    """Ids of the tests of `paths` that the record does not hold as passed."""
+    collected = _Collected()
+    pytest.main(["-qq", "--collect-only", "-p", "no:cacheprovider", *paths], plugins=[collected])
+    return [name for name in collected.names if not outcomes.has_passed(name)]
+
+
 def main() -> int:
     """Run pytest in this process; returns its exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--output", required=True, help="JSON file to write")
     parser.add_argument("--workers", type=int, default=8, help="tests at a time (default 8)")
     parser.add_argument("tests", nargs="*", default=["tests/gpu"], help="what to run (default tests/gpu)")
+    parser.add_argument("--missing", action="store_true", help="run only what --output does not hold as passed")
     options = parser.parse_args()
-    outcomes = Outcomes(Path(options.output), options.tests)
-    common = ["-q", "-p", "no:cacheprovider", *options.tests]
+    outcomes = Outcomes(Path(options.output), [] if options.missing else options.tests)
+    tests = missing_tests(options.tests, outcomes) if options.missing else options.tests
+    if not tests:
+        print(f"{options.output} holds all of these tests as passed")
+        return 0
+    common = ["-q", "-p", "no:cacheprovider", *tests]
     # Most of the time is processes that start, so several tests share the GPU; those that fill its memory come after, alone.
     codes = [
         pytest.main([*common, "-m", "not exclusive", "-n", str(options.workers), "--dist", "worksteal"], plugins=[outcomes]),

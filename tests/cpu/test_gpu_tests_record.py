@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from benchmarks.gpu_tests import Outcomes
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = """
@@ -24,7 +27,7 @@ def test_two():
 def record(tmp_path):
     """A function: run the named tests at a commit and give the record, in which each test has its outcome alone."""
 
-    def run(commit: str, *names: tuple[str, ...], two: str = "True") -> tuple[int, dict]:
+    def run(commit: str, *names: tuple[str, ...], two: str = "True", options: tuple[str, ...] = ()) -> tuple[int, dict]:
         (tmp_path / "test_small.py").write_text(TESTS.format(two=two))
         command = [
             sys.executable,
@@ -33,6 +36,7 @@ def record(tmp_path):
             str(tmp_path / "record.json"),
             "--workers",
             "1",
+            *options,
         ]
         done = subprocess.run(
             [*command, *("::".join(["test_small.py", *name]) for name in names)],
@@ -68,3 +72,25 @@ def test_runs_add_up(record, tmp_path):
     assert code == 0 and outcomes(found) == {"test_one": "passed", "test_two": "passed", "test_other": "passed"}
     assert {test["commit"] for name, test in found["tests"].items() if "small" in name} == {second}
     assert [run["exit_code"] for run in found["earlier_runs"]] == [0, 1]
+
+
+def test_what_is_missing_is_run(record):
+    first, second = "1" * 40, "2" * 40
+    record(first, (), two="False")
+    code, found = record(second, (), options=("--missing",))
+    assert code == 0 and outcomes(found) == {"test_one": "passed", "test_two": "passed"}
+    assert [test["commit"] for _, test in sorted(found["tests"].items())] == [first, second]
+    code, again = record(second, (), options=("--missing",))
+    assert code == 0 and again == found
+
+
+def test_a_test_that_was_cut_off_is_not_recorded(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLM_FP8_COMMIT", "1" * 40)
+    outcomes_so_far = Outcomes(tmp_path / "record.json", [])
+    for name, phases in (("a", ("setup", "call", "teardown")), ("b", ("setup", "call"))):
+        for phase in phases:
+            report = SimpleNamespace(nodeid=name, when=phase, outcome="passed", duration=1.0, user_properties=[])
+            outcomes_so_far.pytest_runtest_logreport(report)
+    outcomes_so_far.write(exit_code=None)
+    found = json.loads((tmp_path / "record.json").read_text())
+    assert list(found["tests"]) == ["a"] and found["tests"]["a"]["duration_s"] == 3.0
