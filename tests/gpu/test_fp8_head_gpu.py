@@ -18,10 +18,10 @@ from llm_fp8.models import decoder_layers
 from llm_fp8.precision import Precision, resolve_precision
 from llm_fp8.swap import take_census
 from llm_fp8.training_model import TrainingModel
+from tests.batches import S, packed_batch
 from tests.cpu.test_fp8_head import GRADIENT_ERROR
 from tests.families import family_config
 from tests.gpu.test_precision_gpu import fp8, step
-from tests.gpu.test_te_parity import S, packed_batch
 
 pytestmark = pytest.mark.gpu
 

@@ -25,9 +25,9 @@ from llm_fp8.parity import relative_difference
 from llm_fp8.precision import Precision, linear_weights, resolve_precision
 from llm_fp8.recompute import enable_gradient_checkpointing
 from llm_fp8.training_model import TrainingModel
+from tests.batches import S, packed_batch
 from tests.families import family_config
 from tests.gpu.test_precision_gpu import BF16, SCENARIOS, build, fp8
-from tests.gpu.test_te_parity import S, packed_batch
 from tests.small import forget_accelerator
 
 pytestmark = pytest.mark.gpu
