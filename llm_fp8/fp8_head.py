@@ -138,8 +138,8 @@ class Fp8Products:
 
 
 def _whole_blocks(rows: Tensor) -> Tensor:
-    """`rows` with rows of zeros behind them, to a multiple of `SIZE_MULTIPLE`."""
-    missing = -rows.shape[0] % SIZE_MULTIPLE
+    """`rows` with rows of zeros behind them, to a multiple of `SIZE_MULTIPLE` that is not zero."""
+    missing = -rows.shape[0] % SIZE_MULTIPLE or (0 if len(rows) else SIZE_MULTIPLE)
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 

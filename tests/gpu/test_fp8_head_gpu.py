@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import te_llama
 from benchmarks.fp8_head_rounding import excess_slope, relative_error
 from llm_fp8 import fp8_head
 from llm_fp8.certificate import Promise, certify
-from llm_fp8.fp8_head import E4M3, E5M2, Fp8Head
+from llm_fp8.fp8_head import E4M3, E5M2
 from llm_fp8.kernels import gemm_kernels, kernel_times, record_kernels
 from llm_fp8.loss import IGNORE_INDEX, linear_cross_entropy_sum
 from llm_fp8.models import decoder_layers
@@ -19,16 +17,14 @@ from llm_fp8.precision import Precision, resolve_precision
 from llm_fp8.swap import take_census
 from llm_fp8.training_model import TrainingModel
 from tests.batches import S, packed_batch
-from tests.cpu.test_fp8_head import GRADIENT_ERROR
 from tests.families import family_config
+from tests.fp8_head_reference import GRADIENT_ERROR, MODES, NUM_PRODUCTS, exact, head_of, run
 from tests.gpu.test_precision_gpu import fp8, step
 
 pytestmark = pytest.mark.gpu
 
 TOKENS, VOCABULARY, WIDTH = 1024, 32_000, 512
-MODES = ("gradients", "all")
 CHUNKS = (384, None)
-NUM_FP8 = {"gradients": 2, "all": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -49,23 +45,6 @@ def inputs(tokens: int = TOKENS):
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
-def head_of(weight, mode):
-    return Fp8Head(nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta"), mode)
-
-
-def run(hidden, weight, labels, head=None, chunk_tokens=None):
-    hidden.grad = weight.grad = None
-    loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens, fp8_head=head)
-    (loss / hidden.shape[0]).backward()
-    return loss.detach(), hidden.grad, weight.grad
-
-
-def exact(hidden, weight, labels):
-    hidden, weight = hidden.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
-    loss = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
-    return loss.detach(), *torch.autograd.grad(loss / hidden.shape[0], (hidden, weight))
-
-
 @pytest.mark.parametrize("tokens", [TOKENS, 1000, 37])
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 @pytest.mark.parametrize("mode", MODES)
@@ -73,7 +52,7 @@ def test_gradients_are_near_those_of_fp32(mode, chunk_tokens, tokens, record_pro
     values = inputs(tokens)
     plain = run(*values, chunk_tokens=chunk_tokens)[0]
     loss, *got = run(*values, head_of(values[1], mode), chunk_tokens=chunk_tokens)
-    want_loss, *want = exact(*values)
+    want_loss, *want = exact(*values, torch.float32)
     assert torch.equal(loss, plain) if mode == "gradients" else abs(loss / want_loss - 1) < 0.03
     for name, a, b in zip(("hidden", "weight"), got, want, strict=True):
         assert a.shape == b.shape and a.dtype == torch.bfloat16
@@ -119,14 +98,14 @@ def test_products_are_those_of_the_emulation(layout):
 def test_the_kernels_of_a_pass(mode, chunk_tokens, record_property):
     values = inputs()
     head = None if mode is None else head_of(values[1], mode)
-    run(*values, head, chunk_tokens)
+    run(*values, head, chunk_tokens=chunk_tokens)
     with record_kernels() as recorded:
-        run(*values, head, chunk_tokens)
+        run(*values, head, chunk_tokens=chunk_tokens)
     gemms = gemm_kernels(recorded)
     kinds = {kind: found.count for kind, found in gemms.items()}
     record_property("gemm_kernels", {kind: list(found.names) for kind, found in gemms.items()})
     num_chunks = 1 if chunk_tokens is None else -(-TOKENS // chunk_tokens)
-    in_fp8 = NUM_FP8.get(mode, 0)
+    in_fp8 = NUM_PRODUCTS.get(mode, 0)
     assert "unknown" not in kinds
     assert kinds.get("fp8", 0) == num_chunks * in_fp8
     assert kinds.get("bf16", 0) >= num_chunks * (3 - in_fp8) and (in_fp8 < 3 or "bf16" not in kinds)
@@ -189,7 +168,7 @@ def test_a_step_of_a_model_is_certified_with_its_head(mode, scenario, device):
     precision.attach(model, decoder_layers(model))
     in_head = precision.products_of_head({})
     census = take_census(model, precision.fp8_modules, plan.compute_name, {}, products_of_head=in_head)
-    assert list(in_head.values()) == [NUM_FP8[mode]]
+    assert list(in_head.values()) == [NUM_PRODUCTS[mode]]
     assert (census.fp8_linear_flop_share == 1) == (mode == "all")
     training_model = TrainingModel(model, S, torch.bfloat16, precision.fp8_head).train()
     batch = packed_batch(device)
