@@ -14,8 +14,8 @@ the products of these micro-batches are not rounded to the compute dtype at all.
 
 What Transformer Engine 2.20 does with it (module/linear.py, layernorm_linear.py, layernorm_mlp.py):
 - `fuse_wgrad_accumulation` is read in the forward pass, also a recomputed one, `main_grad` in the backward pass. Frozen weights need none.
-- With `is_first_microbatch=True` the GEMM overwrites, so this needs the seam (`llm_fp8.precision`) to say True in no later
-  micro-batch. It does for the frozen model of a LoRA run, which has no weight gradients.
+- With `is_first_microbatch=True` the GEMM overwrites. So this needs gradients to be dropped behind each step, as `Engine.step` does, and the
+  seam (`llm_fp8.precision`) to say True in no later micro-batch. It does for the frozen model of a LoRA run, which has no weight gradients.
 - A weight that has an attribute `grad_added_to_main_grad` gets a dummy gradient instead of None. It is Megatron's, and not set here.
 - Biases and norms are left to autograd.
 """

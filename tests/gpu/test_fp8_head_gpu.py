@@ -140,7 +140,9 @@ def test_bytes_that_are_kept_between_micro_batches(mode, bytes_per_weight):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_peak_grows_by_the_cast_weight_alone(mode):
+def test_the_peak_is_as_without_it_or_that_of_logits_beside_their_cast(mode, record_property):
+    """With more than 2 h tokens, as here, it is the latter: 3 bytes per logit. The cast weight comes on top."""
+
     def peak_bytes(head) -> int:
         values[0].grad = values[1].grad = None
         torch.cuda.reset_peak_memory_stats()
@@ -152,9 +154,9 @@ def test_the_peak_grows_by_the_cast_weight_alone(mode):
     for head in (None, head_of(values[1], mode)):
         run(*values, head)  # workspaces and compiled kernels
     weight_and_hidden = 2 * values[1].numel() + 4 * values[0].numel()
-    assert (
-        peak_bytes(head_of(values[1], mode)) <= max(peak_bytes(None), 3.05 * 8 * TOKENS * VOCABULARY) + weight_and_hidden + 2**20
-    )
+    plain, peak = peak_bytes(None), peak_bytes(head_of(values[1], mode))
+    record_property("peak_bytes", {"bf16": plain, mode: peak})
+    assert peak <= max(plain, 3.05 * 8 * TOKENS * VOCABULARY) + weight_and_hidden + 2**20
 
 
 @pytest.mark.parametrize("scenario", ["default", "current"])
