@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.fp8_head_rounding import batch, emulated_head, excess_slope, relative_error
+from benchmarks.fp8_head_rounding import batch, emulated_head, excess_slope
 from llm_fp8 import fp8_head
 from llm_fp8.certificate import Promise
 from llm_fp8.config import LoraConfig, PrecisionConfig, check_config, parse_config
@@ -19,6 +19,7 @@ from llm_fp8.fp8_head import E4M3, E5M2, Fp8Head, cast_to_fp8
 from llm_fp8.lora import add_adapters, products_per_weight
 from llm_fp8.loss import IGNORE_INDEX, linear_cross_entropy_sum
 from llm_fp8.parallel.choice import check_mode
+from llm_fp8.parity import relative_difference
 from llm_fp8.precision import Precision, PrecisionPlan, resolve_precision
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.swap import take_census
@@ -61,7 +62,7 @@ def test_gradients_are_near_the_exact_ones_without_bias(mode, spread, chunk_toke
     for name, a, b in zip(("hidden", "weight"), got, want, strict=True):
         # Rounded logits give another softmax: an error of its own, which grows with their size.
         bound = GRADIENT_ERROR if mode == "gradients" else GRADIENT_ERROR + 0.05 * spread
-        assert 0.01 < relative_error(a, b) < bound, name
+        assert 0.01 < relative_difference(a, b) < bound, name
         assert abs(excess_slope(a, b)) < (0.02 if mode == "gradients" else 0.05), name
     assert not got[0][:5].any(), "ignored rows have no gradient"
 
@@ -102,7 +103,7 @@ def test_the_logits_of_all_are_those_of_rounded_operands():
     want = (rounded[0] @ rounded[1].t()).bfloat16()
     got = head_of(weight, "all").start_pass().logits(hidden, weight)
     torch.testing.assert_close(got, want)
-    assert 0.01 < relative_error(got, hidden.double() @ weight.double().t()) < 0.05
+    assert 0.01 < relative_difference(got, hidden.double() @ weight.double().t()) < 0.05
 
 
 @pytest.mark.parametrize("mode", MODES)

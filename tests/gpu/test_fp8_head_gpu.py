@@ -6,13 +6,14 @@ import pytest
 import torch
 
 import te_llama
-from benchmarks.fp8_head_rounding import excess_slope, relative_error
+from benchmarks.fp8_head_rounding import excess_slope
 from llm_fp8 import fp8_head
 from llm_fp8.certificate import Promise, certify
 from llm_fp8.fp8_head import E4M3, E5M2
 from llm_fp8.kernels import gemm_kernels, kernel_times, record_kernels
 from llm_fp8.loss import IGNORE_INDEX, linear_cross_entropy_sum
 from llm_fp8.models import decoder_layers
+from llm_fp8.parity import relative_difference
 from llm_fp8.precision import Precision, resolve_precision
 from llm_fp8.swap import take_census
 from llm_fp8.training_model import TrainingModel
@@ -56,7 +57,7 @@ def test_gradients_are_near_those_of_fp32(mode, chunk_tokens, tokens, record_pro
     assert torch.equal(loss, plain) if mode == "gradients" else abs(loss / want_loss - 1) < 0.03
     for name, a, b in zip(("hidden", "weight"), got, want, strict=True):
         assert a.shape == b.shape and a.dtype == torch.bfloat16
-        error, slope = relative_error(a, b.double()), excess_slope(a, b.double())
+        error, slope = relative_difference(a, b.double()), excess_slope(a, b.double())
         record_property(name, {"error": error, "slope_minus_1": slope})
         # Rounded logits give another softmax, with an error of its own.
         assert 0.01 < error < (GRADIENT_ERROR if mode == "gradients" else GRADIENT_ERROR + 0.2), name
@@ -90,7 +91,7 @@ def test_products_are_those_of_the_emulation(layout):
         emulated.append(fp8_head.emulated_cast(value, kind))
     got = fp8_head.multiply(*cast, layout, torch.bfloat16)
     want = fp8_head.multiply(*emulated, layout, torch.float32)
-    assert relative_error(got, want.double()) < 5e-3, "bf16 rounds by up to 2**-9, fast accumulation a little more"
+    assert relative_difference(got, want.double()) < 5e-3, "bf16 rounds by up to 2**-9, fast accumulation a little more"
 
 
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
