@@ -459,6 +459,21 @@ def test_the_readmes_ratios_are_those_of_the_files():
         assert f"{row['tokens_per_s']:,.0f} tokens/s" in text or f"{row['tokens_per_s']:,.0f} for {size.upper()}" in text
 
 
+def test_the_versions_of_the_gpu_runs_are_what_the_document_says():
+    versions: dict[str, set[str]] = {"torch": set(), "transformers": set(), "transformer-engine": set()}
+    names = set()
+    for file, record in load("*.json"):
+        if not file.startswith(FROM_GPU):
+            continue
+        origin = record["provenance"].get("of_first_run", record["provenance"])
+        names |= {gpu["name"] for gpu in origin["gpus"]}
+        for package, found in versions.items():
+            found.add(origin["packages"][package])
+    assert names == {"NVIDIA H200"}
+    listed = [f"{package} {', '.join(sorted(found))}" for package, found in versions.items()]
+    assert "all are of H200s with {}, {} and {} (".format(*listed) in (RESULTS.parents[1] / "docs" / "evidence.md").read_text()
+
+
 def test_how_near_two_gpus_come_to_one_is_what_the_document_says():
     worst = {"bf16": 0.0, "fp8": 0.0, "torchao": 0.0}
     for name, found in properties_of("test_two_gpus_take_the_steps_of_one").items():
