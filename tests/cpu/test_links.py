@@ -1,11 +1,14 @@
-"""What the documents point at is there: files, headings, and results whose figures they give."""
+"""What the documents point at is there: files, headings, results whose figures they give, and the options of their training commands."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from llm_fp8.config import parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -60,3 +63,23 @@ def test_every_result_and_program_that_is_named_is_there(document):
     folders = ("benchmarks/results", "configs")
     assert [name for name in sorted(programs) if not (ROOT / name).is_file()] == []
     assert [name for name in sorted(results) if not any((ROOT / folder / name).is_file() for folder in folders)] == []
+
+
+def training_commands(document: Path) -> list[tuple[str, list[str]]]:
+    """Script and options of each whole line that starts a training; those with an ellipsis stand for more than they say."""
+    found = []
+    for line in document.read_text().replace("\\\n", " ").splitlines():
+        command = re.fullmatch(r" *(?:python|torchrun(?: --\S+)*) (train_(?:fp8|multi_gpu)\.py) (--.*)", line)
+        if command and "..." not in command[2]:
+            found.append((command[1], shlex.split(command[2], comments=True)))
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_training_command_parses(document):
+    for script, options in training_commands(document):
+        parse_config(options, prog=script, parallel=script == "train_multi_gpu.py")
+
+
+def test_the_readmes_commands_are_found():
+    assert [script for script, _ in training_commands(ROOT / "README.md")] == ["train_fp8.py"] * 5 + ["train_multi_gpu.py"]

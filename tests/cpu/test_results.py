@@ -405,6 +405,96 @@ def test_the_readmes_table_of_one_gpu_is_that_of_the_files():
             assert line[column].partition(";")[0] == expected, (size, arm)
 
 
+def documented_table(document: str, first_line: str) -> list[list[str]]:
+    """Cells of the lines below the head of the table in a document that begins with `first_line`."""
+    _, found, rest = (RESULTS.parents[1] / document).read_text().partition(first_line)
+    assert found, first_line
+    lines = rest.partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("first_line", "arms", "columns"),
+    [
+        (
+            "| | 2 GPUs, 8 rows of 1,024 |",
+            ("hf_fsdp2_bf16", "fsdp_full:bf16", "fsdp_full:delayed", "fsdp_full:current", "fsdp_grad:delayed"),
+            (("8b_s1024_x2", "Llama-3.1-8B"), ("8b_s1024_x4", "Llama-3.1-8B"), ("8b_s8192_x4", "Llama-3.1-8B")),
+        ),
+        (
+            "| | 3B, two micro-batches |",
+            ("hf_ddp_bf16", "ddp:bf16", "ddp:delayed"),
+            (("ddp_x4", "Llama-3.2-3B"), ("ddp_x4", "Llama-3.2-1B")),
+        ),
+    ],
+)
+def test_the_tables_of_several_gpus_are_those_of_the_files(first_line, arms, columns):
+    lines = documented_table("docs/multi_gpu.md", first_line)
+    assert len(lines) == len(arms)
+    for column, (name, model) in enumerate(columns, start=1):
+        rows = json.loads((RESULTS / f"multi_gpu_throughput_{name}.json").read_text())["rows"]
+        found = {row["arm"]: row for row in rows if row["model"] == model}
+        for arm, line in zip(arms, lines, strict=True):
+            row = found[arm]
+            assert line[column] == f"{row['tokens_per_s_per_gpu']:,.0f}, {row['peak_memory_gib']:.0f} GiB", (name, arm)
+
+
+def test_the_readmes_ratios_are_those_of_the_files():
+    text = " ".join((RESULTS.parents[1] / "README.md").read_text().split())
+    for rival, told in (
+        ("bf16", "{} times as fast as the same modules in bf16"),
+        ("hf_bf16", "{} times as fast as Hugging Face in bf16"),
+        ("torchao_tensorwise", "{} times as fast as the fastest rival"),
+    ):
+        ratios = []
+        for size in ("1b", "3b", "8b"):
+            rows = {row["arm"]: row for row in json.loads((RESULTS / f"throughput_{size}.json").read_text())["rows"]}
+            speeds = {arm: row["tokens_per_s"] for arm, row in rows.items() if "tokens_per_s" in row}
+            ratios.append(f"{speeds['delayed'] / speeds[rival]:.2f}")
+            if rival.startswith("torchao"):
+                assert rival == max(RIVALS, key=lambda name: speeds[name])
+        assert told.format("{}, {} and {}".format(*ratios)) in text
+    for size in ("1b", "8b"):
+        (row,) = [row for row in json.loads((RESULTS / f"levers_{size}.json").read_text())["rows"] if row["arm"] == "delayed"]
+        assert f"{row['tokens_per_s']:,.0f} tokens/s" in text or f"{row['tokens_per_s']:,.0f} for {size.upper()}" in text
+
+
+def test_the_versions_of_the_gpu_runs_are_what_the_document_says():
+    versions: dict[str, set[str]] = {"torch": set(), "transformers": set(), "transformer-engine": set()}
+    names = set()
+    for file, record in load("*.json"):
+        if not file.startswith(FROM_GPU):
+            continue
+        origin = record["provenance"].get("of_first_run", record["provenance"])
+        names |= {gpu["name"] for gpu in origin["gpus"]}
+        for package, found in versions.items():
+            found.add(origin["packages"][package])
+    assert names == {"NVIDIA H200"}
+    listed = [f"{package} {', '.join(sorted(found))}" for package, found in versions.items()]
+    assert "all are of H200s with {}, {} and {} (".format(*listed) in (RESULTS.parents[1] / "docs" / "evidence.md").read_text()
+
+
+def test_how_near_two_gpus_come_to_one_is_what_the_document_says():
+    worst = {"bf16": 0.0, "fp8": 0.0, "torchao": 0.0}
+    for name, found in properties_of("test_two_gpus_take_the_steps_of_one").items():
+        kind = "torchao" if "wise" in name else "bf16" if "-bf16" in name else "fp8"
+        apart = max(abs(two / one - 1) for two, one in zip(found["loss"], found["loss_on_one_gpu"], strict=True))
+        worst[kind] = max(worst[kind], apart)
+    text = (RESULTS.parents[1] / "docs" / "evidence.md").read_text()
+    told = "at most {bf16:.3%} apart in bf16, {fp8:.2%} in Transformer Engine's fp8 and {torchao:.2%} in torchao's"
+    assert told.format(**worst) in text
+
+
+def test_how_the_gpu_tests_ended_is_what_the_documents_say():
+    ((_, record),) = load("gpu_tests.json")
+    counts = record["counts"]
+    evidence = (RESULTS.parents[1] / "docs" / "evidence.md").read_text()
+    readme = (RESULTS.parents[1] / "README.md").read_text()
+    assert f"\n| {counts['passed']} | passed |\n" in evidence and f"\n| {counts['failed']} | failed" in evidence
+    assert f"\n| {counts['skipped']} | need four GPUs |\n" in evidence
+    assert f"tests {counts['passed']} passed, {counts['failed']} failed" in readme
+
+
 LOG = RESULTS.parents[1] / "docs" / "performance_log.md"
 
 
