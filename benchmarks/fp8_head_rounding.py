@@ -35,6 +35,7 @@ from llm_fp8 import fp8_head, loss
 from llm_fp8.config import parse_config
 from llm_fp8.fp8_head import E4M3, E5M2, Fp8Head
 from llm_fp8.json_files import write_json_atomic
+from llm_fp8.parity import relative_difference
 from llm_fp8.precision import Precision
 from llm_fp8.provenance import REPOSITORY, collect_provenance
 from llm_fp8.run import run_training
@@ -46,11 +47,6 @@ SPREADS = (2.0, 4.0, 6.0)
 NUM_STEPS = 120
 SEEDS = (1, 2)
 MODES = ("none", "gradients", "all")
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """‖got - want‖ / ‖want‖ in fp64."""
-    return float((got.double() - want).norm() / want.norm())
 
 
 def excess_slope(got: Tensor, want: Tensor) -> float:
@@ -111,8 +107,8 @@ def gradients_by_format(spread: float) -> dict[str, Any]:
 
 
 def compared(got: Tensor, want: Tensor) -> dict[str, float]:
-    """Error and slope of a gradient."""
-    return {"error": relative_error(got, want), "slope_minus_1": excess_slope(got, want)}
+    """Error and slope of a gradient; `want` is fp64."""
+    return {"error": relative_difference(got, want), "slope_minus_1": excess_slope(got, want)}
 
 
 @contextlib.contextmanager

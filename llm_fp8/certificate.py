@@ -324,8 +324,11 @@ def _product(promise: Promise, seen: _Seen) -> str:
     """How the expected number comes about."""
     spared = f" less {promise.num_spared_fp8_products} that frozen weights spare" if promise.num_spared_fp8_products else ""
     again = f" and {promise.num_recomputed_fp8_weights} products computed again" if promise.num_recomputed_fp8_weights else ""
+    head = f" and {promise.num_fp8_head_products} of the output head's" if promise.num_fp8_head_products else ""
     micro_batches = f" in each of {seen.num_micro_batches} micro-batches" if seen.num_micro_batches > 1 else ""
-    return f"{promise.num_fp8_weights} weights x {promise.num_fp8_products_per_weight} products{spared}{again}{micro_batches}"
+    return (
+        f"{promise.num_fp8_weights} weights x {promise.num_fp8_products_per_weight} products{spared}{again}{head}{micro_batches}"
+    )
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -21,9 +21,10 @@ a missing update. E5M2 rounds each entry by up to an eighth, with errors that do
 
 Shapes: V and h must be multiples of 16 (`Fp8Head` refuses others); tokens are filled up with rows of zeros, which change nothing.
 
-Memory, beside what bf16 takes: one byte per weight, two for `all`, which needs W in both layouts; kept between the micro-batches of a step, so that W is
-cast once a step. g takes no more than before: it is cast row-wise (T V bytes), its bf16 form (2 T V) is given back before anything else is allocated, and it
-is transposed between the two products. Casting both layouts at once would save reading T V bytes and hold 4 T V for a moment.
+Memory, beside what bf16 takes: one byte per weight, two for `all`, which needs W in both layouts; kept from the first micro-batch of a step to that of the
+next, so that W is cast once a step. g is cast row-wise (T V bytes), its bf16 form (2 T V) is given back before anything else is allocated, and it is transposed
+between the two products. So at most 3 T V bytes are held, in the moment of the cast. bf16 holds 2 T V and both gradients, which is as much where T is at most
+2 h, and less where T is more. Casting both layouts at once would save reading T V bytes and hold 4 T V for a moment.
 
 Transformer Engine computes on a GPU. Elsewhere the same rounding is emulated: torch casts the operands with the same scales and multiplies what the casts
 stand for in fp32 (or fp64).
@@ -138,8 +139,8 @@ class Fp8Products:
 
 
 def _whole_blocks(rows: Tensor) -> Tensor:
-    """`rows` with rows of zeros behind them, to a multiple of `SIZE_MULTIPLE`."""
-    missing = -rows.shape[0] % SIZE_MULTIPLE
+    """`rows` with rows of zeros behind them, to a multiple of `SIZE_MULTIPLE` that is not zero."""
+    missing = -rows.shape[0] % SIZE_MULTIPLE or (0 if len(rows) else SIZE_MULTIPLE)
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 

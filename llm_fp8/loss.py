@@ -27,7 +27,8 @@ Because of that accumulator (2.0 GiB for h = 4,096) chunks save memory only once
 Arithmetic: the GEMMs run in `compute_dtype` (bf16 in training). Everything from the logits on, the maximum, the sum of
 exponentials, the loss, the softmax and its gradient, is computed in fp32 (fp64 for fp64 inputs) and only the gradient with
 respect to the logits is rounded back to `compute_dtype`. The row maximum is subtracted first, so that logits of any size
-are safe, and NaN stays NaN. With an `llm_fp8.fp8_head.Fp8Head` two of the three GEMMs, or all, run in fp8; without gradients none does.
+are safe, and NaN stays NaN. With an `llm_fp8.fp8_head.Fp8Head` two of the three GEMMs, or all, run in fp8, and
+for a moment the fp8 form of the gradient stands beside the bf16 buffer; without gradients nothing runs in fp8.
 
 On a GPU with Transformer Engine that elementwise part runs as its two Triton kernels (transformer_engine.pytorch.triton.
 cross_entropy): two reads and one write of the logits. Elsewhere it is torch, in blocks of rows.

@@ -64,8 +64,9 @@ class ParityReport:
 
 
 def relative_difference(value: Tensor, reference: Tensor) -> float:
-    """‖value − reference‖ / ‖reference‖ in fp32; 0 where both are zero."""
-    value, reference = value.float(), reference.float()
+    """‖value − reference‖ / ‖reference‖ in fp32, or in fp64 where one of them is; 0 where both are zero."""
+    dtype = torch.promote_types(torch.promote_types(value.dtype, reference.dtype), torch.float32)
+    value, reference = value.to(dtype), reference.to(dtype)
     norm = reference.norm()
     difference = (value - reference).norm()
     return float(difference / norm) if norm > 0 else float(difference)

@@ -14,8 +14,8 @@ the products of these micro-batches are not rounded to the compute dtype at all.
 
 What Transformer Engine 2.20 does with it (module/linear.py, layernorm_linear.py, layernorm_mlp.py):
 - `fuse_wgrad_accumulation` is read in the forward pass, also a recomputed one, `main_grad` in the backward pass. Frozen weights need none.
-- With `is_first_microbatch=True` the GEMM overwrites, so this needs the seam (`llm_fp8.precision`) to say True in no later
-  micro-batch. It does for the frozen model of a LoRA run, which has no weight gradients.
+- With `is_first_microbatch=True` the GEMM overwrites. So this needs gradients to be dropped behind each step, as `Engine.step` does, and the
+  seam (`llm_fp8.precision`) to say True in no later micro-batch. It does for the frozen model of a LoRA run, which has no weight gradients.
 - A weight that has an attribute `grad_added_to_main_grad` gets a dummy gradient instead of None. It is Megatron's, and not set here.
 - Biases and norms are left to autograd.
 """
@@ -40,11 +40,17 @@ class WgradAccumulation:
     def __init__(self, model: nn.Module) -> None:
         self._modules: list[Any] = [m for m in model.modules() if hasattr(m, "fuse_wgrad_accumulation") and linear_weights(m)]
 
+    def weights(self) -> list[Tensor]:
+        """The trained weights whose gradients of further micro-batches are added by GEMMs, as long as these gradients are contiguous; each once."""
+        return list({id(weight): weight for _, weights in self._trained() for weight in weights}.values())
+
+    def _trained(self) -> list[tuple[Any, list[Tensor]]]:
+        return [(module, [w for w in linear_weights(module) if w.requires_grad]) for module in self._modules]
+
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
         """Encloses forward and backward of a micro-batch; gradients are then in `.grad`, whoever added them."""
-        trained = [(module, [w for w in linear_weights(module) if w.requires_grad]) for module in self._modules]
-        adding = [(module, weights) for module, weights in trained if weights and all(map(_can_be_added_to, weights))]
+        adding = [(module, weights) for module, weights in self._trained() if weights and all(map(_can_be_added_to, weights))]
         try:
             for module, weights in adding:
                 module.fuse_wgrad_accumulation = True

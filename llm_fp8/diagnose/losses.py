@@ -17,7 +17,7 @@ where the bytes are known:
 
     weight casts      per fp8 weight 2 bytes read (bf16), 1 written as it is and 1 transposed
     optimizer         weights and optimizer state read and written, gradients read
-    gradient sums     after the first micro-batch of a step: two gradients read, one written
+    gradient sums     after the first micro-batch of a step: two gradients read, one written, but for those that GEMMs add
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class StepFacts:
     """Share of the decoder layers whose forward pass is computed again."""
     weight_bytes: int
     gradient_bytes: int
+    added_gradient_bytes: int
+    """Of those, what is added up by kernels of its own: all but the gradients that their GEMMs add (`llm_fp8.wgrad_accumulation`)."""
     optimizer_bytes: int
     scenario: str | None
     """The fp8 recipe that runs; None outside fp8."""
@@ -291,8 +293,8 @@ def unfused_pointwise(facts: StepFacts) -> Loss | None:
 
 
 def gradient_sums(facts: StepFacts) -> Loss | None:
-    """Adding up the gradients of micro-batches."""
-    num_bytes = 3 * facts.gradient_bytes * (facts.num_micro_batches - 1)
+    """Adding up the gradients of micro-batches, where it is not part of a GEMM."""
+    num_bytes = 3 * facts.added_gradient_bytes * (facts.num_micro_batches - 1)
     lost_s = min(facts.time.class_s("elementwise"), facts.copy_s(num_bytes))
     return Loss(
         "sums of gradients",

@@ -182,6 +182,9 @@ class _Session:
         linear_flops = 6.0 * trainer.size.num_linear_parameters * num_tokens
         layers = decoder_layers(training.model)
         recomputed = len(layers[:: config.model.gradient_checkpointing_every]) if config.model.gradient_checkpointing else 0
+        trained = [p for p in trainer.model.parameters() if p.requires_grad]
+        accumulation = trainer.engine.wgrad_accumulation
+        added_by_gemms = set() if accumulation is None else {id(weight) for weight in accumulation.weights()}
         known = known_bytes(trainer.model, trainer.optimizer, self.device)
         return StepFacts(
             time=step,
@@ -195,7 +198,8 @@ class _Session:
             attention_flops=step_flops(trainer.size, tokens) - linear_flops,
             recomputed_share=recomputed / len(layers),
             weight_bytes=known["weights"],
-            gradient_bytes=sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad),
+            gradient_bytes=sum(p.nbytes for p in trained),
+            added_gradient_bytes=sum(p.nbytes for p in trained if id(p) not in added_by_gemms),
             optimizer_bytes=known["optimizer_state"],
             scenario=self.plan.effective_scenario,
             use_te=config.model.use_te,

@@ -15,7 +15,7 @@ The order in which a run calls an engine:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Engine:
         mode: a value of --sharding_mode, or 'single' for one process.
         shards_parameters: each rank holds a part of every parameter (DTensors); weights are then loaded part by part.
         caches_weight_casts: whether fp8 casts of weights may serve several micro-batches.
+        wgrad_accumulation: what lets GEMMs add to the gradients of earlier micro-batches; None before `prepare` and where autograd adds them all.
     """
 
     shards_parameters = False
@@ -51,7 +52,7 @@ class Engine:
         self.mode = mode
         self.accelerator = accelerator
         self.options = options
-        self._summing_gradients: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.wgrad_accumulation: WgradAccumulation | None = None
 
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
         """What `--optimizer` means in this mode on this machine; `UserError` where it cannot be had."""
@@ -74,14 +75,15 @@ class Engine:
         """The model to call and the optimizer to step."""
         prepared = self.accelerator.prepare(model, optimizer, device_placement=[True, False])
         if self.mode == "single":  # With several processes autograd's own sum is what starts the exchange of a gradient.
-            self._summing_gradients = WgradAccumulation(prepared[0]).micro_batch
+            self.wgrad_accumulation = WgradAccumulation(prepared[0])
         return prepared[0], prepared[1]
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
         """Encloses forward and backward of a micro-batch; gradients are exchanged in the `last` one of a step only."""
         synchronise = last or self.options.sync_every_micro_batch
-        with contextlib.nullcontext() if synchronise else self.accelerator.no_sync(model), self._summing_gradients():
+        summing = contextlib.nullcontext() if self.wgrad_accumulation is None else self.wgrad_accumulation.micro_batch()
+        with contextlib.nullcontext() if synchronise else self.accelerator.no_sync(model), summing:
             yield
 
     def backward(self, loss: Tensor) -> None:

@@ -108,6 +108,10 @@ FAILURES = {
         dict(promise=dataclasses.replace(DELAYED, num_recomputed_fp8_weights=64)),
         "expected at least 512 fp8 GEMM kernels (64 weights x 3 products and 64 products computed again in each of 2 micro-batches)",
     ),
+    "an output head outside fp8": (
+        dict(promise=dataclasses.replace(DELAYED, num_fp8_head_products=2)),
+        "expected at least 388 fp8 GEMM kernels (64 weights x 3 products and 2 of the output head's in each of 2 micro-batches), and 384 ran",
+    ),
     "one micro-batch outside fp8": (dict(num_micro_batches=4), "expected at least 768"),
     "too few unknown kernels to be the missing ones": (
         dict(kernels=BF16_STEP | {"a_gemm": (40, 0.001)}),

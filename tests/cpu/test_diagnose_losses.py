@@ -76,6 +76,7 @@ def facts(**changes) -> StepFacts:
         recomputed_share=0.0,
         weight_bytes=2_000_000_000,
         gradient_bytes=2_000_000_000,
+        added_gradient_bytes=400_000_000,
         optimizer_bytes=8_000_000_000,
         scenario="delayed",
         use_te=True,
@@ -159,7 +160,7 @@ def test_work_of_known_bytes():
     assert losses.weight_casts(facts()).lost_s == pytest.approx(4 * 0.9e9 / 4e12)
     assert losses.weight_casts(with_classes(facts(), cast=1e-4)).lost_s == pytest.approx(1e-4)  # never more than was seen
     assert losses.weight_casts(facts(num_fp8_weights=0)) is None
-    assert losses.gradient_sums(facts()).lost_s == pytest.approx(3 * 2e9 / 4e12)
+    assert losses.gradient_sums(facts()).lost_s == pytest.approx(3 * 0.4e9 / 4e12)
     assert losses.gradient_sums(facts(num_micro_batches=1)).lost_s == 0
 
 

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from llm_fp8.ceilings import Ceilings
 from llm_fp8.config import parse_config
 from llm_fp8.diagnose import session
 from llm_fp8.diagnose.memory_kinds import KINDS
+from llm_fp8.diagnose.step_time import step_time
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.metrics import GIB, PeakTflops
 from tests.cpu.test_diagnose_losses import ATTENTION, BF16_GEMM
 from tests.recorded_kernels import recorded
+from tests.small import forget_accelerator
+from tests.stand_in_te import install_stand_in
 
 CEILINGS = Ceilings(800.0, 1400.0, 1300.0, 4.0)
 SOFTMAX = (
@@ -30,7 +32,7 @@ def diagnosed(tiny_model, monkeypatch):
     """Diagnose the tiny model with these options and this attention kernel; gives the findings and the steps that were taken."""
 
     def run(*options: str, attention: str = ATTENTION, trace: Path | None = None):
-        AcceleratorState._reset_state(reset_partial_state=True)
+        forget_accelerator()
         step = recorded((BF16_GEMM, 0, 600), (attention, 600, 800), ("_update_kernel", 900, 1000))
         step.export_chrome_trace = lambda path: Path(path).write_text("{}")
         counts = iter(range(GIB, 2 * GIB, 2**20))
@@ -71,6 +73,20 @@ def test_a_bf16_run(diagnosed, tmp_path):
         max(0, written["time"]["step_time_s"] - 9e-4)
     )
     assert written["config"]["optim"]["gradient_accumulation_steps"] == 2
+
+
+@pytest.mark.parametrize(("options", "num_added"), [((), None), (("--use_te",), 1024 * 32 * 2 + 5 * 32)])
+def test_sums_of_gradients_that_gemms_add_are_not_counted(options, num_added, tiny_model, monkeypatch):
+    """Of the TE decoder those of embedding, head and norms are left."""
+    install_stand_in(monkeypatch)
+    forget_accelerator()
+    monkeypatch.setattr(session, "device_peak_tflops", lambda device: None)
+    config = parse_config(["--model_name", tiny_model, "--max_seq_length", "64", "--batch_size", "2", *options])
+    parts = session._Session(config, torch.device("cpu"))
+    facts = parts._facts(step_time(recorded((BF16_GEMM, 0, 600)), 1e-3), CEILINGS, None)
+    num_trained = sum(parameter.numel() for parameter in parts.training.model.parameters())
+    assert facts.gradient_bytes == 4 * num_trained
+    assert facts.added_gradient_bytes == 4 * (num_trained if num_added is None else num_added)
 
 
 def test_attention_without_a_fused_kernel(diagnosed):

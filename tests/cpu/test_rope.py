@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import te_llama
 from llm_fp8.recompute import enable_gradient_checkpointing
 from llm_fp8.training_model import TrainingModel
+from tests.batches import BATCHES, S
 from tests.families import family_config
-from tests.gpu.test_te_parity import BATCHES, S
 from tests.rope_reference import CASES, assert_same_split, pair_sizes, positions_of, split_rope_reference
 from tests.stand_in_te import install_stand_in
 

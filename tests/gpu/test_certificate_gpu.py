@@ -17,8 +17,8 @@ from llm_fp8.kernels import gemm_kernels, kernel_times, record_kernels, time_by_
 from llm_fp8.models import decoder_layers
 from llm_fp8.module_state import ModuleState
 from llm_fp8.recompute import enable_gradient_checkpointing
+from tests.batches import packed_batch
 from tests.gpu.test_precision_gpu import BF16, SCENARIOS, build, fp8, step
-from tests.gpu.test_te_parity import packed_batch
 from tests.gpu.test_train_gpu import ROOT, common, model_folder, train  # noqa: F401
 
 pytestmark = pytest.mark.gpu

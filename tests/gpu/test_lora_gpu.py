@@ -24,10 +24,10 @@ from llm_fp8.throughput.arms import parse_arm
 from llm_fp8.throughput.measure import measure
 from llm_fp8.throughput.workload import Workload
 from llm_fp8.training_model import TrainingModel
+from tests.batches import S, packed_batch
 from tests.families import family_config
 from tests.gpu.test_certificate_gpu import MICRO_BATCHES, certificate_of, recorded_step
 from tests.gpu.test_precision_gpu import BF16, fp8, step
-from tests.gpu.test_te_parity import S, packed_batch
 from tests.gpu.test_train_gpu import common, model_folder, train  # noqa: F401
 from tests.small import tiny_config
 

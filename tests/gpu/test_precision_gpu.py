@@ -16,8 +16,8 @@ from llm_fp8.precision import Precision, resolve_precision
 from llm_fp8.recompute import enable_gradient_checkpointing
 from llm_fp8.swap import swap_linears, take_census
 from llm_fp8.training_model import TrainingModel
+from tests.batches import S, packed_batch, padded_batch
 from tests.families import family_config
-from tests.gpu.test_te_parity import S, packed_batch, padded_batch
 
 pytestmark = pytest.mark.gpu
 

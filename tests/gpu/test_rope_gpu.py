@@ -11,8 +11,8 @@ from llm_fp8.kernels import kernel_class, kernel_times, record_kernels
 from llm_fp8.parity import relative_difference
 from llm_fp8.recompute import enable_gradient_checkpointing
 from llm_fp8.training_model import TrainingModel
+from tests.batches import BATCHES, S
 from tests.families import family_config
-from tests.gpu.test_te_parity import BATCHES, S
 from tests.rope_reference import CASES, GRADIENT_LAYOUTS, Case, assert_same_split, split_rope_reference
 
 pytestmark = pytest.mark.gpu

@@ -25,9 +25,9 @@ from llm_fp8.parity import relative_difference
 from llm_fp8.precision import Precision, linear_weights, resolve_precision
 from llm_fp8.recompute import enable_gradient_checkpointing
 from llm_fp8.training_model import TrainingModel
+from tests.batches import S, packed_batch
 from tests.families import family_config
 from tests.gpu.test_precision_gpu import BF16, SCENARIOS, build, fp8
-from tests.gpu.test_te_parity import S, packed_batch
 from tests.small import forget_accelerator
 
 pytestmark = pytest.mark.gpu
@@ -134,12 +134,8 @@ class WatchedSums:
         """Relative errors of the weights' gradients, and of those that autograd would have summed."""
         written = {weight.grad.data_ptr(): weight.grad for weight in weights.values()}
         assert sorted(written) == sorted(self.targets), "every GEMM writes to the gradient of a weight, and to each once"
-        ours = [difference(written[target], exact) for target, exact in zip(self.targets, self.exact, strict=True)]
-        return ours, [difference(rounded, exact) for rounded, exact in zip(self.by_autograd, self.exact, strict=True)]
-
-
-def difference(value: Tensor, exact: Tensor) -> float:
-    return float((value.double() - exact).norm() / exact.norm())
+        ours = [relative_difference(written[target], exact) for target, exact in zip(self.targets, self.exact, strict=True)]
+        return ours, [relative_difference(rounded, exact) for rounded, exact in zip(self.by_autograd, self.exact, strict=True)]
 
 
 def warm_up(engine: Engine, model: nn.Module, precision: Precision, batches: list[Batch]) -> None:
