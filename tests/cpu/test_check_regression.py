@@ -92,7 +92,19 @@ def test_missing_rivals_arms_and_workloads_are_named(tmp_path):
     assert f"{WORKLOAD}: recorded and not measured now: current." in found.notes
     assert "recorded and not measured now: Qwen2.5-14B:8x1024x8." in found.notes
     calls = [row("delayed", 18_000, rounds=[{"run": 0}]), row("hf_bf16", 10_000, rounds=[{"run": 1}])]
-    assert f"{WORKLOAD} delayed and hf_bf16 come from more than one call of the benchmark." in held(tmp_path, calls, calls).notes
+    notes = held(tmp_path, calls, calls).notes
+    for name in ("old", "new"):
+        assert f"{WORKLOAD} delayed and hf_bf16 come from more than one call of the benchmark in {name}.json." in notes
+
+
+def test_steps_that_scatter_too_much_do_not_pass_for_a_comparison(tmp_path):
+    """A quarter of the speed is gone, which such steps cannot show; half of it they can."""
+    recorded = [row("delayed", 18_000), row("hf_bf16", 10_000)]
+    for now in (13_500, 18_000):
+        with pytest.raises(UserError, match="Steps scatter too much to tell, so it is not compared"):
+            held(tmp_path, [row("delayed", now, spread=0.3), row("hf_bf16", 10_000)], recorded)
+    assert len(held(tmp_path, [row("delayed", 9_000, spread=0.3), row("hf_bf16", 10_000)], recorded).regressions) == 1
+    assert held(tmp_path, [row("delayed", 13_500), row("hf_bf16", 10_000)], recorded, minimum=0.3).num_compared == 1
 
 
 def test_on_several_gpus_the_rival_is_spread_alike(tmp_path):
