@@ -109,6 +109,12 @@ class Record:
                 raise UserError(
                     f"--output {path}: row {row.name} was measured on {entry['workload']}, not {row.work.name}; give another file."
                 )
+            if row.work.text is not None and any(
+                answer["documents"] != row.work.text_step.facts() for answer in entry.get("rounds", [])
+            ):
+                raise UserError(
+                    f"--output {path}: row {row.name} was measured on other documents of that name; give another file."
+                )
             failed = [{"failed": reason} for reason in entry.get("failed_rounds", [])]
             if "failed" in entry:
                 failed = [{"failed": entry["failed"]}]
@@ -492,6 +498,8 @@ def _conclusions(row: TableRow, comparison: dict[str, Any], entries: dict[str, d
             if name in of_best
         )
         yield f"    {best} over {rival}: {times:.2f} times, {losses}"
+    if not comparison["same_run"]:
+        yield "    measured by more than one call: what was changed in between, and another GPU of that kind, are in these ratios"
     if (step := entries[best].get("step")) is not None:
         parts = {**step["time_s_by_class"], **({"no kernel": step["gap_s"]} if "gap_s" in step else {})}
         floor_s = step["gemm_floor_s"]

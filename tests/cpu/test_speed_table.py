@@ -166,7 +166,7 @@ def run(
     return record, limit
 
 
-def test_a_second_call_measures_what_the_first_left(tmp_path):
+def test_a_second_call_measures_what_the_first_left(tmp_path, capsys):
     """Cut off by its time after two measurements; what failed is not tried again, unless it is asked for."""
     path, rows = tmp_path / "folder" / "r.json", read_table(write_table(tmp_path, ROW), 3)
     first = Fake(current="out of memory")
@@ -191,6 +191,8 @@ def test_a_second_call_measures_what_the_first_left(tmp_path):
     assert len(done["runs"]) == 2 and done["rows"][0] == kept["rows"][0]
     assert [row["rounds"][0]["run"] for row in done["rows"] if "rounds" in row] == [0, 1, 1]
     assert done["comparisons"][0]["same_run"] is False
+    speed_table.print_table(rows, Record(path, rows, SETTINGS))
+    assert "measured by more than one call" in capsys.readouterr().out
 
     third = Fake()
     run(path, rows, third, num_rounds=2, retry_failed=True)
@@ -218,7 +220,7 @@ def test_figures_targets_and_where_the_time_went(tmp_path, capsys):
     speed_table.print_table(rows, kept)
     printed = capsys.readouterr().out
     assert "delayed reaches 131% of the target (100,000 tokens/s per GPU)" in printed
-    assert "delayed over hf_bf16: 2.00 times, first loss +0.1000%" in printed
+    assert "delayed over hf_bf16: 2.00 times, first loss +0.1000%" in printed and "more than one call" not in printed
     floor_ms = gemm_floor_s(made_up(1.0), 65_536, ceilings) * 1e3
     assert f"ms of a step of 500: gemm 300 (at the ceilings {floor_ms:.0f}), attention 150, no kernel 50" in printed
 
@@ -353,6 +355,21 @@ def test_packed_text_beside_padded(tmp_path, model, capsys):
     assert "real tokens/s per GPU" in printed and re.search(
         r"bf16:swap over hf_bf16: \S+ times, first loss [+-]0\.00\d\d%, last", printed
     )
+
+
+def test_other_documents_of_the_same_name_are_not_gone_on_with(tmp_path, model):
+    """The file of the text has changed between two calls."""
+    text = tmp_path / "some.jsonl"
+    lines = [json.dumps({"text": f"document {number}: " + "one two three " * 4}) for number in range(200)]
+    text.write_text("\n".join(lines))
+    entry = {"name": "text", "workload": f"{model}:1x64x1@{text}", "ours": ["bf16:swap"], "rivals": ["hf_bf16"]}
+    table, path = write_table(tmp_path, entry), tmp_path / "r.json"
+    run(path, read_table(table, 3), on_the_cpu, only=("hf_bf16",))
+    (row,) = read_table(table, 3)
+    assert len(Record(path, [row], SETTINGS).answers(row, row.rivals[0])) == 1
+    text.write_text("\n".join(lines[1:]))
+    with pytest.raises(UserError, match="row text was measured on other documents of that name"):
+        Record(path, read_table(table, 3), SETTINGS)
 
 
 def test_a_launch_of_two_processes(tmp_path, model):
