@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llm_fp8.errors import EXIT_FAILED_CHECK, UserError, run_script
 from llm_fp8.provenance import REPOSITORY
 from llm_fp8.throughput.arms import OLD_NAMES, parse_arm
-from llm_fp8.throughput.rival import BASELINE, RIVALS, Rival
+from llm_fp8.throughput.setups import BASELINE, RIVALS, Rival
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 RECORDED = ("speed_table_*.json", "throughput_*.json", "multi_gpu_throughput_*.json")
