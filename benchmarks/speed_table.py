@@ -89,7 +89,8 @@ class Record:
             settings, found, self._runs = record["settings"], record["rows"], record["runs"]
             for name, others in self._others.items():
                 others += [entry for entry in record[name] if entry["row"] not in self._rows]
-            self._header = {name: record[name] for name in ("provenance", "peaks")}
+            # Absent where no measurement has come so far as to say where it runs.
+            self._header = {name: record[name] for name in ("provenance", "peaks") if name in record}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"--output {path} exists and is no file of this program's; give another.") from error
         for name, value in self._settings.items():

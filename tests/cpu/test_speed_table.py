@@ -203,6 +203,17 @@ def test_a_second_call_measures_what_the_first_left(tmp_path, capsys):
     assert [len(row["rounds"]) for row in rows_now] == [2, 2, 2, 2] and all("failed" not in row for row in rows_now)
 
 
+def test_a_call_of_which_nothing_was_measured_is_gone_on_with(tmp_path):
+    """Every process hung before it had said on which GPU."""
+    path, rows = tmp_path / "r.json", read_table(write_table(tmp_path, ROW), 3)
+    run(path, rows, Fake(**dict.fromkeys(STEP_S, "took longer than 1 s")))
+    assert [row["failed"] for row in json.loads(path.read_text())["rows"]] == ["took longer than 1 s"] * 4
+    second = Fake()
+    run(path, rows, second, retry_failed=True)
+    record = json.loads(path.read_text())
+    assert len(second.asked) == 4 == len(record["rows"]) and len(record["runs"]) == 1 and "provenance" in record
+
+
 def test_figures_targets_and_where_the_time_went(tmp_path, capsys):
     path, rows = tmp_path / "r.json", read_table(write_table(tmp_path, ROW), 3)
     kept, _ = run(path, rows, Fake())
