@@ -44,8 +44,8 @@ MINIMUM = 0.02
 """How much a ratio may fall without any spread. Those of two runs on other days differ by 0.4% and 0.1%: multi_gpu_throughput_8b_s1024_x4.json and
 multi_gpu_throughput_fp8_params_x4.json."""
 
-MOST_TOLERANCE = 0.1
-"""A larger one would pass whatever can happen to a ratio."""
+MOST_SCATTER = 0.1
+"""Of two ratios together; where steps scatter more, the guard would pass whatever can happen to a ratio."""
 
 Row = dict[str, Any]
 
@@ -197,7 +197,8 @@ def _compare_arm(
     elif now is None:
         found.notes.append(f"{workload} {arm}: {against} failed ({_reason(rows[against])}), so it is not compared.")
     else:
-        tolerance = minimum + math.hypot(now.spread, before.spread)
+        scatter = math.hypot(now.spread, before.spread)
+        tolerance = minimum + scatter
         change = now.value / before.value - 1
         says = (
             f"{workload} {arm}: {now.value:.3f} times {against}, recorded {before.value:.3f} ({before.source}): {change:+.1%}, "
@@ -206,7 +207,7 @@ def _compare_arm(
         if change < -tolerance:
             found.num_compared += 1
             found.regressions.append(says)
-        elif tolerance > max(MOST_TOLERANCE, minimum):
+        elif scatter > MOST_SCATTER:
             found.notes.append(f"{says} Steps scatter too much to tell, so it is not compared; measure more of them.")
         else:
             found.num_compared += 1

@@ -102,7 +102,8 @@ def test_steps_that_scatter_too_much_do_not_pass_for_a_comparison(tmp_path):
         with pytest.raises(UserError, match="Steps scatter too much to tell, so it is not compared"):
             held(tmp_path, [row("delayed", now, spread=0.3), row("hf_bf16", 10_000)], recorded)
     assert len(held(tmp_path, [row("delayed", 9_000, spread=0.3), row("hf_bf16", 10_000)], recorded).regressions) == 1
-    assert held(tmp_path, [row("delayed", 13_500), row("hf_bf16", 10_000)], recorded, minimum=0.3).num_compared == 1
+    found = held(tmp_path, [row("delayed", 13_500, spread=0.05), row("hf_bf16", 10_000)], recorded, minimum=0.3)
+    assert found.num_compared == 1 and found.regressions == [], "what --minimum allows is no scatter"
 
 
 def test_on_several_gpus_the_rival_is_spread_alike(tmp_path):
