@@ -27,7 +27,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.errors import UserError, run_script
-from llm_fp8.json_files import write_json_atomic
+from llm_fp8.json_files import require_writable, write_json_atomic
 from llm_fp8.provenance import collect_provenance
 
 WHOLE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
@@ -151,12 +151,13 @@ def run_tests(tests: list[str], num_workers: int, outcomes: Outcomes) -> int:
 def main() -> int:
     """Run what is to be run and keep it; returns pytest's exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--output", required=True, help="JSON file to write")
+    parser.add_argument("--output", required=True, type=Path, help="JSON file to write")
     parser.add_argument("--workers", type=int, default=8, help="tests at a time (default 8)")
     parser.add_argument("tests", nargs="*", default=["tests/gpu"], help="what to run (default tests/gpu)")
     parser.add_argument("--missing", action="store_true", help="run only what --output does not hold as passed")
     options = parser.parse_args()
-    outcomes = Outcomes(Path(options.output), options.tests)
+    require_writable("--output", options.output)
+    outcomes = Outcomes(options.output, options.tests)
     tests = missing_tests(options.tests, outcomes) if options.missing else options.tests
     if not tests:
         print(f"{options.output} holds all of these tests as passed")
