@@ -12,8 +12,9 @@ A ratio is a regression where it is lower than the recorded one by more than
 
     minimum + sqrt(sum of the squares of four spreads)
 
-The spreads are those of ours and the rival in both files: how far the middle eight tenths of the steps reach from the median, relative. An arm that
-was recorded and now fails is a regression too. What cannot be compared (workloads, rivals or arms that only one side has, other GPUs) is named.
+The spreads are those of ours and the rival in both files: how far the middle eight tenths of the steps reach from the median, relative. Where that
+comes to more than a tenth, a ratio within it says nothing and counts as not compared. An arm that was recorded and now fails is a regression too.
+What cannot be compared (workloads, rivals or arms that only one side has, other GPUs) is named.
 
 Exit code: 0; 1 with one sentence per regression; 2 for a mistake, and where nothing at all can be compared.
 """
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llm_fp8.errors import EXIT_FAILED_CHECK, UserError, run_script
 from llm_fp8.provenance import REPOSITORY
 from llm_fp8.throughput.arms import OLD_NAMES, parse_arm
-from llm_fp8.throughput.rival import BASELINE, RIVALS, Rival
+from llm_fp8.throughput.setups import BASELINE, RIVALS, Rival
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 RECORDED = ("speed_table_*.json", "throughput_*.json", "multi_gpu_throughput_*.json")
@@ -42,6 +43,9 @@ RECORDED = ("speed_table_*.json", "throughput_*.json", "multi_gpu_throughput_*.j
 MINIMUM = 0.02
 """How much a ratio may fall without any spread. Those of two runs on other days differ by 0.4% and 0.1%: multi_gpu_throughput_8b_s1024_x4.json and
 multi_gpu_throughput_fp8_params_x4.json."""
+
+MOST_SCATTER = 0.1
+"""Of two ratios together; where steps scatter more, the guard would pass whatever can happen to a ratio."""
 
 Row = dict[str, Any]
 
@@ -66,6 +70,8 @@ class Ratio:
     """Relative, of both arms together."""
     source: str
     """The file's name."""
+    one_call: bool
+    """Whether ours and the rival were measured by the same call of the benchmark, as far as the file says."""
 
 
 @dataclass
@@ -141,7 +147,8 @@ def ratio_in(measured: Measured, workload: str, arm: str, rival: str) -> Ratio |
     if ours is None or theirs is None or not (is_measured(ours) and is_measured(theirs)):
         return None
     value = ours[kind_of(ours)] / theirs[kind_of(ours)]
-    return Ratio(value, math.hypot(spread_of(ours), spread_of(theirs)), measured.path.name)
+    calls = {answer.get("run") for row in (ours, theirs) for answer in row.get("rounds", [])}
+    return Ratio(value, math.hypot(spread_of(ours), spread_of(theirs)), measured.path.name, len(calls) < 2)
 
 
 def compare(new: Measured, recorded: Sequence[Measured], rival: str, minimum: float) -> Findings:
@@ -190,17 +197,26 @@ def _compare_arm(
     elif now is None:
         found.notes.append(f"{workload} {arm}: {against} failed ({_reason(rows[against])}), so it is not compared.")
     else:
-        found.num_compared += 1
-        tolerance = minimum + math.hypot(now.spread, before.spread)
+        scatter = math.hypot(now.spread, before.spread)
+        tolerance = minimum + scatter
         change = now.value / before.value - 1
         says = (
             f"{workload} {arm}: {now.value:.3f} times {against}, recorded {before.value:.3f} ({before.source}): {change:+.1%}, "
             f"with a tolerance of {tolerance:.1%}."
         )
-        (found.regressions if change < -tolerance else found.notes).append(says)
-        calls = {answer.get("run") for name in (arm, against) for answer in rows[name].get("rounds", [])}
-        if len(calls) > 1:
-            found.notes.append(f"{workload} {arm} and {against} come from more than one call of the benchmark.")
+        if change < -tolerance:
+            found.num_compared += 1
+            found.regressions.append(says)
+        elif scatter > MOST_SCATTER:
+            found.notes.append(f"{says} Steps scatter too much to tell, so it is not compared; measure more of them.")
+        else:
+            found.num_compared += 1
+            found.notes.append(says)
+        for ratio in (now, before):
+            if not ratio.one_call:
+                found.notes.append(
+                    f"{workload} {arm} and {against} come from more than one call of the benchmark in {ratio.source}."
+                )
 
 
 def _reason(row: Row) -> str:

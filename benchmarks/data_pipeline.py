@@ -55,6 +55,8 @@ LAYOUTS = ("packed:16x1024x4", "packed:2x8192x4", "padded:16x1024x4")
 WARMUP_STEPS = 2
 HASHED_STEPS = 8
 START_TIMEOUT_S = 600.0
+PROCESSES: Any = multiprocessing.get_context("spawn")
+"""How ranks start: a forked process could not use the GPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,10 +271,9 @@ def load_as_rank(
 
 def measure_loaders(place: Place, layout: Layout, num_ranks: int, to_gpu: bool, seconds: float) -> dict[str, Any]:
     """The loaders of all ranks at once, a process each. Raises `RuntimeError` where one of them fails."""
-    context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
-    together, results = context.Barrier(num_ranks), context.SimpleQueue()
+    together, results = PROCESSES.Barrier(num_ranks), PROCESSES.SimpleQueue()
     processes = [
-        context.Process(target=load_as_rank, args=(place, layout, rank, num_ranks, to_gpu, seconds, together, results))
+        PROCESSES.Process(target=load_as_rank, args=(place, layout, rank, num_ranks, to_gpu, seconds, together, results))
         for rank in range(num_ranks)
     ]
     for process in processes:

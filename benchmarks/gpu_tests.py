@@ -6,8 +6,10 @@
 CI has no GPU, so this record is how a reader knows that they ran, on what, and what they measured (each test's recorded properties).
 
 They need not all run at once: tests that --output holds are kept, each with the commit that it ran at, and those run now are added to them or
-take their place. Of the files and folders given, tests that are no longer there are dropped. --missing runs only those that --output does not
-hold as passed.
+take their place. Of the files and folders given, tests that are no longer there are dropped, unless pytest was interrupted or could not collect
+them. --missing runs only those that --output does not hold as passed.
+
+Exit code: pytest's.
 """
 
 from __future__ import annotations
@@ -24,12 +26,23 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.json_files import write_json_atomic
+from llm_fp8.errors import UserError, run_script
+from llm_fp8.json_files import require_writable, write_json_atomic
 from llm_fp8.provenance import collect_provenance
+
+WHOLE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+"""Exit codes of a pytest that has run all that it was given."""
 
 
 class Outcomes:
-    """A pytest plugin that keeps each test's outcome and recorded properties in the file `output`; `paths` are those all of whose tests run."""
+    """A pytest plugin that keeps each test's outcome and recorded properties in the file `output`; `paths` are those whose tests the record is to hold.
+
+    Attributes:
+        tests: of this run, by id.
+        present: ids that are known to be there although they may not run now.
+
+    Raises `UserError` where `output` holds something else.
+    """
 
     def __init__(self, output: Path, paths: list[str]) -> None:
         self._output = output
@@ -40,18 +53,25 @@ class Outcomes:
         self._earlier: list[dict[str, Any]] = []
         self._running: dict[str, dict[str, Any]] = {}
         self.tests: dict[str, dict[str, Any]] = {}
+        self.present: frozenset[str] = frozenset()
         if output.exists():
-            record = json.loads(output.read_text())
-            self._kept = record["tests"]
-            last = {"provenance": record["provenance"], "exit_code": record["exit_code"]}
-            self._earlier = [*record["earlier_runs"], last]
+            try:
+                record = json.loads(output.read_text())
+                self._kept = record["tests"]
+                last = {"provenance": record["provenance"], "exit_code": record["exit_code"]}
+                self._earlier = [*record["earlier_runs"], last]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"--output {output} exists and is no record of the GPU tests; give another file.") from error
 
     def has_passed(self, name: str) -> bool:
         """Whether the record holds this test as passed."""
         return self._kept.get(name, {}).get("outcome") == "passed"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called for set-up, call and tear-down of each test; a failure in any of them is the test's. It is recorded when all three are over."""
+        """Called for set-up, call and tear-down of each test; a failure in any of them is the test's. It is recorded when all three are over.
+
+        Of a test whose process died there is one report of another kind, and no tear-down.
+        """
         entry = self._running.setdefault(
             report.nodeid, {"outcome": "passed", "commit": self._commit, "duration_s": 0.0, "properties": {}}
         )
@@ -60,7 +80,7 @@ class Outcomes:
         if report.outcome != "passed":
             entry["outcome"] = report.outcome
             entry["reason"] = str(report.longrepr)[-600:]
-        if report.when == "teardown":
+        if report.when not in ("setup", "call"):
             self.tests[report.nodeid] = self._running.pop(report.nodeid)
         if time.monotonic() > self._written_s + 10:  # in case the whole is cut off
             self.write(exit_code=None)
@@ -69,8 +89,12 @@ class Outcomes:
         """Write the record; `exit_code` of this run's tests, None while they are running."""
         self._written_s = time.monotonic()
         kept = self._kept
-        if exit_code is not None:  # all tests of the paths have run, so others there are of the past
-            kept = {name: test for name, test in kept.items() if not any(_is_under(name, path) for path in self._paths)}
+        if exit_code in WHOLE:  # all tests of the paths have run or are present, so others there are of the past
+            kept = {
+                name: test
+                for name, test in kept.items()
+                if name in self.present or not any(_is_under(name, path) for path in self._paths)
+            }
         tests = kept | self.tests
         record = {
             "provenance": collect_provenance(sys.argv),
@@ -98,35 +122,50 @@ class _Collected:
 
 
 def missing_tests(paths: list[str], outcomes: Outcomes) -> list[str]:
-    """Ids of the tests of `paths` that the record does not hold as passed."""
+    """Ids of the tests of `paths` that the record does not hold as passed; `outcomes` is told which are there.
+
+    Raises `UserError` where pytest cannot collect all of them.
+    """
     collected = _Collected()
-    pytest.main(["-qq", "--collect-only", "-p", "no:cacheprovider", *paths], plugins=[collected])
+    code = pytest.main(["-qq", "--collect-only", "-p", "no:cacheprovider", *paths], plugins=[collected])
+    if code != pytest.ExitCode.OK:
+        raise UserError(f"--missing: pytest could not collect the tests of {' '.join(paths)}; it says above why.")
+    outcomes.present = frozenset(collected.names)
     return [name for name in collected.names if not outcomes.has_passed(name)]
 
 
+def run_tests(tests: list[str], num_workers: int, outcomes: Outcomes) -> int:
+    """Run them in this process; returns pytest's exit code."""
+    common = ["-q", "-p", "no:cacheprovider", *tests]
+    # Most of the time is processes that start, so several tests share the GPU; those that fill its memory come after, alone.
+    at_a_time = ["-m", "not exclusive", "-n", str(num_workers), "--dist", "worksteal"]
+    worst = pytest.ExitCode.OK
+    for options in (at_a_time, ["-m", "exclusive"]):
+        code = pytest.main([*common, *options], plugins=[outcomes])
+        worst = max(worst, pytest.ExitCode.OK if code == pytest.ExitCode.NO_TESTS_COLLECTED else code)
+        if worst not in WHOLE:
+            break  # stopped from outside, or a file that cannot be read: no test of it has run
+    return int(worst)
+
+
 def main() -> int:
-    """Run pytest in this process; returns its exit code."""
+    """Run what is to be run and keep it; returns pytest's exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--output", required=True, help="JSON file to write")
+    parser.add_argument("--output", required=True, type=Path, help="JSON file to write")
     parser.add_argument("--workers", type=int, default=8, help="tests at a time (default 8)")
     parser.add_argument("tests", nargs="*", default=["tests/gpu"], help="what to run (default tests/gpu)")
     parser.add_argument("--missing", action="store_true", help="run only what --output does not hold as passed")
     options = parser.parse_args()
-    outcomes = Outcomes(Path(options.output), [] if options.missing else options.tests)
+    require_writable("--output", options.output)
+    outcomes = Outcomes(options.output, options.tests)
     tests = missing_tests(options.tests, outcomes) if options.missing else options.tests
     if not tests:
         print(f"{options.output} holds all of these tests as passed")
         return 0
-    common = ["-q", "-p", "no:cacheprovider", *tests]
-    # Most of the time is processes that start, so several tests share the GPU; those that fill its memory come after, alone.
-    codes = [
-        pytest.main([*common, "-m", "not exclusive", "-n", str(options.workers), "--dist", "worksteal"], plugins=[outcomes]),
-        pytest.main([*common, "-m", "exclusive"], plugins=[outcomes]),
-    ]
-    code = max(0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code for code in codes)
-    outcomes.write(int(code))
-    return int(code)
+    code = run_tests(tests, options.workers, outcomes)
+    outcomes.write(code)
+    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -35,7 +35,7 @@ from llm_fp8.embedded import DATASET_DIR, MODEL_DIR
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.json_files import write_json_atomic, write_jsonl_atomic
 from llm_fp8.provenance import collect_provenance
-from llm_fp8.throughput.measure import speed
+from llm_fp8.throughput.figures import speed
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
 from llm_fp8.throughput.workload import Workload
 from llm_fp8.verify.processes import Started

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_fp8
 from llm_fp8.errors import UserError, run_script
-from llm_fp8.json_files import write_json_atomic
+from llm_fp8.json_files import require_writable, write_json_atomic
 
 SAMPLES = 200
 LEFT_OUT_SHARE = 0.1
@@ -76,9 +76,16 @@ def growth(samples: Sequence[Sample], num_steps: int) -> dict[str, dict[str, flo
 
 
 def training_options(given: Sequence[str], num_steps: int, folder: Path) -> list[str]:
-    """The words behind train_fp8.py: `given`, or the default model for this machine, after those that make the run what is measured here."""
+    """The words behind train_fp8.py: `given`, or the default model for this machine, after those that make the run what is measured here.
+
+    Raises `UserError` where `given` has an option by which the samples are taken.
+    """
     import torch
 
+    for word in given:
+        name = word.partition("=")[0]
+        if name.replace("-", "_") in ("__max_steps", "__log_every", "__output_dir"):  # written with either
+            raise UserError(f"{name} behind -- is this program's to choose; give --steps before it, or nothing.")
     often = max(1, num_steps // 10)
     run = [
         f"--max_steps={num_steps}",
@@ -122,8 +129,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.steps < 20:
         raise UserError(f"--steps must be at least 20, not {options.steps}: growth is a line through the samples.")
-    if options.output.is_dir():
-        raise UserError(f"--output {options.output} is a folder; give a file.")
+    require_writable("--output", options.output)
     from llm_fp8.provenance import collect_provenance  # after the parser: --help and mistakes answer without loading torch
 
     record: dict[str, Any] = {"provenance": collect_provenance(sys.argv), "steps": options.steps}

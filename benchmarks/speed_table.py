@@ -89,7 +89,8 @@ class Record:
             settings, found, self._runs = record["settings"], record["rows"], record["runs"]
             for name, others in self._others.items():
                 others += [entry for entry in record[name] if entry["row"] not in self._rows]
-            self._header = {name: record[name] for name in ("provenance", "peaks")}
+            # Absent where no measurement has come so far as to say where it runs.
+            self._header = {name: record[name] for name in ("provenance", "peaks") if name in record}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"--output {path} exists and is no file of this program's; give another.") from error
         for name, value in self._settings.items():
@@ -108,6 +109,12 @@ class Record:
             if (entry["workload"], entry.get("num_gpus", 1)) != (row.work.name, row.num_gpus):
                 raise UserError(
                     f"--output {path}: row {row.name} was measured on {entry['workload']}, not {row.work.name}; give another file."
+                )
+            if row.work.text is not None and any(
+                answer["documents"] != row.work.text_step.facts() for answer in entry.get("rounds", [])
+            ):
+                raise UserError(
+                    f"--output {path}: row {row.name} was measured on other documents of that name; give another file."
                 )
             failed = [{"failed": reason} for reason in entry.get("failed_rounds", [])]
             if "failed" in entry:
@@ -492,6 +499,8 @@ def _conclusions(row: TableRow, comparison: dict[str, Any], entries: dict[str, d
             if name in of_best
         )
         yield f"    {best} over {rival}: {times:.2f} times, {losses}"
+    if not comparison["same_run"]:
+        yield "    measured by more than one call: what was changed in between, and another GPU of that kind, are in these ratios"
     if (step := entries[best].get("step")) is not None:
         parts = {**step["time_s_by_class"], **({"no kernel": step["gap_s"]} if "gap_s" in step else {})}
         floor_s = step["gemm_floor_s"]

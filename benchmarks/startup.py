@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llm_fp8.architectures import bundled_architectures
 from llm_fp8.config import ModelConfig
 from llm_fp8.errors import UserError, run_script
-from llm_fp8.json_files import write_json_atomic
+from llm_fp8.json_files import require_writable, write_json_atomic
 from llm_fp8.programs import torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,7 +88,7 @@ def main() -> int:
     parser.add_argument("--num_gpus", type=int, default=1, help="1: train_fp8.py, more: train_multi_gpu.py (default 1)")
     parser.add_argument("--repeats", type=int, default=1, help="starts (default 1)")
     parser.add_argument("--timeout_s", type=float, default=300, help="a start that takes longer has failed (default 300)")
-    parser.add_argument("--output", required=True, help="JSON file to write")
+    parser.add_argument("--output", required=True, type=Path, help="JSON file to write")
     parser.add_argument("training", nargs="*", help="options of the training script, behind --")
     options = parser.parse_args()
     if options.model not in bundled_architectures():
@@ -96,6 +96,7 @@ def main() -> int:
     for name in ("num_gpus", "repeats"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}.")
+    require_writable("--output", options.output)
     from llm_fp8.provenance import collect_provenance  # after the parser: --help and mistakes answer without loading torch
 
     launch = [sys.executable, "train_fp8.py"]
@@ -131,7 +132,7 @@ def main() -> int:
         "from_page_cache": True,
         "starts": starts,
     }
-    write_json_atomic(Path(options.output), record)
+    write_json_atomic(options.output, record)
     return 0
 
 

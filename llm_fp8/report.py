@@ -167,7 +167,8 @@ class RunReporter:
         path = self._folder / "metrics.jsonl"
         if resume_step > 0 and path.exists():
             truncate_metrics(path, resume_step, keep_evaluation=resume_step < total_steps)
-        self._file = open(path, "a" if resume_step > 0 else "w", encoding="utf-8", buffering=1)
+        # Readable too, for the summary: the file's name may be gone by then.
+        self._file = open(path, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
     def start_trackers(self, record: dict[str, Any]) -> None:
@@ -275,14 +276,16 @@ class RunReporter:
         """
         if not self._accelerator.is_main_process:
             return []
-        used = {*MEDIANS, *INTERVAL_MEDIANS, RECORDED_STEP, "energy_j"}
-        with open(self._folder / "metrics.jsonl", encoding="utf-8") as lines:
-            records = (json.loads(line) for line in lines)
-            return [
-                {key: value for key, value in record.items() if key in used}
-                for record in records
-                if record["step"] > self._resume_step and "eval_loss" not in record
-            ]
+        used = (*MEDIANS, *INTERVAL_MEDIANS, RECORDED_STEP, "energy_j")
+        self._file.seek(0)
+        records = map(json.loads, self._file)
+        steps = [
+            {key: record[key] for key in used if key in record}
+            for record in records
+            if record["step"] > self._resume_step and "eval_loss" not in record
+        ]
+        self._file.seek(0, os.SEEK_END)
+        return steps
 
     def close(self) -> None:
         """Close the files and end the trackers. May be called twice."""

@@ -30,9 +30,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -40,11 +38,13 @@ from llm_fp8.errors import UserError, run_script
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import PRECISIONS, Arm, parse_arms
-from llm_fp8.throughput.measure import describe_gemms, speed
+from llm_fp8.throughput.figures import describe_gemms, speed
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
-from llm_fp8.throughput.rival import BASELINE, RIVALS
+from llm_fp8.throughput.setups import BASELINE, RIVALS
 from llm_fp8.throughput.worker import measure_in_process
-from llm_fp8.throughput.workload import Workload, parse_workloads
+
+if TYPE_CHECKING:
+    from llm_fp8.throughput.workload import Workload
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
 CLAIM = ("accelerate_te", "te_autocast")
@@ -230,11 +230,16 @@ def _line(row: dict[str, Any], baseline: dict[str, Any] | None) -> str:
     return line + (f"  {len(row['failed_rounds'])} round failed: {row['failed_rounds'][0]}" if "failed_rounds" in row else "")
 
 
-def main() -> int:
-    """Run every arm of every workload; print a table; write the JSON."""
-    options = parse(sys.argv[1:])
+def measure_and_print(options: argparse.Namespace, arms: list[Arm]) -> tuple[list[Workload], list[dict[str, Any]]]:
+    """Measure `arms` on each of --workloads and print the table; returns the workloads and the rows, which --output holds.
+
+    Raises `UserError` where that cannot be done here.
+    """
+    import torch  # here, like the next: --help and mistakes in options answer without loading models
+
+    from llm_fp8.throughput.workload import parse_workloads
+
     works = parse_workloads(options.workloads, options.steps)
-    arms = parse_arms(options.arms)
     ranks = LaunchRanks.from_environment(os.environ)
     if ranks.launched:
         raise UserError(
@@ -250,6 +255,13 @@ def main() -> int:
     rows = measure_all(works, arms, options.warmup, options.rounds, options.arm_timeout_s, options.output)
     print_table(rows)
     print(f"\n{len(rows)} rows in {time.perf_counter() - started:.0f} s" + (f": {options.output}" if options.output else ""))
+    return works, rows
+
+
+def main() -> int:
+    """Run every arm of every workload; print a table; write the JSON."""
+    options = parse(sys.argv[1:])
+    measure_and_print(options, parse_arms(options.arms))
     return 0
 
 

@@ -50,7 +50,8 @@ from llm_fp8.process_group import start_process_group
 from llm_fp8.quiet import quiet_libraries
 from llm_fp8.ranks import LaunchRanks, first_to_say
 from llm_fp8.throughput.arms import Arm, parse_arms
-from llm_fp8.throughput.measure import describe_failure, describe_gemms, header, measure, speed
+from llm_fp8.throughput.figures import describe_gemms, speed
+from llm_fp8.throughput.measure import describe_failure, header, measure
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
 from llm_fp8.throughput.results import ENDED_IN_SILENCE, ResultsFile
 from llm_fp8.throughput.workload import Workload, parse_workloads

@@ -14,25 +14,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import signal
 import sys
-import time
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.json_files import write_json_atomic
-from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import PRECISIONS, Arm, parse_arms
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
-from llm_fp8.throughput.workload import Workload, parse_workloads
-from scripts.benchmark import EXIT_TERMINATED, measure_all, print_table
+from scripts.benchmark import measure_and_print
+
+if TYPE_CHECKING:
+    from llm_fp8.throughput.workload import Workload
 
 BASELINE = "bf16"
 FULL = "full"
@@ -157,25 +153,11 @@ def print_speed_ups(entries: list[dict[str, Any]]) -> None:
 def main() -> int:
     """Measure every pair of arms; print the tables; write the JSON."""
     options = parse(sys.argv[1:])
-    works = parse_workloads(options.workloads, options.steps)
-    arms = arms_of(options.adapters, options.recipe)
-    ranks = LaunchRanks.from_environment(os.environ)
-    if ranks.launched:
-        raise UserError("the study of one GPU starts its own processes: run it with python, not with torchrun.")
-    for work in works:
-        for arm in arms:
-            arm.check(work, ranks)
-    if not torch.cuda.is_available():
-        raise UserError("the study needs an NVIDIA GPU, and none is found.")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # so that a measurement's process is ended first
-    started = time.perf_counter()
-    rows = measure_all(works, arms, options.warmup, options.rounds, options.arm_timeout_s, options.output)
+    works, rows = measure_and_print(options, arms_of(options.adapters, options.recipe))
     entries = speed_ups(works, rows, options.recipe)
-    print_table(rows)
     print_speed_ups(entries)
     if options.output is not None:
         write_json_atomic(options.output, {**json.loads(options.output.read_text()), "speed_ups": entries})
-    print(f"\n{len(rows)} rows in {time.perf_counter() - started:.0f} s" + (f": {options.output}" if options.output else ""))
     return 0
 
 

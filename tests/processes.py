@@ -19,9 +19,9 @@ from llm_fp8.config import parse_config
 from llm_fp8.errors import run_script
 
 # Where there is a GPU, importing transformers touches CUDA, and a process that did cannot be forked into one that uses it.
-_CONTEXT: Any = multiprocessing.get_context("spawn" if Path("/dev/nvidia0").exists() else "forkserver")
-if _CONTEXT.get_start_method() == "forkserver":
-    _CONTEXT.set_forkserver_preload(["llm_fp8.run"])
+CONTEXT: Any = multiprocessing.get_context("spawn" if Path("/dev/nvidia0").exists() else "forkserver")
+if CONTEXT.get_start_method() == "forkserver":
+    CONTEXT.set_forkserver_preload(["llm_fp8.run"])
 
 DEADLINE_S = 60.0
 
@@ -69,7 +69,7 @@ def start_ranks(num_ranks: int, log: Path, *options: object, first: Callable[[],
 def _start(log: Path, options: tuple[object, ...], environment: dict[str, str], first: Callable[[], None] | None) -> BaseProcess:
     log.touch()
     words = [str(option) for option in options]
-    process = _CONTEXT.Process(target=_train, args=(words, str(log), environment, first), daemon=True)
+    process = CONTEXT.Process(target=_train, args=(words, str(log), environment, first), daemon=True)
     process.start()
     return process
 

@@ -12,6 +12,8 @@
     fsdp_full:hf_bf16             a rival (llm_fp8/throughput/rival.py) under Accelerate's FSDP2; ddp: its DDP
 
 WHAT is one of our precisions or a rival. MODE belongs to several GPUs, and is left out on one.
+
+What trains an arm is imported when it is checked or built: names and mistakes in them need none of it.
 """
 
 from __future__ import annotations
@@ -19,20 +21,17 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
-import te_llama
 from llm_fp8.config import SHARDING_MODES, TORCHAO_SCENARIOS, LoraConfig, ParallelConfig, PrecisionConfig, check_config
 from llm_fp8.errors import UserError
-from llm_fp8.parallel.choice import check_mode
-from llm_fp8.parallel.context import check_context_parallel
-from llm_fp8.precision import TOKEN_MULTIPLE
 from llm_fp8.ranks import LaunchRanks
-from llm_fp8.throughput.ours import OurArm, OurTraining
-from llm_fp8.throughput.rival import RIVALS, HfTraining, Rival
-from llm_fp8.throughput.workload import Workload
+from llm_fp8.throughput.setups import RIVALS, OurArm, Rival
+
+if TYPE_CHECKING:
+    from llm_fp8.throughput.ours import OurTraining
+    from llm_fp8.throughput.rival import HfTraining
+    from llm_fp8.throughput.workload import Workload
 
 PRECISIONS = {
     "bf16": PrecisionConfig(mixed_precision="bf16"),
@@ -78,6 +77,13 @@ class Arm:
 
     def check(self, work: Workload, ranks: LaunchRanks) -> None:
         """Raise `UserError` where it cannot train `work` in this launch, as far as that is known beforehand."""
+        import torch
+
+        import te_llama
+        from llm_fp8.parallel.choice import check_mode
+        from llm_fp8.parallel.context import check_context_parallel
+        from llm_fp8.precision import TOKEN_MULTIPLE
+
         if ranks.launched and self.mode is None:
             raise UserError(f"--arms {self.name}: say how it is spread over the GPUs, for example ddp:{self.name}.")
         if not ranks.launched and self.mode is not None:
@@ -103,6 +109,9 @@ class Arm:
 
     def build(self, work: Workload) -> OurTraining | HfTraining:
         """The training, ready for its first step; collective. Raises `UserError` where a package is missing."""
+        from llm_fp8.throughput.ours import OurTraining
+        from llm_fp8.throughput.rival import HfTraining
+
         if isinstance(self.what, Rival):
             return HfTraining(work, self.what, fsdp2=self.mode == "fsdp_full")
         return OurTraining(work, self.what)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from llm_fp8.config import Config, DataConfig, LoraConfig, ParallelConfig, PrecisionConfig, RunConfig
+from llm_fp8.config import Config
 from llm_fp8.loop import LoopOptions, Trainer
 from llm_fp8.lora import num_adapter_parameters
 from llm_fp8.metrics import DecoderSize
 from llm_fp8.models import decoder_layers
-from llm_fp8.optim import OptimizerKind, build_scheduler
+from llm_fp8.optim import build_scheduler
 from llm_fp8.parallel.build import build_accelerator
 from llm_fp8.parallel.context import ContextGroup
 from llm_fp8.parallel.profile import StepProfile
@@ -23,41 +23,10 @@ from llm_fp8.process_group import own_device
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.run_parts import RunParts
 from llm_fp8.swap import Census
+from llm_fp8.throughput.setups import OurArm
 from llm_fp8.throughput.weights import draw_weights_
-from llm_fp8.throughput.workload import OPTIMISATION, FixedLoader, Recorder, Workload
+from llm_fp8.throughput.workload import FixedLoader, Recorder, Workload
 from llm_fp8.training_model import TrainingModel
-
-
-@dataclasses.dataclass(frozen=True)
-class OurArm:
-    """How this project trains a workload."""
-
-    precision: PrecisionConfig
-    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
-    use_te: bool = True
-    gradient_checkpointing: bool = False
-    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
-    optimizer: OptimizerKind | Literal["auto"] = "auto"
-
-    @property
-    def computes_in_fp8(self) -> bool:
-        """Whether fp8 is asked for."""
-        return self.precision.mixed_precision == "fp8"
-
-    def config(self, work: Workload) -> Config:
-        """The configuration of a run that trains `work` in this way."""
-        model = dataclasses.replace(work.model_options, use_te=self.use_te, gradient_checkpointing=self.gradient_checkpointing)
-        return Config(
-            model=model,
-            precision=self.precision,
-            data=DataConfig(max_seq_length=work.seq_length, batch_size=work.batch_size, packing=True),
-            optim=dataclasses.replace(
-                OPTIMISATION, gradient_accumulation_steps=work.micro_batches, max_steps=work.num_steps, optimizer=self.optimizer
-            ),
-            run=RunConfig(output_dir=os.devnull),  # nothing is written
-            lora=self.lora,
-            parallel=self.parallel,
-        )
 
 
 class _NoHooks:

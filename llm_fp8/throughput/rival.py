@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,48 +37,10 @@ from llm_fp8.precision import require_te, resolve_precision
 from llm_fp8.process_group import own_device
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.swap import SIZE_MULTIPLE, Census, convert_with_torchao, take_census
+from llm_fp8.throughput.setups import OPTIMISATION, Rival
 from llm_fp8.throughput.weights import draw_weights_
-from llm_fp8.throughput.workload import OPTIMISATION, Recorder, Workload
+from llm_fp8.throughput.workload import Recorder, Workload
 from llm_fp8.torchao_fp8 import build_config, compile_layers, is_converted, require_torchao
-
-
-@dataclass(frozen=True)
-class Rival:
-    """A set-up of others."""
-
-    name: str
-    compiled: bool = False
-    """Whether each decoder layer is compiled."""
-    torchao_recipe: str | None = None
-    accelerate_te: bool = False
-    te_autocast: bool = False
-
-    @property
-    def computes_in_fp8(self) -> bool:
-        """Whether fp8 is asked for; what runs is what the recorded kernels say."""
-        return self.accelerate_te or self.te_autocast or self.torchao_recipe is not None
-
-    def require_packages(self) -> None:
-        """Raise `UserError` where a package is missing that only this rival needs."""
-        if self.accelerate_te or self.te_autocast:
-            require_te(f"--arms {self.name}")
-        if self.torchao_recipe is not None:
-            require_torchao(f"--arms {self.name}")
-
-
-BASELINE = "hf_bf16"
-"""The usual set-up: the arm that others are compared with, where it is measured."""
-RIVALS = {
-    rival.name: rival
-    for rival in (
-        Rival("hf_bf16"),
-        Rival("hf_bf16_compiled", compiled=True),
-        Rival("accelerate_te", accelerate_te=True),
-        Rival("te_autocast", te_autocast=True),
-        Rival("torchao_tensorwise", compiled=True, torchao_recipe="tensorwise"),
-        Rival("torchao_rowwise", compiled=True, torchao_recipe="rowwise"),
-    )
-}
 
 
 class HfTraining:
@@ -96,7 +57,7 @@ class HfTraining:
     """
 
     def __init__(self, work: Workload, rival: Rival, fsdp2: bool = False) -> None:
-        rival.require_packages()
+        _require_packages(rival)
         config = work.hf_config()
         inputs = work.hf_inputs(config.vocab_size, LaunchRanks.from_environment(os.environ).rank)
         self.accelerator = accelerator = _accelerator(len(inputs), rival, fsdp2)
@@ -159,6 +120,14 @@ class HfTraining:
         self.recorder.step_times_s += [
             self._clock.seconds(start, end) for start, end in zip(stamps[:-1], stamps[1:], strict=True)
         ]
+
+
+def _require_packages(rival: Rival) -> None:
+    """Raise `UserError` where a package is missing that only this rival needs."""
+    if rival.accelerate_te or rival.te_autocast:
+        require_te(f"--arms {rival.name}")
+    if rival.torchao_recipe is not None:
+        require_torchao(f"--arms {rival.name}")
 
 
 def _accelerator(num_micro_batches: int, rival: Rival, fsdp2: bool) -> Accelerator:

@@ -25,7 +25,7 @@ from llm_fp8.errors import UserError
 from llm_fp8.metrics import DecoderSize, step_flops
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import Arm, parse_arms
-from llm_fp8.throughput.rival import BASELINE, Rival
+from llm_fp8.throughput.setups import BASELINE, Rival
 from llm_fp8.throughput.workload import Workload
 
 BF16_TFLOPS, FP8_TFLOPS = 450.0, 550.0

@@ -14,15 +14,12 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from llm_fp8.architectures import bundled_architectures
-from llm_fp8.config import ModelConfig, OptimConfig
+from llm_fp8.config import ModelConfig
 from llm_fp8.data.collate import IGNORED, Batch
 from llm_fp8.errors import UserError
 from llm_fp8.metrics import StepTokens
 from llm_fp8.models import ModelSource, load_config, load_tokenizer, resolve_source
 from llm_fp8.throughput.text import TextStep
-
-OPTIMISATION = OptimConfig(learning_rate=1e-5, lr_scheduler="constant", num_warmup_steps=0)
-"""How every arm moves its weights: the same from the first step on, so that their losses can be compared."""
 
 _NAME = re.compile(r"(.+):([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(?:@(.+))?")
 

@@ -150,7 +150,8 @@ def take_steps(model_folder: Path, options: PrecisionConfig, *, use_te: bool, ba
 
     from llm_fp8.kernels import gemm_kernels, record_kernels
     from llm_fp8.precision import forget_delayed_scales
-    from llm_fp8.throughput.ours import OurArm, OurTraining
+    from llm_fp8.throughput.ours import OurTraining
+    from llm_fp8.throughput.setups import OurArm
     from llm_fp8.throughput.workload import Workload
 
     AcceleratorState._reset_state(reset_partial_state=True)  # precisions differ in what they ask of Accelerate's singleton

@@ -19,8 +19,9 @@ from llm_fp8.errors import UserError
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput import rival as rival_module
 from llm_fp8.throughput.arms import parse_arm
-from llm_fp8.throughput.measure import describe_failure, measure, speed
-from llm_fp8.throughput.rival import RIVALS, Rival
+from llm_fp8.throughput.figures import speed
+from llm_fp8.throughput.measure import describe_failure, measure
+from llm_fp8.throughput.setups import RIVALS, Rival
 from llm_fp8.throughput.weights import draw_weights_
 from llm_fp8.throughput.worker import measure_in_process
 from llm_fp8.throughput.workload import Workload

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks.plot_throughput import draw, group_of, read_rows, reason_not_measured, tokens_per_s
+from tests.scripts_as_main import ROOT, run_as_main
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -46,6 +43,5 @@ def test_mistakes_are_one_sentence(tmp_path):
         ((tmp_path / "empty.json", "--output", tmp_path / "a.png"), "holds no rows"),
         ((tmp_path / "none.json", "--output", tmp_path / "a.pdf"), "ends in .png"),
     ):
-        command = [sys.executable, "benchmarks/plot_throughput.py", *map(str, arguments)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
+        done = run_as_main("benchmarks/plot_throughput.py", *arguments)
+        assert done.returncode == 2 and sentence in done.stderr

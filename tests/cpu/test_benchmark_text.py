@@ -13,7 +13,8 @@ from llm_fp8.errors import UserError
 from llm_fp8.models import EMBEDDED_MODEL
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import parse_arm
-from llm_fp8.throughput.measure import measure, speed
+from llm_fp8.throughput.figures import speed
+from llm_fp8.throughput.measure import measure
 from llm_fp8.throughput.text import TextStep
 from llm_fp8.throughput.workload import Workload
 from scripts import benchmark

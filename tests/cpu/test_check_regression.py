@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,8 @@ import pytest
 from benchmarks import check_regression
 from benchmarks.check_regression import compare, ratio_in, read, spread_of, workload_of
 from llm_fp8.errors import UserError
+from tests.scripts_as_main import ROOT, run_as_main
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 WORKLOAD = "Llama-3.1-8B:8x1024x8"
 
@@ -92,7 +90,20 @@ def test_missing_rivals_arms_and_workloads_are_named(tmp_path):
     assert f"{WORKLOAD}: recorded and not measured now: current." in found.notes
     assert "recorded and not measured now: Qwen2.5-14B:8x1024x8." in found.notes
     calls = [row("delayed", 18_000, rounds=[{"run": 0}]), row("hf_bf16", 10_000, rounds=[{"run": 1}])]
-    assert f"{WORKLOAD} delayed and hf_bf16 come from more than one call of the benchmark." in held(tmp_path, calls, calls).notes
+    notes = held(tmp_path, calls, calls).notes
+    for name in ("old", "new"):
+        assert f"{WORKLOAD} delayed and hf_bf16 come from more than one call of the benchmark in {name}.json." in notes
+
+
+def test_steps_that_scatter_too_much_do_not_pass_for_a_comparison(tmp_path):
+    """A quarter of the speed is gone, which such steps cannot show; half of it they can."""
+    recorded = [row("delayed", 18_000), row("hf_bf16", 10_000)]
+    for now in (13_500, 18_000):
+        with pytest.raises(UserError, match="Steps scatter too much to tell, so it is not compared"):
+            held(tmp_path, [row("delayed", now, spread=0.3), row("hf_bf16", 10_000)], recorded)
+    assert len(held(tmp_path, [row("delayed", 9_000, spread=0.3), row("hf_bf16", 10_000)], recorded).regressions) == 1
+    found = held(tmp_path, [row("delayed", 13_500, spread=0.05), row("hf_bf16", 10_000)], recorded, minimum=0.3)
+    assert found.num_compared == 1 and found.regressions == [], "what --minimum allows is no scatter"
 
 
 def test_on_several_gpus_the_rival_is_spread_alike(tmp_path):
@@ -182,19 +193,15 @@ def test_the_command(tmp_path):
     new = write(tmp_path / "new.json", row("delayed", 15_000), row("hf_bf16", 10_000))
     old = write(tmp_path / "old.json", row("delayed", 18_000), row("hf_bf16", 10_000))
 
-    def call(*options: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "benchmarks/check_regression.py", *map(str, options)]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-    worse = call(new, "--recorded", old)
+    worse = run_as_main("benchmarks/check_regression.py", new, "--recorded", old)
     assert (
         worse.returncode == 1
         and worse.stdout.count("regression: ") == 1
         and "ratios compared: 1, regressions: 1\n" in worse.stdout
     )
-    better = call(old, "--recorded", new)
+    better = run_as_main("benchmarks/check_regression.py", old, "--recorded", new)
     assert better.returncode == 0 and "regressions: 0\n" in better.stdout and "+20.0%" in better.stdout
-    mistake = call(tmp_path / "none.json")
-    assert mistake.returncode == 2 and "none.json is no results file" in mistake.stderr and "Traceback" not in mistake.stderr
+    mistake = run_as_main("benchmarks/check_regression.py", tmp_path / "none.json")
+    assert mistake.returncode == 2 and "none.json is no results file" in mistake.stderr
     with pytest.raises(UserError, match="is no results file"):
         read(RESULTS / "gpu_tests.json")

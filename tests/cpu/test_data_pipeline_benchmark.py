@@ -15,12 +15,14 @@ from benchmarks.made_up_math import ANSWERS_PER_PROBLEM, SPLIT, write_split
 from llm_fp8.data.load import load_split, open_source
 from llm_fp8.data.split import problem_key
 from llm_fp8.errors import UserError
+from tests.processes import CONTEXT
 
 
 @pytest.fixture
 def own_cache(monkeypatch, tmp_path):
-    """The bench sets this for its process; a test puts it back."""
+    """The bench sets this for its process; a test puts it back. Ranks start from a server that has imported everything."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "converted")
+    monkeypatch.setattr(bench, "PROCESSES", CONTEXT)
 
 
 def rows_of(folder) -> Dataset:

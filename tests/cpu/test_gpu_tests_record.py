@@ -12,9 +12,12 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.gpu_tests import Outcomes
+from llm_fp8.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = """
+import os
+
 def test_one(record_property):
     record_property("figure", 1)
 
@@ -74,14 +77,46 @@ def test_runs_add_up(record, tmp_path):
     assert [run["exit_code"] for run in found["earlier_runs"]] == [0, 1]
 
 
-def test_what_is_missing_is_run(record):
+def write_record(path: Path, **tests: str) -> dict:
+    """A record by hand: tests of test_small.py with their outcomes, and one of another file."""
+    commit = "1" * 40
+    entries = {f"test_small.py::{name}": {"outcome": outcome, "commit": commit} for name, outcome in tests.items()}
+    entries["test_other.py::test_other"] = {"outcome": "passed", "commit": commit}
+    record = {"provenance": {}, "exit_code": 0, "earlier_runs": [], "tests": entries}
+    path.write_text(json.dumps(record))
+    return record
+
+
+def test_what_is_missing_is_run_and_what_is_gone_is_dropped(record, tmp_path):
     first, second = "1" * 40, "2" * 40
-    record(first, (), two="False")
+    write_record(tmp_path / "record.json", test_one="passed", test_two="failed", test_gone="passed")
     code, found = record(second, (), options=("--missing",))
-    assert code == 0 and outcomes(found) == {"test_one": "passed", "test_two": "passed"}
-    assert [test["commit"] for _, test in sorted(found["tests"].items())] == [first, second]
+    assert code == 0 and outcomes(found) == {"test_one": "passed", "test_two": "passed", "test_other": "passed"}
+    assert [found["tests"][f"test_small.py::{name}"]["commit"] for name in ("test_one", "test_two")] == [first, second]
     code, again = record(second, (), options=("--missing",))
     assert code == 0 and again == found
+
+
+def test_a_test_whose_process_dies_has_failed(record, tmp_path):
+    write_record(tmp_path / "record.json", test_one="passed", test_two="passed")
+    code, found = record("2" * 40, ("test_two",), two="os._exit(3)")
+    assert code == 1 and outcomes(found) == {"test_one": "passed", "test_two": "failed", "test_other": "passed"}
+    assert "crashed" in found["tests"]["test_small.py::test_two"]["reason"]
+
+
+def test_a_file_that_cannot_be_collected_takes_nothing_from_the_record(record, tmp_path):
+    """An error in the file of the tests: what was recorded stays, and nothing is called passed."""
+    before = write_record(tmp_path / "record.json", test_one="passed", test_two="failed")
+    code, found = record("2" * 40, (), two="]", options=("--missing",))
+    assert code == 2 and found == before
+    code, found = record("2" * 40, (), two="]")
+    assert code == pytest.ExitCode.INTERRUPTED == found["exit_code"] and found["tests"] == before["tests"]
+
+
+def test_another_file_is_not_taken_for_a_record(tmp_path):
+    (tmp_path / "record.json").write_text('{"rows": []}')
+    with pytest.raises(UserError, match="record.json exists and is no record of the GPU tests"):
+        Outcomes(tmp_path / "record.json", [])
 
 
 def test_a_test_that_was_cut_off_is_not_recorded(tmp_path, monkeypatch):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.memory_over_steps import Sample, growth
+from benchmarks.memory_over_steps import Sample, growth, training_options
+from llm_fp8.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,6 +22,13 @@ def test_growth_is_the_slope_after_the_first_tenth():
     assert found["num_open_files"]["growth_per_1000_steps"] == 0
     assert found["num_threads"]["last"] == 6 and found["num_threads"]["growth_per_1000_steps"] > 0
     assert set(found) == {"rss_mib", "num_open_files", "num_threads"}, "no figure of a GPU where there is none"
+
+
+def test_options_by_which_samples_are_taken_are_refused(tmp_path):
+    for word in ("--log_every=50", "--log-every=50", "--max_steps", "--output_dir=here"):
+        with pytest.raises(UserError, match=f"{word.partition('=')[0]} behind -- is this program's to choose"):
+            training_options(["--batch_size=2", word, "7"], 100, tmp_path)
+    assert training_options(["--batch_size=2"], 400, tmp_path)[-1] == "--batch_size=2"
 
 
 def test_samples_are_of_the_training(tmp_path):

@@ -103,6 +103,17 @@ def test_metrics_and_summary_hold_what_was_reported(tmp_path: Path) -> None:
     assert summary["last_step"] == a_step(3) and summary["last_evaluation"] == an_evaluation(2)
 
 
+def test_the_summary_does_not_need_the_name_of_the_metrics(tmp_path: Path) -> None:
+    """Somebody tidies up while the run trains: it ends as ever, and what it reports behind the summary is kept too."""
+    with a_reporter(a_config(tmp_path)) as reporter:
+        reporter.steps([a_step(step) for step in range(1, 31)])
+        (tmp_path / "metrics.jsonl").rename(tmp_path / "moved.jsonl")
+        throughput = reporter.finish({})["throughput"]
+        reporter.steps([a_step(31)])
+    assert throughput == throughput_summary([a_step(step) for step in range(1, 31)])
+    assert [json.loads(line)["step"] for line in (tmp_path / "moved.jsonl").read_text().splitlines()] == list(range(1, 32))
+
+
 def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
     config = a_config(tmp_path)
     with a_reporter(config) as reporter:

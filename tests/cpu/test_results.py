@@ -12,7 +12,7 @@ import pytest
 
 from llm_fp8.ceilings import Ceilings
 from llm_fp8.throughput.arms import OLD_NAMES, PRECISIONS, parse_arm
-from llm_fp8.throughput.rival import RIVALS
+from llm_fp8.throughput.setups import RIVALS
 from llm_fp8.throughput.table import gemm_floor_s
 from tests.families import FAMILIES
 

@@ -24,6 +24,7 @@ from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.measure import header, measure
 from llm_fp8.throughput.table import gemm_floor_s, read_table
 from llm_fp8.throughput.worker import STOPPED, measure_in_launch, measure_in_process
+from tests.scripts_as_main import run_as_main
 from tests.small import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,7 +167,7 @@ def run(
     return record, limit
 
 
-def test_a_second_call_measures_what_the_first_left(tmp_path):
+def test_a_second_call_measures_what_the_first_left(tmp_path, capsys):
     """Cut off by its time after two measurements; what failed is not tried again, unless it is asked for."""
     path, rows = tmp_path / "folder" / "r.json", read_table(write_table(tmp_path, ROW), 3)
     first = Fake(current="out of memory")
@@ -191,6 +192,8 @@ def test_a_second_call_measures_what_the_first_left(tmp_path):
     assert len(done["runs"]) == 2 and done["rows"][0] == kept["rows"][0]
     assert [row["rounds"][0]["run"] for row in done["rows"] if "rounds" in row] == [0, 1, 1]
     assert done["comparisons"][0]["same_run"] is False
+    speed_table.print_table(rows, Record(path, rows, SETTINGS))
+    assert "measured by more than one call" in capsys.readouterr().out
 
     third = Fake()
     run(path, rows, third, num_rounds=2, retry_failed=True)
@@ -198,6 +201,17 @@ def test_a_second_call_measures_what_the_first_left(tmp_path):
     assert asked == ["current", "delayed", "current", "hf_bf16", "accelerate_te"]
     rows_now = json.loads(path.read_text())["rows"]
     assert [len(row["rounds"]) for row in rows_now] == [2, 2, 2, 2] and all("failed" not in row for row in rows_now)
+
+
+def test_a_call_of_which_nothing_was_measured_is_gone_on_with(tmp_path):
+    """Every process hung before it had said on which GPU."""
+    path, rows = tmp_path / "r.json", read_table(write_table(tmp_path, ROW), 3)
+    run(path, rows, Fake(**dict.fromkeys(STEP_S, "took longer than 1 s")))
+    assert [row["failed"] for row in json.loads(path.read_text())["rows"]] == ["took longer than 1 s"] * 4
+    second = Fake()
+    run(path, rows, second, retry_failed=True)
+    record = json.loads(path.read_text())
+    assert len(second.asked) == 4 == len(record["rows"]) and len(record["runs"]) == 1 and "provenance" in record
 
 
 def test_figures_targets_and_where_the_time_went(tmp_path, capsys):
@@ -218,7 +232,7 @@ def test_figures_targets_and_where_the_time_went(tmp_path, capsys):
     speed_table.print_table(rows, kept)
     printed = capsys.readouterr().out
     assert "delayed reaches 131% of the target (100,000 tokens/s per GPU)" in printed
-    assert "delayed over hf_bf16: 2.00 times, first loss +0.1000%" in printed
+    assert "delayed over hf_bf16: 2.00 times, first loss +0.1000%" in printed and "more than one call" not in printed
     floor_ms = gemm_floor_s(made_up(1.0), 65_536, ceilings) * 1e3
     assert f"ms of a step of 500: gemm 300 (at the ceilings {floor_ms:.0f}), attention 150, no kernel 50" in printed
 
@@ -355,6 +369,21 @@ def test_packed_text_beside_padded(tmp_path, model, capsys):
     )
 
 
+def test_other_documents_of_the_same_name_are_not_gone_on_with(tmp_path, model):
+    """The file of the text has changed between two calls."""
+    text = tmp_path / "some.jsonl"
+    lines = [json.dumps({"text": f"document {number}: " + "one two three " * 4}) for number in range(200)]
+    text.write_text("\n".join(lines))
+    entry = {"name": "text", "workload": f"{model}:1x64x1@{text}", "ours": ["bf16:swap"], "rivals": ["hf_bf16"]}
+    table, path = write_table(tmp_path, entry), tmp_path / "r.json"
+    run(path, read_table(table, 3), on_the_cpu, only=("hf_bf16",))
+    (row,) = read_table(table, 3)
+    assert len(Record(path, [row], SETTINGS).answers(row, row.rivals[0])) == 1
+    text.write_text("\n".join(lines[1:]))
+    with pytest.raises(UserError, match="row text was measured on other documents of that name"):
+        Record(path, read_table(table, 3), SETTINGS)
+
+
 def test_a_launch_of_two_processes(tmp_path, model):
     """Through torchrun and scripts/benchmark_multi_gpu.py, one arm that trains and one that cannot."""
     entry = {
@@ -394,9 +423,8 @@ def test_a_measurement_is_ended_from_outside(model):
 def test_the_plan_says_what_is_left_to_measure(tmp_path):
     path, table = tmp_path / "r.json", write_table(tmp_path, ROW)
     run(path, read_table(table, 3), Fake(), only=("hf_bf16", "current"))
-    command = [sys.executable, "benchmarks/speed_table.py", "--dry_run", "--table", table, "--output", path]
-    command += ["--steps=3", "--warmup=1", "--rounds=2"]
-    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    options = ["--dry_run", "--table", table, "--output", path, "--steps=3", "--warmup=1", "--rounds=2"]
+    done = run_as_main("benchmarks/speed_table.py", *options)
     assert done.returncode == 0, done.stderr
     assert "1b: Llama-3.2-1B:16x1024x4, 1 GPU, 65,536 tokens a step, target: 100,000 tokens/s per GPU" in done.stdout
     left = re.findall(r"(\d) x (\S+) +about", done.stdout)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +11,8 @@ from benchmarks.plot_speed_table import GAP, draw_kernels, draw_scaling, scaling
 from benchmarks.speed_table import describe
 from llm_fp8.throughput.table import read_table
 from tests.cpu.test_speed_table import ROW, made_up, write_table
+from tests.scripts_as_main import run_as_main
 
-ROOT = Path(__file__).resolve().parents[2]
 STEP_S = {"delayed": 0.5, "current": 0.55, "hf_bf16": 1.0, "accelerate_te": 0.8}
 
 
@@ -53,8 +50,7 @@ def test_all_is_drawn(rows, tmp_path):
         **{name: rows[0][name] for name in ("row", "side", "workload", "model", "batch_size", "seq_length", "micro_batches")}
     }
     path.write_text(json.dumps({"rows": [*rows, {**failed, "arm": "block", "failed": "out of memory", "num_gpus": 1}]}))
-    command = [sys.executable, "benchmarks/plot_speed_table.py", str(path), "--output", str(tmp_path / "plots" / "t.png")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_as_main("benchmarks/plot_speed_table.py", path, "--output", tmp_path / "plots" / "t.png")
     assert done.returncode == 0, done.stderr
     assert {drawn.name for drawn in (tmp_path / "plots").iterdir()} == {"t.png", "t_kernels.png", "t_scaling.png"}
     assert all(drawn.read_bytes().startswith(b"\x89PNG") for drawn in (tmp_path / "plots").iterdir())
@@ -78,7 +74,6 @@ def test_targets_and_real_tokens(rows, tmp_path, monkeypatch):
 
 
 def test_mistakes_are_one_sentence(tmp_path):
-    command = [sys.executable, "benchmarks/plot_speed_table.py", str(tmp_path / "none.json"), "--output"]
     for output, sentence in ((tmp_path / "a.pdf", "ends in .png"), (tmp_path / "a.png", "is no results file")):
-        done = subprocess.run([*command, str(output)], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
+        done = run_as_main("benchmarks/plot_speed_table.py", tmp_path / "none.json", "--output", output)
+        assert done.returncode == 2 and sentence in done.stderr

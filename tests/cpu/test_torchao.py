@@ -26,7 +26,7 @@ from llm_fp8.ranks import LaunchRanks
 from llm_fp8.recompute import enable_gradient_checkpointing
 from llm_fp8.swap import convert_with_torchao, take_census
 from llm_fp8.throughput.arms import parse_arm
-from llm_fp8.throughput.ours import OurArm
+from llm_fp8.throughput.setups import OurArm
 from llm_fp8.throughput.workload import Workload
 from tests.processes import exit_code, start_ranks
 from tests.small import final_weights, records, run_json, steps, tiny_config, train, write_model

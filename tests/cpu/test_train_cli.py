@@ -63,9 +63,18 @@ def test_help_and_mistakes_are_answered_without_torch(program, words):
     _answers_without(program, words, "torch")
 
 
-@pytest.mark.parametrize("program", ["scripts/compare_performance.py", "scripts/wandb_dashboard.py"])
-def test_comparisons_give_help_without_models(program):
-    _answers_without(program, "--help")
+@pytest.mark.parametrize(
+    "program, words",
+    [
+        ("scripts/compare_performance.py", "--help"),
+        ("scripts/wandb_dashboard.py", "--help"),
+        ("scripts/benchmark.py", "--help"),
+        ("scripts/benchmark.py", "--arms=fast"),
+        ("scripts/lora_study.py", "--help"),
+    ],
+)
+def test_comparisons_and_benchmarks_answer_without_models(program, words):
+    _answers_without(program, words)
 
 
 def _answers_without(program: str, words: str, *modules: str) -> None:
