@@ -107,8 +107,6 @@ def measure_all(
             if found_origin and setting == NONE:
                 found_origin["provenance"]["command"] = sys.argv
                 origin = origin or found_origin
-            if "step_times_s_by_rank" in answer:
-                (answer["step_times_s"],) = answer.pop("step_times_s_by_rank")
             answers[setting].append(answer)
             print(f"{setting}:", flush=True)
             print_round(work, arm, number, answer)

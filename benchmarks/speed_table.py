@@ -264,8 +264,6 @@ def measurer(warmup: int, timeout_s: float, stopped: threading.Event) -> Measure
         else:
             variables = None if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
             answer = measure_in_process(row.work.name, arm.name, *settings, variables, stopped)
-            if "step_times_s_by_rank" in answer:
-                (answer["step_times_s"],) = answer.pop("step_times_s_by_rank")
         return {**answer, "gpu": gpu, "taken_s": time.perf_counter() - started}
 
     return measure

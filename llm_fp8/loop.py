@@ -15,6 +15,7 @@ where a loss or norm that is not finite ends the run, before it can reach a chec
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from llm_fp8.data.collate import Batch
+from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.data.loader import TrainLoader
 from llm_fp8.energy import EnergyMeter
 from llm_fp8.errors import UserError
@@ -224,13 +225,9 @@ class Trainer:
 
     def _count_tokens(self, batches: list[Batch]) -> Tensor:
         """The token counts of the step over all micro-batches and ranks, int64 [4] as in `PendingStep`, on the device."""
-        counts = [
-            sum(getattr(batch, name) for batch in batches)
-            for name in ("num_tokens", "num_real_tokens", "num_supervised_tokens", "sum_squared_lengths")
-        ]
         device = self.accelerator.device
         # From page-locked memory, as the batches: any other copy would wait for all the work that the GPU has left.
-        on_host = torch.tensor(counts, pin_memory=device.type == "cuda")
+        on_host = torch.tensor(dataclasses.astuple(count_tokens(batches)), pin_memory=device.type == "cuda")
         return self.accelerator.reduce(on_host.to(device, non_blocking=True), reduction="sum")
 
     def _read_pending(self) -> None:

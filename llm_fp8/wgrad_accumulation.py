@@ -38,19 +38,18 @@ class WgradAccumulation:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules: list[Any] = [m for m in model.modules() if hasattr(m, "fuse_wgrad_accumulation") and linear_weights(m)]
+        modules: list[Any] = [module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
+        trained = [(module, [w for w in linear_weights(module) if w.requires_grad]) for module in modules]
+        self._trained = [(module, weights) for module, weights in trained if weights]
 
     def weights(self) -> list[Tensor]:
         """The trained weights whose gradients of further micro-batches are added by GEMMs, as long as these gradients are contiguous; each once."""
-        return list({id(weight): weight for _, weights in self._trained() for weight in weights}.values())
-
-    def _trained(self) -> list[tuple[Any, list[Tensor]]]:
-        return [(module, [w for w in linear_weights(module) if w.requires_grad]) for module in self._modules]
+        return list({id(weight): weight for _, weights in self._trained for weight in weights}.values())
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
         """Encloses forward and backward of a micro-batch; gradients are then in `.grad`, whoever added them."""
-        adding = [(module, weights) for module, weights in self._trained() if weights and all(map(_can_be_added_to, weights))]
+        adding = [(module, weights) for module, weights in self._trained if all(map(_can_be_added_to, weights))]
         try:
             for module, weights in adding:
                 module.fuse_wgrad_accumulation = True

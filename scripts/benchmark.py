@@ -131,8 +131,6 @@ def measure_all(
                 if found_origin and not origin:
                     found_origin["provenance"]["command"] = sys.argv
                     origin = found_origin
-                if "step_times_s_by_rank" in answer:
-                    (answer["step_times_s"],) = answer.pop("step_times_s_by_rank")
                 of_arm.append(answer)
                 print_round(work, arm, number, answer)
                 rows = [*before, *(summarise(work, known, answers[known.name]) for known in arms if answers[known.name])]

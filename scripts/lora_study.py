@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.json_files import write_json_atomic
-from llm_fp8.throughput.arms import PRECISIONS, Arm, parse_arms
+from llm_fp8.throughput.arms import LORA, PRECISIONS, Arm, parse_arms
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
 from scripts.benchmark import measure_and_print
 
@@ -67,7 +66,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def arms_of(adapters: str, recipe: str) -> list[Arm]:
     """The arms of a workload, bf16 and fp8 in turns."""
     names = adapters.split(",")
-    if wrong := [name for name in names if not re.fullmatch(r"lora[1-9]\d*(qv)?", name)]:
+    if wrong := [name for name in names if not LORA.fullmatch(name)]:
         raise UserError(
             f"--adapters {wrong[0]} is unknown; give loraN (all linear layers) or loraNqv (q and v), such as {ADAPTERS}."
         )

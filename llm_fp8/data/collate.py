@@ -51,6 +51,7 @@ import torch
 from torch import Tensor
 
 from llm_fp8.data.tokenise import Document
+from llm_fp8.metrics import StepTokens
 
 IGNORED = -100
 """Label of a position that predicts nothing."""
@@ -114,6 +115,11 @@ class Collate(Protocol):
     """Makes a batch of at most `batch_size` rows of documents."""
 
     def __call__(self, rows: Sequence[Sequence[Document]]) -> Batch: ...
+
+
+def count_tokens(batches: Sequence[Batch]) -> StepTokens:
+    """The tokens of micro-batches together."""
+    return StepTokens(*(sum(getattr(batch, field.name) for batch in batches) for field in dataclasses.fields(StepTokens)))
 
 
 @dataclass(frozen=True)

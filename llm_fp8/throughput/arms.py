@@ -53,7 +53,8 @@ _HEADS: dict[str, Literal["gradients", "all"]] = {"fp8head": "gradients", "fp8he
 """Option -> --fp8_lm_head."""
 _OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit", *_HEADS)
 _OPTIONS = (*_OPTIONS_OF_ONE_GPU, "fp8_params", "fp8_all_gather", "sync")
-_LORA = re.compile(r"lora([1-9]\d*)(qv)?")
+LORA = re.compile(r"lora([1-9]\d*)(qv)?")
+"""An option: adapters of rank N on all linear layers, or on q and v alone."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def parse_arm(name: str) -> Arm:
         words.pop(0)
     mode = words.pop(0) if words and words[0] in SHARDING_MODES else None
     what, options = (words[0], words[1:]) if words else ("", [])
-    adapters = next((match for option in options if (match := _LORA.fullmatch(option))), None)
+    adapters = next((match for option in options if (match := LORA.fullmatch(option))), None)
     allowed = _OPTIONS if mode is not None else _OPTIONS_OF_ONE_GPU
     if what in RIVALS and not options and not context and mode in (None, *RIVAL_MODES):
         return Arm(name, RIVALS[what], mode)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate
+from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate, count_tokens
 from llm_fp8.data.load import DatasetSource, load_split, open_source
 from llm_fp8.data.pack import RowPlan, pack
 from llm_fp8.data.prepare import pad_token_id
@@ -117,9 +116,3 @@ class TextStep:
             "mean_length": num_tokens / len(self.documents),
             "sha256": digest.hexdigest(),
         }
-
-
-def count_tokens(batches: Sequence[Batch]) -> StepTokens:
-    """The tokens of micro-batches together."""
-    names = ("num_tokens", "num_real_tokens", "num_supervised_tokens", "sum_squared_lengths")
-    return StepTokens(*(sum(getattr(batch, name) for batch in batches) for name in names))

@@ -3,8 +3,8 @@
     answer = measure_in_process("Llama-3.2-1B:8x1024x4", "delayed", num_steps=8, warmup=3, timeout_s=300)
     answer = measure_in_launch("Llama-3.1-8B:8x1024x4", "fsdp_full:delayed", 4, num_steps=8, warmup=3, timeout_s=300)
 
-An answer is what `llm_fp8.throughput.measure.measure` returns (of a launch, the row of scripts/benchmark_multi_gpu.py), with its `header` and
-"failed": None; where it was not measured, "failed" is the reason.
+An answer is what `llm_fp8.throughput.measure.measure` returns, its step times under step_times_s (of a launch, the row of
+scripts/benchmark_multi_gpu.py), with its `header` and "failed": None; where it was not measured, "failed" is the reason.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def measure_in_process(
         if not path.exists():
             return {"failed": failed or f"{ENDED_IN_SILENCE} (exit code 0)"}
         answer: dict[str, Any] = json.loads(path.read_text())
+        if "step_times_s_by_rank" in answer:
+            (answer["step_times_s"],) = answer.pop("step_times_s_by_rank")
         return answer
 
 

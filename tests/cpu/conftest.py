@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from transformers import AutoTokenizer
 
-from tests.small import write_model, write_rows
+from llm_fp8.models import EMBEDDED_MODEL
+from tests.reference import NUM_ROWS
+from tests.small import tiny_config, write_model, write_rows
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +20,24 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A jsonl file of 64 short problems."""
     return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 64)
+
+
+@pytest.fixture(scope="session")
+def sixteen_rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A jsonl file of the problems that `tests.reference` trains on."""
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", NUM_ROWS)
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model with weights, whose output head is its embedding."""
+    return write_model(tmp_path_factory.mktemp("models") / "tied", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_architecture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model of one layer, whose sizes are multiples of 16, with its tokenizer and without weights."""
+    folder = tmp_path_factory.mktemp("architecture") / "tiny"
+    tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
+    return str(folder)

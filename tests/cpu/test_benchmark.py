@@ -27,17 +27,14 @@ from llm_fp8.throughput.worker import measure_in_process
 from llm_fp8.throughput.workload import Workload
 from scripts import benchmark
 from tests.families import FAMILIES, family_config
-from tests.small import tiny_config
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def workload(tmp_path_factory):
+def workload(tiny_architecture):
     """Two micro-batches of 2 x 32 tokens of a tiny model whose sizes are multiples of 16."""
-    folder = tmp_path_factory.mktemp("architecture") / "tiny"
-    tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(folder)
-    return f"{folder}:2x32x2"
+    return f"{tiny_architecture}:2x32x2"
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +173,11 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
                 variables = {"NVTE_FP8_ALLREDUCE": "1", "NVTE_FLASH_ATTN": None}
                 return measure_in_process(name, arm, num_steps, warmup, timeout_s, variables)
         try:
-            return {"failed": None, **measure(Workload.parse(name, num_steps), parse_arm(arm), warmup, CPU)}
+            found = measure(Workload.parse(name, num_steps), parse_arm(arm), warmup, CPU)
         except UserError as error:
             return {"failed": str(error)}
+        (times,) = found.pop("step_times_s_by_rank")
+        return {"failed": None, **found, "step_times_s": times}
 
     monkeypatch.setattr(benchmark, "measure_in_process", measured)
     path = tmp_path / "folder" / "r.json"

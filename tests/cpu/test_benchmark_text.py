@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from benchmarks import hf_trainer
 from llm_fp8.data.collate import IGNORED
 from llm_fp8.data.pack import pack
 from llm_fp8.errors import UserError
-from llm_fp8.models import EMBEDDED_MODEL
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import parse_arm
 from llm_fp8.throughput.figures import speed
@@ -18,18 +16,8 @@ from llm_fp8.throughput.measure import measure
 from llm_fp8.throughput.text import TextStep
 from llm_fp8.throughput.workload import Workload
 from scripts import benchmark
-from tests.small import tiny_config
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A tiny architecture with its tokenizer."""
-    folder = tmp_path_factory.mktemp("architecture") / "tiny"
-    tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +72,9 @@ def test_a_rivals_labels_are_the_tokens_and_none_where_it_pads(step):
         assert (inputs["labels"][~learnt] == IGNORED).all() and torch.equal(inputs["input_ids"], batch.input_ids)
 
 
-def test_packed_and_padded_have_the_same_loss_per_token(model):
+def test_packed_and_padded_have_the_same_loss_per_token(tiny_architecture):
     """At equal weights and documents; what they gain by packing is real tokens, not a better loss."""
-    work = Workload.parse(f"{model}:2x256x2@embedded", 3)
+    work = Workload.parse(f"{tiny_architecture}:2x256x2@embedded", 3)
     ours, theirs = (measure(work, parse_arm(name), 1, CPU) for name in ("bf16:swap", "hf_bf16"))
     assert ours["documents"] == theirs["documents"]
     assert ours["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-4)
@@ -116,7 +104,7 @@ def test_random_tokens_are_counted_as_ever():
     assert work.step_tokens().num_tokens == work.tokens_per_step == 32768
 
 
-def test_mistakes_are_one_sentence(model, tmp_path, monkeypatch):
+def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--workloads embedded:1x64x1@none.jsonl: .*none.jsonl: no such file"):
         Workload.parse("embedded:1x64x1@none.jsonl", 1)
     (tmp_path / "short.jsonl").write_text('{"text": "one two three"}\n')

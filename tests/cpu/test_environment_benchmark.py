@@ -31,11 +31,10 @@ def measured(tmp_path, monkeypatch):
             return {"failed": "RuntimeError: no attention"}
         seconds = max([1.0, *(STEP_S[name] for name in active)])
         header = {"provenance": {"command": [], "environment": {name: "1" for name in active}}, "peaks": None}
-        times = [[seconds * factor for factor in (1.0, 1.01, 1.02)]]
         return {
             "failed": None,
             "header": header,
-            "step_times_s_by_rank": times,
+            "step_times_s": [seconds * factor for factor in (1.0, 1.01, 1.02)],
             "losses": [12.0, 11.0],
             "peak_memory_gib": 30.0,
             "wall_time_s": 9.0,

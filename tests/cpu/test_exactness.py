@@ -14,12 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from llm_fp8.loop import Trainer
 from tests.reference import NUM_ROWS, compare_with_reference, documents, mean_loss
-from tests.small import records, run_json, steps, train, write_model, write_rows
-
-
-@pytest.fixture(scope="module")
-def sixteen_rows(tmp_path_factory):
-    return write_rows(tmp_path_factory.mktemp("exact") / "rows.jsonl", NUM_ROWS)
+from tests.small import records, run_json, steps, train, write_model
 
 
 @pytest.mark.parametrize("cut", ["16x1", "8x2", "4x4", "3x6", "1x16"])

@@ -38,23 +38,13 @@ from llm_fp8.parallel.choice import state_bytes
 from llm_fp8.precision import Precision, PrecisionPlan
 from llm_fp8.swap import take_census
 from tests.processes import exit_code, start_ranks
-from tests.reference import NUM_ROWS, NUM_STEPS, OPTIONS, documents, learning_rate, mean_loss, reference_options
-from tests.small import final_weights, run_json, steps, tiny_config, train, write_model, write_rows
+from tests.reference import NUM_STEPS, OPTIONS, documents, learning_rate, mean_loss, reference_options
+from tests.small import final_weights, run_json, steps, tiny_config, train, write_model
 from tests.stand_in_te import install_stand_in
 
 RANK, ALPHA = 4, 6
 LORA = [f"--lora_rank={RANK}", f"--lora_alpha={ALPHA}"]
 SEED = 42
-
-
-@pytest.fixture(scope="module")
-def sixteen_rows(tmp_path_factory):
-    return write_rows(tmp_path_factory.mktemp("lora") / "rows.jsonl", NUM_ROWS)
-
-
-@pytest.fixture(scope="module")
-def tied_model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("models") / "tied", tie_word_embeddings=True)
 
 
 @pytest.fixture

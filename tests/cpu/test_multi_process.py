@@ -14,18 +14,8 @@ import torch
 
 from llm_fp8.data import tokenise
 from tests.processes import exit_code, start_ranks, wait_until
-from tests.reference import NUM_ROWS, check_against_reference, reference_options
-from tests.small import final_weights, run_json, steps, write_model, write_rows
-
-
-@pytest.fixture(scope="module")
-def sixteen_rows(tmp_path_factory):
-    return write_rows(tmp_path_factory.mktemp("exact") / "rows.jsonl", NUM_ROWS)
-
-
-@pytest.fixture(scope="module")
-def tied_model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("models") / "tied", tie_word_embeddings=True)
+from tests.reference import check_against_reference, reference_options
+from tests.small import final_weights, run_json, steps
 
 
 def run_ranks(num_ranks: int, folder: Path, *options: object) -> str:

@@ -13,32 +13,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from benchmarks import speed_table
 from benchmarks.speed_table import TABLE, Limit, Record, Turns, compare, measure_table, measurer
 from llm_fp8.ceilings import Ceilings
 from llm_fp8.errors import UserError
-from llm_fp8.models import EMBEDDED_MODEL
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.measure import header, measure
 from llm_fp8.throughput.table import gemm_floor_s, read_table
 from llm_fp8.throughput.worker import STOPPED, measure_in_launch, measure_in_process
 from tests.scripts_as_main import run_as_main
-from tests.small import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 SETTINGS = {"steps": 3, "warmup": 1}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A tiny architecture with its tokenizer."""
-    folder = tmp_path_factory.mktemp("architecture") / "tiny"
-    tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
-    return str(folder)
 
 
 def write_table(folder: Path, *rows: dict) -> Path:
@@ -342,10 +330,10 @@ def on_the_cpu(row, arm, gpu):
     return {"failed": None, "header": header([], CPU), **found, "step_times_s": times, "taken_s": 1.0}
 
 
-def test_packed_text_beside_padded(tmp_path, model, capsys):
+def test_packed_text_beside_padded(tmp_path, tiny_architecture, capsys):
     entry = {
         "name": "text",
-        "workload": f"{model}:2x256x2@embedded",
+        "workload": f"{tiny_architecture}:2x256x2@embedded",
         "ours": ["bf16:swap"],
         "rivals": ["hf_bf16"],
         "target_times_padded": 0.001,
@@ -369,12 +357,12 @@ def test_packed_text_beside_padded(tmp_path, model, capsys):
     )
 
 
-def test_other_documents_of_the_same_name_are_not_gone_on_with(tmp_path, model):
+def test_other_documents_of_the_same_name_are_not_gone_on_with(tmp_path, tiny_architecture):
     """The file of the text has changed between two calls."""
     text = tmp_path / "some.jsonl"
     lines = [json.dumps({"text": f"document {number}: " + "one two three " * 4}) for number in range(200)]
     text.write_text("\n".join(lines))
-    entry = {"name": "text", "workload": f"{model}:1x64x1@{text}", "ours": ["bf16:swap"], "rivals": ["hf_bf16"]}
+    entry = {"name": "text", "workload": f"{tiny_architecture}:1x64x1@{text}", "ours": ["bf16:swap"], "rivals": ["hf_bf16"]}
     table, path = write_table(tmp_path, entry), tmp_path / "r.json"
     run(path, read_table(table, 3), on_the_cpu, only=("hf_bf16",))
     (row,) = read_table(table, 3)
@@ -384,11 +372,11 @@ def test_other_documents_of_the_same_name_are_not_gone_on_with(tmp_path, model):
         Record(path, read_table(table, 3), SETTINGS)
 
 
-def test_a_launch_of_two_processes(tmp_path, model):
+def test_a_launch_of_two_processes(tmp_path, tiny_architecture):
     """Through torchrun and scripts/benchmark_multi_gpu.py, one arm that trains and one that cannot."""
     entry = {
         "name": "x2",
-        "workload": f"{model}:2x32x2",
+        "workload": f"{tiny_architecture}:2x32x2",
         "num_gpus": 2,
         "ours": ["ddp:bf16:swap", "ddp:bf16"],
         "rivals": ["ddp:hf_bf16"],
@@ -403,16 +391,16 @@ def test_a_launch_of_two_processes(tmp_path, model):
     assert "--use_te needs an NVIDIA GPU" in fused["failed"] and record["provenance"]["command"] == sys.argv
 
 
-def test_a_measurement_is_ended_from_outside(model):
+def test_a_measurement_is_ended_from_outside(tiny_architecture):
     stopped = threading.Event()
     threading.Timer(1.0, stopped.set).start()
     started = time.monotonic()
-    assert measure_in_process(f"{model}:1x16x1000000", "hf_bf16", 2, 1, 300, stopped=stopped) == {"failed": STOPPED}
+    assert measure_in_process(f"{tiny_architecture}:1x16x1000000", "hf_bf16", 2, 1, 300, stopped=stopped) == {"failed": STOPPED}
     stopped.clear()
     threading.Timer(8.0, stopped.set).start()  # when its two processes are there
-    assert measure_in_launch(f"{model}:1x17x1000000", "ddp:hf_bf16", 2, 2, 1, 300, stopped) == {"failed": STOPPED}
+    assert measure_in_launch(f"{tiny_architecture}:1x17x1000000", "ddp:hf_bf16", 2, 2, 1, 300, stopped) == {"failed": STOPPED}
     assert time.monotonic() - started < 60
-    left = subprocess.run(["pgrep", "-f", f"{model}:1x1[67]x1000000"], capture_output=True, text=True).stdout
+    left = subprocess.run(["pgrep", "-f", f"{tiny_architecture}:1x1[67]x1000000"], capture_output=True, text=True).stdout
     assert not left
 
 
@@ -449,9 +437,9 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
     assert not (tmp_path / "r.json").exists()
 
 
-def test_the_whole_command(tmp_path, model, monkeypatch, capsys):
+def test_the_whole_command(tmp_path, tiny_architecture, monkeypatch, capsys):
     """As on a GPU, which is only said to be there: measured, cut by the time limit, and gone on with."""
-    entry = {"name": "tiny", "workload": f"{model}:2x32x2", "ours": ["bf16:swap"], "rivals": ["hf_bf16"]}
+    entry = {"name": "tiny", "workload": f"{tiny_architecture}:2x32x2", "ours": ["bf16:swap"], "rivals": ["hf_bf16"]}
     several = {**ROW, "name": "x2", "num_gpus": 2, "ours": ["ddp:delayed"], "rivals": ["ddp:hf_bf16"]}
     table, path = write_table(tmp_path, entry, several), tmp_path / "r.json"
     monkeypatch.setattr(speed_table, "visible_gpus", lambda: ["0"])
@@ -477,10 +465,10 @@ def test_the_whole_command(tmp_path, model, monkeypatch, capsys):
     assert abs(record["comparisons"][0]["ours"]["bf16:swap"]["first_loss_differences"]["hf_bf16"]) < 1e-4
 
 
-def test_a_call_that_is_terminated_leaves_no_process_and_is_gone_on_with(tmp_path, model):
+def test_a_call_that_is_terminated_leaves_no_process_and_is_gone_on_with(tmp_path, tiny_architecture):
     """Two rows side by side, in processes of their own: what was measured stays, and what ran is measured by the next call."""
-    quick = {"name": "quick", "workload": f"{model}:2x32x2", "ours": ["bf16:swap"], "rivals": ["hf_bf16"]}
-    endless = {**quick, "name": "endless", "workload": f"{model}:3x16x1000000"}
+    quick = {"name": "quick", "workload": f"{tiny_architecture}:2x32x2", "ours": ["bf16:swap"], "rivals": ["hf_bf16"]}
+    endless = {**quick, "name": "endless", "workload": f"{tiny_architecture}:3x16x1000000"}
     table, path = write_table(tmp_path, quick, endless), tmp_path / "r.json"
     lines = [
         "from benchmarks import speed_table",
@@ -495,7 +483,7 @@ def test_a_call_that_is_terminated_leaves_no_process_and_is_gone_on_with(tmp_pat
         time.sleep(0.1)
     process.terminate()
     assert process.wait(60) == speed_table.EXIT_TERMINATED
-    assert not subprocess.run(["pgrep", "-f", f"{model}:3x16x1000000"], capture_output=True, text=True).stdout
+    assert not subprocess.run(["pgrep", "-f", f"{tiny_architecture}:3x16x1000000"], capture_output=True, text=True).stdout
     record = json.loads(path.read_text())
     assert [row["row"] for row in record["rows"]] == ["quick", "quick"] and all("failed" not in row for row in record["rows"])
     assert [row["rounds"][0]["gpu"] for row in record["rows"]] == ["1", "1"], "the longer row took the first"
