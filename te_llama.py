@@ -10,7 +10,8 @@ layers, final norm and rotary table are replaced. Embedding, `lm_head`, `generat
       │   DotProductAttention   cuDNN or flash-attn, causal, GQA, sliding window
       │   Linear                output projection
       ├─ + residual
-      ├─ LayerNormMLP       RMSNorm + fc1 (gate, then up) + SwiGLU + fc2
+      ├─ LayerNormMLP       RMSNorm + fc1 (gate, then up) + SwiGLU + fc2; SwiGLU's backward pass in one kernel with the cast to fp8
+      │                     (`llm_fp8.te_activation`)
       └─ + residual
 
 Why: TE's fused modules quantise an activation once per GEMM group, keep the norm next to the cast and have fp8 kernels for
@@ -44,6 +45,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from llm_fp8.te_activation import fuse_swiglu_backward
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -433,6 +436,8 @@ class TEDecoderLayer(GradientCheckpointingLayer):
             activation="swiglu",
             **shared,
         )
+        if not spec.mlp_bias:
+            fuse_swiglu_backward(self.mlp)
 
     def set_context_parallel_group(
         self, group: torch.distributed.ProcessGroup, ranks: list[int], stream: torch.cuda.Stream

@@ -25,8 +25,8 @@ from llm_fp8.metrics import GIB
 from llm_fp8.parallel.fsdp import materialize_
 from llm_fp8.shards import saved_tensors
 
-HEADROOM_GIB = 3.0
-"""GPU memory for activations, workspaces and one gathered parameter, beside weights and KV cache."""
+HEADROOM_GIB = 1.0
+"""GPU memory for workspaces, attention's mask and one gathered parameter, beside what `memory_needed_gib` counts."""
 
 
 def generation_dtype(device: torch.device) -> torch.dtype:
@@ -50,11 +50,15 @@ def check_positions(prompts: Sequence[Sequence[int]], config: PretrainedConfig, 
 
 
 def memory_needed_gib(config: PretrainedConfig, num_parameters: int, num_tokens: int, device: torch.device) -> float:
-    """GPU memory that generation takes: weights of `num_parameters`, the keys and values of `num_tokens` tokens, and headroom."""
+    """GPU memory that generation takes: weights of `num_parameters`, the keys and values of `num_tokens` tokens, activations, and headroom.
+
+    Activations are largest where prompts pass through an MLP: three tensors as wide as its inside, and up to four as wide as the model.
+    """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cached = 2 * config.num_hidden_layers * heads * head_dim * num_tokens
-    return (num_parameters + cached) * generation_dtype(device).itemsize / GIB + HEADROOM_GIB
+    cached = 2 * config.num_hidden_layers * heads * head_dim
+    in_a_layer = 3 * config.intermediate_size + 4 * config.hidden_size
+    return (num_parameters + (cached + in_a_layer) * num_tokens) * generation_dtype(device).itemsize / GIB + HEADROOM_GIB
 
 
 def copy_for_generation(

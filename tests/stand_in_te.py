@@ -161,6 +161,11 @@ def dswiglu(gradient: Tensor, gate_and_up: Tensor, quantizer: None) -> Tensor:
         return torch.autograd.grad(swiglu(inputs, None), inputs, gradient)[0]
 
 
+def activations(recipe: Any = None) -> dict[str, tuple[Any, ...]]:
+    """LayerNormMLP's table: forward, backward, and backward with cast where there is one."""
+    return {"geglu": (None, None, None), "swiglu": (swiglu, dswiglu, None)}
+
+
 def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `import transformer_engine` give this, and let --use_te do without a GPU, until the test ends."""
     contents: dict[str, dict[str, Any]] = {
@@ -175,6 +180,8 @@ def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         "transformer_engine.pytorch.attention.dot_product_attention": {
             "_attention_backends": {"use_fused_attention": True, "use_flash_attention": False, "use_unfused_attention": False}
         },
+        "transformer_engine.pytorch.module": {},
+        "transformer_engine.pytorch.module.layernorm_mlp": {"_get_act_func_supported_list": activations},
         "transformer_engine_torch": {"swiglu": swiglu, "dswiglu": dswiglu},
     }
     for name, members in contents.items():

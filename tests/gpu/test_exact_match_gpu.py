@@ -149,4 +149,4 @@ def test_the_memory_that_is_asked_for_is_enough_and_not_far_too_much(device):
     before = torch.cuda.memory_allocated() / GIB - num_parameters * 2 / GIB
     generate_greedy(model, tokenizer, [prompt] * GENERATION_BATCH_SIZE, 64)
     used = torch.cuda.max_memory_allocated() / GIB - before
-    assert needed - HEADROOM_GIB <= 1.01 * used and used <= needed
+    assert used <= needed <= used + 1.5 * HEADROOM_GIB
