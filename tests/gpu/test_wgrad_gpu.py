@@ -39,6 +39,8 @@ ADDITION = "CUDAFunctor_add"
 """In the name of the kernel with which autograd adds a gradient to another."""
 LOSS_SCALE = 1024.0
 """Keeps gradients inside fp16's range; nothing else feels a power of two."""
+ALLOCATORS_BLOCK = 2**20
+"""Bytes by which what the allocator hands out may be larger than what was asked for; the gradients have several times as many."""
 BF16_ROUNDING = 2.0**-9
 """The largest relative error of rounding to bf16."""
 
@@ -271,4 +273,4 @@ def test_a_step_needs_no_more_memory_and_keeps_none(scenario, device, record_pro
         assert torch.cuda.memory_allocated(device) == before
         assert not any(hasattr(parameter, "main_grad") for parameter in parameters)
     record_property("peak_bytes", peaks)
-    assert 0 < peaks["single"] <= 1.01 * peaks["ddp"]
+    assert 0 < peaks["single"] <= 1.01 * peaks["ddp"] + ALLOCATORS_BLOCK
