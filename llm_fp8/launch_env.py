@@ -96,9 +96,9 @@ def _can_gather_in_fp8(config: Config, settings: Mapping[str, Any]) -> bool:
 
 
 def _without_delayed_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """`settings` without the defaults of delayed scaling, the launcher's and ours, which mean nothing where a flag chose another recipe."""
+    """`settings` without the defaults of delayed scaling, which mean nothing where a flag chose another recipe."""
     defaults = {option: {read(launcher_default(name))} for name, (option, read) in _RECIPE_READERS.items()}
-    defaults["amax_compute_algo"].add("max")  # ours is not the launcher's
+    defaults["amax_compute_algo"].add("max")  # our own default, which the files of configs/ name
     return {name: value for name, value in settings.items() if value not in defaults.get(name, ())}
 
 

@@ -109,9 +109,9 @@ def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
 
 
 def recorded_command(argv: list[str]) -> list[str]:
-    """A command line with the script's name first (`sys.argv`) as it would be called in the repository's root, wherever the clone lies.
+    """`argv`, with the script's name first (`sys.argv`), as it would be called in the repository's root, wherever the clone lies.
 
-    A script that lies elsewhere stays as it is.
+    The name of a script outside the repository stays as it is.
     """
     if not argv:
         return []
@@ -122,7 +122,8 @@ def recorded_command(argv: list[str]) -> list[str]:
 def collect_provenance(argv: list[str]) -> dict[str, Any]:
     """Everything about this process that a reader of the results would ask for, as plain JSON values.
 
-    `argv` is the command line with the script's name first (`sys.argv`), kept as `recorded_command` has it. What is absent on this machine is None.
+    `argv` is the command line with the script's name first (`sys.argv`), kept as `recorded_command` has it. What is absent on this machine
+    is None.
     """
     return {
         "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -171,7 +171,7 @@ class RunParts:
         return model, loaded
 
     def _convert_linears(self, model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, str]:
-        """Put the backend's linear layers into a Hugging Face decoder that trains in fp8; name -> reason for each one left alone."""
+        """Put the backend's linear layers into a Hugging Face decoder, for fp8; name -> reason for each one left alone."""
         if self.plan.backend == "torchao":
             recipe = dataclasses.replace(self.plan.recipe, enable_fsdp_float8_all_gather=self.config.parallel.fp8_all_gather)
             return convert_with_torchao(model, recipe, layers_kept_wide(self.config.precision, layers))

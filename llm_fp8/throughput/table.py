@@ -87,8 +87,8 @@ class TableRow:
 def gemm_floor_s(answer: dict[str, Any], num_tokens: int, ceilings: Ceilings) -> float | None:
     """Seconds of a step's linear layers at the ceilings, from the census of an answer and the positions that a GPU computes.
 
-    6 FLOPs per weight and token, at the fp8 ceilings those of fp8 layers and of the output head's products in fp8 (--fp8_lm_head); None where
-    a ceiling was not measured, and with adapters, whose frozen weights need fewer products.
+    6 FLOPs per weight and token, at the fp8 ceilings those of fp8 layers and of the output head's products in fp8 (--fp8_lm_head).
+    None where a ceiling was not measured, and with adapters, whose frozen weights need fewer products.
     """
     if answer.get("num_adapter_parameters"):
         return None
