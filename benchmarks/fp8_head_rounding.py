@@ -17,6 +17,7 @@ exact in all. Two seeds show what noise is.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 import tempfile
@@ -148,6 +149,7 @@ def train(mode: str, seed: int, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Measure both and write the result."""
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()  # --help must not measure anew
     by_format = [gradients_by_format(spread) for spread in SPREADS]
     with tempfile.TemporaryDirectory() as scratch:
         trained = {str(seed): {mode: train(mode, seed, Path(scratch) / f"{mode}-{seed}") for mode in MODES} for seed in SEEDS}
