@@ -30,7 +30,7 @@ from llm_fp8.json_files import write_json_atomic
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import Arm, parse_arm
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
-from llm_fp8.throughput.worker import measure_in_process
+from llm_fp8.throughput.worker import measure_in_process, take_header
 from llm_fp8.throughput.workload import Workload
 from scripts.benchmark import EXIT_TERMINATED, print_round, speeds_overlap, summarise
 
@@ -103,10 +103,9 @@ def measure_all(
         for setting in names:
             variables = {name: variables_of(setting).get(name) for name in sorted(every)}
             answer = measure(work.name, arm.name, work.num_steps, warmup, timeout_s, variables)
-            found_origin = answer.pop("header", {})
-            if found_origin and setting == NONE:
-                found_origin["provenance"]["command"] = sys.argv
-                origin = origin or found_origin
+            header = take_header(answer, sys.argv)
+            if setting == NONE:
+                origin = origin or header
             answers[setting].append(answer)
             print(f"{setting}:", flush=True)
             print_round(work, arm, number, answer)

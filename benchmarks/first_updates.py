@@ -11,7 +11,6 @@ average. So only the run from rounded weights should lag behind fp32.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from llm_fp8.json_files import write_json_atomic
+from llm_fp8.json_files import read_jsonl, write_json_atomic
 from llm_fp8.models import EMBEDDED_MODEL
 from llm_fp8.provenance import collect_provenance
 
@@ -51,7 +50,7 @@ def losses(model: Path, precision: str, folder: Path) -> list[float]:
         f"--learning_rate={LEARNING_RATE}", f"--max_steps={NUM_STEPS}", "--validation_fraction=0", "--no_export", f"--output_dir={folder}",
     ]  # fmt: skip
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = read_jsonl(folder / "metrics.jsonl")
     return [record["loss"] for record in records if "loss" in record]
 
 

@@ -17,8 +17,8 @@ exact in all. Two seeds show what noise is.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ from torch import Tensor
 from llm_fp8 import fp8_head, loss
 from llm_fp8.config import parse_config
 from llm_fp8.fp8_head import E4M3, E5M2, Fp8Head
-from llm_fp8.json_files import write_json_atomic
+from llm_fp8.json_files import read_jsonl, write_json_atomic
 from llm_fp8.parity import relative_difference
 from llm_fp8.precision import Precision
 from llm_fp8.provenance import REPOSITORY, collect_provenance
@@ -141,7 +141,7 @@ def train(mode: str, seed: int, folder: Path) -> dict[str, Any]:
                 ]
             )
         )  # fmt: skip
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = read_jsonl(folder / "metrics.jsonl")
     losses = [record["loss"] for record in records if "loss" in record]
     evaluated = [record["eval_loss"] for record in records if "eval_loss" in record]
     return {"losses": losses, "eval_loss": evaluated[-1]}
@@ -149,6 +149,7 @@ def train(mode: str, seed: int, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Measure both and write the result."""
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()  # --help must not measure anew
     by_format = [gradients_by_format(spread) for spread in SPREADS]
     with tempfile.TemporaryDirectory() as scratch:
         trained = {str(seed): {mode: train(mode, seed, Path(scratch) / f"{mode}-{seed}") for mode in MODES} for seed in SEEDS}

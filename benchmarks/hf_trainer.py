@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from transformers import AutoTokenizer
 
 from llm_fp8.embedded import DATASET_DIR, MODEL_DIR
 from llm_fp8.errors import UserError, run_script
-from llm_fp8.json_files import write_json_atomic, write_jsonl_atomic
+from llm_fp8.json_files import read_json, read_jsonl, write_json_atomic, write_jsonl_atomic
 from llm_fp8.provenance import collect_provenance
 from llm_fp8.throughput.figures import speed
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
@@ -56,8 +55,7 @@ def write_model_structure(work: Workload, folder: Path) -> None:
 def write_full_rows(path: Path, num_rows: int, seq_length: int) -> None:
     """Rows whose solutions alone are longer than `seq_length` tokens, made of the embedded dataset's solutions one after the other."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    lines = (DATASET_DIR / "data" / "train-00000-of-00004.jsonl").read_text().splitlines()
-    problems = itertools.cycle(json.loads(line) for line in lines)
+    problems = itertools.cycle(read_jsonl(DATASET_DIR / "data" / "train-00000-of-00004.jsonl"))
     rows = []
     for number in range(num_rows):
         solution, num_tokens = "", 0
@@ -95,7 +93,7 @@ def read_trainer(folder: Path, work: Workload, warmup: int) -> dict[str, Any]:
 
     Raises ValueError where a step did not compute as many tokens as the workload says.
     """
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    history = read_json(folder / "trainer_state.json")["log_history"]
     steps = [record for record in history if "loss" in record]
     tokens = [later["num_input_tokens_seen"] - one["num_input_tokens_seen"] for one, later in itertools.pairwise(steps)]
     if any(counted != work.tokens_per_step for counted in tokens):
@@ -111,7 +109,7 @@ def read_trainer(folder: Path, work: Workload, warmup: int) -> dict[str, Any]:
 
 def read_ours(folder: Path, work: Workload, warmup: int) -> dict[str, Any]:
     """The same from metrics.jsonl. Raises ValueError where a step did not compute as many real tokens as the workload says."""
-    steps = [record for line in (folder / "metrics.jsonl").read_text().splitlines() if "loss" in (record := json.loads(line))]
+    steps = [record for record in read_jsonl(folder / "metrics.jsonl") if "loss" in record]
     tokens = [round(record["real_tokens_per_s"] * record["step_time_s"]) for record in steps]
     if any(counted != work.tokens_per_step for counted in tokens):
         raise ValueError(f"the steps computed {sorted(set(tokens))} real tokens and not {work.tokens_per_step}")
@@ -131,12 +129,12 @@ def measure(arm: str, command: list[str], work: Workload, folder: Path, warmup: 
     variables = {"PYTORCH_CUDA_ALLOC_CONF": allocator, "CUDA_VISIBLE_DEVICES": one_gpu}
     ended = Started(command, folder.with_suffix(".log"), variables).wait(timeout_s)
     certificate = folder / "certificate.json"
-    found: dict[str, Any] = {"certificate": json.loads(certificate.read_text()) if certificate.exists() else None}
+    found: dict[str, Any] = {"certificate": read_json(certificate) if certificate.exists() else None}
     if ended.code != 0:
         return {**found, "failed": ended.why()}
     try:
         figures = (read_trainer if arm in TRAINER_ARMS else read_ours)(folder, work, warmup)
-    except ValueError as error:
+    except (ValueError, UserError) as error:
         return {**found, "failed": str(error)}
     return {**found, "failed": None, **figures}
 

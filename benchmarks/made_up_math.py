@@ -7,7 +7,6 @@ rule of its own, which makes texts differ and leaves their lengths alone; the ar
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llm_fp8.embedded import DATASET_DIR
+from llm_fp8.json_files import read_jsonl
 
 SPLIT = "train_1M"
 ANSWERS_PER_PROBLEM = 4
@@ -27,7 +27,7 @@ _ROTATIONS = [str.maketrans(_DIGITS, _DIGITS[by:] + _DIGITS[:by]) for by in rang
 def embedded_rows() -> list[dict[str, str]]:
     """The training rows of the embedded dataset, in order."""
     files = sorted((DATASET_DIR / "data").glob("train-*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [row for file in files for row in read_jsonl(file)]
 
 
 def write_split(folder: Path, num_rows: int, seed: int = 0) -> None:

@@ -43,7 +43,7 @@ from llm_fp8.json_files import write_json_atomic
 from llm_fp8.throughput.arms import Arm
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
 from llm_fp8.throughput.table import TableRow, gemm_floor_s, read_table
-from llm_fp8.throughput.worker import STOPPED, measure_in_launch, measure_in_process
+from llm_fp8.throughput.worker import STOPPED, measure_in_launch, measure_in_process, take_header
 from scripts.benchmark import EXIT_TERMINATED, print_round, summarise
 
 TABLE = Path(__file__).with_suffix(".json")
@@ -138,8 +138,7 @@ class Record:
     def add(self, row: TableRow, arm: Arm, answer: Answer) -> None:
         """Keep an answer and write the file. Raises `UserError` where it comes from another kind of GPU than the file's."""
         with self._lock:
-            header = answer.pop("header", {})
-            if header:
+            if header := take_header(answer, sys.argv):
                 self._take_header(header)
             if answer["failed"] is None:
                 answer["run"] = len(self._runs) - 1
@@ -147,7 +146,6 @@ class Record:
             self._write()
 
     def _take_header(self, header: dict[str, Any]) -> None:
-        header["provenance"]["command"] = sys.argv
         here, there = gpu_of(header), gpu_of(self._header) if self._header else gpu_of(header)
         if here != there:
             raise UserError(f"--output {self._path} was measured on {there}, and this is {here}; give another file.")

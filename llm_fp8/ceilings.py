@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llm_fp8.precision import MIN_FP8_CAPABILITY
+from llm_fp8.precision import MIN_FP8_CAPABILITY, PRODUCTS_OF_TRAINED
 from llm_fp8.provenance import REPOSITORY
 
 GEMM_SIZE = 8192
@@ -56,10 +56,24 @@ class Ceilings:
         """Seconds of these FLOPs in bf16."""
         return flops / self.bf16_gemm_tflops / 1e12
 
-    def fp8_gemm_s(self, flops: float) -> float | None:
-        """Seconds of these model FLOPs of fp8 layers, a third of them with fast accumulation (forward) and the rest split; None without fp8."""
+    def fp8_gemm_s(self, flops: float, forward_in_fp8: bool = True) -> float | None:
+        """Seconds of these model FLOPs of fp8 layers, a third of them with fast accumulation (forward) and the rest split; None without fp8.
+
+        Without `forward_in_fp8` the forward third is in bf16.
+        """
         fast, split = self.fp8_gemm_tflops, self.fp8_split_gemm_tflops
-        return None if fast is None or split is None else flops * (1 / fast + 2 / split) / 3 / 1e12
+        if fast is None or split is None:
+            return None
+        return flops * (1 / (fast if forward_in_fp8 else self.bf16_gemm_tflops) + 2 / split) / 3 / 1e12
+
+    def head_gemm_s(self, flops: float, num_fp8_products: int) -> float | None:
+        """Seconds of these model FLOPs of an output head; None where a ceiling that is needed was not measured.
+
+        `num_fp8_products`: of its three those in fp8 (--fp8_lm_head): none, those of the gradients, or all.
+        """
+        if not num_fp8_products:
+            return self.bf16_gemm_s(flops)
+        return self.fp8_gemm_s(flops, forward_in_fp8=num_fp8_products == PRODUCTS_OF_TRAINED)
 
 
 @dataclass(frozen=True)

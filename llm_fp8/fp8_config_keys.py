@@ -39,6 +39,8 @@ class Fp8Key:
     """Where one key becomes several variables: what they are called behind `ACCELERATE_FP8_`."""
     recipe_attribute: str | None = None
     """Where a recipe of Transformer Engine holds it."""
+    te_only: bool = False
+    """With backend AO an error unless it has the launcher's default; a switch that the launcher does not export must be off."""
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -69,6 +71,7 @@ KEYS = (
         True,
         _REFUSED,
         recipe_attribute="fp8_format",
+        te_only=True,
     ),
     Fp8Key(
         "amax_history_len",
@@ -80,6 +83,7 @@ KEYS = (
         True,
         _REFUSED,
         recipe_attribute="amax_history_len",
+        te_only=True,
     ),
     Fp8Key(
         "amax_compute_algo",
@@ -92,8 +96,20 @@ KEYS = (
         True,
         _REFUSED,
         recipe_attribute="amax_compute_algo",
+        te_only=True,
     ),
-    Fp8Key("margin", "0", True, "the recipe's margin", True, "`--fp8_margin`", True, _REFUSED, recipe_attribute="margin"),
+    Fp8Key(
+        "margin",
+        "0",
+        True,
+        "the recipe's margin",
+        True,
+        "`--fp8_margin`",
+        True,
+        _REFUSED,
+        recipe_attribute="margin",
+        te_only=True,
+    ),
     Fp8Key(
         "interval",
         "1",
@@ -114,6 +130,7 @@ KEYS = (
         True,
         "an error unless all three are false",
         parts=("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD"),
+        te_only=True,
     ),
     Fp8Key(
         "use_autocast_during_eval",
@@ -133,7 +150,8 @@ KEYS = (
         True,
         "`--fp8_scenario mxfp8`",
         True,
-        _REFUSED,
+        "an error unless it is false",
+        te_only=True,
     ),
     Fp8Key(
         "opt_level",
@@ -171,10 +189,20 @@ KEYS = (
 _BY_VARIABLE = {variable: key for key in KEYS for variable in key.variables}
 
 
-def key_of(variable: str) -> str:
-    """The key that became `variable`."""
-    key = _BY_VARIABLE.get(variable)
-    return variable.removeprefix(PREFIX).lower() if key is None else key.name
+def launcher_default(variable: str) -> str:
+    """What the launcher exports as `variable`, one that it always exports, where the file does not name its key."""
+    default = _BY_VARIABLE[variable].default
+    assert default is not None, variable
+    return default
+
+
+def te_only_values(environ: Mapping[str, str]) -> dict[str, str]:
+    """Key -> value of those that backend AO cannot honour, because they belong to backend TE alone (`Fp8Key.te_only`)."""
+    return {
+        key.name: environ[variable]
+        for variable, key in _BY_VARIABLE.items()
+        if key.te_only and variable in environ and _plain(environ[variable]) != _plain(key.default or "False")
+    }
 
 
 def chosen_values(environ: Mapping[str, str]) -> dict[str, str]:
@@ -207,7 +235,7 @@ def idle_keys(environ: Mapping[str, str]) -> dict[str, str]:
     for name in chosen_values(environ):
         key = _BY_VARIABLE.get(name)
         if key is None:
-            idle[key_of(name)] = "neither accelerate nor these scripts know it"
+            idle[name.removeprefix(PREFIX).lower()] = "neither accelerate nor these scripts know it"
             continue
         acts, why = (key.acts_in_scripts, key.in_scripts) if backend == "TE" else (key.acts_with_torchao, key.with_torchao)
         if not acts:

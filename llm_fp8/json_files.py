@@ -1,4 +1,4 @@
-"""JSON that survives a crash and that every reader accepts.
+"""JSON that survives a crash and that every reader accepts, and how files of it are read.
 
 A file that is replaced whole (run.json, summary.json) is written beside its place and renamed over it, so that a reader sees
 the old or the new one and never half of one. JSON has no NaN or infinity; they are written as the strings "NaN", "Infinity" and
@@ -46,6 +46,38 @@ def write_json_atomic(path: Path, value: Any) -> None:
 def write_jsonl_atomic(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Write `records` to `path`, a line each; otherwise as `write_json_atomic`."""
     _write_atomic(path, "".join(map(json_line, records)))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}).") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a JSON file. Raises `UserError` for a file that cannot be read or holds something else."""
+    try:
+        value = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); was it damaged?") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold one JSON object, and holds a {type(value).__name__}.")
+    return value
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file. Raises `UserError` with the line that is none."""
+    records = []
+    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}: line {number} is not valid JSON ({error}).") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{path}: line {number} is not a JSON object.")
+        records.append(record)
+    return records
 
 
 def require_writable(flag: str, path: Path) -> None:

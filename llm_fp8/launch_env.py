@@ -17,27 +17,20 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from llm_fp8.config import FP8_GATHER_MODES, SECTIONS, Config
 from llm_fp8.errors import UserError
 from llm_fp8.fp8_config_keys import PREFIX as _FP8
-from llm_fp8.fp8_config_keys import key_of
+from llm_fp8.fp8_config_keys import launcher_default, te_only_values
 from llm_fp8.launch_sharding import is_on, take_sharding_settings, whole_number
 
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
 _DYNAMO = "ACCELERATE_DYNAMO_"
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-_LAUNCHER_FP8_FORMAT = "HYBRID"
-"""What the launcher exports when the file says nothing of it; so too the defaults of delayed scaling below, ours beside them."""
-_DELAYED_DEFAULTS = {"amax_history_len": (1024,), "amax_compute_algo": ("most_recent", "max"), "fp8_margin": (0,)}
-_TE_ONLY = {
-    "FORMAT": _LAUNCHER_FP8_FORMAT,
-    "AMAX_HISTORY_LEN": "1024",
-    "AMAX_COMPUTE_ALGO": "MOST_RECENT",
-    "MARGIN": "0",
-    "USE_MXFP8_BLOCK_SCALING": "FALSE",
-    "OVERRIDE_FPROP": "FALSE",
-    "OVERRIDE_DGRAD": "FALSE",
-    "OVERRIDE_WGRAD": "FALSE",
+_RECIPE_READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    f"{_FP8}FORMAT": ("fp8_format", str.upper),
+    f"{_FP8}AMAX_HISTORY_LEN": ("amax_history_len", lambda value: whole_number(value, "amax_history_len")),
+    f"{_FP8}AMAX_COMPUTE_ALGO": ("amax_compute_algo", str.lower),
+    f"{_FP8}MARGIN": ("fp8_margin", lambda value: whole_number(value, "margin")),
 }
-"""What the launcher exports for Transformer Engine with every backend, as long as the file says nothing else."""
+"""What the launcher exports of a recipe -> our option, and how its value is read."""
 
 Section = TypeVar("Section")
 
@@ -104,10 +97,9 @@ def _can_gather_in_fp8(config: Config, settings: Mapping[str, Any]) -> bool:
 
 def _without_delayed_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     """`settings` without the defaults of delayed scaling, which mean nothing where a flag chose another recipe."""
-    kept = {name: value for name, value in settings.items() if value not in _DELAYED_DEFAULTS.get(name, ())}
-    if kept.get("fp8_format") == _LAUNCHER_FP8_FORMAT:
-        del kept["fp8_format"]
-    return kept
+    defaults = {option: {read(launcher_default(name))} for name, (option, read) in _RECIPE_READERS.items()}
+    defaults["amax_compute_algo"].add("max")  # our own default, which the files of configs/ name
+    return {name: value for name, value in settings.items() if value not in defaults.get(name, ())}
 
 
 def take_launch_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
@@ -117,7 +109,7 @@ def take_launch_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
     """
     dynamo = {name: environ.pop(name) for name in sorted(environ) if name.startswith(_DYNAMO)}
     precision = environ.pop(_PRECISION, "no").lower()
-    fp8 = {key.removeprefix(_FP8): environ.pop(key) for key in sorted(environ) if key.startswith(_FP8)}
+    fp8 = {key: environ.pop(key) for key in sorted(environ) if key.startswith(_FP8)}
     backend = dynamo.get(f"{_DYNAMO}BACKEND", "no")
     if backend.lower() != "no":
         raise UserError(
@@ -128,7 +120,7 @@ def take_launch_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
         return {}
     if precision != "fp8":
         return {"mixed_precision": precision}
-    backend = fp8.get("BACKEND", "TE").upper()
+    backend = fp8.get(f"{_FP8}BACKEND", "TE").upper()
     if backend == "AO":
         return _torchao_settings(fp8)
     if backend != "TE":
@@ -136,21 +128,17 @@ def take_launch_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
             f"accelerate's fp8_config asks for backend {backend}, and these scripts train fp8 with backend TE (Transformer Engine) or AO (torchao); "
             "set one of these."
         )
-    if any(is_on(fp8.get(f"OVERRIDE_{gemm}", "false"), "override_linear_precision") for gemm in ("FPROP", "DGRAD", "WGRAD")):
+    if any(
+        is_on(fp8.get(f"{_FP8}OVERRIDE_{gemm}", "false"), "override_linear_precision") for gemm in ("FPROP", "DGRAD", "WGRAD")
+    ):
         raise UserError(
             "accelerate's fp8_config sets override_linear_precision, which Transformer Engine no longer has; set it to "
             "[false, false, false], or keep layers in bf16 with --fp8_first_bf16_layers and --fp8_last_bf16_layers."
         )
     settings: dict[str, Any] = {"mixed_precision": "fp8"}
-    if is_on(fp8.get("USE_MXFP8_BLOCK_SCALING", "false"), "use_mxfp8_block_scaling"):
+    if is_on(fp8.get(f"{_FP8}USE_MXFP8_BLOCK_SCALING", "false"), "use_mxfp8_block_scaling"):
         settings["fp8_scenario"] = "mxfp8"
-    readers: dict[str, tuple[str, Callable[[str], Any]]] = {
-        "FORMAT": ("fp8_format", str.upper),
-        "AMAX_HISTORY_LEN": ("amax_history_len", lambda value: whole_number(value, "amax_history_len")),
-        "AMAX_COMPUTE_ALGO": ("amax_compute_algo", str.lower),
-        "MARGIN": ("fp8_margin", lambda value: whole_number(value, "margin")),
-    }
-    for key, (name, read) in readers.items():
+    for key, (name, read) in _RECIPE_READERS.items():
         # With MXFP8 the launcher still exports its defaults for delayed scaling, which mean nothing there.
         if key in fp8 and not (settings.get("fp8_scenario") == "mxfp8" and name != "fp8_format"):
             settings[name] = read(fp8[key])
@@ -158,17 +146,15 @@ def take_launch_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
 
 
 def _torchao_settings(fp8: Mapping[str, str]) -> dict[str, Any]:
-    """Accelerate's variables for its backend AO, without their prefix, as fields of our options.
+    """Accelerate's variables for its backend AO as fields of our options.
 
     pad_inner_dim changes nothing here: layers and micro-batches whose sizes would need padding are left out or refused.
     """
-    for name, value in fp8.items():
-        default = _TE_ONLY.get(name)
-        if default is not None and value.upper() != default:
-            raise UserError(
-                f"accelerate's fp8_config sets {key_of(_FP8 + name)} to {value}, which belongs to backend TE and has no effect with backend AO; remove it."
-            )
-    gathers = is_on(fp8.get("ENABLE_FSDP_FLOAT8_ALL_GATHER", "false"), "enable_fsdp_float8_all_gather")
+    for name, value in te_only_values(fp8).items():
+        raise UserError(
+            f"accelerate's fp8_config sets {name} to {value}, which belongs to backend TE and has no effect with backend AO; remove it."
+        )
+    gathers = is_on(fp8.get(f"{_FP8}ENABLE_FSDP_FLOAT8_ALL_GATHER", "false"), "enable_fsdp_float8_all_gather")
     return {"mixed_precision": "fp8", "fp8_backend": "torchao", **({"fp8_all_gather": True} if gathers else {})}
 
 

@@ -108,21 +108,26 @@ def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
     }
 
 
-def _from_repository(script: str) -> str:
-    """`script` as it is called in the repository's root; as it is where it lies elsewhere."""
-    path = Path(script).resolve()
-    return path.relative_to(REPOSITORY).as_posix() if path.is_relative_to(REPOSITORY) else script
+def recorded_command(argv: list[str]) -> list[str]:
+    """`argv`, with the script's name first (`sys.argv`), as it would be called in the repository's root, wherever the clone lies.
+
+    The name of a script outside the repository stays as it is.
+    """
+    if not argv:
+        return []
+    path = Path(argv[0]).resolve()
+    return [path.relative_to(REPOSITORY).as_posix() if path.is_relative_to(REPOSITORY) else argv[0], *argv[1:]]
 
 
 def collect_provenance(argv: list[str]) -> dict[str, Any]:
     """Everything about this process that a reader of the results would ask for, as plain JSON values.
 
-    `argv` is the command line with the script's name first (`sys.argv`); it is recorded from the repository's root, wherever the clone lies.
-    What is absent on this machine is None.
+    `argv` is the command line with the script's name first (`sys.argv`), kept as `recorded_command` has it. What is absent on this machine
+    is None.
     """
     return {
         "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": [*map(_from_repository, argv[:1]), *argv[1:]],
+        "command": recorded_command(argv),
         "git": git_state(REPOSITORY),
         "python": platform.python_version(),
         "packages": {name: package_version(name) for name in PACKAGES},

@@ -123,8 +123,36 @@ class RunParts:
         self, source: ModelSource, hf_config: PretrainedConfig
     ) -> tuple[PreTrainedModel, TrainingModel, bool, Census]:
         """The model, what the loop calls, whether weights were loaded, and the census; the precision seam is attached to it."""
-        options, engine, seed = self.config.model, self.engine, self.config.optim.seed
-        lora = self.config.lora
+        model, loaded = self._decoder_with_adapters(source, hf_config)
+        layers = decoder_layers(model)
+        reasons = self._convert_linears(model, layers)
+        self.attention_implementation: str = "te" if self.config.model.use_te else model.config._attn_implementation
+        self.precision = self._attach_precision(model, layers)
+        products = products_per_weight(model)
+        census = take_census(
+            model,
+            self.precision.fp8_modules,
+            self.plan.compute_name,
+            reasons,
+            products,
+            self.precision.num_fp8_products_per_weight,
+            self.precision.products_of_head(products),
+        )
+        self.say(census.describe())
+        recomputed = self._checkpoint_layers(layers)
+        self.promise = Promise.of_model(self.precision, census, recomputed, products)
+        training_model = TrainingModel(model, self.config.data.max_seq_length, self.plan.compute_dtype, self.precision.fp8_head)
+        self._shard(training_model, layers)
+        if self.engine.shards_parameters:
+            loaded = fill_sharded(model, self.config.model, source, self.device, self.config.optim.seed)
+            initialize_adapters_(model, self.config.optim.seed)
+        if self.plan.backend == "torchao" and not self.plan.emulated:
+            compile_layers(layers, recomputed=bool(recomputed))
+        return model, training_model, loaded, census
+
+    def _decoder_with_adapters(self, source: ModelSource, hf_config: PretrainedConfig) -> tuple[PreTrainedModel, bool]:
+        """The model, and whether weights were loaded into it; one whose parameters the engine shards has no values yet."""
+        options, lora, seed = self.config.model, self.config.lora, self.config.optim.seed
         shared: dict[str, Any] = {
             "parameter_dtype": self.weight_dtype,
             "compute_dtype": self.plan.compute_dtype,
@@ -132,58 +160,51 @@ class RunParts:
             "split_mlp": needs_split_mlp(lora),
         }
         loaded = False
-        if engine.shards_parameters:
+        if self.engine.shards_parameters:
             model = build_structure(options, source, hf_config, **shared)
         else:
             model, loaded = build_model(options, source, hf_config, seed=seed, **shared)
         if lora.lora_rank:
             add_adapters(model, lora, self.parameter_dtype)
-            if not engine.shards_parameters:
+            if not self.engine.shards_parameters:
                 initialize_adapters_(model, seed)
-        reasons: dict[str, str] = {}
-        layers = decoder_layers(model)
+        return model, loaded
+
+    def _convert_linears(self, model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, str]:
+        """Put the backend's linear layers into a Hugging Face decoder, for fp8; name -> reason for each one left alone."""
         if self.plan.backend == "torchao":
             recipe = dataclasses.replace(self.plan.recipe, enable_fsdp_float8_all_gather=self.config.parallel.fp8_all_gather)
-            reasons = convert_with_torchao(model, recipe, layers_kept_wide(self.config.precision, layers))
-        elif self.plan.recipe is not None and not options.use_te:
-            reasons = swap_linears(model)
-        self.attention_implementation: str = "te" if options.use_te else model.config._attn_implementation
+            return convert_with_torchao(model, recipe, layers_kept_wide(self.config.precision, layers))
+        if self.plan.recipe is not None and not self.config.model.use_te:
+            return swap_linears(model)
+        return {}
+
+    def _attach_precision(self, model: PreTrainedModel, layers: nn.ModuleList) -> Precision:
+        """The precision seam, attached to the model."""
         # FSDP hands modules their parameters in the compute dtype.
-        module_dtype = self.plan.compute_dtype if engine.shards_parameters else self.parameter_dtype
-        self.precision = Precision(self.plan, self.config.precision, self.device, module_dtype)
-        self.precision.attach(model, layers)
-        if lora.lora_rank and engine.caches_weight_casts:
-            self.precision.keep_casts_of_frozen_weights()
-        products = products_per_weight(model)
-        precision = self.precision
-        census = take_census(
-            model,
-            precision.fp8_modules,
-            self.plan.compute_name,
-            reasons,
-            products,
-            precision.num_fp8_products_per_weight,
-            precision.products_of_head(products),
+        module_dtype = self.plan.compute_dtype if self.engine.shards_parameters else self.parameter_dtype
+        precision = Precision(self.plan, self.config.precision, self.device, module_dtype)
+        precision.attach(model, layers)
+        if self.config.lora.lora_rank and self.engine.caches_weight_casts:
+            precision.keep_casts_of_frozen_weights()
+        return precision
+
+    def _checkpoint_layers(self, layers: nn.ModuleList) -> Sequence[nn.Module]:
+        """The decoder layers that compute their forward pass again, as --gradient_checkpointing asks for."""
+        options = self.config.model
+        if not options.gradient_checkpointing:
+            return ()
+        uses_te = options.use_te or self.plan.te_recipe is not None
+        return enable_gradient_checkpointing(
+            layers, options.gradient_checkpointing_every, uses_te, reentrant=uses_te and self.engine.reentrant_te_checkpoints
         )
-        self.say(census.describe())
-        recomputed: Sequence[nn.Module] = ()
-        if options.gradient_checkpointing:
-            uses_te = options.use_te or self.plan.te_recipe is not None
-            recomputed = enable_gradient_checkpointing(
-                layers, options.gradient_checkpointing_every, uses_te, reentrant=uses_te and engine.reentrant_te_checkpoints
-            )
-        self.promise = Promise.of_model(self.precision, census, recomputed, products)
-        training_model = TrainingModel(model, self.config.data.max_seq_length, self.plan.compute_dtype, precision.fp8_head)
+
+    def _shard(self, training_model: TrainingModel, layers: nn.ModuleList) -> None:
+        """Spread the parameters over the processes, with --fp8_params in fp8."""
         if self.config.parallel.fp8_params:
-            assert isinstance(engine, FsdpEngine)  # check_mode saw to it
-            engine.keep_in_fp8(self.precision)
-        engine.shard(training_model, layers)
-        if engine.shards_parameters:
-            loaded = fill_sharded(model, options, source, self.device, seed)
-            initialize_adapters_(model, seed)
-        if self.plan.backend == "torchao" and not self.plan.emulated:
-            compile_layers(layers, recomputed=bool(recomputed))
-        return model, training_model, loaded, census
+            assert isinstance(self.engine, FsdpEngine)  # check_mode saw to it
+            self.engine.keep_in_fp8(self.precision)
+        self.engine.shard(training_model, layers)
 
     @property
     def weight_dtype(self) -> torch.dtype:

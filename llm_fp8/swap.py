@@ -96,6 +96,10 @@ class Census:
     """2 times the elements of a weight times its products in fp8 in a micro-batch (3, or fewer where it is frozen), summed over weights."""
     linear_flops_per_token: float = 0.0
     """The same of all linear weights."""
+    num_head_weights: int = 0
+    """Elements of the output head's weight."""
+    num_fp8_head_products: int = 0
+    """Of the head's products in a micro-batch (3, or 2 where it is frozen) those that --fp8_lm_head puts into fp8."""
 
     @property
     def fp8_linear_flop_share(self) -> float:
@@ -110,6 +114,8 @@ class Census:
             "fp8_linear_flop_share": self.fp8_linear_flop_share,
             "num_fp8_weights": self.num_fp8_weights,
             "num_linear_weights": self.num_linear_weights,
+            "num_head_weights": self.num_head_weights,
+            "num_fp8_head_products": self.num_fp8_head_products,
             "converted": self.converted,
             "skipped": self.skipped,
         }
@@ -141,7 +147,7 @@ def take_census(
     in_fp8 = set(fp8_modules)
     converted: Counter[str] = Counter()
     skipped: Counter[tuple[str, str]] = Counter()
-    num_fp8 = num_all = fp8_products = all_products = 0
+    num_fp8 = num_all = num_head = fp8_products = all_products = 0
     for name, module in model.named_modules():
         weights = linear_weights(module)
         if not weights:
@@ -149,6 +155,8 @@ def take_census(
         size = sum(weight.numel() for weight in weights)
         pattern = re.sub(r"\.\d+\.", ".*.", name)
         num_all += size
+        is_head = module in products_of_head or name.rpartition(".")[2] in HEAD_NAMES
+        num_head += size * is_head
         num_products = products.get(module, PRODUCTS_OF_TRAINED)
         all_products += size * num_products
         if module in in_fp8:
@@ -156,7 +164,7 @@ def take_census(
             fp8_products += size * min(num_products, most_in_fp8)
             converted[pattern] += 1
         else:
-            known = "adapter" if is_adapter(name) else "output head" if name.rpartition(".")[2] in HEAD_NAMES else ""
+            known = "adapter" if is_adapter(name) else "output head" if is_head else ""
             why = reasons.get(name) or known
             if module in products_of_head:
                 in_part = products_of_head[module]
@@ -166,6 +174,8 @@ def take_census(
     return Census(
         num_fp8_weights=num_fp8,
         num_linear_weights=num_all,
+        num_head_weights=num_head,
+        num_fp8_head_products=sum(products_of_head.values()),
         fp8_flops_per_token=2.0 * fp8_products,
         linear_flops_per_token=2.0 * all_products,
         converted=dict(converted),

@@ -41,7 +41,7 @@ from llm_fp8.throughput.arms import PRECISIONS, Arm, parse_arms
 from llm_fp8.throughput.figures import describe_gemms, speed
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
 from llm_fp8.throughput.setups import BASELINE, RIVALS
-from llm_fp8.throughput.worker import measure_in_process
+from llm_fp8.throughput.worker import measure_in_process, take_header
 
 if TYPE_CHECKING:
     from llm_fp8.throughput.workload import Workload
@@ -127,10 +127,8 @@ def measure_all(
                 if of_arm and of_arm[-1]["failed"] is not None:
                     continue  # it would fail again
                 answer = measure_in_process(work.name, arm.name, work.num_steps, warmup, arm_timeout_s)
-                found_origin = answer.pop("header", {})
-                if found_origin and not origin:
-                    found_origin["provenance"]["command"] = sys.argv
-                    origin = found_origin
+                header = take_header(answer, sys.argv)
+                origin = origin or header
                 of_arm.append(answer)
                 print_round(work, arm, number, answer)
                 rows = [*before, *(summarise(work, known, answers[known.name]) for known in arms if answers[known.name])]

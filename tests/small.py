@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from llm_fp8.config import parse_config
 from llm_fp8.embedded import DATASET_DIR
+from llm_fp8.json_files import read_jsonl
 from llm_fp8.models import EMBEDDED_MODEL
 from llm_fp8.run import run_training
 
@@ -68,7 +69,7 @@ def train(*options: object) -> int:
 
 def records(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return read_jsonl(Path(folder) / "metrics.jsonl")
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:

@@ -23,10 +23,10 @@ from pathlib import Path
 from llm_fp8.checkpoint import has_checkpoint
 from llm_fp8.compare.arms import ARM_FIELDS, arm_words
 from llm_fp8.compare.comparison import Failure
-from llm_fp8.compare.run_record import read_json, why_unfinished
+from llm_fp8.compare.run_record import why_unfinished
 from llm_fp8.config import Config, parse_config
 from llm_fp8.errors import UserError
-from llm_fp8.json_files import write_json_atomic
+from llm_fp8.json_files import read_json, write_json_atomic
 from llm_fp8.programs import torchrun
 from llm_fp8.provenance import REPOSITORY
 from llm_fp8.signals import GracefulStop

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 import statistics
@@ -15,6 +14,7 @@ from typing import Any
 from llm_fp8.answers import ANSWERS_FOLDER
 from llm_fp8.compare.arms import effective_precision, requested_arm
 from llm_fp8.errors import UserError
+from llm_fp8.json_files import read_json, read_jsonl
 from llm_fp8.medians import measured_steps
 from llm_fp8.metrics import RECORDED_STEP
 
@@ -156,38 +156,6 @@ def split_records(records: list[dict[str, Any]]) -> tuple[list[dict[str, float]]
         if "eval_loss" in evaluation:
             evaluations.append({"step": plain["step"], **evaluation})
     return steps, evaluations
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error}).") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object of a JSON file. Raises `UserError` for a file that cannot be read or holds something else."""
-    try:
-        value = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); was it damaged?") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} must hold one JSON object, and holds a {type(value).__name__}.")
-    return value
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file. Raises `UserError` with the line that is none."""
-    records = []
-    for number, line in enumerate(_read_text(path).splitlines(), start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}: line {number} is not valid JSON ({error}).") from error
-        if not isinstance(record, dict):
-            raise UserError(f"{path}: line {number} is not a JSON object.")
-        records.append(record)
-    return records
 
 
 def why_unfinished(summary: dict[str, Any]) -> str | None:

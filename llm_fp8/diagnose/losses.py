@@ -96,14 +96,7 @@ class StepFacts:
     @property
     def head_gemm_s(self) -> float | None:
         """The output head's model FLOPs at the ceilings; None where one that is needed was not measured."""
-        flops, in_fp8 = self.linear_flops(self.num_head_weights), self.num_fp8_head_products
-        if not in_fp8:
-            return self.bf16_gemm_s(flops)
-        fast, split = self.ceilings.fp8_gemm_tflops, self.ceilings.fp8_split_gemm_tflops
-        if fast is None or split is None:
-            return None
-        logits_s = flops / 3 / fast / 1e12 if in_fp8 == PRODUCTS_OF_TRAINED else self.bf16_gemm_s(flops / 3)
-        return logits_s + 2 / 3 * flops / split / 1e12
+        return self.ceilings.head_gemm_s(self.linear_flops(self.num_head_weights), self.num_fp8_head_products)
 
     @property
     def fp8_flops(self) -> float:

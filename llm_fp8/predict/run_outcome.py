@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from llm_fp8.config import Config
+from llm_fp8.json_files import read_json, read_jsonl
 from llm_fp8.medians import measured_steps, throughput_summary
 from llm_fp8.metrics import DecoderSize
 from llm_fp8.optim import OptimizerKind
@@ -26,10 +26,9 @@ def mean_length(size: DecoderSize, model_flops_per_token: float) -> float:
 def own_steps(metrics_path: Path) -> list[dict[str, Any]]:
     """The optimizer steps of the process that wrote last to a metrics.jsonl: one before it may have had other GPUs or micro-batches."""
     run_record = metrics_path.with_name("run.json")
-    resumes = json.loads(run_record.read_text(encoding="utf-8")).get("resumes") if run_record.exists() else None
+    resumes = read_json(run_record).get("resumes") if run_record.exists() else None
     begun = resumes[-1]["resumed_after_step"] if resumes else 0
-    records = (json.loads(line) for line in metrics_path.read_text(encoding="utf-8").splitlines())
-    return [record for record in records if "step_time_s" in record and record["step"] > begun]
+    return [record for record in read_jsonl(metrics_path) if "step_time_s" in record and record["step"] > begun]
 
 
 def run_prediction(

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_fp8.programs import torchrun
-from llm_fp8.provenance import REPOSITORY
+from llm_fp8.provenance import REPOSITORY, recorded_command
 from llm_fp8.throughput.results import ENDED_IN_SILENCE
 
 STOPPED = "stopped from outside"
@@ -85,6 +85,17 @@ def measure_in_launch(
             return {"failed": failed or ENDED_IN_SILENCE}
         origin = {name: record[name] for name in ("provenance", "peaks")}
         return {"failed": None, "header": origin, **rows[0]}
+
+
+def take_header(answer: dict[str, Any], argv: list[str]) -> dict[str, Any]:
+    """Take the header out of an answer; empty where the measurement ended before it could write one.
+
+    Its command becomes `argv`, the command line (`sys.argv`) of the program that asked for the measurement: the one to repeat.
+    """
+    header: dict[str, Any] = answer.pop("header", {})
+    if header:
+        header["provenance"]["command"] = recorded_command(argv)
+    return header
 
 
 def _environment(variables: Mapping[str, str | None] | None) -> dict[str, str]:

@@ -77,11 +77,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base / "comparison"
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_the_figures_are_those_of_the_runs_own_files(trained):
     said = (trained / "said.txt").read_text()
     assert said.count("finished earlier") == 3 and f"{NAMES[-1]}: started" in said
@@ -91,7 +86,7 @@ def test_the_figures_are_those_of_the_runs_own_files(trained):
     assert bf16["seeds"] == fp32["seeds"] == [1, 2] and comparison["failures"] == []
     medians, finals = {}, {}
     for name in NAMES:
-        lines = records(trained / "runs" / name)
+        lines = small.records(trained / "runs" / name)
         steps = [line for line in lines if "loss" in line]
         assert len(steps) == 8
         medians[name] = statistics.median(step["tokens_per_s"] for step in steps[4:])
@@ -109,7 +104,7 @@ def test_the_same_seed_is_the_same_training_in_every_arm(trained):
     """Same rows, same first weights: the flags would say otherwise."""
     comparison = json.loads((trained / "comparison.json").read_text())
     assert [d for d in comparison["differences"] if d["effect"] != "note"] == []
-    first = {name: records(trained / "runs" / name)[0] for name in NAMES}
+    first = {name: small.records(trained / "runs" / name)[0] for name in NAMES}
     assert first["bf16-seed1"]["loss"] == pytest.approx(first["no-seed1"]["loss"], rel=0.01)
     assert first["bf16-seed1"]["tokens_seen"] == first["no-seed1"]["tokens_seen"] != first["no-seed2"]["tokens_seen"]
 

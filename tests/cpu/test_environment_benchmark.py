@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from benchmarks import environment_variables as bench
 from llm_fp8.environment import RULES
 from llm_fp8.errors import UserError
+from llm_fp8.provenance import recorded_command
 from llm_fp8.throughput.arms import parse_arm
 from llm_fp8.throughput.workload import Workload
 from tests.cpu.test_environment import documented
@@ -65,6 +67,7 @@ def test_each_is_held_against_none(measured):
     assert failed["failed"] == "RuntimeError: no attention" and "speed_ratio" not in failed and "speed_ratio" not in rows["none"]
     assert len(slow["rounds"]) == 2
     assert record["rows"] == list(rows.values()) and record["provenance"]["environment"] == {}, "the origin is that of none"
+    assert record["provenance"]["command"] == recorded_command(sys.argv)
     lines = [bench.line_of(row) for row in rows.values()]
     assert (
         "x 0.500, beyond the spread" in lines[2]

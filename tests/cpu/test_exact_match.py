@@ -22,6 +22,7 @@ from llm_fp8.errors import UserError
 from llm_fp8.evaluate_folder import data_options, evaluate_exact_match_folder
 from llm_fp8.exact_match import answer_problems, wilson_interval
 from llm_fp8.generation import check_positions, copy_for_generation, generate_greedy
+from llm_fp8.json_files import read_jsonl
 from scripts import evaluate
 from tests.processes import exit_code, start_ranks
 from tests.small import records, steps, tiny_config, train, write_model
@@ -177,7 +178,7 @@ EXACT_MATCH = ["--eval_exact_match=5", "--eval_max_new_tokens=100", "--eval_ever
 
 
 def _answers(folder: Path, step: int) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "eval_answers" / f"step-{step}.jsonl").read_text().splitlines()]
+    return read_jsonl(folder / "eval_answers" / f"step-{step}.jsonl")
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks import fp8_head_rounding
 from benchmarks.fp8_head_rounding import batch, emulated_head, excess_slope
 from llm_fp8 import fp8_head
 from llm_fp8.certificate import Promise
@@ -248,6 +249,14 @@ def test_a_second_backward_pass_is_an_error():
 
 
 # --- in a training ----------------------------------------------------------------------------------------------------------
+
+
+def test_help_of_the_bench_measures_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(fp8_head_rounding, "gradients_by_format", lambda spread: pytest.fail("it measures"))
+    monkeypatch.setattr("sys.argv", ["fp8_head_rounding.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        fp8_head_rounding.main()
+    assert ended.value.code == 0 and "What --fp8_lm_head rounds" in capsys.readouterr().out
 
 
 LOSS_BOUND = 0.02

@@ -98,7 +98,7 @@ def test_backend_ao_is_torchao():
     environ = {**AO, "PATH": "/bin"}
     assert take_launch_settings(environ) == {"mixed_precision": "fp8", "fp8_backend": "torchao", "fp8_all_gather": True}
     assert environ == {"PATH": "/bin"}
-    off = {**AO, "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "False"}
+    off = {**AO, "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "False", "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING": "False"}
     assert take_launch_settings(off) == {"mixed_precision": "fp8", "fp8_backend": "torchao"}
 
 

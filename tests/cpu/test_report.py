@@ -25,6 +25,7 @@ from llm_fp8.provenance import REPOSITORY, run_record
 from llm_fp8.report import RunReporter, accelerator_tracking, check_trackers, truncate_metrics
 from llm_fp8.run_labels import LABELS, run_tags
 from llm_fp8.wandb_files import offline_runs
+from tests.small import records
 
 RUN_SECTIONS = {
     "precision": {
@@ -83,20 +84,16 @@ def a_reporter(config: Config, resume_step: int = 0) -> RunReporter:
     return reporter
 
 
-def read_lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_metrics_and_summary_hold_what_was_reported(tmp_path: Path) -> None:
     config = a_config(tmp_path / "run")
     with a_reporter(config) as reporter:
         reporter.steps([a_step(1), a_step(2)])
         reporter.evaluation(an_evaluation(2))
         # A line is on disk as soon as it is reported: a run that is killed loses nothing.
-        assert read_lines(tmp_path / "run") == [a_step(1), a_step(2), an_evaluation(2)]
+        assert records(tmp_path / "run") == [a_step(1), a_step(2), an_evaluation(2)]
         reporter.steps([a_step(3)])
         returned = reporter.finish({"stopped": "end of data"})
-    assert read_lines(tmp_path / "run") == [a_step(1), a_step(2), an_evaluation(2), a_step(3)]
+    assert records(tmp_path / "run") == [a_step(1), a_step(2), an_evaluation(2), a_step(3)]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary == returned
     assert (summary["steps"], summary["total_steps"], summary["stopped"]) == (3, TOTAL_STEPS, "end of data")
@@ -124,9 +121,9 @@ def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path: Path)
         file.write('{"step": 4, "lo')  # killed in the middle of a line
     AcceleratorState._reset_state(reset_partial_state=True)
     with a_reporter(config, resume_step=2) as reporter:
-        assert read_lines(tmp_path) == [a_step(1), a_step(2), an_evaluation(2)]
+        assert records(tmp_path) == [a_step(1), a_step(2), an_evaluation(2)]
         reporter.steps([a_step(3) | {"loss": 9.0}])
-    assert read_lines(tmp_path) == [a_step(1), a_step(2), an_evaluation(2), a_step(3) | {"loss": 9.0}]
+    assert records(tmp_path) == [a_step(1), a_step(2), an_evaluation(2), a_step(3) | {"loss": 9.0}]
 
 
 def test_the_summary_is_made_from_the_steps_of_its_own_process(tmp_path: Path) -> None:
@@ -148,7 +145,7 @@ def test_a_fresh_run_begins_metrics_anew(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 99}\n')
     with a_reporter(a_config(tmp_path)) as reporter:
         reporter.steps([a_step(1)])
-    assert read_lines(tmp_path) == [a_step(1)]
+    assert records(tmp_path) == [a_step(1)]
 
 
 def test_a_metrics_file_that_is_something_else_is_not_cut(tmp_path: Path) -> None:
@@ -194,7 +191,7 @@ def test_wandb_offline_holds_the_same_numbers_and_the_configuration(tmp_path: Pa
     (stored,), _ = offline_runs(folder)
 
     by_step: dict[int, dict[str, Any]] = {}
-    for record in read_lines(folder):
+    for record in records(folder):
         by_step.setdefault(record["step"], {}).update(record)
     numbers = [{key: value for key, value in record.items() if not key.startswith("_")} for record in stored.history]
     assert numbers == list(by_step.values())
@@ -280,7 +277,7 @@ def test_tensorboard_holds_the_same_numbers_also_after_a_resume(tmp_path: Path) 
     (folder,) = {file.parent for file in tmp_path.glob("tensorboard/*/events.out.tfevents.*")}
     events = EventAccumulator(str(folder))
     events.Reload()
-    written = read_lines(tmp_path)
+    written = records(tmp_path)
     for key in {key for record in written for key in record}:
         expected = {record["step"]: record[key] for record in written if key in record}
         found = {event.step: event.value for event in events.Scalars(key)}

@@ -13,16 +13,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from benchmarks import speed_table
 from benchmarks.speed_table import TABLE, Limit, Record, Turns, compare, measure_table, measurer
 from llm_fp8.ceilings import Ceilings
 from llm_fp8.errors import UserError
+from llm_fp8.fp8_head import Fp8Head
+from llm_fp8.precision import PRODUCTS_OF_TRAINED
+from llm_fp8.provenance import recorded_command
 from llm_fp8.ranks import LaunchRanks
+from llm_fp8.swap import take_census
 from llm_fp8.throughput.measure import header, measure
 from llm_fp8.throughput.table import gemm_floor_s, read_table
 from llm_fp8.throughput.worker import STOPPED, measure_in_launch, measure_in_process
 from tests.scripts_as_main import run_as_main
+from tests.small import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -141,6 +148,21 @@ def test_the_floor_of_the_gemms():
     assert gemm_floor_s(answer, 1000, ceilings) == pytest.approx(2 * tflop / 100 + tflop / 3 / 300 + 2 * tflop / 3 / 200)
     assert gemm_floor_s({**answer, "num_adapter_parameters": 5}, 1000, ceilings) is None
     assert gemm_floor_s(answer, 1000, Ceilings(100.0, None, None, 4.0)) is None
+
+
+@pytest.mark.parametrize(("mode", "logits_tflops"), [("gradients", 100.0), ("all", 300.0)])
+def test_the_floor_of_a_head_in_fp8(mode, logits_tflops):
+    """The census of a model in which the head's products alone are in fp8: the logits fast or in bf16, the gradients split."""
+    ceilings = Ceilings(bf16_gemm_tflops=100.0, fp8_gemm_tflops=300.0, fp8_split_gemm_tflops=200.0, copy_tb_s=4.0)
+    model = AutoModelForCausalLM.from_config(tiny_config())
+    head = model.get_output_embeddings()
+    in_head = {head: Fp8Head(head, mode).num_products(of=PRODUCTS_OF_TRAINED)}
+    census = take_census(model, (), "bf16", {}, products_of_head=in_head)
+    rest = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)) - head.weight.numel()
+    tflop = 6 * 1000 / 1e12  # of a weight and 1000 tokens
+    expected = tflop * (rest / 100 + head.weight.numel() / 3 * (1 / logits_tflops + 2 / 200))
+    assert gemm_floor_s({"census": census.to_dict()}, 1000, ceilings) == pytest.approx(expected)
+    assert gemm_floor_s({"census": census.to_dict()}, 1000, Ceilings(100.0, None, None, 4.0)) is None
 
 
 # --- going on ---------------------------------------------------------------------------------------------------------------
@@ -388,7 +410,7 @@ def test_a_launch_of_two_processes(tmp_path, tiny_architecture):
     (answer,) = swapped["rounds"]
     assert swapped["num_gpus"] == 2 and swapped["tokens_per_s_per_gpu"] * 2 == swapped["tokens_per_s"] > 0
     assert swapped["tokens_per_s"] == pytest.approx(answer["tokens_per_s"]) and len(answer["step_times_s"]) == 2
-    assert "--use_te needs an NVIDIA GPU" in fused["failed"] and record["provenance"]["command"] == sys.argv
+    assert "--use_te needs an NVIDIA GPU" in fused["failed"] and record["provenance"]["command"] == recorded_command(sys.argv)
 
 
 def test_a_measurement_is_ended_from_outside(tiny_architecture):
@@ -461,7 +483,7 @@ def test_the_whole_command(tmp_path, tiny_architecture, monkeypatch, capsys):
     assert "left out: x2: it needs 2 GPUs, and 1 is there" in printed and printed.count("tokens/s per GPU") == 2
     record = json.loads(path.read_text())
     assert [row["arm"] for row in record["rows"]] == ["bf16:swap", "hf_bf16"] and record["left_out"][0]["row"] == "x2"
-    assert record["provenance"]["command"] == sys.argv and record["settings"] == {"steps": 3, "warmup": 1}
+    assert record["provenance"]["command"] == recorded_command(sys.argv) and record["settings"] == {"steps": 3, "warmup": 1}
     assert abs(record["comparisons"][0]["ours"]["bf16:swap"]["first_loss_differences"]["hf_bf16"]) < 1e-4
 
 

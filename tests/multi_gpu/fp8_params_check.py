@@ -36,6 +36,7 @@ from torch import Tensor
 
 from llm_fp8 import run as run_module
 from llm_fp8.config import parse_config
+from llm_fp8.json_files import read_jsonl
 from llm_fp8.loop import Trainer
 from llm_fp8.models import decoder_layers
 from llm_fp8.parallel.fp8_params import master_of
@@ -151,7 +152,7 @@ class Trainings:
         run = InspectedRun.last
         assert run is not None
         dist.barrier()
-        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        records = read_jsonl(folder / "metrics.jsonl")
         named = dict(run.trainer.model.named_parameters())
         locals_ = {name: parameter._local_tensor.detach() for name, parameter in named.items() if ".layers." in name}
         layer = decoder_layers(run.trainer.model.model)[0]  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from llm_fp8.json_files import read_jsonl
 from tests.multi_gpu.test_modes import MICRO_BATCHES, NUM_STEPS, PRECISIONS, ROWS, models, train  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.multi_gpu
@@ -36,7 +37,7 @@ def test_accelerate_launch_gives_the_same_run(precision, mode, models, tmp_path,
     ]  # fmt: skip
     result = subprocess.run([*launch, *training], capture_output=True, text=True, timeout=240, env=dict(os.environ))
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    taken = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    taken = read_jsonl(folder / "metrics.jsonl")
     losses = [record["loss"] for record in taken if "loss" in record]
     record_property("loss", losses)
     # Gradients of attention are not bitwise reproducible.

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llm_fp8.json_files import write_json_atomic
+from llm_fp8.json_files import read_jsonl, write_json_atomic
 from llm_fp8.models import EMBEDDED_MODEL
 from tests.families import family_config
 from tests.fp8_head_reference import MODES, NUM_PRODUCTS
@@ -77,7 +77,7 @@ def train(num_gpus: int, folder: Path, model: Path, *options: str) -> tuple[list
     )  # fmt: skip
     codes = [exit_code(process, deadline_s=240) for process in processes]
     assert codes == [0] * num_gpus, log.read_text()[-6000:]
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = read_jsonl(folder / "metrics.jsonl")
     return [r for r in records if "loss" in r], json.loads((folder / "summary.json").read_text()), log.read_text()
 
 
