@@ -111,8 +111,8 @@ def test_wrong_shapes(dswiglu_cast, device):
 
 
 def test_it_is_nearer_to_the_exact_values_than_transformer_engines_two_kernels(dswiglu_cast, device):
-    import transformer_engine_torch as tex
     from transformer_engine.pytorch.constants import DType
+    from transformer_engine.pytorch.module.layernorm_mlp import tex
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     gradient, gate_and_up = inputs((4096, 2048), torch.bfloat16, device)
