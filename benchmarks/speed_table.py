@@ -261,7 +261,7 @@ def measurer(warmup: int, timeout_s: float, stopped: threading.Event) -> Measure
             answer = measure_in_launch(row.work.name, arm.name, row.num_gpus, *settings, stopped)
         else:
             variables = None if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
-            answer = measure_in_process(row.work.name, arm.name, *settings, variables, stopped)
+            answer = measure_in_process(row.work.name, arm.name, *settings, variables, stopped, prepare_next=True)
         return {**answer, "gpu": gpu, "taken_s": time.perf_counter() - started}
 
     return measure

@@ -3,12 +3,16 @@
     answer = measure_in_process("Llama-3.2-1B:8x1024x4", "delayed", num_steps=8, warmup=3, timeout_s=300)
     answer = measure_in_launch("Llama-3.1-8B:8x1024x4", "fsdp_full:delayed", 4, num_steps=8, warmup=3, timeout_s=300)
 
+A measurement's process spends ten seconds and more on imports before it touches the GPU. With `prepare_next` another one does that meanwhile, and
+the next measurement in the same environment has it; it holds no GPU memory, and ends by itself when this process does.
+
 An answer is what `llm_fp8.throughput.measure.measure` returns, its step times under step_times_s (of a launch, the row of
 scripts/benchmark_multi_gpu.py), with its `header` and "failed": None; where it was not measured, "failed" is the reason.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -35,6 +39,10 @@ LOOK_S = 0.5
 END_S = 30
 """How long a program may take to end itself."""
 
+_prepared: dict[str, subprocess.Popen[bytes]] = {}
+"""Processes that wait for a job, by their environment."""
+_lock = threading.Lock()
+
 
 def measure_in_process(
     workload: str,
@@ -44,17 +52,19 @@ def measure_in_process(
     timeout_s: float,
     variables: Mapping[str, str | None] | None = None,
     stopped: threading.Event | None = None,
+    prepare_next: bool = False,
 ) -> dict[str, Any]:
     """Measure `arm` on `workload` (both by name) and return the answer; raises nothing for what goes wrong over there.
 
     `variables`: of the process's environment, in place of this one's; None takes one out. `stopped`: ends the measurement when it is set.
+    `prepare_next`: another measurement in this environment is to follow.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answer.json"
-        command = [sys.executable, "-m", __spec__.name, workload, arm, str(num_steps), str(warmup), str(path)]
-        environment = _environment(variables)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
-        failed = _run(command, environment, timeout_s, stopped)
+        process = _waiting_process(_environment(variables), prepare_next)
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # type: ignore[union-attr]  # of one that has ended the code tells
+            pipe.write(json.dumps([workload, arm, num_steps, warmup, str(path)]).encode())
+        failed = _outcome(process, timeout_s, stopped)
         if not path.exists():
             return {"failed": failed or f"{ENDED_IN_SILENCE} (exit code 0)"}
         answer: dict[str, Any] = json.loads(path.read_text())
@@ -78,7 +88,8 @@ def measure_in_launch(
         words = [str(REPOSITORY / "scripts" / "benchmark_multi_gpu.py"), "--workloads", workload, "--arms", arm]
         words += ["--steps", str(num_steps), "--warmup", str(warmup), "--arm_timeout_s", str(timeout_s), "--output", str(path)]
         # The launch keeps the limit itself, with a row that says so; this one is for a launch that hangs before or after.
-        failed = _run(torchrun(num_gpus, *words), _environment({}), timeout_s + LAUNCH_S, stopped)
+        process = subprocess.Popen(torchrun(num_gpus, *words), env=_environment({}), stdout=sys.stderr, start_new_session=True)
+        failed = _outcome(process, timeout_s + LAUNCH_S, stopped)
         record = json.loads(path.read_text()) if path.exists() else {"rows": []}
         rows = record.pop("rows")
         if not rows:
@@ -110,9 +121,32 @@ def _environment(variables: Mapping[str, str | None] | None) -> dict[str, str]:
     return environment
 
 
-def _run(command: list[str], environment: Mapping[str, str], timeout_s: float, stopped: threading.Event | None) -> str | None:
-    """Run a program to its end; returns why it did not come to a good one, None where it did."""
-    process = subprocess.Popen(command, env=environment, stdout=sys.stderr, start_new_session=True)
+def _waiting_process(environment: dict[str, str], prepare_next: bool) -> subprocess.Popen[bytes]:
+    """A process for a measurement, prepared or new, that waits for its job; `prepare_next` starts the one after it."""
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", __spec__.name]
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=sys.stderr, start_new_session=True)
+
+    key = json.dumps(environment, sort_keys=True)
+    with _lock:
+        process = _prepared.pop(key, None)
+        if process is None or process.poll() is not None:
+            process = start()
+        if prepare_next:
+            _prepared[key] = start()
+    return process
+
+
+@atexit.register
+def _end_prepared() -> None:
+    for process in _prepared.values():
+        process.kill()
+
+
+def _outcome(process: subprocess.Popen[bytes], timeout_s: float, stopped: threading.Event | None) -> str | None:
+    """Wait for a program's end; returns why it did not come to a good one, None where it did."""
     deadline = time.monotonic() + timeout_s
     try:
         while (left := deadline - time.monotonic()) > 0:
@@ -138,7 +172,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _main(workload: str, arm_name: str, num_steps: str, warmup: str, answer_path: str) -> None:
+def _main() -> None:
     import torch
 
     from llm_fp8.errors import UserError
@@ -149,12 +183,16 @@ def _main(workload: str, arm_name: str, num_steps: str, warmup: str, answer_path
     from llm_fp8.throughput.measure import describe_failure, header, measure
     from llm_fp8.throughput.workload import Workload
 
+    job = sys.stdin.read()
+    if not job:
+        return  # there was no measurement any more
+    workload, arm_name, num_steps, warmup, answer_path = json.loads(job)
     quiet_libraries()
-    work, device = Workload.parse(workload, int(num_steps)), own_device()
+    work, device = Workload.parse(workload, num_steps), own_device()
     origin = header([], device)  # before anything can go wrong on the GPU
     found: dict[str, Any] = {}
     try:
-        found = measure(work, parse_arm(arm_name), int(warmup), device)
+        found = measure(work, parse_arm(arm_name), warmup, device)
         failed = None
     except UserError as error:
         failed = str(error)
@@ -167,4 +205,4 @@ def _main(workload: str, arm_name: str, num_steps: str, warmup: str, answer_path
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _main()

@@ -1,11 +1,15 @@
-"""What several files of CPU tests train on."""
+"""What several files of CPU tests train on, and watch."""
 
 from __future__ import annotations
+
+import subprocess
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from llm_fp8.models import EMBEDDED_MODEL
+from llm_fp8.throughput import worker
 from tests.reference import NUM_ROWS
 from tests.small import tiny_config, write_model, write_rows
 
@@ -41,3 +45,17 @@ def tiny_architecture(tmp_path_factory: pytest.TempPathFactory) -> str:
     tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def started_processes(monkeypatch) -> list[subprocess.Popen]:
+    """The processes that measurements are started in, in order, as they come."""
+    started: list[subprocess.Popen] = []
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen:
+        started.append(start_process(*arguments, **options))
+        return started[-1]
+
+    start_process = subprocess.Popen
+    monkeypatch.setattr(worker.subprocess, "Popen", start)
+    return started

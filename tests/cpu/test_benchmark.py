@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -172,7 +173,7 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
     launcher's environment stays outside and that has the variables it is given; the others, for speed, share this one."""
     started = []
 
-    def measured(name: str, arm: str, num_steps: int, warmup: int, timeout_s: float):
+    def measured(name: str, arm: str, num_steps: int, warmup: int, timeout_s: float, prepare_next: bool):
         if arm == "hf_bf16" and not started:
             started.append(arm)
             with monkeypatch.context() as launcher:
@@ -214,16 +215,51 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
     assert "Traceback" not in said
 
 
-def test_a_measurement_that_hangs_or_is_killed_is_ended(workload, monkeypatch):
+def test_a_measurement_that_hangs_or_is_killed_is_ended(workload, started_processes, monkeypatch):
     folder = workload.partition(":")[0]
     started = time.monotonic()
     answer = measure_in_process(f"{folder}:1x16x1000000", "hf_bf16", 2, 1, timeout_s=1)
     assert answer == {"failed": "took longer than 1 s"} and time.monotonic() - started < 5
-    left = subprocess.run(["pgrep", "-f", f"{folder}:1x16x1000000"], capture_output=True, text=True).stdout
-    assert not left
+    (process,) = started_processes
+    assert process.returncode is not None
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     answer = measure_in_process(workload, "hf_bf16", 2, 1, timeout_s=60)
     assert answer["failed"].startswith("a process ended without saying why") and "(exit code 1)" in answer["failed"]
+
+
+def test_the_next_measurement_finds_a_process_that_has_its_imports(workload, started_processes):
+    """In the same environment; one in another has a process of its own."""
+    first = measure_in_process(workload, "hf_bf16", 2, 1, timeout_s=100, prepare_next=True)
+    _, prepared = started_processes
+    other = measure_in_process(workload, "hf_bf16", 2, 1, timeout_s=100, variables={"NVTE_FLASH_ATTN": "0"})
+    assert prepared.poll() is None and len(started_processes) == 3
+    second = measure_in_process(workload, "hf_bf16", 2, 1, timeout_s=100)
+    assert len(started_processes) == 3 and prepared.returncode == 0
+    assert [answer["failed"] for answer in (first, other, second)] == [None] * 3
+    assert first["losses"] == pytest.approx(second["losses"], rel=1e-5)
+
+
+def test_in_place_of_a_prepared_process_that_died_there_is_a_new_one(workload, started_processes):
+    measure_in_process(workload, "bf16", 2, 1, timeout_s=100, prepare_next=True)
+    started_processes[1].kill()
+    started_processes[1].wait()
+    answer = measure_in_process(workload, "bf16", 2, 1, timeout_s=100)
+    assert "--use_te needs an NVIDIA GPU" in answer["failed"] and len(started_processes) == 3
+
+
+def test_a_prepared_process_ends_with_its_parent(workload):
+    program = f"""
+from llm_fp8.throughput import worker
+worker.measure_in_process({workload!r}, "bf16", 2, 1, 100, prepare_next=True)
+print(*(process.pid for process in worker._prepared.values()))
+import os
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{int(done.stdout)}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def test_what_an_error_is_called():

@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import time
 
@@ -345,6 +346,7 @@ def test_sigkill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
 
 
 def interrupt_while_saving(output_dir, connection):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell takes from what it starts in the background
     manager = CheckpointManager(output_dir, limit=2)
     try:
         step = 0
@@ -364,7 +366,7 @@ def test_ctrl_c_during_a_save_is_an_interrupt_and_cleans_up(tmp_path):
     process.start()
     sender.close()
     assert receiver.poll(60) and receiver.recv() == 1
-    os.kill(process.pid, 2)
+    os.kill(process.pid, signal.SIGINT)
     messages = []
     while not messages or messages[-1] != "interrupted":
         assert receiver.poll(60)

@@ -413,7 +413,7 @@ def test_a_launch_of_two_processes(tmp_path, tiny_architecture):
     assert "--use_te needs an NVIDIA GPU" in fused["failed"] and record["provenance"]["command"] == recorded_command(sys.argv)
 
 
-def test_a_measurement_is_ended_from_outside(tiny_architecture):
+def test_a_measurement_is_ended_from_outside(tiny_architecture, started_processes):
     stopped = threading.Event()
     threading.Timer(1.0, stopped.set).start()
     started = time.monotonic()
@@ -422,8 +422,8 @@ def test_a_measurement_is_ended_from_outside(tiny_architecture):
     threading.Timer(8.0, stopped.set).start()  # when its two processes are there
     assert measure_in_launch(f"{tiny_architecture}:1x17x1000000", "ddp:hf_bf16", 2, 2, 1, 300, stopped) == {"failed": STOPPED}
     assert time.monotonic() - started < 60
-    left = subprocess.run(["pgrep", "-f", f"{tiny_architecture}:1x1[67]x1000000"], capture_output=True, text=True).stdout
-    assert not left
+    left = subprocess.run(["pgrep", "-f", f"{tiny_architecture}:1x17x1000000"], capture_output=True, text=True).stdout
+    assert not left and all(process.returncode is not None for process in started_processes)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------------
