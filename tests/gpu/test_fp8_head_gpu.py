@@ -11,10 +11,11 @@ from llm_fp8 import fp8_head
 from llm_fp8.certificate import Promise, certify
 from llm_fp8.fp8_head import E4M3, E5M2
 from llm_fp8.kernels import gemm_kernels, kernel_times, record_kernels
-from llm_fp8.loss import IGNORE_INDEX, linear_cross_entropy_sum
+from llm_fp8.loss import linear_cross_entropy_sum
 from llm_fp8.models import decoder_layers
 from llm_fp8.parity import relative_difference
 from llm_fp8.precision import Precision, resolve_precision
+from llm_fp8.softmax import IGNORE_INDEX
 from llm_fp8.swap import take_census
 from llm_fp8.training_model import TrainingModel
 from tests.batches import S, packed_batch
