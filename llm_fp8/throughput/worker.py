@@ -3,7 +3,7 @@
     answer = measure_in_process("Llama-3.2-1B:8x1024x4", "delayed", num_steps=8, warmup=3, timeout_s=300)
     answer = measure_in_launch("Llama-3.1-8B:8x1024x4", "fsdp_full:delayed", 4, num_steps=8, warmup=3, timeout_s=300)
 
-A measurement's process spends ten seconds and more on imports before it touches the GPU. With `prepare_next` another one does that meanwhile, and
+A measurement's process imports for seconds before it touches the GPU. With `prepare_next` another one does that meanwhile, and
 the next measurement in the same environment has it; it holds no GPU memory, and ends by itself when this process does.
 
 An answer is what `llm_fp8.throughput.measure.measure` returns, its step times under step_times_s (of a launch, the row of
