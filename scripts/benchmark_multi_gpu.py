@@ -57,6 +57,8 @@ from llm_fp8.throughput.results import ENDED_IN_SILENCE, ResultsFile
 from llm_fp8.throughput.workload import Workload, parse_workloads
 
 EXIT_ARM_FAILED = 3
+SAYING_S = 5.0
+"""How long the process that says why an arm failed may take to write it."""
 DEFAULT_ARMS = "ddp:hf_bf16,fsdp_full:hf_bf16,ddp:delayed,fsdp_full:bf16,fsdp_full:delayed,fsdp_full:current,fsdp_grad:delayed"
 
 
@@ -160,6 +162,8 @@ def ending_on_failure(results: ResultsFile, subject: dict[str, Any], timeout_s: 
         if first_to_say(f"{subject['workload']} {subject['arm']} failed"):
             results.add_failure(subject, reason)
             print(f"{subject['workload']} {subject['arm']} failed: {reason}", flush=True)
+        else:
+            time.sleep(SAYING_S)  # an end now would have the launcher end the one that is about to write the row
         end_process()
 
     try:
