@@ -20,43 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llm_fp8.triton_fp8 import CASTS, to_fp8
+
 BLOCK_TOKENS, BLOCK_COLUMNS, NUM_WARPS = 64, 64, 4
 """Of a program. Larger blocks hold too much in registers, narrower ones write less than a cache line's 32 bytes side by side."""
-
-
-@triton.jit
-def _to_fp8(values: tl.tensor, E5M2: tl.constexpr) -> tl.tensor:
-    """fp32 values in fp8, as bytes. NaN stays NaN, what is out of range becomes the range's end.
-
-    By name of the instruction: of Triton's own conversion (3.6, CUDA 13.0) every fourth value was another one behind a transposition.
-    """
-    if E5M2:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }""",
-            "=r,f,f,f,f",
-            [values],
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=4,
-        )
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b16 low, high;
-        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-        mov.b32 $0, {low, high};
-        }""",
-        "=r,f,f,f,f",
-        [values],
-        dtype=tl.uint8,
-        is_pure=True,
-        pack=4,
-    )
 
 
 @triton.jit
@@ -76,7 +43,7 @@ def _dswiglu_cast_kernel(
     amax_pointer: tl.tensor,
     num_tokens: tl.tensor,
     WIDTH: tl.constexpr,
-    E5M2: tl.constexpr,
+    CAST: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
@@ -99,7 +66,7 @@ def _dswiglu_cast_kernel(
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     gate_gradient = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     up_gradient = dy * gate * sigmoid
-    gate_cast, up_cast = _to_fp8(gate_gradient * scale, E5M2), _to_fp8(up_gradient * scale, E5M2)
+    gate_cast, up_cast = to_fp8(gate_gradient * scale, CAST), to_fp8(up_gradient * scale, CAST)
     tl.store(rowwise_pointer + gate_places, gate_cast, mask=inside)
     tl.store(rowwise_pointer + gate_places + WIDTH, up_cast, mask=inside)
     places = columns.to(tl.int64)[:, None] * num_tokens + tokens[None, :]
@@ -151,7 +118,7 @@ def dswiglu_cast(
             amax,
             num_tokens,
             WIDTH=width,
-            E5M2=fp8_dtype == torch.float8_e5m2,
+            CAST=CASTS[fp8_dtype],
             BLOCK_TOKENS=BLOCK_TOKENS,
             BLOCK_COLUMNS=BLOCK_COLUMNS,
             num_warps=NUM_WARPS,
