@@ -126,7 +126,8 @@ def measure_all(
                 of_arm = answers[arm.name]
                 if of_arm and of_arm[-1]["failed"] is not None:
                     continue  # it would fail again
-                answer = measure_in_process(work.name, arm.name, work.num_steps, warmup, arm_timeout_s, prepare_next=True)
+                is_last = work is works[-1] and number == num_rounds - 1 and arm is arms[-1]
+                answer = measure_in_process(work.name, arm.name, work.num_steps, warmup, arm_timeout_s, prepare_next=not is_last)
                 header = take_header(answer, sys.argv)
                 origin = origin or header
                 of_arm.append(answer)

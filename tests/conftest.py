@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -34,6 +35,8 @@ import torch  # noqa: E402
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it starts in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the processes of tests inherit it
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -28,7 +27,6 @@ DEADLINE_S = 60.0
 
 
 def _train(options: list[str], log: str, environment: dict[str, str], first: Callable[[], None] | None) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell takes from what it starts in the background
     os.environ.update(environment)
     if first is not None:
         first()

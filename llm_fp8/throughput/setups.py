@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from llm_fp8.config import Config, DataConfig, LoraConfig, OptimConfig, ParallelConfig, PrecisionConfig, RunConfig
@@ -49,7 +48,7 @@ class OurArm:
         )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Rival:
     """A set-up of others."""
 

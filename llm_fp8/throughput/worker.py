@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -88,7 +89,7 @@ def measure_in_launch(
         words = [str(REPOSITORY / "scripts" / "benchmark_multi_gpu.py"), "--workloads", workload, "--arms", arm]
         words += ["--steps", str(num_steps), "--warmup", str(warmup), "--arm_timeout_s", str(timeout_s), "--output", str(path)]
         # The launch keeps the limit itself, with a row that says so; this one is for a launch that hangs before or after.
-        process = subprocess.Popen(torchrun(num_gpus, *words), env=_environment({}), stdout=sys.stderr, start_new_session=True)
+        process = _start(torchrun(num_gpus, *words), _environment({}))
         failed = _outcome(process, timeout_s + LAUNCH_S, stopped)
         record = json.loads(path.read_text()) if path.exists() else {"rows": []}
         rows = record.pop("rows")
@@ -121,14 +122,15 @@ def _environment(variables: Mapping[str, str | None] | None) -> dict[str, str]:
     return environment
 
 
+def _start(command: list[str], environment: Mapping[str, str], stdin: int | None = None) -> subprocess.Popen[bytes]:
+    """Start a program that `_end` can end with all that it starts; what it prints is no output of this one's."""
+    return subprocess.Popen(command, env=environment, stdin=stdin, stdout=sys.stderr, start_new_session=True)
+
+
 def _waiting_process(environment: dict[str, str], prepare_next: bool) -> subprocess.Popen[bytes]:
     """A process for a measurement, prepared or new, that waits for its job; `prepare_next` starts the one after it."""
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", __spec__.name]
-
-    def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=sys.stderr, start_new_session=True)
-
+    start = functools.partial(_start, [sys.executable, "-m", __spec__.name], environment, stdin=subprocess.PIPE)
     key = json.dumps(environment, sort_keys=True)
     with _lock:
         process = _prepared.pop(key, None)

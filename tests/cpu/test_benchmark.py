@@ -173,9 +173,10 @@ def test_a_header_names_the_command_to_repeat():
 def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, monkeypatch):
     """bf16 needs Transformer Engine and a GPU, and is tried once. The first measurement that succeeds has a process of its own, from which the
     launcher's environment stays outside and that has the variables it is given; the others, for speed, share this one."""
-    started = []
+    started, prepares = [], []
 
     def measured(name: str, arm: str, num_steps: int, warmup: int, timeout_s: float, prepare_next: bool):
+        prepares.append(prepare_next)
         if arm == "hf_bf16" and not started:
             started.append(arm)
             with monkeypatch.context() as launcher:
@@ -197,6 +198,7 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
     rows = benchmark.measure_all([Workload.parse(workload, 3)], arms, 1, 2, 100, path)
     record = json.loads(path.read_text())
     assert started == ["hf_bf16"] and record["rows"] == rows
+    assert prepares == [True, True, False], "behind the last one nothing comes"
     assert record["provenance"]["command"] == recorded_command(sys.argv) and "peaks" in record
     environment = record["provenance"]["environment"]
     assert environment["NVTE_FP8_ALLREDUCE"] == "1" and not {"NVTE_FLASH_ATTN", "ACCELERATE_FP8_BACKEND"} & environment.keys()

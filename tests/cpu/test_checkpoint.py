@@ -346,7 +346,6 @@ def test_sigkill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
 
 
 def interrupt_while_saving(output_dir, connection):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell takes from what it starts in the background
     manager = CheckpointManager(output_dir, limit=2)
     try:
         step = 0

@@ -30,12 +30,6 @@ TRAFFIC_BYTES_PER_ELEMENT = 22
 """Reads: weight, remainder, gradient, m 2 bytes each, v 4. Writes: weight, remainder, m 2 each, v 4."""
 
 
-@pytest.fixture(autouse=True)
-def needs_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
-
-
 def make_parameters(dtype):
     generator = torch.Generator("cuda").manual_seed(0)
     return {

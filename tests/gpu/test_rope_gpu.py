@@ -26,12 +26,6 @@ LARGER = {
 }
 
 
-@pytest.fixture(autouse=True)
-def needs_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
-
-
 @pytest.fixture
 def split_rope():
     from llm_fp8.rope_kernel import split_rope

@@ -26,12 +26,6 @@ KERNEL = "_dswiglu_cast_kernel"
 SCALE = 512.0
 
 
-@pytest.fixture(autouse=True)
-def needs_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
-
-
 @pytest.fixture
 def dswiglu_cast():
     from llm_fp8.swiglu_kernel import dswiglu_cast
