@@ -28,12 +28,6 @@ SHAPES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def needs_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
-
-
 @pytest.fixture
 def softmax_gradient_cast():
     from llm_fp8.softmax_kernel import softmax_gradient_cast
