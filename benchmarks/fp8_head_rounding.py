@@ -31,7 +31,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
 
-from llm_fp8 import fp8_head, loss
+from llm_fp8 import fp8_head, softmax
 from llm_fp8.config import parse_config
 from llm_fp8.fp8_head import E4M3, E5M2, Fp8Head
 from llm_fp8.json_files import read_jsonl, write_json_atomic
@@ -75,8 +75,8 @@ def gradients_by_format(spread: float) -> dict[str, Any]:
     want = {"hidden": exact @ weight.double(), "weight": exact.t() @ hidden.double()}
     logits = hidden @ weight.t()
     bound = torch.tensor(1 / len(labels))
-    _, statistics = loss._torch_losses(logits, labels)
-    loss._torch_to_gradient_(logits, statistics, labels, bound)
+    _, statistics = softmax.torch_losses(logits, labels)
+    softmax.torch_to_gradient_(logits, statistics, labels, bound)
     largest = logits.abs().amax()
     found: dict[str, Any] = {
         "logits_std": spread,

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 import torch
 from accelerate import Accelerator
 
+from llm_fp8.nvml import NoNvml, open_nvml
+
 MIN_INTERVAL_S = 1.0
 """Shortest interval that figures are given for. The counter moves in jumps of about a tenth of a second."""
 
@@ -30,18 +32,11 @@ def open_energy_counter(device: torch.device) -> Callable[[], float]:
 
     Raises `NoEnergyCounter` for a CPU, without NVML, and for a GPU that has no counter.
     """
-    if device.type != "cuda":
-        raise NoEnergyCounter("a CPU has no counter that NVML reads")
     try:
-        import pynvml
-    except ImportError as error:
-        raise NoEnergyCounter("the nvidia-ml-py package is not installed") from error
-    # NVML numbers all GPUs of the host, CUDA those that CUDA_VISIBLE_DEVICES leaves, in an order of its own.
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        pynvml, handle = open_nvml(device)
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except NoNvml as error:
+        raise NoEnergyCounter(str(error)) from error
     except pynvml.NVMLError as error:
         raise NoEnergyCounter(f"NVML: {error}") from error
 

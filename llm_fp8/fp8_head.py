@@ -22,12 +22,14 @@ a missing update. E5M2 rounds each entry by up to an eighth, with errors that do
 Shapes: V and h must be multiples of 16 (`Fp8Head` refuses others); tokens are filled up with rows of zeros, which change nothing.
 
 Memory, beside what bf16 takes: one byte per weight, two for `all`, which needs W in both layouts; kept from the first micro-batch of a step to that of the
-next, so that W is cast once a step. g is cast row-wise (T V bytes), its bf16 form (2 T V) is given back before anything else is allocated, and it is transposed
-between the two products. So at most 3 T V bytes are held, in the moment of the cast. bf16 holds 2 T V and both gradients, which is as much where T is at most
-2 h, and less where T is more. Casting both layouts at once would save reading T V bytes and hold 4 T V for a moment.
+next, so that W is cast once a step. g comes row-wise (T V bytes) straight from the bf16 logits (2 T V), which are given back before anything else is allocated,
+and it is transposed between the two products. So at most 3 T V bytes are held, in the moment of the cast. bf16 holds 2 T V and both gradients, which is as much
+where T is at most 2 h, and less where T is more. Writing both layouts at once would save reading T V bytes and hold 4 T V for a moment.
+
+Bytes moved for g: the kernel of `llm_fp8.softmax_kernel` reads 2 T V and writes T V, and the transposition reads and writes T V. There is no bf16 g.
 
 Transformer Engine computes on a GPU. Elsewhere the same rounding is emulated: torch casts the operands with the same scales and multiplies what the casts
-stand for in fp32 (or fp64).
+stand for in fp32 (or fp64). There g is first rounded to the logits' dtype.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llm_fp8 import softmax
 from llm_fp8.errors import UserError
 
 SIZE_MULTIPLE = 16
@@ -108,23 +111,30 @@ class Fp8Products:
         logits = multiply(self._cast_of(weight), self._hidden, "TN", hidden.dtype)
         return logits[: hidden.shape[0]]
 
+    def grad_logits(self, logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Any:
+        """The gradient with respect to `logits`, as `gradients` takes it; see `llm_fp8.softmax`. `logits` have no memory any more afterwards."""
+        in_fp8 = gradient_in_one_kernel if softmax.use_triton(logits) else gradient_in_two_steps
+        grad = in_fp8(logits, statistics, labels, grad_output)
+        # Autograd does not see that their memory goes; this is what makes a second backward pass an error.
+        torch.autograd.graph.increment_version(logits)
+        logits.untyped_storage().resize_(0)
+        return grad
+
     def gradients(
-        self, grad_logits: Tensor, hidden: Tensor, weight: Tensor, bound: Tensor, needed: tuple[bool, bool]
+        self, grad_logits: Any, hidden: Tensor, weight: Tensor, needed: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
         """`grad_logits @ weight` and `grad_logits.T @ hidden`, [T, h] and [V, h] in their dtype; None for what is not `needed`.
 
-        `grad_logits [T, V]`, whose entries are at most |bound| (0-dim), has no memory any more afterwards.
+        `grad_logits` is what the method of that name returned; it is used up.
         """
         num_tokens, dtype = hidden.shape[0], hidden.dtype
-        grad = cast_to_fp8(_whole_blocks(grad_logits), GRADIENT_FORMAT, columnwise=False, largest=bound.detach().abs())
-        grad_logits.untyped_storage().resize_(0)
         grad_hidden = grad_weight = None
         if needed[0]:
-            grad_hidden = multiply(self._cast_of(weight), grad, "NN", dtype)[:num_tokens]
+            grad_hidden = multiply(self._cast_of(weight), grad_logits, "NN", dtype)[:num_tokens]
         if needed[1]:
-            keep_columnwise_alone(grad)
+            keep_columnwise_alone(grad_logits)
             cast = self._hidden if self._hidden is not None else cast_to_fp8(_whole_blocks(hidden), rowwise=False)
-            grad_weight = multiply(cast, grad, "NT", dtype)
+            grad_weight = multiply(cast, grad_logits, "NT", dtype)
         self._hidden = None
         return grad_hidden, grad_weight
 
@@ -138,16 +148,22 @@ class Fp8Products:
         self._weight = self._hidden = None
 
 
+def _whole_rows(num_tokens: int) -> int:
+    """The next multiple of `SIZE_MULTIPLE` that is not zero."""
+    return max(1, -(-num_tokens // SIZE_MULTIPLE)) * SIZE_MULTIPLE
+
+
 def _whole_blocks(rows: Tensor) -> Tensor:
-    """`rows` with rows of zeros behind them, to a multiple of `SIZE_MULTIPLE` that is not zero."""
-    missing = -rows.shape[0] % SIZE_MULTIPLE or (0 if len(rows) else SIZE_MULTIPLE)
+    """`rows` with rows of zeros behind them, to `_whole_rows`."""
+    missing = _whole_rows(len(rows)) - len(rows)
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-# Casting and multiplying have two implementations with one contract:
+# The gradient with respect to the logits, casting and multiplying have two implementations with one contract:
 #
-#   cast_to_fp8(tensor [n, m])            -> an operand
-#   multiply(A, B, layout, out_dtype)     -> [n, m] in out_dtype
+#   gradient_in_...(logits [T, V], statistics, labels, grad_output)   -> an operand with T rounded up rows, row-wise alone; logits may be overwritten
+#   cast_to_fp8(tensor [n, m])                                        -> an operand
+#   multiply(A, B, layout, out_dtype)                                 -> [n, m] in out_dtype
 
 
 @dataclass(frozen=True)
@@ -160,6 +176,26 @@ class EmulatedOperand:
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """In `dtype`, fp32 or wider."""
         return self.values.to(dtype) * self.scale_inverse.to(dtype)
+
+
+def gradient_in_two_steps(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Any:
+    """Written over the logits in their dtype and cast from there, on any device and in any dtype."""
+    softmax.to_gradient_(logits, statistics, labels, grad_output)
+    return cast_to_fp8(_whole_blocks(logits), GRADIENT_FORMAT, columnwise=False, largest=grad_output.detach().abs())
+
+
+def gradient_in_one_kernel(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Any:
+    """Straight from the logits and rounded once, to fp8; where `softmax.use_triton`."""
+    from transformer_engine.pytorch.constants import DType
+    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+    from llm_fp8.softmax_kernel import softmax_gradient_cast
+
+    scale = _scale(grad_output.detach().abs(), GRADIENT_FORMAT)
+    values = softmax_gradient_cast(logits, statistics, labels, grad_output, scale, _whole_rows(logits.shape[0]), GRADIENT_FORMAT)
+    return Float8TensorStorage(
+        data=values.view(torch.uint8), fp8_scale_inv=scale.reciprocal(), fp8_dtype=DType.kFloat8E5M2, fake_dtype=logits.dtype
+    )
 
 
 def cast_to_fp8(

@@ -26,37 +26,29 @@ Because of that accumulator (2.0 GiB for h = 4,096) chunks save memory only once
 
 Arithmetic: the GEMMs run in `compute_dtype` (bf16 in training). Everything from the logits on, the maximum, the sum of
 exponentials, the loss, the softmax and its gradient, is computed in fp32 (fp64 for fp64 inputs) and only the gradient with
-respect to the logits is rounded back to `compute_dtype`. The row maximum is subtracted first, so that logits of any size
+respect to the logits is rounded, to `compute_dtype` or to fp8. The row maximum is subtracted first, so that logits of any size
 are safe, and NaN stays NaN. With an `llm_fp8.fp8_head.Fp8Head` two of the three GEMMs, or all, run in fp8, and
-for a moment the fp8 form of the gradient stands beside the bf16 buffer; without gradients nothing runs in fp8.
+for a moment the gradient in fp8 stands beside the logits; without gradients nothing runs in fp8.
 
-On a GPU with Transformer Engine that elementwise part runs as its two Triton kernels (transformer_engine.pytorch.triton.
-cross_entropy): two reads and one write of the logits. Elsewhere it is torch, in blocks of rows.
+The elementwise part is `llm_fp8.softmax`; who computes the GEMMs also says in which form they take the gradient with respect to the logits.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from llm_fp8 import softmax
 from llm_fp8.fp8_head import Fp8Head, Fp8Products
-
-IGNORE_INDEX = -100
-"""Label of a position that takes no part in the loss."""
 
 LOGITS_BUDGET_GIB = 4.0
 """Largest logits buffer that the default chunk size allows: 16,384 tokens of a 128k vocabulary in bf16 are 3.9 GiB."""
 
 _CHUNK_MULTIPLE = 128
 """Default chunks are a multiple of this many tokens: T is the inner dimension of grad_W's GEMM."""
-
-_ROWS_PER_BLOCK = 1024
-"""Rows whose fp32 copy the torch implementation makes at a time (0.5 GiB for V = 128,256)."""
 
 
 def default_chunk_tokens(num_tokens: int, vocab_size: int, dtype: torch.dtype) -> int:
@@ -129,9 +121,9 @@ def _loss_only(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int
     """The sum without gradients, for evaluation."""
     with torch.no_grad():
         weight = weight.to(compute_dtype)
-        loss = torch.zeros((), dtype=_accurate(compute_dtype), device=hidden.device)
+        loss = torch.zeros((), dtype=softmax.accurate(compute_dtype), device=hidden.device)
         for rows, row_labels in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
-            losses, _ = _losses(rows.to(compute_dtype) @ weight.t(), row_labels)
+            losses, _ = softmax.losses(rows.to(compute_dtype) @ weight.t(), row_labels)
             loss += losses.sum()
     return loss
 
@@ -142,8 +134,12 @@ class _WideProducts:
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return hidden @ weight.t()
 
+    def grad_logits(self, logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Tensor:
+        softmax.to_gradient_(logits, statistics, labels, grad_output)
+        return logits
+
     def gradients(
-        self, grad_logits: Tensor, hidden: Tensor, weight: Tensor, bound: Tensor, needed: tuple[bool, bool]
+        self, grad_logits: Tensor, hidden: Tensor, weight: Tensor, needed: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
         return grad_logits @ weight if needed[0] else None, grad_logits.t() @ hidden if needed[1] else None
 
@@ -168,7 +164,7 @@ class _OneChunk(torch.autograd.Function):
         ctx.dtypes, ctx.products = (hidden.dtype, weight.dtype), products
         hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
         logits = products.logits(hidden, weight)
-        losses, statistics = _losses(logits, labels)
+        losses, statistics = softmax.losses(logits, labels)
         ctx.save_for_backward(hidden, weight, labels, logits, statistics)
         return losses.sum()
 
@@ -178,8 +174,9 @@ class _OneChunk(torch.autograd.Function):
         hidden, weight, labels, logits, statistics = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
         with torch.autocast(hidden.device.type, enabled=False):
-            _to_gradient_(logits, statistics, labels, grad_output)
-            grad_hidden, grad_weight = ctx.products.gradients(logits, hidden, weight, grad_output, ctx.needs_input_grad[:2])
+            grad_logits = ctx.products.grad_logits(logits, statistics, labels, grad_output)
+            grad_hidden, grad_weight = ctx.products.gradients(grad_logits, hidden, weight, ctx.needs_input_grad[:2])
+            del grad_logits  # gone before a gradient is copied to another dtype
             ctx.products.end()
             grad_hidden = grad_hidden.to(hidden_dtype) if grad_hidden is not None else None
             grad_weight = grad_weight.to(weight_dtype) if grad_weight is not None else None
@@ -195,7 +192,7 @@ class _ManyChunks(torch.autograd.Function):
     ) -> Tensor:
         ctx.weight_dtype = weight.dtype
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        accurate = _accurate(dtype)
+        accurate = softmax.accurate(dtype)
         compute_weight = weight.to(dtype)
         one = torch.ones((), dtype=accurate, device=hidden.device)
         loss = torch.zeros((), dtype=accurate, device=hidden.device)
@@ -205,15 +202,15 @@ class _ManyChunks(torch.autograd.Function):
             chunk = slice(start, start + chunk_tokens)
             rows = hidden[chunk].to(dtype)
             logits = products.logits(rows, compute_weight)
-            losses, statistics = _losses(logits, labels[chunk])
+            losses, statistics = softmax.losses(logits, labels[chunk])
             loss += losses.sum()
-            _to_gradient_(logits, statistics, labels[chunk], one)
-            chunk_hidden, chunk_weight = products.gradients(logits, rows, compute_weight, one, (needs_hidden, needs_weight))
+            grad_logits = products.grad_logits(logits, statistics, labels[chunk], one)
+            chunk_hidden, chunk_weight = products.gradients(grad_logits, rows, compute_weight, (needs_hidden, needs_weight))
             if grad_hidden is not None and chunk_hidden is not None:
                 grad_hidden[chunk] = chunk_hidden
             if grad_weight is not None and chunk_weight is not None:
                 grad_weight += chunk_weight
-            del chunk_hidden, chunk_weight  # gone before the next chunk's logits come
+            del logits, grad_logits, chunk_hidden, chunk_weight  # gone before the next chunk's logits come
         products.end()
         ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
@@ -228,94 +225,3 @@ class _ManyChunks(torch.autograd.Function):
             # One sweep: reads the accumulator, writes the product already rounded to the weight's dtype.
             grad_weight = torch.mul(grad_weight, grad_output, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
         return grad_hidden, grad_weight, None, None, None, None
-
-
-def _accurate(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which softmax, loss and sums are computed: fp32, or fp64 for fp64."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-# The elementwise part has two implementations with one contract:
-#
-#   _losses(logits [T, V], labels [T]) -> losses [T], statistics [T, 2]     logits are left alone
-#       statistics are the row maximum m and d = sum of exp(logit - m); losses are log(d) - (logit[label] - m), or 0 for -100
-#   _to_gradient_(logits, statistics, labels, grad_output [])               logits are overwritten
-#       by grad_output * (softmax - one_hot(label)), or 0 in ignored rows
-
-
-@functools.cache
-def _transformer_engine_installed() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
-
-
-def _use_triton(logits: Tensor) -> bool:
-    """Transformer Engine's kernels take contiguous bf16 or fp32 logits on a GPU; all else goes to torch."""
-    on_gpu = logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float32) and logits.numel() > 0
-    return on_gpu and _transformer_engine_installed()
-
-
-def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    return _triton_losses(logits, labels) if _use_triton(logits) else _torch_losses(logits, labels)
-
-
-def _to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> None:
-    implementation = _triton_to_gradient_ if _use_triton(logits) else _torch_to_gradient_
-    implementation(logits, statistics, labels, grad_output)
-
-
-def _torch_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    losses, statistics = [], []
-    for rows, row_labels in zip(logits.split(_ROWS_PER_BLOCK), labels.split(_ROWS_PER_BLOCK), strict=True):
-        ignored = row_labels == IGNORE_INDEX
-        x = rows.to(_accurate(logits.dtype))
-        maximum = x.amax(dim=-1, keepdim=True)
-        exp_sum = (x - maximum).exp_().sum(dim=-1, keepdim=True)
-        label_logit = x.gather(-1, row_labels.masked_fill(ignored, 0)[:, None])
-        losses.append((exp_sum.log() - (label_logit - maximum)).squeeze(-1).masked_fill_(ignored, 0.0))
-        statistics.append(torch.cat([maximum, exp_sum], dim=-1))
-    return torch.cat(losses), torch.cat(statistics)
-
-
-def _torch_to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> None:
-    blocks = (tensor.split(_ROWS_PER_BLOCK) for tensor in (logits, statistics, labels))
-    for rows, row_statistics, row_labels in zip(*blocks, strict=True):
-        ignored = (row_labels == IGNORE_INDEX)[:, None]
-        maximum, exp_sum = row_statistics.unbind(dim=-1)
-        gradient = (rows.to(statistics.dtype) - maximum[:, None]).exp_().div_(exp_sum[:, None])
-        label_column = row_labels[:, None].masked_fill(ignored, 0)
-        gradient.scatter_add_(-1, label_column, torch.full_like(label_column, -1, dtype=gradient.dtype))
-        rows.copy_(gradient.mul_(grad_output).masked_fill_(ignored, 0.0))
-
-
-def _triton_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_forward
-
-    losses, _, statistics, *_ = cross_entropy_forward(
-        logits.unsqueeze(0),
-        labels.unsqueeze(0),
-        label_smoothing=0.0,
-        reduce_loss=False,
-        dist_process_group=None,
-        ignore_idx=IGNORE_INDEX,
-        overwrite_input=True,  # the forward kernel then makes no copy; it writes nothing into the logits
-    )
-    return losses.squeeze(0), statistics
-
-
-def _triton_to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> None:
-    from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_backward
-
-    cross_entropy_backward(
-        logits.unsqueeze(0),
-        statistics,
-        labels.contiguous(),
-        n_non_ignore=None,
-        grad_output=grad_output.expand(logits.shape[0]),  # the kernel reads one value per row
-        label_smoothing=0.0,
-        reduce_loss=False,
-        rank=0,
-        world_size=1,
-        ignore_idx=IGNORE_INDEX,
-    )
-    # Autograd does not see what a Triton kernel writes; this is what makes a second backward pass an error.
-    torch.autograd.graph.increment_version(logits)

@@ -10,6 +10,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from llm_fp8.metrics import GIB, device_peak_tflops
+from llm_fp8.nvml import GpuStateSampler
 from llm_fp8.parallel.profile import profiled
 from llm_fp8.precision import forget_delayed_scales
 from llm_fp8.provenance import collect_provenance
@@ -28,6 +29,7 @@ def measure(work: Workload, arm: Arm, warmup: int, device: torch.device) -> dict
     Returns:
         step_times_s_by_rank: those of each process, without the first `warmup` steps. losses: of all steps, in nats per token.
         peak_memory_gib, peak_reserved_memory_gib, memory_before_gib (still held by others).
+        gpu_state: clocks and power in the timed steps (`GpuStateSampler.figures`), on this process's GPU; None without NVML.
         gemm_kernels: of the recorded step on this process, by operand type: how many, how long (seconds), and their share of all GEMMs' time.
         recorded_step: what else the recorded step shows, and its figures under the keys of `llm_fp8.metrics.METRICS`.
         build_s, wall_time_s, and the arm's own facts.
@@ -42,7 +44,8 @@ def measure(work: Workload, arm: Arm, warmup: int, device: torch.device) -> dict
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    training.take(work.num_steps)
+    with GpuStateSampler(device) as sampler:
+        training.take(work.num_steps)
     times, losses = training.recorder.step_times_s[warmup:], list(training.recorder.losses)
     memory = _memory_gib(device)
     figures = torch.tensor([[*times, memory["peak"], memory["reserved"], memory_before]], dtype=torch.float64, device=device)
@@ -51,6 +54,7 @@ def measure(work: Workload, arm: Arm, warmup: int, device: torch.device) -> dict
     if device.type == "cuda":
         peaks = by_rank[:, -3:].amax(dim=0).tolist()
         found.update(zip(("peak_memory_gib", "peak_reserved_memory_gib", "memory_before_gib"), peaks, strict=True))
+        found["gpu_state"] = sampler.figures(sum(times))
         found.update(_recorded_step(training))
     training.accelerator.free_memory()
     return {**found, "build_s": built - started, "wall_time_s": time.perf_counter() - started}

@@ -12,17 +12,18 @@ import torch.nn.functional as F
 
 from benchmarks import fp8_head_rounding
 from benchmarks.fp8_head_rounding import batch, emulated_head, excess_slope
-from llm_fp8 import fp8_head
+from llm_fp8 import fp8_head, softmax
 from llm_fp8.certificate import Promise
 from llm_fp8.config import LoraConfig, PrecisionConfig, check_config, parse_config
 from llm_fp8.errors import UserError
 from llm_fp8.fp8_head import E4M3, E5M2, Fp8Head, cast_to_fp8
 from llm_fp8.lora import add_adapters, products_per_weight
-from llm_fp8.loss import IGNORE_INDEX, linear_cross_entropy_sum
+from llm_fp8.loss import linear_cross_entropy_sum
 from llm_fp8.parallel.choice import check_mode
 from llm_fp8.parity import relative_difference
 from llm_fp8.precision import Precision, PrecisionPlan, resolve_precision
 from llm_fp8.ranks import LaunchRanks
+from llm_fp8.softmax import IGNORE_INDEX
 from llm_fp8.swap import take_census
 from llm_fp8.throughput.arms import parse_arm
 from tests.fp8_head_reference import GRADIENT_ERROR, MODES, exact, head_of, run
@@ -233,14 +234,23 @@ def test_a_new_step_sees_the_new_weight(mode):
     assert all(map(torch.equal, run(hidden, weight, labels, head), want))
 
 
-def test_the_wide_gradient_of_the_logits_is_given_back():
-    hidden, weight, _ = (value.detach() for value in inputs())
-    grad_logits = torch.full((TOKENS, VOCABULARY), 1e-4, dtype=torch.bfloat16)
-    head_of(weight, "gradients").start_pass().gradients(grad_logits, hidden, weight, torch.tensor(1.0), (True, True))
-    assert grad_logits.untyped_storage().nbytes() == 0
+@pytest.mark.parametrize("tokens", [TOKENS, 107])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_logits_are_given_back_before_their_gradient_is_multiplied(mode, tokens):
+    hidden, weight, labels = (value.detach() for value in inputs(tokens))
+    products = head_of(weight, mode).start_pass()
+    logits = products.logits(hidden, weight)
+    statistics = softmax.losses(logits, labels)[1]
+    products.grad_logits(logits, statistics, labels, torch.tensor(1.0))
+    assert logits.untyped_storage().nbytes() == 0
 
 
-def test_a_second_backward_pass_is_an_error():
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_a_second_backward_pass_is_an_error(overwrites, monkeypatch):
+    """Also where nothing writes into the logits, as the kernel for GPUs does not."""
+    if not overwrites:
+        in_two_steps = fp8_head.gradient_in_two_steps
+        monkeypatch.setattr(fp8_head, "gradient_in_two_steps", lambda logits, *rest: in_two_steps(logits.clone(), *rest))
     hidden, weight, labels = inputs()
     loss = linear_cross_entropy_sum(hidden, weight, labels, fp8_head=head_of(weight, "all"))
     loss.backward(retain_graph=True)

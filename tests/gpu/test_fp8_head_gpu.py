@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 import te_llama
 from benchmarks.fp8_head_rounding import excess_slope
-from llm_fp8 import fp8_head
+from llm_fp8 import fp8_head, softmax
 from llm_fp8.certificate import Promise, certify
-from llm_fp8.fp8_head import E4M3, E5M2
+from llm_fp8.fp8_head import E4M3, E5M2, EmulatedOperand
 from llm_fp8.kernels import gemm_kernels, kernel_times, record_kernels
-from llm_fp8.loss import IGNORE_INDEX, linear_cross_entropy_sum
+from llm_fp8.loss import linear_cross_entropy_sum
 from llm_fp8.models import decoder_layers
 from llm_fp8.parity import relative_difference
 from llm_fp8.precision import Precision, resolve_precision
+from llm_fp8.softmax import IGNORE_INDEX
 from llm_fp8.swap import take_census
 from llm_fp8.training_model import TrainingModel
 from tests.batches import S, packed_batch
 from tests.families import family_config
 from tests.fp8_head_reference import GRADIENT_ERROR, MODES, NUM_PRODUCTS, exact, head_of, run
 from tests.gpu.test_precision_gpu import fp8, step
+from tests.gpu.test_softmax_gpu import KERNEL
 
 pytestmark = pytest.mark.gpu
 
@@ -112,6 +117,65 @@ def test_the_kernels_of_a_pass(mode, chunk_tokens, record_property):
     assert kinds.get("bf16", 0) >= num_chunks * (3 - in_fp8) and (in_fp8 < 3 or "bf16" not in kinds)
 
 
+def gradient_operands(tokens: int) -> tuple[Any, EmulatedOperand]:
+    """The gradient with respect to logits as the GEMMs take it, and emulated."""
+    hidden, weight, labels = (value.detach() for value in inputs(tokens))
+    logits = hidden @ weight.t()
+    statistics = softmax.losses(logits, labels)[1]
+    grad_output = torch.tensor(1 / tokens, device="cuda")
+    operand = fp8_head.gradient_in_one_kernel(logits, statistics, labels, grad_output)
+    softmax.torch_to_gradient_(logits, statistics, labels, grad_output)
+    padded = F.pad(logits, (0, 0, 0, -tokens % 16))
+    return operand, fp8_head.emulated_cast(padded, E5M2, grad_output)
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 1000, 37])
+def test_the_gradient_of_the_logits_is_that_of_the_emulation_in_both_layouts(tokens):
+    operand, emulated = gradient_operands(tokens)
+    rowwise, want = operand.dequantize(dtype=torch.float32), emulated.dequantized(torch.float32)
+    assert rowwise.shape == want.shape
+    # The emulation rounds to bf16 first: where that decides, the two are neighbours.
+    apart = (rowwise - want).abs()
+    assert bool((apart <= 0.25 * torch.maximum(rowwise.abs(), want.abs()) + 2.0**-16 * emulated.scale_inverse).all())
+    assert (apart > 1e-6 * want.abs()).float().mean().item() < 0.02
+    fp8_head.keep_columnwise_alone(operand)
+    assert torch.equal(operand.dequantize(dtype=torch.float32), rowwise)
+
+
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+@pytest.mark.parametrize("mode", MODES)
+def test_one_kernel_in_place_of_two_steps_runs_less_and_errs_no_more(mode, chunk_tokens, monkeypatch, record_property):
+    values = inputs(1000)
+    want = exact(*values, torch.float32)[1:]
+
+    def pass_of() -> tuple[dict[str, int], list[float]]:
+        found = run(*values, head_of(values[1], mode), chunk_tokens=chunk_tokens)[1:]
+        errors = [relative_difference(a, b.double()) for a, b in zip(found, want, strict=True)]
+        with record_kernels() as recorded:
+            run(*values, head_of(values[1], mode), chunk_tokens=chunk_tokens)
+        return {name: count for name, (count, _) in kernel_times(recorded).items()}, errors
+
+    kernels, errors = pass_of()
+    monkeypatch.setattr(fp8_head, "gradient_in_one_kernel", fp8_head.gradient_in_two_steps)
+    kernels_before, errors_before = pass_of()
+    record_property("errors", {"one_kernel": errors, "two_steps": errors_before})
+    num_chunks = 1 if chunk_tokens is None else -(-1000 // chunk_tokens)
+    assert kernels.get(KERNEL) == num_chunks and KERNEL not in kernels_before
+    backward = "cross_entropy_backward_kernel"
+    assert backward not in kernels and kernels_before.get(backward) == num_chunks
+    assert sum(kernels.values()) < sum(kernels_before.values())
+    assert all(error <= 1.05 * before for error, before in zip(errors, errors_before, strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_second_backward_pass_is_an_error(mode):
+    hidden, weight, labels = inputs()
+    loss = linear_cross_entropy_sum(hidden, weight, labels, fp8_head=head_of(weight, mode))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_has_the_exact_loss_and_no_fp8(mode):
     hidden, weight, labels = inputs()
@@ -140,9 +204,10 @@ def test_bytes_that_are_kept_between_micro_batches(mode, bytes_per_weight):
     assert abs(torch.cuda.memory_allocated() - before) < 2**20
 
 
+@pytest.mark.parametrize("tokens", [8 * TOKENS, 8 * TOKENS - 5])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_peak_is_as_without_it_or_that_of_logits_beside_their_cast(mode, record_property):
-    """With more than 2 h tokens, as here, it is the latter: 3 bytes per logit. The cast weight comes on top."""
+def test_the_peak_is_as_without_it_or_that_of_logits_beside_their_gradient(mode, tokens, record_property):
+    """With more than 2 h tokens, as here, it is the latter: 3 bytes per logit, with any number of tokens. The cast weight comes on top."""
 
     def peak_bytes(head) -> int:
         values[0].grad = values[1].grad = None
@@ -151,7 +216,7 @@ def test_the_peak_is_as_without_it_or_that_of_logits_beside_their_cast(mode, rec
         run(*values, head)
         return torch.cuda.max_memory_allocated() - before
 
-    values = inputs(tokens=8 * TOKENS)  # logits of 0.5 GiB, a weight of 31 MiB
+    values = inputs(tokens)  # logits of 0.5 GiB, a weight of 31 MiB
     for head in (None, head_of(values[1], mode)):
         run(*values, head)  # workspaces and compiled kernels
     weight_and_hidden = 2 * values[1].numel() + 4 * values[0].numel()

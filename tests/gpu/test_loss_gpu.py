@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llm_fp8 import loss as loss_module
-from llm_fp8.loss import IGNORE_INDEX, linear_cross_entropy_sum
+from llm_fp8 import softmax
+from llm_fp8.loss import linear_cross_entropy_sum
+from llm_fp8.softmax import IGNORE_INDEX
 
 pytestmark = pytest.mark.gpu
 
@@ -30,17 +31,17 @@ def test_kernels_match_fp32_reference(dtype):
     generator = torch.Generator("cuda").manual_seed(0)
     logits = (4 * torch.randn(TOKENS, VOCAB, generator=generator, device="cuda")).to(dtype)
     labels = make_labels()
-    assert loss_module._use_triton(logits)
+    assert softmax.use_triton(logits)
     reference_logits = logits.float().requires_grad_()
     want = F.cross_entropy(reference_logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
     factor = torch.tensor(0.25, device="cuda")
     (want.sum() * factor).backward()
 
     original = logits.clone()
-    losses, statistics = loss_module._losses(logits, labels)
+    losses, statistics = softmax.losses(logits, labels)
     assert torch.equal(logits, original), "the forward kernel must leave the logits alone"
     torch.testing.assert_close(losses, want.detach(), rtol=1e-5, atol=1e-5)
-    loss_module._to_gradient_(logits, statistics, labels, factor)
+    softmax.to_gradient_(logits, statistics, labels, factor)
     gradient = logits.float()
     # One rounding to the logits' dtype is all that may differ.
     unit_roundoff = torch.finfo(dtype).eps / 2
@@ -54,12 +55,12 @@ def test_both_implementations_agree():
     labels = make_labels()
     factor = torch.tensor(3.0, device="cuda")
     torch_logits = logits.clone()
-    torch_losses, torch_statistics = loss_module._torch_losses(torch_logits, labels)
-    losses, statistics = loss_module._triton_losses(logits, labels)
+    torch_losses, torch_statistics = softmax.torch_losses(torch_logits, labels)
+    losses, statistics = softmax.triton_losses(logits, labels)
     torch.testing.assert_close(losses, torch_losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(statistics, torch_statistics, rtol=1e-5, atol=1e-5)
-    loss_module._torch_to_gradient_(torch_logits, torch_statistics, labels, factor)
-    loss_module._triton_to_gradient_(logits, statistics, labels, factor)
+    softmax.torch_to_gradient_(torch_logits, torch_statistics, labels, factor)
+    softmax.triton_to_gradient_(logits, statistics, labels, factor)
     torch.testing.assert_close(logits, torch_logits)
 
 
