@@ -102,8 +102,6 @@ def test_wrong_shapes(dswiglu_cast, device):
         dswiglu_cast(
             torch.ones(16, 32, device=device)[:, ::2], torch.ones(16, 32, device=device), *scalars(device), torch.float8_e5m2
         )
-    with pytest.raises(ValueError, match="18 tokens are no multiple of 4"):
-        dswiglu_cast(torch.ones(18, 16, device=device), torch.ones(18, 32, device=device), *scalars(device), torch.float8_e5m2)
 
 
 def test_it_is_nearer_to_the_exact_values_than_transformer_engines_two_kernels(dswiglu_cast, device):
