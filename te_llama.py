@@ -79,6 +79,8 @@ class DecoderSpec:
     """Per layer: number of most recent positions attended to, itself included; None for all."""
     split_mlp: bool = False
     """fc1 and fc2 are modules of their own, so that what lies between them can be reached; slower than LayerNormMLP."""
+    flash_attention: bool = False
+    """Attention over packed documents is flash-attn 4's (`llm_fp8.flash_attention`) and not Transformer Engine's choice."""
 
     @property
     def q_size(self) -> int:
@@ -91,7 +93,7 @@ class DecoderSpec:
         return self.num_kv_heads * self.head_dim
 
 
-def decoder_spec(config: PretrainedConfig, split_mlp: bool = False) -> DecoderSpec:
+def decoder_spec(config: PretrainedConfig, split_mlp: bool = False, flash_attention: bool = False) -> DecoderSpec:
     """Read a `DecoderSpec` from a Hugging Face config; raises `UnsupportedArchitecture` on what TE cannot express."""
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise UnsupportedArchitecture(
@@ -123,6 +125,7 @@ def decoder_spec(config: PretrainedConfig, split_mlp: bool = False) -> DecoderSp
         tied_embeddings=bool(config.tie_word_embeddings),
         windows=tuple(_window(config, layer) for layer in range(config.num_hidden_layers)),
         split_mlp=split_mlp,
+        flash_attention=flash_attention,
     )
 
 
@@ -520,11 +523,19 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         """
         batch, length = fused.shape[:2]
         num_documents = cu_seqlens.shape[0] - 1
-        packed = self.context_size > 1 or (batch == 1 and num_documents != batch)
+        flash = self.spec.flash_attention and batch == 1 and fused.dtype in (torch.bfloat16, torch.float16)
+        packed = flash or self.context_size > 1 or (batch == 1 and num_documents != batch)
         if packed:
             q, k, v = self._split_and_rotate(fused.flatten(0, 1), angles, cu_seqlens, max_seqlen)
         else:
             q, k, v = self._split_and_rotate(fused, angles, None, None)
+        if flash:
+            from llm_fp8.flash_attention import flash_attention
+
+            longest = length if max_seqlen is None else max_seqlen
+            return flash_attention(q, k, v, cu_seqlens, longest, self.softmax_scale, self.spec.windows[self.layer]).flatten(1)[
+                None
+            ]
         context = self.attention(
             q,
             k,
@@ -575,17 +586,18 @@ def build_te_model(
     *,
     table_device: torch.device | str | None = None,
     split_mlp: bool = False,
+    flash_attention: bool = False,
 ) -> PreTrainedModel:
     """A Hugging Face causal LM with TE decoder layers, parameters of `dtype` allocated on `device` and not yet filled.
 
     With `device` "meta" the parameters have no memory; `table_device` (default: `device`) is then where the rotary table is.
-    `split_mlp`: see `DecoderSpec`.
+    `split_mlp`, `flash_attention`: see `DecoderSpec`.
     Fill them with `WeightFiller` or `initialize_weights_`. Raises `UnsupportedArchitecture`.
     """
     import transformer_engine.pytorch as te
 
     device = torch.device(device)
-    spec = decoder_spec(config, split_mlp)
+    spec = decoder_spec(config, split_mlp, flash_attention)
     # SDPA for the general path: Hugging Face then builds the masks that path needs, and none for training's (see `_documents`).
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -636,8 +648,11 @@ def export_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in views.items()}
 
 
-def attention_backend() -> str | None:
-    """The kernels that TE chose for the attention call it ran last: fused (cuDNN), flash-attn or unfused; None before any."""
+def attention_backend(model: PreTrainedModel | None = None) -> str | None:
+    """The kernels of packed rows' attention: of `model` flash-attn 4 where it was built with it; else those that TE chose for the call that it ran last, fused
+    (cuDNN), flash-attn or unfused; None before any."""
+    if model is not None and spec_of(model).flash_attention:
+        return "flash-attn 4"
     from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends as chosen
 
     names = {"use_fused_attention": "fused (cuDNN)", "use_flash_attention": "flash-attn", "use_unfused_attention": "unfused"}

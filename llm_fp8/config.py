@@ -17,7 +17,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_type_hints
+from typing import Any, Final, Literal, NoReturn, get_args, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -41,6 +41,9 @@ ALL_LINEAR = "all-linear"
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Hugging Face's names of a decoder layer's linear layers in the order in which they compute (q, k and v at once, gate and up at once)."""
 
+FLASH_ATTENTION_4: Final = "flash_attention_4"
+"""Value of --attn_implementation for flash-attn 4 in the TE decoder."""
+
 GENERATION_BATCH_SIZE = 64
 """Prompts generated from at a time in evaluations, where no option says otherwise."""
 
@@ -61,9 +64,10 @@ class ModelConfig:
         EMBEDDED, "Hub id or local folder of a Llama, Qwen or Mistral model, or 'embedded' for the tiny one in this repository."
     )
     use_te: bool = option(False, "Build the decoder layers from Transformer Engine modules (te_llama.py). Needs an NVIDIA GPU.")
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_4"] = option(
         "auto",
-        "Attention of the Hugging Face path (without --use_te). 'auto' takes flash-attn where it is installed and sdpa elsewhere.",
+        "Attention. Without --use_te 'auto' takes flash-attn 2 where it is installed and sdpa elsewhere. With --use_te it is Transformer Engine's choice, "
+        "cuDNN on Hopper, or with flash_attention_4 flash-attn 4 (packed rows on Hopper alone).",
     )
     random_init: bool = option(
         False, "Start from random weights of the model's architecture; hub ids with a bundled config need no hub then."
@@ -448,6 +452,25 @@ def _require(condition: bool, sentence: str) -> None:
         raise UserError(sentence)
 
 
+def _check_attention(config: Config) -> None:
+    """Raise `UserError` where --attn_implementation cannot go with other options."""
+    asked, use_te = config.model.attn_implementation, config.model.use_te
+    if asked != FLASH_ATTENTION_4:
+        _require(
+            not use_te or asked == "auto",
+            f"--attn_implementation {asked} has no effect with --use_te, whose attention is Transformer Engine's or flash_attention_4; drop one.",
+        )
+        return
+    flag = f"--attn_implementation {asked}"
+    _require(use_te, f"{flag} is attention of the TE decoder; add --use_te, or choose flash_attention_2.")
+    _require(config.packing, f"{flag} is for packed rows; drop --no_packing, or {flag}.")
+    _require(config.precision.mixed_precision != "no", f"{flag} computes in bf16 or fp16; drop it, or --mixed_precision no.")
+    _require(
+        config.parallel.context_parallel_size == 1,
+        f"{flag} cannot share a row between GPUs; drop it, or --context_parallel_size {config.parallel.context_parallel_size}.",
+    )
+
+
 def _check_fp8_backend(config: Config) -> None:
     """Raise `UserError` where --fp8_backend cannot go with other options."""
     options = config.precision
@@ -576,10 +599,7 @@ def check_config(config: Config) -> None:
     _check_lora(config)
     fraction = config.data.validation_fraction
     _require(0.0 <= fraction < 1.0, f"--validation_fraction must be at least 0 and below 1, not {fraction}.")
-    _require(
-        not config.model.use_te or config.model.attn_implementation == "auto",
-        f"--attn_implementation {config.model.attn_implementation} has no effect with --use_te, whose attention is Transformer Engine's; drop one.",
-    )
+    _check_attention(config)
     _check_fp8_backend(config)
     for tag in config.wandb_tags:
         _require(

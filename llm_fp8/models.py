@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,9 +38,11 @@ from transformers import (
 
 import te_llama
 from llm_fp8.architectures import bundled_config
-from llm_fp8.config import EMBEDDED, Config, ModelConfig
+from llm_fp8.config import EMBEDDED, FLASH_ATTENTION_4, Config, ModelConfig
 from llm_fp8.errors import UserError
+from llm_fp8.flash_attention import check_flash_attention, keep_from_transformer_engine, require_flash_attention
 from llm_fp8.precision import require_te
+from llm_fp8.provenance import package_version
 from llm_fp8.shards import HfFiller, initialize_rows_, row_block, stored_names
 
 PACKAGE = Path(__file__).parent
@@ -150,11 +151,13 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
         )
     if config.model.use_te:
         try:
-            te_llama.decoder_spec(hf_config)
+            spec = te_llama.decoder_spec(hf_config)
         except te_llama.UnsupportedArchitecture as error:
             raise UserError(
                 f"--use_te cannot build {name}: {error}. Drop --use_te to train it with its linear layers swapped."
             ) from error
+        if _takes_flash_attention(config.model):
+            check_flash_attention(spec.head_dim, spec.attention_dropout)
 
 
 def _quantisation_method(quantization_config: Any) -> str:
@@ -270,9 +273,14 @@ def fill_sharded(model: PreTrainedModel, options: ModelConfig, source: ModelSour
     return True
 
 
+def _takes_flash_attention(options: ModelConfig) -> bool:
+    """Whether the TE decoder's attention is flash-attn 4's."""
+    return options.attn_implementation == FLASH_ATTENTION_4
+
+
 def choose_attention(requested: str, device: torch.device, dtype: torch.dtype) -> str:
     """The attention implementation of the Hugging Face path."""
-    installed = importlib.util.find_spec("flash_attn") is not None
+    installed = package_version("flash-attn") is not None  # flash-attn 4 has a folder flash_attn too
     if requested == "flash_attention_2" and not installed:
         raise UserError(
             "--attn_implementation flash_attention_2 needs flash-attn, which is not installed; run: pip install --no-build-isolation flash-attn"
@@ -282,11 +290,19 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype) -
     return "flash_attention_2" if installed and device.type == "cuda" and dtype != torch.float32 else "sdpa"
 
 
-def require_te_decoder(device: torch.device) -> None:
-    """Raise `UserError` where --use_te cannot work."""
+def require_te_decoder(device: torch.device, options: ModelConfig) -> None:
+    """Raise `UserError` where --use_te, or the attention that was asked for with it, cannot work."""
     if device.type != "cuda":
         raise UserError("--use_te needs an NVIDIA GPU, and none is found; drop --use_te to train on the CPU.")
     require_te("--use_te")
+    if _takes_flash_attention(options):
+        require_flash_attention(torch.cuda.get_device_capability(device))
+
+
+def _prepare_te_decoder(options: ModelConfig, hf_config: PretrainedConfig, device: torch.device) -> None:
+    """Let Transformer Engine choose among the attentions that are known to be right; raises `UserError` where --use_te cannot work."""
+    require_te_decoder(device, options)
+    keep_from_transformer_engine(te_llama.decoder_spec(hf_config).head_dim)
 
 
 def has_random_weights(options: ModelConfig, source: ModelSource) -> bool:
@@ -312,8 +328,10 @@ def build_model(
     random_weights = has_random_weights(options, source)
     generator = torch.Generator(device=device).manual_seed(seed)
     if options.use_te:
-        require_te_decoder(device)
-        model = te_llama.build_te_model(hf_config, parameter_dtype, device, split_mlp=split_mlp)
+        _prepare_te_decoder(options, hf_config, device)
+        model = te_llama.build_te_model(
+            hf_config, parameter_dtype, device, split_mlp=split_mlp, flash_attention=_takes_flash_attention(options)
+        )
         if random_weights:
             te_llama.initialize_weights_(model, generator)
         else:
@@ -343,8 +361,15 @@ def build_structure(
     Fill it with `fill_sharded`.
     """
     if options.use_te:
-        require_te_decoder(device)
-        return te_llama.build_te_model(hf_config, parameter_dtype, "meta", table_device=device, split_mlp=split_mlp)
+        _prepare_te_decoder(options, hf_config, device)
+        return te_llama.build_te_model(
+            hf_config,
+            parameter_dtype,
+            "meta",
+            table_device=device,
+            split_mlp=split_mlp,
+            flash_attention=_takes_flash_attention(options),
+        )
     attention = choose_attention(options.attn_implementation, device, compute_dtype)
     with init_empty_weights(include_buffers=False), torch.device(device):
         model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)

@@ -32,6 +32,7 @@ PACKAGES = (
     "tokenizers",
     "safetensors",
     "flash-attn",
+    "flash-attn-4",
     "peft",
     "torchao",
     "wandb",

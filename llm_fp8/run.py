@@ -86,7 +86,7 @@ def run_training(config: Config, clock: PhaseClock | None = None) -> int:
     start_process_group(ranks)
     device = own_device()
     if config.model.use_te:
-        require_te_decoder(device)
+        require_te_decoder(device, config.model)
     plan = resolve_precision(config.precision, device)
     accelerator = build_accelerator(config, ranks, plan)
     run = Run(config, accelerator, ranks, plan)

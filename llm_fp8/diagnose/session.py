@@ -66,7 +66,7 @@ def diagnose(config: Config, num_warmup_steps: int, trace: Path | None = None) -
     if device.type != "cuda":
         return diagnose_without_gpu(config)
     if config.model.use_te:
-        require_te_decoder(device)
+        require_te_decoder(device, config.model)
     ceilings = measure_ceilings(device)
     gc.collect()
     torch.cuda.empty_cache()
@@ -169,7 +169,7 @@ class _Session:
     def _attention(self, step: StepTime) -> str | None:
         """What attention runs on; 'unfused' for several kernels."""
         if self.config.model.use_te:
-            return te_llama.attention_backend()
+            return te_llama.attention_backend(self.training.model)
         return str(self.training.model.config._attn_implementation) if step.has_fused_attention else "unfused"
 
     def _facts(self, step: StepTime, ceilings: Ceilings, attention: str | None) -> StepFacts:

@@ -4,6 +4,7 @@
     delayed:swap                  the Hugging Face decoder, its linear layers swapped for Transformer Engine's
     tensorwise:swap               torchao's fp8, which always is in the Hugging Face decoder
     delayed:fp8head               the gradients of the output head in fp8; fp8head_all: its logits too
+    delayed:flash4                with flash-attn 4's attention (--attn_implementation flash_attention_4)
     bf16:recompute                with gradient checkpointing
     delayed:adamw_8bit            with --optimizer adamw_8bit
     delayed:lora16                with LoRA: adapters of rank 16 on all linear layers; lora16qv: on q and v alone
@@ -51,7 +52,7 @@ OLD_NAMES = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
 
 _HEADS: dict[str, Literal["gradients", "all"]] = {"fp8head": "gradients", "fp8head_all": "all"}
 """Option -> --fp8_lm_head."""
-_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit", *_HEADS)
+_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit", "flash4", *_HEADS)
 _OPTIONS = (*_OPTIONS_OF_ONE_GPU, "fp8_params", "fp8_all_gather", "sync")
 LORA = re.compile(r"lora([1-9]\d*)(qv)?")
 """An option: adapters of rank N on all linear layers, or on q and v alone."""
@@ -160,6 +161,7 @@ def parse_arm(name: str) -> Arm:
         precision,
         parallel,
         use_te="swap" not in options,
+        flash_attention="flash4" in options,
         gradient_checkpointing="recompute" in options,
         lora=_lora_of(adapters),
         optimizer="adamw_8bit" if "adamw_8bit" in options else "auto",

@@ -6,7 +6,16 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Literal
 
-from llm_fp8.config import Config, DataConfig, LoraConfig, OptimConfig, ParallelConfig, PrecisionConfig, RunConfig
+from llm_fp8.config import (
+    FLASH_ATTENTION_4,
+    Config,
+    DataConfig,
+    LoraConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+)
 
 if TYPE_CHECKING:
     from llm_fp8.optim import OptimizerKind
@@ -23,6 +32,7 @@ class OurArm:
     precision: PrecisionConfig
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     use_te: bool = True
+    flash_attention: bool = False
     gradient_checkpointing: bool = False
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     optimizer: OptimizerKind | Literal["auto"] = "auto"
@@ -34,7 +44,12 @@ class OurArm:
 
     def config(self, work: Workload) -> Config:
         """The configuration of a run that trains `work` in this way."""
-        model = dataclasses.replace(work.model_options, use_te=self.use_te, gradient_checkpointing=self.gradient_checkpointing)
+        model = dataclasses.replace(
+            work.model_options,
+            use_te=self.use_te,
+            gradient_checkpointing=self.gradient_checkpointing,
+            attn_implementation=FLASH_ATTENTION_4 if self.flash_attention else "auto",
+        )
         return Config(
             model=model,
             precision=self.precision,

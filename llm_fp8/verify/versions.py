@@ -17,6 +17,7 @@ from llm_fp8.verify.setup import REPOSITORY, Setup
 REQUIREMENTS = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
 OPTIONAL = {
     "flash-attn": "attention of the Hugging Face path",
+    "flash-attn-4": "--attn_implementation flash_attention_4",
     "torchao": "--optimizer adamw_8bit and --fp8_backend torchao",
     "peft": "--lora_rank",
     "deepspeed": "--sharding_mode deepspeed_1 to 3",
@@ -26,6 +27,8 @@ OPTIONAL = {
     "nvidia-ml-py": "energy figures",
 }
 """What runs without; package -> what needs it."""
+FLASH_ATTENTIONS = ("flash-attn", "flash-attn-4")
+"""In no file of requirements."""
 TE = "transformer-engine"
 TE_PARTS = (TE, f"{TE}-torch", f"{TE}-cu12", f"{TE}-cu13")
 _BUILD = re.compile(r"\+.*")
@@ -123,10 +126,11 @@ def judge(pins: list[Pin], found: dict[str, Installed], has_gpu: bool, constrain
             f"{sys.executable} -m pip uninstall -y {' '.join(te_parts)}",
             f"{sys.executable} -m pip install --no-build-isolation -r requirements-gpu.txt",
         )
-    if "flash-attn" in found:
-        details.append(f"flash-attn {found['flash-attn'].version} in {found['flash-attn'].location}")
-    else:
-        details.append(f"flash-attn is not installed ({OPTIONAL['flash-attn']})")
+    for name in FLASH_ATTENTIONS:
+        if name in found:
+            details.append(f"{name} {found[name].version} in {found[name].location}")
+        else:
+            details.append(f"{name} is not installed ({OPTIONAL[name]})")
     facts = {name: {"version": there.version, "location": there.location} for name, there in found.items()}
     drifted = len(problems.warnings)
     all_right = "as pinned" if not drifted and not problems.failures else ""
@@ -140,5 +144,5 @@ def _extras(requirement: Requirement) -> str:
 def check(setup: Setup) -> Result:
     """Versions of everything that is pinned, and of all parts of Transformer Engine."""
     pins = read_pins()
-    found = installed([*(pin.name for pin in pins), *TE_PARTS, "flash-attn"])
+    found = installed([*(pin.name for pin in pins), *TE_PARTS, *FLASH_ATTENTIONS])
     return judge(pins, found, setup.num_gpus > 0, read_constraints(setup.environ))
