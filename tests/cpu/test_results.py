@@ -228,10 +228,33 @@ def test_multi_gpu_curves(name):
         )
         assert (run["fp8_linear_flop_share"] > 0.9) == run["arm"].endswith("delayed")
         assert len(run["evaluations"]) >= 10
+    ((_, of_seeds),) = load("gsm8k_curves.json")
     for name, seeds in arms.items():
         for seed in seeds:
-            # Other orders of summation let the curves of one seed drift apart, by less than another seed does.
-            assert abs(seed["final_difference"]) < 0.02, name
+            # Other orders of summation let the curves of one seed drift apart, by less than another seed does: that is all the bound says.
+            assert abs(seed["final_difference"]) < of_seeds["comparison"]["bf16_spread"], name
+
+
+def test_the_curves_on_two_gpus_are_what_the_document_says():
+    ((_, record),) = load("multi_gpu_curves.json")
+    runs = {run["arm"]: run for run in record["runs"]}
+    for line, precision in zip(documented_table("docs/evidence.md", "| | one GPU | 2 GPUs"), ("bf16", "delayed"), strict=True):
+        one, *cells = line[1:]
+        assert one == f"{runs[precision]['final_eval_loss']:.3f}"
+        for cell, mode in zip(cells, ("ddp", "fsdp_full"), strict=True):
+            run, (found,) = runs[f"{mode}:{precision}"], record["comparison"]["arms"][f"{mode}:{precision}"]
+            assert run["num_gpus"] == 2
+            assert cell == f"{run['final_eval_loss']:.3f}, {found['final_difference']:+.3f}"
+    text = (RESULTS.parents[1] / "docs" / "evidence.md").read_text()
+    first, one_gpus = (f"{dict(runs[arm]['train_loss'])[1]:.4f}" for arm in ("fsdp_full:delayed", "delayed"))
+    assert f"is {first} under `fsdp_full` with `delayed`, and {one_gpus} on one GPU" in text
+    for precision, told in (
+        ("delayed", "the `delayed` ones are {:.3f} apart, at step 19 {:.3f}"),
+        ("bf16", "bf16's are {:.3f} and {:.3f}"),
+    ):
+        losses = [dict(run["train_loss"]) for arm, run in runs.items() if arm.rpartition(":")[2] == precision]
+        apart = [max(of_run[step] for of_run in losses) - min(of_run[step] for of_run in losses) for step in (18, 19)]
+        assert told.format(*apart) in text
 
 
 @pytest.mark.parametrize("name", [name for name, _ in load("multi_gpu_check_*.json")])
@@ -452,10 +475,18 @@ def test_the_readmes_ratios_are_those_of_the_files():
             if rival.startswith("torchao"):
                 assert rival == max(RIVALS, key=lambda name: speeds[name])
         assert told.format("{}, {} and {}".format(*ratios)) in text
-    for size, name in {"1B": "1b_cast_fused", "8B": "8b_64k"}.items():
-        (row,) = json.loads((RESULTS / f"levers_{name}.json").read_text())["rows"]
-        assert f"`levers_{name}.json`" in text
-        assert f"{row['tokens_per_s']:,.0f} tokens/s for {size}" in text or f"{row['tokens_per_s']:,.0f} for {size}" in text
+    speeds = {}
+    for size, of_file in itertools.product(("1b", "8b"), ("softmax_fused", "flash4")):
+        rows = json.loads((RESULTS / f"levers_{size}_{of_file}.json").read_text())["rows"]
+        assert f"`levers_{size}_{of_file}.json`" in text
+        speeds |= {(size, of_file, row["arm"]): f"{row['tokens_per_s']:,.0f}" for row in rows}
+    plain = [speeds[size, "softmax_fused", "delayed"] for size in ("1b", "8b")]
+    assert "`delayed` takes {} tokens/s for 1B and {} for 8B".format(*plain) in text
+    for of_file, told in (
+        ("softmax_fused", "it is {} and {} (the same files)"),
+        ("flash4", "with flash-attn 4 besides {} and {} ("),
+    ):
+        assert told.format(*(speeds[size, of_file, "delayed:fp8head_all"] for size in ("1b", "8b"))) in text
 
 
 def test_the_versions_of_the_gpu_runs_are_what_the_document_says():
@@ -519,12 +550,40 @@ def test_the_logs_speeds_are_those_of_the_files():
 
 def test_the_logs_time_of_8b_is_that_of_the_file():
     text = LOG.read_text()
-    (row,) = json.loads((RESULTS / "levers_8b_64k.json").read_text())["rows"]
-    (answer,) = row["rounds"]
-    step_s, by_class = statistics.median(answer["step_times_s"]), answer["recorded_step"]["time_s_by_class"]
-    parts = {f"`{name}`": time_s for name, time_s in by_class.items()} | {"no kernel": step_s - sum(by_class.values())}
-    lines = [f"| {name} | {time_s * 1e3:,.1f} | {time_s / step_s:.0%} |" for name, time_s in parts.items()]
-    assert "\n".join(lines) in text and f"is {step_s * 1e3:,.1f} ms" in text
+    rows = {row["arm"]: row for row in json.loads((RESULTS / "levers_8b_softmax_fused.json").read_text())["rows"]}
+    assert set(rows) == {"delayed", "delayed:fp8head_all"}
     ceilings = Ceilings(**json.loads((RESULTS / "ceilings_h200.json").read_text())["ceilings"])
-    floor_s = gemm_floor_s(answer, row["batch_size"] * row["seq_length"] * row["micro_batches"], ceilings)
-    assert floor_s is not None and f"take {floor_s * 1e3:,.1f} ms at the ceilings" in text
+    cells: dict[str, list[str]] = {}
+    floors = []
+    for arm, row in rows.items():
+        answers = row["rounds"]
+        step_s = statistics.median(time_s for answer in answers for time_s in answer["step_times_s"])
+        assert f"of `{arm}` is {step_s * 1e3:,.1f} ms" in text
+        by_class = [answer["recorded_step"]["time_s_by_class"] for answer in answers]
+        parts = {f"`{name}`": statistics.mean(of_round[name] for of_round in by_class) for name in by_class[0]}
+        for name, time_s in (parts | {"no kernel": step_s - sum(parts.values())}).items():
+            cells.setdefault(name, [name]).extend([f"{time_s * 1e3:,.1f}", f"{time_s / step_s:.0%}"])
+        (floor_s,) = {
+            gemm_floor_s(answer, row["batch_size"] * row["seq_length"] * row["micro_batches"], ceilings) for answer in answers
+        }
+        assert floor_s is not None
+        floors.append(f"{floor_s * 1e3:,.1f}")
+    assert documented_table("docs/performance_log.md", "| kernels | `delayed`, ms |") == list(cells.values())
+    assert "take {} ms at the ceilings of `ceilings_h200.json`, and {} ms with the head in fp8".format(*floors) in text
+
+
+def test_the_gpu_is_at_its_limit_of_power_where_the_log_says_so():
+    (paragraph,) = re.findall(r"^The GPU is at its limit of power\..*?\n\n", LOG.read_text(), re.M | re.S)
+    states: dict[str, list[dict]] = {"1b": [], "8b": []}
+    for name in re.findall(r"`(levers_\w+\.json)`", paragraph):
+        record = json.loads((RESULTS / name).read_text())
+        states[name.split("_")[1]] += [answer["gpu_state"] for row in record["rows"] for answer in row["rounds"]]
+    for size, told in (
+        ("8b", "{} to {} W at a median clock of {} to {} MHz for 8B"),
+        ("1b", "{} to {} W at {} to {} MHz for 1B"),
+    ):
+        assert all(state["power_capped_share"] == 1 for state in states[size])
+        ends = [
+            f"{end(state[figure] for state in states[size]):,.0f}" for figure in ("power_w", "sm_clock_mhz") for end in (min, max)
+        ]
+        assert told.format(*ends) in paragraph
