@@ -465,18 +465,22 @@ def test_the_readmes_ratios_are_those_of_the_files():
             if rival.startswith("torchao"):
                 assert rival == max(RIVALS, key=lambda name: speeds[name])
         assert told.format("{}, {} and {}".format(*ratios)) in text
-    speeds = {}
-    for size, of_file in itertools.product(("1b", "8b"), ("softmax_fused", "flash4")):
-        rows = json.loads((RESULTS / f"levers_{size}_{of_file}.json").read_text())["rows"]
-        assert f"`levers_{size}_{of_file}.json`" in text
-        speeds |= {(size, of_file, row["arm"]): f"{row['tokens_per_s']:,.0f}" for row in rows}
-    plain = [speeds[size, "softmax_fused", "delayed"] for size in ("1b", "8b")]
-    assert "`delayed` takes {} tokens/s for 1B and {} for 8B".format(*plain) in text
-    for of_file, told in (
-        ("softmax_fused", "it is {} and {} (the same files)"),
-        ("flash4", "with flash-attn 4 besides {} and {} ("),
-    ):
-        assert told.format(*(speeds[size, of_file, "delayed:fp8head_all"] for size in ("1b", "8b"))) in text
+    table = {(row["row"], row["arm"]): row for row in json.loads((RESULTS / "speed_table_h200.json").read_text())["rows"]}
+    arms = ("delayed", "delayed:fp8head_all", "delayed:fp8head_all:flash4")
+    told = "`delayed` {} and {} tokens/s, {} and {} times", "{} and {};", "with flash-attn 4 besides {} and {}, {} and {} times"
+    for arm, words in zip(arms, told, strict=True):
+        speeds = [table[size, arm]["tokens_per_s"] for size in ("1b", "3b")]
+        times = [speed / table[size, "hf_bf16"]["tokens_per_s"] for speed, size in zip(speeds, ("1b", "3b"), strict=True)]
+        assert words.format(*(f"{speed:,.0f}" for speed in speeds), *(f"{ratio:.2f}" for ratio in times)) in text
+    of_8b = [
+        row["tokens_per_s"]
+        for name in ("softmax_fused", "flash4")
+        for row in json.loads((RESULTS / f"levers_8b_{name}.json").read_text())["rows"]
+    ]
+    assert "8B with no rival in the run: {:,.0f}, {:,.0f} and {:,.0f} (".format(*of_8b) in text
+    real = {arm: table["text_1b", arm]["real_tokens_per_s"] for arm in ("delayed", "bf16", "hf_bf16")}
+    assert f"packed rows take {real['delayed'] / real['hf_bf16']:.2f} times as many real tokens" in text
+    assert f"{real['bf16'] / real['hf_bf16']:.2f} times in bf16" in text
 
 
 def test_the_versions_of_the_gpu_runs_are_what_the_document_says():
@@ -526,7 +530,7 @@ def test_the_logs_speeds_are_those_of_the_files():
     """Every figure of a thousand and more in a line of its tables that names files is the speed of a row of one of them."""
     checked = 0
     for line in LOG.read_text().splitlines():
-        names = re.findall(r"`((?:(?:multi_gpu_)?throughput|levers|lora_study)_\w+\.json)`", line)
+        names = re.findall(r"`((?:(?:multi_gpu_)?throughput|levers|lora_study|speed_table)_\w+\.json)`", line)
         if not line.startswith("|") or not names:
             continue
         rows = [row for name in names for row in json.loads((RESULTS / name).read_text())["rows"] if "tokens_per_s" in row]
