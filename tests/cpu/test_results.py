@@ -570,6 +570,24 @@ def test_the_logs_time_of_8b_is_that_of_the_file():
     assert "take {} ms at the ceilings of `ceilings_h200.json`, and {} ms with the head in fp8".format(*floors) in text
 
 
+def test_the_logs_time_of_1b_and_3b_is_that_of_the_table():
+    rows = json.loads((RESULTS / "speed_table_h200.json").read_text())["rows"]
+    steps = {row["row"]: row["step"] for row in rows if row["arm"] == "delayed:fp8head_all:flash4"}
+    cells: dict[str, list[str]] = {}
+    for size in ("1b", "3b"):
+        step = steps[size]
+        parts = {f"`{name}`": step["time_s_by_class"][name] for name in steps["3b"]["time_s_by_class"]} | {
+            "no kernel": step["gap_s"]
+        }
+        for name, time_s in parts.items():
+            cells.setdefault(name, [name]).extend([f"{time_s * 1e3:,.1f}", f"{time_s / step['step_s']:.0%}"])
+    assert documented_table("docs/performance_log.md", "| kernels | 1B, ms |") == list(cells.values())
+    figures = [f"{steps[size][key] * 1e3:,.1f}" for key in ("step_s", "gemm_floor_s") for size in ("1b", "3b")]
+    text = LOG.read_text()
+    assert "the median step is {} ms for 1B and {} ms for 3B".format(*figures[:2]) in text
+    assert "FLOPs take {} and {} ms at the ceilings".format(*figures[2:]) in text
+
+
 def test_the_gpu_is_at_its_limit_of_power_where_the_log_says_so():
     (paragraph,) = re.findall(r"^The GPU is at its limit of power\..*?\n\n", LOG.read_text(), re.M | re.S)
     states: dict[str, list[dict]] = {"1b": [], "8b": []}
