@@ -386,6 +386,11 @@ class Precision:
         return frozenset(self._fp8_modules.values())
 
     @property
+    def scales_lag(self) -> bool:
+        """Whether a tensor's scale comes from earlier passes."""
+        return self.plan.effective_scenario == "delayed"
+
+    @property
     def num_fp8_products_per_weight(self) -> int:
         """How many of a trained weight's three products the recipe computes in fp8."""
         return torchao_fp8.num_fp8_products(self.plan.recipe) if self.plan.backend == "torchao" else PRODUCTS_OF_TRAINED
@@ -411,7 +416,7 @@ class Precision:
 
         Delayed scaling knows a weight's scale when it has seen the weight once, so there the second pass casts again.
         """
-        self._num_casts_to_come = 2 if self.plan.effective_scenario == "delayed" else 1
+        self._num_casts_to_come = 2 if self.scales_lag else 1
 
     def _te_autocast(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
         import transformer_engine.pytorch as te
@@ -455,7 +460,7 @@ class Precision:
         The tensors are TE's own, not copies. Modules that have not run yet are initialised first, so that the names are the same
         before and after training.
         """
-        if self.plan.effective_scenario != "delayed":
+        if not self.scales_lag:
             return {}
         state: dict[str, Tensor] = {}
         # Without no_grad, leaving the autocast would count as a forward pass and shift the histories.
