@@ -349,6 +349,14 @@ def test_diagnose(name):
     assert sum(kinds.values()) == pytest.approx(record["memory"]["peak_gib"], rel=0.01)
 
 
+def test_the_first_losses_of_delayed_scaling_are_what_the_document_says():
+    rows = {row["arm"]: row for row in json.loads((RESULTS / "throughput_8b.json").read_text())["rows"]}
+    lines = documented_table("docs/numerics.md", "| | step 1 |")
+    for line, arm in zip(lines, ("bf16", "current", "delayed", "accelerate_te"), strict=True):
+        losses = rows[arm]["rounds"][0]["losses"]
+        assert line[1:] == [f"{losses[step - 1]:.3f}" for step in (1, 2, 3, 7)], arm
+
+
 def test_comparison():
     ((_, record),) = load("comparison_57m.json")
     arms = {arm["arm"]: arm for arm in record["arms"]}
