@@ -319,6 +319,8 @@ def test_what_is_not_predicted_gives_nothing(tmp_path):
     assert outcome(path, config, gpu="NVIDIA Imaginary 1") is None
     assert outcome(path, config, recipe="mxfp8") is None
     assert outcome(path, config, mode="deepspeed_2", num_gpus=2) is None
+    assert outcome(path, config, mode="deepspeed_3") is None, "nor on one GPU"
+    assert outcome(path, config, mode="ddp") == outcome(path, config)
     assert outcome(path, config, mode="fsdp_full") is None
     assert outcome(path, config, mode="fsdp_full", num_gpus=8) is not None
     assert outcome(path, config, mode="fsdp_full", num_gpus=16) is None, "several hosts"
