@@ -407,8 +407,23 @@ def test_transformer_engines_words():
         "FlashAttention 2": ["due to NVTE_FLASH_ATTN=0 or NVTE_FLASH_ATTN_V2=0"],
         "FusedAttention": ["due to NVTE_FUSED_ATTN=0"],
     }
-    assert attention.parse_debug(FUSED).selected == "FusedAttention sub-backend 1"
+    assert attention.parse_debug(FUSED).selected == "FusedAttention sub-backend 1" and not attention.parse_debug(FUSED).reasons
     assert attention.parse_debug("nothing").selected is None
+
+
+def test_a_flash_attention_that_is_not_installed_is_a_reason():
+    """As the recorded check of an H200 has it: Transformer Engine rules out nothing there, and names no flash-attn."""
+    (recorded,) = (
+        check
+        for check in json.loads((ROOT / "benchmarks" / "results" / "verify_h200.json").read_text())["checks"]
+        if check["name"] == "attention"
+    )
+    report = attention.parse_debug(recorded["facts"]["output"])
+    assert report.selected == recorded["facts"]["selected"] and report.reasons == {"FlashAttention": ["not installed"]}
+    found = attention.judge(Ended(0, recorded["facts"]["output"], 1.0), {"backend": "fused (cuDNN)"}, "8 rows")
+    assert found.summary == "fused (cuDNN) for 8 rows (not FlashAttention: not installed)"
+    installed = recorded["facts"]["output"].replace("'flash_attn_version': 'not installed'", "'flash_attn_version': '2.8.3'")
+    assert not attention.parse_debug(installed).reasons
 
 
 def test_attention():
