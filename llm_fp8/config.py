@@ -288,7 +288,7 @@ class ParallelConfig:
     )
     fp8_params: bool = option(
         False,
-        "Keep the decoder's linear weights in fp8 between steps and gather them in fp8 (fsdp modes with --use_te).",
+        "Keep the decoder's linear weights in fp8 between steps and gather them in fp8 (fsdp_grad, fsdp_full and fsdp_hybrid, with --use_te).",
     )
     fp8_all_gather: bool = option(
         False,
