@@ -41,6 +41,7 @@ from llm_fp8.architectures import bundled_config
 from llm_fp8.config import EMBEDDED, FLASH_ATTENTION_4, Config, ModelConfig
 from llm_fp8.errors import UserError
 from llm_fp8.flash_attention import check_flash_attention, keep_from_transformer_engine, require_flash_attention
+from llm_fp8.metrics import DecoderSize
 from llm_fp8.precision import require_te
 from llm_fp8.provenance import package_version
 from llm_fp8.shards import HfFiller, initialize_rows_, row_block, stored_names
@@ -139,6 +140,11 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
             f"--model_name {name} holds quantised weights (quantization_config in its config.json), which can be neither fine-tuned in full nor "
             "cast to fp8; give the unquantised model."
         )
+    if changed := _what_changes_logits(hf_config):
+        raise UserError(
+            f"--model_name {name} changes what its output head computes ({changed} in its config.json), which the loss here does not do, so another "
+            "model would be trained; choose a model without it, like the Llama and Qwen families."
+        )
     limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and config.data.max_seq_length > limit:
         raise UserError(
@@ -158,6 +164,20 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
             ) from error
         if _takes_flash_attention(config.model):
             check_flash_attention(spec.head_dim, spec.attention_dropout)
+
+
+_LOGIT_CHANGES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Entries of configs of transformers 5.23 by which logits, or what the output head is given, are multiplied or capped."""
+
+
+def _what_changes_logits(hf_config: PretrainedConfig) -> str | None:
+    """The entry by which the model's logits are more than its output head times the last hidden states; None where there is none."""
+    text_config = hf_config.get_text_config(decoder=True)
+    for name in _LOGIT_CHANGES:
+        value = getattr(text_config, name, None)
+        if value is not None and value != 1:
+            return f"{name} {value}"
+    return None
 
 
 def _quantisation_method(quantization_config: Any) -> str:
@@ -453,3 +473,29 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     if not isinstance(layers, nn.ModuleList):
         raise UserError(f"{type(model).__name__} has no list of decoder layers that these scripts know.")
     return layers
+
+
+def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
+    """The dimensions of a decoder of any architecture: of those that te_llama.py builds read off the config, of others counted in the model.
+
+    Experts of which a router chooses some are not counted.
+    """
+    if hf_config.model_type in te_llama.SUPPORTED_MODEL_TYPES:
+        return DecoderSize.from_config(hf_config, num_adapter_parameters)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+    matrices = [
+        module.weight.numel()
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        and isinstance(getattr(module, "weight", None), nn.Parameter)
+        and module.weight.dim() == 2
+    ]
+    text_config = hf_config.get_text_config(decoder=True)
+    num_heads = text_config.num_attention_heads
+    return DecoderSize(
+        num_linear_parameters=sum(matrices),
+        num_layers=len(decoder_layers(model)),
+        attention_width=num_heads * (getattr(text_config, "head_dim", None) or text_config.hidden_size // num_heads),
+        num_adapter_parameters=num_adapter_parameters,
+    )

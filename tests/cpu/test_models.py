@@ -13,17 +13,20 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
 from llm_fp8.architectures import bundled_architectures
-from llm_fp8.config import ModelConfig
+from llm_fp8.config import ModelConfig, parse_config
 from llm_fp8.errors import UserError
 from llm_fp8.export import export_hf
 from llm_fp8.models import (
     build_model,
+    check_model,
     decoder_layers,
+    decoder_size,
     load_config,
     load_tokenizer,
     resolve_source,
     stored_dtype,
 )
+from llm_fp8.training_model import TrainingModel
 from tests.families import FAMILIES, family_config
 from tests.small import write_model
 
@@ -187,3 +190,55 @@ def test_a_config_of_another_kind_has_no_layers_we_know():
     )
     with pytest.raises(UserError, match="decoder layers"):
         decoder_layers(AutoModelForSeq2SeqLM.from_config(config))
+
+
+OTHERS = {
+    "gpt_neox": {},
+    "gpt2": {},
+    "biogpt": {},
+    "phi3": {"num_key_value_heads": 2},
+    "olmo2": {"num_key_value_heads": 2},
+}
+"""Architectures that te_llama.py does not build, and what their small configs have beside SMALL."""
+SMALL = {
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_other_architectures_have_their_own_loss_and_size(model_type):
+    config = AutoConfig.for_model(model_type, **SMALL, **OTHERS[model_type])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(1, 96, (2, 16))
+    with torch.no_grad():
+        hidden = TrainingModel(model, 16, torch.float32)._decode(ids, position_ids=torch.arange(16).expand(2, -1))
+        assert torch.allclose(hidden @ model.get_output_embeddings().weight.T, model(input_ids=ids).logits, atol=1e-5)
+    size = decoder_size(config)
+    embeddings = {id(module) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = [module.weight for module in model.modules() if hasattr(module, "weight") and id(module) not in embeddings]
+    assert size.num_linear_parameters == sum(weight.numel() for weight in matrices if weight.dim() == 2)
+    assert (size.num_layers, size.attention_width) == (2, 32)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "entries", "says"),
+    [
+        ("granite", {"logits_scaling": 8.0}, "logits_scaling 8.0"),
+        ("granite", {"logits_scaling": 1.0}, None),
+        ("cohere", {"logit_scale": 0.0625}, "logit_scale 0.0625"),
+        ("gemma2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ("gemma2", {"final_logit_softcapping": None}, None),
+        ("falcon_h1", {"lm_head_multiplier": 0.5}, "lm_head_multiplier 0.5"),
+    ],
+)
+def test_a_model_whose_logits_are_more_than_its_heads_is_refused(model_type, entries, says, tiny_model):
+    options = parse_config([f"--model_name={tiny_model}", "--max_seq_length=64"])
+    tokenizer, _ = load_tokenizer(options.model, resolve_source(options.model))
+    config = AutoConfig.for_model(model_type, **{**SMALL, "vocab_size": len(tokenizer)}, **entries)
+    if says is None:
+        check_model(options, config, tokenizer)
+        return
+    with pytest.raises(UserError, match=f"changes what its output head computes \\({says} in its config.json\\)"):
+        check_model(options, config, tokenizer)
