@@ -385,6 +385,17 @@ def test_environment_variables(name):
     assert all(row["tokens_per_s"] > 0 for row in rows.values() if "failed" not in row)
 
 
+def test_the_time_of_adapters_in_the_document():
+    """bf16 kernels of an fp8 step are the output head's, two products of three where it is frozen, and the adapters'."""
+    ((_, record),) = load("lora_study_8b.json")
+    time_ms = {row["arm"]: 1e3 * row["rounds"][0]["recorded_step"]["gemm_time_s"]["bf16"] for row in record["rows"]}
+    head_ms = time_ms["delayed"] * 2 / 3
+    on_all = [time_ms[f"delayed:lora{rank}"] - head_ms for rank in (8, 16, 32)]
+    on_qv = time_ms["delayed:lora16qv"] - head_ms
+    text = " ".join((RESULTS.parents[1] / "docs" / "lora.md").read_text().split())
+    assert f"take {min(on_all):.0f} to {max(on_all):.0f} ms of 1,400, those of q and v {on_qv:.0f} ms" in text
+
+
 @pytest.mark.parametrize("name", [name for name, _ in load("lora_study_*.json")])
 def test_lora_study(name):
     ((_, record),) = load(name)
