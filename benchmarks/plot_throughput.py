@@ -95,8 +95,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             bar = {"color": colours[row["arm"]], "width": 0.8}
             speeds.bar(place, middle, yerr=[[middle - start], [end - middle]], capsize=4, ecolor="black", **bar)
             speeds.annotate(
-                f"{middle:,.0f}", (place, end), (0, 4), textcoords="offset points", ha="center", va="bottom", fontsize=8
-            )
+                f"{middle:,.0f}", (place, end), (0, 4), textcoords="offset points", ha="center", va="bottom", fontsize=8,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},  # the target's line may pass behind it
+            )  # fmt: skip
             if "peak_memory_gib" in row:
                 memories.bar(place, row["peak_memory_gib"], **bar)
                 memories.annotate(
