@@ -71,7 +71,7 @@ def evaluate_exact_match_folder(
     Raises `UserError` on a model, dataset or option that cannot be used, and where the GPU's memory is not enough.
     """
     base = base_of(folder)
-    options = ModelConfig(model_name=base or str(folder), attn_implementation="sdpa")
+    options = ModelConfig(model_name=base or str(folder))
     final = Path(folder) / "final"
     if not (Path(folder) / "config.json").is_file() and ((final / "config.json").is_file() or is_adapter_folder(final)):
         raise UserError(f"--model_name {folder} is the folder of a run; give {Path(folder) / 'final'}.")

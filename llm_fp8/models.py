@@ -27,6 +27,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntr
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -145,6 +146,11 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
             f"--model_name {name} changes what its output head computes ({changed} in its config.json), which the loss here does not do, so another "
             "model would be trained; choose a model without it, like the Llama and Qwen families."
         )
+    if config.packing and not config.model.use_te and hf_config.model_type in _MIX_DOCUMENTS:
+        raise UserError(
+            f"--packing cannot go with --model_name {name}: transformers' model of type '{hf_config.model_type}' does not keep the documents of a "
+            "packed row apart; drop --packing."
+        )
     limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and config.data.max_seq_length > limit:
         raise UserError(
@@ -168,6 +174,14 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Entries of configs of transformers 5.23 by which logits, or what the output head is given, are multiplied or capped."""
+
+
+_MIX_DOCUMENTS = frozenset(
+    "afmoe bailing_hybrid biogpt bloom falcon falcon_h1 falcon_mamba gpt_oss inkling2_text jamba kimi_linear lfm3 mamba minimax nemotron_h olmo_hybrid "
+    "openai-gpt qwen3_5_moe_text qwen3_5_text recurrent_gemma xglm zaya".split()
+)
+"""Of the types of transformers 5.23 with a list of decoder layers and a plain output head, those whose small models (eager attention) gave a
+document other hidden states behind another one in its row than alone. Types of which no small model was made are not in it."""
 
 
 def _what_changes_logits(hf_config: PretrainedConfig) -> str | None:
@@ -298,16 +312,33 @@ def _takes_flash_attention(options: ModelConfig) -> bool:
     return options.attn_implementation == FLASH_ATTENTION_4
 
 
-def choose_attention(requested: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The attention implementation of the Hugging Face path."""
+def choose_attention(requested: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """The attention implementation of the Hugging Face path.
+
+    `auto` takes the fastest that the architecture has. Raises `UserError` where another was asked for that it lacks, or that is not installed.
+    """
     installed = package_version("flash-attn") is not None  # flash-attn 4 has a folder flash_attn too
     if requested == "flash_attention_2" and not installed:
         raise UserError(
             "--attn_implementation flash_attention_2 needs flash-attn, which is not installed; run: pip install --no-build-isolation flash-attn"
         )
     if requested != "auto":
+        if not _has_attention(hf_config, requested):
+            raise UserError(
+                f"--attn_implementation {requested}: transformers has none for models of type '{hf_config.model_type}'; leave it at auto, or give "
+                "--attn_implementation eager."
+            )
         return requested
-    return "flash_attention_2" if installed and device.type == "cuda" and dtype != torch.float32 else "sdpa"
+    if installed and device.type == "cuda" and dtype != torch.float32 and _has_attention(hf_config, "flash_attention_2"):
+        return "flash_attention_2"
+    return "sdpa" if _has_attention(hf_config, "sdpa") else "eager"
+
+
+def _has_attention(hf_config: PretrainedConfig, implementation: str) -> bool:
+    """Whether transformers has this attention for the architecture; True where it knows no causal language model of it, and says so itself."""
+    flag = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(implementation)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
+    return flag is None or model_class is None or bool(getattr(model_class, flag))
 
 
 def require_te_decoder(device: torch.device, options: ModelConfig) -> None:
@@ -357,7 +388,7 @@ def build_model(
         else:
             fill_te_model(model, weight_files(options, source))
         return model, not random_weights
-    attention = choose_attention(options.attn_implementation, device, compute_dtype)
+    attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
     if random_weights:
         with torch.device(device):
             model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
@@ -390,7 +421,7 @@ def build_structure(
             split_mlp=split_mlp,
             flash_attention=_takes_flash_attention(options),
         )
-    attention = choose_attention(options.attn_implementation, device, compute_dtype)
+    attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
     with init_empty_weights(include_buffers=False), torch.device(device):
         model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
     model.tie_weights()  # which taking their memory away undid

@@ -10,13 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from llm_fp8.architectures import bundled_architectures
 from llm_fp8.config import ModelConfig, parse_config
 from llm_fp8.errors import UserError
+from llm_fp8.evaluate_folder import evaluate_exact_match_folder
 from llm_fp8.export import export_hf
 from llm_fp8.models import (
+    EMBEDDED_MODEL,
     build_model,
     check_model,
     decoder_layers,
@@ -28,7 +30,7 @@ from llm_fp8.models import (
 )
 from llm_fp8.training_model import TrainingModel
 from tests.families import FAMILIES, family_config
-from tests.small import write_model
+from tests.small import run_json, train, write_model
 
 CPU = torch.device("cpu")
 CARD = {"base model": "a/b", "optimizer steps": 0}
@@ -182,6 +184,63 @@ def test_all_names_of_the_8b_model():
 def test_the_attention_implementation_is_the_one_asked_for(tiny_model):
     assert build(tiny_model, attn_implementation="eager")[0].config._attn_implementation == "eager"
     assert build(tiny_model)[0].config._attn_implementation == "sdpa"
+
+
+def another_family(model_type: str, **changes: object) -> PretrainedConfig:
+    """A small config of a family that te_llama.py does not build, with the embedded tokenizer's vocabulary."""
+    shape = dict(
+        vocab_size=1024, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=64,
+        max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    return AutoConfig.for_model(model_type, **{**shape, **changes})
+
+
+@pytest.fixture
+def bloom(tmp_path) -> str:
+    """A folder with a small model of a family for which transformers has eager attention alone."""
+    AutoModelForCausalLM.from_config(another_family("bloom"), attn_implementation="eager").save_pretrained(tmp_path / "bloom")
+    AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(tmp_path / "bloom")
+    return str(tmp_path / "bloom")
+
+
+@pytest.mark.parametrize("options", [[], ["--random_init"]], ids=str)
+def test_a_family_without_sdpa_trains_with_eager_and_says_so(bloom, tmp_path, capsys, options):
+    words = ["--mixed_precision=no", "--max_steps=1", "--num_of_samples=40", "--max_seq_length=128", "--eval_batches=1", *options]
+    assert train(f"--model_name={bloom}", *words, f"--output_dir={tmp_path / 'run'}") == 0
+    assert run_json(tmp_path / "run")["effective"]["attn_implementation"] == "eager"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "attention: eager, which is slow: transformers has no sdpa for models of type 'bloom'" in said
+    assert (
+        len(evaluate_exact_match_folder(tmp_path / "run" / "final", num_problems=1, max_new_tokens=2, batch_size=1).answers) == 1
+    )
+
+
+def test_an_attention_that_a_family_lacks_is_named_when_it_is_asked_for(bloom):
+    with pytest.raises(UserError, match="--attn_implementation sdpa: transformers has none for models of type 'bloom'; .* eager"):
+        build(bloom, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gpt2", "gpt_neox", "phi3", "olmo2", "gemma2", "biogpt", "bloom", "falcon", "xglm", "openai-gpt"]
+)
+def test_which_families_keep_packed_documents_apart(model_type):
+    hf_config = another_family(model_type, **({"final_logit_softcapping": None} if model_type == "gemma2" else {}))
+    torch.manual_seed(0)
+    decoder = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval().base_model
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        ids, positions = torch.randint(3, 1024, (1, 12)), torch.cat([torch.arange(5), torch.arange(7)])[None]
+        packed = decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[:, 5:]
+        alone = decoder(input_ids=ids[:, 5:], position_ids=positions[:, 5:], use_cache=False).last_hidden_state
+    keeps_apart = torch.allclose(packed, alone, atol=1e-4)
+    config, tokenizer = parse_config(["--packing", "--max_seq_length=64"]), ["token"]
+    if keeps_apart:
+        check_model(config, hf_config, tokenizer)
+    else:
+        with pytest.raises(UserError, match="does not keep the documents of a packed row apart; drop --packing"):
+            check_model(config, hf_config, tokenizer)
+        check_model(parse_config(["--max_seq_length=64"]), hf_config, tokenizer)
 
 
 def test_a_config_of_another_kind_has_no_layers_we_know():
