@@ -146,9 +146,10 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
             f"--model_name {name} changes what its output head computes ({changed} in its config.json), which the loss here does not do, so another "
             "model would be trained; choose a model without it, like the Llama and Qwen families."
         )
-    if config.packing and not config.model.use_te and hf_config.model_type in _MIX_DOCUMENTS:
+    decoder_type = hf_config.get_text_config(decoder=True).model_type
+    if config.packing and not config.model.use_te and decoder_type in _MIX_DOCUMENTS:
         raise UserError(
-            f"--packing cannot go with --model_name {name}: transformers' model of type '{hf_config.model_type}' does not keep the documents of a "
+            f"--packing cannot go with --model_name {name}: transformers' model of type '{decoder_type}' does not keep the documents of a "
             "packed row apart; drop --packing."
         )
     limit = getattr(hf_config, "max_position_embeddings", None)
@@ -177,8 +178,8 @@ _LOGIT_CHANGES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "
 
 
 _MIX_DOCUMENTS = frozenset(
-    "afmoe bailing_hybrid biogpt bloom falcon falcon_h1 falcon_mamba gpt_oss inkling2_text jamba kimi_linear lfm3 mamba minimax nemotron_h olmo_hybrid "
-    "openai-gpt qwen3_5_moe_text qwen3_5_text recurrent_gemma xglm zaya".split()
+    "afmoe bailing_hybrid biogpt bloom falcon falcon_h1 falcon_mamba gpt_oss inkling2_text inkling_text jamba kimi_linear lfm3 mamba minimax nemotron_h olmo_hybrid "
+    "openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text recurrent_gemma xglm zaya".split()
 )
 """Of the types of transformers 5.23 with a list of decoder layers and a plain output head, those whose small models (eager attention) gave a
 document other hidden states behind another one in its row than alone. Types of which no small model was made are not in it."""

@@ -243,6 +243,12 @@ def test_which_families_keep_packed_documents_apart(model_type):
         check_model(parse_config(["--max_seq_length=64"]), hf_config, tokenizer)
 
 
+def test_a_model_whose_decoder_is_one_part_of_it_is_judged_by_that_part():
+    hf_config = AutoConfig.for_model("qwen3_5", vocab_size=96)
+    with pytest.raises(UserError, match="type 'qwen3_5_text' does not keep the documents of a packed row apart"):
+        check_model(parse_config(["--packing", "--max_seq_length=64"]), hf_config, ["token"])
+
+
 def test_a_config_of_another_kind_has_no_layers_we_know():
     config = AutoConfig.for_model(
         "t5", d_model=32, num_layers=1, num_decoder_layers=1, num_heads=2, d_kv=16, d_ff=32, vocab_size=32
