@@ -84,7 +84,7 @@ def evaluate_exact_match_folder(
     Raises `UserError` on a model, dataset or option that cannot be used, and where the GPU's memory is not enough.
     """
     base = base_of(folder)
-    options = ModelConfig(model_name=base or str(folder), attn_implementation="sdpa")
+    options = ModelConfig(model_name=base or str(folder))
     _refuse_run_folder(folder)
     source = resolve_source(options)
     if source.architecture_only:

@@ -154,7 +154,7 @@ def test_flash_attn_4_is_not_taken_for_flash_attn_2(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("flash-attn")
-    assert models.choose_attention("auto", torch.device("cuda"), torch.bfloat16) == "sdpa"
+    assert models.choose_attention("auto", tiny_config(), torch.device("cuda"), torch.bfloat16) == "sdpa"
 
 
 def test_an_arm_of_the_benchmarks():
