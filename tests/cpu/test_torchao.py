@@ -405,7 +405,7 @@ def test_without_fp8_it_has_no_effect():
         ("deepspeed_2", [], "--fp8_backend torchao cannot go with --sharding_mode deepspeed_2"),
         ("ddp", ["--fp8_all_gather"], "--fp8_all_gather needs --sharding_mode fsdp_full or fsdp_grad"),
         ("fsdp_offload", ["--fp8_all_gather"], "--fp8_all_gather needs --sharding_mode fsdp_full or fsdp_grad"),
-        ("fsdp_full", ["--fp8_params"], "--fp8_params needs an fsdp mode, --use_te"),
+        ("fsdp_full", ["--fp8_params"], "--fp8_params needs an fsdp mode other than fsdp_offload, --use_te"),
     ],
 )
 def test_modes_that_cannot(mode, more, sentence):
