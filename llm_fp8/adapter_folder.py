@@ -40,7 +40,7 @@ def load_merged(folder: str | Path, base: str, device: torch.device, dtype: torc
     require_peft(f"{folder}")
     from peft import PeftModel
 
-    options = ModelConfig(model_name=base, attn_implementation="sdpa")
+    options = ModelConfig(model_name=base)
     try:
         source = resolve_source(options)
         hf_config = load_config(options, source)

@@ -66,7 +66,7 @@ class ModelConfig:
     use_te: bool = option(False, "Build the decoder layers from Transformer Engine modules (te_llama.py). Needs an NVIDIA GPU.")
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_4"] = option(
         "auto",
-        "Attention. Without --use_te 'auto' takes flash-attn 2 where it is installed and sdpa elsewhere. With --use_te it is Transformer Engine's choice, "
+        "Attention. Without --use_te 'auto' takes flash-attn 2 where it is installed and sdpa elsewhere, or eager for architectures that have neither. With --use_te it is Transformer Engine's choice, "
         "cuDNN on Hopper, or with flash_attention_4 flash-attn 4 (packed rows on Hopper alone).",
     )
     random_init: bool = option(
@@ -288,7 +288,7 @@ class ParallelConfig:
     )
     fp8_params: bool = option(
         False,
-        "Keep the decoder's linear weights in fp8 between steps and gather them in fp8 (fsdp modes with --use_te).",
+        "Keep the decoder's linear weights in fp8 between steps and gather them in fp8 (fsdp_grad, fsdp_full and fsdp_hybrid, with --use_te).",
     )
     fp8_all_gather: bool = option(
         False,

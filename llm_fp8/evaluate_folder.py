@@ -50,6 +50,19 @@ def data_options(model: str | Path, changes: Mapping[str, Any]) -> DataConfig:
     return DataConfig(**{**options, **changes, "batch_size": 1, "packing": False, "streaming": False})
 
 
+def _refuse_run_folder(folder: str | Path) -> None:
+    """Raise `UserError` for the folder of a run in place of the one of its model."""
+    if (Path(folder) / "config.json").is_file() or is_adapter_folder(folder):
+        return
+    final = Path(folder) / "final"
+    if (final / "config.json").is_file() or is_adapter_folder(final):
+        raise UserError(f"--model {folder} is a run's folder, and its model is in {final}; give that.")
+    if (Path(folder) / "run.json").is_file():
+        raise UserError(
+            f"--model {folder} is a run's folder, and there is no model in {final}: the run did not come to its end, or had --no_export."
+        )
+
+
 def evaluate_exact_match_folder(
     folder: str | Path,
     *,
@@ -71,10 +84,8 @@ def evaluate_exact_match_folder(
     Raises `UserError` on a model, dataset or option that cannot be used, and where the GPU's memory is not enough.
     """
     base = base_of(folder)
-    options = ModelConfig(model_name=base or str(folder), attn_implementation="sdpa")
-    final = Path(folder) / "final"
-    if not (Path(folder) / "config.json").is_file() and ((final / "config.json").is_file() or is_adapter_folder(final)):
-        raise UserError(f"--model_name {folder} is the folder of a run; give {Path(folder) / 'final'}.")
+    options = ModelConfig(model_name=base or str(folder))
+    _refuse_run_folder(folder)
     source = resolve_source(options)
     if source.architecture_only:
         raise UserError(f"--model_name {folder} has no weights that could be evaluated; give a folder with a trained model.")

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from llm_fp8.config import FLASH_ATTENTION_4
 from llm_fp8.errors import UserError
+from llm_fp8.flash_attention_package import INSTALL, PACKAGE, VERSION
 from llm_fp8.provenance import package_version
 
-PACKAGE, VERSION = "flash-attn-4", "4.0.0b11"
-"""The one whose gradients were compared: its versions are betas, each with other kernels."""
-INSTALL = "pip install 'flash-attn-4[cu13]==4.0.0b11' nvidia-cutlass-dsl==4.4.2 quack-kernels==0.4.1"
 HEAD_DIMS = (64, 128)
 """Those whose gradients were compared."""
 HOPPER = (9, 0)

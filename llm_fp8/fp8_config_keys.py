@@ -248,6 +248,24 @@ def idle_sentences(environ: Mapping[str, str]) -> list[str]:
     return [f"fp8_config.{name} does nothing here: {why}." for name, why in idle_keys(environ).items()]
 
 
+def backend_elsewhere(environ: Mapping[str, str]) -> str | None:
+    """What Accelerate's own path does with the file's backend where these scripts take it for another, with what to write; None where they agree."""
+    backend = environ.get(f"{PREFIX}BACKEND")
+    if environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() != "fp8":
+        return None
+    if backend is None:
+        return (
+            "fp8_config.backend is left out: these scripts then take TE, and Accelerate's own path (a Trainer) torchao first, where it is "
+            "installed; write backend: TE"
+        )
+    if backend != backend.upper() and backend.upper() in ("TE", "AO"):
+        return (
+            f"fp8_config.backend {backend} is in small letters: these scripts take it, and Accelerate's own path (a Trainer) ends in a "
+            f"ValueError; write backend: {backend.upper()}"
+        )
+    return None
+
+
 def table() -> str:
     """The keys as a Markdown table."""
     rows = [

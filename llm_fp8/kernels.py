@@ -7,7 +7,7 @@
 
 The names come from profiles of Transformer Engine, PyTorch, torch.compile and torchao on one H200; families that were not met there (older
 cuBLAS, cutlass, Hopper's successors, other libraries of Triton kernels) are recognised by the way their libraries name them. A GEMM whose operand types its name
-does not tell is "unknown", never something. A kernel that no rule knows is "other".
+does not tell is "unknown", never something. A kernel that no rule knows is "other", and may be anything, a GEMM too.
 
 A kernel that does two things has one class. Of Transformer Engine's fused kernels, a norm or activation that writes fp8 counts as norm or
 activation. torch.compile gives kernels of the same code one name, that of the first, so of the operations in such a name only those that leave no doubt decide:
@@ -103,6 +103,7 @@ _RULES: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
             r"convert_dq_to",
             r"qkv_tma_setup",
             r"\bthd_\w*kernel",
+            r"convert_(?:thd_to_bshd|bshd_to_thd)",
             r"scaled_\w*softmax",
             r"softmax_warp_(?:for|back)ward<[^>]*?\d, false",
             r"cunn_softmax(?:for|back)ward\w*<[^>]*:softmax(?:for|back)wardepilogue",

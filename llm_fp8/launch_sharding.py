@@ -42,7 +42,7 @@ DROPPED = {
     "FSDP_SYNC_MODULE_STATES": "each rank reads its own share of the weights",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "each rank reads its own share of the weights",
     "FSDP_STATE_DICT_TYPE": "checkpoints are always sharded, the exported model always whole",
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "no rank ever holds the whole model",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "weights are loaded whole, in bf16 to each GPU, and split afterwards",
     "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "the model is exported in any case",
     "ACCELERATE_CONFIG_DS_FIELDS": "lists entries of the file for Accelerate's own checks",
     "PARALLELISM_CONFIG_CP_BACKEND": "context parallelism is Transformer Engine's",

@@ -27,6 +27,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntr
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -41,6 +42,8 @@ from llm_fp8.architectures import bundled_config
 from llm_fp8.config import EMBEDDED, FLASH_ATTENTION_4, Config, ModelConfig
 from llm_fp8.errors import UserError
 from llm_fp8.flash_attention import check_flash_attention, keep_from_transformer_engine, require_flash_attention
+from llm_fp8.hf_limits import mixes_documents, what_changes_logits
+from llm_fp8.metrics import DecoderSize
 from llm_fp8.precision import require_te
 from llm_fp8.provenance import package_version
 from llm_fp8.shards import HfFiller, initialize_rows_, row_block, stored_names
@@ -138,6 +141,16 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
         raise UserError(
             f"--model_name {name} holds quantised weights (quantization_config in its config.json), which can be neither fine-tuned in full nor "
             "cast to fp8; give the unquantised model."
+        )
+    if changed := what_changes_logits(hf_config):
+        raise UserError(
+            f"--model_name {name} changes what its output head computes ({changed} in its config.json), which the loss here does not do, so another "
+            "model would be trained; choose a model without it, like the Llama and Qwen families."
+        )
+    if config.packing and not config.model.use_te and mixes_documents(hf_config):
+        raise UserError(
+            f"--packing cannot go with --model_name {name}: transformers' model of type '{hf_config.get_text_config(decoder=True).model_type}' does not keep the documents of a "
+            "packed row apart; drop --packing."
         )
     limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and config.data.max_seq_length > limit:
@@ -278,16 +291,33 @@ def _takes_flash_attention(options: ModelConfig) -> bool:
     return options.attn_implementation == FLASH_ATTENTION_4
 
 
-def choose_attention(requested: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The attention implementation of the Hugging Face path."""
+def choose_attention(requested: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """The attention implementation of the Hugging Face path.
+
+    `auto` takes the fastest that the architecture has. Raises `UserError` where another was asked for that it lacks, or that is not installed.
+    """
     installed = package_version("flash-attn") is not None  # flash-attn 4 has a folder flash_attn too
     if requested == "flash_attention_2" and not installed:
         raise UserError(
             "--attn_implementation flash_attention_2 needs flash-attn, which is not installed; run: pip install --no-build-isolation flash-attn"
         )
     if requested != "auto":
+        if not _has_attention(hf_config, requested):
+            raise UserError(
+                f"--attn_implementation {requested}: transformers has none for models of type '{hf_config.model_type}'; leave it at auto, or give "
+                "--attn_implementation eager."
+            )
         return requested
-    return "flash_attention_2" if installed and device.type == "cuda" and dtype != torch.float32 else "sdpa"
+    if installed and device.type == "cuda" and dtype != torch.float32 and _has_attention(hf_config, "flash_attention_2"):
+        return "flash_attention_2"
+    return "sdpa" if _has_attention(hf_config, "sdpa") else "eager"
+
+
+def _has_attention(hf_config: PretrainedConfig, implementation: str) -> bool:
+    """Whether transformers has this attention for the architecture; True where it knows no causal language model of it, and says so itself."""
+    flag = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(implementation)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
+    return flag is None or model_class is None or bool(getattr(model_class, flag))
 
 
 def require_te_decoder(device: torch.device, options: ModelConfig) -> None:
@@ -337,7 +367,7 @@ def build_model(
         else:
             fill_te_model(model, weight_files(options, source))
         return model, not random_weights
-    attention = choose_attention(options.attn_implementation, device, compute_dtype)
+    attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
     if random_weights:
         with torch.device(device):
             model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
@@ -370,7 +400,7 @@ def build_structure(
             split_mlp=split_mlp,
             flash_attention=_takes_flash_attention(options),
         )
-    attention = choose_attention(options.attn_implementation, device, compute_dtype)
+    attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
     with init_empty_weights(include_buffers=False), torch.device(device):
         model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
     model.tie_weights()  # which taking their memory away undid
@@ -453,3 +483,29 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     if not isinstance(layers, nn.ModuleList):
         raise UserError(f"{type(model).__name__} has no list of decoder layers that these scripts know.")
     return layers
+
+
+def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
+    """The dimensions of a decoder of any architecture: of those that te_llama.py builds read off the config, of others counted in the model.
+
+    Experts of which a router chooses some are not counted.
+    """
+    if hf_config.model_type in te_llama.SUPPORTED_MODEL_TYPES:
+        return DecoderSize.from_config(hf_config, num_adapter_parameters)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+    matrices = [
+        module.weight.numel()
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        and isinstance(getattr(module, "weight", None), nn.Parameter)
+        and module.weight.dim() == 2
+    ]
+    text_config = hf_config.get_text_config(decoder=True)
+    num_heads = text_config.num_attention_heads
+    return DecoderSize(
+        num_linear_parameters=sum(matrices),
+        num_layers=len(decoder_layers(model)),
+        attention_width=num_heads * (getattr(text_config, "head_dim", None) or text_config.hidden_size // num_heads),
+        num_adapter_parameters=num_adapter_parameters,
+    )

@@ -30,12 +30,13 @@ from llm_fp8.launch_env import apply_launch_settings
 from llm_fp8.loop import LoopOptions, Trainer
 from llm_fp8.lora import num_adapter_parameters, scaling_of
 from llm_fp8.memory import MemoryUse, out_of_memory_advice
-from llm_fp8.metrics import GIB, DecoderSize, device_peak_tflops
+from llm_fp8.metrics import GIB, device_peak_tflops
 from llm_fp8.models import (
     ModelSource,
     check_model,
     count_parameters,
     decoder_layers,
+    decoder_size,
     load_config,
     load_tokenizer,
     require_te_decoder,
@@ -244,7 +245,7 @@ class Run(RunParts):
                 empty_cache_every=config.parallel.empty_cache_freq,
                 profile_step=self._profile_step(step, total_steps),
             ),
-            size=DecoderSize.from_config(hf_config, num_adapters),
+            size=decoder_size(hf_config, num_adapters),
             peak=device_peak_tflops(self.device),
             fp8_linear_flop_share=census.fp8_linear_flop_share,
             step=step,

@@ -34,8 +34,7 @@ class RunHooks:
         """Say which attention kernels run, and warn of the slow ones."""
         if not self.run.config.model.use_te:
             return
-        decoder = self.trainer.accelerator.unwrap_model(self.trainer.model).model
-        backend = self.run.attention_backend = te_llama.attention_backend(decoder)
+        backend = self.run.attention_backend = te_llama.attention_backend(self.state.model)
         if backend == "unfused":
             self.trainer.reporter.print(
                 "WARNING: attention runs UNFUSED, several times slower: Transformer Engine found neither a usable cuDNN nor flash-attn for this "

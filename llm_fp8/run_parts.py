@@ -127,6 +127,8 @@ class RunParts:
         layers = decoder_layers(model)
         reasons = self._convert_linears(model, layers)
         self.attention_implementation: str = "te" if self.config.model.use_te else model.config._attn_implementation
+        if self.attention_implementation == "eager" and self.config.model.attn_implementation == "auto":
+            self.say(f"attention: eager, which is slow: transformers has no sdpa for models of type '{hf_config.model_type}'")
         self.precision = self._attach_precision(model, layers)
         products = products_per_weight(model)
         census = take_census(

@@ -21,6 +21,7 @@ from llm_fp8.checkpoint import (
 )
 from llm_fp8.config import Config
 from llm_fp8.data import PreparedData
+from llm_fp8.errors import UserError
 from llm_fp8.loop import Trainer
 from llm_fp8.lora import scaling_of
 from llm_fp8.models import has_random_weights, resolve_source
@@ -47,6 +48,9 @@ ARCHITECTURE_KEYS = (
 )
 """Entries of a model's config that a checkpoint and the run that continues it must share."""
 
+_BY_NAME = "parameter name"
+"""In a fingerprint: the tensors of a checkpoint have names, so that all modes but DeepSpeed's can read them."""
+
 
 def run_fingerprint(
     config: Config, plan: PrecisionPlan, engine: Engine, optimizer_kind: str, hf_config: PretrainedConfig
@@ -56,7 +60,7 @@ def run_fingerprint(
         **{key: getattr(hf_config, key, None) for key in ARCHITECTURE_KEYS},
         "layout": "te" if config.model.use_te else "hf",
         "optimizer": optimizer_kind,
-        "saved_by": engine.mode if engine.saves_itself else "parameter name",
+        "saved_by": engine.mode if engine.saves_itself else _BY_NAME,
         "precision": plan.name,
         "max_seq_length": config.data.max_seq_length,
         "packing": config.packing,
@@ -86,8 +90,21 @@ def find_checkpoint(checkpoints: CheckpointManager, resume_from: str | None, fin
     if resume_from is None:
         return None
     path = checkpoints.find(resume_from)
-    check_compatible(read_meta(path)["fingerprint"], fingerprint)
+    saved = read_meta(path)["fingerprint"]
+    _require_readable(path, saved, fingerprint)
+    check_compatible(saved, fingerprint)
     return path
+
+
+def _require_readable(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Raise `UserError` where DeepSpeed and the other modes would have to read each other's checkpoints, or two of its stages."""
+    was, now = saved.get("saved_by"), current["saved_by"]
+    if was == now or was is None:
+        return
+    remedy = f"--sharding_mode {was}" if was != _BY_NAME else "--sharding_mode ddp or an fsdp mode"
+    raise UserError(
+        f"--resume_from: {path} was saved under {remedy}, and what a deepspeed mode saves no other mode can read, nor the other way round; resume with {remedy}."
+    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""fp8 for any Hugging Face architecture: `nn.Linear` swapped for TE's or torchao's, and the census of what computes in what.
+"""fp8 for Hugging Face architectures: `nn.Linear` swapped for TE's or torchao's, and the census of what computes in what.
 
 Without --use_te the decoder stays Hugging Face's and only its linear layers change. The parameters are kept as they are (the same
 objects), so tied weights stay tied, checkpoints keep their names and whoever holds the parameters holds the right ones. Left
@@ -23,7 +23,13 @@ from llm_fp8.fp8_head import SIZE_MULTIPLE
 from llm_fp8.precision import PRODUCTS_OF_TRAINED, linear_weights, require_te
 
 HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")
-"""Last name components of modules that produce logits."""
+"""Last name components of modules that produce logits; what `output_head` finds is one under any name."""
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The module that transformers calls the model's output embeddings; None where `model` has none or is not transformers'."""
+    get = getattr(model, "get_output_embeddings", None)
+    return None if get is None else get()
 
 
 def swap_linears(model: nn.Module) -> dict[str, str]:
@@ -39,9 +45,10 @@ def swap_linears(model: nn.Module) -> dict[str, str]:
             return super().forward(inputs, is_first_microbatch=self.is_first_microbatch)
 
     left: dict[str, str] = {}
+    head = output_head(model)
     linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     for name, linear in linears:
-        reason = reason_to_leave(name, linear)
+        reason = reason_to_leave(name, linear, head)
         if reason:
             left[name] = reason
             continue
@@ -62,18 +69,19 @@ def convert_with_torchao(model: nn.Module, config: Any, kept_layers: Iterable[nn
     `config` is a `Float8LinearConfig`.
     """
     kept = {module for layer in kept_layers for module in layer.modules()}
+    head = output_head(model)
 
     def reason(name: str, linear: nn.Linear) -> str | None:
-        return reason_to_leave(name, linear) or ("first or last decoder layers" if linear in kept else None)
+        return reason_to_leave(name, linear, head) or ("first or last decoder layers" if linear in kept else None)
 
     return torchao_fp8.convert_linears(model, config, reason)
 
 
-def reason_to_leave(name: str, linear: nn.Linear) -> str | None:
-    """Why an fp8 run leaves this layer as it is; None where it is swapped."""
+def reason_to_leave(name: str, linear: nn.Linear, head: nn.Module | None) -> str | None:
+    """Why an fp8 run leaves this layer as it is; None where it is swapped. `head` is the model's output head."""
     if is_adapter(name):
         return "adapter"
-    if name.rpartition(".")[2] in HEAD_NAMES:
+    if linear is head or name.rpartition(".")[2] in HEAD_NAMES:
         return "output head"
     if linear.in_features % SIZE_MULTIPLE or linear.out_features % SIZE_MULTIPLE:
         return f"size {linear.in_features} x {linear.out_features} is not a multiple of {SIZE_MULTIPLE}"
@@ -144,7 +152,7 @@ def take_census(
     `products`: `llm_fp8.lora.products_per_weight`. `most_in_fp8`: products of a weight that the recipe computes in fp8. `products_of_head`:
     `llm_fp8.precision.Precision.products_of_head`.
     """
-    in_fp8 = set(fp8_modules)
+    in_fp8, head = set(fp8_modules), output_head(model)
     converted: Counter[str] = Counter()
     skipped: Counter[tuple[str, str]] = Counter()
     num_fp8 = num_all = num_head = fp8_products = all_products = 0
@@ -155,7 +163,7 @@ def take_census(
         size = sum(weight.numel() for weight in weights)
         pattern = re.sub(r"\.\d+\.", ".*.", name)
         num_all += size
-        is_head = module in products_of_head or name.rpartition(".")[2] in HEAD_NAMES
+        is_head = module is head or module in products_of_head or name.rpartition(".")[2] in HEAD_NAMES
         num_head += size * is_head
         num_products = products.get(module, PRODUCTS_OF_TRAINED)
         all_products += size * num_products

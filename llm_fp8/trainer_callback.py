@@ -32,7 +32,7 @@ from llm_fp8.kernels import KernelTimes, kernel_times, record_kernels
 from llm_fp8.launch_sharding import is_on
 from llm_fp8.optim import not_optimised
 from llm_fp8.precision import linear_weights, note_recipe_inside, te_linears
-from llm_fp8.swap import reason_to_leave, take_census
+from llm_fp8.swap import output_head, reason_to_leave, take_census
 from llm_fp8.te_state import read_te_state
 
 AskedPrecision = Literal["fp8", "bf16", "fp16", "no"]
@@ -210,7 +210,12 @@ def judge_trainer_step(
 
 def _convertible(model: nn.Module) -> list[str]:
     """Names of the linear layers of torch that fp8 could compute, the output head left out."""
-    return [name for name, module in model.named_modules() if type(module) is nn.Linear and reason_to_leave(name, module) is None]
+    head = output_head(model)
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and reason_to_leave(name, module, head) is None
+    ]
 
 
 def _promise_of_fp8(model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str]) -> Promise:

@@ -65,7 +65,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help=f"within two minutes: {', '.join(f'--{name} {value}' for name, value in QUICK.items())}, unless given otherwise",
+        help=f"one model, few arms, one round: {', '.join(f'--{name} {value}' for name, value in QUICK.items())}, unless given otherwise",
     )
     parser.add_argument(
         "--workloads",

@@ -44,9 +44,7 @@ PAIR = tuple(REPOSITORY / "runs" / name for name in ("train_bf16", "train_fp8"))
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--train", metavar="OPTIONS", help="train: options of the training script that all runs share, in quotes")
     parser.add_argument("--runs", nargs="+", metavar="FOLDER", help="read the output folders of finished runs")
     parser.add_argument(

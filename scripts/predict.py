@@ -11,9 +11,10 @@ constants were measured on.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -23,6 +24,7 @@ from rich.table import Table
 from llm_fp8.architectures import bundled_architectures
 from llm_fp8.config import Config, ModelConfig
 from llm_fp8.errors import UserError, run_script
+from llm_fp8.json_files import require_writable, write_json_atomic
 from llm_fp8.predict.calibration import CALIBRATED_GPU, MAX_GPUS, MODES
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--gpu", help=f"as torch.cuda.get_device_name has it, for example {CALIBRATED_GPU} (default: this machine's, or that one)"
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of each row to this JSON file")
     return parser.parse_args(argv)
 
 
@@ -80,6 +83,8 @@ def check(options: argparse.Namespace) -> None:
         raise UserError(f"{flag} has no effect on one GPU; add --num_gpus or drop it.")
     if options.optimizer == "adamw_8bit" and (options.sharding_mode or "").startswith("fsdp"):
         raise UserError(f"--optimizer adamw_8bit cannot go with --sharding_mode {options.sharding_mode}; use auto, or ddp.")
+    if options.json is not None:
+        require_writable("--json", options.json)
 
 
 def scenario_of(options: argparse.Namespace) -> Scenario:
@@ -112,6 +117,29 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
     )
 
 
+def speed_up(found: Prediction, predictions: list[Prediction]) -> float:
+    """Over the first of the predictions."""
+    return predictions[0].step_time_s / found.step_time_s
+
+
+def figures(predictions: list[Prediction]) -> list[dict[str, Any]]:
+    """The rows of the table for a JSON file: seconds, tokens/s, GiB; `parts_s` are the step's, as in the document."""
+    return [
+        {
+            "recipe": found.scenario.recipe,
+            "step_time_s": found.step_time_s,
+            "tokens_per_s": found.tokens_per_s,
+            "speed_up": speed_up(found, predictions),
+            "peak_memory_gib": found.peak_memory_gib,
+            "fits": found.fits,
+            "tight": found.tight,
+            "parts_s": dataclasses.asdict(found.time),
+            "notes": found.notes,
+        }
+        for found in predictions
+    ]
+
+
 def table(predictions: list[Prediction], title: str) -> Table:
     """One line per recipe; the first is what speed-ups are over."""
     result = Table(title=title, title_justify="left")
@@ -122,7 +150,7 @@ def table(predictions: list[Prediction], title: str) -> Table:
             found.scenario.recipe,
             f"{found.step_time_s:.3f}",
             f"{found.tokens_per_s:,.0f}",
-            f"{predictions[0].step_time_s / found.step_time_s:.2f}",
+            f"{speed_up(found, predictions):.2f}",
             f"{found.peak_memory_gib:.1f}",
             {True: "yes", False: "no", None: "not known"}[found.fits],
         )
@@ -137,6 +165,7 @@ def main() -> int:
     from llm_fp8.precision import TOKEN_MULTIPLE
     from llm_fp8.predict.prediction import can_predict, gpu_by_name, predict
     from llm_fp8.predict.scenario import RECIPES
+    from llm_fp8.provenance import collect_provenance
 
     gpu = gpu_by_name(options.gpu)
     scenario = scenario_of(options)
@@ -160,6 +189,17 @@ def main() -> int:
     )
     if missing := [name for name in RECIPES if name not in recipes]:
         console.print(f"note: nothing was measured for {', '.join(missing)} on {gpu.name}", highlight=False, soft_wrap=True)
+    if options.json is not None:
+        content = {
+            "options": vars(options),
+            "gpu": gpu.name,
+            "gpu_memory_gib": gpu.memory_gib,
+            "optimizer": scenario.optimizer,
+            "tokens_per_step": scenario.tokens_per_step,
+            "rows": figures(predictions),
+        }
+        write_json_atomic(options.json, {"provenance": collect_provenance(sys.argv), **content})
+        console.print(f"figures in {options.json}", highlight=False, soft_wrap=True)
     return 0
 
 

@@ -1,12 +1,17 @@
-"""The commands of the guide that the training scripts started from, word for word, and a dataset folder laid out as theirs is on the hub."""
+"""The training commands of the guide that the scripts started from, word for word, those of the documents as they are read there, and a
+dataset folder laid out as theirs is on the hub."""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
+from llm_fp8.config import Config, parse_config
 from llm_fp8.embedded import DATASET_DIR
+
+README = Path(__file__).resolve().parents[1] / "README.md"
 
 _WANDB = "--use_wandb --wandb_project llm-fp8 --wandb_run_name"
 _MATH = "--dataset_name nvidia/OpenMathInstruct-2"
@@ -35,19 +40,46 @@ COMMANDS = {
     "--max_seq_length 512 --learning_rate 1e-5 --gradient_accumulation_steps 4 --empty_cache_freq 25",
 }
 """By a name of our own. `split_test` asks for a split that the dataset does not have."""
+
+
+def training_commands(document: Path) -> list[str]:
+    """Each whole line of a document that starts a training, without its comment; those with an ellipsis stand for more than they say."""
+    lines = document.read_text().replace("\\\n", " ").splitlines()
+    start = r" *(python|torchrun( --\S+)*) train_(fp8|multi_gpu)\.py --"
+    return [shlex.join(shlex.split(line, comments=True)) for line in lines if re.match(start, line) and "..." not in line]
+
+
+def script_of(command: str) -> str:
+    """The training script that it starts."""
+    return next(word for word in shlex.split(command) if word.startswith("train_"))
+
+
+def options_of(command: str) -> list[str]:
+    """The words behind the training script's name."""
+    words = shlex.split(command)
+    return words[words.index(script_of(command)) + 1 :]
+
+
+def config_of(command: str) -> Config:
+    """What the script reads in it."""
+    script = script_of(command)
+    return parse_config(options_of(command), prog=script, parallel=script == "train_multi_gpu.py")
+
+
+def is_multi_gpu(command: str) -> bool:
+    """Whether torchrun starts it."""
+    return command.startswith("torchrun")
+
+
+def readme_commands() -> dict[str, str]:
+    """Those of the README that the guide does not have, by the name of the W&B run, or else of the script."""
+    guides = [config_of(command) for command in COMMANDS.values()]
+    others = [command for command in training_commands(README) if config_of(command) not in guides]
+    return {f"readme_{config_of(command).run.wandb_run_name or script_of(command)}": command for command in others}
+
+
 SPLITS = ("train", "train_1M")
 """Of the dataset on the hub, two of them."""
-
-
-def options_of(name: str) -> list[str]:
-    """The words behind the training script's name."""
-    words = shlex.split(COMMANDS[name])
-    return words[next(number for number, word in enumerate(words) if word.startswith("train_")) + 1 :]
-
-
-def is_multi_gpu(name: str) -> bool:
-    """Whether torchrun starts it."""
-    return COMMANDS[name].startswith("torchrun")
 
 
 def with_values(words: list[str], **values: str) -> list[str]:

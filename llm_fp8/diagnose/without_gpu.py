@@ -74,10 +74,10 @@ def planned_census(config: Config, hf_config: PretrainedConfig, plan: PrecisionP
     if plan.effective != "fp8":
         return take_census(model, (), plan.compute_name, {})
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    reasons = {name: reason for name, module in linears.items() if (reason := reason_to_leave(name, module))}
+    head: Any = model.get_output_embeddings()
+    reasons = {name: reason for name, module in linears.items() if (reason := reason_to_leave(name, module, head))}
     kept = {module for layer in layers_kept_wide(config.precision, decoder_layers(model)) for module in layer.modules()}
     covered = [module for name, module in linears.items() if name not in reasons and module not in kept]
-    head: Any = model.get_output_embeddings()
     wanted = config.precision.fp8_lm_head
     in_part = {} if wanted == "none" else {head: Fp8Head(head, wanted).num_products(of=PRODUCTS_OF_TRAINED)}
     return take_census(model, covered, plan.compute_name, reasons, products_of_head=in_part)

@@ -112,6 +112,12 @@ def check_mode(config: Config, mode: str, ranks: LaunchRanks, compute_name: str)
     """Raise `UserError` where the run's options cannot go together with `mode`; `compute_name` is fp32, bf16 or fp16."""
     options, flag = config.parallel, f"--sharding_mode {mode}"
     sharded, deepspeed = mode.startswith("fsdp"), mode.startswith("deepspeed")
+    needed_by_fp8_params = {
+        "such a mode": sharded and mode != "fsdp_offload",
+        "--use_te": config.model.use_te,
+        "--mixed_precision fp8": config.precision.mixed_precision == "fp8",
+    }
+    needed_by_context_parallelism = {"--use_te": config.model.use_te, "an fsdp mode": sharded}
     refused = {
         f"--mixed_precision fp16 cannot go with {flag}, which would shard what its gradient scaler has to see; use bf16.": (
             compute_name == "fp16" and mode not in ("ddp", "single")
@@ -119,10 +125,8 @@ def check_mode(config: Config, mode: str, ranks: LaunchRanks, compute_name: str)
         f"--optimizer adamw_8bit cannot go with {flag}: its 8-bit blocks cannot be split over GPUs; use auto, or --sharding_mode ddp.": (
             config.optim.optimizer == "adamw_8bit" and (sharded or deepspeed)
         ),
-        f"--fp8_params needs an fsdp mode, --use_te and --mixed_precision fp8, and this run has {flag}.": (
-            options.fp8_params
-            and not (sharded and mode != "fsdp_offload" and config.model.use_te and config.precision.mixed_precision == "fp8")
-        ),
+        f"--fp8_params needs an fsdp mode other than fsdp_offload, --use_te and --mixed_precision fp8; this run has {flag} and "
+        f"lacks {_lacking(needed_by_fp8_params)}.": options.fp8_params and not all(needed_by_fp8_params.values()),
         f"--fp8_all_gather needs --sharding_mode {' or '.join(FP8_GATHER_MODES)}, and this run has {flag}; change the mode or drop it.": (
             options.fp8_all_gather and mode not in FP8_GATHER_MODES
         ),
@@ -131,8 +135,9 @@ def check_mode(config: Config, mode: str, ranks: LaunchRanks, compute_name: str)
         ),
         f"--fp8_lm_head {config.precision.fp8_lm_head} cannot go with {flag}: DeepSpeed moves parameters itself, and whether the head's weight is whole there "
         "was never tried; use ddp or an fsdp mode.": deepspeed and config.precision.fp8_lm_head != "none",
-        f"--context_parallel_size {options.context_parallel_size} needs --use_te and an fsdp mode, and this run has {flag}.": (
-            options.context_parallel_size > 1 and not (config.model.use_te and sharded)
+        f"--context_parallel_size {options.context_parallel_size} needs --use_te and an fsdp mode; this run has {flag} and lacks "
+        f"{_lacking(needed_by_context_parallelism)}.": (
+            options.context_parallel_size > 1 and not all(needed_by_context_parallelism.values())
         ),
         f"--context_parallel_size {options.context_parallel_size} does not divide the {ranks.world_size} processes; choose a size that does.": (
             ranks.world_size % options.context_parallel_size != 0
@@ -159,6 +164,11 @@ def check_mode(config: Config, mode: str, ranks: LaunchRanks, compute_name: str)
                 f"--sharding_mode fsdp_hybrid shards over {size} GPUs (--hybrid_shard_size, by default those of a host) and replicates, which "
                 f"{ranks.world_size} GPUs cannot be divided into; choose a proper divisor, or fsdp_full."
             )
+
+
+def _lacking(needed: dict[str, bool]) -> str:
+    """The names of what is not there, for a sentence."""
+    return ", ".join(name for name, there in needed.items() if not there)
 
 
 def hybrid_shard_size(config: Config, ranks: LaunchRanks) -> int:

@@ -47,7 +47,7 @@ def run_prediction(
     Tokens and lengths are those of the steps that were measured, padding included.
     """
     gpu = known_gpu(gpu_name)
-    mode = "single" if num_gpus == 1 and not mode.startswith("fsdp") else mode
+    mode = "single" if num_gpus == 1 and mode == "ddp" else mode  # nothing is exchanged
     options = config.parallel
     if gpu is None or not config.model.use_te or recipe not in RECIPES or not can_predict(gpu, recipe):
         return None

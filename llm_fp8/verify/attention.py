@@ -16,6 +16,9 @@ FAST = ("fused (cuDNN)", "flash-attn")
 
 _DEBUG_LINE = re.compile(r"^\[(?:DEBUG|WARNING)\s*\| DotProductAttention\s*\]: (?P<message>.*)$", re.MULTILINE)
 _DISABLING = re.compile(r"Disabling (?P<kind>FusedAttention|UnfusedDotProductAttention|FlashAttention(?: \d)?|all backends)\b\s*")
+_FLASH = "FlashAttention"
+_NO_FLASH = re.compile(rf"Available backends = \{{{_FLASH}=False\b")
+_FLASH_VERSION = re.compile(r"'flash_attn(?:_\d)?_version': '(?P<version>[^']*)'")
 _SELECTED = re.compile(r"Selected backend = (?P<name>[^.(\n]+?)(?: \((?P<detail>[^)]*)\))?\.")
 
 
@@ -30,7 +33,10 @@ class DebugReport:
 
 
 def parse_debug(text: str) -> DebugReport:
-    """Read the lines that NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 adds to a process's output."""
+    """Read the lines that NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 adds to a process's output.
+
+    They give no reason where flash-attn is not installed, only that there is no version of it.
+    """
     selected, reasons = None, dict[str, list[str]]()
     for line in _DEBUG_LINE.finditer(text):
         message = line["message"]
@@ -41,6 +47,9 @@ def parse_debug(text: str) -> DebugReport:
             known = reasons.setdefault(ruled_out["kind"], [])
             if reason not in known:
                 known.append(reason)
+    versions = {found["version"] for found in _FLASH_VERSION.finditer(text)}
+    if versions == {"not installed"} and _NO_FLASH.search(text) and not any(kind.startswith(_FLASH) for kind in reasons):
+        reasons[_FLASH] = ["not installed"]
     return DebugReport(selected, reasons)
 
 

@@ -2,7 +2,8 @@
 
 Looked at are the files that --config_file names, and those that lie in configs/. The rules are the run's own: those of
 llm_fp8/parallel/deepspeed_config.py, and for a file of `accelerate launch` the variables that the launcher makes of it, read by
-llm_fp8/launch_env.py. "No effect" is said of this project's scripts: other programs may act on such an entry. What a DeepSpeed file says of batch sizes, accumulation and clipping can be held against a run's options alone, when
+llm_fp8/launch_env.py. "No effect" is said of this project's scripts: other programs may act on such an entry. "Elsewhere" is said of one that
+these scripts take, and Accelerate's own path, transformers' Trainer included, for something else. What a DeepSpeed file says of batch sizes, accumulation and clipping can be held against a run's options alone, when
 it starts.
 """
 
@@ -39,7 +40,7 @@ class Finding:
     """An entry worth a word."""
 
     path: Path
-    level: Literal["refused", "no effect"]
+    level: Literal["refused", "no effect", "elsewhere"]
     says: str
     """A sentence without its full stop, which names the entry."""
 
@@ -113,9 +114,9 @@ def launch_environment(path: Path) -> dict[str, str]:
 
 
 def accelerate_findings(path: Path) -> Iterator[Finding]:
-    """What a run started with this file would refuse (the first entry), and the entries that change nothing."""
+    """What a run started with this file would refuse (the first entry), the entries that change nothing, and a backend that a Trainer takes for another."""
     from llm_fp8.config import Config
-    from llm_fp8.fp8_config_keys import idle_keys
+    from llm_fp8.fp8_config_keys import backend_elsewhere, idle_keys
     from llm_fp8.launch_env import apply_launch_settings
     from llm_fp8.launch_sharding import DROPPED
 
@@ -137,6 +138,8 @@ def accelerate_findings(path: Path) -> Iterator[Finding]:
         return
     for key, why in idle_keys(environ).items():
         yield Finding(path, "no effect", f"fp8_config.{key}: {why}")
+    if elsewhere := backend_elsewhere(environ):
+        yield Finding(path, "elsewhere", elsewhere)
     try:
         config = apply_launch_settings(Config(), environ)
     except UserError as error:
@@ -152,7 +155,7 @@ def findings(path: Path, kind: Kind) -> list[Finding]:
 
 
 def judge(named: dict[Path, list[Finding]], lying_there: dict[Path, list[Finding]]) -> Result:
-    """A file that was named must not be refused. One that only lies in configs/ may never be used: a warning, and for what does nothing a detail."""
+    """A file that was named must not be refused. One that only lies in configs/ may never be used: a warning, and for what does nothing or acts elsewhere a detail."""
     problems, details = Problems(), []
     for path, found in (named | lying_there).items():
         details.append(f"{path}: {'nothing to mend' if not found else f'{len(found)} to mend'}")

@@ -1,4 +1,4 @@
-"""One process must hold one cuDNN: with a second, Transformer Engine's fused attention fails its own check and a slow one takes its place."""
+"""One process must hold one cuDNN: with a second, Transformer Engine's fused attention may fail its own check, and a slow one takes its place."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def judge(libraries: list[str], versions: dict[str, str | None], torch_version: 
     if len(folders) > 1:
         return Result(
             "failed",
-            f"a process holds cuDNN from {len(folders)} folders, so fused attention is lost or wrong",
+            f"a process holds cuDNN from {len(folders)} folders, so fused attention may be lost or wrong",
             details,
             (
                 "unset CUDNN_HOME CUDNN_PATH   # the scripts then load torch's own",

@@ -7,6 +7,7 @@ import importlib
 import io
 import sys
 
+from llm_fp8.flash_attention_package import INSTALL, PACKAGE
 from llm_fp8.verify.result import Problems, Result
 from llm_fp8.verify.setup import Setup
 from llm_fp8.verify.versions import installed, read_pins
@@ -17,8 +18,11 @@ OPTIONAL = {
     "torchao": "--optimizer adamw_8bit and --fp8_backend torchao",
     "wandb": "--use_wandb",
     "flash_attn": "--attn_implementation flash_attention_2",
+    "flash_attn.cute": "--attn_implementation flash_attention_4",
 }
 """Module -> the option that needs it."""
+_PACKAGES = {"flash_attn": "flash-attn", "flash_attn.cute": PACKAGE}
+"""Module -> its package, where the names differ. flash-attn 4 has a folder flash_attn too, so that import alone does not tell of flash-attn 2."""
 _TE = "transformer_engine.pytorch"
 
 
@@ -55,6 +59,8 @@ def judge(outcomes: dict[str, str | None], said: str = "") -> Result:
             problems.warn(
                 f"{sentence} ({OPTIONAL[name]})", f"{pip} uninstall -y flash-attn   # or install it again for this torch"
             )
+        elif name == "flash_attn.cute":
+            problems.warn(f"{sentence} ({OPTIONAL[name]})", f"{sys.executable} -m {INSTALL}")
         elif name in OPTIONAL:
             problems.warn(f"{sentence} ({OPTIONAL[name]})", f"{pip} install --force-reinstall --no-deps '{_pinned(name)}'")
         elif name == _TE:
@@ -78,5 +84,6 @@ def check(setup: Setup) -> Result:
         outcomes = {name: try_import(name) for name in REQUIRED}
         if setup.num_gpus:
             outcomes[_TE] = try_transformer_engine()
-        outcomes |= {name: try_import(name) for name in installed(OPTIONAL)}
+        there = installed(_PACKAGES.get(name, name) for name in OPTIONAL)
+        outcomes |= {name: try_import(name) for name in OPTIONAL if _PACKAGES.get(name, name) in there}
     return judge(outcomes, words.getvalue())

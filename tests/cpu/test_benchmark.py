@@ -299,6 +299,14 @@ def test_rounds_that_failed_are_said():
     )
 
 
+def test_help_says_what_quick_measures(capsys):
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "--quick one model, few arms, one round: --workloads Llama-3.2-1B:8x1024x4, --arms hf_bf16,bf16," in words
+    assert "minute" not in words
+
+
 def test_quick_gives_way_to_what_is_asked():
     quick = benchmark.parse(["--quick", "--rounds", "2"])
     assert (quick.arms, quick.rounds, quick.steps) == ("hf_bf16,bf16,delayed,current", 2, 6)

@@ -57,6 +57,8 @@ BF16_STEP = {
 }
 RENAMED = {f"some_new_gemm_{number}": times for number, times in enumerate(FP8_GEMMS.values())} | HEAD_GEMMS | OTHERS
 """The same fp8 step, as if the next cuBLAS gave its kernels names of another kind."""
+NO_RULE = {f"device_kernel_{number}": times for number, times in enumerate(FP8_GEMMS.values())} | HEAD_GEMMS | OTHERS
+"""The same, as if these names did not even tell that they are GEMMs."""
 
 DELAYED = Promise("fp8 delayed", "bf16", "delayed", num_fp8_weights=64, fp8_linear_flop_share=0.787)
 BF16 = Promise("bf16", "bf16")
@@ -118,6 +120,27 @@ FAILURES = {
         "and 0 ran (all GEMM kernels: 390 bf16, 40 unknown)",
     ),
     "kernels unknown, and the modules say that they are not in fp8": (dict(kernels=RENAMED, state=NOT_IN_FP8), "and 0 ran"),
+    "kernels that no rule knows, and the modules say that they are not in fp8": (
+        dict(kernels=NO_RULE, state=NOT_IN_FP8),
+        "and 0 ran",
+    ),
+    "kernels that no rule knows, and no module to ask": (dict(kernels=NO_RULE, state=ModuleState()), "and 0 ran"),
+    "kernels that no rule knows, and another recipe": (
+        dict(kernels=NO_RULE, state=dataclasses.replace(IN_FP8, recipes={"Float8CurrentScaling": 48})),
+        "modules computed by Float8CurrentScaling (48)",
+    ),
+    "many kernels that no rule knows, too short to be the missing ones": (
+        dict(kernels=BF16_STEP | {"a_tiny_kernel": (900, 0.0005)}),
+        "and 0 ran",
+    ),
+    "too few kernels that no rule knows to be the missing ones": (
+        dict(kernels=BF16_STEP | {"a_kernel": (300, 0.03)}),
+        "and 0 ran",
+    ),
+    "one fp8 kernel in a bf16 run beside kernels that no rule knows": (
+        dict(promise=BF16, kernels=NO_RULE | {"nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT": (1, 1e-5)}, state=ModuleState()),
+        "and 1 ran",
+    ),
     "another recipe": (
         dict(state=dataclasses.replace(IN_FP8, recipes={"Float8CurrentScaling": 48})),
         "expected the recipe DelayedScaling, and modules computed by Float8CurrentScaling (48)",
@@ -161,9 +184,40 @@ def test_renamed_kernels_are_unknown_and_never_bf16():
     assert certificate.verdict == "undetermined"
     assert certificate.gemm_kernels_by_type == {"unknown": 384, "bf16": 6} and len(certificate.unknown_gemm_names) == 5
     assert "384 GEMM kernels of unknown type" in certificate.reasons[0]
-    # Of a bf16 run some unknown kernels are a remark; were all of them unknown, nothing would show that it is one.
-    assert judge(BF16, BF16_STEP | {"a_gemm": (3, 0.001)}, NOT_IN_FP8).remarks == ["3 GEMM kernels of unknown type"]
+    # Of a bf16 run short ones are a remark; those of a layer could be fp8, and were all of them unknown, nothing would show that it is one.
+    short = judge(BF16, BF16_STEP | {"a_gemm": (3, 0.0005)}, NOT_IN_FP8)
+    assert short.verdict == "certified" and short.remarks == ["3 GEMM kernels of unknown type"]
+    assert judge(BF16, BF16_STEP | {"a_gemm": (3, 0.001)}, NOT_IN_FP8).verdict == "undetermined"
     assert judge(BF16, {"a_gemm": (390, 0.1)}, NOT_IN_FP8).verdict == "undetermined"
+    few = {"nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT": (3, 0.005), "nvjet_sm100_xx_foo": (500, 0.1)}
+    assert judge(BF16, few, ModuleState()).reasons == [
+        "500 GEMM kernels of unknown type (95.2% of the time of GEMMs and kernels that no rule knows; namely: nvjet_sm100_xx_foo), which may be in fp8"
+    ]
+
+
+def test_kernels_that_no_rule_knows_may_be_gemms():
+    certificate = judge(kernels=NO_RULE)
+    assert certificate.verdict == "undetermined" and certificate.gemm_kernels_by_type == {"bf16": 6}
+    assert certificate.other_kernel_names == [f"device_kernel_{number}" for number in range(5)]
+    assert certificate.unrecognised_time_share == pytest.approx(34.547 / 50.253, rel=1e-3)
+    assert certificate.reasons[0].startswith(
+        "384 kernels that no rule knows (68.7% of the time of GEMMs and kernels that no rule knows; the longest: device_kernel_0, device_kernel_1, "
+        "device_kernel_2): 0 of the 384 expected fp8 GEMM kernels were recognised"
+    )
+    half = {f"some_gemm{name}" if number % 2 else name: times for number, (name, times) in enumerate(NO_RULE.items())}
+    assert judge(kernels=half).verdict == "undetermined", "of both kinds together"
+    without_gemms = judge(kernels={"a_kernel<" + 200 * "x": (390, 0.1)})
+    assert without_gemms.verdict == "undetermined" and "CUPTI" not in without_gemms.reasons[0]
+    assert len(without_gemms.reasons[0]) < 400
+    # Outside fp8 nothing else would show them.
+    assert judge(BF16, NO_RULE, ModuleState()).verdict == judge(BF16, NO_RULE, NOT_IN_FP8).verdict == "undetermined"
+    assert (
+        judge(BF16, {"device_kernel": (390, 0.1), "ampere_sgemm_128x64_tn": (2, 0.001)}, ModuleState()).verdict == "undetermined"
+    )
+    assert judge(BF16, BF16_STEP | {"a_short_kernel": (900, 0.0005)}, ModuleState()).verdict == "certified"
+    # A step with all the fp8 kernels that were promised is what was asked for, whatever else runs in it.
+    beside = judge(kernels=FP8_STEP | {"a_kernel": (10, 0.01)})
+    assert beside.verdict == "certified" and beside.remarks[0].startswith("10 kernels that no rule knows (16.6% of")
 
 
 def test_what_leaves_the_question_open():

@@ -668,6 +668,13 @@ def run_script(*options: str, cwd: Path, environment: dict[str, str] | None = No
     return subprocess.run([sys.executable, str(SCRIPT), *options], cwd=cwd, capture_output=True, text=True, env=environment)
 
 
+def test_the_help_gives_each_default_once(capsys):
+    with pytest.raises(SystemExit):
+        load_script().parse(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "(default: bf16,fp8)" in said and "(default: None)" not in said and "(default: False)" not in said
+
+
 def test_mistakes_are_said_in_one_sentence(tmp_path, monkeypatch):
     script = load_script()
     monkeypatch.setattr(script, "PAIR", (tmp_path / "train_bf16", tmp_path / "train_fp8"))  # which this repository may hold

@@ -10,7 +10,7 @@ import pytest
 
 from llm_fp8.config import EMBEDDED, SECTIONS, Config, build_parser, parse_config
 from llm_fp8.errors import UserError
-from tests.documented_commands import COMMANDS, is_multi_gpu, options_of
+from tests.documented_commands import COMMANDS, config_of, options_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,10 +38,10 @@ def exit_message(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_documented_command_means_what_it_says(command):
     words = options_of(command)
-    options = flat(parse_config(words, parallel=is_multi_gpu(command)))
+    options = flat(config_of(command))
     for word, value in zip(words, [*words[1:], "--"], strict=True):
         if not word.startswith("--"):
             continue

@@ -68,6 +68,11 @@ def test_judgement(environ, expected):
     assert all(finding.mend == f"unset {finding.name}" and finding.says for finding in found)
 
 
+def test_the_verifier_says_of_connections_what_was_measured():
+    (found,) = judge({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert "on one GPU it made no difference" in found.says and found.says.endswith("it was not measured")
+
+
 def test_the_worst_comes_first():
     environ = {"NVTE_FP8_ALLREDUCE": "1", "NCCL_P2P_DISABLE": "1", "CUDA_LAUNCH_BLOCKING": "1"}
     assert [finding.level for finding in judge(environ)] == ["harmful", "slower", "no effect"]

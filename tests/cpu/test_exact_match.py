@@ -327,7 +327,8 @@ def test_what_cannot_be_is_said_before_anything_is_trained(tokenizer, embedded_r
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--model={run}"], "is the folder of a run; give {run}/final"),
+        (["--model={run}"], "--model {run} is a run's folder, and its model is in {run}/final; give that."),
+        (["--model={unfinished}"], "--model {unfinished} is a run's folder, and there is no model in {unfinished}/final: the run did"),
         (["--model=no/such/folder"], "no such folder"),
         (["--model=embedded"], "has no weights that could be evaluated"),
         (["--model={run}/final", "--num_problems=0"], "--num_problems must be at least 1"),
@@ -341,7 +342,9 @@ def test_what_cannot_be_is_said_before_anything_is_trained(tokenizer, embedded_r
 def test_mistakes_are_one_sentence(options, sentence, run, embedded_rows, tmp_path, monkeypatch):
     bare = _write(tmp_path / "bare.jsonl", [{**row, "expected_answer": None} for row in embedded_rows[:2]])
     bare.write_text(bare.read_text().replace(', "expected_answer": null', ""))
-    fill = {"run": run, "bare": bare}
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "run.json").write_text("{}")
+    fill = {"run": run, "bare": bare, "unfinished": tmp_path / "unfinished"}
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *(option.format(**fill) for option in options)])
     with pytest.raises(UserError) as error:
         evaluate.main()

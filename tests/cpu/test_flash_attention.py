@@ -15,7 +15,8 @@ import te_llama
 from llm_fp8 import flash_attention, models
 from llm_fp8.config import ModelConfig, parse_config
 from llm_fp8.errors import UserError
-from llm_fp8.flash_attention import HOPPER, VERSION, check_flash_attention, keep_from_transformer_engine, require_flash_attention
+from llm_fp8.flash_attention import HOPPER, check_flash_attention, keep_from_transformer_engine, require_flash_attention
+from llm_fp8.flash_attention_package import VERSION
 from llm_fp8.throughput.arms import parse_arm
 from llm_fp8.throughput.workload import Workload
 from tests.small import tiny_config
@@ -153,7 +154,7 @@ def test_flash_attn_4_is_not_taken_for_flash_attn_2(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("flash-attn")
-    assert models.choose_attention("auto", torch.device("cuda"), torch.bfloat16) == "sdpa"
+    assert models.choose_attention("auto", tiny_config(), torch.device("cuda"), torch.bfloat16) == "sdpa"
 
 
 def test_an_arm_of_the_benchmarks():

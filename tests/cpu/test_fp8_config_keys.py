@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import accelerate.accelerator
 import accelerate.utils.launch
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from llm_fp8.config import parse_config
 from llm_fp8.errors import UserError
-from llm_fp8.fp8_config_keys import KEYS, PREFIX, idle_keys, idle_sentences, with_table
+from llm_fp8.fp8_config_keys import KEYS, PREFIX, backend_elsewhere, idle_keys, idle_sentences, with_table
 from llm_fp8.launch_env import apply_launch_settings
 from tests import made_up_te
 from tests.small import forget_accelerator, train
@@ -135,7 +136,23 @@ def test_the_case_of_the_backend_matters_upstream_and_not_here(launch, recipe_of
     environ = launch({}, "--fp8_backend", "te")
     with pytest.raises(ValueError, match="'te' is not a valid FP8BackendType"):
         recipe_of(environ)
+    assert "ends in a ValueError; write backend: TE" in str(backend_elsewhere(environ))
     assert apply_launch_settings(parse_config([]), environ).precision.mixed_precision == "fp8"
+
+
+@pytest.mark.parametrize(("has_torchao", "taken"), [(True, "AO"), (False, "TE")])
+def test_without_a_backend_torchao_comes_first_upstream_and_te_here(launch, monkeypatch, has_torchao, taken):
+    made_up_te.install(monkeypatch)
+    monkeypatch.setattr(accelerate.accelerator, "is_torchao_available", lambda: has_torchao)
+    environ = launch({"fp8_format": "HYBRID"})
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        forget_accelerator()
+        assert Accelerator(cpu=True).fp8_backend == taken
+    forget_accelerator()
+    assert "torchao first" in str(backend_elsewhere(environ))
+    assert apply_launch_settings(parse_config([]), environ).precision.fp8_backend == "te"
 
 
 @pytest.mark.parametrize("backend", ["TE", "AO"])

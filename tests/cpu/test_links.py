@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from llm_fp8.config import parse_config
+import tests.gpu.test_documented_commands_gpu as gpu
+from tests.documented_commands import README, config_of, script_of, training_commands
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 WRITTEN_BY_RUNS = {
     "adapter_config.json", "certificate.json", "comparison.json", "config.json", "exact_match.json", "run.json", "summary.json",
 }  # fmt: skip
@@ -65,21 +65,19 @@ def test_every_result_and_program_that_is_named_is_there(document):
     assert [name for name in sorted(results) if not any((ROOT / folder / name).is_file() for folder in folders)] == []
 
 
-def training_commands(document: Path) -> list[tuple[str, list[str]]]:
-    """Script and options of each whole line that starts a training; those with an ellipsis stand for more than they say."""
-    found = []
-    for line in document.read_text().replace("\\\n", " ").splitlines():
-        command = re.fullmatch(r" *(?:python|torchrun(?: --\S+)*) (train_(?:fp8|multi_gpu)\.py) (--.*)", line)
-        if command and "..." not in command[2]:
-            found.append((command[1], shlex.split(command[2], comments=True)))
-    return found
-
-
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_every_training_command_parses(document):
-    for script, options in training_commands(document):
-        parse_config(options, prog=script, parallel=script == "train_multi_gpu.py")
+    for command in training_commands(document):
+        config_of(command)
 
 
 def test_the_readmes_commands_are_found():
-    assert [script for script, _ in training_commands(ROOT / "README.md")] == ["train_fp8.py"] * 5 + ["train_multi_gpu.py"]
+    assert [script_of(command) for command in training_commands(README)] == ["train_fp8.py"] * 5 + ["train_multi_gpu.py"]
+
+
+def test_the_gpu_test_runs_every_training_command_of_the_readme():
+    (names,) = [
+        mark.args[1] for mark in gpu.test_a_documented_command_trains_in_what_it_asks_for.pytestmark if mark.name == "parametrize"
+    ]
+    meant = [config_of(gpu.RUN[name]) for name in (*names, gpu.ON_TWO_GPUS)]
+    assert [command for command in training_commands(README) if config_of(command) not in meant] == []

@@ -410,7 +410,7 @@ def test_what_is_wrong_with_an_adapters_folder_is_said(trained_adapter, tiny_mod
         script("merge_adapter", "--adapter", tiny_model, "--output", tmp_path / "merged")
     with pytest.raises(UserError, match="exists already"):
         script("merge_adapter", "--adapter", final, "--output", tmp_path)
-    with pytest.raises(UserError, match="is the folder of a run; give .*final"):
+    with pytest.raises(UserError, match="is a run's folder, and its model is in .*final; give that"):
         script("evaluate", "--model_name", trained_adapter)
     copied = tmp_path / "copied"
     shutil.copytree(final, copied)

@@ -10,22 +10,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from llm_fp8.architectures import bundled_architectures
-from llm_fp8.config import ModelConfig
+from llm_fp8.config import ModelConfig, parse_config
 from llm_fp8.errors import UserError
+from llm_fp8.evaluate_folder import evaluate_exact_match_folder
 from llm_fp8.export import export_hf
 from llm_fp8.models import (
+    EMBEDDED_MODEL,
     build_model,
+    check_model,
     decoder_layers,
+    decoder_size,
     load_config,
     load_tokenizer,
     resolve_source,
     stored_dtype,
 )
+from llm_fp8.training_model import TrainingModel
 from tests.families import FAMILIES, family_config
-from tests.small import write_model
+from tests.small import run_json, train, write_model
 
 CPU = torch.device("cpu")
 CARD = {"base model": "a/b", "optimizer steps": 0}
@@ -181,9 +186,124 @@ def test_the_attention_implementation_is_the_one_asked_for(tiny_model):
     assert build(tiny_model)[0].config._attn_implementation == "sdpa"
 
 
+def another_family(model_type: str, **changes: object) -> PretrainedConfig:
+    """A small config of a family that te_llama.py does not build, with the embedded tokenizer's vocabulary."""
+    shape = dict(
+        vocab_size=1024, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=64,
+        max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    return AutoConfig.for_model(model_type, **{**shape, **changes})
+
+
+@pytest.fixture
+def bloom(tmp_path) -> str:
+    """A folder with a small model of a family for which transformers has eager attention alone."""
+    AutoModelForCausalLM.from_config(another_family("bloom"), attn_implementation="eager").save_pretrained(tmp_path / "bloom")
+    AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(tmp_path / "bloom")
+    return str(tmp_path / "bloom")
+
+
+@pytest.mark.parametrize("options", [[], ["--random_init"]], ids=str)
+def test_a_family_without_sdpa_trains_with_eager_and_says_so(bloom, tmp_path, capsys, options):
+    words = ["--mixed_precision=no", "--max_steps=1", "--num_of_samples=40", "--max_seq_length=128", "--eval_batches=1", *options]
+    assert train(f"--model_name={bloom}", *words, f"--output_dir={tmp_path / 'run'}") == 0
+    assert run_json(tmp_path / "run")["effective"]["attn_implementation"] == "eager"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "attention: eager, which is slow: transformers has no sdpa for models of type 'bloom'" in said
+    assert (
+        len(evaluate_exact_match_folder(tmp_path / "run" / "final", num_problems=1, max_new_tokens=2, batch_size=1).answers) == 1
+    )
+
+
+def test_an_attention_that_a_family_lacks_is_named_when_it_is_asked_for(bloom):
+    with pytest.raises(UserError, match="--attn_implementation sdpa: transformers has none for models of type 'bloom'; .* eager"):
+        build(bloom, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gpt2", "gpt_neox", "phi3", "olmo2", "gemma2", "biogpt", "bloom", "falcon", "xglm", "openai-gpt"]
+)
+def test_which_families_keep_packed_documents_apart(model_type):
+    hf_config = another_family(model_type, **({"final_logit_softcapping": None} if model_type == "gemma2" else {}))
+    torch.manual_seed(0)
+    decoder = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval().base_model
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        ids, positions = torch.randint(3, 1024, (1, 12)), torch.cat([torch.arange(5), torch.arange(7)])[None]
+        packed = decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[:, 5:]
+        alone = decoder(input_ids=ids[:, 5:], position_ids=positions[:, 5:], use_cache=False).last_hidden_state
+    keeps_apart = torch.allclose(packed, alone, atol=1e-4)
+    config, tokenizer = parse_config(["--packing", "--max_seq_length=64"]), ["token"]
+    if keeps_apart:
+        check_model(config, hf_config, tokenizer)
+    else:
+        with pytest.raises(UserError, match="does not keep the documents of a packed row apart; drop --packing"):
+            check_model(config, hf_config, tokenizer)
+        check_model(parse_config(["--max_seq_length=64"]), hf_config, tokenizer)
+
+
+def test_a_model_whose_decoder_is_one_part_of_it_is_judged_by_that_part():
+    hf_config = AutoConfig.for_model("qwen3_5", vocab_size=96)
+    with pytest.raises(UserError, match="type 'qwen3_5_text' does not keep the documents of a packed row apart"):
+        check_model(parse_config(["--packing", "--max_seq_length=64"]), hf_config, ["token"])
+
+
 def test_a_config_of_another_kind_has_no_layers_we_know():
     config = AutoConfig.for_model(
         "t5", d_model=32, num_layers=1, num_decoder_layers=1, num_heads=2, d_kv=16, d_ff=32, vocab_size=32
     )
     with pytest.raises(UserError, match="decoder layers"):
         decoder_layers(AutoModelForSeq2SeqLM.from_config(config))
+
+
+OTHERS = {
+    "gpt_neox": {},
+    "gpt2": {},
+    "biogpt": {},
+    "phi3": {"num_key_value_heads": 2},
+    "olmo2": {"num_key_value_heads": 2},
+}
+"""Architectures that te_llama.py does not build, and what their small configs have beside SMALL."""
+SMALL = {
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_other_architectures_have_their_own_loss_and_size(model_type):
+    config = AutoConfig.for_model(model_type, **SMALL, **OTHERS[model_type])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(1, 96, (2, 16))
+    with torch.no_grad():
+        hidden = TrainingModel(model, 16, torch.float32)._decode(ids, position_ids=torch.arange(16).expand(2, -1))
+        assert torch.allclose(hidden @ model.get_output_embeddings().weight.T, model(input_ids=ids).logits, atol=1e-5)
+    size = decoder_size(config)
+    embeddings = {id(module) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = [module.weight for module in model.modules() if hasattr(module, "weight") and id(module) not in embeddings]
+    assert size.num_linear_parameters == sum(weight.numel() for weight in matrices if weight.dim() == 2)
+    assert (size.num_layers, size.attention_width) == (2, 32)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "entries", "says"),
+    [
+        ("granite", {"logits_scaling": 8.0}, "logits_scaling 8.0"),
+        ("granite", {"logits_scaling": 1.0}, None),
+        ("cohere", {"logit_scale": 0.0625}, "logit_scale 0.0625"),
+        ("gemma2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ("gemma2", {"final_logit_softcapping": None}, None),
+        ("falcon_h1", {"lm_head_multiplier": 0.5}, "lm_head_multiplier 0.5"),
+    ],
+)
+def test_a_model_whose_logits_are_more_than_its_heads_is_refused(model_type, entries, says, tiny_model):
+    options = parse_config([f"--model_name={tiny_model}", "--max_seq_length=64"])
+    tokenizer, _ = load_tokenizer(options.model, resolve_source(options.model))
+    config = AutoConfig.for_model(model_type, **{**SMALL, "vocab_size": len(tokenizer)}, **entries)
+    if says is None:
+        check_model(options, config, tokenizer)
+        return
+    with pytest.raises(UserError, match=f"changes what its output head computes \\({says} in its config.json\\)"):
+        check_model(options, config, tokenizer)

@@ -40,9 +40,16 @@ MODES = [
     (4, "fsdp_full", 1, 4, []),
     (4, "fsdp_hybrid", 2, 2, ["--hybrid_shard_size=2"]),
     (8, "fsdp_full", 1, 2, []),
+    (4, "ddp", 2, 2, []),
+    (8, "ddp", 1, 2, []),
+    (4, "fsdp_grad", 2, 2, []),
+    (4, "fsdp_offload", 4, 1, []),
     (2, "deepspeed_1", 4, 2, []),
     (2, "deepspeed_2", 2, 4, []),
     (2, "deepspeed_3", 4, 2, ["--gradient_checkpointing"]),
+    (4, "deepspeed_1", 2, 2, []),
+    (4, "deepspeed_2", 4, 1, []),
+    (4, "deepspeed_3", 2, 2, []),
 ]
 
 

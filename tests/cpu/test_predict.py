@@ -319,6 +319,8 @@ def test_what_is_not_predicted_gives_nothing(tmp_path):
     assert outcome(path, config, gpu="NVIDIA Imaginary 1") is None
     assert outcome(path, config, recipe="mxfp8") is None
     assert outcome(path, config, mode="deepspeed_2", num_gpus=2) is None
+    assert outcome(path, config, mode="deepspeed_3") is None, "nor on one GPU"
+    assert outcome(path, config, mode="ddp") == outcome(path, config)
     assert outcome(path, config, mode="fsdp_full") is None
     assert outcome(path, config, mode="fsdp_full", num_gpus=8) is not None
     assert outcome(path, config, mode="fsdp_full", num_gpus=16) is None, "several hosts"
@@ -379,6 +381,22 @@ def test_command(run_command):
     assert f"fitted to runs on {CALIBRATED_GPU}" in printed
 
 
+def test_the_command_keeps_its_figures(run_command, tmp_path):
+    path = tmp_path / "new" / "predicted.json"
+    code, printed, said = run_command(*EIGHT_B, "--gpu", CALIBRATED_GPU, "--json", str(path))
+    assert code == 0 and f"figures in {path}" in printed, said
+    stored = json.loads(path.read_text())
+    assert (stored["gpu"], stored["optimizer"], stored["tokens_per_step"]) == (CALIBRATED_GPU, "adamw_master", 32768)
+    assert stored["options"]["batch_size"] == 8 and stored["provenance"]["command"][0].endswith("predict.py")
+    assert [row["recipe"] for row in stored["rows"]] == list(RECIPES)
+    for row in stored["rows"]:
+        found = predict(scenario(recipe=row["recipe"]), known_gpu(CALIBRATED_GPU))
+        assert (row["step_time_s"], row["tokens_per_s"]) == (found.step_time_s, found.tokens_per_s)
+        assert (row["peak_memory_gib"], row["fits"]) == (found.peak_memory_gib, found.fits)
+        assert sum(row["parts_s"].values()) == pytest.approx(row["step_time_s"])
+        assert row["speed_up"] == stored["rows"][0]["step_time_s"] / row["step_time_s"]
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -391,6 +409,7 @@ def test_command(run_command):
         (("--num_gpus", "16", "--sharding_mode", "ddp"), "error: --num_gpus 16: several hosts were never measured"),
         (("--sharding_mode", "ddp"), "error: --sharding_mode has no effect on one GPU; add --num_gpus or drop it."),
         (("--max_seq_length", "1000000"), "error: --max_seq_length 1000000 is more than the 131072 positions of .*Llama-3.1-8B"),
+        (("--json", "/proc/none/r.json"), "error: --json /proc/none/r.json: .*; give a file in a folder that can be written"),
         (("--mean_length", "5000"), "error: --mean_length 5000 must be from 1 to --max_seq_length 1024."),
     ],
 )

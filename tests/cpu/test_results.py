@@ -383,6 +383,76 @@ def test_environment_variables(name):
     assert all(row["tokens_per_s"] > 0 for row in rows.values() if "failed" not in row)
 
 
+def test_the_time_of_adapters_in_the_document():
+    """bf16 kernels of an fp8 step are the output head's, two products of three where it is frozen, and the adapters'."""
+    ((_, record),) = load("lora_study_8b.json")
+    time_ms = {row["arm"]: 1e3 * row["rounds"][0]["recorded_step"]["gemm_time_s"]["bf16"] for row in record["rows"]}
+    head_ms = time_ms["delayed"] * 2 / 3
+    on_all = [time_ms[f"delayed:lora{rank}"] - head_ms for rank in (8, 16, 32)]
+    on_qv = time_ms["delayed:lora16qv"] - head_ms
+    text = " ".join((RESULTS.parents[1] / "docs" / "lora.md").read_text().split())
+    assert f"take {min(on_all):.0f} to {max(on_all):.0f} ms of 1,400, those of q and v {on_qv:.0f} ms" in text
+
+
+def test_the_speed_ups_with_adapters_in_the_document():
+    lines = [cells for cells in documented_table("docs/lora.md", "| model, adapters | bf16, tokens/s |") if len(cells) == 5]
+    found = []
+    for name in ("lora_study_1b.json", "lora_study_8b.json"):
+        for row in load(name)[0][1]["speed_ups"]:
+            speeds = [f"{row['tokens_per_s'][precision]:,.0f}" for precision in ("bf16", "delayed")]
+            found.append([*speeds, "{speed_up:.2f} ({speed_up_low:.2f} to {speed_up_high:.2f})".format(**row)])
+    assert [cells[1:4] for cells in lines] == found
+
+
+def test_the_memory_by_kind_in_the_document():
+    kinds = [json.loads((RESULTS / f"diagnose_8b_{name}.json").read_text())["memory"] for name in ("bf16", "fp8")]
+    cells = {line[0]: line[1:3] for line in documented_table("docs/containers.md", "| kind | bf16 | fp8 |")}
+    for names in (("weights", "gradients", "optimizer_state"), ("fp8_weights",), ("activations",), ("loss",), ("other",)):
+        expected = [", ".join(f"{memory['kinds_gib'][name]:.1f}" for name in names) for memory in kinds]
+        assert cells[", ".join(f"`{name}`" for name in names)] == expected
+    assert cells["all"] == [f"{memory['peak_gib']:.1f}" for memory in kinds]
+
+
+def test_what_the_guides_claim_of_speed_is_answered_from_the_files():
+    text = (RESULTS.parents[1] / "docs" / "guides.md").read_text()
+
+    def speeds(name: str, key: str = "arm") -> dict[str, float]:
+        return {row[key]: row["tokens_per_s"] for row in load(name)[0][1]["rows"] if "failed" not in row}
+
+    connections = []
+    for name, setting in (("", "NVTE_FUSED_ATTN=0"), ("debug_", "CUDA_LAUNCH_BLOCKING=1")):
+        taken = speeds(f"environment_variables_{name}h200.json", "setting")
+        assert f"{taken[setting] / taken['none']:.2f} with `{setting}`" in text
+        connections.append(taken["CUDA_DEVICE_MAX_CONNECTIONS=1"] / taken["none"])
+        assert max(taken.values()) / taken["none"] < 1.035, "1.03 is the most"
+    assert "{:.2f} beside busy GPUs, {:.2f} in a run of its own".format(*connections) in text
+    multi_gpu = (RESULTS.parents[1] / "docs" / "multi_gpu.md").read_text()
+    assert "On one GPU {:.2f} and {:.2f} times the speed".format(*connections) in multi_gpu
+
+    arms = speeds("throughput_8b.json")
+    tensorwise, rowwise, compiled = (arms[name] for name in ("torchao_tensorwise", "torchao_rowwise", "hf_bf16_compiled"))
+    assert f"{tensorwise / arms['hf_bf16']:.2f} (`torchao_tensorwise`) and {rowwise / arms['hf_bf16']:.2f} times" in text
+    assert f"{tensorwise / compiled:.2f} and {rowwise / compiled:.2f} times as fast as the same compiled" in text
+
+    peaks = load("environment_variables_h200.json")[0][1]["peaks"]
+    products = load("ceilings_h200.json")[0][1]["ceilings"]
+    assert f"is {peaks['fp8'] / peaks['bf16']:.1f} times that of bf16" in text
+    assert f"reach {products['fp8_gemm_tflops'] / products['bf16_gemm_tflops']:.2f} times" in text
+
+    rows = {row["arm"]: row for row in load("lora_study_8b.json")[0][1]["rows"]}
+    in_bf16 = {arm: row["rounds"][0]["recorded_step"]["gemm_time_s"]["bf16"] for arm, row in rows.items()}
+    adapters_ms = 1e3 * (in_bf16["delayed:lora32"] - in_bf16["delayed"] * 2 / 3)
+    step_ms = 1e3 * 4 * 8 * 1024 / rows["delayed:lora32"]["tokens_per_s"]
+    assert f"take {adapters_ms / step_ms:.0%} of" in text and f"{adapters_ms:.0f} of {step_ms:,.0f} ms" in text
+
+    rows = {row["arm"]: row for row in load("multi_gpu_throughput_14b_x4.json")[0][1]["rows"]}
+    of_deepspeed, of_fsdp = (
+        (f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['peak_memory_gib']:.0f}")
+        for row in (rows["deepspeed_3:delayed"], rows["fsdp_full:delayed:sync"])
+    )
+    assert "{} tokens/s per GPU and {} GiB".format(*of_deepspeed) in text and "takes {} and {}:".format(*of_fsdp) in text
+
+
 @pytest.mark.parametrize("name", [name for name, _ in load("lora_study_*.json")])
 def test_lora_study(name):
     ((_, record),) = load(name)

@@ -11,11 +11,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from llm_fp8 import run_state
 from llm_fp8.errors import UserError
 from llm_fp8.loop import Trainer
 from tests.processes import exit_code, start_training, wait_until
@@ -370,3 +372,21 @@ def test_the_rates_of_a_resumed_run_follow_the_whole_schedule(tmp_path, options,
     train(*options, "--lr_scheduler=linear", f"--output_dir={tmp_path}", "--resume_from=latest")
     rates = [step["learning_rate"] for step in steps(tmp_path)]
     assert rates == pytest.approx([1e-2, *[1e-2 * (1 - i / 9) for i in range(9)]])
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "remedy"),
+    [
+        ("deepspeed_2", "deepspeed_1", "resume with --sharding_mode deepspeed_2."),
+        ("deepspeed_2", "parameter name", "resume with --sharding_mode deepspeed_2."),
+        ("parameter name", "deepspeed_3", "resume with --sharding_mode ddp or an fsdp mode."),
+    ],
+)
+def test_a_checkpoint_that_the_mode_cannot_read_is_refused_with_one_that_can(tmp_path, monkeypatch, was, now, remedy):
+    monkeypatch.setattr(run_state, "read_meta", lambda path: {"fingerprint": {"saved_by": was}})
+    checkpoints = SimpleNamespace(find=lambda name: tmp_path / name)
+    with pytest.raises(UserError) as error:
+        run_state.find_checkpoint(checkpoints, "latest", {"saved_by": now})
+    assert str(error.value).startswith(f"--resume_from: {tmp_path / 'latest'} was saved under --sharding_mode ")
+    assert str(error.value).endswith(remedy)
+    assert run_state.find_checkpoint(checkpoints, "latest", {"saved_by": was}) == tmp_path / "latest"

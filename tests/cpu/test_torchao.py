@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BioGptConfig, BioGptForCausalLM
 
 from llm_fp8 import torchao_fp8
 from llm_fp8.certificate import Promise, certify
@@ -220,6 +220,15 @@ def test_the_filter_and_the_census():
     assert census.skipped["odd_out"] == "1 bf16 (size 32 x 8 is not a multiple of 16)" and len(census.skipped) == 7
 
 
+def test_the_output_head_stays_out_under_any_name():
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 96}
+    model = BioGptForCausalLM(BioGptConfig(**shape))
+    left = convert_with_torchao(model, torchao_fp8.build_config("tensorwise", emulate=True))
+    assert left == {"output_projection": "output head"} and type(model.get_output_embeddings()) is nn.Linear
+    census = take_census(model, torchao_fp8.converted_modules(model).values(), "bf16", left)
+    assert census.num_head_weights == 32 * 96 and census.skipped == {"output_projection": "1 bf16 (output head)"}
+
+
 def test_a_model_without_a_layer_for_fp8_is_an_error(rows, tmp_path):
     model = write_model(tmp_path / "model", hidden_size=24, intermediate_size=40, num_attention_heads=1)
     with pytest.raises(UserError, match="no linear layer of the model could be converted, so nothing would run in fp8"):
@@ -396,7 +405,7 @@ def test_without_fp8_it_has_no_effect():
         ("deepspeed_2", [], "--fp8_backend torchao cannot go with --sharding_mode deepspeed_2"),
         ("ddp", ["--fp8_all_gather"], "--fp8_all_gather needs --sharding_mode fsdp_full or fsdp_grad"),
         ("fsdp_offload", ["--fp8_all_gather"], "--fp8_all_gather needs --sharding_mode fsdp_full or fsdp_grad"),
-        ("fsdp_full", ["--fp8_params"], "--fp8_params needs an fsdp mode, --use_te"),
+        ("fsdp_full", ["--fp8_params"], "--fp8_params needs an fsdp mode other than fsdp_offload, --use_te"),
     ],
 )
 def test_modes_that_cannot(mode, more, sentence):

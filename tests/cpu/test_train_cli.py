@@ -24,7 +24,7 @@ from llm_fp8.errors import UserError
 from llm_fp8.launch_env import merge_launch_settings, take_launch_settings
 from llm_fp8.output_folder import with_output_dir
 from llm_fp8.ranks import LaunchRanks
-from tests.documented_commands import options_of, with_values, write_dataset
+from tests.documented_commands import COMMANDS, options_of, with_values, write_dataset
 from tests.small import final_weights, records, run_json, steps, train, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,7 +152,7 @@ def test_the_documented_command_of_the_1b_model(tmp_path, tiny_model, monkeypatc
     monkeypatch.setenv("WANDB_MODE", "offline")
     dataset, folder = write_dataset(tmp_path / "dataset", 300), tmp_path / "run"
     replaced = {"model_name": tiny_model, "dataset_name": str(dataset), "mixed_precision": "bf16", "max_seq_length": "128"}
-    words = with_values(options_of("llama_1b"), **replaced)
+    words = with_values(options_of(COMMANDS["llama_1b"]), **replaced)
     words.remove("--use_te")  # needs an NVIDIA GPU
     assert train(*words, "--max_steps=3", "--eval_batches=1", f"--output_dir={folder}") == 0
     wandb.teardown()
@@ -161,7 +161,7 @@ def test_the_documented_command_of_the_1b_model(tmp_path, tiny_model, monkeypatc
     assert recorded["effective"]["global_batch_size"] == 12 and recorded["precision"]["effective"] == "bf16"
     assert len(steps(folder)) == 3 and list(folder.glob("wandb/offline-run-*/*.wandb"))
     of_another_split = with_values(
-        options_of("split_test"), model_name=tiny_model, dataset_name=str(dataset), mixed_precision="bf16"
+        options_of(COMMANDS["split_test"]), model_name=tiny_model, dataset_name=str(dataset), mixed_precision="bf16"
     )
     of_another_split.remove("--use_te")
     with pytest.raises(UserError, match="--split_name test: .* has no such split; it has: train, train_1M"):

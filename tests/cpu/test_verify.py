@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import CancelledError
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from rich.console import Console
 
 from llm_fp8.ceilings import Ceilings, KnownCeilings
 from llm_fp8.errors import UserError
+from llm_fp8.flash_attention_package import INSTALL
 from llm_fp8.programs import torchrun
 from llm_fp8.verify import (
     attention,
@@ -246,6 +248,29 @@ def test_imports():
     optional = imports.judge({"torch": None, "deepspeed": "ImportError: no", "flash_attn": "ImportError: undefined symbol"})
     assert optional.status == "warning" and "--sharding_mode deepspeed_1 to 3" in optional.summary
     assert "'deepspeed==" in optional.mends[0] and "uninstall -y flash-attn" in optional.mends[1]
+    fourth = imports.judge({"torch": None, "flash_attn.cute": "ImportError: cannot import name 'cute'"})
+    assert fourth.status == "warning" and "--attn_implementation flash_attention_4" in fourth.summary
+    assert fourth.mends[0].endswith(f"-m {INSTALL}")
+
+
+@pytest.mark.parametrize(
+    ("packages", "modules"),
+    [
+        ((), set()),
+        (("flash_attn",), {"flash_attn"}),
+        (("flash_attn_4",), {"flash_attn.cute"}),
+        (("flash_attn", "flash_attn_4"), {"flash_attn", "flash_attn.cute"}),
+    ],
+)
+def test_each_flash_attn_is_imported_where_its_own_package_is(packages, modules, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for package in packages:
+        (tmp_path / f"{package}-1.0.dist-info").mkdir()
+        (tmp_path / f"{package}-1.0.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    tried = []
+    monkeypatch.setattr(imports, "try_import", tried.append)
+    imports.check(SimpleNamespace(num_gpus=0))
+    assert {name for name in tried if name.startswith("flash_attn")} == modules
 
 
 H200 = gpu.GpuFacts(
@@ -407,8 +432,23 @@ def test_transformer_engines_words():
         "FlashAttention 2": ["due to NVTE_FLASH_ATTN=0 or NVTE_FLASH_ATTN_V2=0"],
         "FusedAttention": ["due to NVTE_FUSED_ATTN=0"],
     }
-    assert attention.parse_debug(FUSED).selected == "FusedAttention sub-backend 1"
+    assert attention.parse_debug(FUSED).selected == "FusedAttention sub-backend 1" and not attention.parse_debug(FUSED).reasons
     assert attention.parse_debug("nothing").selected is None
+
+
+def test_a_flash_attention_that_is_not_installed_is_a_reason():
+    """As the recorded check of an H200 has it: Transformer Engine rules out nothing there, and names no flash-attn."""
+    (recorded,) = (
+        check
+        for check in json.loads((ROOT / "benchmarks" / "results" / "verify_h200.json").read_text())["checks"]
+        if check["name"] == "attention"
+    )
+    report = attention.parse_debug(recorded["facts"]["output"])
+    assert report.selected == recorded["facts"]["selected"] and report.reasons == {"FlashAttention": ["not installed"]}
+    found = attention.judge(Ended(0, recorded["facts"]["output"], 1.0), {"backend": "fused (cuDNN)"}, "8 rows")
+    assert found.summary == "fused (cuDNN) for 8 rows (not FlashAttention: not installed)"
+    installed = recorded["facts"]["output"].replace("'flash_attn_version': 'not installed'", "'flash_attn_version': '2.8.3'")
+    assert not attention.parse_debug(installed).reasons
 
 
 def test_attention():
@@ -454,6 +494,7 @@ def test_cudnn(tmp_path):
     one = cudnn.judge([f"{torchs}/libcudnn.so.9", f"{torchs}/libcudnn_ops.so.9"], {torchs: None}, "9.15.1")
     assert one.status == "passed" and one.facts["folders"] == {torchs: ["libcudnn.so.9", "libcudnn_ops.so.9"]}
     two = cudnn.judge([f"{torchs}/libcudnn.so.9", f"{systems}/libcudnn_ops.so.9"], {systems: "9.8.0"}, "9.15.1")
+    assert "fused attention may be lost or wrong" in two.summary
     assert two.status == "failed" and "CUDNN_HOME" in two.mends[0] and any("9.8.0" in line for line in two.details)
     assert cudnn.judge([], {}, None).status == "info"
     (tmp_path / "libcudnn.so.9.8.0").touch()

@@ -77,7 +77,8 @@ def test_a_deepspeed_file_of_another_form(written, content, words):
 
 
 def with_fp8(**entries: object) -> dict[str, object]:
-    return {**GUIDE, "fp8_config": {**TE, **entries}}
+    """The guide's file with these entries; None: without."""
+    return {**GUIDE, "fp8_config": {key: value for key, value in {**TE, **entries}.items() if value is not None}}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,11 @@ def with_fp8(**entries: object) -> dict[str, object]:
             [("no effect", "fp8_config.pad_inner_dim: layers whose sizes would need padding")],
         ),
         (with_fp8(), []),
+        (with_fp8(backend=None), [("elsewhere", "fp8_config.backend is left out: ")]),
+        ({**GUIDE, "fp8_config": None}, [("elsewhere", "torchao first, where it is installed; write backend: TE")]),
+        (with_fp8(backend="te"), [("elsewhere", "fp8_config.backend te is in small letters: ")]),
+        ({**GUIDE, "fp8_config": {"backend": "ao"}}, [("elsewhere", "ends in a ValueError; write backend: AO")]),
+        ({**with_fp8(backend=None), "mixed_precision": "bf16"}, [("no effect", "so no fp8 runs")]),
         ({**GUIDE, "mixed_precision": "bf16", "fp8_config": TE}, [("no effect", "fp8_config: mixed_precision is bf16, so no fp8 runs")]),
         (with_fp8(override_linear_precision=[True, False, False]), [("refused", "override_linear_precision")]),
         (with_fp8(backend="MSAMP"), [("refused", "asks for backend MSAMP")]),
@@ -107,7 +113,7 @@ def with_fp8(**entries: object) -> dict[str, object]:
             [("no effect", "fsdp_config.fsdp_backward_prefetch: FSDP2 prefetches by itself")],
         ),
     ],
-    ids=["guide", "idle", "torchao", "te", "bf16", "override", "msamp", "dynamo", "unknown", "fsdp"],
+    ids=["guide", "idle", "torchao", "te", "no_backend", "no_fp8_config", "small_te", "small_ao", "no_backend_bf16", "bf16", "override", "msamp", "dynamo", "unknown", "fsdp"],
 )  # fmt: skip
 def test_entries_of_an_accelerate_file(written, content, expected):
     found = found_in(written(content))
@@ -137,6 +143,14 @@ def test_a_named_file_fails_and_one_that_lies_there_is_a_warning(written, tmp_pa
     assert configs.judge({}, found).status == "warning"
     harmless = {path: [configs.Finding(path, "no effect", "x: does nothing")]}
     assert configs.judge(harmless, {}).status == "warning" and configs.judge({}, harmless).status == "passed"
+
+
+def test_a_backend_that_a_trainer_takes_for_another_is_a_warning_with_its_mend(written):
+    path = written(with_fp8(backend="te"))
+    found = {path: configs.findings(path, "Accelerate")}
+    named = configs.judge(found, {})
+    assert named.status == "warning" and named.mends[0].endswith("write backend: TE")
+    assert configs.judge({}, found).status == "passed"
 
 
 def test_what_lies_in_the_folder(written, tmp_path):

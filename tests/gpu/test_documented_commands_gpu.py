@@ -1,7 +1,9 @@
-"""The commands of the guide that the training scripts started from, as they stand, at their real shapes: random weights, a few steps, no hub.
+"""The commands of the guide that the training scripts started from and the README's, as they stand, at their real shapes: random weights, a few
+steps, no hub. A command of the README that means what one of the guide means runs once.
 
 What is added: --random_init, three steps, no export. What is replaced: the dataset by a folder of its form. W&B is offline, or dropped
-where it is not installed. Qwen2.5-14B takes an optimizer that one GPU of 141 GB has room for, and recomputes its layers.
+where it is not installed. The guide's Qwen2.5-14B takes an optimizer that one GPU of 141 GB has room for, and recomputes its
+layers.
 """
 
 from __future__ import annotations
@@ -18,16 +20,18 @@ import pytest
 import torch
 
 from llm_fp8.programs import torchrun
-from tests.documented_commands import COMMANDS, is_multi_gpu, options_of, with_values, write_dataset
+from tests.documented_commands import COMMANDS, config_of, is_multi_gpu, options_of, readme_commands, with_values, write_dataset
 
 pytestmark = [pytest.mark.gpu, pytest.mark.exclusive]
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDED = ["--random_init", "--max_steps", "3", "--eval_batches", "1", "--no_export", "--log_every", "1"]
 ADDED_FOR = {"qwen_14b": ["--optimizer", "adamw_8bit", "--gradient_checkpointing"]}
-NEEDED_GIB = {"llama_8b": 130.0, "qwen_14b": 130.0}
-"""Memory of a GPU that these are meant for; the others are smaller."""
-TRAINS = [name for name in COMMANDS if name not in ("split_test", "two_gpus")]
+NEEDED_GIB = {"meta-llama/Meta-Llama-3.1-8B": 130.0, "Qwen/Qwen2.5-14B": 130.0}
+"""Memory of a GPU that the commands of a model are meant for; the others are smaller."""
+RUN = COMMANDS | readme_commands()
+ON_ONE_GPU = [name for name, command in RUN.items() if name != "split_test" and not is_multi_gpu(command)]
+ON_TWO_GPUS = "two_gpus"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,7 @@ def dataset(tmp_path_factory) -> Path:
 
 def words_of(name: str, dataset: Path, folder: Path) -> list[str]:
     """The options of a command with what is added and replaced."""
-    words = with_values(options_of(name), dataset_name=str(dataset))
+    words = with_values(options_of(RUN[name]), dataset_name=str(dataset))
     if importlib.util.find_spec("wandb") is None and "--use_wandb" in words:
         words.remove("--use_wandb")
     return [*words, *ADDED, *ADDED_FOR.get(name, []), "--output_dir", str(folder)]
@@ -61,13 +65,13 @@ def check(name: str, done: subprocess.CompletedProcess[str], folder: Path, recor
     """It trained in the precision that was asked for, and the kernels show it."""
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     recorded, summary, steps = records_of(folder)
-    asked = "bf16" if name == "bf16" else "fp8"
-    assert recorded["precision"]["requested"] == recorded["precision"]["effective"] == asked
+    asked = config_of(RUN[name]).precision
+    assert recorded["precision"]["requested"] == recorded["precision"]["effective"] == asked.mixed_precision
     assert summary["certificate"]["verdict"] == "certified", summary["certificate"]
     assert [step["step"] for step in steps] == [1, 2, 3] and all(step["loss"] > 0 for step in steps)
     kernels = summary["recorded_step"]["gemm_kernels"]
-    assert ("fp8" in kernels) == (asked == "fp8"), kernels
-    if name == "mxfp8" and recorded["precision"]["fallback_reason"] is not None:
+    assert ("fp8" in kernels) == (asked.mixed_precision == "fp8"), kernels
+    if asked.fp8_scenario == "mxfp8" and recorded["precision"]["fallback_reason"] is not None:
         assert "FELL BACK to delayed" in done.stdout
         assert (recorded["precision"]["requested_scenario"], recorded["precision"]["effective_scenario"]) == ("mxfp8", "delayed")
     record_property("gemm_kernels", kernels)
@@ -76,13 +80,15 @@ def check(name: str, done: subprocess.CompletedProcess[str], folder: Path, recor
     record_property("fp8_linear_flop_share", recorded["precision"].get("census", {}).get("fp8_linear_flop_share"))
 
 
-@pytest.mark.parametrize("name", TRAINS)
+@pytest.mark.parametrize("name", ON_ONE_GPU)
 def test_a_documented_command_trains_in_what_it_asks_for(name, dataset, tmp_path, record_property):
-    if torch.cuda.get_device_properties(0).total_memory / 2**30 < NEEDED_GIB.get(name, 0.0):
-        pytest.skip(f"needs a GPU of {NEEDED_GIB[name]:.0f} GiB")
-    if name == "qwen_14b":
+    needed = NEEDED_GIB.get(config_of(RUN[name]).model.model_name, 0.0)
+    if torch.cuda.get_device_properties(0).total_memory / 2**30 < needed:
+        pytest.skip(f"needs a GPU of {needed:.0f} GiB")
+    words = words_of(name, dataset, tmp_path / "run")
+    if "adamw_8bit" in words:
         pytest.importorskip("torchao", reason="--optimizer adamw_8bit needs it")
-    done = run([sys.executable, "train_fp8.py", *words_of(name, dataset, tmp_path / "run")])
+    done = run([sys.executable, "train_fp8.py", *words])
     check(name, done, tmp_path / "run", record_property)
 
 
@@ -95,7 +101,7 @@ def test_a_split_that_is_not_there_is_one_sentence(dataset, tmp_path):
 
 @pytest.mark.multi_gpu
 def test_the_documented_command_on_two_gpus(dataset, tmp_path, record_property):
-    assert is_multi_gpu("two_gpus") and "--nproc_per_node=2" in COMMANDS["two_gpus"]
-    done = run(torchrun(2, "train_multi_gpu.py", *words_of("two_gpus", dataset, tmp_path / "run")))
-    check("two_gpus", done, tmp_path / "run", record_property)
+    assert "--nproc_per_node=2" in RUN[ON_TWO_GPUS]
+    done = run(torchrun(2, "train_multi_gpu.py", *words_of(ON_TWO_GPUS, dataset, tmp_path / "run")))
+    check(ON_TWO_GPUS, done, tmp_path / "run", record_property)
     assert records_of(tmp_path / "run")[1]["sharding_mode"] == "fsdp_full"

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import te_llama
-from llm_fp8.flash_attention import HEAD_DIMS, PACKAGE, VERSION, flash_attention
+from llm_fp8.flash_attention import HEAD_DIMS, flash_attention
+from llm_fp8.flash_attention_package import PACKAGE, VERSION
 from llm_fp8.kernels import gemm_kernels, record_kernels, time_by_class
 from llm_fp8.parity import check_parity, relative_difference
 from llm_fp8.provenance import package_version
