@@ -25,6 +25,7 @@ def what_changes_logits(hf_config: PretrainedConfig) -> str | None:
     return None
 
 
-def mixes_documents(hf_config: PretrainedConfig) -> bool:
-    """Whether the documents of a packed row are known to reach each other in this model."""
-    return hf_config.get_text_config(decoder=True).model_type in _MIX_DOCUMENTS
+def what_mixes_documents(hf_config: PretrainedConfig) -> str | None:
+    """The type of the model's decoder where the documents of a packed row are known to reach each other in it; None elsewhere."""
+    decoder_type: str = hf_config.get_text_config(decoder=True).model_type
+    return decoder_type if decoder_type in _MIX_DOCUMENTS else None

@@ -42,7 +42,7 @@ from llm_fp8.architectures import bundled_config
 from llm_fp8.config import EMBEDDED, FLASH_ATTENTION_4, Config, ModelConfig
 from llm_fp8.errors import UserError
 from llm_fp8.flash_attention import check_flash_attention, keep_from_transformer_engine, require_flash_attention
-from llm_fp8.hf_limits import mixes_documents, what_changes_logits
+from llm_fp8.hf_limits import what_changes_logits, what_mixes_documents
 from llm_fp8.metrics import DecoderSize
 from llm_fp8.precision import require_te
 from llm_fp8.provenance import package_version
@@ -147,10 +147,10 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
             f"--model_name {name} changes what its output head computes ({changed} in its config.json), which the loss here does not do, so another "
             "model would be trained; choose a model without it, like the Llama and Qwen families."
         )
-    if config.packing and not config.model.use_te and mixes_documents(hf_config):
+    if config.packing and not config.model.use_te and (mixing := what_mixes_documents(hf_config)):
         raise UserError(
-            f"--packing cannot go with --model_name {name}: transformers' model of type '{hf_config.get_text_config(decoder=True).model_type}' does not keep the documents of a "
-            "packed row apart; drop --packing."
+            f"--packing cannot go with --model_name {name}: transformers' model of type '{mixing}' does not keep the documents of a packed row "
+            "apart; drop --packing."
         )
     limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and config.data.max_seq_length > limit:
@@ -329,10 +329,29 @@ def require_te_decoder(device: torch.device, options: ModelConfig) -> None:
         require_flash_attention(torch.cuda.get_device_capability(device))
 
 
-def _prepare_te_decoder(options: ModelConfig, hf_config: PretrainedConfig, device: torch.device) -> None:
-    """Let Transformer Engine choose among the attentions that are known to be right; raises `UserError` where --use_te cannot work."""
+def _build_te_decoder(
+    options: ModelConfig,
+    hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    with_memory: bool,
+    split_mlp: bool,
+) -> PreTrainedModel:
+    """`te_llama.build_te_model` on `device`, with or without memory for parameters, and with attention that is known to be right.
+
+    Raises `UserError` where --use_te cannot work.
+    """
     require_te_decoder(device, options)
     keep_from_transformer_engine(te_llama.decoder_spec(hf_config).head_dim)
+    return te_llama.build_te_model(
+        hf_config,
+        dtype,
+        device if with_memory else "meta",
+        table_device=device,
+        split_mlp=split_mlp,
+        flash_attention=_takes_flash_attention(options),
+    )
 
 
 def has_random_weights(options: ModelConfig, source: ModelSource) -> bool:
@@ -358,10 +377,7 @@ def build_model(
     random_weights = has_random_weights(options, source)
     generator = torch.Generator(device=device).manual_seed(seed)
     if options.use_te:
-        _prepare_te_decoder(options, hf_config, device)
-        model = te_llama.build_te_model(
-            hf_config, parameter_dtype, device, split_mlp=split_mlp, flash_attention=_takes_flash_attention(options)
-        )
+        model = _build_te_decoder(options, hf_config, parameter_dtype, device, with_memory=True, split_mlp=split_mlp)
         if random_weights:
             te_llama.initialize_weights_(model, generator)
         else:
@@ -391,15 +407,7 @@ def build_structure(
     Fill it with `fill_sharded`.
     """
     if options.use_te:
-        _prepare_te_decoder(options, hf_config, device)
-        return te_llama.build_te_model(
-            hf_config,
-            parameter_dtype,
-            "meta",
-            table_device=device,
-            split_mlp=split_mlp,
-            flash_attention=_takes_flash_attention(options),
-        )
+        return _build_te_decoder(options, hf_config, parameter_dtype, device, with_memory=False, split_mlp=split_mlp)
     attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
     with init_empty_weights(include_buffers=False), torch.device(device):
         model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
@@ -422,9 +430,13 @@ def _model_from_config(hf_config: PretrainedConfig, **options: Any) -> PreTraine
 
 def count_parameters(hf_config: PretrainedConfig) -> int:
     """Number of elements of a model's parameters, tied ones counted once."""
+    return sum(parameter.numel() for parameter in _model_without_memory(hf_config).parameters())
+
+
+def _model_without_memory(hf_config: PretrainedConfig) -> PreTrainedModel:
+    """The architecture alone."""
     with torch.device("meta"):
-        model = _model_from_config(copy.deepcopy(hf_config))  # which building would change
-    return sum(parameter.numel() for parameter in model.parameters())
+        return _model_from_config(copy.deepcopy(hf_config))  # which building would change
 
 
 def _load_hf_model(
@@ -492,14 +504,13 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
     """
     if hf_config.model_type in te_llama.SUPPORTED_MODEL_TYPES:
         return DecoderSize.from_config(hf_config, num_adapter_parameters)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+    model = _model_without_memory(hf_config)
     matrices = [
-        module.weight.numel()
+        weight.numel()
         for module in model.modules()
         if not isinstance(module, nn.Embedding)
-        and isinstance(getattr(module, "weight", None), nn.Parameter)
-        and module.weight.dim() == 2
+        and isinstance(weight := getattr(module, "weight", None), nn.Parameter)
+        and weight.dim() == 2
     ]
     text_config = hf_config.get_text_config(decoder=True)
     num_heads = text_config.num_attention_heads

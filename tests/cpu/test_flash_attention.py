@@ -89,10 +89,8 @@ def test_packed_rows_are_what_transformer_engine_makes_of_them(bounds, packages)
         assert difference < 0.02, name
 
 
-def test_a_sliding_window_counts_the_token_itself(packages, monkeypatch):
-    config = tiny_config()
-    monkeypatch.setattr(te_llama, "_window", lambda config, layer: 5 if layer else None)
-    model = te_llama.build_te_model(config, torch.bfloat16, "cpu", flash_attention=True)
+def attend(model) -> None:
+    """A packed row through `model`, whose weights are drawn first."""
     te_llama.initialize_weights_(model, torch.Generator().manual_seed(0))
     model(
         input_ids=torch.arange(3, 43)[None],
@@ -100,19 +98,20 @@ def test_a_sliding_window_counts_the_token_itself(packages, monkeypatch):
         max_length_q=32,
         attention_mask=NO_MASK,
     )
+
+
+def test_a_sliding_window_counts_the_token_itself(packages, monkeypatch):
+    config = tiny_config()
+    monkeypatch.setattr(te_llama, "_window", lambda config, layer: 5 if layer else None)
+    model = te_llama.build_te_model(config, torch.bfloat16, "cpu", flash_attention=True)
+    attend(model)
     assert [call["window_size"] for call in packages] == [(None, None), (4, 0)]
 
 
 def test_fp32_layers_take_transformer_engines(packages):
     """The check against Hugging Face computes in fp32 too, which flash-attn cannot."""
     model = te_llama.build_te_model(tiny_config(), torch.float32, "cpu", flash_attention=True)
-    te_llama.initialize_weights_(model, torch.Generator().manual_seed(0))
-    model(
-        input_ids=torch.arange(3, 43)[None],
-        cu_seq_lens_q=torch.tensor(DOCUMENTS, dtype=torch.int32),
-        max_length_q=32,
-        attention_mask=NO_MASK,
-    )
+    attend(model)
     assert packages == []
 
 
