@@ -5,14 +5,16 @@ digits. Backward it costs the gradient: of a loss that is a mean over tens of th
 E5M2 is nothing. What is left of the first step's gradient is what reached the weights past the fp8 products, and AdamW, which divides by the
 gradient's own size, makes a whole update of it.
 
-So the first micro-batch passes forward and backward before training, and its gradients are dropped. One pass is not enough: the gradient that reaches a
-layer's second product from behind comes right through the residual stream, but the one of its first product comes out of the second's, which
-was nothing in that pass. It takes
+So the first micro-batch passes forward and backward before training, and its gradients are dropped. One pass is not enough:
 
-    pass 1    scales of weights, activations, and the gradients of attention's output projection and of fc2
-    pass 2    those of the fused q, k and v projection and of fc1
+    pass 1        scales of weights, activations, and the gradients of attention's output projection and of fc2: the gradient that reaches a layer's
+                  second product from behind comes right through the residual stream
+    pass 2        those of the fused q, k and v projection and of fc1, whose gradients come out of the second products, which were nothing so far
+    pass 3 and on the residual stream's gradient, to which the layers now add their part, grows from layer to layer; where it exceeds its scale it is
+                  cut off, and the layers before it see too little
 
-and further ones change no scale. Recipes that take scales from the tensor itself need none of it.
+The more layers there are and the more they add, the longer it goes on; with 32 layers nothing changes after the fifth pass
+(`tests/cpu/test_first_scales.py`). Recipes that take scales from the tensor itself need none of it.
 """
 
 from __future__ import annotations
@@ -29,8 +31,7 @@ from llm_fp8.parallel.engine import Engine
 from llm_fp8.precision import Precision
 from llm_fp8.training_model import TrainingModel
 
-PASSES = 2
-"""Products behind one another in a layer between two additions to the residual stream."""
+PASSES = 5
 
 
 def find_first_scales(model: TrainingModel, precision: Precision, batch: Batch, num_supervised: int) -> None:
