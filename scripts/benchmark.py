@@ -169,13 +169,13 @@ def speeds_overlap(first: dict[str, Any], second: dict[str, Any]) -> bool:
     )
 
 
-def print_round(work: Workload, arm: Arm, number: int, answer: dict[str, Any]) -> None:
-    """One line when a measurement is done."""
+def print_round(work: Workload, arm: Arm, number: int, answer: dict[str, Any], num_gpus: int = 1) -> None:
+    """One line when a measurement is done; `num_gpus` as in `summarise`."""
     start = f"round {number + 1}  {work.name:24} {arm.name:18}"
     if answer["failed"] is not None:
         print(f"{start} not measured: {answer['failed']}", flush=True)
         return
-    found = speed(work, answer["step_times_s"], **_counts(answer))
+    found = speed(work, answer["step_times_s"], num_gpus, arm.context_size, **_counts(answer))
     kind = "real_tokens_per_s" if work.text is not None else "tokens_per_s"
     print(
         f"{start} {found[kind]:9,.0f} {kind.replace('_', ' ').replace(' per ', '/')}  ({answer['wall_time_s']:.0f} s)", flush=True

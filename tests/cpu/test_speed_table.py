@@ -420,7 +420,9 @@ def test_a_measurement_is_ended_from_outside(tiny_architecture, started_processe
     assert measure_in_process(f"{tiny_architecture}:1x16x1000000", "hf_bf16", 2, 1, 300, stopped=stopped) == {"failed": STOPPED}
     stopped.clear()
     threading.Timer(8.0, stopped.set).start()  # when its two processes are there
-    assert measure_in_launch(f"{tiny_architecture}:1x17x1000000", "ddp:hf_bf16", 2, 2, 1, 300, stopped) == {"failed": STOPPED}
+    assert measure_in_launch(f"{tiny_architecture}:1x17x1000000", "ddp:hf_bf16", 2, 2, 1, 300, stopped=stopped) == {
+        "failed": STOPPED
+    }
     assert time.monotonic() - started < 60
     left = subprocess.run(["pgrep", "-f", f"{tiny_architecture}:1x17x1000000"], capture_output=True, text=True).stdout
     assert not left and all(process.returncode is not None for process in started_processes)

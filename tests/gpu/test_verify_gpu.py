@@ -60,7 +60,7 @@ def start_s() -> float:
     return time.perf_counter() - began
 
 
-@pytest.mark.exclusive
+@pytest.mark.whole_machine
 def test_a_sound_machine(tmp_path, record_property, start_s):
     """Every check that is about the GPU passes. The versions are the machine's business: it may lack a pin that nothing here needs."""
     _, checks, wall_s, output = verify(tmp_path / "verify.json")
@@ -89,7 +89,7 @@ def test_a_sound_machine(tmp_path, record_property, start_s):
         assert checks["nccl"]["status"] in ("passed", "warning"), checks["nccl"]
 
 
-@pytest.mark.exclusive
+@pytest.mark.whole_machine
 def test_quick(tmp_path, record_property, start_s):
     _, checks, wall_s, output = verify(tmp_path / "verify.json", "--quick")
     record_property("wall_s", wall_s)
