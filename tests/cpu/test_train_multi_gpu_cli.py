@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.faults import kill_one_rank_and_restart
+from tests.launches import ROOT, SCRIPT, environment, torchrun
 from tests.processes import free_port
 from tests.small import run_json, steps
-
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = str(ROOT / "train_multi_gpu.py")
-
-
-def torchrun() -> list[str]:
-    """The launcher for two processes, with a port of its own."""
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
-
-
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
 def launch(folder: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -107,23 +94,5 @@ def test_two_hosts_train_one_model(tmp_path, tiny_model, rows):
 
 
 def test_torchrun_restarts_and_the_run_goes_on(tmp_path, tiny_model, rows):
-    """One rank is killed behind the first checkpoint; the launcher starts all anew and they resume by themselves."""
-    process = subprocess.Popen(
-        [
-            *torchrun(), "--max_restarts=1", SCRIPT, "--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=fsdp_full",
-            "--max_seq_length=256", "--max_steps=60", "--save_every=5", "--log_every=1", "--no_export",
-        ],
-        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("runs/*/checkpoints/latest")):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
-    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(workers[-1]), signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert [step["step"] for step in steps(folder)] == list(range(1, 61))
-    resumed_after = int(re.search(r"resumed from .* after step (\d+)", output)[1])
-    assert resumed_after >= 5 and [r["resumed_after_step"] for r in run_json(folder)["resumes"]] == [resumed_after]
+    options = ("--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=fsdp_full", "--max_seq_length=256")
+    kill_one_rank_and_restart(tmp_path, *options)
