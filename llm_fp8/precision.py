@@ -176,7 +176,7 @@ def resolve_precision(options: PrecisionConfig, device: torch.device) -> Precisi
         return PrecisionPlan(requested=requested, effective=requested)
     if options.fp8_backend == "torchao":
         return _resolve_torchao(options, device)
-    _require_fp8_gpu(device)
+    require_fp8_gpu(device)
     te = require_te("--mixed_precision fp8")
     available, reason = te.is_fp8_available(return_reason=True)
     if not available:
@@ -201,7 +201,8 @@ def resolve_precision(options: PrecisionConfig, device: torch.device) -> Precisi
     )
 
 
-def _require_fp8_gpu(device: torch.device) -> None:
+def require_fp8_gpu(device: torch.device) -> None:
+    """Raise a `UserError` where `device` is no GPU with fp8 units."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < MIN_FP8_CAPABILITY:
         raise UserError(
             f"--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell); found "
@@ -213,7 +214,7 @@ def _resolve_torchao(options: PrecisionConfig, device: torch.device) -> Precisio
     """torchao's recipes fall back to nothing: all of them run on every GPU with fp8, and emulated on a CPU."""
     torchao_fp8.require_torchao("--fp8_backend torchao")
     if device.type == "cuda":
-        _require_fp8_gpu(device)
+        require_fp8_gpu(device)
         torchao_fp8.require_compiler("--fp8_backend torchao")
     scenario = torchao_fp8.DEFAULT_SCENARIO if options.fp8_scenario == "default" else options.fp8_scenario
     return PrecisionPlan(

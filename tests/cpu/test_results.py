@@ -434,6 +434,14 @@ def test_what_the_guides_claim_of_speed_is_answered_from_the_files():
     assert f"{tensorwise / arms['hf_bf16']:.2f} (`torchao_tensorwise`) and {rowwise / arms['hf_bf16']:.2f} times" in text
     assert f"{tensorwise / compiled:.2f} and {rowwise / compiled:.2f} times as fast as the same compiled" in text
 
+    told = "within the Trainer {:.2f} for 8B (`hf_trainer_8b.json`) and {:.2f} for 3B (`hf_trainer_3b.json`), with {:.0f} and {:.0f}% more memory"
+    pairs = []
+    for size in ("8b", "3b"):
+        rows = {row["arm"]: row for row in load(f"hf_trainer_{size}.json")[0][1]["rows"]}
+        pairs.append([rows["trainer_fp8"][key] / rows["trainer_bf16"][key] for key in ("tokens_per_s", "peak_memory_gib")])
+    (speeds_of, memory_of) = zip(*pairs, strict=True)
+    assert told.format(*speeds_of, *(100 * (ratio - 1) for ratio in memory_of)) in text
+
     peaks = load("environment_variables_h200.json")[0][1]["peaks"]
     products = load("ceilings_h200.json")[0][1]["ceilings"]
     assert f"is {peaks['fp8'] / peaks['bf16']:.1f} times that of bf16" in text
@@ -559,6 +567,18 @@ def test_the_readmes_ratios_are_those_of_the_files():
     real = {arm: table["text_1b", arm]["real_tokens_per_s"] for arm in ("delayed", "bf16", "hf_bf16")}
     assert f"packed rows take {real['delayed'] / real['hf_bf16']:.2f} times as many real tokens" in text
     assert f"{real['bf16'] / real['hf_bf16']:.2f} times in bf16" in text
+
+
+def test_the_losses_on_real_documents_are_what_the_document_says():
+    rows = {
+        row["arm"]: row for row in json.loads((RESULTS / "speed_table_h200.json").read_text())["rows"] if row["row"] == "text_1b"
+    }
+    rival, ours = rows.pop("hf_bf16"), rows.values()
+    first = max(abs(row["first_loss"] / rival["first_loss"] - 1) for row in ours)
+    last = [1 - row["last_loss"] / rival["last_loss"] for row in ours]
+    assert all(len(answer["losses"]) == 6 for row in ours for answer in row["rounds"])
+    told = f"first losses are at most {first:.2%} apart and sixth ones {100 * min(last):.0f} to {max(last):.0%}, ours lower"
+    assert told in " ".join((RESULTS.parents[1] / "docs" / "benchmark.md").read_text().split())
 
 
 def test_the_versions_of_the_gpu_runs_are_what_the_document_says():
