@@ -13,6 +13,7 @@ from llm_fp8.norm_backend import VARIABLES, choose_norm_backend
         (3072, 9, {}, dict.fromkeys(VARIABLES, "1")),
         (5120, 9, {}, dict.fromkeys(VARIABLES, "1")),
         (4096, 9, {}, {}),
+        (896, 9, {}, {}),
         (3072, 10, {}, {}),
         (3072, 9, {VARIABLES[0]: "0"}, {VARIABLES[0]: "0", VARIABLES[1]: "1"}),
     ],

@@ -15,8 +15,8 @@ from llm_fp8.norm_backend import HOPPER, TUNED_WIDTHS
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-OTHER_WIDTHS = (64, 128, 256, 896, 1536, 2560, 3072, 3584, 5120, 6144)
-"""Of small models' and heads' norms, and of Qwen and Llama models."""
+OTHER_WIDTHS = (1536, 2560, 3072, 3584, 5120, 6144)
+"""Of Qwen and Llama models."""
 BOUNDS = {False: 0.005, True: 0.09}
 """Relative differences from fp32 in bf16 and in fp8, whose gradients in E5M2 have an eighth as the largest error of an element."""
 
@@ -33,7 +33,7 @@ def test_norms_are_right(kind, record_property):
     record_property(
         "worst", {str(fp8): max(max(entry["differences"]) for entry in found if entry["fp8"] == fp8) for fp8 in BOUNDS}
     )
-    record_property("longest_first_s", max(entry["first_s"] for entry in found[2:]))
+    record_property("longest_first_s", max(entry["first_s"] for entry in found[1:]))
     takes_cudnn = kind == "others" and torch.cuda.get_device_capability()[0] == HOPPER
     for entry in found:
         assert max(entry["differences"]) < BOUNDS[entry["fp8"]], entry
