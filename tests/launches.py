@@ -27,7 +27,8 @@ def torchrun(*options: str) -> list[str]:
 
 def environment(**more: str) -> dict[str, str]:
     """This process's, for a launcher that is started in any folder."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **more}
 
 
 class Launch(Protocol):
