@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from llm_fp8.models import EMBEDDED_MODEL
 from llm_fp8.throughput import worker
 from tests.reference import NUM_ROWS
 from tests.small import tiny_config, write_model, write_rows
+from tests.warm_python import warm_python_in
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +47,13 @@ def tiny_architecture(tmp_path_factory: pytest.TempPathFactory) -> str:
     tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """What to start a script with as with `sys.executable`, but for its imports, which are done (tests/warm_python.py)."""
+    with warm_python_in(tmp_path_factory.mktemp("warm")) as program:
+        yield program
 
 
 @pytest.fixture
