@@ -25,7 +25,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_IMPORTED = ("llm_fp8.run", "transformers.models.llama.modeling_llama", "transformers.generation", "torch.distributed.run")
+_IMPORTED = (
+    *("llm_fp8.run", "transformers.models.llama.modeling_llama", "transformers.generation"),
+    *("torch.distributed.run", "accelerate.commands.launch"),
+)
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _NUMBER_BYTES = 4
 
@@ -127,7 +130,7 @@ def _become(words: list[str], folder: str, environment: dict[str, str], files: l
 
 
 def _run(words: list[str]) -> None:
-    """What an interpreter does with these words: a script's or -m and a module's, behind -u."""
+    """What an interpreter does with these words: a script's, -m and a module's, or -c and a program's, behind -u."""
     sys.executable, *words = words
     if words[0] == "-u":
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
@@ -135,6 +138,9 @@ def _run(words: list[str]) -> None:
     if words[0] == "-m":
         sys.argv, sys.path[0] = words[1:], os.getcwd()
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv, sys.path[0] = ["-c", *words[2:]], os.getcwd()
+        exec(words[1], {"__name__": "__main__"})
     else:
         sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
         runpy.run_path(words[0], run_name="__main__")
