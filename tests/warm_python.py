@@ -11,7 +11,6 @@ process. What it stands for is no child of it: a signal to the process group of 
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -25,10 +24,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_IMPORTED = (
-    *("llm_fp8.run", "transformers.models.llama.modeling_llama", "transformers.generation"),
-    *("torch.distributed.run", "accelerate.commands.launch"),
-)
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _NUMBER_BYTES = 4
 
@@ -85,9 +80,7 @@ def _serve(listener: socket.socket) -> list[str]:
 
     All forked processes have this one as their parent, as those of one launcher have.
     """
-    for name in _IMPORTED:
-        importlib.import_module(name)
-    gc.freeze()  # what is imported is shared with the forked processes, which would copy what their collector touches
+    importlib.import_module("tests.preloaded")
     running: dict[int, tuple[int, socket.socket]] = {}  # by the file that says that it ended: a process, and who asked for it
     while True:
         ready = select.select([listener, sys.stdin, *running, *(asker for _, asker in running.values())], [], [])[0]
