@@ -34,8 +34,6 @@ from llm_fp8.recompute import enable_gradient_checkpointing
 from tests.processes import CONTEXT, free_port
 from tests.small import tiny_config
 
-pytestmark = pytest.mark.xdist_group("deepspeed")  # one worker has them, for which both processes are started
-
 NUM_RANKS = 2
 NUM_STEPS = 3
 NUM_MICRO_BATCHES = 2

@@ -236,9 +236,6 @@ def training_options(tiny_model: str, rows: str, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-one_worker = pytest.mark.xdist_group("launched")
-
-
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory, warm_python, tiny_model, rows):
     """What accelerate launch with configs/accelerate_bf16.yaml left of the example and of train_fp8.py, run at the same time: folder, output."""
@@ -278,7 +275,6 @@ def launched(tmp_path_factory, warm_python, tiny_model, rows):
     return folder, outputs
 
 
-@one_worker
 def test_the_example_trains_the_embedded_model_under_accelerate_launch(launched):
     folder, outputs = launched
     assert "certificate: none, there is no NVIDIA GPU" in outputs["example"]
@@ -310,7 +306,6 @@ def test_mistakes_in_the_examples_options_are_one_sentence(tmp_path, monkeypatch
     assert "\n" not in str(mistake.value)
 
 
-@one_worker
 def test_a_file_of_accelerate_gives_train_fp8_the_run_of_the_same_option(launched, tiny_model, rows, tmp_path):
     assert train(*training_options(tiny_model, rows, tmp_path), "--mixed_precision", "bf16") == 0
     folders = (launched[0] / "train_fp8", tmp_path)
