@@ -69,10 +69,10 @@ def kill_one_rank_in_a_save(start: Callable[..., Launch], folder: Path, within_s
     return codes
 
 
-def kill_one_rank_and_restart(folder: Path, *options: str) -> None:
+def kill_one_rank_and_restart(folder: Path, *options: str, **environment: str) -> None:
     """Rank 1 is killed behind the first checkpoint; torchrun starts all anew and they resume by themselves, in the folder that they had."""
     training = ["--max_steps=60", "--save_every=5", "--log_every=1", "--no_export"]
-    with Torchrun(folder / "log", *options, *training, launcher=("--max_restarts=1",), cwd=folder) as launch:
+    with Torchrun(folder / "log", *options, *training, launcher=("--max_restarts=1",), cwd=folder, **environment) as launch:
         assert wait_until(lambda: any(folder.glob("runs/*/checkpoints/latest")), launch, 0.01, START_S), launch.printed()
         os.kill(launch.pid_of(1), signal.SIGKILL)
         assert launch.end(START_S) == {}, launch.printed()

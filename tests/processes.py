@@ -21,7 +21,7 @@ from llm_fp8.errors import run_script
 # Where there is a GPU, importing transformers touches CUDA, and a process that did cannot be forked into one that uses it.
 CONTEXT: Any = multiprocessing.get_context("spawn" if Path("/dev/nvidia0").exists() else "forkserver")
 if CONTEXT.get_start_method() == "forkserver":
-    CONTEXT.set_forkserver_preload(["llm_fp8.run"])
+    CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 DEADLINE_S = 60.0
 

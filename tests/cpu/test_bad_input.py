@@ -347,11 +347,11 @@ def test_a_disk_full_at_the_export_leaves_no_half_of_it(small_disk, capfd, commo
 # ---- trackers ----
 
 
-def test_wandb_without_a_login_explains_itself(tmp_path, common):
+def test_wandb_without_a_login_explains_itself(tmp_path, warm_python, common):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
     environment.update(HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "train_fp8.py"), *common, "--use_wandb"], capture_output=True, text=True, env=environment, cwd=tmp_path
+        [warm_python, str(ROOT / "train_fp8.py"), *common, "--use_wandb"], capture_output=True, text=True, env=environment, cwd=tmp_path
     )  # fmt: skip
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
@@ -416,8 +416,8 @@ def test_weights_broken_by_the_last_update_are_not_exported(tmp_path, capfd, com
     ],
     ids=["option", "config", "model"],
 )
-def test_the_script_says_it_in_one_line(tmp_path, options, named):
-    done = subprocess.run([sys.executable, str(ROOT / "train_fp8.py"), *options], cwd=tmp_path, capture_output=True, text=True)
+def test_the_script_says_it_in_one_line(tmp_path, warm_python, options, named):
+    done = subprocess.run([warm_python, str(ROOT / "train_fp8.py"), *options], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and named in done.stderr and len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []

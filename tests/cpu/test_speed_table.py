@@ -489,7 +489,7 @@ def test_the_whole_command(tmp_path, tiny_architecture, monkeypatch, capsys):
     assert abs(record["comparisons"][0]["ours"]["bf16:swap"]["first_loss_differences"]["hf_bf16"]) < 1e-4
 
 
-def test_a_call_that_is_terminated_leaves_no_process_and_is_gone_on_with(tmp_path, tiny_architecture):
+def test_a_call_that_is_terminated_leaves_no_process_and_is_gone_on_with(tmp_path, warm_python, tiny_architecture):
     """Two rows side by side, in processes of their own: what was measured stays, and what ran is measured by the next call."""
     quick = {"name": "quick", "workload": f"{tiny_architecture}:2x32x2", "ours": ["bf16:swap"], "rivals": ["hf_bf16"]}
     endless = {**quick, "name": "endless", "workload": f"{tiny_architecture}:3x16x1000000"}
@@ -500,7 +500,7 @@ def test_a_call_that_is_terminated_leaves_no_process_and_is_gone_on_with(tmp_pat
         "speed_table.run_script(speed_table.main)",
     ]
     options = [f"--table={table}", f"--output={path}", "--steps=3", "--warmup=1", "--gpus_parallel=2"]
-    process = subprocess.Popen([sys.executable, "-c", "; ".join(lines), *options], cwd=ROOT)
+    process = subprocess.Popen([warm_python, "-c", "; ".join(lines), *options], cwd=ROOT)
     deadline = time.monotonic() + 300
     while not (path.exists() and len(json.loads(path.read_text())["rows"]) == 2):
         assert time.monotonic() < deadline and process.poll() is None
