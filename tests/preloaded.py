@@ -4,8 +4,7 @@ import gc
 
 # ruff: noqa: F401
 import accelerate.commands.launch
-import networkx  # with torch._inductor, what most of DeepSpeed's import is; its own reads the environment
-import torch._inductor.compile_fx
+import torch._inductor.compile_fx  # much of what DeepSpeed imports; its own import reads the environment
 import torch.distributed.run
 import transformers.generation
 import transformers.models.llama.modeling_llama
