@@ -106,9 +106,17 @@ def update_with_torch_(
     """
     for start in range(0, weight.numel(), CHUNK_ELEMENTS):
         chunk, blocks = slice(start, start + CHUNK_ELEMENTS), slice(start // CODE_BLOCK, (start + CHUNK_ELEMENTS) // CODE_BLOCK)
-        parts = [tensor.view(-1)[chunk] for tensor in (weight, gradient, exp_avg, exp_avg_sq)]
-        scales = None if exp_avg_scale is None or exp_avg_sq_scale is None else (exp_avg_scale[blocks], exp_avg_sq_scale[blocks])
-        _update_chunk_(*parts, scales, gradient_scale, key, start, coefficients)
+        _update_chunk_(
+            weight.view(-1)[chunk],
+            gradient.view(-1)[chunk],
+            exp_avg.view(-1)[chunk],
+            exp_avg_sq.view(-1)[chunk],
+            None if exp_avg_scale is None or exp_avg_sq_scale is None else (exp_avg_scale[blocks], exp_avg_sq_scale[blocks]),
+            gradient_scale,
+            key,
+            start,
+            coefficients,
+        )
 
 
 def _update_chunk_(
