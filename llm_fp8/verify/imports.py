@@ -15,7 +15,7 @@ from llm_fp8.verify.versions import installed, read_pins
 REQUIRED = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 OPTIONAL = {
     "deepspeed": "--sharding_mode deepspeed_1 to 3",
-    "torchao": "--optimizer adamw_8bit and --fp8_backend torchao",
+    "torchao": "--fp8_backend torchao",
     "wandb": "--use_wandb",
     "flash_attn": "--attn_implementation flash_attention_2",
     "flash_attn.cute": "--attn_implementation flash_attention_4",

@@ -203,7 +203,6 @@ def test_evaluation_without_held_out_rows(refuse, common):
         (["--mixed_precision=fp16"], ("--mixed_precision fp16", "bf16")),
         (["--use_te"], ("--use_te needs an NVIDIA GPU",)),
         (["--optimizer=adamw_master"], ("--optimizer adamw_master", "--mixed_precision bf16", "adamw_fp32")),
-        (["--optimizer=adamw_8bit", "--mixed_precision=bf16"], ("--optimizer adamw_8bit", "adamw_fp32")),
         (["--optimizer=adamw_8bit"], ("--optimizer adamw_8bit", "adamw_fp32")),
         (["--fp8_scenario=mxfp8"], ("--fp8_scenario", "--mixed_precision fp8")),
         (["--fp8_format=E4M3", "--mixed_precision=bf16"], ("--fp8_format", "--mixed_precision bf16")),

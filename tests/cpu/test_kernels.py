@@ -101,6 +101,7 @@ NO_GEMMS = {
     "LogSoftMaxBackwardEpilogue>(float*, float const*, float const*, long)": "loss",
     "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*, float*)": "loss",
     "_update_kernel": "optimizer",
+    "_eight_bit_update_kernel": "optimizer",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::FusedOptimizerTensorListMetadata<4>, "
     "at::native::(anonymous namespace)::FusedAdamMathFunctor<c10::BFloat16, 4>>()": "optimizer",
     "void at::native::lpnorm_cleanup<c10::BFloat16, (at::native::NormType)1, float, true, float>(float const*)": "optimizer",
