@@ -553,17 +553,19 @@ def test_the_readmes_ratios_are_those_of_the_files():
         assert told.format("{}, {} and {}".format(*ratios)) in text
     table = {(row["row"], row["arm"]): row for row in json.loads((RESULTS / "speed_table_h200.json").read_text())["rows"]}
     arms = ("delayed", "delayed:fp8head_all", "delayed:fp8head_all:flash4")
-    told = "`delayed` {} and {} tokens/s, {} and {} times", "{} and {};", "with flash-attn 4 besides {} and {}, {} and {} times"
+    told = (
+        "`delayed` {}, {} and {} tokens/s, {}, {} and {} times",
+        "{}, {} and {};",
+        "with flash-attn 4 besides {}, {} and {}, {}, {} and {} times",
+    )
+    sizes = ("1b", "3b", "8b")
     for arm, words in zip(arms, told, strict=True):
-        speeds = [table[size, arm]["tokens_per_s"] for size in ("1b", "3b")]
-        times = [speed / table[size, "hf_bf16"]["tokens_per_s"] for speed, size in zip(speeds, ("1b", "3b"), strict=True)]
+        speeds = [table[size, arm]["tokens_per_s"] for size in sizes]
+        times = [speed / table[size, "hf_bf16"]["tokens_per_s"] for speed, size in zip(speeds, sizes, strict=True)]
         assert words.format(*(f"{speed:,.0f}" for speed in speeds), *(f"{ratio:.2f}" for ratio in times)) in text
-    of_8b = [
-        row["tokens_per_s"]
-        for name in ("softmax_fused", "flash4")
-        for row in json.loads((RESULTS / f"levers_8b_{name}.json").read_text())["rows"]
-    ]
-    assert "8B with no rival in the run: {:,.0f}, {:,.0f} and {:,.0f} (".format(*of_8b) in text
+    of_8192 = (f"{table['8b_s8192', arm]['tokens_per_s']:,.0f}" for arm in arms)
+    assert "rows of 8,192 tokens: {}, {} and {}.".format(*of_8192) in text
+    assert f"with both: {table['14b', 'delayed:adamw_8bit:fp8head_all:flash4']['tokens_per_s']:,.0f}." in text
     real = {arm: table["text_1b", arm]["real_tokens_per_s"] for arm in ("delayed", "bf16", "hf_bf16")}
     assert f"packed rows take {real['delayed'] / real['hf_bf16']:.2f} times as many real tokens" in text
     assert f"{real['bf16'] / real['hf_bf16']:.2f} times in bf16" in text
@@ -616,7 +618,7 @@ def test_how_the_gpu_tests_ended_is_what_the_documents_say():
     assert said in evidence and said in readme
     commits = {test["commit"] for test in record["tests"].values()}
     assert (
-        f"at the {('no', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')[len(commits)]} commits that it names"
+        f"at the {('no', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine', 'ten')[len(commits)]} commits that it names"
         in evidence
     )
 
