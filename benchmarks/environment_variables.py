@@ -1,13 +1,14 @@
 #!/usr/bin/env python
-"""What the environment variables of the guides do to a training step: each setting beside none at all, on one GPU.
+"""What the environment variables of the guides do to a training step: each setting beside none at all.
 
     python benchmarks/environment_variables.py --output benchmarks/results/environment_variables_h200.json
     python benchmarks/environment_variables.py --settings NVTE_FUSED_ATTN=0 "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1" --rounds 1 --output some.json
+    python benchmarks/environment_variables.py --num_gpus 2 --arm fsdp_full:delayed --output some.json
 
 A setting is one or several NAME=VALUE. Each is measured in processes of its own, in turns with the others and with none, so that what slows
 the machine for a while does not fall on one. No process has a variable of another setting, or one of them from this shell. Steps before
---warmup are left out. The file holds, beside the figures, what the table of llm_fp8/environment.py says of each setting. What acts on
-exchanges between GPUs is not seen here.
+--warmup are left out. The file holds, beside the figures, what the table of llm_fp8/environment.py says of each setting.
+What acts on exchanges between GPUs is seen with --num_gpus alone, whose default settings are others.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from llm_fp8.json_files import write_json_atomic
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import Arm, parse_arm
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
-from llm_fp8.throughput.worker import measure_in_process, take_header
+from llm_fp8.throughput.worker import measure_in_launch, measure_in_process, take_header
 from llm_fp8.throughput.workload import Workload
 from scripts.benchmark import EXIT_TERMINATED, print_round, speeds_overlap, summarise
 
@@ -52,8 +53,29 @@ SETTINGS = (
     "CUDA_LAUNCH_BLOCKING=1",
 )
 """Those that the guides recommend, then those that are set for debugging and forgotten."""
+SETTINGS_OF_EXCHANGES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS=1",
+    "NVTE_FP8_ALLREDUCE=1",
+    "NCCL_P2P_DISABLE=1",
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL",
+    "ACCELERATE_DEBUG_MODE=true",
+)
+"""Those that the guides recommend for exchanges between the GPUs of a host, then those that the table says slow them."""
 
 Measure = Callable[[str, str, int, int, float, dict[str, str | None]], dict[str, Any]]
+
+
+def measurer(num_gpus: int) -> Measure:
+    """Measures on so many GPUs, through the program that does."""
+    if num_gpus == 1:
+        return measure_in_process
+
+    def measure(
+        workload: str, arm: str, num_steps: int, warmup: int, timeout_s: float, variables: dict[str, str | None]
+    ) -> dict[str, Any]:
+        return measure_in_launch(workload, arm, num_gpus, num_steps, warmup, timeout_s, variables)
+
+    return measure
 
 
 def variables_of(setting: str) -> dict[str, str]:
@@ -86,13 +108,14 @@ def measure_all(
     num_rounds: int,
     timeout_s: float,
     output: Path | None,
-    measure: Measure = measure_in_process,
+    measure: Measure,
+    num_gpus: int = 1,
 ) -> list[dict[str, Any]]:
     """Measure every setting and `NONE`, round by round; the rows, which `output` holds after each measurement as well.
 
-    Returns: per setting the row of `scripts.benchmark.summarise` with setting, variables, judged, and for all but NONE, where both were measured,
-    speed_ratio (tokens/s over those of NONE), speeds_overlap (whether the middle eight tenths of the steps do), first_loss_difference (relative)
-    and on a GPU memory_ratio (of the peaks).
+    Returns: per setting the row of `scripts.benchmark.summarise` with setting, num_gpus, variables, judged, and for all but NONE, where both were
+    measured, speed_ratio (tokens/s over those of NONE), speeds_overlap (whether the middle eight tenths of the steps do), first_loss_difference
+    (relative) and on a GPU memory_ratio (of the peaks).
     """
     names = [NONE, *(setting for setting in settings if setting != NONE)]
     every = {name for setting in names for name in variables_of(setting)}
@@ -108,9 +131,12 @@ def measure_all(
                 origin = origin or header
             answers[setting].append(answer)
             print(f"{setting}:", flush=True)
-            print_round(work, arm, number, answer)
-            measured = {name: summarise(work, arm, answers[name]) for name in names if answers[name]}
-            rows = [{"setting": name, **described(name), **row, **against(row, measured[NONE])} for name, row in measured.items()]
+            print_round(work, arm, number, answer, num_gpus)
+            measured = {name: summarise(work, arm, answers[name], num_gpus) for name in names if answers[name]}
+            rows = [
+                {"setting": name, "num_gpus": num_gpus, **described(name), **row, **against(row, measured[NONE])}
+                for name, row in measured.items()
+            ]
             if output is not None:
                 write_json_atomic(output, {**origin, "rows": rows})
     return rows
@@ -153,15 +179,22 @@ def line_of(row: dict[str, Any]) -> str:
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line, checked. Raises `UserError`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument(
-        "--settings", nargs="+", default=list(SETTINGS), metavar="NAME=VALUE", help="default: those of the guides"
-    )
+    parser.add_argument("--settings", nargs="+", metavar="NAME=VALUE", help="default: those of the guides")
+    parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of this host that train together (default %(default)s)")
     parser.add_argument(
         "--workload", default="Llama-3.2-1B:8x1024x4", help="MODEL:ROWSxLENGTHxMICRO_BATCHES (default %(default)s)"
     )
-    parser.add_argument("--arm", default="delayed", help="as in scripts/benchmark.py (default %(default)s)")
+    parser.add_argument(
+        "--arm",
+        help="as in scripts/benchmark.py, scripts/benchmark_multi_gpu.py (default delayed, on several GPUs fsdp_full:delayed)",
+    )
     add_measuring_options(parser, steps=10, warmup=4, rounds=2, arm_timeout_s=300)
     options = parser.parse_args(argv)
+    if options.num_gpus < 1:
+        raise UserError(f"--num_gpus {options.num_gpus} measures nothing; give 1 or more.")
+    if options.settings is None:
+        options.settings = list(SETTINGS if options.num_gpus == 1 else SETTINGS_OF_EXCHANGES)
+    options.arm = options.arm or ("delayed" if options.num_gpus == 1 else "fsdp_full:delayed")
     for setting in options.settings:
         variables_of(setting)
     if doubled := {setting for setting in options.settings if options.settings.count(setting) > 1}:
@@ -174,11 +207,30 @@ def main() -> int:
     """Measure, print a table, write the JSON."""
     options = parse(sys.argv[1:])
     work, arm = Workload.parse(options.workload, options.steps, "--workload"), parse_arm(options.arm)
-    arm.check(work, LaunchRanks.from_environment(os.environ))
+    ranks = LaunchRanks.from_environment(os.environ)
+    if options.num_gpus > 1:
+        ranks = LaunchRanks(world_size=options.num_gpus, local_world_size=options.num_gpus, launched=True)
+    elif arm.mode is not None:
+        raise UserError(f"--arm {arm.name} is spread over several GPUs; say over how many, as in --num_gpus 2.")
+    arm.check(work, ranks)
     if not torch.cuda.is_available():
         raise UserError("this measures an NVIDIA GPU, and none is found.")
+    if torch.cuda.device_count() < options.num_gpus:
+        raise UserError(
+            f"--num_gpus {options.num_gpus} are more than the {torch.cuda.device_count()} that are found; give fewer."
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # so that a measurement's process is ended first
-    rows = measure_all(work, arm, options.settings, options.warmup, options.rounds, options.arm_timeout_s, options.output)
+    rows = measure_all(
+        work,
+        arm,
+        options.settings,
+        options.warmup,
+        options.rounds,
+        options.arm_timeout_s,
+        options.output,
+        measurer(options.num_gpus),
+        options.num_gpus,
+    )
     print("\n".join(map(line_of, rows)))
     return 0
 

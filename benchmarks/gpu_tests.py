@@ -3,6 +3,10 @@
 
     python benchmarks/gpu_tests.py --output benchmarks/results/gpu_tests.json [tests/gpu tests/multi_gpu ...]
 
+Tests share the GPUs, --workers at a time, each process beginning with another GPU. Those that fill a GPU or time it have one for themselves: as
+many at a time as there are GPUs. Those that need several GPUs or the whole machine for themselves come last, one at a time.
+CUDA_VISIBLE_DEVICES chooses the GPUs.
+
 CI has no GPU, so this record is how a reader knows that they ran, on what, and what they measured (each test's recorded properties).
 
 They need not all run at once: tests that --output holds are kept, each with the commit that it ran at, and those run now are added to them or
@@ -29,7 +33,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.json_files import require_writable, write_json_atomic
 from llm_fp8.provenance import collect_provenance
+from scripts.compare_performance import usable_gpus
 
+NEEDS_MACHINE = "whole_machine or (exclusive and multi_gpu)"
+"""pytest's expression for the tests beside which nothing may run."""
+NEEDS_GPU = f"exclusive and not ({NEEDS_MACHINE})"
+"""For those beside which nothing may run on their GPU."""
 WHOLE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 """Exit codes of a pytest that has run all that it was given."""
 
@@ -66,6 +75,10 @@ class Outcomes:
     def has_passed(self, name: str) -> bool:
         """Whether the record holds this test as passed."""
         return self._kept.get(name, {}).get("outcome") == "passed"
+
+    def duration_s(self, name: str) -> float:
+        """What this test took when it last ran; infinite where that is not known."""
+        return float((self._kept | self.tests).get(name, {}).get("duration_s", "inf"))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Called for set-up, call and tear-down of each test; a failure in any of them is the test's. It is recorded when all three are over.
@@ -121,27 +134,59 @@ class _Collected:
         self.names = [item.nodeid for item in session.items]
 
 
+def collect(paths: list[str], *options: str) -> tuple[int, list[str]]:
+    """pytest's exit code and the ids of the tests of `paths` that it collects."""
+    collected = _Collected()
+    code = pytest.main(["-qq", "--collect-only", "-p", "no:cacheprovider", *paths, *options], plugins=[collected])
+    return int(code), collected.names
+
+
 def missing_tests(paths: list[str], outcomes: Outcomes) -> list[str]:
     """Ids of the tests of `paths` that the record does not hold as passed; `outcomes` is told which are there.
 
     Raises `UserError` where pytest cannot collect all of them.
     """
-    collected = _Collected()
-    code = pytest.main(["-qq", "--collect-only", "-p", "no:cacheprovider", *paths], plugins=[collected])
+    code, names = collect(paths)
     if code != pytest.ExitCode.OK:
         raise UserError(f"--missing: pytest could not collect the tests of {' '.join(paths)}; it says above why.")
-    outcomes.present = frozenset(collected.names)
-    return [name for name in collected.names if not outcomes.has_passed(name)]
+    outcomes.present = frozenset(names)
+    return [name for name in names if not outcomes.has_passed(name)]
 
 
-def run_tests(tests: list[str], num_workers: int, outcomes: Outcomes) -> int:
-    """Run them in this process; returns pytest's exit code."""
-    common = ["-q", "-p", "no:cacheprovider", *tests]
-    # Most of the time is processes that start, so several tests share the GPU; those that fill its memory come after, alone.
-    at_a_time = ["-m", "not exclusive", "-n", str(num_workers), "--dist", "worksteal"]
+def workers_that_see(visible: list[list[str]]) -> list[str]:
+    """pytest's options for one worker per entry, the GPUs that it sees; set before it imports anything."""
+    return [word for gpus in visible for word in ("--tx", f"popen//env:CUDA_VISIBLE_DEVICES={','.join(gpus)}")]
+
+
+def dealt(names: list[str], num_workers: int, outcomes: Outcomes) -> list[str]:
+    """Tests in the order in which `--dist worksteal`, whose first chunks are of equal number, starts the longest ones first everywhere."""
+    longest_first = sorted(names, key=outcomes.duration_s, reverse=True)
+    return [name for worker in reversed(range(num_workers)) for name in longest_first[worker::num_workers]]
+
+
+def run_tests(tests: list[str], num_workers: int, outcomes: Outcomes, gpus: list[str]) -> int:
+    """Run them, on `gpus` as CUDA_VISIBLE_DEVICES takes them; returns pytest's exit code."""
+    steal = ["--dist", "worksteal"]
+
+    def shared() -> list[str]:
+        """Most of the time is processes that start, so several tests share the GPUs."""
+        first = [worker % len(gpus) for worker in range(num_workers)] if len(gpus) > 1 else []
+        at_a_time = workers_that_see([gpus[gpu:] + gpus[:gpu] for gpu in first]) or ["-n", str(num_workers)]
+        return [*tests, "-m", f"not ({NEEDS_GPU}) and not ({NEEDS_MACHINE})", *steal, *at_a_time]
+
+    def one_per_gpu() -> list[str]:
+        names = collect(tests, "-m", NEEDS_GPU)[1] if len(gpus) > 1 else []
+        on = gpus[: len(names)]
+        return [*dealt(names, len(on), outcomes), *steal, *workers_that_see([[gpu] for gpu in on])] if names else []
+
+    def alone() -> list[str]:
+        return [*tests, "-m", NEEDS_MACHINE if len(gpus) > 1 else f"({NEEDS_GPU}) or {NEEDS_MACHINE}"]
+
     worst = pytest.ExitCode.OK
-    for options in (at_a_time, ["-m", "exclusive"]):
-        code = pytest.main([*common, *options], plugins=[outcomes])
+    for part in (shared, one_per_gpu, alone):
+        if not (words := part()):
+            continue
+        code = pytest.main(["-q", "-p", "no:cacheprovider", *words], plugins=[outcomes])
         worst = max(worst, pytest.ExitCode.OK if code == pytest.ExitCode.NO_TESTS_COLLECTED else code)
         if worst not in WHOLE:
             break  # stopped from outside, or a file that cannot be read: no test of it has run
@@ -162,7 +207,7 @@ def main() -> int:
     if not tests:
         print(f"{options.output} holds all of these tests as passed")
         return 0
-    code = run_tests(tests, options.workers, outcomes)
+    code = run_tests(tests, options.workers, outcomes, usable_gpus(None))
     outcomes.write(code)
     return code
 

@@ -258,7 +258,7 @@ def measurer(warmup: int, timeout_s: float, stopped: threading.Event) -> Measure
         started = time.perf_counter()
         settings = (row.work.num_steps, warmup, timeout_s)
         if row.num_gpus > 1:
-            answer = measure_in_launch(row.work.name, arm.name, row.num_gpus, *settings, stopped)
+            answer = measure_in_launch(row.work.name, arm.name, row.num_gpus, *settings, stopped=stopped)
         else:
             variables = None if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
             answer = measure_in_process(row.work.name, arm.name, *settings, variables, stopped, prepare_next=True)

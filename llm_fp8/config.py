@@ -182,7 +182,7 @@ class OptimConfig:
         "on the GPU (12 bytes). adamw_8bit: bf16 parameters with stochastic rounding and 8-bit moments (6 bytes). auto: adamw_master on a GPU when "
         "the run computes in bf16 or fp8, else adamw_fp32.",
     )
-    seed: int = option(42, "Seed of initialisation and data order.")
+    seed: int = option(42, "Seed of initialisation, data order and the rounding of adamw_8bit.")
 
 
 @dataclass(frozen=True)

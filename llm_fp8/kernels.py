@@ -110,10 +110,13 @@ _RULES: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
         ),
     ),
     ("gemm", _GEMM),
-    ("optimizer", _words(r"^_update_kernel$", r"adam", r"lpnorm", r"multi_tensor_l2norm", r"optimizer", r"lamb_|lion_")),
+    (
+        "optimizer",
+        _words(r"^_(?:eight_bit_)?update_kernel$", r"adam", r"lpnorm", r"multi_tensor_l2norm", r"optimizer", r"lamb_|lion_"),
+    ),
     ("loss", _words(r"cross_entropy", r"nll_loss", r"log_?softmax", r"softmax", r"element_mul_kernel")),
     ("rope", _words(r"rope", r"rotary")),
-    ("norm", _words(r"rms_?norm", r"layer_?norm", r"cuComputeGradGammaBeta", r"gammabeta")),
+    ("norm", _words(r"rms_?norm", r"layer_?norm", r"^ln_(tma_)?(fwd|bwd)_", r"cuComputeGradGammaBeta", r"gammabeta")),
     (
         "activation",
         _words(r"gated_act", r"silu", r"swiglu", r"gelu", r"geglu", r"\bd?act_kernel", r"_fg_kernel", r"_dfg_kernel", r"d?swish"),

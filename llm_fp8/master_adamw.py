@@ -22,14 +22,8 @@ This holds for every number, denormals and infinities included (a magnitude abov
 and joins to the number that it was). Only NaN needs care: the GPU's own NaN is 0x7FFFFFFF, and the addition would carry it into the
 sign and show a weight of -0. So every NaN is split as 0x7FC00000, which shows as NaN.
 
-The step t of a group, all arithmetic fp32, with g the gradient times `gradient_scale`; the order is that of torch.optim.AdamW
-(Loshchilov and Hutter, arXiv 1711.05101):
-
-    m = m + (1 - beta1) (g - m)
-    v = beta2 v + (1 - beta2) g^2
-    x = (1 - lr weight_decay) x - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-
-The update uses the new m before it is rounded to bf16 for storage. Why m may be bf16 and v may not: docs/numerics.md.
+The step is that of `llm_fp8.grouped_adamw`, with the master as x. m is rounded to bf16 for storage only; why it may be and v may not:
+docs/numerics.md.
 
 Two implementations of this one contract give the same bits: a Triton kernel for CUDA tensors (`llm_fp8.master_adamw_kernel`), which moves
 22 bytes per element and allocates nothing, and a torch one for other devices, which is also the reference that tests hold the kernel to.
@@ -37,55 +31,17 @@ Two implementations of this one contract give the same bits: a Triton kernel for
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, overload
-
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+
+from llm_fp8.grouped_adamw import CHUNK_ELEMENTS, Coefficients, GroupedAdamW, moments_and_update
 
 FIRST_MOMENT_DTYPE = torch.bfloat16
 """dtype of m between steps."""
 
 SECOND_MOMENT_DTYPE = torch.float32
 """dtype of v."""
-
-CHUNK_ELEMENTS = 2**18
-"""Elements that the torch implementation updates at a time: its fp32 temporaries take a few MiB, whatever the tensor's size."""
-
-
-class Coefficients(NamedTuple):
-    """The numbers of one step of one parameter group. Computed in double precision, rounded to fp32 once, where they are used."""
-
-    decay: float
-    """1 - lr weight_decay"""
-    beta1_complement: float
-    """1 - beta1"""
-    beta2: float
-    beta2_complement: float
-    """1 - beta2"""
-    step_size: float
-    """lr / (1 - beta1^t)"""
-    inverse_root_correction2: float
-    """1 / sqrt(1 - beta2^t)"""
-    epsilon: float
-
-    @classmethod
-    def of_step(cls, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> Coefficients:
-        """The coefficients of step `step`, 1 for the first."""
-        beta1, beta2 = betas
-        return cls(
-            decay=float(1 - lr * weight_decay),
-            beta1_complement=float(1 - beta1),
-            beta2=float(beta2),
-            beta2_complement=float(1 - beta2),
-            step_size=lr / (1 - beta1**step),
-            inverse_root_correction2=1 / math.sqrt(1 - beta2**step),
-            epsilon=float(eps),
-        )
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
@@ -144,16 +100,7 @@ def _update_chunk_(
     gradient_scale: Tensor | None,
     c: Coefficients,
 ) -> None:
-    # One operation at a time, each rounded by itself: torch's lerp, addcmul and addcdiv may or may not fuse theirs.
-    gradient = gradient.to(torch.float32)
-    if gradient_scale is not None:
-        gradient = gradient * gradient_scale
-    m = exp_avg.to(torch.float32)
-    m = m + (gradient - m) * c.beta1_complement
-    v = exp_avg_sq * c.beta2 + (gradient * c.beta2_complement) * gradient
-    # torch's fp32 root is off in the last bit on some CPUs; the root in double precision rounds to the right one.
-    denominator = v.to(torch.float64).sqrt().to(torch.float32) * c.inverse_root_correction2 + c.epsilon
-    update = (m * c.step_size) / denominator
+    m, v, update = moments_and_update(gradient, gradient_scale, exp_avg.to(torch.float32), exp_avg_sq, c)
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
     if remainder is None:
@@ -164,110 +111,28 @@ def _update_chunk_(
         remainder.copy_(new_remainder)
 
 
-class MasterAdamW(Optimizer):
-    """AdamW over bf16 parameters with exact fp32 masters; see the module's docstring for state and arithmetic.
+class MasterAdamW(GroupedAdamW):
+    """AdamW over bf16 parameters with exact fp32 masters; see the module's docstring for the state, which is sharded like the parameter."""
 
-    Every parameter group counts its steps in `group["step"]`, an int; a parameter without gradient is left alone in a step that its
-    group counts. Parameters must be contiguous; a gradient that is not is copied first. Of sharded parameters (DTensor) each rank
-    updates its own part, and the state is sharded like the parameter.
+    def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
+        state = {
+            "exp_avg": torch.zeros_like(parameter, dtype=FIRST_MOMENT_DTYPE),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=SECOND_MOMENT_DTYPE),
+        }
+        if parameter.dtype == torch.bfloat16:
+            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+        return state
 
-    Args:
-        params: parameters or groups of them; bf16 or fp32.
-        lr: learning rate, a float, which schedules may change between steps.
-        betas: decays of the moments, in [0, 1).
-        eps: added to the denominator.
-        weight_decay: decoupled weight decay.
-
-    Raises:
-        ValueError: an argument is out of range.
-    """
-
-    gradient_scale: Tensor | None
-    """Multiplies every gradient of the next step as it is read: an fp32 scalar tensor on the parameters' device. Clipping by the
-    global norm then costs no pass over the gradients. `step` takes it and leaves None."""
-
-    def __init__(
+    def _update_(
         self,
-        params: Iterable[Parameter] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight: Tensor,
+        gradient: Tensor,
+        state: dict[str, Tensor],
+        gradient_scale: Tensor | None,
+        coefficients: Coefficients,
+        place: tuple[int, int],
     ) -> None:
-        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(
-                f"lr, eps and weight_decay must not be negative and betas must lie in [0, 1): {lr}, {eps}, {weight_decay}, {betas}."
-            )
-        self.gradient_scale = None
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
-
-    def initialize_state(self) -> None:
-        """Create the state that parameters have before their first step, where there is none: m, v and remainder of zero.
-
-        Raises:
-            ValueError: a parameter is not contiguous, or neither bf16 nor fp32.
-        """
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self._state_of(parameter)
-
-    def _state_of(self, parameter: Parameter) -> dict[str, Tensor]:
-        if parameter not in self.state:
-            if parameter.dtype not in (torch.bfloat16, torch.float32):
-                raise ValueError(f"MasterAdamW takes bf16 and fp32 parameters, and one is {parameter.dtype}.")
-            if not _local(parameter).is_contiguous():
-                raise ValueError(f"MasterAdamW takes contiguous parameters, and one of shape {tuple(parameter.shape)} is not.")
-            state = {
-                "exp_avg": torch.zeros_like(parameter, dtype=FIRST_MOMENT_DTYPE),
-                "exp_avg_sq": torch.zeros_like(parameter, dtype=SECOND_MOMENT_DTYPE),
-            }
-            if parameter.dtype == torch.bfloat16:
-                state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
-            self.state[parameter] = state
-        return self.state[parameter]
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update all parameters that have a gradient; returns what `closure`, if given, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        gradient_scale, self.gradient_scale = self.gradient_scale, None
-        for group in self.param_groups:
-            group["step"] += 1
-            coefficients = Coefficients.of_step(group["step"], group["lr"], group["betas"], group["eps"], group["weight_decay"])
-            for parameter in group["params"]:
-                if parameter.grad is None or _local(parameter).numel() == 0:
-                    continue
-                state = self._state_of(parameter)
-                update_(
-                    _local(parameter),
-                    _local(state["remainder"]) if "remainder" in state else None,
-                    _local(parameter.grad).contiguous(),
-                    _local(state["exp_avg"]),
-                    _local(state["exp_avg_sq"]),
-                    gradient_scale,
-                    coefficients,
-                )
-        return loss
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, except that state keeps its dtypes: torch casts it to the parameter's, which would ruin remainder and v."""
-        super().load_state_dict(state_dict)
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            if number in state_dict["state"]:
-                saved = state_dict["state"][number]
-                self.state[parameter] = {name: tensor.to(parameter.device, copy=True) for name, tensor in saved.items()}
+        update_(weight, state.get("remainder"), gradient, state["exp_avg"], state["exp_avg_sq"], gradient_scale, coefficients)
 
 
 def update_(
@@ -286,8 +151,3 @@ def update_(
         update_with_triton_(weight, remainder, gradient, exp_avg, exp_avg_sq, gradient_scale, coefficients)
     else:
         update_with_torch_(weight, remainder, gradient, exp_avg, exp_avg_sq, gradient_scale, coefficients)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, sharing its memory; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

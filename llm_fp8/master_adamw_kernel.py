@@ -2,9 +2,8 @@
 """The Triton kernel behind `MasterAdamW` on a GPU. Imported only there: a torch without CUDA comes without triton.
 
 One program updates BLOCK consecutive elements: it reads weight, remainder, gradient, m and v once and writes all but the gradient
-once, 22 bytes per element. That traffic is all of its time, so square root and division are the correctly rounded ones, and
-`enable_fp_fusion=False` keeps a product and a sum two roundings: the kernel then does, operation by operation, what
-`llm_fp8.master_adamw` writes in torch, and both give the same bits.
+once, 22 bytes per element. That traffic is all of its time, so it can afford the arithmetic of `llm_fp8.grouped_adamw_kernel`, with which it
+does, operation by operation, what `llm_fp8.master_adamw` writes in torch, and both give the same bits.
 
 The launch compiles anew for another combination of: remainder or none, clip factor or none, a number of elements that 16 divides or not
 (which decides whether loads are 16 bytes wide), alignment. Coefficients are fp32 arguments: a new learning rate compiles nothing.
@@ -17,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llm_fp8.master_adamw import Coefficients
+from llm_fp8.grouped_adamw import Coefficients
+from llm_fp8.grouped_adamw_kernel import moments_and_update
 
 BLOCK = 1024
 """Elements per program: 8 for each of 128 threads, 16 bytes of bf16."""
@@ -44,15 +44,18 @@ def _update_kernel(
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_elements
 
-    gradient = tl.load(gradient_pointer + offsets, mask=inside, other=0.0).to(tl.float32)
-    if gradient_scale_pointer is not None:
-        gradient = gradient * tl.load(gradient_scale_pointer)
-    exp_avg = tl.load(exp_avg_pointer + offsets, mask=inside, other=0.0).to(tl.float32)
-    exp_avg = exp_avg + (gradient - exp_avg) * beta1_complement
-    exp_avg_sq = tl.load(exp_avg_sq_pointer + offsets, mask=inside, other=0.0)
-    exp_avg_sq = exp_avg_sq * beta2 + (gradient * beta2_complement) * gradient
-    denominator = tl.sqrt_rn(exp_avg_sq) * inverse_root_correction2 + epsilon
-    update = tl.div_rn(exp_avg * step_size, denominator)
+    exp_avg, exp_avg_sq, update = moments_and_update(
+        tl.load(gradient_pointer + offsets, mask=inside, other=0.0),
+        gradient_scale_pointer,
+        tl.load(exp_avg_pointer + offsets, mask=inside, other=0.0).to(tl.float32),
+        tl.load(exp_avg_sq_pointer + offsets, mask=inside, other=0.0),
+        beta1_complement,
+        beta2,
+        beta2_complement,
+        step_size,
+        inverse_root_correction2,
+        epsilon,
+    )
 
     weight = tl.load(weight_pointer + offsets, mask=inside, other=0.0)
     if remainder_pointer is None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ from llm_fp8.errors import UserError
 from llm_fp8.flash_attention import check_flash_attention, keep_from_transformer_engine, require_flash_attention
 from llm_fp8.hf_limits import what_changes_logits, what_mixes_documents
 from llm_fp8.metrics import DecoderSize
+from llm_fp8.norm_backend import choose_norm_backend
 from llm_fp8.precision import require_te
 from llm_fp8.provenance import package_version
 from llm_fp8.shards import HfFiller, initialize_rows_, row_block, stored_names
@@ -338,12 +340,14 @@ def _build_te_decoder(
     with_memory: bool,
     split_mlp: bool,
 ) -> PreTrainedModel:
-    """`te_llama.build_te_model` on `device`, with or without memory for parameters, and with attention that is known to be right.
+    """`te_llama.build_te_model` on `device`, with or without memory for parameters, attention that is known to be right and the faster norms.
 
     Raises `UserError` where --use_te cannot work.
     """
     require_te_decoder(device, options)
     keep_from_transformer_engine(te_llama.decoder_spec(hf_config).head_dim)
+    if device.type == "cuda":
+        choose_norm_backend(hf_config.hidden_size, torch.cuda.get_device_capability(device)[0], os.environ)
     return te_llama.build_te_model(
         hf_config,
         dtype,

@@ -7,7 +7,7 @@ rounds nearly all of it away and trains only what the noise pushes over the edge
     kind           parameters   how small updates survive                              m / v          made by
     adamw_fp32     fp32         the parameters are fp32 (the forward pass casts)       fp32 / fp32    torch, fused
     adamw_master   bf16         the lower 16 bits of an fp32 master are kept apart     bf16 / fp32    llm_fp8.master_adamw
-    adamw_8bit     bf16         stochastic rounding: right on average                  8-bit blocks   torchao AdamW8bit
+    adamw_8bit     bf16         stochastic rounding: right on average                  8-bit blocks   llm_fp8.eight_bit_adamw
 
 `bytes_per_parameter` has the bytes. AdamW itself is Loshchilov and Hutter, arXiv 1711.05101; 8-bit moments in blocks of 256
 with a shared scale are Dettmers et al., arXiv 2110.02861.
@@ -31,14 +31,16 @@ from typing import Any, Literal
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from llm_fp8.config import OptimConfig
+from llm_fp8.eight_bit_adamw import EightBitAdamW
+from llm_fp8.eight_bit_codes import CODE_BLOCK
 from llm_fp8.errors import UserError
 from llm_fp8.gradients import clip_factor, clip_gradients_, gradient_norm
+from llm_fp8.grouped_adamw import GroupedAdamW
 from llm_fp8.master_adamw import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, MasterAdamW
 
 OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
@@ -62,8 +64,8 @@ class BytesPerParameter:
         return self.weight + self.gradient + self.master + self.first_moment + self.second_moment
 
 
-# An 8-bit moment is one byte and its share of one fp32 scale per block of 256.
-_8BIT_MOMENT_BYTES = 1 + 4 / 256
+# An 8-bit moment is one byte and its share of the fp32 scale of its block.
+_8BIT_MOMENT_BYTES = 1 + 4 / CODE_BLOCK
 
 _BYTES_PER_PARAMETER: dict[str, BytesPerParameter] = {
     "adamw_fp32": BytesPerParameter(weight=4, gradient=4, master=0, first_moment=4, second_moment=4),
@@ -93,8 +95,8 @@ def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
 def resolve_optimizer(requested: str, computes_bf16: bool, device_type: str) -> OptimizerKind:
     """The optimizer that `--optimizer` means on this machine.
 
-    auto is adamw_master on a GPU where the run computes in bf16, and adamw_fp32 elsewhere. On a CPU adamw_master is plain torch, for
-    trials; adamw_8bit has no CPU implementation.
+    auto is adamw_master on a GPU where the run computes in bf16, and adamw_fp32 elsewhere. On a CPU adamw_master and adamw_8bit are
+    plain torch, for trials.
 
     Args:
         requested: value of `--optimizer`, 'auto' included.
@@ -116,15 +118,9 @@ def resolve_optimizer(requested: str, computes_bf16: bool, device_type: str) -> 
             f"--optimizer {requested} keeps the parameters in bf16 and needs a run that computes in bf16: --mixed_precision bf16 or fp8, "
             "or use --optimizer adamw_fp32."
         )
-    if requested == "adamw_master":
-        if on_gpu and not _is_installed("triton"):
-            raise UserError("--optimizer adamw_master needs triton on a GPU, and it is not installed: pip install triton.")
-        return "adamw_master"
-    if not on_gpu:
-        raise UserError(f"--optimizer adamw_8bit needs an NVIDIA GPU; use --optimizer adamw_fp32 on the {device_type}.")
-    if not _is_installed("torchao"):
-        raise UserError("--optimizer adamw_8bit needs torchao, which is not installed: pip install torchao.")
-    return "adamw_8bit"
+    if on_gpu and not _is_installed("triton"):
+        raise UserError(f"--optimizer {requested} needs triton on a GPU, and it is not installed: pip install triton.")
+    return "adamw_master" if requested == "adamw_master" else "adamw_8bit"
 
 
 def _is_installed(package: str) -> bool:
@@ -160,7 +156,7 @@ def build_optimizer(config: OptimConfig, kind: OptimizerKind, named_parameters: 
     """The AdamW of `kind` over the trainable parameters.
 
     Args:
-        config: learning rate, weight decay, betas and epsilon.
+        config: learning rate, weight decay, betas and epsilon; adamw_8bit's random bits follow from its seed.
         kind: from `resolve_optimizer`.
         named_parameters: e.g. `model.named_parameters(remove_duplicate=False)`; on the device already.
 
@@ -180,11 +176,7 @@ def build_optimizer(config: OptimConfig, kind: OptimizerKind, named_parameters: 
         return torch.optim.AdamW(groups, fused=fused, **shared)
     if kind == "adamw_master":
         return MasterAdamW(groups, **shared)
-    # torchao compiles its step with torch.compile: once per parameter shape, in the first step. Tensors of fewer than 4,096
-    # elements, or of a number that 256 does not divide, keep both moments in the parameter's dtype.
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(groups, bf16_stochastic_round=True, **shared)
+    return EightBitAdamW(groups, seed=config.seed, **shared)
 
 
 def effective_warmup_steps(num_warmup_steps: int, total_steps: int) -> int:
@@ -251,8 +243,8 @@ def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
     """Take one optimizer step with the gradients' global norm clipped to `max_norm`; returns the norm before, an fp32 scalar.
 
-    MasterAdamW multiplies by the clip factor as it reads the gradients, which stay as they are; for the others they are scaled in
-    place first.
+    The AdamWs of this project multiply by the clip factor as they read the gradients, which stay as they are; for torch's they are
+    scaled in place first.
 
     Args:
         optimizer: plain or wrapped by Accelerate; fp16's gradients are unscaled already.
@@ -260,7 +252,7 @@ def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_nor
         max_norm: 0 for no clipping.
     """
     inner = _unwrap(optimizer)
-    if isinstance(inner, MasterAdamW):
+    if isinstance(inner, GroupedAdamW):
         norm = gradient_norm(parameters)
         inner.gradient_scale = clip_factor(norm, max_norm) if max_norm > 0 else None
     else:
@@ -273,19 +265,19 @@ def initialize_state(optimizer: Optimizer) -> None:
     """Create the state of every parameter as it is before the first step, so that it can be saved, loaded and counted.
 
     Call it after `Accelerator.prepare` (which replaces parameters under FSDP2 and reloads the state dict). It does nothing
-    where there is state already. With adamw_8bit it draws random numbers: restore random states afterwards.
+    where there is state already.
     """
     optimizer = _unwrap(optimizer)
     if optimizer.state:
         return
-    if isinstance(optimizer, MasterAdamW):
+    if isinstance(optimizer, GroupedAdamW):
         optimizer.initialize_state()
     else:
         _initialize_by_an_idle_step(optimizer)
 
 
 def _initialize_by_an_idle_step(optimizer: Optimizer) -> None:
-    """Let the optimizer create its own state: one step with gradients of zero at a learning rate of zero moves nothing.
+    """Let torch's AdamW create its own state: one step with gradients of zero at a learning rate of zero moves nothing.
 
     torch's optimizers have no public way to create state; torch.distributed.checkpoint does it in this way too.
     """
@@ -295,7 +287,7 @@ def _initialize_by_an_idle_step(optimizer: Optimizer) -> None:
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        group["lr"] = 0.0
     optimizer.step()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
@@ -307,9 +299,9 @@ def _initialize_by_an_idle_step(optimizer: Optimizer) -> None:
 def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Tensor]:
     """Every state tensor under "parameter_name.state_name": the tensors themselves, without copy or cast.
 
-    adamw_fp32 has step, exp_avg and exp_avg_sq. adamw_master has exp_avg, exp_avg_sq and, for bf16 parameters, remainder; its step
-    is in `optimizer_scalars`. adamw_8bit has step and, for each quantised moment, codes, scale and qmap. Tied parameters appear
-    under their first name.
+    adamw_fp32 has step, exp_avg and exp_avg_sq. adamw_master has exp_avg, exp_avg_sq and, for bf16 parameters, remainder; adamw_8bit
+    has exp_avg and exp_avg_sq and, where these are codes, exp_avg_scale and exp_avg_sq_scale; the steps of both are in
+    `optimizer_scalars`. Tied parameters appear under their first name.
     """
     optimizer = _unwrap(optimizer)
     tensors: dict[str, Tensor] = {}
@@ -319,16 +311,8 @@ def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str
             continue
         seen.add(id(parameter))
         for state_name, value in optimizer.state[parameter].items():
-            tensors.update(_plain_tensors(f"{name}.{state_name}", value))
+            tensors[f"{name}.{state_name}"] = value
     return tensors
-
-
-def _plain_tensors(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensor itself or, for a quantised one (torchao's OptimState8bit), the plain tensors that it is made of."""
-    if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
-        return {name: tensor}
-    inner_names, _ = tensor.__tensor_flatten__()
-    return {f"{name}.{inner}": getattr(tensor, inner) for inner in inner_names}
 
 
 def load_optimizer_tensors(
@@ -359,7 +343,7 @@ def load_optimizer_tensors(
 
 
 def optimizer_scalars(optimizer: Optimizer) -> dict[str, Any]:
-    """State that is not a tensor, fit for JSON: MasterAdamW counts steps per parameter group, the others per parameter."""
+    """State that is not a tensor, fit for JSON: this project's AdamWs count steps per parameter group, torch's per parameter."""
     return {"group_steps": [group.get("step") for group in _unwrap(optimizer).param_groups]}
 
 

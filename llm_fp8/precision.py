@@ -176,7 +176,7 @@ def resolve_precision(options: PrecisionConfig, device: torch.device) -> Precisi
         return PrecisionPlan(requested=requested, effective=requested)
     if options.fp8_backend == "torchao":
         return _resolve_torchao(options, device)
-    _require_fp8_gpu(device)
+    require_fp8_gpu(device)
     te = require_te("--mixed_precision fp8")
     available, reason = te.is_fp8_available(return_reason=True)
     if not available:
@@ -201,7 +201,8 @@ def resolve_precision(options: PrecisionConfig, device: torch.device) -> Precisi
     )
 
 
-def _require_fp8_gpu(device: torch.device) -> None:
+def require_fp8_gpu(device: torch.device) -> None:
+    """Raise a `UserError` where `device` is no GPU with fp8 units."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < MIN_FP8_CAPABILITY:
         raise UserError(
             f"--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell); found "
@@ -213,7 +214,7 @@ def _resolve_torchao(options: PrecisionConfig, device: torch.device) -> Precisio
     """torchao's recipes fall back to nothing: all of them run on every GPU with fp8, and emulated on a CPU."""
     torchao_fp8.require_torchao("--fp8_backend torchao")
     if device.type == "cuda":
-        _require_fp8_gpu(device)
+        require_fp8_gpu(device)
         torchao_fp8.require_compiler("--fp8_backend torchao")
     scenario = torchao_fp8.DEFAULT_SCENARIO if options.fp8_scenario == "default" else options.fp8_scenario
     return PrecisionPlan(
@@ -386,6 +387,11 @@ class Precision:
         return frozenset(self._fp8_modules.values())
 
     @property
+    def scales_lag(self) -> bool:
+        """Whether a tensor's scale comes from earlier passes."""
+        return self.plan.effective_scenario == "delayed"
+
+    @property
     def num_fp8_products_per_weight(self) -> int:
         """How many of a trained weight's three products the recipe computes in fp8."""
         return torchao_fp8.num_fp8_products(self.plan.recipe) if self.plan.backend == "torchao" else PRODUCTS_OF_TRAINED
@@ -411,7 +417,7 @@ class Precision:
 
         Delayed scaling knows a weight's scale when it has seen the weight once, so there the second pass casts again.
         """
-        self._num_casts_to_come = 2 if self.plan.effective_scenario == "delayed" else 1
+        self._num_casts_to_come = 2 if self.scales_lag else 1
 
     def _te_autocast(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
         import transformer_engine.pytorch as te
@@ -455,7 +461,7 @@ class Precision:
         The tensors are TE's own, not copies. Modules that have not run yet are initialised first, so that the names are the same
         before and after training.
         """
-        if self.plan.effective_scenario != "delayed":
+        if not self.scales_lag:
             return {}
         state: dict[str, Tensor] = {}
         # Without no_grad, leaving the autocast would count as a forward pass and shift the histories.

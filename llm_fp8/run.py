@@ -22,6 +22,7 @@ from llm_fp8.errors import UserError
 from llm_fp8.exact_match import ExactMatchEvaluation, encode_problems
 from llm_fp8.export import export_adapter, export_hf, export_size_bytes
 from llm_fp8.failures import explained_failures
+from llm_fp8.first_scales import PASSES, find_first_scales, prepare_with_scales
 from llm_fp8.fp8_config_keys import idle_sentences
 from llm_fp8.generation import check_positions
 from llm_fp8.json_files import write_json_atomic
@@ -200,7 +201,12 @@ class Run(RunParts):
             share = self.num_trainable_parameters / self.num_parameters
             self.say(f"trainable parameters: {self.num_trainable_parameters:,} of {self.num_parameters:,} ({share:.2%})")
         num_adapters = num_adapter_parameters(model)
-        prepared, optimizer = self.engine.prepare(training_model, optimizer)
+        prepared, optimizer = prepare_with_scales(
+            self.engine,
+            training_model,
+            optimizer,
+            lambda: self._find_first_scales(training_model, data, resumed=resume_path is not None),
+        )
         self.state = RunState(
             accelerator,
             self.checkpoints,
@@ -246,6 +252,14 @@ class Run(RunParts):
             tokens_seen=tokens_seen,
             last_checkpoint=resume_path,
         )
+
+    def _find_first_scales(self, training_model: TrainingModel, data: PreparedData, resumed: bool) -> None:
+        if resumed or not self.precision.scales_lag:
+            return
+        batch = first_batch(data.train).to(self.device)
+        num_micro_batches = self.config.optim.gradient_accumulation_steps * self.accelerator.num_processes
+        find_first_scales(training_model, self.precision, batch, batch.num_supervised_tokens * num_micro_batches)
+        self.say(f"delayed scaling: first scales from {PASSES} passes over the first micro-batch, whose gradients are dropped")
 
     def _profile_step(self, completed: int, total_steps: int) -> int:
         """The step to record: soon, but where there are enough behind the first ones, which compile and allocate."""

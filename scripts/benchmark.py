@@ -19,7 +19,8 @@ MODEL:ROWSxLENGTHxMICRO_BATCHES; with @DATASET behind it (embedded, FILE.jsonl) 
 
 The arms take turns --rounds times, each time in a process of its own, so that nothing of one is left in the next. Steps before --warmup are
 left out; figures are over the other steps of all rounds. One more step of each round is recorded, for the kernels that ran. An arm that
-fails or runs out of memory is a row that says so. The results are rewritten after every measurement. See docs/benchmark.md.
+fails or runs out of memory is a row that says so. The results are rewritten after every measurement; the same command with --resume
+goes on from them. See docs/benchmark.md.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.errors import UserError, run_script
-from llm_fp8.json_files import write_json_atomic
+from llm_fp8.json_files import read_json, write_json_atomic
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import PRECISIONS, Arm, parse_arms
 from llm_fp8.throughput.figures import describe_gemms, speed
-from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
+from llm_fp8.throughput.options import add_measuring_options, add_resuming_option, check_measuring_options
 from llm_fp8.throughput.setups import BASELINE, RIVALS
 from llm_fp8.throughput.worker import measure_in_process, take_header
 
@@ -78,6 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="comma-separated, see the head of this file (default %(default)s)",
     )
     add_measuring_options(parser, steps=8, warmup=3, rounds=3, arm_timeout_s=300, output_required=False)
+    add_resuming_option(parser)
     options = parser.parse_args(argv)
     if options.quick:
         parser.set_defaults(**QUICK)
@@ -112,30 +114,95 @@ def _counts(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: answer[name] for name in ("num_adapter_parameters", "step_tokens") if name in answer}
 
 
+def read_earlier(output: Path, num_steps: int, num_timed: int) -> dict[str, Any]:
+    """The record that an earlier call left in `output`, with rows that have rounds; empty where there is no file.
+
+    Raises `UserError` for another program's file, or rounds of other --steps and --warmup.
+    """
+    if not output.exists():
+        return {}
+    record = read_json(output)
+    if not {"rows", "claims"} <= record.keys():
+        raise UserError(f"--output {output} holds no measurements of this program to go on from; give another file.")
+    for row in record["rows"]:
+        for answer in row.get("rounds", []):
+            if (row["num_steps"], len(answer["step_times_s"])) != (num_steps, num_timed):
+                raise UserError(
+                    f"--output {output} was measured with --steps {row['num_steps']} and --warmup {row['num_steps'] - len(answer['step_times_s'])}; "
+                    "give the same, or another file."
+                )
+    return {**record, "rows": [row for row in record["rows"] if "rounds" in row]}
+
+
+def _joined(output: Path | None, earlier: dict[str, Any], header: dict[str, Any]) -> dict[str, Any]:
+    """The header of a file that goes on from an `earlier` record. Raises `UserError` where the two were not measured alike."""
+    if "provenance" not in earlier:  # nothing came so far as to say where it ran
+        return header
+    before, now = earlier["provenance"], header["provenance"]
+    kinds = {
+        "code": [origin["git"] for origin in (before, now)],
+        "packages": [origin["packages"] for origin in (before, now)],
+        "driver": [origin["driver"] for origin in (before, now)],
+        "GPU": [[gpu["name"] for gpu in origin["gpus"][:1]] for origin in (before, now)],
+    }
+    if changed := [kind for kind, (there, here) in kinds.items() if there != here]:
+        raise UserError(f"--resume: --output {output} was measured with another {' and '.join(changed)}; give another file.")
+    return {**header, "earlier_provenance": [*earlier.get("earlier_provenance", []), before]}
+
+
 def measure_all(
-    works: list[Workload], arms: list[Arm], warmup: int, num_rounds: int, arm_timeout_s: float, output: Path | None
+    works: list[Workload],
+    arms: list[Arm],
+    warmup: int,
+    num_rounds: int,
+    arm_timeout_s: float,
+    output: Path | None,
+    earlier: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure every arm of every workload, round by round; the rows, which `output` holds after each measurement as well."""
-    rows: list[dict[str, Any]] = []
+    """Measure every arm of every workload, round by round; the rows, which `output` holds after each measurement as well.
+
+    `earlier`: what `read_earlier` found. Its rounds count, its other rows stay first.
+    """
+    earlier = earlier or {}
+    kept = {(row["workload"], row["arm"]): row for row in earlier.get("rows", [])}
+    wanted = {(work.name, arm.name) for work in works for arm in arms}
+    answers = {
+        (work.name, arm.name): list(kept[work.name, arm.name]["rounds"]) if (work.name, arm.name) in kept else []
+        for work in works
+        for arm in arms
+    }
+    others = [row for name, row in kept.items() if name not in wanted]
+
+    def rows_so_far() -> list[dict[str, Any]]:
+        found = ((work, arm, answers[work.name, arm.name]) for work in works for arm in arms)
+        return [*others, *(summarise(work, arm, of_arm) for work, arm, of_arm in found if of_arm)]
+
     origin: dict[str, Any] = {}
-    for work in works:
-        before = list(rows)
-        answers: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
-        for number in range(num_rounds):
-            for arm in arms:
-                of_arm = answers[arm.name]
-                if of_arm and of_arm[-1]["failed"] is not None:
-                    continue  # it would fail again
-                is_last = work is works[-1] and number == num_rounds - 1 and arm is arms[-1]
-                answer = measure_in_process(work.name, arm.name, work.num_steps, warmup, arm_timeout_s, prepare_next=not is_last)
-                header = take_header(answer, sys.argv)
-                origin = origin or header
-                of_arm.append(answer)
-                print_round(work, arm, number, answer)
-                rows = [*before, *(summarise(work, known, answers[known.name]) for known in arms if answers[known.name])]
-                if output is not None:
-                    write_json_atomic(output, {**origin, "rows": rows, "claims": claims(rows)})
-    return rows
+    due = [
+        (work, number, arm)
+        for work in works
+        for number in range(num_rounds)
+        for arm in arms
+        if len(answers[work.name, arm.name]) <= number
+    ]
+    for work, number, arm in due:
+        of_arm = answers[work.name, arm.name]
+        if of_arm and of_arm[-1]["failed"] is not None:
+            continue  # it would fail again
+        is_last = (work, number, arm) == due[-1]
+        answer = measure_in_process(work.name, arm.name, work.num_steps, warmup, arm_timeout_s, prepare_next=not is_last)
+        header = take_header(answer, sys.argv)
+        origin = origin or (_joined(output, earlier, header) if header else {})
+        of_arm.append(answer)
+        print_round(work, arm, number, answer)
+        if output is not None:
+            rows = rows_so_far()
+            write_json_atomic(output, {**(origin or _header_of(earlier)), "rows": rows, "claims": claims(rows)})
+    return rows_so_far()
+
+
+def _header_of(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: record[name] for name in ("provenance", "peaks", "earlier_provenance") if name in record}
 
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -169,13 +236,13 @@ def speeds_overlap(first: dict[str, Any], second: dict[str, Any]) -> bool:
     )
 
 
-def print_round(work: Workload, arm: Arm, number: int, answer: dict[str, Any]) -> None:
-    """One line when a measurement is done."""
+def print_round(work: Workload, arm: Arm, number: int, answer: dict[str, Any], num_gpus: int = 1) -> None:
+    """One line when a measurement is done; `num_gpus` as in `summarise`."""
     start = f"round {number + 1}  {work.name:24} {arm.name:18}"
     if answer["failed"] is not None:
         print(f"{start} not measured: {answer['failed']}", flush=True)
         return
-    found = speed(work, answer["step_times_s"], **_counts(answer))
+    found = speed(work, answer["step_times_s"], num_gpus, arm.context_size, **_counts(answer))
     kind = "real_tokens_per_s" if work.text is not None else "tokens_per_s"
     print(
         f"{start} {found[kind]:9,.0f} {kind.replace('_', ' ').replace(' per ', '/')}  ({answer['wall_time_s']:.0f} s)", flush=True
@@ -227,8 +294,8 @@ def _line(row: dict[str, Any], baseline: dict[str, Any] | None) -> str:
     return line + (f"  {len(row['failed_rounds'])} round failed: {row['failed_rounds'][0]}" if "failed_rounds" in row else "")
 
 
-def measure_and_print(options: argparse.Namespace, arms: list[Arm]) -> tuple[list[Workload], list[dict[str, Any]]]:
-    """Measure `arms` on each of --workloads and print the table; returns the workloads and the rows, which --output holds.
+def measure_and_print(options: argparse.Namespace, arms: list[Arm]) -> list[dict[str, Any]]:
+    """Measure `arms` on each of --workloads and print the table; returns the rows, which --output holds.
 
     Raises `UserError` where that cannot be done here.
     """
@@ -249,10 +316,11 @@ def measure_and_print(options: argparse.Namespace, arms: list[Arm]) -> tuple[lis
         raise UserError("the benchmark needs an NVIDIA GPU, and none is found.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # so that a measurement's process is ended first
     started = time.perf_counter()
-    rows = measure_all(works, arms, options.warmup, options.rounds, options.arm_timeout_s, options.output)
+    earlier = read_earlier(options.output, options.steps, options.steps - options.warmup) if options.resume else None
+    rows = measure_all(works, arms, options.warmup, options.rounds, options.arm_timeout_s, options.output, earlier)
     print_table(rows)
     print(f"\n{len(rows)} rows in {time.perf_counter() - started:.0f} s" + (f": {options.output}" if options.output else ""))
-    return works, rows
+    return rows
 
 
 def main() -> int:

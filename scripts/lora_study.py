@@ -6,7 +6,7 @@
 
 Everything is this project's TE decoder with random weights and is measured by scripts/benchmark.py: the arms take turns, each in a process
 of its own. Of one workload they are bf16 and --recipe, and both with each of --adapters: loraN are adapters of rank N on all linear layers,
-loraNqv on q and v alone. The table gives the speed-up of fp8 over bf16 for the same adapters, and beside it what the guides that this project
+loraNqv on q and v alone. The same command with --resume goes on from what its --output holds. The table gives the speed-up of fp8 over bf16 for the same adapters, and beside it what the guides that this project
 started from say. Out of memory is a row that says so. See docs/lora.md.
 """
 
@@ -16,18 +16,15 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.throughput.arms import LORA, PRECISIONS, Arm, parse_arms
-from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
+from llm_fp8.throughput.options import add_measuring_options, add_resuming_option, check_measuring_options
 from scripts.benchmark import measure_and_print
-
-if TYPE_CHECKING:
-    from llm_fp8.throughput.workload import Workload
 
 BASELINE = "bf16"
 FULL = "full"
@@ -58,6 +55,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     recipes = [name for name in PRECISIONS if name != BASELINE]
     parser.add_argument("--recipe", choices=recipes, default="delayed", help="the fp8 recipe (default delayed)")
     add_measuring_options(parser, steps=8, warmup=3, rounds=3, arm_timeout_s=300, output_required=False)
+    add_resuming_option(parser)
     options = parser.parse_args(argv)
     check_measuring_options(options)
     return options
@@ -75,7 +73,7 @@ def arms_of(adapters: str, recipe: str) -> list[Arm]:
     )
 
 
-def speed_ups(works: list[Workload], rows: list[dict[str, Any]], recipe: str) -> list[dict[str, Any]]:
+def speed_ups(rows: list[dict[str, Any]], recipe: str) -> list[dict[str, Any]]:
     """For each workload and kind of adapters, full fine-tuning first, what fp8 gives over bf16.
 
     Returns:
@@ -85,18 +83,18 @@ def speed_ups(works: list[Workload], rows: list[dict[str, Any]], recipe: str) ->
     """
     found = []
     by_arm = {(row["workload"], row["arm"]): row for row in rows}
-    for work in works:
-        kinds = dict.fromkeys(row["arm"].partition(":")[2] for row in rows if row["workload"] == work.name)
+    for workload, model in dict.fromkeys((row["workload"], row["model"]) for row in rows):
+        kinds = dict.fromkeys(row["arm"].partition(":")[2] for row in rows if row["workload"] == workload)
         for kind in kinds:
             pair = {
-                precision: by_arm.get((work.name, f"{precision}:{kind}" if kind else precision))
+                precision: by_arm.get((workload, f"{precision}:{kind}" if kind else precision))
                 for precision in (BASELINE, recipe)
             }
             entry: dict[str, Any] = {
-                "workload": work.name,
+                "workload": workload,
                 "adapters": kind or FULL,
                 "recipe": recipe,
-                "guides": GUIDES.get((work.model, kind or FULL)),
+                "guides": GUIDES.get((model, kind or FULL)),
             }
             failures = [
                 f"{precision}: {row['failed'] if row else 'not measured'}"
@@ -108,7 +106,7 @@ def speed_ups(works: list[Workload], rows: list[dict[str, Any]], recipe: str) ->
                 continue
             wide, low = pair[BASELINE], pair[recipe]
             assert wide is not None and low is not None
-            full = {precision: by_arm.get((work.name, precision), {}).get("tokens_per_s") for precision in pair}
+            full = {precision: by_arm.get((workload, precision), {}).get("tokens_per_s") for precision in pair}
             found.append(
                 {
                     **entry,
@@ -152,8 +150,8 @@ def print_speed_ups(entries: list[dict[str, Any]]) -> None:
 def main() -> int:
     """Measure every pair of arms; print the tables; write the JSON."""
     options = parse(sys.argv[1:])
-    works, rows = measure_and_print(options, arms_of(options.adapters, options.recipe))
-    entries = speed_ups(works, rows, options.recipe)
+    rows = measure_and_print(options, arms_of(options.adapters, options.recipe))
+    entries = speed_ups(rows, options.recipe)
     print_speed_ups(entries)
     if options.output is not None:
         write_json_atomic(options.output, {**json.loads(options.output.read_text()), "speed_ups": entries})

@@ -24,12 +24,6 @@ os.environ.update(
 for _name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "WANDB_MODE"))]:
     del os.environ[_name]
 
-# pytest-xdist's workers share the GPUs: each sees all of them, beginning with another.
-_GPUS = sorted(path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
-if _GPUS and "CUDA_VISIBLE_DEVICES" not in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
-    _FIRST = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) * 2 % len(_GPUS)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((_FIRST + number) % len(_GPUS)) for number in range(len(_GPUS)))
-
 import torch  # noqa: E402
 
 

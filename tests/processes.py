@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from llm_fp8.config import parse_config
 from llm_fp8.errors import run_script
@@ -21,7 +21,7 @@ from llm_fp8.errors import run_script
 # Where there is a GPU, importing transformers touches CUDA, and a process that did cannot be forked into one that uses it.
 CONTEXT: Any = multiprocessing.get_context("spawn" if Path("/dev/nvidia0").exists() else "forkserver")
 if CONTEXT.get_start_method() == "forkserver":
-    CONTEXT.set_forkserver_preload(["llm_fp8.run"])
+    CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 DEADLINE_S = 60.0
 
@@ -74,9 +74,16 @@ def _start(log: Path, options: tuple[object, ...], environment: dict[str, str], 
     return process
 
 
-def wait_until(condition: Callable[[], bool], process: BaseProcess, poll_s: float = 0.001) -> bool:
+class Alive(Protocol):
+    """What can end: a process, or all those of a run."""
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+
+
+def wait_until(condition: Callable[[], bool], process: Alive, poll_s: float = 0.001, deadline_s: float = DEADLINE_S) -> bool:
     """Wait for `condition`; False where the process ended before it came true."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     while not condition():
         if not process.is_alive():
             return condition()

@@ -85,3 +85,13 @@ def run_json(folder: Path) -> dict[str, Any]:
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The exported weights."""
     return load_file(Path(folder) / "final" / "model.safetensors")
+
+
+def assert_goes_on(whole: Path, resumed: Path, completed: int) -> None:
+    """`resumed` went on behind `completed` steps of the run `whole`: the same losses and final weights, bit for bit."""
+    assert [step["step"] for step in steps(resumed)] == [step["step"] for step in steps(whole)][completed:]
+    assert [step["loss"] for step in steps(resumed)] == [step["loss"] for step in steps(whole)][completed:]
+    one, other = final_weights(whole), final_weights(resumed)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name

@@ -88,7 +88,7 @@ def weight_bytes(scenario: Scenario) -> float:
     parameters, repeats = scenario.model.num_parameters, scenario.micro_batches
     shards = scenario.num_gpus if scenario.sharded else 1
     update = 2 * kept.total - kept.gradient  # everything is read, all but the gradient is written
-    norm_and_clip = kept.gradient * (1 if scenario.optimizer == "adamw_master" else 3)
+    norm_and_clip = kept.gradient * (3 if scenario.optimizer == "adamw_fp32" else 1)  # ours clip as they read
     total = parameters * (update + norm_and_clip) / shards
     fp8_entries = scenario.fp8_layers * scenario.model.layer_linear
     if not scenario.sharded:

@@ -37,6 +37,15 @@ def add_measuring_options(
     parser.add_argument("--output", type=Path, required=output_required, help="JSON file for the results")
 
 
+def add_resuming_option(parser: argparse.ArgumentParser) -> None:
+    """Declare --resume, of the benches whose file is written after every measurement."""
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep what --output holds and measure the rounds and arms that it lacks, or that failed; same code, packages and kind of GPU only",
+    )
+
+
 def check_measuring_options(options: argparse.Namespace, recorded_step: int = 0) -> None:
     """Raise `UserError` on values that measure nothing, or where nothing can be written.
 
@@ -50,5 +59,7 @@ def check_measuring_options(options: argparse.Namespace, recorded_step: int = 0)
         raise UserError(f"--rounds {options.rounds} measures nothing; give 1 or more.")
     if not options.arm_timeout_s > 0:
         raise UserError(f"--arm_timeout_s {options.arm_timeout_s:g} leaves no time to measure in; give seconds, more than 0.")
+    if options.output is None and "resume" in options and options.resume:
+        raise UserError("--resume goes on from the file of --output, and none is named.")
     if options.output is not None:
         require_writable("--output", options.output)

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llm_fp8.config import Config
+from llm_fp8.first_scales import find_first_scales, prepare_with_scales
 from llm_fp8.loop import LoopOptions, Trainer
 from llm_fp8.lora import num_adapter_parameters
 from llm_fp8.metrics import DecoderSize
@@ -82,13 +83,20 @@ class OurTraining:
         hf_config, model, training_model, census = run.parts(work)
         self.model, self.precision, self.census = model, run.precision, census
         optimizer: Any = run.engine.build_optimizer(config.optim, run.optimizer_kind, training_model.named_parameters())
-        prepared, optimizer = run.engine.prepare(training_model, optimizer)
         context_size = config.parallel.context_parallel_size
         context = ContextGroup.of_rank(context_size, ranks.rank).connected(self.accelerator.device.type)
         context.attach(decoder_layers(model))
-        batches = [context.split(batch) for batch in work.batches(hf_config.vocab_size, ranks.rank // context_size)]
+        split = [context.split(batch) for batch in work.batches(hf_config.vocab_size, ranks.rank // context_size)]
+        batches = [batch.to(self.accelerator.device) for batch in split]
+        num_supervised = sum(batch.num_supervised_tokens for batch in batches) * self.accelerator.num_processes
+        prepared, optimizer = prepare_with_scales(
+            run.engine,
+            training_model,
+            optimizer,
+            lambda: find_first_scales(training_model, run.precision, batches[0], num_supervised),
+        )
         self.recorder = Recorder()
-        loader: Any = FixedLoader([batch.to(self.accelerator.device) for batch in batches])
+        loader: Any = FixedLoader(batches)
         reporter: Any = self.recorder
         self.facts = {
             "precision": plan.to_dict(),

@@ -81,6 +81,7 @@ def measure_in_launch(
     num_steps: int,
     warmup: int,
     timeout_s: float,
+    variables: Mapping[str, str | None] | None = None,
     stopped: threading.Event | None = None,
 ) -> dict[str, Any]:
     """The same on so many GPUs of this host, in a launch of scripts/benchmark_multi_gpu.py."""
@@ -89,7 +90,7 @@ def measure_in_launch(
         words = [str(REPOSITORY / "scripts" / "benchmark_multi_gpu.py"), "--workloads", workload, "--arms", arm]
         words += ["--steps", str(num_steps), "--warmup", str(warmup), "--arm_timeout_s", str(timeout_s), "--output", str(path)]
         # The launch keeps the limit itself, with a row that says so; this one is for a launch that hangs before or after.
-        process = _start(torchrun(num_gpus, *words), _environment({}))
+        process = _start(torchrun(num_gpus, *words), _environment(variables))
         failed = _outcome(process, timeout_s + LAUNCH_S, stopped)
         record = json.loads(path.read_text()) if path.exists() else {"rows": []}
         rows = record.pop("rows")

@@ -65,7 +65,7 @@ def parse(argv: Sequence[str], description: str) -> argparse.Namespace:
         metavar="FILE",
         help="a DeepSpeed file, or one of accelerate launch, to look through beside those in configs/; may be given several times",
     )
-    parser.add_argument("--quick", action="store_true", help="leave out rates, exchanges and training runs")
+    parser.add_argument("--quick", action="store_true", help="leave out rates, exchanges, training runs and torchao's steps")
     parser.add_argument("--only", help=f"comma-separated checks to run, of {', '.join(check.name for check in CHECKS)}")
     parser.add_argument("--verbose", action="store_true", help="print the details of checks that passed too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
@@ -211,10 +211,11 @@ def prepare(setup: Setup, checks: Sequence[Check]) -> None:
             from llm_fp8.verify import engines
 
             setup.engine_runs = engines.start(setup)
-        if "steps" in names:
+        if names & {"steps", "torchao_steps"}:
             from llm_fp8.verify import steps
 
-            setup.probes["steps"] = steps.start(setup)
+            for name in names & steps.LIBRARIES.keys():
+                setup.probes[name] = steps.start(setup, steps.LIBRARIES[name])
         if names & {"attention", "cudnn"}:
             from llm_fp8.verify import attention
 

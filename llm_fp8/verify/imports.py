@@ -15,7 +15,7 @@ from llm_fp8.verify.versions import installed, read_pins
 REQUIRED = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 OPTIONAL = {
     "deepspeed": "--sharding_mode deepspeed_1 to 3",
-    "torchao": "--optimizer adamw_8bit and --fp8_backend torchao",
+    "torchao": "--fp8_backend torchao",
     "wandb": "--use_wandb",
     "flash_attn": "--attn_implementation flash_attention_2",
     "flash_attn.cute": "--attn_implementation flash_attention_4",
@@ -62,7 +62,7 @@ def judge(outcomes: dict[str, str | None], said: str = "") -> Result:
         elif name == "flash_attn.cute":
             problems.warn(f"{sentence} ({OPTIONAL[name]})", f"{sys.executable} -m {INSTALL}")
         elif name in OPTIONAL:
-            problems.warn(f"{sentence} ({OPTIONAL[name]})", f"{pip} install --force-reinstall --no-deps '{_pinned(name)}'")
+            problems.warn(f"{sentence} ({OPTIONAL[name]})", reinstall(name))
         elif name == _TE:
             problems.fail(sentence, f"{pip} install --no-build-isolation --force-reinstall --no-deps -r requirements-gpu.txt")
         else:
@@ -72,9 +72,10 @@ def judge(outcomes: dict[str, str | None], said: str = "") -> Result:
     return problems.result(f"loaded: {', '.join(loaded)}" if loaded else "", facts=facts)
 
 
-def _pinned(name: str) -> str:
-    """The package as a requirements file pins it."""
-    return next((f"{pin.requirement.name}{pin.requirement.specifier}" for pin in read_pins() if pin.name == name), name)
+def reinstall(name: str) -> str:
+    """The command that installs a package as a requirements file pins it, whether it is missing or broken; its dependencies stay as they are."""
+    pinned = next((f"{pin.requirement.name}{pin.requirement.specifier}" for pin in read_pins() if pin.name == name), name)
+    return f"{sys.executable} -m pip install --force-reinstall --no-deps '{pinned}'"
 
 
 def check(setup: Setup) -> Result:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llm_fp8.config import TORCHAO_SCENARIOS
+from llm_fp8.verify.imports import reinstall
 from llm_fp8.verify.result import Result
 from llm_fp8.verify.setup import Setup
 
@@ -12,20 +16,28 @@ if TYPE_CHECKING:
     import torch
 
 
+TRAIN_IN_BF16 = "python train_fp8.py --mixed_precision bf16 ...   # where the GPU is older than Ada"
+
+
 def judge(available: dict[str, str | None], device: str, torchao: str | None = None) -> Result:
     """`available`: recipe of Transformer Engine -> why it cannot run here, None where it can. `torchao`: the same of all of torchao's."""
     facts = {"recipes": dict(available), "device": device, "torchao": torchao}
-    usable = [name for name, reason in available.items() if reason is None]
+    names = usable(available)
     details = tuple(f"{name}: {reason}" for name, reason in available.items() if reason is not None)
-    if not usable:
+    if not names:
         mends = (
             "python -m pip install --no-build-isolation -r requirements-gpu.txt",
-            "python train_fp8.py --mixed_precision bf16 ...   # where the GPU is older than Ada",
+            TRAIN_IN_BF16,
         )
         return Result("failed", f"{device} runs no fp8 recipe", details, mends, facts)
-    missing = f"; not {', '.join(name for name in available if name not in usable)}" if details else ""
+    missing = f"; not {', '.join(name for name in available if name not in names)}" if details else ""
     said = f"--fp8_backend torchao: {', '.join(TORCHAO_SCENARIOS)}" if torchao is None else torchao
-    return Result("passed", f"{', '.join(usable)}{missing}", (*details, said), facts=facts)
+    return Result("passed", f"{', '.join(names)}{missing}", (*details, said), facts=facts)
+
+
+def usable(available: dict[str, str | None]) -> list[str]:
+    """The recipes that nothing keeps from running."""
+    return [name for name, reason in available.items() if reason is None]
 
 
 def availability(device: torch.device) -> dict[str, str | None]:
@@ -44,16 +56,33 @@ def availability(device: torch.device) -> dict[str, str | None]:
     return found
 
 
-def torchao_unavailable(device: torch.device) -> str | None:
-    """Why torchao's recipes cannot run on this GPU, None where they can."""
-    from llm_fp8.config import PrecisionConfig
-    from llm_fp8.errors import UserError
-    from llm_fp8.precision import resolve_precision
+@dataclass(frozen=True)
+class Lack:
+    """What keeps a library's recipes from running, in a sentence, and the command that mends it."""
 
-    try:
-        resolve_precision(PrecisionConfig(mixed_precision="fp8", fp8_backend="torchao"), device)
-    except UserError as error:
-        return str(error)
+    reason: str
+    mend: str
+
+
+def torchao_lack(device: torch.device) -> Lack | None:
+    """What torchao's recipes lack here, None where they can run: on a GPU by their kernels, on a CPU emulated. Asked as a run asks."""
+    from llm_fp8.errors import UserError
+    from llm_fp8.precision import require_fp8_gpu
+    from llm_fp8.torchao_fp8 import require_c_compiler, require_torchao, require_triton
+
+    why = "--fp8_backend torchao"
+    needs: list[tuple[Callable[[], None], str]] = [(lambda: require_torchao(why), reinstall("torchao"))]
+    if device.type == "cuda":
+        needs += [
+            (lambda: require_fp8_gpu(device), TRAIN_IN_BF16),
+            (lambda: require_triton(why), f"{sys.executable} -m pip install triton"),
+            (lambda: require_c_compiler(why), "apt-get install -y gcc"),
+        ]
+    for require, mend in needs:
+        try:
+            require()
+        except UserError as error:
+            return Lack(str(error), mend)
     return None
 
 
@@ -61,4 +90,5 @@ def check(setup: Setup) -> Result:
     """Ask for each."""
     from llm_fp8.precision import describe_device
 
-    return judge(availability(setup.device), describe_device(setup.device), torchao_unavailable(setup.device))
+    lack = torchao_lack(setup.device)
+    return judge(availability(setup.device), describe_device(setup.device), lack.reason if lack else None)

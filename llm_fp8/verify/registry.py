@@ -45,7 +45,8 @@ CHECKS: tuple[Check, ...] = (
     Check("cudnn", "One cuDNN in a process", needs_gpus=1, limit_s=None),
     Check("cpu_steps", "Training steps on the CPU", only_without_gpu=True),
     Check("engines", "Training runs under torchrun", needs_gpus=1, quick=False, limit_s=None),
+    Check("torchao_steps", "A torchao training step per recipe", quick=False, limit_s=360.0),
     Check("rates", "GEMM and copy rates", needs_gpus=1, quick=False),
     Check("nccl", "Exchanges between the GPUs", needs_gpus=2, quick=False, limit_s=None),
 )
-"""What is timed stands last, when every other process has ended: those of steps, attention and engines run beside all before."""
+"""What is timed stands last, when every other process has ended: those of both kinds of steps, attention and engines run beside all before."""

@@ -1,8 +1,8 @@
-"""The training steps of llm_fp8/verify/steps.py in a process of their own.
+"""The training steps of llm_fp8/verify/steps.py and torchao_steps.py in a process of their own.
 
-    python -m llm_fp8.verify.steps_probe RESULT.json MODEL_FOLDER
+    python -m llm_fp8.verify.steps_probe RESULT.json MODEL_FOLDER CHECK
 
-The folder is made, with the small model's config.
+The folder is made, with the small model's config. CHECK: steps or torchao_steps.
 
 The file is rewritten as each precision begins and ends, so that one that ends the process is known by name.
 """
@@ -18,20 +18,22 @@ from torch.nn.functional import cosine_similarity
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.process_group import own_device
 from llm_fp8.quiet import quiet_libraries
-from llm_fp8.verify.recipes import availability
-from llm_fp8.verify.steps import BASELINE, PRECISIONS, take_steps, write_architecture
+from llm_fp8.verify.recipes import availability, usable
+from llm_fp8.verify.steps import BASELINE, LIBRARIES, PRECISIONS, TORCHAO, take_steps, write_architecture
 
 
-def main(result: Path, model_folder: Path) -> None:
-    """bf16, then every recipe that this GPU has."""
+def main(result: Path, model_folder: Path, check: str) -> None:
+    """bf16, then every recipe of the check's library that this GPU has; torchao's can all be had, or the check does not start this."""
+    library = LIBRARIES[check]
     quiet_libraries()
     write_architecture(model_folder)
     record: dict[str, Any] = {"under_way": None, "found": {}}
     reference = None
-    for name in (BASELINE, *(name for name, reason in availability(own_device()).items() if reason is None)):
+    recipes = library.fp8_products if library is TORCHAO else usable(availability(own_device()))
+    for name in (BASELINE, *recipes):
         record["under_way"] = name
         write_json_atomic(result, record)
-        evidence, gradient = take_steps(model_folder, PRECISIONS[name], use_te=True)
+        evidence, gradient = take_steps(model_folder, PRECISIONS[name], use_te=library.use_te)
         if reference is None:
             reference = gradient
         else:
@@ -42,4 +44,4 @@ def main(result: Path, model_folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -19,7 +19,7 @@ REQUIREMENTS = ("requirements.txt", "requirements-gpu.txt", "requirements-deepsp
 OPTIONAL = {
     "flash-attn": "attention of the Hugging Face path",
     PACKAGE: "--attn_implementation flash_attention_4",
-    "torchao": "--optimizer adamw_8bit and --fp8_backend torchao",
+    "torchao": "--fp8_backend torchao",
     "peft": "--lora_rank",
     "deepspeed": "--sharding_mode deepspeed_1 to 3",
     "wandb": "--use_wandb",

@@ -22,7 +22,7 @@ from llm_fp8.provenance import REPOSITORY, recorded_command
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput import rival as rival_module
 from llm_fp8.throughput import worker
-from llm_fp8.throughput.arms import parse_arm
+from llm_fp8.throughput.arms import parse_arm, parse_arms
 from llm_fp8.throughput.figures import speed
 from llm_fp8.throughput.measure import describe_failure, measure
 from llm_fp8.throughput.setups import RIVALS, Rival
@@ -217,6 +217,53 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
     assert printed.count("bf16               not measured: --use_te") == 2, "when it failed, and in the table"
     assert printed.count("round 2") == 1 and "first loss: hf_bf16 6.9" in printed and "1.00 x hf_bf16" in printed
     assert "Traceback" not in said
+
+
+def test_a_bench_goes_on_from_its_file(tmp_path, monkeypatch, capsys):
+    """Rounds that are there count, what failed or was not reached is measured; other code, steps or programs' files are refused."""
+    path, taken, commit = tmp_path / "r.json", [], ["a" * 40]
+
+    def measured(name: str, arm: str, num_steps: int, warmup: int, timeout_s: float, prepare_next: bool):
+        taken.append((arm, prepare_next))
+        git = {"commit": commit[0], "dirty": None}
+        provenance = {"git": git, "packages": {}, "driver": "1", "gpus": [{"name": "H"}], "time_utc": str(len(taken))}
+        header = {"provenance": provenance, "peaks": None}
+        if len(taken) == 4:
+            return {"failed": "killed", "header": header}
+        times = [float(len(taken))] * (num_steps - warmup)
+        return {"failed": None, "header": header, "step_times_s": times, "losses": [7.0, 6.0], "wall_time_s": 1.0}
+
+    monkeypatch.setattr(benchmark, "measure_in_process", measured)
+    work = Workload.parse("Llama-3.2-1B:1x16x1", 3)
+
+    def measure_arms(names: str, num_rounds: int, warmup: int = 1) -> list[dict]:
+        earlier = benchmark.read_earlier(path, 3, 3 - warmup)
+        return benchmark.measure_all([work], parse_arms(names), warmup, num_rounds, 9, path, earlier)
+
+    measure_arms("bf16,delayed", 1)
+    rows = measure_arms("bf16,delayed,current", 2)
+    assert [arm for arm, _ in taken] == ["bf16", "delayed", "current", "bf16", "delayed", "current"]
+    assert rows[0]["failed_rounds"] == ["killed"] and [len(row["rounds"]) for row in rows] == [1, 2, 2]
+    del taken[1:]  # the one that failed was the fourth
+    rows = measure_arms("bf16", 2)
+    assert taken[1:] == [("bf16", False)], "the one that failed, and nothing else"
+    assert [row["arm"] for row in rows] == ["delayed", "current", "bf16"], "what was not asked for stays, first"
+    assert rows[-1]["rounds"][0]["step_times_s"] == [1.0, 1.0] and rows[-1]["rounds"][1]["step_times_s"] == [2.0, 2.0]
+    record = json.loads(path.read_text())
+    assert record["rows"] == rows and [origin["time_utc"] for origin in record["earlier_provenance"]] == ["1", "3"]
+    kept = path.read_text()
+    assert measure_arms("bf16", 2) == rows and len(taken) == 2 and path.read_text() == kept, "nothing was left to measure"
+    with pytest.raises(UserError, match="with --steps 3 and --warmup 1; give the same"):
+        measure_arms("bf16", 2, warmup=2)
+    commit[0] = "b" * 40
+    with pytest.raises(UserError, match=r"r\.json was measured with another code; give another file"):
+        measure_arms("bf16", 3)
+    assert path.read_text() == kept
+    path.write_text("{}")
+    with pytest.raises(UserError, match="holds no measurements of this program"):
+        measure_arms("bf16", 1)
+    with pytest.raises(UserError, match="--resume goes on from the file of --output, and none is named"):
+        benchmark.parse(["--resume"])
 
 
 def test_a_measurement_that_hangs_or_is_killed_is_ended(workload, started_processes, monkeypatch):

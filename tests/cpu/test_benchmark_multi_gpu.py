@@ -34,11 +34,18 @@ def architecture(tmp_path_factory):
     return str(folder)
 
 
-def start(output: Path, *options: str, max_restarts: int = 0) -> subprocess.Popen[str]:
-    command = [*TORCHRUN, "--nproc_per_node=2", f"--max_restarts={max_restarts}", "scripts/benchmark_multi_gpu.py"]
-    return subprocess.Popen(
-        [*command, f"--output={output}", *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+@pytest.fixture
+def start(warm_python):
+    """A function: start a launch that measures with these options, in processes that have their imports."""
+
+    def start(output: Path, *options: str, max_restarts: int = 0) -> subprocess.Popen[str]:
+        command = [*TORCHRUN, "--nproc_per_node=2", f"--max_restarts={max_restarts}", "scripts/benchmark_multi_gpu.py"]
+        return subprocess.Popen(
+            [*command, f"--output={output}", *options], cwd=ROOT, env={**os.environ, "PYTHON_EXEC": warm_python},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    return start
 
 
 def ended(process: subprocess.Popen[str]) -> str:
@@ -48,7 +55,7 @@ def ended(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, architecture):
+def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, architecture, start):
     """The TE decoder needs a GPU, so its arm fails; the one after it is measured by the processes of the second start."""
     path = tmp_path / "result.json"
     arms = "fsdp_full:bf16:swap,fsdp_full:bf16,ddp:bf16:swap,ddp:hf_bf16,deepspeed_1:bf16:swap,deepspeed_3:bf16:swap"
@@ -81,7 +88,7 @@ def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, archi
         )
 
 
-def test_an_arm_that_takes_too_long_and_one_that_is_killed(tmp_path, architecture):
+def test_an_arm_that_takes_too_long_and_one_that_is_killed(tmp_path, architecture, start):
     path = tmp_path / "result.json"
     works = f"--workloads={architecture}:1x16x100000,{architecture}:2x16x100000,{architecture}:1x16x1"
     process = start(path, works, "--arms=fsdp_full:bf16:swap", "--steps=2", "--warmup=1", "--arm_timeout_s=10", max_restarts=2)

@@ -32,8 +32,8 @@ TRAIN = (
 NAMES = ["bf16-seed1", "no-seed1", "bf16-seed2", "no-seed2"]
 
 
-def script_says(*options: str, cwd: Path) -> tuple[int, str]:
-    """Exit code and words of the script, called in this process; the runs that it starts are processes of their own."""
+def script_says(python: str, *options: str, cwd: Path) -> tuple[int, str]:
+    """Exit code and words of the script, called in this process; the runs that it starts with `python` are processes of their own."""
     spec = importlib.util.spec_from_file_location("compare_performance", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -46,6 +46,7 @@ def script_says(*options: str, cwd: Path) -> tuple[int, str]:
             patch.delenv(name)  # W&B in this process, which a run would otherwise join
         patch.setattr(script, "usable_gpus", lambda given: [])
         patch.setattr(sys, "argv", [str(SCRIPT), *options])
+        patch.setattr(sys, "executable", python)
         return script.main(), said.getvalue()
 
 
@@ -60,7 +61,7 @@ def train_here(folder: Path, name: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Path:
     """The output folder of a comparison, trained once for all worker processes of the test run; the script itself starts the last run."""
     own = tmp_path_factory.getbasetemp()
     base = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
@@ -71,7 +72,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             claim_folder(plan_runs(TRAIN, ["bf16"], [1], 1, folder))
             for name in NAMES[:-1]:
                 train_here(folder, name)
-            code, said = script_says("--train", TRAIN, "--arms", "bf16,no", "--seeds", "2", "--output", "comparison", cwd=base)
+            words = ["--train", TRAIN, "--arms", "bf16,no", "--seeds", "2", "--output", "comparison"]
+            code, said = script_says(warm_python, *words, cwd=base)
             assert code == 0, said
             (folder / "said.txt").write_text(said)
     return base / "comparison"
@@ -109,14 +111,13 @@ def test_the_same_seed_is_the_same_training_in_every_arm(trained):
     assert first["bf16-seed1"]["tokens_seen"] == first["no-seed1"]["tokens_seen"] != first["no-seed2"]["tokens_seen"]
 
 
-def test_given_again_finished_runs_stay_and_an_arm_that_cannot_run_is_reported(trained, tmp_path):
+def test_given_again_finished_runs_stay_and_an_arm_that_cannot_run_is_reported(trained, tmp_path, warm_python):
     """In a copy, because it adds an arm."""
     copy = tmp_path / "comparison"
     subprocess.run(["cp", "-a", str(trained), str(copy)], check=True)
     before = {name: (copy / "runs" / name / "summary.json").stat().st_mtime_ns for name in NAMES}
-    code, said = script_says(
-        "--train", TRAIN, "--arms", "bf16,no,current", "--seeds", "1", "--output", "comparison", cwd=tmp_path
-    )
+    words = ["--train", TRAIN, "--arms", "bf16,no,current", "--seeds", "1", "--output", "comparison"]
+    code, said = script_says(warm_python, *words, cwd=tmp_path)
     assert code == 1, said
     assert said.count("finished earlier") == 2 and said.count(": started") == 1
     assert before == {name: (copy / "runs" / name / "summary.json").stat().st_mtime_ns for name in NAMES}

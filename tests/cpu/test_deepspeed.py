@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
-import socket
 import time
 from dataclasses import dataclass
 from importlib import metadata
@@ -33,6 +31,7 @@ from llm_fp8.parallel.deepspeed_config import deepspeed_settings, default_file
 from llm_fp8.process_group import start_process_group
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.recompute import enable_gradient_checkpointing
+from tests.processes import CONTEXT, free_port
 from tests.small import tiny_config
 
 NUM_RANKS = 2
@@ -300,11 +299,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     folder = tmp_path_factory.mktemp("deepspeed")
     for case in CASES:
         case.write_file(folder)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=run_rank, args=(rank, port, str(folder)), daemon=True) for rank in range(NUM_RANKS)]
+    port = free_port()
+    processes = [CONTEXT.Process(target=run_rank, args=(rank, port, str(folder)), daemon=True) for rank in range(NUM_RANKS)]
     for process in processes:
         process.start()
     deadline = time.monotonic() + DEADLINE_S

@@ -78,8 +78,11 @@ def test_each_is_held_against_none(measured):
 
 
 def test_the_settings_of_the_guides_are_documented():
+    for settings in (bench.SETTINGS, bench.SETTINGS_OF_EXCHANGES):
+        names = {name for setting in settings for name in bench.variables_of(setting)}
+        assert names <= {re.sub("SOMETHING$", "", name) for name in documented()} and len(settings) == len(set(settings))
+    assert all(bench.judged(setting) for setting in bench.SETTINGS_OF_EXCHANGES)
     names = {name for setting in bench.SETTINGS for name in bench.variables_of(setting)}
-    assert names <= {re.sub("SOMETHING$", "", name) for name in documented()} and len(bench.SETTINGS) == len(set(bench.SETTINGS))
     judged = {name for name in names if any(rule.speaks_of(name) for rule in RULES)}
     assert judged == names - {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"}
 
@@ -92,12 +95,52 @@ def test_the_settings_of_the_guides_are_documented():
         (["--settings", " "], "an empty one"),
         (["--settings", "A=1", "A=1"], "twice"),
         (["--warmup", "10"], "must leave some of the 10 --steps"),
-        (["--rounds", "0"], "measures nothing"),
+        (["--rounds", "0"], "--rounds 0 measures nothing"),
+        (["--num_gpus", "0"], "--num_gpus 0 measures nothing"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path, options, words):
     with pytest.raises(UserError, match=words):
         bench.parse([f"--output={tmp_path / 'r.json'}", *options])
+
+
+def test_several_gpus_have_settings_and_an_arm_of_their_own(tmp_path, monkeypatch):
+    one, two = (bench.parse([f"--output={tmp_path / 'r.json'}", f"--num_gpus={number}"]) for number in (1, 2))
+    assert (one.arm, two.arm) == ("delayed", "fsdp_full:delayed")
+    assert (one.settings, two.settings) == (list(bench.SETTINGS), list(bench.SETTINGS_OF_EXCHANGES))
+    for options, words in (
+        (["--arm=fsdp_full:delayed"], "--arm fsdp_full:delayed is spread over several GPUs; say over how many"),
+        (["--num_gpus=2", "--arm=delayed"], "say how it is spread over the GPUs"),
+        (["--num_gpus=3"], "--num_gpus 3 are more than the 2 that are found"),
+    ):
+        monkeypatch.setattr("sys.argv", ["environment_variables.py", f"--output={tmp_path / 'r.json'}", *options])
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        with pytest.raises(UserError, match=words):
+            bench.main()
+
+
+def test_a_launch_has_the_variables_of_its_setting(tmp_path, tiny_architecture, monkeypatch):
+    """Through torchrun and gloo; what the shell has of another setting is taken out, what belongs to none stays."""
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    found = []
+
+    def measure(*arguments):
+        answer = bench.measurer(2)(*arguments)
+        found.append(answer["header"]["provenance"]["environment"])
+        return answer
+
+    work, arm = Workload.parse(f"{tiny_architecture}:2x32x2", 3), parse_arm("fsdp_full:bf16:swap")
+    settings, path = ["NCCL_P2P_DISABLE=0 TORCH_DISTRIBUTED_DEBUG=DETAIL"], tmp_path / "r.json"
+    none, set_ = bench.measure_all(work, arm, settings, 1, 1, 120.0, path, measure, 2)
+    names = ("NCCL_P2P_DISABLE", "TORCH_DISTRIBUTED_DEBUG", "NCCL_NVLS_ENABLE")
+    assert [[environment.get(name) for name in names] for environment in found] == [[None, None, "0"], ["0", "DETAIL", "0"]]
+    for row in (none, set_):
+        assert row["num_gpus"] == 2 and len(row["rounds"]) == 1 and len(row["rounds"][0]["median_step_time_s_by_rank"]) == 2
+        assert row["tokens_per_s"] == pytest.approx(row["rounds"][0]["tokens_per_s"]), "of both processes"
+    assert set_["speed_ratio"] > 0 and set_["first_loss_difference"] == pytest.approx(0, abs=1e-6)
+    assert [row["setting"] for row in json.loads(path.read_text())["rows"]] == ["none", *settings]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.gpu_tests import Outcomes
+from benchmarks.gpu_tests import Outcomes, dealt
 from llm_fp8.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,3 +129,128 @@ def test_a_test_that_was_cut_off_is_not_recorded(tmp_path, monkeypatch):
     outcomes_so_far.write(exit_code=None)
     found = json.loads((tmp_path / "record.json").read_text())
     assert list(found["tests"]) == ["a"] and found["tests"]["a"]["duration_s"] == 3.0
+
+
+SEVERAL = """
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+SEEN = os.environ["CUDA_VISIBLE_DEVICES"]  # when it is imported, as torch reads it
+
+@pytest.fixture(autouse=True)
+def seen(request, record_property):
+    began = time.time()
+    yield
+    record_property("gpus", os.environ["CUDA_VISIBLE_DEVICES"])
+    record_property("span", [began, time.time()])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == SEEN
+
+@pytest.mark.parametrize("number", range(6))
+def test_shared(number):
+    time.sleep(0.3)
+
+@pytest.mark.exclusive
+@pytest.mark.parametrize("seconds", {exclusive})
+def test_exclusive(seconds):
+    time.sleep(seconds) if seconds != "death" else os._exit(3)
+
+@pytest.mark.exclusive
+@pytest.mark.multi_gpu
+def test_exclusive_of_several():
+    time.sleep(0.3)
+
+@pytest.mark.whole_machine
+def test_whole_machine():
+    time.sleep(0.3)
+    assert {whole}
+"""
+
+
+@pytest.fixture
+def several(tmp_path):
+    """A function: run tests of every kind as on a machine with these GPUs; exit code, and entries of the record by name."""
+
+    def run(gpus: list[str], workers: int, exclusive: list, whole: str = "True"):
+        (tmp_path / "test_several.py").write_text(SEVERAL.format(exclusive=exclusive, whole=whole))
+        program = f"from benchmarks import gpu_tests as g; g.usable_gpus = lambda given: {gpus}; g.sys.exit(g.main())"
+        done = subprocess.run(
+            [sys.executable, "-c", program, "--output", "record.json", f"--workers={workers}", "test_several.py"],
+            cwd=tmp_path,
+            env=os.environ | {"LLM_FP8_COMMIT": "1" * 40, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert (tmp_path / "record.json").exists(), done.stdout + done.stderr
+        tests = json.loads((tmp_path / "record.json").read_text())["tests"]
+        return done.returncode, {name.rpartition("::")[2]: test for name, test in tests.items()}
+
+    return run
+
+
+def seen_by(tests: dict, start: str) -> list[str]:
+    """The GPUs that the tests whose names begin so saw, in the order in which they began."""
+    found = [test["properties"] for name, test in tests.items() if name.startswith(start)]
+    return [properties["gpus"] for properties in sorted(found, key=lambda properties: properties["span"])]
+
+
+def span(tests: dict, start: str) -> tuple[float, float]:
+    """When the first of them began, and the last ended."""
+    spans = [test["properties"]["span"] for name, test in tests.items() if name.startswith(start)]
+    return min(began for began, _ in spans), max(ended for _, ended in spans)
+
+
+def test_every_gpu_is_used_and_what_needs_one_for_itself_has_it(several, tmp_path):
+    seconds = [0.1, 0.2, 0.3, 0.4, 1.5]
+    code, first = several(["0", "GPU-b"], 4, seconds)
+    assert code == 0 and len(first) == 13 and {test["outcome"] for test in first.values()} == {"passed"}
+    assert set(seen_by(first, "test_shared")) == {"0,GPU-b", "GPU-b,0"}
+    assert set(seen_by(first, "test_exclusive[")) == {"0", "GPU-b"}
+    assert seen_by(first, "test_exclusive_of") == seen_by(first, "test_whole") == ["0,GPU-b"]
+    parts = sorted(
+        [span(first, "test_shared"), span(first, "test_exclusive["), span(first, "test_exclusive_of"), span(first, "test_whole")]
+    )
+    assert all(earlier[1] <= later[0] for earlier, later in zip(parts, parts[1:], strict=False)), "one part after the other"
+    assert parts[0] == span(first, "test_shared") and parts[1] == span(first, "test_exclusive[")
+    exclusive = [test["properties"] for name, test in first.items() if name.startswith("test_exclusive[")]
+    for gpu in ("0", "GPU-b"):
+        spans = sorted(properties["span"] for properties in exclusive if properties["gpus"] == gpu)
+        assert all(earlier[1] <= later[0] for earlier, later in zip(spans, spans[1:], strict=False)), "one at a time on a GPU"
+    # Their durations are known now: the longest one is alone on its GPU while the other takes what is left.
+    code, second = several(["0", "GPU-b"], 4, seconds)
+    longest = second["test_exclusive[1.5]"]["properties"]
+    assert code == 0 and longest["span"][0] < min(second[f"test_exclusive[{s}]"]["properties"]["span"][1] for s in seconds[:3])
+    assert sum(gpu == longest["gpus"] for gpu in seen_by(second, "test_exclusive[")) <= 2
+
+
+def test_what_follows_a_death_on_a_gpu_runs_on_it_as_well(several):
+    """The one that takes its place sees the same GPU; a failure of the last part is the run's."""
+    code, tests = several(["0", "1", "2"], 2, ["death", 6.0, 6.1, 0.1, 0.2, 0.3], whole="False")
+    outcome = {name: test["outcome"] for name, test in tests.items()}
+    assert (
+        code == 1 and len(tests) == 14 and outcome.pop("test_exclusive[death]") == outcome.pop("test_whole_machine") == "failed"
+    )
+    assert set(outcome.values()) == {"passed"} and set(seen_by(tests, "test_shared")) == {"0,1,2", "1,2,0"}
+    assert "crashed" in tests.pop("test_exclusive[death]")["reason"]
+    # Each worker has two: the one that died left a short one while the others were at their long ones.
+    assert seen_by(tests, "test_exclusive[0.1]") == ["2"]
+
+
+def test_on_one_gpu_what_needs_it_for_itself_runs_one_at_a_time(several):
+    code, tests = several(["0"], 2, [0.1, 0.2])
+    assert code == 0 and len(tests) == 10 and {test["properties"]["gpus"] for test in tests.values()} == {"0"}
+    assert span(tests, "test_shared")[1] <= span(tests, "test_exclusive")[0]
+    spans = sorted(test["properties"]["span"] for name, test in tests.items() if not name.startswith("test_shared"))
+    assert all(earlier[1] <= later[0] for earlier, later in zip(spans, spans[1:], strict=False))
+
+
+def test_the_longest_test_of_every_worker_comes_first(tmp_path):
+    (tmp_path / "record.json").write_text(json.dumps({"provenance": {}, "exit_code": 0, "earlier_runs": [], "tests": {
+        name: {"outcome": "passed", "commit": "1" * 40, "duration_s": float(name)} for name in "12345"
+    }}))  # fmt: skip
+    known = Outcomes(tmp_path / "record.json", [])
+    assert dealt(["1", "2", "3", "4", "5", "unknown"], 2, known) == ["5", "3", "1", "unknown", "4", "2"]
+    assert dealt(["1", "2", "3", "4", "5"], 2, known) == ["4", "2", "5", "3", "1"], "the first chunk of five is two tests"

@@ -81,6 +81,9 @@ NO_GEMMS = {
     "triton_poi_fused__to_copy_clamp_exp2_floor_log2_mul_reciprocal_t_19": "cast",
     "triton_red_fused_abs_max_t_15": "cast",
     "void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<Kernel_traits<__nv_bfloat16, __nv_bfloat16, __nv_fp8_e4m3>>()": "norm",
+    "ln_tma_fwd_kernel": "norm",
+    "ln_fwd_kernel": "norm",
+    "ln_bwd_finalize_kernel": "norm",
     "triton_red_fused__to_copy__unsafe_view_add_mean_mul_pow_rsqrt_3": "norm",
     "triton_red_fused__to_copy_abs_add_max_mean_mul_pow_rsqrt_0": "norm",
     "triton_per_fused__to_copy_add_div_expand_mul_pow_sum_view_20": "norm",
@@ -98,6 +101,7 @@ NO_GEMMS = {
     "LogSoftMaxBackwardEpilogue>(float*, float const*, float const*, long)": "loss",
     "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*, float*)": "loss",
     "_update_kernel": "optimizer",
+    "_eight_bit_update_kernel": "optimizer",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::FusedOptimizerTensorListMetadata<4>, "
     "at::native::(anonymous namespace)::FusedAdamMathFunctor<c10::BFloat16, 4>>()": "optimizer",
     "void at::native::lpnorm_cleanup<c10::BFloat16, (at::native::NormType)1, float, true, float>(float const*)": "optimizer",

@@ -75,14 +75,15 @@ time.sleep(100)
 
 
 @pytest.fixture
-def environment(tmp_path):
-    """The environment of a launcher: this one, free of what a launcher reads."""
+def environment(tmp_path, warm_python):
+    """The environment of a launcher: this one, free of what a launcher reads; what it starts has its imports."""
     names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "MAX_RESTARTS", "TRAIN_SCRIPT")
     names += ("WORLD_SIZE", "RANK", "GPU_NUM", "GLOO_SOCKET_IFNAME")
     cleaned = {name: value for name, value in os.environ.items() if name not in names}
     return {
         **cleaned,
         "PYTHON": sys.executable,
+        "PYTHON_EXEC": warm_python,
         "PYTHONPATH": str(REPOSITORY),
         "FOLDER": str(tmp_path),
         "CUDA_VISIBLE_DEVICES": "",
@@ -164,9 +165,9 @@ def test_the_commented_entries_of_the_fsdp_files_are_understood(monkeypatch, tmp
     assert config.model.gradient_checkpointing
 
 
-def accelerate_launch(name: str, *options: str) -> list[str]:
+def accelerate_launch(python: str, name: str, *options: str) -> list[str]:
     command = [
-        sys.executable,
+        python,
         "-m",
         "accelerate.commands.launch",
         "--config_file",
@@ -176,15 +177,15 @@ def accelerate_launch(name: str, *options: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_accelerate_launch_with_two_processes(environment, script, tmp_path, mode):
-    result = run([*accelerate_launch(f"bf16_{mode}"), script(SETTINGS_SCRIPT), "--batch_size=2"], environment)
+def test_accelerate_launch_with_two_processes(environment, script, tmp_path, warm_python, mode):
+    result = run([*accelerate_launch(warm_python, f"bf16_{mode}"), script(SETTINGS_SCRIPT), "--batch_size=2"], environment)
     assert result.returncode == 0, result.stderr
     expected = {"mode": MODES[mode], "precision": "bf16", "processes": 2, "type": "MULTI_CPU", "left": []}
     assert told_by_ranks(tmp_path) == [expected, expected]
 
 
-def test_accelerate_launch_with_a_flag_that_contradicts_the_file(environment, script, tmp_path):
-    result = run([*accelerate_launch("bf16_fsdp"), script(SETTINGS_SCRIPT), "--sharding_mode=ddp"], environment)
+def test_accelerate_launch_with_a_flag_that_contradicts_the_file(environment, script, tmp_path, warm_python):
+    result = run([*accelerate_launch(warm_python, "bf16_fsdp"), script(SETTINGS_SCRIPT), "--sharding_mode=ddp"], environment)
     assert result.returncode != 0
     sentence = "error: --sharding_mode ddp contradicts accelerate's launch configuration, which asks for fsdp_full"
     assert result.stderr.count(sentence) == 1  # of two processes

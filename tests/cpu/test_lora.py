@@ -442,6 +442,7 @@ def test_the_study_compares_each_kind_of_adapters_with_itself():
         rounds = [{"num_adapter_parameters": 7, "census": {"fp8_linear_flop_share": 0.9}}]
         return {
             "workload": work.name,
+            "model": work.model,
             "arm": arm,
             "tokens_per_s": speed,
             "tokens_per_s_p10": speed - 10,
@@ -451,7 +452,7 @@ def test_the_study_compares_each_kind_of_adapters_with_itself():
 
     rows = [row("bf16", 100), row("delayed", 150), row("bf16:lora8", 200), row("delayed:lora8", 220), row("bf16:lora32", 200)]
     full, eight, thirty_two = speed_ups(
-        [work], [*rows, {"workload": work.name, "arm": "delayed:lora32", "failed": "out of memory"}], "delayed"
+        [*rows, {"workload": work.name, "model": work.model, "arm": "delayed:lora32", "failed": "out of memory"}], "delayed"
     )
     assert (full["adapters"], full["speed_up"], full["guides"]) == ("full", 1.5, GUIDES["Llama-3.1-8B", "full"])
     assert (eight["speed_up"], eight["over_full"]["bf16"], eight["guides"]) == (1.1, 2.0, "1.20")

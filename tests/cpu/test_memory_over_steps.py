@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,10 +30,10 @@ def test_options_by_which_samples_are_taken_are_refused(tmp_path):
     assert training_options(["--batch_size=2"], 400, tmp_path)[-1] == "--batch_size=2"
 
 
-def test_samples_are_of_the_training(tmp_path):
+def test_samples_are_of_the_training(tmp_path, warm_python):
     words = ["--max_seq_length=128", "--batch_size=2", "--num_of_samples=60", "--no_export"]
     done = subprocess.run(
-        [sys.executable, "benchmarks/memory_over_steps.py", "--steps=20", f"--output={tmp_path / 'memory.json'}", "--", *words],
+        [warm_python, "benchmarks/memory_over_steps.py", "--steps=20", f"--output={tmp_path / 'memory.json'}", "--", *words],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from llm_fp8.data import tokenise
-from tests.processes import exit_code, start_ranks, wait_until
+from tests.faults import kill_one_rank_in_a_save, signal_one_rank
+from tests.launches import Forked
+from tests.processes import exit_code, start_ranks
 from tests.reference import check_against_reference, reference_options
-from tests.small import final_weights, run_json, steps
+from tests.small import assert_goes_on, run_json, steps
 
 
 def run_ranks(num_ranks: int, folder: Path, *options: object) -> str:
@@ -113,9 +113,7 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_model, rows, mode, sa
     expected = [step["loss"] for step in steps(whole)]
     again = tmp_path / "again"
     run_ranks(2, again, *options_of_short_run(tiny_model, rows, again), *cut, "--max_steps=6", f"--resume_from={checkpoint}")
-    assert [step["loss"] for step in steps(again)] == expected[2:]
-    one, other = final_weights(whole), final_weights(again)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_goes_on(whole, again, completed=2)
     if mode.startswith("deepspeed"):
         folder, log = tmp_path / "other", tmp_path / "other.log"
         options = [*options_of_short_run(tiny_model, rows, folder), *cut, "--max_steps=6", f"--resume_from={checkpoint}"]
@@ -132,29 +130,17 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_model, rows, mode, sa
 
 
 def test_a_signal_to_one_rank_stops_all_after_saving(tmp_path, tiny_model, rows):
-    folder, log = tmp_path / "run", tmp_path / "log"
-    options = options_of_short_run(tiny_model, rows, folder)
-    ranks = start_ranks(2, log, *options, "--max_steps=100000", "--sharding_mode=fsdp_full")
-    assert wait_until(lambda: (folder / "metrics.jsonl").exists() and len(steps(folder)) > 2, ranks[0], poll_s=0.01)
-    os.kill(ranks[1].pid, signal.SIGTERM)
-    assert [exit_code(rank) for rank in ranks] == [143, 143], log.read_text()
-    assert (folder / "checkpoints" / f"step-{len(steps(folder)):08d}").is_dir()
-    assert log.read_text().count("stopped by SIGTERM") == 1
+    folder = tmp_path / "run"
+    options = [*options_of_short_run(tiny_model, rows, folder), "--sharding_mode=fsdp_full"]
+    codes = signal_one_rank(functools.partial(Forked, 2, tmp_path / "log", *options), folder)
+    assert codes == {0: 143, 1: 143}
 
 
-def test_a_killed_rank_ends_all_and_leaves_complete_checkpoints(tmp_path, tiny_model, rows):
-    folder, log = tmp_path / "run", tmp_path / "log"
-    options = options_of_short_run(tiny_model, rows, folder)
-    ranks = start_ranks(3, log, *options, "--max_steps=100000", "--sharding_mode=fsdp_full")
-    assert wait_until(lambda: len(list((folder / "checkpoints").glob("step-*"))) > 1, ranks[0], poll_s=0.01)
-    os.kill(ranks[1].pid, signal.SIGKILL)
-    started = time.monotonic()
-    assert [exit_code(rank) for rank in ranks] == [2, -signal.SIGKILL, 2], log.read_text()
-    assert time.monotonic() - started < 30
-    assert "another process of this run is gone" in log.read_text() and "Traceback" not in log.read_text()
-    last = len(steps(folder))
-    run_ranks(3, folder, *options, f"--max_steps={last + 2}", "--sharding_mode=fsdp_full", "--resume_from=latest")
-    assert len(steps(folder)) == last + 2
+def test_a_rank_killed_in_a_save_ends_all_and_leaves_complete_checkpoints(tmp_path, tiny_model, rows):
+    folder = tmp_path / "run"
+    options = [*options_of_short_run(tiny_model, rows, folder), "--sharding_mode=fsdp_full"]
+    codes = kill_one_rank_in_a_save(functools.partial(Forked, 3, tmp_path / "log", *options), folder, within_s=30)
+    assert codes == {0: 2, 1: -signal.SIGKILL, 2: 2}
 
 
 def test_a_run_that_fails_first_completes_what_it_is_saving(tmp_path, tiny_model, rows):

@@ -434,6 +434,14 @@ def test_what_the_guides_claim_of_speed_is_answered_from_the_files():
     assert f"{tensorwise / arms['hf_bf16']:.2f} (`torchao_tensorwise`) and {rowwise / arms['hf_bf16']:.2f} times" in text
     assert f"{tensorwise / compiled:.2f} and {rowwise / compiled:.2f} times as fast as the same compiled" in text
 
+    told = "within the Trainer {:.2f} for 8B (`hf_trainer_8b.json`) and {:.2f} for 3B (`hf_trainer_3b.json`), with {:.0f} and {:.0f}% more memory"
+    pairs = []
+    for size in ("8b", "3b"):
+        rows = {row["arm"]: row for row in load(f"hf_trainer_{size}.json")[0][1]["rows"]}
+        pairs.append([rows["trainer_fp8"][key] / rows["trainer_bf16"][key] for key in ("tokens_per_s", "peak_memory_gib")])
+    (speeds_of, memory_of) = zip(*pairs, strict=True)
+    assert told.format(*speeds_of, *(100 * (ratio - 1) for ratio in memory_of)) in text
+
     peaks = load("environment_variables_h200.json")[0][1]["peaks"]
     products = load("ceilings_h200.json")[0][1]["ceilings"]
     assert f"is {peaks['fp8'] / peaks['bf16']:.1f} times that of bf16" in text
@@ -545,20 +553,34 @@ def test_the_readmes_ratios_are_those_of_the_files():
         assert told.format("{}, {} and {}".format(*ratios)) in text
     table = {(row["row"], row["arm"]): row for row in json.loads((RESULTS / "speed_table_h200.json").read_text())["rows"]}
     arms = ("delayed", "delayed:fp8head_all", "delayed:fp8head_all:flash4")
-    told = "`delayed` {} and {} tokens/s, {} and {} times", "{} and {};", "with flash-attn 4 besides {} and {}, {} and {} times"
+    told = (
+        "`delayed` {}, {} and {} tokens/s, {}, {} and {} times",
+        "{}, {} and {};",
+        "with flash-attn 4 besides {}, {} and {}, {}, {} and {} times",
+    )
+    sizes = ("1b", "3b", "8b")
     for arm, words in zip(arms, told, strict=True):
-        speeds = [table[size, arm]["tokens_per_s"] for size in ("1b", "3b")]
-        times = [speed / table[size, "hf_bf16"]["tokens_per_s"] for speed, size in zip(speeds, ("1b", "3b"), strict=True)]
+        speeds = [table[size, arm]["tokens_per_s"] for size in sizes]
+        times = [speed / table[size, "hf_bf16"]["tokens_per_s"] for speed, size in zip(speeds, sizes, strict=True)]
         assert words.format(*(f"{speed:,.0f}" for speed in speeds), *(f"{ratio:.2f}" for ratio in times)) in text
-    of_8b = [
-        row["tokens_per_s"]
-        for name in ("softmax_fused", "flash4")
-        for row in json.loads((RESULTS / f"levers_8b_{name}.json").read_text())["rows"]
-    ]
-    assert "8B with no rival in the run: {:,.0f}, {:,.0f} and {:,.0f} (".format(*of_8b) in text
+    of_8192 = (f"{table['8b_s8192', arm]['tokens_per_s']:,.0f}" for arm in arms)
+    assert "rows of 8,192 tokens: {}, {} and {}.".format(*of_8192) in text
+    assert f"with both: {table['14b', 'delayed:adamw_8bit:fp8head_all:flash4']['tokens_per_s']:,.0f}." in text
     real = {arm: table["text_1b", arm]["real_tokens_per_s"] for arm in ("delayed", "bf16", "hf_bf16")}
     assert f"packed rows take {real['delayed'] / real['hf_bf16']:.2f} times as many real tokens" in text
     assert f"{real['bf16'] / real['hf_bf16']:.2f} times in bf16" in text
+
+
+def test_the_losses_on_real_documents_are_what_the_document_says():
+    rows = {
+        row["arm"]: row for row in json.loads((RESULTS / "speed_table_h200.json").read_text())["rows"] if row["row"] == "text_1b"
+    }
+    rival, ours = rows.pop("hf_bf16"), rows.values()
+    first = max(abs(row["first_loss"] / rival["first_loss"] - 1) for row in ours)
+    last = [1 - row["last_loss"] / rival["last_loss"] for row in ours]
+    assert all(len(answer["losses"]) == 6 for row in ours for answer in row["rounds"])
+    told = f"first losses are at most {first:.2%} apart and sixth ones {100 * min(last):.0f} to {max(last):.0%}, ours lower"
+    assert told in " ".join((RESULTS.parents[1] / "docs" / "benchmark.md").read_text().split())
 
 
 def test_the_versions_of_the_gpu_runs_are_what_the_document_says():
@@ -596,7 +618,7 @@ def test_how_the_gpu_tests_ended_is_what_the_documents_say():
     assert said in evidence and said in readme
     commits = {test["commit"] for test in record["tests"].values()}
     assert (
-        f"at the {('no', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')[len(commits)]} commits that it names"
+        f"at the {('no', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine', 'ten')[len(commits)]} commits that it names"
         in evidence
     )
 

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,9 +153,9 @@ def test_a_run_killed_between_its_last_save_and_its_export_is_finished(tmp_path,
 # ---- real processes ----
 
 
-def test_sigterm_to_the_script_saves_and_exits_with_143(tmp_path, options):
+def test_sigterm_to_the_script_saves_and_exits_with_143(tmp_path, warm_python, options):
     command = [
-        sys.executable,
+        warm_python,
         "-u",
         str(ROOT / "train_fp8.py"),
         *options,

@@ -420,7 +420,9 @@ def test_a_measurement_is_ended_from_outside(tiny_architecture, started_processe
     assert measure_in_process(f"{tiny_architecture}:1x16x1000000", "hf_bf16", 2, 1, 300, stopped=stopped) == {"failed": STOPPED}
     stopped.clear()
     threading.Timer(8.0, stopped.set).start()  # when its two processes are there
-    assert measure_in_launch(f"{tiny_architecture}:1x17x1000000", "ddp:hf_bf16", 2, 2, 1, 300, stopped) == {"failed": STOPPED}
+    assert measure_in_launch(f"{tiny_architecture}:1x17x1000000", "ddp:hf_bf16", 2, 2, 1, 300, stopped=stopped) == {
+        "failed": STOPPED
+    }
     assert time.monotonic() - started < 60
     left = subprocess.run(["pgrep", "-f", f"{tiny_architecture}:1x17x1000000"], capture_output=True, text=True).stdout
     assert not left and all(process.returncode is not None for process in started_processes)
@@ -487,7 +489,7 @@ def test_the_whole_command(tmp_path, tiny_architecture, monkeypatch, capsys):
     assert abs(record["comparisons"][0]["ours"]["bf16:swap"]["first_loss_differences"]["hf_bf16"]) < 1e-4
 
 
-def test_a_call_that_is_terminated_leaves_no_process_and_is_gone_on_with(tmp_path, tiny_architecture):
+def test_a_call_that_is_terminated_leaves_no_process_and_is_gone_on_with(tmp_path, warm_python, tiny_architecture):
     """Two rows side by side, in processes of their own: what was measured stays, and what ran is measured by the next call."""
     quick = {"name": "quick", "workload": f"{tiny_architecture}:2x32x2", "ours": ["bf16:swap"], "rivals": ["hf_bf16"]}
     endless = {**quick, "name": "endless", "workload": f"{tiny_architecture}:3x16x1000000"}
@@ -498,7 +500,7 @@ def test_a_call_that_is_terminated_leaves_no_process_and_is_gone_on_with(tmp_pat
         "speed_table.run_script(speed_table.main)",
     ]
     options = [f"--table={table}", f"--output={path}", "--steps=3", "--warmup=1", "--gpus_parallel=2"]
-    process = subprocess.Popen([sys.executable, "-c", "; ".join(lines), *options], cwd=ROOT)
+    process = subprocess.Popen([warm_python, "-c", "; ".join(lines), *options], cwd=ROOT)
     deadline = time.monotonic() + 300
     while not (path.exists() and len(json.loads(path.read_text())["rows"]) == 2):
         assert time.monotonic() < deadline and process.poll() is None

@@ -177,9 +177,9 @@ def launch_config(tmp_path: Path, **entries: object) -> str:
     return str(path)
 
 
-def test_accelerate_launch_decides_the_precision(tmp_path, tiny_model, rows):
-    launcher = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file"]
-    launcher += [launch_config(tmp_path, mixed_precision="bf16", use_cpu=True), "--cpu"]
+def test_accelerate_launch_decides_the_precision(tmp_path, warm_python, tiny_model, rows):
+    words = ["--config_file", launch_config(tmp_path, mixed_precision="bf16", use_cpu=True), "--cpu"]
+    launcher = [str(Path(sys.executable).parent / "accelerate"), "launch", *words]
     options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=128", "--max_steps=2"]
     done = script(*options, "--output_dir=run", cwd=tmp_path, launcher=launcher)
     assert done.returncode == 0, done.stderr
@@ -188,6 +188,7 @@ def test_accelerate_launch_decides_the_precision(tmp_path, tiny_model, rows):
     train(*options, "--mixed_precision=bf16", f"--output_dir={tmp_path / 'flag'}")
     assert [s["loss"] for s in steps(tmp_path / "run")] == [s["loss"] for s in steps(tmp_path / "flag")]
 
+    launcher = [warm_python, "-m", "accelerate.commands.launch", *words]
     refused = script(*options, "--mixed_precision=no", "--output_dir=other", cwd=tmp_path, launcher=launcher)
     assert refused.returncode != 0
     assert "error: --mixed_precision no contradicts accelerate's launch configuration" in refused.stderr

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.faults import kill_one_rank_and_restart
+from tests.launches import ROOT, SCRIPT, environment, torchrun
 from tests.processes import free_port
 from tests.small import run_json, steps
-
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = str(ROOT / "train_multi_gpu.py")
-
-
-def torchrun() -> list[str]:
-    """The launcher for two processes, with a port of its own."""
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
-
-
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
 def launch(folder: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -58,8 +45,8 @@ def test_the_documented_command(tmp_path, tiny_model, rows):
         (["--model_name=/no/such"], "--model_name /no/such: no such folder."),
     ],
 )
-def test_a_mistake_is_said_once(tmp_path, options, sentence):
-    done = launch(tmp_path, *torchrun(), SCRIPT, *options)
+def test_a_mistake_is_said_once(tmp_path, warm_python, options, sentence):
+    done = launch(tmp_path, *torchrun(), SCRIPT, *options, PYTHON_EXEC=warm_python)
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and sentence in said[0]
@@ -73,9 +60,9 @@ def test_without_a_launcher_the_command_is_shown(tmp_path):
     assert "torchrun --nproc_per_node=" in done.stderr
 
 
-def test_accelerate_launch_gives_the_mode_of_its_file(tmp_path, tiny_model, rows):
+def test_accelerate_launch_gives_the_mode_of_its_file(tmp_path, warm_python, tiny_model, rows):
     done = launch(
-        tmp_path, sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs" / "accelerate_bf16_fsdp.yaml"),
+        tmp_path, warm_python, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs" / "accelerate_bf16_fsdp.yaml"),
         "--num_processes", "2", "--main_process_port", str(free_port()), SCRIPT, "--model_name", tiny_model, "--dataset_name", rows,
         "--max_seq_length", "256", "--max_steps", "2", "--output_dir", str(tmp_path / "run"), "--no_export",
     )  # fmt: skip
@@ -84,7 +71,7 @@ def test_accelerate_launch_gives_the_mode_of_its_file(tmp_path, tiny_model, rows
     assert run_json(tmp_path / "run")["precision"]["effective"] == "bf16"
 
 
-def test_two_hosts_train_one_model(tmp_path, tiny_model, rows):
+def test_two_hosts_train_one_model(tmp_path, warm_python, tiny_model, rows):
     """The documented launcher, once for each host; both are this one."""
     launch_script = str(ROOT / "scripts" / "launch_multi_node.sh")
     common = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
@@ -95,7 +82,7 @@ def test_two_hosts_train_one_model(tmp_path, tiny_model, rows):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     hosts = [
         subprocess.Popen(
-            ["bash", launch_script, *options], cwd=ROOT, env=environment(**common, NODE_RANK=str(rank), PATH=path),
+            ["bash", launch_script, *options], cwd=ROOT, env=environment(**common, NODE_RANK=str(rank), PATH=path, PYTHON_EXEC=warm_python),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(2)
@@ -106,24 +93,6 @@ def test_two_hosts_train_one_model(tmp_path, tiny_model, rows):
     assert len(steps(tmp_path / "run")) == 3
 
 
-def test_torchrun_restarts_and_the_run_goes_on(tmp_path, tiny_model, rows):
-    """One rank is killed behind the first checkpoint; the launcher starts all anew and they resume by themselves."""
-    process = subprocess.Popen(
-        [
-            *torchrun(), "--max_restarts=1", SCRIPT, "--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=fsdp_full",
-            "--max_seq_length=256", "--max_steps=60", "--save_every=5", "--log_every=1", "--no_export",
-        ],
-        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("runs/*/checkpoints/latest")):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
-    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(workers[-1]), signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert [step["step"] for step in steps(folder)] == list(range(1, 61))
-    resumed_after = int(re.search(r"resumed from .* after step (\d+)", output)[1])
-    assert resumed_after >= 5 and [r["resumed_after_step"] for r in run_json(folder)["resumes"]] == [resumed_after]
+def test_torchrun_restarts_and_the_run_goes_on(tmp_path, warm_python, tiny_model, rows):
+    options = ("--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=fsdp_full", "--max_seq_length=256")
+    kill_one_rank_and_restart(tmp_path, *options, PYTHON_EXEC=warm_python)

@@ -150,14 +150,14 @@ def test_without_options_the_pairs_own_runs_are_compared(tmp_path, monkeypatch):
 # ---- a real run ----
 
 
-def test_the_baseline_really_trains(tmp_path):
+def test_the_baseline_really_trains(tmp_path, warm_python):
     """The script itself, on the CPU, with the hub's model and dataset replaced by the embedded ones."""
     small = ["--model_name=embedded", "--dataset_name=embedded", "--split_name=train", "--use_te=false", "--num_of_samples=200"]
     small += ["--max_seq_length=128", "--max_steps=3", "--eval_batches=1", "--preprocessing_workers=1", "--learning_rate=3e-3"]
     done = subprocess.run(
         [SCRIPTS / "train_bf16.sh", *small, "--output_dir", tmp_path / "run"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHON": warm_python, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=120,

@@ -237,7 +237,7 @@ def training_options(tiny_model: str, rows: str, folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory, tiny_model, rows):
+def launched(tmp_path_factory, warm_python, tiny_model, rows):
     """What accelerate launch with configs/accelerate_bf16.yaml left of the example and of train_fp8.py, run at the same time: folder, output."""
     folder = tmp_path_factory.mktemp("launched")
     example = [
@@ -253,13 +253,21 @@ def launched(tmp_path_factory, tiny_model, rows):
         "1e-3",
     ]
     scripts = {
-        "example": ["examples/hf_trainer_fp8.py", *example, "--output_dir", str(folder / "example"), "--report_to", "none"],
-        "train_fp8": ["train_fp8.py", *training_options(tiny_model, rows, folder / "train_fp8")],
+        "example": [
+            sys.executable,
+            "examples/hf_trainer_fp8.py",
+            *example,
+            "--output_dir",
+            str(folder / "example"),
+            "--report_to",
+            "none",
+        ],
+        "train_fp8": [warm_python, "train_fp8.py", *training_options(tiny_model, rows, folder / "train_fp8")],
     }
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate_bf16.yaml"]
+    launch = ["-m", "accelerate.commands.launch", "--config_file", "configs/accelerate_bf16.yaml"]
     processes = {
-        name: subprocess.Popen([*command, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for name, words in scripts.items()
+        name: subprocess.Popen([python, *launch, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for name, (python, *words) in scripts.items()
     }
     outputs = {name: process.communicate(timeout=120)[0] for name, process in processes.items()}
     for name, process in processes.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -39,6 +40,7 @@ from llm_fp8.verify import (
     rates,
     recipes,
     steps,
+    torchao_steps,
     tracking,
     variables,
     versions,
@@ -386,6 +388,93 @@ def test_a_probe_that_ends_early_says_in_which_precision():
     assert steps.judge_probe(Ended(1, "ImportError: libcudnn.so.9\n", 1.0), None).summary.endswith("ImportError: libcudnn.so.9")
 
 
+TORCHAO_BF16 = steps.Evidence([6.93, 6.92, 6.91], {"bf16": 45})
+TORCHAO_FP8 = steps.Evidence([6.94, 6.92, 6.91], {"fp8": 42, "bf16": 3}, "rowwise", 0.99)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "status", "word"),
+    [
+        ("rowwise", {}, "passed", "losses agree, fp8 kernels in fp8"),
+        ("rowwise", {"gemm_kernels": {"fp8": 28, "bf16": 17}}, "failed", "28 fp8 GEMM kernels ran, and 42"),
+        ("rowwise", {"gemm_kernels": {"unknown": 42, "bf16": 3}}, "warning", "do not tell"),
+        ("rowwise", {"recipe_inside": None}, "failed", "no recipe"),
+        ("rowwise", {"recipe_inside": "tensorwise"}, "failed", "the modules' recipe is tensorwise"),
+        ("rowwise", {"losses": [6.94, 7.5, 6.91]}, "failed", "from bf16's"),
+        ("rowwise", {"cosine": 0.4}, "failed", "cosine"),
+        ("bf16", {"gemm_kernels": {"bf16": 44, "fp8": 1}}, "failed", "a bf16 step ran 1 fp8"),
+    ],
+)
+def test_torchao_steps(name, changes, status, word):
+    found = {"bf16": TORCHAO_BF16, "rowwise": TORCHAO_FP8}
+    found[name] = dataclasses.replace(found[name], **changes)
+    result = steps.judge(found, library=steps.TORCHAO)
+    assert (result.status, word in result.summary) == (status, True), result
+    if "28 fp8" in word:
+        assert result.mends[0].endswith("--only torchao_steps --verbose") and "'torchao==" in result.mends[1]
+
+
+def test_torchaos_third_recipe_leaves_a_product_in_bf16():
+    found = {
+        "bf16": TORCHAO_BF16,
+        "rowwise_with_gw_hp": steps.Evidence(
+            TORCHAO_FP8.losses, {"fp8": 28, "bf16": 17}, recipe_inside="rowwise_with_gw_hp", cosine=0.99
+        ),
+    }
+    assert steps.judge(found, library=steps.TORCHAO).status == "passed"
+    ended = Ended(1, "error: no GPU\n", 1.0)
+    assert "--only imports,torchao_steps" in steps.judge_probe(ended, None, steps.TORCHAO).mends[0]
+
+
+@without_gpu
+def test_torchaos_steps_are_emulated_on_the_cpu(setup):
+    result = torchao_steps.check(setup)
+    assert result.status == "passed" and "emulated on the CPU, so nothing is said of fp8 kernels" in result.summary
+    found = result.facts["precisions"]
+    assert list(found) == ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
+    assert all(
+        found[name]["losses"] != found["bf16"]["losses"] and 0.9 < found[name]["cosine"] < 0.9999 for name in list(found)[1:]
+    )
+    wrong = {name: steps.Evidence(**evidence) for name, evidence in found.items()}
+    wrong["rowwise"].cosine = 0.5
+    failed = torchao_steps.judge_emulated(wrong)
+    assert failed.status == "failed" and failed.summary.startswith("rowwise: the gradient's cosine")
+
+
+class FakeProbe:
+    killed = False
+
+    def kill(self):
+        self.killed = True
+
+
+def of_capability(*capability):
+    return lambda device: capability
+
+
+@pytest.mark.parametrize(
+    ("missing", "capability", "reason", "mend"),
+    [
+        ("torchao", (9, 0), "needs torchao, which is not installed", "-m pip install --force-reinstall --no-deps 'torchao=="),
+        (None, (8, 0), "needs an NVIDIA GPU of compute capability 8.9", "python train_fp8.py --mixed_precision bf16 "),
+        ("triton", (9, 0), "needs Triton, and it is not installed", "-m pip install triton"),
+        ("gcc", (9, 0), "Triton needs a C compiler", "apt-get install -y gcc"),
+    ],
+)
+def test_what_torchao_lacks_is_a_warning_with_its_mend(missing, capability, reason, mend, setup, monkeypatch):
+    """On a GPU, which is made up; the probe that was started for nothing is ended."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else find_spec(name) or name)
+    monkeypatch.setattr("shutil.which", lambda name: None if missing == "gcc" else name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", of_capability(*capability))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    vars(setup).update(num_gpus=1, device=torch.device("cuda", 0))
+    probe = setup.probes["torchao_steps"] = FakeProbe()
+    result = torchao_steps.check(setup)
+    assert result.status == "warning" and reason in result.summary and len(result.mends) == 1 and mend in result.mends[0]
+    assert probe.killed
+
+
 @without_gpu
 def test_the_steps_probe_is_a_process_whose_error_is_the_answer(setup):
     """Without a GPU it gets as far as the decoder of Transformer Engine modules, in bf16."""
@@ -696,7 +785,7 @@ time.sleep(60)
 def verify(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")} | environ
     command = [sys.executable, "scripts/verify_fp8.py", *options]
-    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=200)
 
 
 @without_gpu
@@ -716,7 +805,7 @@ def test_without_a_gpu_it_does_what_it_can(tmp_path):
     )
     assert {name for name, check in by_name.items() if check["status"] == "skipped"} == set(found["not_checked"])
     assert set(found["not_checked"]) == {"gpu", "recipes", "steps", "attention", "cudnn", "rates", "nccl", "engines"}
-    assert all(by_name[name]["status"] == "passed" for name in ("imports", "data", "cpu_steps", "tracking"))
+    assert all(by_name[name]["status"] == "passed" for name in ("imports", "data", "cpu_steps", "torchao_steps", "tracking"))
     assert by_name["variables"]["status"] == "warning" and by_name["variables"]["mends"] == ["unset NVTE_FP8_ALLREDUCE"]
     assert "unset NVTE_FP8_ALLREDUCE" in done.stdout and "without a GPU nothing is said of fp8" in done.stdout
     assert found["provenance"]["packages"]["torch"] and "Traceback" not in done.stderr

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.compare_performance import usable_gpus
+
 pytestmark = pytest.mark.gpu
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compare_performance.py"
@@ -47,7 +49,9 @@ def test_arms_on_one_gpu(tmp_path):
 
 
 def test_runs_that_share_a_gpu_are_flagged(tmp_path):
-    comparison, _ = compared(tmp_path, "--arms", "bf16,fp8", "--seeds", "1", "--gpus", "0", "--parallel", "2", "--share_gpus")
+    comparison, _ = compared(
+        tmp_path, "--arms", "bf16,fp8", "--seeds", "1", "--gpus", usable_gpus(None)[0], "--parallel", "2", "--share_gpus"
+    )
     assert any(d["field"] == "hardware shared while running" for d in comparison["differences"])
     assert comparison["verdicts"]["delayed"]["conclusion"] == "speed unknown"
 
@@ -55,7 +59,8 @@ def test_runs_that_share_a_gpu_are_flagged(tmp_path):
 @pytest.mark.multi_gpu
 def test_runs_at_a_time_on_gpus_of_their_own(tmp_path):
     comparison, said = compared(tmp_path, "--arms", "bf16,fp8", "--seeds", "1", "--parallel", "2")
-    assert "bf16-seed1: started on GPU 0" in said and "delayed-seed1: started on GPU 1" in said
+    first, second = usable_gpus(None)[:2]
+    assert f"bf16-seed1: started on GPU {first}" in said and f"delayed-seed1: started on GPU {second}" in said
     assert [d["field"] for d in comparison["differences"] if d["effect"] != "note"] == []
 
 

@@ -86,8 +86,6 @@ def test_a_documented_command_trains_in_what_it_asks_for(name, dataset, tmp_path
     if torch.cuda.get_device_properties(0).total_memory / 2**30 < needed:
         pytest.skip(f"needs a GPU of {needed:.0f} GiB")
     words = words_of(name, dataset, tmp_path / "run")
-    if "adamw_8bit" in words:
-        pytest.importorskip("torchao", reason="--optimizer adamw_8bit needs it")
     done = run([sys.executable, "train_fp8.py", *words])
     check(name, done, tmp_path / "run", record_property)
 

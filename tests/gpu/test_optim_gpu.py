@@ -1,6 +1,6 @@
-"""MasterAdamW's Triton kernel against its torch implementation and fp32 AdamW; saved state; memory; speed.
+"""The Triton kernels of MasterAdamW and EightBitAdamW against their torch implementations and fp32 AdamW; saved state; memory; speed.
 
-python -m pytest tests/gpu/test_optim_gpu.py -s      (-s shows the kernel's speed)
+python -m pytest tests/gpu/test_optim_gpu.py -s      (-s shows the kernels' speed)
 """
 
 import json
@@ -8,8 +8,11 @@ import json
 import pytest
 import torch
 
+from llm_fp8 import eight_bit_adamw
 from llm_fp8.config import OptimConfig
-from llm_fp8.master_adamw import Coefficients, join_master, split_master, update_, update_with_torch_
+from llm_fp8.eight_bit_codes import CODE_BLOCK, code_tables, encode
+from llm_fp8.grouped_adamw import Coefficients
+from llm_fp8.master_adamw import join_master, split_master, update_, update_with_torch_
 from llm_fp8.optim import (
     build_optimizer,
     build_scheduler,
@@ -26,6 +29,7 @@ pytestmark = pytest.mark.gpu
 
 CONFIG = OptimConfig(learning_rate=1e-5, weight_decay=0.1, adam_beta2=0.95)
 SHAPES = {"embedding": (1000, 64), "linear": (128, 257), "bias": (257,), "norm": (64,)}
+"""The embedding has 8-bit moments under adamw_8bit, the others have not."""
 TRAFFIC_BYTES_PER_ELEMENT = 22
 """Reads: weight, remainder, gradient, m 2 bytes each, v 4. Writes: weight, remainder, m 2 each, v 4."""
 
@@ -187,14 +191,11 @@ def test_the_gpu_is_the_cpu():
 
 @pytest.mark.parametrize("kind", ["adamw_master", "adamw_8bit"])
 def test_save_and_restore_is_exact(kind):
-    if kind == "adamw_8bit":
-        pytest.importorskip("torchao")
     parameters = make_parameters(torch.bfloat16)
     optimizer = build_optimizer(CONFIG, kind, parameters.items())
     scheduler = build_scheduler(optimizer, CONFIG, total_steps=40)
 
     def train(its_parameters, its_optimizer, its_scheduler, steps):
-        torch.manual_seed(steps.start)  # stochastic rounding
         for step in steps:
             set_gradients(its_parameters, step)
             its_optimizer.step()
@@ -218,17 +219,152 @@ def test_save_and_restore_is_exact(kind):
     assert all(torch.equal(final[name], resumed_final[name]) for name in final)
 
 
-def test_memory_is_what_the_table_says():
-    """12 bytes per parameter at rest, and a clipped step needs next to nothing beyond them."""
+# --- EightBitAdamW ------------------------------------------------------------------------------------------------------------
+
+EIGHT_BIT_TRAFFIC = 10 + 16 / CODE_BLOCK
+"""Reads: weight and gradient 2 bytes each, m and v 1 each. Writes: weight 2, m and v 1 each. Both scales are read and written once per block."""
+
+
+def make_eight_bit(shape, dtype, device="cuda"):
+    """weight, gradient, m, its scale, v, its scale in the middle of a run: the same on every device."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal():
+        return torch.randn(shape, generator=generator)
+
+    weight, gradient, m, v = (0.02 * normal()).to(dtype), (1e-3 * normal()).to(dtype), 1e-3 * normal(), 1e-6 * normal().square()
+    scale = scale_sq = None
+    if weight.numel() >= eight_bit_adamw.SMALLEST_ENCODED and weight.numel() % CODE_BLOCK == 0:
+        (m, scale), (v, scale_sq) = encode(m.view(-1), True), encode(v.view(-1), False)
+    tensors = [weight, gradient, m.view(shape), scale, v.view(shape), scale_sq]
+    return [None if tensor is None else tensor.to(device) for tensor in tensors]
+
+
+def assert_same_eight_bits(tensors, others):
+    for name, one, other in zip(["weight", "gradient", "m", "scale of m", "v", "scale of v"], tensors, others, strict=True):
+        if one is not None:
+            torch.testing.assert_close(
+                one.cpu(), other.cpu(), rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("clipped", [False, True], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1,), (1000,), (4096,), (4352,), (5003,), (257, 1280), (2**20,)], ids=str)
+def test_the_eight_bit_kernel_is_the_torch_implementation_bit_for_bit(shape, dtype, clipped):
+    """With the reference on the CPU."""
+    ours, reference = make_eight_bit(shape, dtype), make_eight_bit(shape, dtype, "cpu")
+    scale = torch.tensor(0.37) if clipped else None
+    for step in range(1, 4):
+        key = eight_bit_adamw.rounding_key(42, step, 7)
+        eight_bit_adamw.update_(*ours, None if scale is None else scale.cuda(), key, coefficients_of(step))
+        eight_bit_adamw.update_(*reference, scale, key, coefficients_of(step))
+        assert_same_eight_bits(ours, reference)
+
+
+def test_the_eight_bit_kernel_finds_every_code():
+    """New moments at, and next to, every limit between codes: with betas of zero m is the gradient, v its square less what rounding takes."""
+    for signed in (True, False):
+        limits = code_tables(torch.device("cpu"))[1 if signed else 3][1:]
+        wanted = limits if signed else limits.sqrt()
+        around = (wanted.view(torch.int32)[:, None] + torch.arange(-20, 21, dtype=torch.int32)).view(torch.float32).flatten()
+        around = torch.cat([around, around.new_zeros(-around.numel() % (CODE_BLOCK - 1))]).view(-1, CODE_BLOCK - 1)
+        gradient = torch.cat([torch.ones(len(around), 1), around], dim=1).flatten()  # so that every scale is 1
+        tensors = [torch.zeros_like(gradient), gradient, *(torch.zeros(gradient.shape, dtype=torch.uint8) for _ in range(2))]
+        scales = [torch.zeros(len(around)) for _ in range(2)]
+        reference = [*tensors[:3], scales[0], tensors[3], scales[1]]
+        ours = [tensor.cuda() for tensor in reference]
+        coefficients = Coefficients.of_step(1, lr=1e-3, betas=(0.0, 0.0), eps=1e-8, weight_decay=0.0)
+        for tensors in (ours, reference):
+            eight_bit_adamw.update_(*tensors, None, (1, 2), coefficients)
+        assert_same_eight_bits(ours, reference)
+        assert len(reference[2 if signed else 4].unique()) == 256
+
+
+def test_eight_bit_gradients_that_are_not_finite():
+    ours, reference = make_eight_bit((64, 1024), torch.bfloat16), make_eight_bit((64, 1024), torch.bfloat16, "cpu")
+    for tensors in (ours, reference):
+        tensors[1][[0, 20, 40], 5] = torch.tensor(
+            [torch.nan, torch.inf, -torch.inf], dtype=torch.bfloat16, device=tensors[1].device
+        )
+    for step in range(1, 3):
+        for tensors in (ours, reference):
+            eight_bit_adamw.update_(*tensors, None, (step, 2), coefficients_of(step))
+        assert torch.equal(ours[0].isnan().cpu(), reference[0].isnan())
+        numbers = ~reference[0].isnan()
+        assert torch.equal(ours[0].cpu()[numbers], reference[0][numbers])
+    assert ours[0].isnan().sum() == 3 * CODE_BLOCK, "the whole blocks, and no other"
+
+
+def test_eight_bit_tensors_of_more_than_two_to_the_31_elements():
+    count = 2**31 + 5 * 2**10
+    if torch.cuda.mem_get_info()[0] < 7 * count:
+        pytest.skip("needs 14 GiB of free memory")
+    weight, gradient = (torch.zeros(count, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    codes, codes_sq = (torch.zeros(count, dtype=torch.uint8, device="cuda") for _ in range(2))
+    scale, scale_sq = (torch.zeros(count // CODE_BLOCK, device="cuda") for _ in range(2))
+    start = make_eight_bit((5120,), torch.bfloat16)
+    whole = [weight, gradient, codes, scale, codes_sq, scale_sq]
+    for large, small in zip(whole, start, strict=True):
+        large[-small.numel() :] = small
+    eight_bit_adamw.update_(*whole, None, (1, 2), coefficients_of(1))
+    eight_bit_adamw.update_(*start, None, (1, 2), coefficients_of(1))
+    assert not weight[:-5120].any(), "zero gradients and weights of zero move nothing"
+    # The random bits are those of the element's place, so only what is not rounded can be compared.
+    assert all(torch.equal(large[-small.numel() :], small) for large, small in zip(whole[2:], start[2:], strict=True))
+    assert ((weight[-5120:].float() - start[0].float()).abs() <= 2**-7 * start[0].float().abs() + 1e-6).all()
+
+
+def test_a_new_step_compiles_no_eight_bit_kernel(monkeypatch):
+    triton = pytest.importorskip("triton")
+    tensors, scale = make_eight_bit((8192,), torch.bfloat16), torch.tensor(0.5, device="cuda")
+    eight_bit_adamw.update_(*tensors, scale, (3, 5), coefficients_of(1))
+    compiled = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **kwargs: compiled.append(kwargs["repr"]))
+    for step, key in enumerate([(1, 1), (16, 32), (-16, 0), (2**31 - 1, -(2**31)), (7, -5)], start=2):
+        eight_bit_adamw.update_(*tensors, scale, key, coefficients_of(step))
+    assert compiled == []
+    tensors[1] = tensors[1].float()
+    eight_bit_adamw.update_(*tensors, scale, (3, 5), coefficients_of(9))
+    assert compiled, "the hook sees what is compiled"
+
+
+def test_speed_of_the_eight_bit_kernel():
+    """Prints what the kernel moves per second; the GPU's memory bandwidth is the bound."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    count, repeats = 2**30, 20
+    weight, gradient = (torch.randn(count, generator=generator, device="cuda", dtype=torch.bfloat16) * 1e-2 for _ in range(2))
+    codes, codes_sq = (torch.zeros(count, dtype=torch.uint8, device="cuda") for _ in range(2))
+    scale, scale_sq = (torch.zeros(count // CODE_BLOCK, device="cuda") for _ in range(2))
+    tensors, clip = [weight, gradient, codes, scale, codes_sq, scale_sq], torch.ones((), device="cuda")
+    for step in (1, 2, 3):
+        eight_bit_adamw.update_(*tensors, clip, (step, 1), coefficients_of(step))
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for step in range(4, 4 + repeats):
+        eight_bit_adamw.update_(*tensors, clip, (step, 1), coefficients_of(step))
+    end.record()
+    torch.cuda.synchronize()
+    seconds = start.elapsed_time(end) / 1e3 / repeats
+    gb_per_s = EIGHT_BIT_TRAFFIC * count / seconds / 1e9
+    print(f"\nEightBitAdamW: 2^30 elements in {seconds * 1e3:.2f} ms, {gb_per_s:.0f} GB/s on {torch.cuda.get_device_name()}")
+
+
+# --- both ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["adamw_master", "adamw_8bit"])
+def test_memory_is_what_the_table_says(kind):
+    """12 or 6 bytes per parameter at rest, and a clipped step needs next to nothing beyond them."""
     matrices = {f"layer_{i}": torch.nn.Parameter(torch.zeros(2**13, 2**12, device="cuda").bfloat16()) for i in range(16)}
     count = sum(parameter.numel() for parameter in matrices.values())
     before = torch.cuda.memory_allocated() - 2 * count
-    optimizer = build_optimizer(OptimConfig(), "adamw_master", matrices.items())
+    optimizer = build_optimizer(OptimConfig(), kind, matrices.items())
     for parameter in matrices.values():
         parameter.grad = torch.ones_like(parameter)
     initialize_state(optimizer)
     at_rest = torch.cuda.memory_allocated() - before
-    assert at_rest / count == pytest.approx(bytes_per_parameter("adamw_master").total, rel=0.001)
+    assert at_rest / count == pytest.approx(bytes_per_parameter(kind).total, rel=0.001)
     torch.cuda.reset_peak_memory_stats()
     clip_and_step(optimizer, list(matrices.values()), max_norm=1.0)
     extra = torch.cuda.max_memory_allocated() - before - at_rest

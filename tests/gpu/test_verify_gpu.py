@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from llm_fp8.ceilings import measure_ceilings
+from llm_fp8.config import TORCHAO_SCENARIOS
 from llm_fp8.metrics import peak_tflops
 from llm_fp8.verify import steps
 
@@ -60,7 +61,7 @@ def start_s() -> float:
     return time.perf_counter() - began
 
 
-@pytest.mark.exclusive
+@pytest.mark.whole_machine
 def test_a_sound_machine(tmp_path, record_property, start_s):
     """Every check that is about the GPU passes. The versions are the machine's business: it may lack a pin that nothing here needs."""
     _, checks, wall_s, output = verify(tmp_path / "verify.json")
@@ -68,7 +69,7 @@ def test_a_sound_machine(tmp_path, record_property, start_s):
     record_property("start_s", start_s)
     record_property("wall_s_by_check", {name: check["wall_s"] for name, check in checks.items()})
     record_property("summaries", {name: check["summary"] for name, check in checks.items()})
-    for name in ("imports", "gpu", "output_folder", "data", "recipes", "steps", "attention", "cudnn", "engines"):
+    for name in ("imports", "gpu", "output_folder", "data", "recipes", "steps", "attention", "cudnn", "engines", "torchao_steps"):
         assert checks[name]["status"] in ("passed", "warning"), (name, checks[name], output)
     assert (
         checks["rates"]["status"] in ("passed", "warning", "info") and checks["rates"]["facts"]["measured"]["fp8_gemm_tflops"] > 0
@@ -78,22 +79,32 @@ def test_a_sound_machine(tmp_path, record_property, start_s):
     usable = [name for name, reason in checks["recipes"]["facts"]["recipes"].items() if reason is None]
     assert list(found) == ["bf16", *usable]
     assert "fp8" not in found["bf16"]["gemm_kernels"] and all(found[name]["cosine"] > steps.MIN_COSINE for name in usable)
+    found = checks["torchao_steps"]["facts"]["precisions"]
+    record_property("torchao_steps", found)
+    assert list(found) == ["bf16", *TORCHAO_SCENARIOS], checks[
+        "torchao_steps"
+    ]  # a machine that lacks torchao is none that these tests call sound
+    assert "fp8" not in found["bf16"]["gemm_kernels"]
+    for name, products in steps.TORCHAO.fp8_products.items():
+        assert found[name]["gemm_kernels"]["fp8"] == products and found[name]["recipe_inside"] == name, found[name]
+        assert found[name]["cosine"] > steps.MIN_COSINE
     assert checks["attention"]["facts"]["seen"]["backend"] == "fused (cuDNN)"
     assert checks["attention"]["facts"]["selected"].startswith("FusedAttention")
     assert len(checks["cudnn"]["facts"]["folders"]) == 1
     assert all(run["exit_code"] == 0 for run in checks["engines"]["facts"].values()) and checks["engines"]["facts"]
     if torch.cuda.device_count() == 1:
         assert checks["nccl"]["status"] == "skipped"
-        assert wall_s < 4 * start_s + 30, "the verifier, torchrun and its worker start one after another, and nothing else does"
+        waited_s = wall_s - checks["torchao_steps"]["wall_s"]  # for what torch.compile takes longer than all the others
+        assert waited_s < 4 * start_s + 30, "the verifier, torchrun and its worker start one after another, and nothing else does"
     else:
         assert checks["nccl"]["status"] in ("passed", "warning"), checks["nccl"]
 
 
-@pytest.mark.exclusive
+@pytest.mark.whole_machine
 def test_quick(tmp_path, record_property, start_s):
     _, checks, wall_s, output = verify(tmp_path / "verify.json", "--quick")
     record_property("wall_s", wall_s)
-    assert not {"rates", "nccl", "engines"} & set(checks)
+    assert not {"rates", "nccl", "engines", "torchao_steps"} & set(checks)
     assert checks["steps"]["status"] == "passed", output
     assert wall_s < 3 * start_s + 15, "the verifier and the steps' process start one after another"
 
@@ -158,7 +169,7 @@ def test_absent_fp8_kernels_are_caught(tmp_path, record_property):
     """A recipe that says fp8 and runs bf16, as a lost autocast would."""
     patched = (
         "import sys; from pathlib import Path; from llm_fp8.config import PrecisionConfig; from llm_fp8.verify import steps, steps_probe; "
-        "steps.PRECISIONS['delayed'] = PrecisionConfig(mixed_precision='bf16'); steps_probe.main(*map(Path, sys.argv[1:]))"
+        "steps.PRECISIONS['delayed'] = PrecisionConfig(mixed_precision='bf16'); steps_probe.main(*map(Path, sys.argv[1:3]), sys.argv[3])"
     )
     program = (
         "import sys; from llm_fp8.verify import steps; from llm_fp8.verify.command import main; "

@@ -1,0 +1,23 @@
+"""Norms go to cuDNN where Transformer Engine has no kernel tuned for their width, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+
+from llm_fp8.norm_backend import VARIABLES, choose_norm_backend
+
+
+@pytest.mark.parametrize(
+    ("width", "major", "before", "after"),
+    [
+        (3072, 9, {}, dict.fromkeys(VARIABLES, "1")),
+        (5120, 9, {}, dict.fromkeys(VARIABLES, "1")),
+        (4096, 9, {}, {}),
+        (896, 9, {}, {}),
+        (3072, 10, {}, {}),
+        (3072, 9, {VARIABLES[0]: "0"}, {VARIABLES[0]: "0", VARIABLES[1]: "1"}),
+    ],
+)
+def test_widths_without_a_tuned_kernel_on_hopper(width, major, before, after):
+    choose_norm_backend(width, major, before)
+    assert before == after

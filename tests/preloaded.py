@@ -1,0 +1,17 @@
+"""What a training imports and makes once, for the servers that processes of tests are forked from: importing this is their start."""
+
+import gc
+
+# ruff: noqa: F401
+import accelerate.commands.launch
+import torch._inductor.compile_fx  # much of what DeepSpeed imports; its own import reads the environment
+import torch.distributed.run
+import transformers.generation
+import transformers.models.llama.modeling_llama
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+import llm_fp8.run
+
+get_checkpoint_conversion_mapping("llama")  # of every family, kept: it compiles a thousand patterns
+gc.collect()
+gc.freeze()  # the forked processes share it, and would copy what their collector looks at
