@@ -84,9 +84,10 @@ def scaling_lines(rows: list[Row]) -> dict[str, dict[str, list[tuple[int, float]
             continue
         title = f"{row['model']}, rows of {row['seq_length']:,}"
         line = lines.setdefault(title, {}).setdefault(row["arm"], [])
-        alone = row["arm"].partition(f"{arm.mode}:")[2]
         of_one = (
-            one for one in measured if (one["arm"], one["workload"]) == (alone, row["workload"]) and one.get("num_gpus", 1) == 1
+            one
+            for one in measured
+            if (one["arm"], one["workload"]) == (arm.on_one_gpu, row["workload"]) and one.get("num_gpus", 1) == 1
         )
         if not line and (one := next(of_one, None)) is not None:
             line.append((1, tokens_per_s(one)[0]))

@@ -170,7 +170,22 @@ class Record:
             )
 
     def _comparisons(self) -> list[dict[str, Any]]:
-        return [found for row in self._rows.values() if (found := compare(row, self.rows_of(row)))]
+        return [found for row in self._rows.values() if (found := self.comparison(row))]
+
+    def comparison(self, row: TableRow) -> dict[str, Any] | None:
+        """`compare`, and on several GPUs scaling: arm of ours -> speed per GPU over that on one GPU, where the file has both."""
+        found = compare(row, self.rows_of(row))
+        if found is not None and row.num_gpus > 1:
+            every = [*self._others["rows"], *(one for other in self._rows.values() for one in self.rows_of(other))]
+            measured = [one for one in every if one["workload"] == row.work.name and "failed" not in one]
+            alone = {one["arm"]: one["tokens_per_s_per_gpu"] for one in measured if one["num_gpus"] == 1}
+            spread = {one["arm"]: one["tokens_per_s_per_gpu"] for one in measured if one["row"] == row.name}
+            found["scaling"] = {
+                arm.name: spread[arm.name] / alone[arm.on_one_gpu]
+                for arm in row.ours
+                if arm.name in spread and arm.on_one_gpu in alone
+            }
+        return found
 
     def rows_of(self, row: TableRow) -> list[dict[str, Any]]:
         """The rows of the file that are of one row of the table: one per arm that has an answer."""
@@ -467,7 +482,7 @@ def print_table(rows: Sequence[TableRow], record: Record) -> None:
     """All rows with their targets."""
     for row in rows:
         found = record.rows_of(row)
-        comparison = compare(row, found)
+        comparison = record.comparison(row)
         print(f"\n{row.name}: {row.work.name}" + (f", {row.num_gpus} GPUs" if row.num_gpus > 1 else "") + _documents(row))
         for entry in found:
             print(_line(row, entry))
@@ -488,6 +503,8 @@ def _conclusions(row: TableRow, comparison: dict[str, Any], entries: dict[str, d
     of_best = comparison["ours"][best]
     if "share_of_target" in comparison:
         yield f"    {best} reaches {comparison['share_of_target']:.0%} of the target ({target_of(row)})"
+    for arm, share in comparison.get("scaling", {}).items():
+        yield f"    {arm}: {share:.1%} of the speed on one GPU, per GPU"
     for rival, times in of_best["times"].items():
         losses = ", ".join(
             f"{name.removesuffix('_differences').replace('_', ' ')} {of_best[name][rival]:+.4%}"

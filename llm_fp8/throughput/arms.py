@@ -73,6 +73,11 @@ class Arm:
         return self.what.computes_in_fp8
 
     @property
+    def on_one_gpu(self) -> str:
+        """The name of the arm that trains the same on one GPU."""
+        return self.name if self.mode is None else self.name.partition(f"{self.mode}:")[2]
+
+    @property
     def context_size(self) -> int:
         """Processes that share the tokens of a row."""
         return self.what.parallel.context_parallel_size if isinstance(self.what, OurArm) else 1

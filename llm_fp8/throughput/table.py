@@ -4,9 +4,9 @@ It is a JSON file, {"rows": [...]} (benchmarks/speed_table.json is the project's
 
     name                          of its own
     workload                      MODEL:ROWSxLENGTHxMICRO_BATCHES[@DATASET], per GPU
-    num_gpus                      1 where it is left out
+    num_gpus                      1 where it is left out; a list makes a row for each, named NAME_xN
     ours, rivals                  names of arms (llm_fp8/throughput/arms.py)
-    target_tokens_per_s_per_gpu   what ours is to reach; may be left out
+    target_tokens_per_s_per_gpu   what ours is to reach; may be left out. With a list of num_gpus: {"N": target}
     target_times_padded           with @DATASET: real tokens/s of ours over those of BASELINE, which pads; may be left out
 
 A target belongs to its model and shape: a table for another GPU or model is another file.
@@ -109,7 +109,7 @@ def read_table(path: Path, num_steps: int, text: str | None = None) -> list[Tabl
     """
     try:
         entries = json.loads(path.read_text())["rows"]
-        rows = [_row(entry, num_steps, text) for entry in entries]
+        rows = [_row(one, num_steps, text) for entry in entries for one in _by_num_gpus(entry)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--table {path} is no table of workloads ({type(error).__name__}: {error}).") from error
     except UserError as error:
@@ -120,6 +120,26 @@ def read_table(path: Path, num_steps: int, text: str | None = None) -> list[Tabl
     if not rows:
         raise UserError(f"--table {path} has no rows.")
     return rows
+
+
+def _by_num_gpus(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entry, or one for each of its numbers of GPUs."""
+    numbers = entry.get("num_gpus", 1)
+    if not isinstance(numbers, list):
+        return [entry]
+    targets = entry.get("target_tokens_per_s_per_gpu", {})
+    if unknown := sorted(targets.keys() - set(map(str, numbers))):
+        raise UserError(f"row {entry['name']} has a target for {unknown[0]} GPUs, which are none of its num_gpus.")
+    common = {key: value for key, value in entry.items() if key != "target_tokens_per_s_per_gpu"}
+    return [
+        {
+            **common,
+            "name": f"{entry['name']}_x{number}",
+            "num_gpus": number,
+            "target_tokens_per_s_per_gpu": targets.get(str(number)),
+        }
+        for number in numbers
+    ]
 
 
 def _row(entry: dict[str, Any], num_steps: int, text: str | None) -> TableRow:

@@ -113,6 +113,18 @@ def test_the_targets_of_the_log_are_those_of_the_table():
         assert lines[name].split()[0] == f"{value:,g}", name
 
 
+def test_a_row_for_each_number_of_gpus(tmp_path):
+    targets = {"target_tokens_per_s_per_gpu": {"4": 90_000}}
+    several = {**ROW, **targets, "num_gpus": [2, 4], "ours": ["ddp:delayed"], "rivals": ["ddp:hf_bf16"]}
+    rows = read_table(write_table(tmp_path, ROW, several), 3)
+    assert [(row.name, row.num_gpus, row.targets) for row in rows[1:]] == [
+        ("1b_x2", 2, {}),
+        ("1b_x4", 4, {"target_tokens_per_s_per_gpu": 90_000}),
+    ]
+    with pytest.raises(UserError, match="row 1b has a target for 4 GPUs, which are none of its num_gpus"):
+        read_table(write_table(tmp_path, {**several, "num_gpus": [2, 8]}), 3)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -310,6 +322,9 @@ def test_rows_are_spread_and_the_arms_of_a_row_share_a_gpu(tmp_path):
     record = json.loads((tmp_path / "r.json").read_text())
     of_two = [row for row in record["rows"] if row["row"] == "x2"]
     assert all(row["tokens_per_s"] == 2 * row["tokens_per_s_per_gpu"] for row in of_two) and "gap_s" not in of_two[0]["step"]
+    (scaling,) = (found["scaling"] for found in record["comparisons"] if "scaling" in found)
+    (alone,) = (row for row in record["rows"] if (row["row"], row["arm"]) == ("r0", "delayed"))
+    assert scaling == {"ddp:delayed": pytest.approx(of_two[0]["tokens_per_s_per_gpu"] / alone["tokens_per_s"])}
 
 
 def test_the_longest_row_begins_first_where_several_are_measured(tmp_path):
