@@ -571,6 +571,13 @@ def test_the_readmes_ratios_are_those_of_the_files():
     assert f"{real['bf16'] / real['hf_bf16']:.2f} times in bf16" in text
 
 
+def test_the_losses_with_first_scales_are_those_of_the_file():
+    rows = {row["arm"]: row["rounds"][0]["losses"] for row in load("levers_8b_first_scales.json")[0][1]["rows"]}
+    told = (f"{rows[arm][step - 1]:.3f}" for arm in ("delayed", "current") for step in (1, 2, 3, 7))
+    text = " ".join((RESULTS.parents[1] / "docs" / "numerics.md").read_text().split())
+    assert "With the passes `delayed` has {}, {}, {} and {}, beside {}, {}, {} and {} of `current`".format(*told) in text
+
+
 def test_the_losses_on_real_documents_are_what_the_document_says():
     rows = {
         row["arm"]: row for row in json.loads((RESULTS / "speed_table_h200.json").read_text())["rows"] if row["row"] == "text_1b"
