@@ -571,6 +571,16 @@ def test_the_readmes_ratios_are_those_of_the_files():
     assert f"{real['bf16'] / real['hf_bf16']:.2f} times in bf16" in text
 
 
+def test_the_start_of_8b_takes_what_the_document_says():
+    ((_, record),) = load("startup_8b.json")
+    (start,) = record["starts"]
+    phases = start["phases_s"]
+    told = "ends {:.0f} s after the command: {:.0f} s of imports, {:.0f} of the comparison with Hugging Face's decoder, {:.0f} for {:.0f} GiB".format(
+        start["first_step_s"], phases["imports"], phases["parity"], phases["weights"], record["weights_gib"]
+    )
+    assert told in (RESULTS.parents[1] / "docs" / "metrics.md").read_text()
+
+
 def test_the_losses_with_first_scales_are_those_of_the_file():
     rows = {row["arm"]: row["rounds"][0]["losses"] for row in load("levers_8b_first_scales.json")[0][1]["rows"]}
     told = (f"{rows[arm][step - 1]:.3f}" for arm in ("delayed", "current") for step in (1, 2, 3, 7))
