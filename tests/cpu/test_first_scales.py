@@ -220,7 +220,7 @@ def note_backward_losses(folder: Path) -> None:
     torch.Tensor.backward = note
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "fsdp_offload"])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "fsdp_offload", "deepspeed_3"])
 def test_gradients_are_as_large_as_trainings_on_several_ranks(mode, tmp_path, tiny_model, sixteen_rows):
     """Every rank begins its passes with the very loss that its first micro-batch has in training, whatever the others have."""
     log = tmp_path / "log"
