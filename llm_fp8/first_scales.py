@@ -19,11 +19,12 @@ The more layers there are and the more they add, the longer it goes on; with 32 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from accelerate import Accelerator
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llm_fp8.data.collate import Batch
@@ -34,7 +35,17 @@ from llm_fp8.training_model import TrainingModel
 PASSES = 5
 
 
-def find_first_scales(model: TrainingModel, precision: Precision, batch: Batch, num_supervised: int) -> None:
+def supervised_tokens_per_process(accelerator: Accelerator, batches: Sequence[Batch]) -> float:
+    """Supervised tokens of a step, of which `batches` are this process's share, over the number of processes. Collective.
+
+    The number by which a summed loss is divided before its backward pass: `llm_fp8.loop` divides by all of them, and `Engine.backward` multiplies
+    by the number of processes, whose gradients are averaged.
+    """
+    count = torch.tensor(float(sum(batch.num_supervised_tokens for batch in batches)), device=accelerator.device)
+    return float(accelerator.reduce(count, reduction="mean"))
+
+
+def find_first_scales(model: TrainingModel, precision: Precision, batch: Batch, num_supervised: float) -> None:
     """Pass `batch` forward and backward as often as scales need; weights, gradients (there are none) and random numbers stay as they were.
 
     With `precision.scales_lag` False nothing happens. Collective where scales or parameters belong to several ranks.
@@ -43,19 +54,26 @@ def find_first_scales(model: TrainingModel, precision: Precision, batch: Batch, 
         model: before it is wrapped by what exchanges gradients, or with parameters that FSDP splits.
         precision: attached to it.
         batch: a micro-batch, on the device.
-        num_supervised: supervised tokens of a whole step, by which its loss is divided: the size of gradients depends on it.
+        num_supervised: of `supervised_tokens_per_process`. The size of gradients depends on it; maxima that are too large would stay in the history,
+            and underflow with them, for as many steps as it is long.
     """
     if not precision.scales_lag:
         return
     device = batch.input_ids.device
     model.train()
+    # Each gradient goes at once: together they can be more than training keeps of them on one rank (DeepSpeed's stages 2 and 3).
+    hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in model.parameters() if p.requires_grad]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for _ in range(PASSES):
             with precision.context(first_microbatch=None):
-                loss = model(batch) / max(1, num_supervised)
+                loss = model(batch) / max(1.0, num_supervised)
             loss.backward()
-            for parameter in model.parameters():
-                parameter.grad = None
+    for hook in hooks:
+        hook.remove()
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def prepare_with_scales(

@@ -22,7 +22,7 @@ from llm_fp8.errors import UserError
 from llm_fp8.exact_match import ExactMatchEvaluation, encode_problems
 from llm_fp8.export import export_adapter, export_hf, export_size_bytes
 from llm_fp8.failures import explained_failures
-from llm_fp8.first_scales import PASSES, find_first_scales, prepare_with_scales
+from llm_fp8.first_scales import PASSES, find_first_scales, prepare_with_scales, supervised_tokens_per_process
 from llm_fp8.fp8_config_keys import idle_sentences
 from llm_fp8.generation import check_positions
 from llm_fp8.json_files import write_json_atomic
@@ -101,12 +101,12 @@ def run_training(config: Config, clock: PhaseClock | None = None) -> int:
     return code
 
 
-def first_batch(loader: TrainLoader) -> Batch:
-    """The first micro-batch that `loader` will give, which it will give again."""
+def first_step(loader: TrainLoader) -> list[Batch]:
+    """The micro-batches of the first step that `loader` will give, which it will give again."""
     position = loader.state_dict()
     batches = next(iter(loader))
     loader.load_state_dict(position)
-    return batches[0]
+    return batches
 
 
 class Run(RunParts):
@@ -256,9 +256,9 @@ class Run(RunParts):
     def _find_first_scales(self, training_model: TrainingModel, data: PreparedData, resumed: bool) -> None:
         if resumed or not self.precision.scales_lag:
             return
-        batch = first_batch(data.train).to(self.device)
-        num_micro_batches = self.config.optim.gradient_accumulation_steps * self.accelerator.num_processes
-        find_first_scales(training_model, self.precision, batch, batch.num_supervised_tokens * num_micro_batches)
+        batches = first_step(data.train)
+        num_supervised = supervised_tokens_per_process(self.accelerator, batches)
+        find_first_scales(training_model, self.precision, batches[0].to(self.device), num_supervised)
         self.say(f"delayed scaling: first scales from {PASSES} passes over the first micro-batch, whose gradients are dropped")
 
     def _profile_step(self, completed: int, total_steps: int) -> int:
@@ -324,7 +324,7 @@ class Run(RunParts):
             raise UserError("--parity_check compares the TE decoder with Hugging Face's and needs --use_te.")
         if not self.config.model.use_te or not (default if wanted is None else wanted):
             return
-        batch = self.context.on_its_own(first_batch(data.train))
+        batch = self.context.on_its_own(first_step(data.train)[0])
         report = check_parity(
             model,
             batch.to(self.device),

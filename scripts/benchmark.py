@@ -115,7 +115,7 @@ def _counts(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_earlier(output: Path, num_steps: int, num_timed: int) -> dict[str, Any]:
-    """The record that an earlier call left in `output`, with rows that have rounds; empty where there is no file.
+    """The record that an earlier call left in `output`; empty where there is no file.
 
     Raises `UserError` for another program's file, or rounds of other --steps and --warmup.
     """
@@ -131,7 +131,7 @@ def read_earlier(output: Path, num_steps: int, num_timed: int) -> dict[str, Any]
                     f"--output {output} was measured with --steps {row['num_steps']} and --warmup {row['num_steps'] - len(answer['step_times_s'])}; "
                     "give the same, or another file."
                 )
-    return {**record, "rows": [row for row in record["rows"] if "rounds" in row]}
+    return record
 
 
 def _joined(output: Path | None, earlier: dict[str, Any], header: dict[str, Any]) -> dict[str, Any]:
@@ -161,15 +161,13 @@ def measure_all(
 ) -> list[dict[str, Any]]:
     """Measure every arm of every workload, round by round; the rows, which `output` holds after each measurement as well.
 
-    `earlier`: what `read_earlier` found. Its rounds count, its other rows stay first.
+    `earlier`: what `read_earlier` found. Its rounds count; its rows of other workloads and arms, failed ones too, stay and come first.
     """
     earlier = earlier or {}
     kept = {(row["workload"], row["arm"]): row for row in earlier.get("rows", [])}
     wanted = {(work.name, arm.name) for work in works for arm in arms}
     answers = {
-        (work.name, arm.name): list(kept[work.name, arm.name]["rounds"]) if (work.name, arm.name) in kept else []
-        for work in works
-        for arm in arms
+        (work.name, arm.name): list(kept.get((work.name, arm.name), {}).get("rounds", [])) for work in works for arm in arms
     }
     others = [row for name, row in kept.items() if name not in wanted]
 

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llm_fp8.config import Config
-from llm_fp8.first_scales import find_first_scales, prepare_with_scales
+from llm_fp8.first_scales import find_first_scales, prepare_with_scales, supervised_tokens_per_process
 from llm_fp8.loop import LoopOptions, Trainer
 from llm_fp8.lora import num_adapter_parameters
 from llm_fp8.metrics import DecoderSize
@@ -88,7 +88,7 @@ class OurTraining:
         context.attach(decoder_layers(model))
         split = [context.split(batch) for batch in work.batches(hf_config.vocab_size, ranks.rank // context_size)]
         batches = [batch.to(self.accelerator.device) for batch in split]
-        num_supervised = sum(batch.num_supervised_tokens for batch in batches) * self.accelerator.num_processes
+        num_supervised = supervised_tokens_per_process(self.accelerator, batches)
         prepared, optimizer = prepare_with_scales(
             run.engine,
             training_model,

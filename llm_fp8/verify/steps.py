@@ -68,7 +68,7 @@ TORCHAO = Library(
 )
 LIBRARIES = {library.check: library for library in (TE, TORCHAO)}
 WARM_STEPS = 2
-"""Behind which delayed scaling has scales that fit: it begins with 1, under which small gradients are lost."""
+"""So that losses behind updates are compared too, and the gradient is of weights that fp8 has moved."""
 
 MAX_LOSS_DIFFERENCE = 0.02
 MIN_COSINE = 0.9

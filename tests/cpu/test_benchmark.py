@@ -228,7 +228,7 @@ def test_a_bench_goes_on_from_its_file(tmp_path, monkeypatch, capsys):
         git = {"commit": commit[0], "dirty": None}
         provenance = {"git": git, "packages": {}, "driver": "1", "gpus": [{"name": "H"}], "time_utc": str(len(taken))}
         header = {"provenance": provenance, "peaks": None}
-        if len(taken) == 4:
+        if len(taken) == 4 or arm == "block":
             return {"failed": "killed", "header": header}
         times = [float(len(taken))] * (num_steps - warmup)
         return {"failed": None, "header": header, "step_times_s": times, "losses": [7.0, 6.0], "wall_time_s": 1.0}
@@ -253,6 +253,9 @@ def test_a_bench_goes_on_from_its_file(tmp_path, monkeypatch, capsys):
     assert record["rows"] == rows and [origin["time_utc"] for origin in record["earlier_provenance"]] == ["1", "3"]
     kept = path.read_text()
     assert measure_arms("bf16", 2) == rows and len(taken) == 2 and path.read_text() == kept, "nothing was left to measure"
+    measure_arms("block", 1)
+    assert [row.get("failed") for row in measure_arms("bf16", 2)] == [None, None, "killed", None], "and what failed stays too"
+    kept = path.read_text()
     with pytest.raises(UserError, match="with --steps 3 and --warmup 1; give the same"):
         measure_arms("bf16", 2, warmup=2)
     commit[0] = "b" * 40

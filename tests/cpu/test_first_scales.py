@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +15,7 @@ from torch import nn
 from llm_fp8 import run as run_module
 from llm_fp8.first_scales import PASSES, find_first_scales, prepare_with_scales
 from llm_fp8.precision import Precision
+from tests.processes import exit_code, start_ranks
 from tests.small import steps, train
 
 WIDTH, NUM_TOKENS = 32, 64
@@ -137,6 +141,11 @@ def test_as_many_passes_as_deep_models_need(kind, gain, batch, monkeypatch):
 def test_nothing_is_left_but_scales(batch):
     model = Blocks()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    together = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: together.append(sum(parameter.grad is not None for parameter in model.parameters()))
+        )
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -144,6 +153,9 @@ def test_nothing_is_left_but_scales(batch):
     assert torch.equal(torch.rand(4), expected), "dropout drew random numbers of its own"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters()) and model.num_passes == PASSES
+    assert set(together) == {1}, "no two gradients are there at a time"
+    model(batch).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters()), "afterwards they stay"
 
 
 def test_other_recipes_need_none(batch):
@@ -184,8 +196,6 @@ def test_a_run_is_bit_for_bit_what_it_is_without_them(tmp_path, tiny_model, sixt
     ]  # fmt: skip
     train(*options, "--max_steps=4", "--save_every=2", f"--output_dir={tmp_path / 'with'}")
     assert len(lagging) == 1 and f"first scales from {PASSES} passes" in capsys.readouterr().out
-    (_, _, batch, num_supervised) = lagging[0]
-    assert num_supervised == 2 * batch.num_supervised_tokens > 0
     train(*options, "--max_steps=6", f"--output_dir={tmp_path / 'with'}", "--resume_from=latest")
     assert len(lagging) == 1, "a resumed run has its scales"
     monkeypatch.setattr(Precision, "scales_lag", property(lambda self: False))
@@ -194,3 +204,32 @@ def test_a_run_is_bit_for_bit_what_it_is_without_them(tmp_path, tiny_model, sixt
         [(record["loss"], record["grad_norm"]) for record in steps(tmp_path / name)] for name in ("with", "without")
     )
     assert len(found) == 6 and found == expected
+
+
+def note_backward_losses(folder: Path) -> None:
+    """In a process: take the run for one with delayed scaling, and note for its rank what each of its backward passes begins with."""
+    Precision.scales_lag = property(lambda self: True)
+    Precision.state_tensors = lambda self: {}
+    backward = torch.Tensor.backward
+
+    def note(loss, *arguments, **named):
+        with (folder / os.environ["RANK"]).open("a") as file:
+            print(repr(float(loss)), file=file)
+        backward(loss, *arguments, **named)
+
+    torch.Tensor.backward = note
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "fsdp_offload", "deepspeed_3"])
+def test_gradients_are_as_large_as_trainings_on_several_ranks(mode, tmp_path, tiny_model, sixteen_rows):
+    """Every rank begins its passes with the very loss that its first micro-batch has in training, whatever the others have."""
+    log = tmp_path / "log"
+    options = [
+        f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--max_seq_length=256", "--batch_size=2", "--gradient_accumulation_steps=2",
+        "--max_steps=1", "--no_export", f"--sharding_mode={mode}", f"--output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    processes = start_ranks(2, log, *options, first=functools.partial(note_backward_losses, tmp_path))
+    assert [exit_code(process) for process in processes] == [0, 0], log.read_text()
+    for rank in ("0", "1"):
+        found = [float(line) for line in (tmp_path / rank).read_text().splitlines()]
+        assert len(found) == PASSES + 2 and found[:PASSES] == pytest.approx([found[PASSES]] * PASSES, rel=1e-6)

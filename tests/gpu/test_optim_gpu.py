@@ -329,8 +329,8 @@ def test_a_new_step_compiles_no_eight_bit_kernel(monkeypatch):
     assert compiled, "the hook sees what is compiled"
 
 
-def test_speed_of_the_eight_bit_kernel():
-    """Prints what the kernel moves per second; the GPU's memory bandwidth is the bound."""
+def test_speed_of_the_eight_bit_kernel(record_property):
+    """Prints and records what the kernel moves per second; the GPU's memory bandwidth is the bound."""
     generator = torch.Generator("cuda").manual_seed(0)
     count, repeats = 2**30, 20
     weight, gradient = (torch.randn(count, generator=generator, device="cuda", dtype=torch.bfloat16) * 1e-2 for _ in range(2))
@@ -347,6 +347,7 @@ def test_speed_of_the_eight_bit_kernel():
     torch.cuda.synchronize()
     seconds = start.elapsed_time(end) / 1e3 / repeats
     gb_per_s = EIGHT_BIT_TRAFFIC * count / seconds / 1e9
+    record_property("gb_per_s", gb_per_s)
     print(f"\nEightBitAdamW: 2^30 elements in {seconds * 1e3:.2f} ms, {gb_per_s:.0f} GB/s on {torch.cuda.get_device_name()}")
 
 
@@ -371,8 +372,8 @@ def test_memory_is_what_the_table_says(kind):
     assert extra < 16 * 2**20, f"{extra / 2**20:.1f} MiB"  # partial sums of the norm
 
 
-def test_speed_of_the_kernel():
-    """Prints what the kernel moves per second; the GPU's memory bandwidth is the bound."""
+def test_speed_of_the_kernel(record_property):
+    """Prints and records what the kernel moves per second; the GPU's memory bandwidth is the bound."""
     count, repeats = 2**28, 20
     tensors = make_tensors((count,), torch.bfloat16)
     scale = torch.ones((), device="cuda")
@@ -386,4 +387,5 @@ def test_speed_of_the_kernel():
     torch.cuda.synchronize()
     seconds = start.elapsed_time(end) / 1e3 / repeats
     gb_per_s = TRAFFIC_BYTES_PER_ELEMENT * count / seconds / 1e9
+    record_property("gb_per_s", gb_per_s)
     print(f"\nMasterAdamW: 2^28 elements in {seconds * 1e3:.2f} ms, {gb_per_s:.0f} GB/s on {torch.cuda.get_device_name()}")

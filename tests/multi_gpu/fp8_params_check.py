@@ -54,8 +54,7 @@ FP8_WEIGHTS_PER_LAYER = 4
 """Fused QKV, attention's output, fc1 and fc2."""
 
 FIRST_LOSS = 2e-3
-"""Relative difference allowed in the first step: one run rounds its masters to bf16 and then to fp8, the other at once; and in its first step
-delayed scaling casts with scale 1, --fp8_params with the right one."""
+"""Relative difference allowed in the first step: one run rounds its masters to bf16 and then to fp8, the other at once."""
 EXCESS, FLOOR = 2.0, 5e-3
 """In 20 steps losses may be so many times as far from bf16's as those of fp8 without fp8 parameters are, and a little: some weights differ by a
 spacing of fp8."""

@@ -99,8 +99,7 @@ def test_rows_shared_by_two_gpus_take_the_steps_of_whole_ones(precision, layout,
     first, rest, norms = (2e-4, 1e-3, 1e-2) if precision == "bf16" else (2e-3, 1e-2, 5e-2)
     assert figures(shared)[0] == pytest.approx(figures(whole)[0], rel=first)
     assert figures(shared) == pytest.approx(figures(whole), rel=rest)
-    number = 2 if precision == "delayed" else 0  # once its scales have settled
-    assert figures(shared, "grad_norm")[number] == pytest.approx(figures(whole, "grad_norm")[number], rel=norms)
+    assert figures(shared, "grad_norm")[0] == pytest.approx(figures(whole, "grad_norm")[0], rel=norms)
     assert figures(shared)[-1] < figures(shared)[0] - 0.05, "training must move the loss for this to mean anything"
     if precision == "bf16":
         assert summary(shared)["certificate"]["verdict"] == "certified"
