@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draw predicted against measured tokens/s for every recorded row that a prediction is made for.
+"""Draw predicted against measured tokens/s for every recorded row that a prediction is made for, but those flagged as tight.
 
 python benchmarks/plot_prediction.py benchmarks/plots/prediction.png
 """
@@ -35,14 +35,14 @@ def per_gpu(record: Recorded) -> tuple[float, float]:
 
 def draw(path: Path) -> None:
     """Left, throughput on the diagonal; right, the errors of time and memory of the same rows."""
-    records = [record for record in recorded_rows() if not record.out_of_memory]
+    records = [record for record in recorded_rows() if not (record.out_of_memory or record.prediction.tight)]
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.2), layout="constrained")
     for record in records:
         scenario = record.prediction.scenario
         style = {
             "color": COLOURS[scenario.recipe],
             "marker": MARKERS[scenario.num_gpus],
-            "markerfacecolor": "none" if record.prediction.tight else COLOURS[scenario.recipe],
+            "markerfacecolor": COLOURS[scenario.recipe] if record.todays else "none",
             "linestyle": "",
             "alpha": 0.8,
         }
@@ -61,7 +61,7 @@ def draw(path: Path) -> None:
         left.plot([], [], "o", color=colour, label=recipe)
     for num_gpus, marker in MARKERS.items():
         left.plot([], [], marker, color="#888888", label=f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}")
-    left.plot([], [], "o", color="#888888", markerfacecolor="none", label="memory full (flagged as tight)")
+    left.plot([], [], "o", color="#888888", markerfacecolor="none", label="decoder before its fused kernels")
     left.legend()
     for axis in (left, right):
         axis.grid(alpha=0.3)

@@ -18,11 +18,16 @@ HOPPER = 9
 VARIABLES = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
 
 
+def cudnn_is_faster(width: int) -> bool:
+    """Whether norms of so many elements are left to cuDNN on such a GPU."""
+    return width > MIN_WIDTH and width not in TUNED_WIDTHS
+
+
 def choose_norm_backend(width: int, major_capability: int, environ: MutableMapping[str, str]) -> None:
     """Have norms of so many elements computed by cuDNN in this process where that is faster; what `environ` says already stays.
 
     Forward with current scaling it changes nothing: what finds the tensor's maximum on the way is Transformer Engine's own kernel.
     """
-    if width > MIN_WIDTH and width not in TUNED_WIDTHS and major_capability == HOPPER:
+    if cudnn_is_faster(width) and major_capability == HOPPER:
         for name in VARIABLES:
             environ.setdefault(name, "1")

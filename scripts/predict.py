@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llm_fp8.architectures import bundled_architectures
-from llm_fp8.config import Config, ModelConfig
+from llm_fp8.config import FLASH_ATTENTION_4, Config, ModelConfig
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.json_files import require_writable, write_json_atomic
 from llm_fp8.predict.calibration import CALIBRATED_GPU, MAX_GPUS, MODES
@@ -53,6 +53,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--optimizer", choices=["auto", "adamw_fp32", "adamw_master", "adamw_8bit"], default="auto", help="(default %(default)s)"
+    )
+    parser.add_argument(
+        "--fp8_lm_head", choices=["none", "gradients", "all"], default="none", help="of the fp8 recipes (default %(default)s)"
+    )
+    parser.add_argument(
+        "--attn_implementation", choices=["auto", FLASH_ATTENTION_4], default="auto", help="auto is cuDNN's (default %(default)s)"
     )
     parser.add_argument("--gradient_checkpointing", action="store_true", help="every decoder layer is computed again")
     parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of one host (default %(default)s)")
@@ -89,6 +95,7 @@ def check(options: argparse.Namespace) -> None:
 
 def scenario_of(options: argparse.Namespace) -> Scenario:
     """What the command line describes, in bf16."""
+    from llm_fp8.flash_attention import check_flash_attention
     from llm_fp8.models import load_config, resolve_source
     from llm_fp8.predict.scenario import ModelSize, Scenario, default_optimizer
 
@@ -102,6 +109,8 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
         raise UserError(
             f"--max_seq_length {options.max_seq_length} is more than the {positions} positions of {model_name} (max_position_embeddings); lower it."
         )
+    if options.attn_implementation == FLASH_ATTENTION_4:
+        check_flash_attention(model.spec.head_dim, getattr(hf_config, "attention_dropout", 0.0))
     mode = options.sharding_mode or "single"
     return Scenario(
         model=model,
@@ -114,6 +123,8 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
         num_gpus=options.num_gpus,
         sync_every_micro_batch=options.sync_every_micro_batch,
         recomputed_layers=model.spec.num_layers if options.gradient_checkpointing else 0,
+        fp8_lm_head=options.fp8_lm_head,
+        flash_attention_4=options.attn_implementation == FLASH_ATTENTION_4,
     )
 
 

@@ -3,8 +3,9 @@
 They are rates *in training*, which are not the ceilings of llm_fp8/ceilings.py: clocks follow the power that the whole step draws. For another
 GPU every rate is scaled by the ratio of the two GPUs' measured ceilings.
 
-The records are benchmarks/results/throughput_{1b,3b,8b,8b_b6}.json (one GPU) and multi_gpu_throughput_*.json. The GEMM rates are the FLOPs of
-a row over the time of its `gemm_kernels`; bandwidths and attention rates are a least-squares fit of what is left of each step, rounded by hand. No record was held out.
+Where no other record is named, a constant comes from the rows 1b, 8b and 8b_s8192 of benchmarks/results/speed_table_h200.json, whose recorded steps
+have the time of each class of kernels (llm_fp8/kernels.py): the FLOPs or bytes that step_time.py counts for a class, over its time, the mean of the rows, rounded.
+The table's other rows were left out: 3b, text_1b, and 14b but for its optimizer.
 """
 
 from __future__ import annotations
@@ -22,16 +23,23 @@ SMALL_GEMM_TOKENS = 256
 """A GEMM over t tokens runs at t / (t + this) of its full rate: from fp8 and bf16 GEMM times of throughput_8b.json (8,192 tokens) and
 throughput_8b_b6.json (6,144), which give 381 in fp8 and 148 in bf16."""
 
-DIAGONAL_TOKENS = 225
-"""Causal attention over documents of l tokens takes the time of l + this: the tiles on the diagonal are computed whole. From
-multi_gpu_throughput_8b_s1024_x4.json against multi_gpu_throughput_8b_s8192_x4.json."""
+DIAGONAL_TOKENS = 970
+"""Causal attention over documents of l tokens takes the time of l + this: the tiles on the diagonal are computed whole, and some of its kernels
+pass over the tokens once, whatever l is. From the class `attention` of row 8b against row 8b_s8192: 992, 975 and 938 by arm, cuDNN's."""
+
+FLASH4_SPEED_UP = 1.14
+"""Of flash-attn 4 over cuDNN's attention, time of the class: 1.16 (1b), 1.11 (8b), 1.16 (8b_s8192), with `:flash4` against without."""
+
+GAP_S = 0.027
+"""Seconds of a step in which no kernel of it runs: the step less the sum of the classes, 18 to 32 ms and much the same for four and eight micro-batches; 37 and 49 ms
+in row 14b with its sixteen. It is the host's, and is not scaled for another GPU."""
 
 MEASURED_TOKENS = (4096, 16384)
 """Fewest and most tokens of a micro-batch in the records."""
 
 FITS_RESERVE_GIB = 2.0
-"""Beyond the peak of the tensors: CUDA's context and the allocator's gaps. The fullest recorded run (throughput_8b.json, delayed) peaked at 136.6
-of 139.8 GiB."""
+"""Beyond the peak of the tensors: CUDA's context and the allocator's gaps. The fullest recorded run (speed_table_h200.json, 8b, delayed:fp8head_all)
+peaked at 137.5 of 139.8 GiB."""
 
 FSDP_RESERVED_SHARE = 1.15
 """What the allocator reserves over the peak of the tensors under FSDP, whose buffers live on several streams: up to 1.17 in
@@ -54,25 +62,36 @@ GPU_MEMORY_GIB = {CALIBRATED_GPU: 139.8}
 class Rates:
     """What the parts of a step reach. TFLOP/s: 10**12 per second; TB/s: 10**12 bytes per second, read plus written."""
 
-    bf16_gemm_tflops: float = 705.0
+    bf16_gemm_tflops: float = 715.0
     """Of bf16 runs."""
-    bf16_head_tflops: float = 740.0
+    bf16_head_tflops: float = 750.0
     """Of the bf16 output head in an fp8 run, which leaves more of the power to it."""
-    fp8_gemm_tflops: dict[str, float] = field(default_factory=lambda: {"delayed": 1340.0, "current": 1340.0, "block": 1085.0})
-    """By recipe, forward and both backward GEMMs together."""
-    attention_tflops: dict[int, float] = field(default_factory=lambda: {64: 244.0, 128: 380.0})
-    """By head size, cuDNN's kernels alone, model FLOPs (llm_fp8/metrics.py): 64 from a profile of Llama-3.2-1B, with which throughput_1b.json
-    agrees, 128 from the fit."""
-    pass_tb_s: float = 2.45
-    """Norms, SwiGLU, RoPE, residuals, cross entropy."""
-    cast_tb_s: dict[str, float] = field(default_factory=lambda: {"delayed": 2.55, "current": 3.14, "block": 2.55})
-    """Casts, transposes and maxima of activations and gradients, by recipe."""
-    weight_tb_s: float = 3.9
+    fp8_gemm_tflops: dict[str, float] = field(default_factory=lambda: {"delayed": 1340.0, "current": 1340.0, "block": 1110.0})
+    """By recipe, forward and both backward GEMMs together, and the products of an fp8 head. `current` runs the kernels of `delayed`; `block` from
+    throughput_1b.json and throughput_8b_b6.json."""
+    attention_tflops: dict[int, float] = field(default_factory=lambda: {64: 320.0, 128: 393.0})
+    """By head size, cuDNN's, model FLOPs (llm_fp8/metrics.py) with `DIAGONAL_TOKENS`."""
+    pass_tb_s: float = 3.65
+    """Norms, SwiGLU, RoPE, residuals, copies around attention."""
+    general_norm_tb_s: float = 1.36
+    """Transformer Engine's RMSNorm of widths that it has no tuned kernel for, where cuDNN's is not taken (llm_fp8/norm_backend.py): the class
+    `norm` of levers_3b_norms_te.json."""
+    swiglu_cast_tb_s: float = 2.9
+    """SwiGLU that writes fp8, forward and backward (llm_fp8/swiglu_kernel.py), of `delayed`."""
+    loss_tb_s: float = 2.75
+    """Cross entropy."""
+    cast_tb_s: dict[str, float] = field(default_factory=lambda: {"delayed": 3.63, "current": 3.67, "block": 2.33})
+    """Casts, transposes and maxima of activations and gradients, by recipe. `current` from levers_8b_first_scales.json, `block` from
+    throughput_1b.json and throughput_3b.json, whose casts are today's."""
+    weight_tb_s: float = 3.83
     """Optimizer, gradient norm and accumulation, weight casts."""
+    eight_bit_tb_s: float = 2.03
+    """adamw_8bit and the gradient norm before it (llm_fp8/eight_bit_adamw_kernel.py): the class `optimizer` of row 14b."""
     exchange_tb_s: float = 0.8
     """Bytes of the whole tensors that are gathered and reduced, over the time that they lengthen a step by: the wire is hidden behind the
-    computation, what is left are copies, and kernels that share the GPU. The same for 2 and 4 GPUs of one host (NVLink) in
-    multi_gpu_throughput_8b_s1024_x2.json and multi_gpu_throughput_8b_s1024_x4.json."""
+    computation, what is left are copies, and kernels that share the GPU. The same for 2 and 4 GPUs of one host (NVLink). Not fitted anew: all
+    multi_gpu_throughput_*.json have the decoder before. Their FSDP rows of 8B less those of throughput_8b.json say 0.52 to 0.69, with which 14B,
+    exchanging in every micro-batch, would come out a tenth too slow."""
 
     def attention_rate(self, head_dim: int) -> float:
         """TFLOP/s of the measured head size that is nearest."""
@@ -96,6 +115,10 @@ class Rates:
             fp8_gemm_tflops=fp8,
             attention_tflops={size: rate * bf16 for size, rate in self.attention_tflops.items()},
             pass_tb_s=self.pass_tb_s * copy,
+            general_norm_tb_s=self.general_norm_tb_s * copy,
+            swiglu_cast_tb_s=self.swiglu_cast_tb_s * copy,
+            loss_tb_s=self.loss_tb_s * copy,
             cast_tb_s={name: rate * copy for name, rate in self.cast_tb_s.items()},
             weight_tb_s=self.weight_tb_s * copy,
+            eight_bit_tb_s=self.eight_bit_tb_s * copy,
         )

@@ -99,10 +99,17 @@ def peak_memory(scenario: Scenario) -> Memory:
     chunk = default_chunk_tokens(tokens, spec.vocab_size, torch.bfloat16)
     # In one chunk the weight's gradient is bf16; in several it is summed in fp32 and then rounded beside it.
     head_gradient = _BF16 * scenario.model.head if tokens <= chunk else (_FP32 + _BF16) * scenario.model.head
-    hidden = 4 * _BF16 * spec.hidden_size * tokens  # output of the last layer and of the norm, and their gradients
-    head: float = _BF16 * min(tokens, chunk) * spec.vocab_size + head_gradient + hidden
+    hidden = _BF16 * spec.hidden_size * tokens
+    logits = min(tokens, chunk) * spec.vocab_size
+    # Beside the logits four hidden states: the output of the last layer and of the norm, and their gradients.
+    head: float = _BF16 * logits + head_gradient + 4 * hidden
+    if scenario.fp8_head_products:
+        # At the cast of the logits' gradient there are three bytes for each and no gradient of the head or of its input yet; at the weight's product one byte.
+        summed = 0 if tokens <= chunk else _FP32 * scenario.model.head
+        head = max(3 * logits + summed + 3 * hidden, logits + head_gradient + 4 * hidden)
     cast_layers = scenario.fp8_layers if not scenario.sharded else min(1, scenario.fp8_layers)
-    casts = 2 * cast_layers * scenario.model.layer_linear
+    head_copies = max(0, scenario.fp8_head_products - 1)  # one layout of the weight, or both
+    casts = 2 * cast_layers * scenario.model.layer_linear + head_copies * scenario.model.head
     has_gradients = scenario.micro_batches > 1
     state = _standing_bytes(scenario, has_gradients) + _gathered_bytes(scenario)
     whole_gradients = _standing_bytes(scenario, True) + _gathered_bytes(scenario)

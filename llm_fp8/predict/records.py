@@ -15,6 +15,22 @@ from llm_fp8.models import load_config, resolve_source
 from llm_fp8.predict.calibration import CALIBRATED_GPU, MODES
 from llm_fp8.predict.prediction import Prediction, known_gpu, predict
 from llm_fp8.predict.scenario import RECIPES, ModelSize, Scenario, default_optimizer
+from llm_fp8.throughput.arms import HEADS
+
+FILES = (
+    "speed_table_h200.json",
+    "levers_*_softmax_fused.json",
+    "levers_*_first_scales.json",
+    "throughput_*.json",
+    "multi_gpu_throughput_*.json",
+)
+"""Under benchmarks/results. Other levers_*.json were recorded with a part of today's kernels, or with variables that their arms do not name."""
+
+TODAYS_SINCE = "2026-11-22"
+"""Of a file's `time_utc`. Those before it were recorded with the decoder as it was before its fused kernels (docs/performance_log.md)."""
+
+FITTED = {*(("speed_table_h200.json", name) for name in ("1b", "8b", "8b_s8192")), ("levers_8b_first_scales.json", "current")}
+"""File and name (without one: arm) of today's rows that constants come from; 14b gave adamw_8bit's alone (calibration.py)."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +41,13 @@ class Recorded:
     arm: str
     row: dict[str, Any]
     prediction: Prediction
+    todays: bool
+    """Recorded with the decoder that is predicted, not its slower predecessor."""
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the time of this row as a whole was left out of the fit."""
+        return (self.file, self.row.get("row", self.arm)) not in FITTED
 
     @property
     def out_of_memory(self) -> bool:
@@ -61,13 +84,20 @@ def bundled_size(model: str) -> ModelSize:
 def scenario_of(row: dict[str, Any]) -> Scenario | None:
     """What a row of scripts/benchmark.py or scripts/benchmark_multi_gpu.py trained; None where nothing predicts it.
 
-    None are other people's set-ups, DeepSpeed, context parallelism, --fp8_params, the swapped Hugging Face decoder, models that are not bundled.
+    None are other people's set-ups, DeepSpeed, context parallelism, --fp8_params, the swapped Hugging Face decoder, models that are not bundled,
+    rows padded or packed from real lengths that the row does not give.
     """
     words = row["arm"].split(":")
     mode, recipe, *options = ["single", *words] if words[0] in RECIPES else [*words, ""]
     options = [option for option in options if option]
-    if mode not in MODES or recipe not in RECIPES or not {"sync", "recompute"} >= set(options):
+    if mode not in MODES or recipe not in RECIPES or not {"sync", "recompute", "adamw_8bit", "flash4", *HEADS} >= set(options):
         return None
+    mean_length = row["seq_length"]
+    if {"text", "dataset"} & set(row):
+        step = row["rounds"][0].get("step_tokens")
+        if step is None or step["num_tokens"] != row["batch_size"] * row["seq_length"] * row["micro_batches"]:
+            return None
+        mean_length = step["sum_squared_lengths"] / step["num_tokens"]
     if row["model"] not in bundled_architectures():
         return None
     model = bundled_size(row["model"])
@@ -76,31 +106,29 @@ def scenario_of(row: dict[str, Any]) -> Scenario | None:
         recipe=recipe,
         micro_batch_tokens=row["batch_size"] * row["seq_length"],
         micro_batches=row["micro_batches"],
-        mean_length=row["seq_length"],
-        optimizer=default_optimizer(mode),
+        mean_length=mean_length,
+        optimizer="adamw_8bit" if "adamw_8bit" in options else default_optimizer(mode),
         mode=mode,
         num_gpus=row.get("num_gpus", 1),
         sync_every_micro_batch="sync" in options,
         recomputed_layers=model.spec.num_layers if "recompute" in options else 0,
+        fp8_lm_head=next((HEADS[option] for option in options if option in HEADS), "none"),
+        flash_attention_4="flash4" in options,
     )
 
 
 @functools.cache
 def recorded_rows(folder: Path = RESULTS) -> tuple[Recorded, ...]:
-    """Every predictable row on the calibrated GPU that was measured or ran out of memory.
-
-    Rows on random tokens alone: a row that says `text` or `dataset` was padded or packed from real lengths.
-    """
+    """Every predictable row of `FILES` on the calibrated GPU that was measured or ran out of memory."""
     gpu, found = known_gpu(CALIBRATED_GPU), []
     assert gpu is not None
-    for path in sorted([*folder.glob("throughput_*.json"), *folder.glob("multi_gpu_throughput_*.json")]):
+    for path in sorted(path for pattern in FILES for path in folder.glob(pattern)):
         record = json.loads(path.read_text())
         if record["provenance"]["gpus"][0]["name"] != CALIBRATED_GPU:
             continue
         for row in record["rows"]:
             measured = "tokens_per_s" in row and "peak_memory_gib" in row
-            if not (measured or _ran_out(row)) or {"text", "dataset"} & set(row):
-                continue
-            if scenario := scenario_of(row):
-                found.append(Recorded(path.name, row["arm"], row, predict(scenario, gpu)))
+            if (measured or _ran_out(row)) and (scenario := scenario_of(row)):
+                todays = record["provenance"]["time_utc"] >= TODAYS_SINCE
+                found.append(Recorded(path.name, row["arm"], row, predict(scenario, gpu), todays))
     return tuple(found)

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llm_fp8.config import Config
+from llm_fp8.config import FLASH_ATTENTION_4, Config
 from llm_fp8.json_files import read_json, read_jsonl
 from llm_fp8.medians import measured_steps, throughput_summary
 from llm_fp8.metrics import DecoderSize
@@ -51,8 +51,6 @@ def run_prediction(
     options = config.parallel
     if gpu is None or not config.model.use_te or recipe not in RECIPES or not can_predict(gpu, recipe):
         return None
-    if config.precision.fp8_lm_head != "none":
-        return None
     if mode not in MODES or (mode == "single") != (num_gpus == 1) or options.context_parallel_size > 1 or options.fp8_params:
         return None
     if num_gpus > MAX_GPUS or (num_gpus > 1 and not gpu.calibrated):
@@ -81,6 +79,8 @@ def run_prediction(
         if config.model.gradient_checkpointing
         else 0,
         bf16_layers=precision.fp8_first_bf16_layers + precision.fp8_last_bf16_layers if recipe != "bf16" else 0,
+        fp8_lm_head=precision.fp8_lm_head,
+        flash_attention_4=config.model.attn_implementation == FLASH_ATTENTION_4,
     )
     peak = steps[-1].get("peak_memory_gib_max_rank", steps[-1]["peak_memory_gib"])
     return compare(predict(scenario, gpu), throughput["median_step_time_s"], peak)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from transformers import PretrainedConfig
 
@@ -70,6 +71,10 @@ class Scenario:
     """Decoder layers under gradient checkpointing."""
     bf16_layers: int = 0
     """Decoder layers kept in bf16 in an fp8 recipe."""
+    fp8_lm_head: Literal["none", "gradients", "all"] = "none"
+    """As the option; without effect in bf16."""
+    flash_attention_4: bool = False
+    """In place of cuDNN's attention."""
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
@@ -90,6 +95,11 @@ class Scenario:
     def fp8_layers(self) -> int:
         """Decoder layers whose linear layers run in fp8."""
         return 0 if self.recipe == "bf16" else max(0, self.model.spec.num_layers - self.bf16_layers)
+
+    @property
+    def fp8_head_products(self) -> int:
+        """How many of the output head's three products run in fp8."""
+        return 0 if self.recipe == "bf16" else {"none": 0, "gradients": 2, "all": 3}[self.fp8_lm_head]
 
     @property
     def tokens_per_step(self) -> int:

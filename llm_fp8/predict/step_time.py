@@ -1,23 +1,25 @@
 """Seconds of an optimizer step, by part.
 
     GEMMs        6 n FLOPs per token and weight matrix of n entries (8 n where its layer is recomputed), over the rate of its precision
-    attention    6 h l FLOPs per token and layer over cuDNN's rate
+    attention    6 h l FLOPs per token and layer over its rate
     passes       bytes of norms, RoPE, SwiGLU, residuals and cross entropy over their bandwidth
     casts        bytes of fp8 casts, transposes and maxima of activations and gradients over theirs
     weights      bytes per parameter of the optimizer, of gradients that are added up and of weight casts
     exchange     bytes between GPUs that lengthen the step
+    gap          a constant
 
 The GPU runs one kernel after the other, so a step is their sum. That the host may need longer to launch its kernels is not in it. Bytes are
-counted from the kernels that Transformer Engine 2.20 launches for a layer (names and numbers seen in a profile of Llama-3.2-1B on an H200, in
-every recipe), at 2 bytes per bf16 and 1 per fp8 element.
+counted from the kernels that Transformer Engine 2.20 and this project's own launch for a layer, at 2 bytes per bf16 and 1 per fp8 element.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from llm_fp8.norm_backend import TUNED_WIDTHS, cudnn_is_faster
 from llm_fp8.optim import bytes_per_parameter
-from llm_fp8.predict.calibration import DIAGONAL_TOKENS, SMALL_GEMM_TOKENS, Rates
+from llm_fp8.predict.calibration import DIAGONAL_TOKENS, FLASH4_SPEED_UP, GAP_S, SMALL_GEMM_TOKENS, Rates
 from llm_fp8.predict.scenario import Scenario
 from te_llama import DecoderSpec
 
@@ -37,33 +39,42 @@ class StepTime:
     casts_s: float
     weights_s: float
     exchange_s: float
+    gap_s: float
+    """No kernel runs."""
 
     @property
     def total_s(self) -> float:
         """The step: one after the other."""
-        return self.gemm_s + self.attention_s + self.passes_s + self.casts_s + self.weights_s + self.exchange_s
+        return self.gemm_s + self.attention_s + self.passes_s + self.casts_s + self.weights_s + self.exchange_s + self.gap_s
 
 
-def pass_bytes(spec: DecoderSpec, recipe: str) -> float:
-    """Bytes per token and layer of the memory-bound kernels that a bf16 layer has too, forward and backward together.
+def norm_seconds(spec: DecoderSpec, recipe: str, rates: Rates, forward_only: bool = False) -> float:
+    """Of a layer's norms per token, forward and backward, or the forward part.
 
-    Delayed scaling's norms and SwiGLU write fp8, which saves them a byte per element. Split and RoPE are counted as Transformer Engine's kernels and
-    the copies around them, which the bandwidths of `calibration` were measured with; `llm_fp8.rope_kernel` moves 8 (q + 2 kv) bytes instead.
+    Delayed scaling's write fp8 in two layouts in place of bf16, which takes as long.
     """
-    h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
-    norms, residuals, swiglu = 2 * (4 + 6) * h, 2 * (6 + 6) * h, (6 + 10) * f
-    rope_and_split = 8 * (q + kv) + 8 * kv + 4 * (q + 2 * kv)
-    around_attention = 15 * q  # dO * O, and the fp32 accumulators of dQ, dK and dV
-    fused = 2 * h + f if recipe == "delayed" else 0
+
+    def rate(width: int, forward: bool) -> float:
+        by_cudnn = cudnn_is_faster(width) and not (forward and recipe == "current")
+        return rates.pass_tb_s if by_cudnn or width in TUNED_WIDTHS else rates.general_norm_tb_s
+
+    sizes = [(2 * spec.hidden_size, spec.hidden_size)]
     if spec.qk_norm:
-        norms += (4 + 6) * (q + kv)
-    return norms + residuals + swiglu + rope_and_split + around_attention - fused
+        sizes.append((spec.q_size + spec.kv_size, spec.head_dim))
+    return sum(n * (4 / rate(width, True) + (0 if forward_only else 6 / rate(width, False))) for n, width in sizes) / 1e12
 
 
-def forward_pass_bytes(spec: DecoderSpec) -> float:
-    """The forward part of `pass_bytes`, which recomputation repeats."""
+def pass_seconds(spec: DecoderSpec, recipe: str, rates: Rates, forward_only: bool = False) -> float:
+    """Of a layer's other memory-bound kernels per token, forward and backward, or the forward part, which recomputation repeats."""
     h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
-    return 2 * 4 * h + 2 * 6 * h + 6 * f + 4 * (q + kv) * (2 if spec.qk_norm else 1) + 4 * kv
+    half = 0.5 if forward_only else 1.0
+    residuals, rope, copies = half * 2 * (6 + 6) * h, half * 8 * (q + 2 * kv), half * 8 * q  # copies: around attention
+    found = (residuals + rope + copies) / rates.pass_tb_s
+    if recipe == "delayed":  # one byte is written for each element, and in the backward pass two
+        swiglu = (5 if forward_only else 5 + 10) * f / rates.swiglu_cast_tb_s
+    else:
+        swiglu = (6 if forward_only else 6 + 10) * f / rates.pass_tb_s
+    return (found + swiglu) / 1e12
 
 
 def cast_bytes(spec: DecoderSpec, recipe: str) -> tuple[float, float]:
@@ -73,26 +84,53 @@ def cast_bytes(spec: DecoderSpec, recipe: str) -> tuple[float, float]:
         return 0.0, 0.0
     # A cast with its transpose reads 2 bytes and writes 2. Gradients: of the outputs of qkv, projection, fc1 (2 f) and fc2.
     gradients = 4 * (qkv + h + 2 * f + h)
-    if recipe == "delayed":  # norms and SwiGLU have cast already; their fp8 outputs are transposed
-        return 2 * h + 2 * h + 2 * f + 4 * q, gradients
-    bias_sums = 4 * f  # fc1's bias gradient is summed though it has no bias
+    if (
+        recipe == "delayed"
+    ):  # norms and SwiGLU have cast already, forward and backward; the fp8 outputs of the forward pass are transposed
+        return 2 * h + 2 * h + 2 * f + 4 * q, gradients - 4 * 2 * f
     if recipe == "block":
-        return 4 * (2 * h + q + f), gradients + bias_sums
+        return 4 * (2 * h + q + f), gradients
     maxima = 2 * (h + 2 * f + h + qkv)
-    return 4 * (2 * h + q) + 5 * f + 2 * q, gradients + bias_sums + maxima
+    return 4 * (2 * h + q) + 5 * f + 2 * q, gradients + maxima
+
+
+def head_cast_bytes(scenario: Scenario) -> float:
+    """Bytes of an optimizer step that an fp8 head's casts move: its input with a maximum, the transposed gradient of the logits, its weight."""
+    model, tokens = scenario.model, scenario.micro_batch_tokens * scenario.micro_batches
+    if not scenario.fp8_head_products:
+        return 0.0
+    weight_casts = scenario.micro_batches if scenario.sharded else 1
+    return (
+        tokens * (6 * model.spec.hidden_size + 2 * model.spec.vocab_size)
+        + weight_casts * _WEIGHT_CAST_BYTES["current"] * model.head
+    )
+
+
+def update_bytes(scenario: Scenario) -> float:
+    """Bytes that the optimizer and the gradient norm before it move on one GPU."""
+    kept = bytes_per_parameter(scenario.optimizer)
+    update = 2 * kept.total - kept.gradient  # everything is read, all but the gradient is written
+    norm_and_clip = kept.gradient * (3 if scenario.optimizer == "adamw_fp32" else 1)  # ours clip as they read
+    return scenario.model.num_parameters * (update + norm_and_clip) / (scenario.num_gpus if scenario.sharded else 1)
 
 
 def weight_bytes(scenario: Scenario) -> float:
-    """Bytes that an optimizer step moves for its weights on one GPU, exchange left out."""
+    """Bytes that a step moves for its weights on one GPU beside `update_bytes`: gradients added up, casts; exchange left out."""
     kept = bytes_per_parameter(scenario.optimizer)
     parameters, repeats = scenario.model.num_parameters, scenario.micro_batches
     shards = scenario.num_gpus if scenario.sharded else 1
-    update = 2 * kept.total - kept.gradient  # everything is read, all but the gradient is written
-    norm_and_clip = kept.gradient * (3 if scenario.optimizer == "adamw_fp32" else 1)  # ours clip as they read
-    total = parameters * (update + norm_and_clip) / shards
+    total = 0.0
     fp8_entries = scenario.fp8_layers * scenario.model.layer_linear
     if not scenario.sharded:
-        total += parameters * (kept.gradient + (repeats - 1) * (2 * kept.gradient + 2))  # cleared, then added to
+        if (
+            scenario.mode == "single"
+        ):  # GEMMs add for the layers (llm_fp8/wgrad_accumulation.py); a tied embedding has two gradients
+            added = (parameters - scenario.model.spec.num_layers * scenario.model.layer_linear) * (repeats - 1)
+            added += scenario.model.head * repeats * scenario.model.spec.tied_embeddings
+        else:
+            added = parameters * (repeats - 1)
+            total += parameters * kept.gradient  # cleared
+        total += added * (2 * kept.gradient + 2)
         if scenario.optimizer == "adamw_fp32":
             total += repeats * 6 * parameters  # the weights' casts to bf16
         if scenario.mode == "ddp":
@@ -128,27 +166,39 @@ def step_time(scenario: Scenario, rates: Rates) -> StepTime:
     again_share = again / layers
     layer_flops = (6 + 2 * again_share) * scenario.model.layer_linear * step_tokens * small
     gemm_s = (layers - fp8_layers) * layer_flops / (rates.bf16_gemm_tflops * 1e12)
-    head_rate = rates.bf16_head_tflops if fp8_layers else rates.bf16_gemm_tflops
-    gemm_s += 6 * scenario.model.head * step_tokens * small / (head_rate * 1e12)
+    head_flops = 6 * scenario.model.head * step_tokens * small
+    in_fp8 = scenario.fp8_head_products / 3
+    gemm_s += (1 - in_fp8) * head_flops / ((rates.bf16_head_tflops if fp8_layers else rates.bf16_gemm_tflops) * 1e12)
     casts_s = 0.0
+    if in_fp8:
+        gemm_s += in_fp8 * head_flops / (rates.fp8_gemm_tflops[scenario.recipe] * 1e12)
+        casts_s += head_cast_bytes(scenario) / (rates.cast_tb_s["current"] * 1e12)
     if fp8_layers:
         gemm_s += fp8_layers * layer_flops / (rates.fp8_gemm_tflops[scenario.recipe] * 1e12)
         forward, backward = cast_bytes(spec, scenario.recipe)
         cast = fp8_layers * step_tokens * (forward * (1 + again_share) + backward)
-        casts_s = cast / (rates.cast_tb_s[scenario.recipe] * 1e12)
+        casts_s += cast / (rates.cast_tb_s[scenario.recipe] * 1e12)
     attention = (6 + 2 * again_share) * spec.q_size * (scenario.mean_length + DIAGONAL_TOKENS) * step_tokens * layers
-    in_bf16 = layers - fp8_layers
-    passes = step_tokens * (
-        fp8_layers * pass_bytes(spec, scenario.recipe)
-        + in_bf16 * pass_bytes(spec, "bf16")
-        + again * forward_pass_bytes(spec)
-        + 6 * spec.vocab_size  # the logits are read twice and written once
-    )
+    attention_rate = rates.attention_rate(spec.head_dim) * (FLASH4_SPEED_UP if scenario.flash_attention_4 else 1.0)
+
+    def of_layers(seconds: Callable[..., float]) -> float:
+        """Of the step, `seconds` being those of a layer and token: recomputed layers run the forward part again."""
+        forward, whole = (
+            fp8_layers / layers * seconds(spec, scenario.recipe, rates, forward_only)
+            + (1 - fp8_layers / layers) * seconds(spec, "bf16", rates, forward_only)
+            for forward_only in (True, False)
+        )
+        return step_tokens * (layers * whole + again * forward)
+
+    # The logits are read twice and their gradient written over them, in bf16 or fp8.
+    loss_s = (5 if in_fp8 else 6) * spec.vocab_size * step_tokens / (rates.loss_tb_s * 1e12)
+    update_rate = rates.eight_bit_tb_s if scenario.optimizer == "adamw_8bit" else rates.weight_tb_s
     return StepTime(
         gemm_s=gemm_s,
-        attention_s=attention / (rates.attention_rate(spec.head_dim) * 1e12),
-        passes_s=passes / (rates.pass_tb_s * 1e12),
+        attention_s=attention / (attention_rate * 1e12),
+        passes_s=of_layers(norm_seconds) + of_layers(pass_seconds) + loss_s,
         casts_s=casts_s,
-        weights_s=weight_bytes(scenario) / (rates.weight_tb_s * 1e12),
+        weights_s=update_bytes(scenario) / (update_rate * 1e12) + weight_bytes(scenario) / (rates.weight_tb_s * 1e12),
         exchange_s=exchanged_bytes(scenario) / (rates.exchange_tb_s * 1e12),
+        gap_s=GAP_S,
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from llm_fp8.predict.calibration import CALIBRATED_GPU
 from llm_fp8.predict.prediction import Gpu, Prediction, known_gpu, predict
-from llm_fp8.predict.records import bundled_size, recorded_rows
+from llm_fp8.predict.records import Recorded, bundled_size, recorded_rows
 from llm_fp8.predict.scenario import RECIPES, Scenario
 from llm_fp8.predict.step_time import StepTime
 
@@ -45,43 +45,60 @@ def _by_recipe(scenario: Scenario) -> dict[str, Prediction]:
 
 
 def accuracy() -> str:
-    """Every recorded row with its prediction."""
+    """The rows of today's decoder with their predictions."""
+    return _accuracy([record for record in recorded_rows() if record.todays])
+
+
+def older() -> str:
+    """The rows of the decoder before."""
+    return _accuracy([record for record in recorded_rows() if not record.todays])
+
+
+def _accuracy(records: list[Recorded]) -> str:
     rows = []
-    for record in recorded_rows():
+    for record in records:
         row, found = record.row, record.prediction
         shape = f"{row['batch_size']} x {row['seq_length']:,} x {row['micro_batches']}"
         gpus = str(row.get("num_gpus", 1))
+        name = (
+            f"`{record.file}`"
+            + (f", {row['row']}" if "row" in row else "")
+            + ("" if record.held_out or not record.todays else " (fitted)")
+        )
         expected = f"{found.peak_memory_gib:.1f}"
         if record.out_of_memory:
             measured = ["out of memory", f"{found.step_time_s:.3f}", "", "", expected, ""]
-            rows.append([f"`{record.file}`", row["model"], shape, gpus, record.arm, *measured])
+            rows.append([name, row["model"], shape, gpus, record.arm, *measured])
             continue
         error = f"{record.time_error:+.1%}" + (" (tight)" if found.tight else "")
         measured = [f"{record.step_time_s:.3f}", f"{found.step_time_s:.3f}", error, f"{row['peak_memory_gib']:.1f}", expected]
-        rows.append([f"`{record.file}`", row["model"], shape, gpus, record.arm, *measured, f"{record.memory_error:+.1%}"])
+        rows.append([name, row["model"], shape, gpus, record.arm, *measured, f"{record.memory_error:+.1%}"])
     columns = ("step s", "predicted", "error", "GiB", "predicted", "error")
     header = ["file", "model", "rows x length x micro-batches", "GPUs", "arm", *columns]
     return _table(header, rows)
 
 
 def bounds() -> str:
-    """The errors of the recorded rows by number of GPUs, those that are marked tight left out."""
+    """The errors of the recorded rows by kind, those that are marked tight left out."""
+    measured = [record for record in recorded_rows() if not record.out_of_memory]
     groups = {
-        "one GPU": [r for r in recorded_rows() if r.prediction.scenario.num_gpus == 1 and not r.out_of_memory],
-        "2 and 4 GPUs": [r for r in recorded_rows() if r.prediction.scenario.num_gpus > 1 and not r.out_of_memory],
+        "held out": [r for r in measured if r.todays and r.held_out],
+        "fitted": [r for r in measured if r.todays and not r.held_out],
+        "decoder before, one GPU": [r for r in measured if not r.todays and r.prediction.scenario.num_gpus == 1],
+        "decoder before, 2 and 4 GPUs": [r for r in measured if not r.todays and r.prediction.scenario.num_gpus > 1],
     }
     rows = []
     for name, records in groups.items():
-        times = [abs(record.time_error) for record in records if not record.prediction.tight]
+        times = [record.time_error for record in records if not record.prediction.tight]
         memory = [abs(record.memory_error) for record in records]
         errors = [
-            f"{statistics.median(times):.1%}",
-            f"{max(times):.1%}",
+            f"{statistics.median(times):+.1%}",
+            f"{min(times):+.1%} to {max(times):+.1%}",
             f"{statistics.median(memory):.1%}",
             f"{max(memory):.1%}",
         ]
         rows.append([name, str(len(times)), *errors])
-    return _table(["", "rows", "step time, median error", "worst", "memory, median error", "worst"], rows)
+    return _table(["", "rows", "step time, median error", "from, to", "memory, median error", "worst"], rows)
 
 
 def _gain(own: float, bf16: float) -> str:
@@ -145,14 +162,15 @@ def adapters() -> str:
 
 
 def adapter_time_s(found: Prediction) -> float:
-    """GPU seconds of a step that trains adapters of no size: two of three GEMMs, no work on weights; what adapters take comes on top."""
+    """Seconds of a step that trains adapters of no size: two of three GEMMs, no work on weights; what adapters take comes on top."""
     time = found.time
-    return 2 / 3 * time.gemm_s + time.attention_s + time.passes_s + time.casts_s
+    return 2 / 3 * time.gemm_s + time.attention_s + time.passes_s + time.casts_s + time.gap_s
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "bounds": bounds,
     "accuracy": accuracy,
+    "older": older,
     "models": models,
     "lengths": lengths,
     "micro_batches": micro_batches,

@@ -50,9 +50,9 @@ RIVAL_MODES = ("ddp", "fsdp_full")
 OLD_NAMES = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
 """In files that were recorded before one grammar named all arms."""
 
-_HEADS: dict[str, Literal["gradients", "all"]] = {"fp8head": "gradients", "fp8head_all": "all"}
+HEADS: dict[str, Literal["gradients", "all"]] = {"fp8head": "gradients", "fp8head_all": "all"}
 """Option -> --fp8_lm_head."""
-_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit", "flash4", *_HEADS)
+_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit", "flash4", *HEADS)
 _OPTIONS = (*_OPTIONS_OF_ONE_GPU, "fp8_params", "fp8_all_gather", "sync")
 LORA = re.compile(r"lora([1-9]\d*)(qv)?")
 """An option: adapters of rank N on all linear layers, or on q and v alone."""
@@ -146,13 +146,13 @@ def parse_arm(name: str) -> Arm:
     if what in TORCHAO_PRECISIONS and "swap" not in options:
         raise UserError(f"--arms {name}: torchao converts the layers of the Hugging Face decoder; write {what}:swap.")
     precision = {**PRECISIONS, **TORCHAO_PRECISIONS}[what]
-    heads = [option for option in options if option in _HEADS]
+    heads = [option for option in options if option in HEADS]
     if heads:
         if what not in PRECISIONS or precision.mixed_precision != "fp8" or len(heads) > 1:
             raise UserError(
-                f"--arms {name}: one of {' and '.join(_HEADS)} goes with a recipe of Transformer Engine; write delayed:{heads[0]}."
+                f"--arms {name}: one of {' and '.join(HEADS)} goes with a recipe of Transformer Engine; write delayed:{heads[0]}."
             )
-        precision = dataclasses.replace(precision, fp8_lm_head=_HEADS[heads[0]])
+        precision = dataclasses.replace(precision, fp8_lm_head=HEADS[heads[0]])
     parallel = ParallelConfig()
     if mode is not None:
         parallel = ParallelConfig(

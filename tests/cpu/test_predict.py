@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config
+from transformers import GPT2Config, LlamaConfig
 
 from llm_fp8.architectures import bundled_architectures
 from llm_fp8.ceilings import Ceilings, known_ceilings
@@ -19,22 +19,23 @@ from llm_fp8.errors import UserError, run_script
 from llm_fp8.metrics import DecoderSize, StepTokens, speed_metrics
 from llm_fp8.models import count_parameters, load_config, resolve_source
 from llm_fp8.predict import prediction
-from llm_fp8.predict.calibration import CALIBRATED_GPU, Rates
+from llm_fp8.predict.calibration import CALIBRATED_GPU, FLASH4_SPEED_UP, GAP_S, Rates
 from llm_fp8.predict.memory import peak_memory, saved_bytes
 from llm_fp8.predict.prediction import gpu_by_name, known_gpu, known_gpus, predict
-from llm_fp8.predict.records import bundled_size, recorded_rows
+from llm_fp8.predict.records import bundled_size, recorded_rows, scenario_of
 from llm_fp8.predict.run_outcome import compare, describe_comparison, mean_length, run_prediction
 from llm_fp8.predict.scenario import RECIPES, ModelSize, Scenario
-from llm_fp8.predict.step_time import step_time
+from llm_fp8.predict.step_time import norm_seconds, step_time, update_bytes, weight_bytes
 from llm_fp8.predict.tables import with_tables
 from scripts import predict as command
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "when_fp8_pays.md"
 
-ONE_GPU = {"time": 0.025, "memory": 0.005}
-"""Largest error allowed: of the step time, of the peak memory."""
-SEVERAL_GPUS = {"time": 0.05, "memory": 0.06}
+TIME_ERROR, TIME_ERRORS_BEFORE = 0.02, (-0.07, 0.02)
+"""Largest error allowed of the step time; least and most for rows of the decoder before, which was slower."""
+MEMORY_ERROR = {1: 0.005, 2: 0.06, 4: 0.06}
+"""Of the peak memory, by number of GPUs."""
 
 
 def hf_config(model: str):
@@ -59,18 +60,34 @@ def gib(of: Scenario) -> float:
 # --- against the records ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("record", recorded_rows(), ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row['model']}-{r.arm}")
+@pytest.mark.parametrize(
+    "record", recorded_rows(), ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row.get('row', r.row['model'])}-{r.arm}"
+)
 def test_recorded_row(record):
-    allowed = ONE_GPU if record.prediction.scenario.num_gpus == 1 else SEVERAL_GPUS
     if record.out_of_memory:
         assert record.prediction.fits is False
         return
     assert record.prediction.fits
-    assert abs(record.memory_error) <= allowed["memory"]
+    assert abs(record.memory_error) <= MEMORY_ERROR[record.prediction.scenario.num_gpus]
+    least, most = (-TIME_ERROR, TIME_ERROR) if record.todays else TIME_ERRORS_BEFORE
     if record.prediction.tight:  # predicted to be slower than predicted, and so it was
-        assert record.time_error < -allowed["time"]
+        assert record.time_error < least
     else:
-        assert abs(record.time_error) <= allowed["time"]
+        assert least <= record.time_error <= most
+
+
+@pytest.mark.parametrize(
+    "record", [r for r in recorded_rows() if r.todays], ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row.get('row')}-{r.arm}"
+)
+def test_the_parts_of_a_step_are_those_of_its_kernels(record):
+    """So that an error of one part does not make up for another's."""
+    classes = record.row["rounds"][0]["recorded_step"]["time_s_by_class"]
+    time = record.prediction.time
+    others = sum(classes.values()) - classes["gemm"] - classes["attention"]
+    short_documents = record.row.get("row") == "text_1b"
+    assert time.gemm_s == pytest.approx(classes["gemm"], rel=0.025)
+    assert time.attention_s == pytest.approx(classes["attention"], rel=0.2 if short_documents else 0.08)
+    assert time.passes_s + time.casts_s + time.weights_s == pytest.approx(others, rel=0.065)
 
 
 def test_the_records_hold_every_kind_of_row():
@@ -80,14 +97,31 @@ def test_the_records_hold_every_kind_of_row():
     assert {row.prediction.scenario.recipe for row in measured} == set(RECIPES)
     assert {row.prediction.scenario.mode for row in measured} == {"single", "ddp", "fsdp_grad", "fsdp_full"}
     assert {row.prediction.scenario.num_gpus for row in measured} == {1, 2, 4}
+    todays = [row for row in measured if row.todays]
+    assert {row.prediction.scenario.fp8_lm_head for row in todays} == {"none", "all"}
+    assert {row.row["row"] for row in todays if row.held_out and "row" in row.row} == {"3b", "14b", "text_1b"}
+    assert {row.file for row in todays if not row.held_out} == {"speed_table_h200.json", "levers_8b_first_scales.json"}
     assert not any("hf_" in row.arm or "cp4" in row.arm or "deepspeed" in row.arm or "fp8_params" in row.arm for row in rows)
 
 
+def test_packed_rows_have_the_lengths_of_their_documents():
+    packed = [row for row in recorded_rows() if row.row.get("row") == "text_1b"]
+    assert len(packed) == 3
+    for row in packed:
+        step = row.row["rounds"][0]["step_tokens"]
+        assert row.prediction.scenario.mean_length == step["sum_squared_lengths"] / (16 * 1024 * 4)
+        assert scenario_of({**row.row, "rounds": [{}]}) is None, "without them there is no prediction"
+        padded = {**row.row, "rounds": [{"step_tokens": {**step, "num_tokens": 1}}]}
+        assert scenario_of(padded) is None, "nor for other positions than the row's"
+
+
 def test_recipes_come_out_in_the_measured_order():
-    by_run: dict[tuple[str, str, str], list] = {}
+    by_run: dict[tuple[str, ...], list] = {}
     for row in recorded_rows():
-        if not row.out_of_memory and not row.prediction.tight:
-            by_run.setdefault((row.file, row.row["model"], row.prediction.scenario.mode), []).append(row)
+        # flash-attn 4 changes a step of 8B by less than the same step takes on another GPU.
+        if not row.out_of_memory and not row.prediction.tight and not row.prediction.scenario.flash_attention_4:
+            key = (row.file, row.row.get("row", ""), row.row["model"], row.prediction.scenario.mode)
+            by_run.setdefault(key, []).append(row)
     compared = [rows for rows in by_run.values() if len(rows) > 1]
     assert len(compared) >= 8
     for rows in compared:
@@ -98,7 +132,7 @@ def test_recipes_come_out_in_the_measured_order():
 
 def test_the_document_holds_what_the_functions_give():
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert text.count("<!-- table: ") == text.count("<!-- end -->") >= 7
+    assert text.count("<!-- table: ") == text.count("<!-- end -->") >= 8
     assert text == with_tables(text), "run: python -m llm_fp8.predict.tables docs/when_fp8_pays.md"
 
 
@@ -167,6 +201,66 @@ def test_norms_of_queries_and_keys_cost_time_and_memory():
     assert any("Qwen3" in note for note in predict(with_norms, known_gpu(CALIBRATED_GPU)).notes)
 
 
+def test_norms_take_longer_where_no_fast_kernel_has_their_width():
+    def norms(width: int, recipe: str = "bf16") -> float:
+        """Per element of a norm."""
+        return norm_seconds(dataclasses.replace(bundled_size("Llama-3.1-8B").spec, hidden_size=width), recipe, Rates()) / width
+
+    tuned = norms(4096)
+    general = tuned * Rates().pass_tb_s / Rates().general_norm_tb_s
+    assert norms(3072) == norms(3072, "delayed") == pytest.approx(tuned), "cuDNN's"
+    assert tuned < norms(3072, "current") < general, "cuDNN's in the backward pass alone"
+    assert norms(640) == norms(640, "delayed") == pytest.approx(general), "too small a model for cuDNN's"
+    assert norms(4096, "current") == tuned
+
+
+@pytest.mark.parametrize("products", ["gradients", "all"])
+def test_an_output_head_in_fp8(products):
+    for model, tokens in (("Llama-3.2-1B", 16384), ("Llama-3.1-8B", 8192)):
+        plain, head = scenario(model, tokens=tokens), scenario(model, tokens=tokens, fp8_lm_head=products)
+        assert step_time(head, Rates()).gemm_s < step_time(plain, Rates()).gemm_s
+        assert step_time(head, Rates()).casts_s > step_time(plain, Rates()).casts_s
+        assert step_s(head) < step_s(plain) and gib(head) > gib(plain)
+        assert step_time(head.with_recipe("bf16"), Rates()) == step_time(plain.with_recipe("bf16"), Rates())
+        assert gib(head.with_recipe("bf16")) == gib(plain.with_recipe("bf16"))
+    notes = predict(head, known_gpu(CALIBRATED_GPU)).notes
+    assert any("--fp8_lm_head gradients" in note for note in notes) == (products == "gradients")
+
+
+def test_all_products_of_the_head_in_fp8_gain_and_hold_more_than_two():
+    two, three = (scenario(fp8_lm_head=products) for products in ("gradients", "all"))
+    assert step_s(three) < step_s(two) and gib(three) > gib(two)
+
+
+def test_flash_attention_4_shortens_attention_alone():
+    plain, flash = step_time(scenario(), Rates()), step_time(scenario(flash_attention_4=True), Rates())
+    assert flash.attention_s == pytest.approx(plain.attention_s / FLASH4_SPEED_UP)
+    assert dataclasses.replace(flash, attention_s=plain.attention_s) == plain
+
+
+def test_an_optimizer_of_8_bit_moments_takes_the_time_of_its_own_kernel():
+    master, eight_bit = (scenario(optimizer=kind) for kind in ("adamw_master", "adamw_8bit"))
+    assert update_bytes(eight_bit) < update_bytes(master)
+    assert (
+        step_time(eight_bit, Rates()).weights_s > step_time(eight_bit, dataclasses.replace(Rates(), eight_bit_tb_s=3.0)).weights_s
+    )
+    assert step_time(master, Rates()) == step_time(master, dataclasses.replace(Rates(), eight_bit_tb_s=3.0))
+
+
+def test_layers_gradients_are_added_up_by_gemms_on_one_gpu_alone():
+    def more(**of) -> float:
+        """Bytes that a further micro-batch costs."""
+        return weight_bytes(scenario(micro_batches=5, **of)) - weight_bytes(scenario(micro_batches=4, **of))
+
+    model = bundled_size("Llama-3.1-8B")
+    assert more(mode="ddp", num_gpus=2) == pytest.approx(6 * model.num_parameters)
+    outside = model.num_parameters - model.spec.num_layers * model.layer_linear
+    assert more() == pytest.approx(6 * outside)
+    small = bundled_size("Llama-3.2-1B")  # its head is its embedding, which gets two gradients
+    outside = small.num_parameters - small.spec.num_layers * small.layer_linear
+    assert more(model="Llama-3.2-1B") == pytest.approx(6 * (outside + small.head))
+
+
 def test_layers_kept_in_bf16_lie_between_fp8_and_bf16():
     all_fp8, mixed, none = scenario(), scenario(bf16_layers=8), scenario(bf16_layers=32)
     assert step_s(all_fp8) < step_s(mixed) < step_s(none)
@@ -226,7 +320,8 @@ def test_another_gpu_is_scaled_by_its_ceilings(two_gpus):
     slow, own = gpu_by_name("Slow"), gpu_by_name(CALIBRATED_GPU)
     for recipe in ("bf16", "delayed", "current"):
         found = predict(scenario(recipe=recipe), slow)
-        assert found.step_time_s == pytest.approx(2 * predict(scenario(recipe=recipe), own).step_time_s)
+        by_kernels = predict(scenario(recipe=recipe), own).step_time_s - GAP_S
+        assert found.step_time_s == pytest.approx(2 * by_kernels + GAP_S)
         assert found.fits is False and any("no run on Slow checked them" in note for note in found.notes)
     assert predict(scenario("Llama-3.2-1B", "bf16"), slow).fits
     with pytest.raises(UserError, match="recipe block was never measured on Slow"):
@@ -326,7 +421,6 @@ def test_what_is_not_predicted_gives_nothing(tmp_path):
     assert outcome(path, config, mode="fsdp_full", num_gpus=16) is None, "several hosts"
     assert outcome(path, run_config(parallel=ParallelConfig(context_parallel_size=2)), mode="fsdp_full", num_gpus=2) is None
     assert outcome(path, dataclasses.replace(config, model=ModelConfig())) is None
-    assert outcome(path, run_config(precision=PrecisionConfig(mixed_precision="fp8", fp8_lm_head="gradients"))) is None
     path.write_text("")
     assert outcome(path, config) is None
 
@@ -339,6 +433,10 @@ def test_options_of_a_run_reach_its_prediction(tmp_path):
     assert recomputed["predicted_peak_memory_gib"] < plain["predicted_peak_memory_gib"]
     outer = run_config(precision=PrecisionConfig(mixed_precision="fp8", fp8_first_bf16_layers=2, fp8_last_bf16_layers=2))
     assert outcome(path, outer)["predicted_step_time_s"] > plain["predicted_step_time_s"]
+    head = run_config(precision=PrecisionConfig(mixed_precision="fp8", fp8_lm_head="all"))
+    assert outcome(path, head)["predicted_step_time_s"] < plain["predicted_step_time_s"]
+    flash = dataclasses.replace(run_config(), model=ModelConfig(use_te=True, attn_implementation="flash_attention_4"))
+    assert outcome(path, flash)["predicted_step_time_s"] < plain["predicted_step_time_s"]
 
 
 def test_notes_are_printed_with_the_outcome():
@@ -379,6 +477,23 @@ def test_command(run_command):
         assert ("yes" in line) == found.fits
     assert "no" in lines["block"].split("│")[-2]
     assert f"fitted to runs on {CALIBRATED_GPU}" in printed
+
+
+def test_options_of_the_kernels_reach_the_command(run_command, tmp_path):
+    path = tmp_path / "predicted.json"
+    flags = ("--fp8_lm_head", "all", "--attn_implementation", "flash_attention_4", "--gpu", CALIBRATED_GPU, "--json", str(path))
+    code, printed, said = run_command(*EIGHT_B, *flags)
+    assert code == 0, said
+    for row in json.loads(path.read_text())["rows"]:
+        asked = scenario(recipe=row["recipe"], fp8_lm_head="all", flash_attention_4=True)
+        assert row["step_time_s"] == predict(asked, known_gpu(CALIBRATED_GPU)).step_time_s
+
+
+def test_a_head_size_that_flash_attention_4_does_not_take_is_refused(run_command, tmp_path):
+    LlamaConfig(hidden_size=640, num_attention_heads=8, num_key_value_heads=8, intermediate_size=1280).save_pretrained(tmp_path)
+    code, printed, said = run_command("--model_name", str(tmp_path), "--attn_implementation", "flash_attention_4")
+    assert code == 2 and not printed and "heads have 80 elements" in said and said.count("\n") == 1
+    assert run_command("--model_name", str(tmp_path))[0] == 0
 
 
 def test_the_command_keeps_its_figures(run_command, tmp_path):
