@@ -222,14 +222,18 @@ def note_backward_losses(folder: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "fsdp_offload", "deepspeed_3"])
 def test_gradients_are_as_large_as_trainings_on_several_ranks(mode, tmp_path, tiny_model, sixteen_rows):
-    """Every rank begins its passes with the very loss that its first micro-batch has in training, whatever the others have."""
+    """Every rank begins its passes with the very loss that its first micro-batch has in training, whatever the others have, and keeps no gradient."""
     log = tmp_path / "log"
     options = [
         f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--max_seq_length=256", "--batch_size=2", "--gradient_accumulation_steps=2",
-        "--max_steps=1", "--no_export", f"--sharding_mode={mode}", f"--output_dir={tmp_path / 'run'}",
+        "--max_steps=1", "--no_export", f"--sharding_mode={mode}",
     ]  # fmt: skip
-    processes = start_ranks(2, log, *options, first=functools.partial(note_backward_losses, tmp_path))
-    assert [exit_code(process) for process in processes] == [0, 0], log.read_text()
+    norms = []
+    for name, first in (("with", functools.partial(note_backward_losses, tmp_path)), ("without", None)):
+        processes = start_ranks(2, log, *options, f"--output_dir={tmp_path / name}", first=first)
+        assert [exit_code(process) for process in processes] == [0, 0], log.read_text()
+        norms += [step["grad_norm"] for step in steps(tmp_path / name)]
     for rank in ("0", "1"):
         found = [float(line) for line in (tmp_path / rank).read_text().splitlines()]
         assert len(found) == PASSES + 2 and found[:PASSES] == pytest.approx([found[PASSES]] * PASSES, rel=1e-6)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
