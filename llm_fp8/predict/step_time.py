@@ -84,9 +84,8 @@ def cast_bytes(spec: DecoderSpec, recipe: str) -> tuple[float, float]:
         return 0.0, 0.0
     # A cast with its transpose reads 2 bytes and writes 2. Gradients: of the outputs of qkv, projection, fc1 (2 f) and fc2.
     gradients = 4 * (qkv + h + 2 * f + h)
-    if (
-        recipe == "delayed"
-    ):  # norms and SwiGLU have cast already, forward and backward; the fp8 outputs of the forward pass are transposed
+    if recipe == "delayed":
+        # Norms and SwiGLU have cast already, forward and backward; the fp8 outputs of the forward pass are transposed.
         return 2 * h + 2 * h + 2 * f + 4 * q, gradients - 4 * 2 * f
     if recipe == "block":
         return 4 * (2 * h + q + f), gradients
@@ -122,9 +121,8 @@ def weight_bytes(scenario: Scenario) -> float:
     total = 0.0
     fp8_entries = scenario.fp8_layers * scenario.model.layer_linear
     if not scenario.sharded:
-        if (
-            scenario.mode == "single"
-        ):  # GEMMs add for the layers (llm_fp8/wgrad_accumulation.py); a tied embedding has two gradients
+        if scenario.mode == "single":
+            # GEMMs add for the layers (llm_fp8/wgrad_accumulation.py); a tied embedding has two gradients.
             added = (parameters - scenario.model.spec.num_layers * scenario.model.layer_linear) * (repeats - 1)
             added += scenario.model.head * repeats * scenario.model.spec.tied_embeddings
         else:
