@@ -155,7 +155,16 @@ def test_shared(number):
 @pytest.mark.exclusive
 @pytest.mark.parametrize("seconds", {exclusive})
 def test_exclusive(seconds):
-    time.sleep(seconds) if seconds != "death" else os._exit(3)
+    if seconds == "death":
+        Path("died_on").write_text(SEEN)
+        os._exit(3)
+    if seconds == 0.1:
+        Path("short").touch()
+    deadline = time.time() + 120
+    while isinstance(seconds, str) and not Path("short").exists():  # holds its worker until the short one runs
+        assert time.time() < deadline
+        time.sleep(0.05)
+    time.sleep(seconds if isinstance(seconds, float) else 0.0)
 
 @pytest.mark.exclusive
 @pytest.mark.multi_gpu
@@ -226,17 +235,17 @@ def test_every_gpu_is_used_and_what_needs_one_for_itself_has_it(several, tmp_pat
     assert sum(gpu == longest["gpus"] for gpu in seen_by(second, "test_exclusive[")) <= 2
 
 
-def test_what_follows_a_death_on_a_gpu_runs_on_it_as_well(several):
+def test_what_follows_a_death_on_a_gpu_runs_on_it_as_well(several, tmp_path):
     """The one that takes its place sees the same GPU; a failure of the last part is the run's."""
-    code, tests = several(["0", "1", "2"], 2, ["death", 6.0, 6.1, 0.1, 0.2, 0.3], whole="False")
+    code, tests = several(["0", "1", "2"], 2, ["death", "held", "held too", 0.1, 0.2, 0.3], whole="False")
     outcome = {name: test["outcome"] for name, test in tests.items()}
     assert (
         code == 1 and len(tests) == 14 and outcome.pop("test_exclusive[death]") == outcome.pop("test_whole_machine") == "failed"
     )
     assert set(outcome.values()) == {"passed"} and set(seen_by(tests, "test_shared")) == {"0,1,2", "1,2,0"}
     assert "crashed" in tests.pop("test_exclusive[death]")["reason"]
-    # Each worker has two: the one that died left a short one while the others were at their long ones.
-    assert seen_by(tests, "test_exclusive[0.1]") == ["2"]
+    # Each worker has two: the one that died left the short one that the others are held for.
+    assert seen_by(tests, "test_exclusive[0.1]") == [(tmp_path / "died_on").read_text()]
 
 
 def test_on_one_gpu_what_needs_it_for_itself_runs_one_at_a_time(several):
