@@ -174,18 +174,27 @@ class Record:
 
     def comparison(self, row: TableRow) -> dict[str, Any] | None:
         """`compare`, and on several GPUs scaling: arm of ours -> speed per GPU over that on one GPU, where the file has both."""
-        found = compare(row, self.rows_of(row))
+        rows = self.rows_of(row)
+        found = compare(row, rows)
         if found is not None and row.num_gpus > 1:
-            every = [*self._others["rows"], *(one for other in self._rows.values() for one in self.rows_of(other))]
-            measured = [one for one in every if one["workload"] == row.work.name and "failed" not in one]
-            alone = {one["arm"]: one["tokens_per_s_per_gpu"] for one in measured if one["num_gpus"] == 1}
-            spread = {one["arm"]: one["tokens_per_s_per_gpu"] for one in measured if one["row"] == row.name}
+            alone = self._speeds_on_one_gpu(row.work.name)
+            spread = {one["arm"]: one["tokens_per_s_per_gpu"] for one in rows if "failed" not in one}
             found["scaling"] = {
                 arm.name: spread[arm.name] / alone[arm.on_one_gpu]
                 for arm in row.ours
                 if arm.name in spread and arm.on_one_gpu in alone
             }
         return found
+
+    def _speeds_on_one_gpu(self, workload: str) -> dict[str, float]:
+        """Arm -> tokens/s, of what the file holds of this workload."""
+        chosen = (row for row in self._rows.values() if (row.work.name, row.num_gpus) == (workload, 1))
+        rows = [*self._others["rows"], *(one for row in chosen for one in self.rows_of(row))]
+        return {
+            one["arm"]: one["tokens_per_s"]
+            for one in rows
+            if (one["workload"], one["num_gpus"]) == (workload, 1) and "failed" not in one
+        }
 
     def rows_of(self, row: TableRow) -> list[dict[str, Any]]:
         """The rows of the file that are of one row of the table: one per arm that has an answer."""
