@@ -8,9 +8,10 @@ same buffer, which Transformer Engine's linear modules offer as `fuse_wgrad_accu
   set to zero or kept between steps, and a step of one micro-batch is what it was.
 - In the others a weight whose `.grad` is there has it as `main_grad` too. The GEMM adds to it and Transformer Engine gives autograd
   None for the weight. Behind the micro-batch `main_grad` is taken away again, or it would keep the memory of dropped gradients.
+- Where parameters are split over GPUs the sum stands elsewhere than in `.grad`: whoever keeps it says where (`FindSum`).
 
-On an H200 (cuBLAS 13) a sum in bf16 has the bits of autograd's: the GEMM rounds its product to bf16 before it adds. With fp32 parameters
-the products of these micro-batches are not rounded to the compute dtype at all.
+On an H200 (cuBLAS 13) a sum in bf16 has the bits of autograd's: the GEMM rounds its product to bf16 before it adds. Into a sum in fp32
+the products of these micro-batches go without being rounded to the compute dtype at all.
 
 What Transformer Engine 2.20 does with it (module/linear.py, layernorm_linear.py, layernorm_mlp.py):
 - `fuse_wgrad_accumulation` is read in the forward pass, also a recomputed one, `main_grad` in the backward pass. Frozen weights need none.
@@ -23,24 +24,33 @@ What Transformer Engine 2.20 does with it (module/linear.py, layernorm_linear.py
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from llm_fp8.precision import linear_weights
 
+FindSum: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+"""A module's weight -> the tensor that its forward passes see in its place, and the sum of its gradients so far: None where there is none yet."""
+
+
+def in_grad(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The `FindSum` of weights that are whole: autograd's."""
+    return weight, weight.grad
+
 
 class WgradAccumulation:
     """Lets Transformer Engine's linear modules in `model` add to the gradients that are there; with no such module it does nothing.
 
-    Whatever waits for autograd to accumulate a weight's gradient (DDP, FSDP, DeepSpeed, hooks) is not called for these weights.
+    Whatever waits for autograd to accumulate a weight's gradient (DDP's exchange, DeepSpeed, hooks) is not called for these weights.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, find_sum: FindSum = in_grad) -> None:
         modules: list[Any] = [module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
         trained = [(module, [w for w in linear_weights(module) if w.requires_grad]) for module in modules]
         self._trained = [(module, weights) for module, weights in trained if weights]
+        self._find_sum = find_sum
 
     def weights(self) -> list[Tensor]:
         """The trained weights whose gradients of further micro-batches are added by GEMMs, as long as these gradients are contiguous; each once."""
@@ -48,21 +58,22 @@ class WgradAccumulation:
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Encloses forward and backward of a micro-batch; gradients are then in `.grad`, whoever added them."""
-        adding = [(module, weights) for module, weights in self._trained if all(map(_can_be_added_to, weights))]
+        """Encloses forward and backward of a micro-batch; gradients are then where they would be without it, whoever added them."""
+        found = ((module, [self._find_sum(weight) for weight in weights]) for module, weights in self._trained)
+        adding = [(module, sums) for module, sums in found if all(_can_be_added_to(total) for _, total in sums)]
         try:
-            for module, weights in adding:
+            for module, sums in adding:
                 module.fuse_wgrad_accumulation = True
-                for weight in weights:
-                    weight.main_grad = weight.grad  # type: ignore[attr-defined]
+                for weight, total in sums:
+                    weight.main_grad = total  # type: ignore[attr-defined]
             yield
         finally:
-            for module, weights in adding:
+            for module, sums in adding:
                 module.fuse_wgrad_accumulation = False
-                for weight in weights:
+                for weight, _ in sums:
                     vars(weight).pop("main_grad", None)  # of a weight that two modules share once
 
 
-def _can_be_added_to(weight: Tensor) -> bool:
+def _can_be_added_to(total: Tensor | None) -> bool:
     """Whether there is a gradient that a GEMM can write to; one of a transposed weight is transposed too."""
-    return weight.grad is not None and weight.grad.is_contiguous()
+    return total is not None and total.is_contiguous()

@@ -74,16 +74,20 @@ class Engine:
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         """The model to call and the optimizer to step."""
         prepared = self.accelerator.prepare(model, optimizer, device_placement=[True, False])
-        if self.mode == "single":  # With several processes autograd's own sum is what starts the exchange of a gradient.
-            self.wgrad_accumulation = WgradAccumulation(prepared[0])
+        self.wgrad_accumulation = WgradAccumulation(prepared[0])
         return prepared[0], prepared[1]
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
         """Encloses forward and backward of a micro-batch; gradients are exchanged in the `last` one of a step only."""
         synchronise = last or self.options.sync_every_micro_batch
-        summing = contextlib.nullcontext() if self.wgrad_accumulation is None else self.wgrad_accumulation.micro_batch()
-        with contextlib.nullcontext() if synchronise else self.accelerator.no_sync(model), summing:
+        # Where gradients are exchanged, autograd's own sum is what starts it.
+        waits_for_autograd = synchronise and self.accelerator.num_processes > 1
+        summing = None if waits_for_autograd else self.wgrad_accumulation
+        with (
+            contextlib.nullcontext() if synchronise else self.accelerator.no_sync(model),
+            contextlib.nullcontext() if summing is None else summing.micro_batch(),
+        ):
             yield
 
     def backward(self, loss: Tensor) -> None:

@@ -2,9 +2,9 @@
 
     between steps    each rank keeps its rows of every parameter in fp32 (the master), and their moments
     forward          a layer's rows are gathered in the compute dtype (bf16) just before it runs and dropped after it
-                     (fsdp_grad keeps them until the backward pass)
     backward         gathered again; gradients are summed over ranks in fp32, each rank keeping its rows
-    accumulation     without exchange between micro-batches each rank keeps whole gradients in fp32 until the last one
+    accumulation     without exchange between micro-batches each rank keeps whole gradients in fp32 until the last one; GEMMs add to them
+    fsdp_grad        gathers once a step: whole weights are kept from the first forward pass to the last backward pass
 
 The embedding, the final norm and the output head form the outermost unit, gathered once per micro-batch: a tied matrix must not be in two.
 
@@ -35,6 +35,7 @@ from llm_fp8.parallel.engine import Engine
 from llm_fp8.parallel.fp8_params import check_fp8_params, keep_weights_in_fp8, master_of
 from llm_fp8.precision import Precision
 from llm_fp8.torchao_fp8 import plain_rows, refresh_scales_
+from llm_fp8.wgrad_accumulation import WgradAccumulation
 
 
 class FsdpEngine(Engine):
@@ -109,15 +110,19 @@ class FsdpEngine(Engine):
             keep_weights_in_fp8(model, self._fp8_params, optimizer)
         if self.options.fp8_all_gather:
             optimizer.register_step_post_hook(lambda *_: refresh_scales_(model))
+        self.wgrad_accumulation = WgradAccumulation(model, WholeGradients(model).find)
         return model, optimizer
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
         """See `Engine.micro_batch`."""
-        assert isinstance(model, FSDPModule)
+        assert isinstance(model, FSDPModule) and self.wgrad_accumulation is not None
         # The last micro-batch of an accumulation also reduces what the others left.
         model.set_requires_gradient_sync(last or self.options.sync_every_micro_batch)
-        yield
+        # Nothing changes the weights before the step is over, so those that are whole serve all of its micro-batches.
+        model.set_reshard_after_backward(last or self.mode != "fsdp_grad")
+        with self.wgrad_accumulation.micro_batch():
+            yield
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
         """See `Engine.full_tensor`; on the accelerator's device, which the collective needs."""
@@ -130,6 +135,37 @@ class FsdpEngine(Engine):
     def local_tensor(self, parameter: Tensor) -> Tensor:
         """See `Engine.local_tensor`."""
         return super().local_tensor(plain_rows(master_of(parameter)))
+
+
+class WholeGradients:
+    """Where FSDP2 keeps the gradients of a split weight while micro-batches are accumulated: whole, in fp32, on every rank.
+
+    torch has no public name for it; this reads the attributes that it has in torch 2.11 and 2.13. In a torch that has others nothing is found, and
+    autograd and FSDP2 add gradients up with kernels of their own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._entries = {id(weight): entry for weight, entry in _split_parameters(model)}
+
+    def find(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A split weight -> the whole one that stands in for it in a layer's forward pass, and the sum so far; see `FindSum`."""
+        entry = self._entries.get(id(weight))
+        whole: Tensor | None = getattr(entry, "_unsharded_param", None)  # from the first forward pass on
+        if whole is None:
+            return weight, None
+        total: Tensor | None = getattr(entry, "unsharded_accumulated_grad", None)
+        return whole, whole.grad if total is None else total  # no sum of its own where the compute dtype is fp32 too
+
+
+def _split_parameters(model: nn.Module) -> Iterator[tuple[Tensor, Any]]:
+    """Each split parameter, as its module has it between steps, with what FSDP2 knows of it."""
+    for module in model.modules():
+        state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for entry in (entry for group in groups for entry in getattr(group, "fsdp_params", ())):
+            owner = getattr(entry, "_module_info", None)
+            if owner is not None:
+                yield getattr(owner.module, owner.param_name), entry
 
 
 def _split_again_without_backward(model: nn.Module, *_: Any) -> None:

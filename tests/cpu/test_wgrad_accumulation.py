@@ -72,12 +72,14 @@ def small_model(dtype=torch.float32, lora: LoraConfig | None = None, **changes):
     return model.train()
 
 
-def prepared(model: nn.Module, mode: str = "single"):
-    """An engine of that mode around the model, and an optimizer."""
+def prepared(model: nn.Module, summed_by: str = "gemms"):
+    """An engine around the model whose gradients are summed by GEMMs or by autograd, and an optimizer."""
     forget_accelerator()
-    engine = Engine(mode, Accelerator(cpu=True), ParallelConfig())
+    engine = Engine("single", Accelerator(cpu=True), ParallelConfig())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     model, optimizer = engine.prepare(model, optimizer)
+    if summed_by == "autograd":
+        engine.wgrad_accumulation = None
     return engine, model, optimizer
 
 
@@ -116,21 +118,21 @@ def clean(model: nn.Module) -> bool:
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 def test_gradients_are_autograds(num_micro_batches, dtype, recomputed, tied, fused):
     found = {}
-    for mode in ("ddp", "single"):
+    for summed_by in ("autograd", "gemms"):
         model = small_model(dtype, tie_word_embeddings=tied)
         if recomputed:
             enable_gradient_checkpointing(decoder_layers(model), 1, uses_te=True)
-        engine, model, _ = prepared(model, mode)
+        engine, model, _ = prepared(model, summed_by)
         backward(engine, model, num_micro_batches)
         assert clean(model)
-        found[mode] = gradients(model)
-        if mode == "ddp":
+        found[summed_by] = gradients(model)
+        if summed_by == "autograd":
             assert not fused
     layers = tiny_config().num_hidden_layers
     assert sum(fused.values()) == WEIGHTS_OF_LAYER * layers * (num_micro_batches - 1)
-    assert found["single"].keys() == found["ddp"].keys() and len(found["single"]) > WEIGHTS_OF_LAYER * layers
-    for name, expected in found["ddp"].items():
-        gradient = found["single"][name]
+    assert found["gemms"].keys() == found["autograd"].keys() and len(found["gemms"]) > WEIGHTS_OF_LAYER * layers
+    for name, expected in found["autograd"].items():
+        gradient = found["gemms"][name]
         assert gradient.dtype == expected.dtype == dtype
         if num_micro_batches == 1 or not is_te_weight(name):
             assert torch.equal(gradient, expected), name
@@ -139,8 +141,8 @@ def test_gradients_are_autograds(num_micro_batches, dtype, recomputed, tied, fus
 
 
 def test_autograds_additions_are_gone_and_the_memory_is_the_first_micro_batchs():
-    for mode, additions in (("ddp", 1), ("single", 0)):
-        engine, model, _ = prepared(small_model(), mode)
+    for summed_by, additions in (("autograd", 1), ("gemms", 0)):
+        engine, model, _ = prepared(small_model(), summed_by)
         backward(engine, model, 1)
         before = {name: gradient.data_ptr() for name, gradient in gradients(model).items()}
         with CountAdditions() as counted, engine.micro_batch(model, last=True):
@@ -181,11 +183,11 @@ def test_frozen_weights_are_left_alone(fused):
     backward(engine, model, 3)
     assert not fused and all("adapters" in name for name in gradients(model))
     found = []
-    for mode in ("ddp", "single"):
+    for summed_by in ("autograd", "gemms"):
         model = small_model()
         for layer in decoder_layers(model):
             layer.mlp.fc1_weight.requires_grad_(False)
-        engine, model, _ = prepared(model, mode)
+        engine, model, _ = prepared(model, summed_by)
         backward(engine, model, 3)
         found.append(gradients(model))
     layers = tiny_config().num_hidden_layers
@@ -216,10 +218,10 @@ class SharedAndTransposed(nn.Module):
 
 def test_swapped_layers_that_share_a_weight_and_one_that_is_transposed(fused):
     found = []
-    for mode in ("ddp", "single"):
+    for summed_by in ("autograd", "gemms"):
         model = SharedAndTransposed()
         assert swap_linears(model) == {}
-        engine, model, _ = prepared(model, mode)
+        engine, model, _ = prepared(model, summed_by)
         backward(engine, model, 3)
         assert clean(model)
         found.append(gradients(model))

@@ -61,13 +61,15 @@ def micro_batches(number: int, device) -> list[Batch]:
     ]
 
 
-def prepared(model: nn.Module, mode: str):
-    """An engine and an optimizer: of mode 'single' the GEMMs add gradients up, of 'ddp' (here one process) autograd does."""
+def prepared(model: nn.Module, summed_by: str):
+    """An engine and an optimizer; gradients are summed by 'gemms' or by 'autograd'."""
     forget_accelerator()
-    engine = Engine(mode, Accelerator(mixed_precision="no"), ParallelConfig())
+    engine = Engine("single", Accelerator(mixed_precision="no"), ParallelConfig())
     kind = "adamw_fp32" if next(model.parameters()).dtype == torch.float32 else "adamw_master"
     optimizer = build_optimizer(OptimConfig(), kind, model.named_parameters())
     model, optimizer = engine.prepare(model.train(), optimizer)
+    if summed_by == "autograd":
+        engine.wgrad_accumulation = None
     return engine, model, optimizer
 
 
@@ -159,7 +161,7 @@ def test_sums_are_as_exact_as_autograds(kind, scenario, num_micro_batches, recom
     layers = decoder_layers(model.model)
     if recomputed:
         enable_gradient_checkpointing(layers, 1, uses_te=True)
-    engine, model, _ = prepared(model, "single")
+    engine, model, _ = prepared(model, "gemms")
     batches = micro_batches(num_micro_batches, device)
     warm_up(engine, model, precision, batches)
     watched = WatchedSums(monkeypatch, torch.bfloat16, torch.bfloat16)
@@ -181,22 +183,22 @@ def test_all_gradients_are_there(kind, scenario, num_micro_batches, recomputed, 
     """Of every parameter and micro-batch, and no more than that."""
     batches = micro_batches(num_micro_batches, device)
     found = {}
-    for mode in ("ddp", "single"):
+    for summed_by in ("autograd", "gemms"):
         model, precision, _ = build(options_of(scenario), device, use_te=kind == "te")
         if recomputed:
             enable_gradient_checkpointing(decoder_layers(model.model), 1, uses_te=True)
-        engine, model, _ = prepared(model, mode)
+        engine, model, _ = prepared(model, summed_by)
         warm_up(engine, model, precision, batches)
         adding = backward(engine, model, precision, batches)
-        assert adding == (len(te_weights(model)) if mode == "single" and num_micro_batches > 1 else 0)
-        found[mode] = {name: parameter.grad for name, parameter in model.named_parameters()}
+        assert adding == (len(te_weights(model)) if summed_by == "gemms" and num_micro_batches > 1 else 0)
+        found[summed_by] = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert_same_but_for_noise(found, scenario)
 
 
 def assert_same_but_for_noise(found: dict[str, dict[str, Tensor]], scenario: str | None) -> None:
     """A micro-batch too few or too many would be off by a quarter or more."""
-    for name, gradient in found["single"].items():
-        assert relative_difference(gradient, found["ddp"][name]) < (0.05 if scenario is None else 0.15), name
+    for name, gradient in found["gemms"].items():
+        assert relative_difference(gradient, found["autograd"][name]) < (0.05 if scenario is None else 0.15), name
 
 
 @pytest.mark.parametrize("scenario", ["default", "current", "block", None])
@@ -205,13 +207,13 @@ def test_biases_norms_and_tied_embeddings_are_autograds(family, scenario, device
     """In bf16 a bias's gradient comes out of the GEMM that adds the weight's."""
     batches = micro_batches(3, device)
     found = {}
-    for mode in ("ddp", "single"):
+    for summed_by in ("autograd", "gemms"):
         model, precision, _ = build(options_of(scenario), device, family=family)
-        engine, model, _ = prepared(model, mode)
+        engine, model, _ = prepared(model, summed_by)
         warm_up(engine, model, precision, batches)
-        assert bool(backward(engine, model, precision, batches)) == (mode == "single")
-        found[mode] = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert any(name.endswith("bias") for name in found["single"])
+        assert bool(backward(engine, model, precision, batches)) == (summed_by == "gemms")
+        found[summed_by] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert any(name.endswith("bias") for name in found["gemms"])
     assert_same_but_for_noise(found, scenario)
 
 
@@ -224,7 +226,7 @@ def test_parameters_in_fp32_have_gradients_in_fp32(name, device, monkeypatch, re
     te_llama.initialize_weights_(model, torch.Generator(device=device).manual_seed(0))
     precision = Precision(plan, options, device, torch.float32)
     precision.attach(model, decoder_layers(model))
-    engine, model, _ = prepared(TrainingModel(model, S, plan.compute_dtype), "single")
+    engine, model, _ = prepared(TrainingModel(model, S, plan.compute_dtype), "gemms")
     batches = micro_batches(NUM_MICRO_BATCHES, device)
     warm_up(engine, model, precision, batches)
     watched = WatchedSums(monkeypatch, plan.compute_dtype, torch.float32)
@@ -240,28 +242,28 @@ def test_parameters_in_fp32_have_gradients_in_fp32(name, device, monkeypatch, re
 def test_additions_are_gone_and_no_gemm_is_added(kind, scenario, device, record_property):
     batches = micro_batches(NUM_MICRO_BATCHES, device)
     additions, gemms = {}, {}
-    for mode in ("ddp", "single"):
+    for summed_by in ("autograd", "gemms"):
         model, precision, _ = build(options_of(scenario), device, use_te=kind == "te")
-        engine, model, _ = prepared(model, mode)
+        engine, model, _ = prepared(model, summed_by)
         warm_up(engine, model, precision, batches)
         with record_kernels() as recorded:
             backward(engine, model, precision, batches)
-        gemms[mode] = {name: kernels.count for name, kernels in gemm_kernels(recorded).items()}
-        additions[mode] = sum(count for name, (count, _) in kernel_times(recorded).items() if ADDITION in name)
+        gemms[summed_by] = {name: kernels.count for name, kernels in gemm_kernels(recorded).items()}
+        additions[summed_by] = sum(count for name, (count, _) in kernel_times(recorded).items() if ADDITION in name)
         num_weights = len(te_weights(model))
     record_property("gemm_kernels", gemms)
     record_property("additions", additions)
-    assert gemms["single"] == gemms["ddp"]
-    assert additions["ddp"] - additions["single"] == num_weights * (NUM_MICRO_BATCHES - 1)
+    assert gemms["gemms"] == gemms["autograd"]
+    assert additions["autograd"] - additions["gemms"] == num_weights * (NUM_MICRO_BATCHES - 1)
 
 
 @pytest.mark.parametrize("scenario", ["default", None])
 def test_a_step_needs_no_more_memory_and_keeps_none(scenario, device, record_property):
     batches = micro_batches(3, device)
     peaks = {}
-    for mode in ("ddp", "single"):
+    for summed_by in ("autograd", "gemms"):
         model, precision, _ = build(options_of(scenario), device)
-        engine, model, optimizer = prepared(model, mode)
+        engine, model, optimizer = prepared(model, summed_by)
         gc.collect()  # the model before
         parameters = list(model.parameters())
         for _ in range(4):  # the last one counts
@@ -269,8 +271,8 @@ def test_a_step_needs_no_more_memory_and_keeps_none(scenario, device, record_pro
             torch.cuda.reset_peak_memory_stats(device)
             backward(engine, model, precision, batches)
             engine.step(optimizer, parameters, max_norm=1.0)
-        peaks[mode] = torch.cuda.max_memory_allocated(device) - before
+        peaks[summed_by] = torch.cuda.max_memory_allocated(device) - before
         assert torch.cuda.memory_allocated(device) == before
         assert not any(hasattr(parameter, "main_grad") for parameter in parameters)
     record_property("peak_bytes", peaks)
-    assert 0 < peaks["single"] <= 1.01 * peaks["ddp"] + ALLOCATORS_BLOCK
+    assert 0 < peaks["gemms"] <= 1.01 * peaks["autograd"] + ALLOCATORS_BLOCK
