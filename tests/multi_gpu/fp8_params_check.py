@@ -1,4 +1,4 @@
-"""--fp8_params on GPUs: the steps of a run without it, half the traffic, exact masters.
+"""--fp8_params on GPUs: the steps of a run without it, half the traffic, exact masters, sums of gradients in GEMMs.
 
     torchrun --nproc_per_node=2 tests/multi_gpu/fp8_params_check.py [--output FILE]
 
@@ -24,6 +24,7 @@ import shutil
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ from llm_fp8.json_files import read_jsonl
 from llm_fp8.loop import Trainer
 from llm_fp8.models import decoder_layers
 from llm_fp8.parallel.fp8_params import master_of
+from llm_fp8.parallel.fsdp import WholeGradients
 from llm_fp8.precision import forget_delayed_scales
 from llm_fp8.process_group import start_process_group
 from llm_fp8.ranks import LaunchRanks
@@ -83,6 +85,22 @@ class InspectedRun(run_module.Run):
         return trainer
 
 
+class CountedSums:
+    """How often a weight's sum of gradients was given to a GEMM, by the sum's dtype."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._find = WholeGradients.find
+        WholeGradients.find = lambda found, weight: self._counted(found, weight)  # type: ignore[method-assign]
+
+    def _counted(self, found: WholeGradients, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        whole, total = self._find(found, weight)
+        if total is not None:
+            self.counts[str(total.dtype)] += 1
+        return whole, total
+
+
+SUMS = CountedSums()
 run_module.Run = InspectedRun  # type: ignore[misc]
 run_module.end_process_group = _stay_in_group
 
@@ -95,6 +113,8 @@ class Result:
     grad_norms: list[float]
     summary: dict[str, Any]
     folder: Path
+    sums_in_gemms: dict[str, int]
+    """Sums of gradients that GEMMs were given to add to, by dtype."""
     sent_bytes: list[int]
     layer_bytes: dict[str, int]
     """What a rank puts into the gather of one decoder layer, by what it holds: 'fp8' as it is, 'bf16' if all of it were bf16."""
@@ -139,6 +159,7 @@ class Trainings:
         if folder.name.endswith("bf16"):
             precision = ["--mixed_precision=bf16"]
         started = time.monotonic()
+        SUMS.counts.clear()
         forget_delayed_scales()  # and whatever a run that failed left behind
         words = [
             f"--model_name={self.model}", "--use_te", *precision, "--max_seq_length=256",
@@ -161,6 +182,7 @@ class Trainings:
             grad_norms=[record["grad_norm"] for record in records if "loss" in record],
             summary=json.loads((folder / "summary.json").read_text()),
             folder=folder,
+            sums_in_gemms=dict(SUMS.counts),
             sent_bytes=list(run.gathers.sent_bytes),
             layer_bytes={
                 "fp8": sum(part.numel() * (1 if is_fp8(part) else 2) for part in parts),
@@ -197,9 +219,9 @@ def num_layers(result: Result) -> int:
     return len({name.split(".layers.")[1].split(".")[0] for name in result.parameters})
 
 
-def layer_gathers(result: Result, num_steps: int, per_micro_batch: int) -> int:
+def layer_gathers(result: Result, num_steps: int, per_step: int) -> int:
     """How often layers must have been gathered, the evaluation at the end included."""
-    return (num_steps * MICRO_BATCHES * per_micro_batch + EVAL_BATCHES) * num_layers(result)
+    return (num_steps * per_step + EVAL_BATCHES) * num_layers(result)
 
 
 # --- Checks: each gives (whether it holds, its figures) -------------------------------------------------------------------------
@@ -248,7 +270,7 @@ def bytes_between_steps(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
 def bytes_gathered(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
     """(2) Every layer is gathered as bytes, for each forward and backward pass."""
     plain, fp8 = trainings.plain(), trainings.fp8()
-    expected = layer_gathers(fp8, STEPS, per_micro_batch=2)
+    expected = layer_gathers(fp8, STEPS, per_step=2 * MICRO_BATCHES)
     counts = {"plain": plain.sent_bytes.count(plain.layer_bytes["bf16"]), "fp8": fp8.sent_bytes.count(fp8.layer_bytes["fp8"])}
     share = fp8.layer_bytes["fp8"] / plain.layer_bytes["bf16"]
     holds = counts == {"plain": expected, "fp8": expected} and len(plain.sent_bytes) == len(fp8.sent_bytes) and share < 0.51
@@ -257,6 +279,14 @@ def bytes_gathered(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
         "share": share, "all_gathers": [len(plain.sent_bytes), len(fp8.sent_bytes)],
         "sent_bytes": [sum(plain.sent_bytes), sum(fp8.sent_bytes)],
     }  # fmt: skip
+
+
+def sums_in_gemms(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
+    """GEMMs add to the whole fp32 gradient of every linear weight, in all micro-batches but a step's first; with fp8 parameters and without fp8 too."""
+    runs = {"plain": trainings.plain(), "fp8": trainings.fp8(), "bf16": trainings.bf16()}
+    expected = STEPS * (MICRO_BATCHES - 1) * num_layers(runs["fp8"]) * FP8_WEIGHTS_PER_LAYER
+    found = {name: result.sums_in_gemms for name, result in runs.items()}
+    return all(counts == {"torch.float32": expected} for counts in found.values()), {"sums": found, "expected": expected}
 
 
 def one_scale_per_weight(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
@@ -318,13 +348,13 @@ def recomputed(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
 
 
 def kept_whole(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
-    """fsdp_grad: whole fp8 weights from the forward to the backward pass, one gather a micro-batch."""
+    """fsdp_grad: whole fp8 weights from a step's first forward to its last backward pass, one gather a step."""
     options = ("--fp8_params", "--no_parity_check", "--sharding_mode=fsdp_grad")
     result = trainings("grad", "--max_steps=3", "--lr_scheduler=constant", "--no_export", *options)
     other = trainings("three", "--max_steps=3", "--lr_scheduler=constant", "--no_export", *FP8)
     worst = largest_difference(result.losses, other.losses)
     gathers = [r.sent_bytes.count(r.layer_bytes["fp8"]) for r in (result, other)]
-    expected = [layer_gathers(result, 3, per_micro_batch=1), layer_gathers(other, 3, per_micro_batch=2)]
+    expected = [layer_gathers(result, 3, per_step=1), layer_gathers(other, 3, per_step=2 * MICRO_BATCHES)]
     return worst <= SAME_LOSSES and gathers == expected, {
         "largest_difference": worst,
         "layer_gathers": gathers,
@@ -333,7 +363,7 @@ def kept_whole(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
 
 
 CHECKS: list[Callable[[Trainings], tuple[bool, dict[str, Any]]]] = [
-    same_steps, bytes_between_steps, bytes_gathered, one_scale_per_weight, round_trip, resumed,
+    same_steps, bytes_between_steps, bytes_gathered, sums_in_gemms, one_scale_per_weight, round_trip, resumed,
 ]  # fmt: skip
 CHECKS_OF_ONE_SCENARIO = [small_updates, recomputed, kept_whole]
 

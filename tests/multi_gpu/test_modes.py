@@ -31,6 +31,8 @@ PRECISIONS = {
     "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
     "block": ["--mixed_precision", "fp8", "--fp8_scenario", "block"],
 }
+FOUR_MICRO_BATCHES = ("--batch_size=2", "--gradient_accumulation_steps=4")
+"""On two GPUs, so that there are some between the first and the last one."""
 FSDP = ("fsdp_grad", "fsdp_full", "fsdp_offload")
 DEEPSPEED = ("deepspeed_1", "deepspeed_2", "deepspeed_3")
 CASES = [
@@ -49,6 +51,10 @@ CASES = [
     ("fsdp_full", "delayed", ["--use_te", "--sync_every_micro_batch", "--empty_cache_freq=2"]),
     ("fsdp_full", "bf16", ["--use_te", "--optimizer=adamw_master"]),
     ("fsdp_hybrid", "delayed", ["--use_te", "--hybrid_shard_size=1"]),
+    *((mode, "delayed", ["--use_te", *FOUR_MICRO_BATCHES]) for mode in ("ddp", "fsdp_grad", "fsdp_full")),
+    ("ddp", "bf16", ["--use_te", *FOUR_MICRO_BATCHES]),
+    ("fsdp_grad", "delayed", ["--use_te", "--fp8_params", *FOUR_MICRO_BATCHES]),
+    ("fsdp_grad", "delayed", ["--use_te", "--gradient_checkpointing", *FOUR_MICRO_BATCHES]),
 ]
 
 
@@ -105,7 +111,15 @@ def single_gpu(tmp_path_factory) -> Callable[..., list[dict[str, float]]]:
 )
 def test_two_gpus_take_the_steps_of_one(mode, precision, options, models, single_gpu, tmp_path, record_property):
     model = models["llama3_rope_gqa"]
-    spreads = ("--sync", "--empty_cache", "--gradient_checkpointing", "--optimizer", "--hybrid")
+    spreads = (
+        "--sync",
+        "--empty_cache",
+        "--gradient_checkpointing",
+        "--optimizer",
+        "--hybrid",
+        "--fp8_params",
+        *FOUR_MICRO_BATCHES,
+    )
     on_one = [option for option in options if not option.startswith(spreads)]
     expected = single_gpu(model, *PRECISIONS[precision], *on_one)
     taken, summary, log = train(2, tmp_path / "two", model, *PRECISIONS[precision], *options, f"--sharding_mode={mode}")
