@@ -7,8 +7,9 @@
 
 Rows, arms and targets stand in benchmarks/speed_table.json (--table takes another). Each measurement is one of scripts/benchmark.py (one GPU) or
 of scripts/benchmark_multi_gpu.py (rows with several), in processes of its own. The file is written after every measurement, and the same command
-goes on from what its --output holds, so the table can be measured in pieces. Arms of a row take turns, round by round, on one GPU;
---gpus_parallel spreads rows of one GPU over several. Rows that need more GPUs than there are, are left out and named.
+goes on from what its --output holds, so the table can be measured in pieces. Arms of a row take turns, round by round, on the same GPUs;
+--gpus_parallel N spreads rows over N GPUs, each on as many as it needs: on 4, two rows of 2 at a time. Rows that need more than N follow alone, one
+by one; those that need more than there are, are left out and named.
 
 Rows on real documents: the same documents packed by ours and padded to the row's length by the rival, at equal weights; figures are real
 tokens/s and the loss per token that is predicted. docs/benchmark.md says how to read the file.
@@ -20,16 +21,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import heapq
 import json
 import os
-import queue
 import signal
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ from scripts.benchmark import EXIT_TERMINATED, print_round, summarise
 TABLE = Path(__file__).with_suffix(".json")
 
 Answer = dict[str, Any]
-Measure = Callable[[TableRow, Arm, str | None], Answer]
-"""Measures an arm of a row on a GPU (a value of CUDA_VISIBLE_DEVICES; None: as they are)."""
+Measure = Callable[[TableRow, Arm, str], Answer]
+"""Measures an arm of a row on its GPUs (a value of CUDA_VISIBLE_DEVICES, such as 0,1)."""
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------------
@@ -278,15 +279,14 @@ def compare(row: TableRow, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | N
 def measurer(warmup: int, timeout_s: float, stopped: threading.Event) -> Measure:
     """Measures through the programs that do."""
 
-    def measure(row: TableRow, arm: Arm, gpu: str | None) -> Answer:
+    def measure(row: TableRow, arm: Arm, gpus: str) -> Answer:
         started = time.perf_counter()
-        settings = (row.work.num_steps, warmup, timeout_s)
+        settings = (row.work.num_steps, warmup, timeout_s, {"CUDA_VISIBLE_DEVICES": gpus}, stopped)
         if row.num_gpus > 1:
-            answer = measure_in_launch(row.work.name, arm.name, row.num_gpus, *settings, stopped=stopped)
+            answer = measure_in_launch(row.work.name, arm.name, row.num_gpus, *settings)
         else:
-            variables = None if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
-            answer = measure_in_process(row.work.name, arm.name, *settings, variables, stopped, prepare_next=True)
-        return {**answer, "gpu": gpu, "taken_s": time.perf_counter() - started}
+            answer = measure_in_process(row.work.name, arm.name, *settings, prepare_next=True)
+        return {**answer, "gpu": gpus, "taken_s": time.perf_counter() - started}
 
     return measure
 
@@ -331,26 +331,21 @@ class Turns:
                     yield number, arm
 
 
-def measure_row(row: TableRow, record: Record, turns: Turns, measure: Measure, limit: Limit, gpu: str | None) -> None:
-    """Measure what a row lacks, its arms in turns."""
+def measure_row(row: TableRow, record: Record, turns: Turns, measure: Measure, limit: Limit, gpus: Sequence[str]) -> None:
+    """Measure what a row lacks, its arms in turns on the same GPUs."""
     for number, arm in turns.due(row, record):
         if not limit.allows(f"{row.name} {arm.name}", record.estimate_s(row, arm)):
             continue
-        answer = measure(row, arm, gpu)
+        answer = measure(row, arm, ",".join(gpus))
         if answer["failed"] == STOPPED:
             limit.left.append(f"{row.name} {arm.name}")
             continue
         if row.num_gpus == 1:
             print_round(row.work, arm, number, answer)
         else:
-            print(f"round {number + 1}  {row.work.name} {arm.name}: {answer['failed'] or 'measured'}", flush=True)
+            outcome = answer["failed"] or "measured"
+            print(f"round {number + 1}  {row.work.name} {arm.name} on {row.num_gpus} GPUs: {outcome}", flush=True)
         record.add(row, arm, answer)
-
-
-def in_order(rows: Sequence[TableRow], record: Record, turns: Turns, num_lanes: int) -> list[TableRow]:
-    """The rows of one GPU in the order in which they are begun: the longest first where several are measured at a time, so that none ends alone."""
-    of_one = [row for row in rows if row.num_gpus == 1]
-    return of_one if num_lanes == 1 else sorted(of_one, key=lambda row: -left_s(row, record, turns))
 
 
 def left_s(row: TableRow, record: Record, turns: Turns) -> float:
@@ -358,32 +353,93 @@ def left_s(row: TableRow, record: Record, turns: Turns) -> float:
     return sum(record.estimate_s(row, arm) for _, arm in turns.due(row, record))
 
 
-def measure_table(
-    rows: Sequence[TableRow], record: Record, turns: Turns, measure: Measure, limit: Limit, gpus: Sequence[str | None]
-) -> None:
-    """Measure what is not measured yet: rows of one GPU side by side on `gpus`, a row on one of them; then those of several GPUs."""
-    free: queue.Queue[str | None] = queue.Queue()
-    for gpu in gpus:
-        free.put(gpu)
+@dataclasses.dataclass(frozen=True)
+class Shift:
+    """Rows that are measured side by side, in the order in which they are begun, and the GPUs that they share out."""
 
-    def on_a_free_gpu(row: TableRow) -> None:
-        gpu = free.get()
-        try:
-            measure_row(row, record, turns, measure, limit, gpu)
-        finally:
-            free.put(gpu)
+    rows: list[TableRow]
+    gpus: Sequence[str]
 
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        futures = [pool.submit(on_a_free_gpu, row) for row in in_order(rows, record, turns, len(gpus))]
+
+def plan_shifts(rows: Sequence[TableRow], record: Record, turns: Turns, gpus: Sequence[str], gpus_parallel: int) -> list[Shift]:
+    """One shift after the other: first the rows that fit on the first `gpus_parallel` of `gpus`, then each of the others alone.
+
+    Rows side by side begin with the longest, so that none ends alone.
+    """
+    side_by_side = [row for row in rows if row.num_gpus <= gpus_parallel]
+    if gpus_parallel > 1:
+        side_by_side.sort(key=lambda row: -left_s(row, record, turns))
+    alone = [Shift([row], gpus[: row.num_gpus]) for row in rows if row.num_gpus > gpus_parallel]
+    return [Shift(side_by_side, gpus[:gpus_parallel]), *alone]
+
+
+class Places:
+    """Who is next in a shift, and on which GPUs: the first of the waiting rows that the free GPUs suffice for.
+
+    A row takes all its GPUs at once and gives them back together, so none waits for a second GPU with a first one in hand.
+    """
+
+    def __init__(self, shift: Shift) -> None:
+        self._gpus = shift.gpus
+        self._free = list(shift.gpus)
+        self.waiting = list(shift.rows)
+
+    def begin(self) -> list[tuple[TableRow, list[str]]]:
+        """The rows that begin now, with their GPUs."""
+        begun = []
+        for row in list(self.waiting):
+            if row.num_gpus <= len(self._free):
+                self.waiting.remove(row)
+                begun.append((row, self._free[: row.num_gpus]))
+                del self._free[: row.num_gpus]
+        return begun
+
+    def end(self, gpus: Sequence[str]) -> None:
+        """The row on these GPUs has ended."""
+        self._free = sorted([*self._free, *gpus], key=self._gpus.index)  # so that GPUs of a row tend to be neighbours
+
+
+def estimate_shift_s(shift: Shift, record: Record, turns: Turns) -> float:
+    """How long a shift may take, each of its rows as long as `left_s` says."""
+    places, now = Places(shift), 0.0
+    running: list[tuple[float, list[str]]] = []
+    while places.waiting or running:
+        for row, gpus in places.begin():
+            heapq.heappush(running, (now + left_s(row, record, turns), gpus))
+        now, gpus = heapq.heappop(running)
+        places.end(gpus)
+    return now
+
+
+def measure_shift(shift: Shift, record: Record, turns: Turns, measure: Measure, limit: Limit) -> None:
+    """Measure what the rows of a shift lack, each in a thread of its own; what goes wrong in one ends all."""
+    places = Places(shift)
+    running: dict[Future[None], list[str]] = {}
+    with ThreadPoolExecutor(len(shift.gpus)) as pool:
         try:
-            for future in as_completed(futures):
-                future.result()
+            while places.waiting or running:
+                for row, gpus in places.begin():
+                    running[pool.submit(measure_row, row, record, turns, measure, limit, gpus)] = gpus
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    places.end(running.pop(future))
+                    future.result()
         except BaseException:
             limit.stopped.set()  # what runs ends, and nothing else begins
             raise
-    for row in rows:
-        if row.num_gpus > 1:
-            measure_row(row, record, turns, measure, limit, None)
+
+
+def measure_table(
+    rows: Sequence[TableRow],
+    record: Record,
+    turns: Turns,
+    measure: Measure,
+    limit: Limit,
+    gpus: Sequence[str],
+    gpus_parallel: int = 1,
+) -> None:
+    """Measure what is not measured yet on `gpus`, of which every row needs at most all, spread over `gpus_parallel` of them."""
+    for shift in plan_shifts(rows, record, turns, gpus, gpus_parallel):
+        measure_shift(shift, record, turns, measure, limit)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------------
@@ -400,7 +456,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--text", help="documents of the rows on real text: FILE.jsonl or what --dataset_name takes (default: the table's)"
     )
-    parser.add_argument("--gpus_parallel", type=int, default=1, help="rows of one GPU that are measured at a time (default 1)")
+    parser.add_argument(
+        "--gpus_parallel",
+        type=int,
+        default=1,
+        help="GPUs that rows are spread over, each on as many as it needs; rows that need more follow alone (default 1)",
+    )
     parser.add_argument(
         "--time_limit_s",
         type=float,
@@ -459,22 +520,22 @@ def visible_gpus() -> list[str]:
     return told.split(",") if told else [str(number) for number in range(torch.cuda.device_count())]
 
 
-def print_plan(rows: Sequence[TableRow], record: Record, turns: Turns, gpus_parallel: int) -> None:
+def print_plan(rows: Sequence[TableRow], record: Record, turns: Turns, gpus: Sequence[str], gpus_parallel: int) -> None:
     """What would be measured, and how long that may take."""
     for row in rows:
-        gpus = f"{row.num_gpus} GPUs" if row.num_gpus > 1 else "1 GPU"
+        on = f"{row.num_gpus} GPUs" if row.num_gpus > 1 else "1 GPU"
         num_tokens = row.work.step_tokens().num_real_tokens * row.num_gpus
-        print(f"{row.name}: {row.work.name}{_documents(row)}, {gpus}, {num_tokens:,} tokens a step, target: {target_of(row)}")
+        print(f"{row.name}: {row.work.name}{_documents(row)}, {on}, {num_tokens:,} tokens a step, target: {target_of(row)}")
         left = [arm for _, arm in turns.due(row, record)]
         for arm in dict.fromkeys(left):
             print(f"    {left.count(arm)} x {arm.name:32} about {record.estimate_s(row, arm):4.0f} s")
         print(f"    about {left_s(row, record, turns) / 60:.0f} minutes")
-    lanes = [0.0] * gpus_parallel
-    for row in in_order(rows, record, turns, gpus_parallel):
-        lanes[lanes.index(min(lanes))] += left_s(row, record, turns)  # on the GPU that is free first
-    of_several = sum(left_s(row, record, turns) for row in rows if row.num_gpus > 1)
+    side_by_side, *alone = plan_shifts(rows, record, turns, gpus, gpus_parallel)
+    minutes = [sum(estimate_shift_s(shift, record, turns) for shift in shifts) / 60 for shifts in ([side_by_side], alone)]
+    num_gpus = len(side_by_side.gpus)
     print(
-        f"rows of one GPU, {gpus_parallel} at a time: about {max(lanes) / 60:.0f} minutes; rows of several: about {of_several / 60:.0f} minutes"
+        f"rows of {'one GPU' if num_gpus == 1 else f'up to {num_gpus} GPUs'}, spread over {num_gpus}: about {minutes[0]:.0f} minutes; "
+        f"rows of more GPUs, one by one: about {minutes[1]:.0f} minutes"
     )
 
 
@@ -561,7 +622,8 @@ def main() -> int:
     for one in left_out:
         print(f"left out: {one['row']}: {one['reason']}")
     if options.dry_run:
-        print_plan(rows, record, turns, min(options.gpus_parallel, len(gpus)) if gpus else options.gpus_parallel)
+        wanted = max([options.gpus_parallel, *(row.num_gpus for row in rows)])
+        print_plan(rows, record, turns, gpus or [str(number) for number in range(wanted)], options.gpus_parallel)
         return 0
     if not gpus:
         raise UserError("the speed table needs an NVIDIA GPU, and none is found; --dry_run says what would be measured.")
@@ -573,7 +635,7 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, end)
     measure = measurer(options.warmup, options.arm_timeout_s, limit.stopped)
-    measure_table(rows, record, turns, measure, limit, gpus[: options.gpus_parallel])
+    measure_table(rows, record, turns, measure, limit, gpus, options.gpus_parallel)
     print_table(rows, record)
     print(f"\n{time.monotonic() - limit.started:.0f} s: {options.output}")
     if limit.left:

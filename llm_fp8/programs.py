@@ -16,5 +16,6 @@ def output_of(*command: str, timeout_s: float = 30) -> str | None:
 
 
 def torchrun(num_processes: int, *words: str) -> list[str]:
-    """The command that starts so many processes on this host, on a port of their own."""
+    """The command that starts so many processes on this host, on a port of their own: launches side by side do not collide."""
+    # --standalone has the launcher bind port 0 and keep what the system gives it; its processes meet there and look for no other port.
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", *words]

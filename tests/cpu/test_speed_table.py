@@ -73,7 +73,7 @@ class Fake:
     """Measures by table; notes what it was asked for."""
 
     def __init__(self, **failing: str) -> None:
-        self.asked: list[tuple[str, str, str | None]] = []
+        self.asked: list[tuple[str, str, str]] = []
         self.failing = failing
 
     def __call__(self, row, arm, gpu):
@@ -181,11 +181,11 @@ def test_the_floor_of_a_head_in_fp8(mode, logits_tflops):
 
 
 def run(
-    path: Path | None, rows, fake, num_rounds=1, limit_s=0.0, gpus=(None,), only=(), **record_options
+    path: Path | None, rows, fake, num_rounds=1, limit_s=0.0, gpus=("0",), gpus_parallel=1, only=(), **record_options
 ) -> tuple[Record, Limit]:
     record = Record(path, rows, SETTINGS, **record_options)
     limit = Limit(limit_s)
-    measure_table(rows, record, Turns(num_rounds, only), fake, limit, gpus)
+    measure_table(rows, record, Turns(num_rounds, only), fake, limit, gpus, gpus_parallel)
     return record, limit
 
 
@@ -201,7 +201,7 @@ def test_a_second_call_measures_what_the_first_left(tmp_path, capsys):
         return answer
 
     record, limit = Record(path, rows, SETTINGS), Limit(0.0)
-    measure_table(rows, record, Turns(1), until_two, limit, [None])
+    measure_table(rows, record, Turns(1), until_two, limit, ["0"])
     assert [arm for _, arm, _ in first.asked] == ["delayed", "current"] and limit.left == ["1b hf_bf16", "1b accelerate_te"]
     kept = json.loads(path.read_text())
     assert [row["arm"] for row in kept["rows"]] == ["delayed", "current"] and kept["rows"][1]["failed"] == "out of memory"
@@ -267,7 +267,7 @@ def test_rows_that_are_not_measured_this_time_stay(tmp_path):
     record = Record(path, [two], SETTINGS)
     record.left_out = [{"row": "1b", "reason": "measured elsewhere"}, {"row": "8b_x8", "reason": "it needs 8 GPUs"}]
     fake = Fake()
-    measure_table([two], record, Turns(1, ("delayed", "hf_bf16")), fake, Limit(0.0), [None])
+    measure_table([two], record, Turns(1, ("delayed", "hf_bf16")), fake, Limit(0.0), ["0"])
     assert [arm for _, arm, _ in fake.asked] == ["delayed", "hf_bf16"]
     after = json.loads(path.read_text())
     assert after["rows"][:4] == before["rows"] and after["comparisons"][0] == before["comparisons"][0]
@@ -297,41 +297,110 @@ def test_a_file_that_was_made_otherwise_is_refused(tmp_path):
 # --- several GPUs -----------------------------------------------------------------------------------------------------------
 
 
+class Slow(Fake):
+    """Takes a while; notes which measurements overlap, and refuses two on a GPU."""
+
+    def __init__(self, seconds: float = 0.02) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.lock = threading.Lock()
+        self.running: dict[str, set[str]] = {}
+        self.together: set[frozenset[str]] = set()
+        """Names of rows that were measured at the same time."""
+
+    def __call__(self, row, arm, gpus):
+        with self.lock:
+            own = set(gpus.split(","))
+            assert not own & set().union(*self.running.values()), "one measurement at a time on a GPU"
+            assert len(own) == row.num_gpus
+            self.running[row.name] = own
+            self.together.add(frozenset(self.running))
+        time.sleep(self.seconds)
+        with self.lock:
+            del self.running[row.name]
+            return super().__call__(row, arm, gpus)
+
+    def gpus(self, name: str) -> set[str]:
+        """Those on which a row was measured."""
+        return {gpus for row, _, gpus in self.asked if row == name}
+
+
+def of_gpus(num_gpus: int, name: str, micro_batches: int = 4) -> dict:
+    """A row of so many GPUs; how long it is thought to take grows with its micro-batches."""
+    mode = "" if num_gpus == 1 else "ddp:"
+    arms = {"ours": [f"{mode}delayed"], "rivals": [f"{mode}hf_bf16"]}
+    return {"name": name, "workload": f"Llama-3.2-1B:16x1024x{micro_batches}", "num_gpus": num_gpus, **arms}
+
+
 def test_rows_are_spread_and_the_arms_of_a_row_share_a_gpu(tmp_path):
-    """Two rows at a time; those of several GPUs alone, behind all others."""
-    several = {**ROW, "name": "x2", "num_gpus": 2, "ours": ["ddp:delayed"], "rivals": ["ddp:hf_bf16"]}
-    table = write_table(tmp_path, several, *({**ROW, "name": f"r{number}"} for number in range(4)))
-    rows, fake, busy, most = read_table(table, 3), Fake(), set(), []
-    lock = threading.Lock()
+    """Two rows at a time on the two GPUs there are."""
+    rows, fake = read_table(write_table(tmp_path, *({**ROW, "name": f"r{number}"} for number in range(4))), 3), Slow()
+    run(tmp_path / "r.json", rows, fake, gpus=("4", "7"), gpus_parallel=8)
+    used = [fake.gpus(row.name) for row in rows]
+    assert all(len(gpus) == 1 for gpus in used) and set().union(*used) == {"4", "7"}
+    assert max(map(len, fake.together)) == 2 and len(fake.asked) == 16
 
-    def measure_slowly(row, arm, gpu):
-        with lock:
-            assert gpu not in busy, "one measurement at a time on a GPU"
-            busy.add(gpu)
-            most.append(len(busy))
-        time.sleep(0.02)
-        with lock:
-            busy.remove(gpu)
-            return fake(row, arm, gpu)
 
-    run(tmp_path / "r.json", rows, measure_slowly, gpus=("4", "7"))
-    used = {name: {gpu for row, _, gpu in fake.asked if row == name} for name in ("r0", "r1", "r2", "r3", "x2")}
-    assert all(len(gpus) == 1 and gpus <= {"4", "7"} for name, gpus in used.items() if name != "x2") and max(most) == 2
-    assert set().union(*(gpus for name, gpus in used.items() if name != "x2")) == {"4", "7"}
-    assert [(row, gpu) for row, _, gpu in fake.asked[-2:]] == [("x2", None)] * 2
+def test_rows_of_several_gpus_follow_alone_and_are_compared_with_one(tmp_path):
+    rows = read_table(write_table(tmp_path, of_gpus(2, "x2"), ROW), 3)
+    fake = Slow()
+    run(tmp_path / "r.json", rows, fake, gpus=("3", "5", "6"))
+    assert [(row, gpus) for row, _, gpus in fake.asked] == [("1b", "3")] * 4 + [("x2", "3,5")] * 2
     record = json.loads((tmp_path / "r.json").read_text())
     of_two = [row for row in record["rows"] if row["row"] == "x2"]
     assert all(row["tokens_per_s"] == 2 * row["tokens_per_s_per_gpu"] for row in of_two) and "gap_s" not in of_two[0]["step"]
     (scaling,) = (found["scaling"] for found in record["comparisons"] if "scaling" in found)
-    (alone,) = (row for row in record["rows"] if (row["row"], row["arm"]) == ("r0", "delayed"))
+    (alone,) = (row for row in record["rows"] if (row["row"], row["arm"]) == ("1b", "delayed"))
     assert scaling == {"ddp:delayed": pytest.approx(of_two[0]["tokens_per_s_per_gpu"] / alone["tokens_per_s"])}
+
+
+def test_rows_of_several_gpus_side_by_side(tmp_path):
+    """On four of eight GPUs: two rows of two, then one of four, then on all eight what needs them; nothing shares a GPU."""
+    table = write_table(tmp_path, of_gpus(8, "x8", 32), of_gpus(4, "x4", 4), of_gpus(2, "a", 8), of_gpus(2, "b", 8))
+    fake = Slow(0.1)
+    run(None, read_table(table, 3), fake, gpus=tuple("01234567"), gpus_parallel=4)
+    assert frozenset({"a", "b"}) in fake.together and fake.gpus("a") | fake.gpus("b") == {"0,1", "2,3"}
+    assert [(row, gpus) for row, _, gpus in fake.asked[4:]] == [("x4", "0,1,2,3")] * 2 + [("x8", "0,1,2,3,4,5,6,7")] * 2
+    assert all(len(names) == 1 for names in fake.together if names & {"x4", "x8"})
+
+
+def test_a_row_that_fits_does_not_wait_for_one_that_does_not(tmp_path):
+    """One of three GPUs and one of two on four: those of one GPU run beside both, whatever comes first in the table."""
+    table = write_table(
+        tmp_path, of_gpus(1, "r0", 2), of_gpus(1, "r1", 2), of_gpus(2, "x2", 8), of_gpus(3, "x3", 16), of_gpus(1, "r2", 2)
+    )
+    fake = Slow(0.1)
+    run(None, read_table(table, 3), fake, gpus=tuple("0123"), gpus_parallel=4)
+    assert {frozenset({"x3", "r0"})} <= fake.together and len({row for row, _, _ in fake.asked}) == 5
+    assert fake.gpus("x3") == {"0,1,2"} and fake.gpus("r0") == {"3"}
+    assert not any({"x2", "x3"} <= names for names in fake.together)
 
 
 def test_the_longest_row_begins_first_where_several_are_measured(tmp_path):
     longer = {**ROW, "name": "longer", "workload": "Llama-3.2-1B:16x1024x8"}
     rows, record = read_table(write_table(tmp_path, ROW, longer), 3), Record(None, [], SETTINGS)
-    assert [row.name for row in speed_table.in_order(rows, record, Turns(1), 1)] == ["1b", "longer"]
-    assert [row.name for row in speed_table.in_order(rows, record, Turns(1), 2)] == ["longer", "1b"]
+
+    def order(gpus_parallel: int) -> list[str]:
+        (shift,) = speed_table.plan_shifts(rows, record, Turns(1), ["0", "1"], gpus_parallel)
+        return [row.name for row in shift.rows]
+
+    assert order(1) == ["1b", "longer"] and order(2) == ["longer", "1b"]
+
+
+def test_the_estimate_follows_the_schedule(tmp_path):
+    """Two rows of two GPUs beside each other, one of four behind the longer of them, and one of eight behind all."""
+    table = write_table(tmp_path, of_gpus(8, "x8"), of_gpus(4, "x4", 1), of_gpus(2, "a", 8), of_gpus(2, "b", 4))
+    rows, record = read_table(table, 3), Record(None, [], SETTINGS)
+
+    def estimates(gpus_parallel: int) -> list[float]:
+        shifts = speed_table.plan_shifts(rows, record, Turns(1), list("01234567"), gpus_parallel)
+        return [speed_table.estimate_shift_s(shift, record, Turns(1)) for shift in shifts]
+
+    x8_s, x4_s, a_s, b_s = (speed_table.left_s(row, record, Turns(1)) for row in rows)
+    assert a_s > b_s > x4_s > 0
+    assert estimates(4) == pytest.approx([a_s + x4_s, x8_s])
+    assert estimates(2) == pytest.approx([a_s + b_s, x8_s, x4_s])
+    assert estimates(1) == pytest.approx([0.0, x8_s, x4_s, a_s, b_s])
 
 
 def test_rows_without_enough_gpus_are_left_out(tmp_path):
@@ -353,8 +422,41 @@ def test_a_mistake_in_one_row_ends_the_others(tmp_path):
 
     record, limit = Record(None, rows, SETTINGS), Limit(0.0)
     with pytest.raises(UserError, match="no such thing"):
-        measure_table(rows, record, Turns(9), measure_badly, limit, ["0", "1"])
+        measure_table(rows, record, Turns(9), measure_badly, limit, ["0", "1"], 2)
     assert limit.stopped.is_set() and len(record.answers(rows[0], rows[0].ours[0])) < 9
+
+
+def test_a_mistake_in_a_launch_ends_what_runs_and_what_waits(tmp_path):
+    """One of two launches side by side fails: the other is stopped, and the row of four that waits for both is not begun."""
+    table = write_table(tmp_path, of_gpus(2, "a", 8), of_gpus(2, "bad", 8), of_gpus(4, "x4"), of_gpus(8, "x8"))
+    limit, asked, both = Limit(0.0), [], threading.Barrier(2, timeout=30)
+
+    def measure_badly(row, arm, gpus):
+        asked.append(row.name)
+        both.wait()
+        if row.name == "bad":
+            raise UserError("no such thing")
+        return {"failed": STOPPED if limit.stopped.wait(30) else "was not stopped"}
+
+    record = Record(None, read_table(table, 3), SETTINGS)
+    with pytest.raises(UserError, match="no such thing"):
+        measure_table(read_table(table, 3), record, Turns(9), measure_badly, limit, list("01234567"), 4)
+    assert sorted(asked) == ["a", "bad"] and set(limit.left) == {"a ddp:delayed", "a ddp:hf_bf16"}
+
+
+def test_the_time_limit_holds_for_rows_that_waited(tmp_path):
+    table = write_table(tmp_path, of_gpus(2, "a", 8), of_gpus(2, "b", 8), of_gpus(4, "x4"), of_gpus(8, "x8"))
+    fake, rows, limit = Slow(), read_table(table, 3), Limit(0.0)
+
+    def until_two(row, arm, gpus):
+        answer = fake(row, arm, gpus)
+        if len(fake.asked) == 4:
+            limit.seconds = 1e-9  # over
+        return answer
+
+    measure_table(rows, Record(None, rows, SETTINGS), Turns(1), until_two, limit, list("01234567"), 4)
+    assert {row for row, _, _ in fake.asked} == {"a", "b"}
+    assert limit.left == ["x4 ddp:delayed", "x4 ddp:hf_bf16", "x8 ddp:delayed", "x8 ddp:hf_bf16"]
 
 
 # --- real measurements on the CPU -------------------------------------------------------------------------------------------
@@ -409,22 +511,20 @@ def test_other_documents_of_the_same_name_are_not_gone_on_with(tmp_path, tiny_ar
         Record(path, read_table(table, 3), SETTINGS)
 
 
-def test_a_launch_of_two_processes(tmp_path, tiny_architecture):
-    """Through torchrun and scripts/benchmark_multi_gpu.py, one arm that trains and one that cannot."""
-    entry = {
-        "name": "x2",
-        "workload": f"{tiny_architecture}:2x32x2",
-        "num_gpus": 2,
-        "ours": ["ddp:bf16:swap", "ddp:bf16"],
-        "rivals": ["ddp:hf_bf16"],
-    }
-    rows = read_table(write_table(tmp_path, entry), 3)
-    run(tmp_path / "r.json", rows, measurer(1, 120.0, threading.Event()), only=("ddp:bf16:swap", "ddp:bf16"))
+def test_two_launches_of_two_processes_at_a_time(tmp_path, tiny_architecture):
+    """Through torchrun and scripts/benchmark_multi_gpu.py, one arm that trains beside one that cannot."""
+    entry = {"workload": f"{tiny_architecture}:2x32x2", "num_gpus": 2, "rivals": ["ddp:hf_bf16"]}
+    trains, cannot = {**entry, "name": "a", "ours": ["ddp:bf16:swap"]}, {**entry, "name": "b", "ours": ["ddp:bf16"]}
+    rows = read_table(write_table(tmp_path, trains, cannot), 3)
+    hidden = ("-1", "-2", "-3", "-4")  # names of no GPU, so that there is none
+    ours, measure = ("ddp:bf16:swap", "ddp:bf16"), measurer(1, 120.0, threading.Event())
+    run(tmp_path / "r.json", rows, measure, only=ours, gpus=hidden, gpus_parallel=4)
     record = json.loads((tmp_path / "r.json").read_text())
     swapped, fused = record["rows"]
     (answer,) = swapped["rounds"]
     assert swapped["num_gpus"] == 2 and swapped["tokens_per_s_per_gpu"] * 2 == swapped["tokens_per_s"] > 0
     assert swapped["tokens_per_s"] == pytest.approx(answer["tokens_per_s"]) and len(answer["step_times_s"]) == 2
+    assert answer["gpu"] in ("-1,-2", "-3,-4")
     assert "--use_te needs an NVIDIA GPU" in fused["failed"] and record["provenance"]["command"] == recorded_command(sys.argv)
 
 
@@ -457,6 +557,22 @@ def test_the_plan_says_what_is_left_to_measure(tmp_path):
     left = re.findall(r"(\d) x (\S+) +about", done.stdout)
     assert left == [("2", "delayed"), ("2", "accelerate_te"), ("1", "current"), ("1", "hf_bf16")]
     assert re.search(r"1 x hf_bf16 +about   20 s", done.stdout), "as long as it took"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
+def test_the_plan_tells_rows_side_by_side_from_those_that_follow(tmp_path, monkeypatch, capsys):
+    table = write_table(tmp_path, of_gpus(8, "x8", 40), of_gpus(2, "a", 40), of_gpus(2, "b", 40))
+    monkeypatch.setattr(sys, "argv", ["speed_table.py", "--dry_run", "--steps=99", f"--table={table}", "--gpus_parallel=4"])
+    assert speed_table.main() == 0
+    printed = capsys.readouterr().out
+    (of_a_row,) = set(re.findall(r"^    about (\d+) minutes", printed, re.M))
+    assert int(of_a_row) > 1
+    assert printed.splitlines()[-1] == (
+        f"rows of up to 4 GPUs, spread over 4: about {of_a_row} minutes; rows of more GPUs, one by one: about {of_a_row} minutes"
+    )
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "--gpus_parallel=1"])
+    assert speed_table.main() == 0
+    assert "rows of one GPU, spread over 1: about 0 minutes; rows of more GPUs, one by one: " in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
