@@ -53,7 +53,8 @@ OLD_NAMES = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
 HEADS: dict[str, Literal["gradients", "all"]] = {"fp8head": "gradients", "fp8head_all": "all"}
 """Option -> --fp8_lm_head."""
 _OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit", "flash4", *HEADS)
-_OPTIONS = (*_OPTIONS_OF_ONE_GPU, "fp8_params", "fp8_all_gather", "sync")
+_OPTIONS_OF_SEVERAL = ("fp8_params", "fp8_all_gather", "sync")
+_OPTIONS = (*_OPTIONS_OF_ONE_GPU, *_OPTIONS_OF_SEVERAL)
 LORA = re.compile(r"lora([1-9]\d*)(qv)?")
 """An option: adapters of rank N on all linear layers, or on q and v alone."""
 
@@ -74,8 +75,11 @@ class Arm:
 
     @property
     def on_one_gpu(self) -> str:
-        """The name of the arm that trains the same on one GPU."""
-        return self.name if self.mode is None else self.name.partition(f"{self.mode}:")[2]
+        """The name of the arm that trains the same on one GPU, where nothing is gathered or exchanged."""
+        if self.mode is None:
+            return self.name
+        words = self.name.partition(f"{self.mode}:")[2].split(":")
+        return ":".join(word for word in words if word not in _OPTIONS_OF_SEVERAL)
 
     @property
     def context_size(self) -> int:
@@ -194,5 +198,5 @@ def _choices() -> str:
     return (
         f"from {', '.join(PRECISIONS)}, each with :{', :'.join(_OPTIONS_OF_ONE_GPU)}, :loraN or :loraNqv behind it if wanted, {', '.join(f'{name}:swap' for name in TORCHAO_PRECISIONS)}, and {', '.join(RIVALS)}; on several "
         f"GPUs with MODE: before it ({', '.join(SHARDING_MODES)}; rivals {', '.join(RIVAL_MODES)}), for ours also cpN: before that and "
-        f"{' or '.join(f':{option}' for option in _OPTIONS if option not in _OPTIONS_OF_ONE_GPU)} behind"
+        f"{' or '.join(f':{option}' for option in _OPTIONS_OF_SEVERAL)} behind"
     )

@@ -155,6 +155,12 @@ def test_names_of_arms():
         "q_proj,v_proj",
         True,
     )
+    assert parse_arm("fsdp_grad:delayed:fp8_params:fp8head_all").on_one_gpu == "delayed:fp8head_all"
+    assert [parse_arm(name).on_one_gpu for name in ("cp4:fsdp_full:bf16:sync", "ddp:hf_bf16", "bf16")] == [
+        "bf16",
+        "hf_bf16",
+        "bf16",
+    ]
     rival = parse_arm("ddp:torchao_rowwise")
     assert (rival.mode, rival.what.torchao_recipe, rival.what.compiled, rival.computes_in_fp8) == ("ddp", "rowwise", True, True)
     assert [parse_arm(name).computes_in_fp8 for name in ("bf16", "hf_bf16", "accelerate_te")] == [False, False, True]
