@@ -22,8 +22,7 @@ from typing import Any, Final, Literal, NoReturn, get_args, get_type_hints
 import yaml
 from transformers import HfArgumentParser
 
-from llm_fp8.errors import EXIT_USER_ERROR, UserError
-from llm_fp8.ranks import first_to_say
+from llm_fp8.errors import OneSentenceParser, UserError
 
 EMBEDDED = "embedded"
 """Name of the model and of the dataset that the repository carries."""
@@ -367,7 +366,7 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"{text} (default: {shown})"
 
 
-class _Parser(HfArgumentParser):
+class _Parser(OneSentenceParser, HfArgumentParser):
     """HfArgumentParser whose errors are one sentence and whose optional booleans can be bare flags."""
 
     def __init__(self, sections: dict[str, type], **kwargs: Any) -> None:
@@ -390,8 +389,7 @@ class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         if any(f"--{option.name}" in message.split() for option in dataclasses.fields(ParallelConfig)):
             message += " (options of sharding belong to train_multi_gpu.py)"
-        text = f"error: {message}; '{self.prog} --help' lists the options.\n"
-        self.exit(EXIT_USER_ERROR, text if first_to_say(text) else None)
+        super().error(message)
 
 
 def _yaml_arguments(path: str, sections: dict[str, type]) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from llm_fp8.ranks import first_to_say
 
@@ -29,6 +31,15 @@ class FailedCheck(Exception):
     The message says in a sentence or two what was expected, what was seen and what to look at. Scripts print it without a traceback
     and exit with code 1.
     """
+
+
+class OneSentenceParser(argparse.ArgumentParser):
+    """A parser of command lines that ends a mistake in them with one sentence and code 2, without the list of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, once for all processes of a launch, and exit."""
+        text = f"error: {message}; '{self.prog} --help' lists the options.\n"
+        self.exit(EXIT_USER_ERROR, text if first_to_say(text) else None)
 
 
 def run_script(main: Callable[[], int]) -> None:

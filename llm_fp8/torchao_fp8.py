@@ -1,9 +1,8 @@
 """torchao's fp8 training (--fp8_backend torchao): its recipes, how a model is converted, compiled layers, and the modules' own account.
 
 torchao puts a `Float8Linear` in place of `nn.Linear`. It keeps the weight as it is and casts it, the input and the gradient of the output to
-fp8 for every product; no state is kept from one step to the next. A cast is several small kernels, which only torch.compile fuses: without it fp8 is
-slower than bf16. So on a GPU each decoder layer is compiled. On a CPU the products are emulated (`Float8LinearConfig.emulate`): operands are rounded to
-fp8 as on a GPU and multiplied in higher precision, which shows what fp8 does to a training and nothing of its speed.
+fp8 for every product; no state is kept from one step to the next. A cast is several small kernels, which torch.compile fuses with what stands around
+them. So on a GPU each decoder layer is compiled. On a CPU the products are emulated (`Float8LinearConfig.emulate`): operands are rounded to fp8 as on a GPU and multiplied in higher precision, which shows what fp8 does to a training and nothing of its speed.
 
     scenario             scales                                        products of a weight in fp8
     tensorwise           one per tensor; gradients in e5m2             3

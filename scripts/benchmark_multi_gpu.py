@@ -45,7 +45,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.process_group import start_process_group
 from llm_fp8.quiet import quiet_libraries
 from llm_fp8.ranks import LaunchRanks, first_to_say
@@ -64,7 +64,7 @@ DEFAULT_ARMS = "ddp:hf_bf16,fsdp_full:hf_bf16,ddp:delayed,fsdp_full:bf16,fsdp_fu
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
         "--workloads",
         default="Llama-3.2-1B:8x1024x4",

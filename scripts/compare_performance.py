@@ -32,7 +32,7 @@ from llm_fp8.compare.page import render_page
 from llm_fp8.compare.run_record import RunRecord, read_run_folder
 from llm_fp8.compare.text import print_comparison
 from llm_fp8.compare.wandb_runs import read_wandb
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.provenance import REPOSITORY
 from llm_fp8.signals import exit_code
@@ -44,7 +44,7 @@ PAIR = tuple(REPOSITORY / "runs" / name for name in ("train_bf16", "train_fp8"))
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--train", metavar="OPTIONS", help="train: options of the training script that all runs share, in quotes")
     parser.add_argument("--runs", nargs="+", metavar="FOLDER", help="read the output folders of finished runs")
     parser.add_argument(

@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.config import GENERATION_BATCH_SIZE, DataConfig, RunConfig
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import write_json_atomic
 
 DATA_OPTIONS: dict[str, type] = {
@@ -38,7 +38,7 @@ DATA_OPTIONS: dict[str, type] = {
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--model_name", "--model", required=True, help="exported folder, other Hugging Face folder, or hub id")
     help_texts = {field.name: field.metadata["help"] for field in dataclasses.fields(DataConfig)}
     for name, kind in DATA_OPTIONS.items():

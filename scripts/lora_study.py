@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.throughput.arms import LORA, PRECISIONS, Arm, parse_arms
 from llm_fp8.throughput.options import add_measuring_options, add_resuming_option, check_measuring_options
@@ -43,7 +43,7 @@ fine-tuning expected. They do not name the layers that had adapters."""
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument(
         "--workloads", default=WORKLOADS, help=f"comma-separated MODEL:ROWSxLENGTHxMICRO_BATCHES (default {WORKLOADS})"
     )

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from llm_fp8.architectures import bundled_architectures
 from llm_fp8.config import FLASH_ATTENTION_4, Config, ModelConfig
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import require_writable, write_json_atomic
 from llm_fp8.predict.calibration import CALIBRATED_GPU, MAX_GPUS, MODES
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; the options have the names and defaults of train_fp8.py's."""
     defaults = Config()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument(
         "--model_name", required=True, help=f"hub id, local folder, or a bundled one: {', '.join(bundled_architectures())}"
     )

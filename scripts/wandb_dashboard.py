@@ -28,7 +28,7 @@ from rich.table import Table
 
 from llm_fp8.config import RunConfig
 from llm_fp8.dashboard import SECTIONS, Bars, Curve, build_workspace, missing_keys
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.provenance import package_version
 from llm_fp8.wandb_files import WandbRun, offline_runs
 from llm_fp8.wandb_login import wandb_login_state
@@ -39,7 +39,7 @@ SERVER_TIMEOUT_S = 30
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog=SCRIPT, description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser = OneSentenceParser(prog=SCRIPT, description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--entity", help="W&B user or team that owns the project (default: your own)")
     parser.add_argument("--project", default=RunConfig.wandb_project, help="W&B project (default: %(default)s)")
     parser.add_argument("--group", help="show the runs of this W&B group only (default: all training runs)")

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from llm_fp8.environment import is_left_over
-from llm_fp8.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, EXIT_USER_ERROR, FailedCheck, UserError
+from llm_fp8.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, FailedCheck, OneSentenceParser, UserError
 from llm_fp8.verify.configs import required_kind
 from llm_fp8.verify.output import Progress, Record, closing_line, print_rows
 from llm_fp8.verify.output_folder import try_to_write
@@ -35,16 +35,11 @@ def exit_code(rows: list[Row], has_gpu: bool) -> int:
     return 0 if has_gpu else EXIT_NO_GPU
 
 
-class _Parser(argparse.ArgumentParser):
-    """Mistakes in one sentence."""
-
-    def error(self, message: str) -> Any:
-        self.exit(EXIT_USER_ERROR, f"error: {message}; '{self.prog} --help' lists the options.\n")
-
-
 def parse(argv: Sequence[str], description: str) -> argparse.Namespace:
     """The options, checked. Raises `UserError`."""
-    parser = _Parser(prog="verify_fp8.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneSentenceParser(
+        prog="verify_fp8.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--model_name",
         default="meta-llama/Llama-3.2-1B",

@@ -28,6 +28,7 @@ from llm_fp8.models import EMBEDDED_MODEL
 from llm_fp8.output_folder import with_output_dir
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.run_hooks import RunHooks
+from tests.scripts_as_main import run_as_main
 from tests.small import records, steps, train, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -448,3 +449,18 @@ def test_out_of_memory_in_a_step_is_a_sentence(tmp_path, common, monkeypatch):
     sentence = str(error.value)
     assert sentence.startswith("the GPU is out of memory: weights, gradients and optimizer state of 0.00 billion parameters")
     assert "15.0 of 16.0 GiB were in use at the peak" in sentence and "train_multi_gpu.py --sharding_mode fsdp_full" in sentence
+
+
+PROGRAMS = [
+    "train_fp8.py",
+    "train_multi_gpu.py",
+    *sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py") if path.stem != "container_requirements"),
+]
+"""What a user starts with python; the one left out belongs to the image's build."""
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_unknown_option_is_one_sentence_in_every_program(program):
+    done = run_as_main(program, "--no_such_option")
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr

@@ -630,6 +630,9 @@ def test_how_the_gpu_tests_ended_is_what_the_documents_say():
         f"at the {('no', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine', 'ten')[len(commits)]} commits that it names"
         in evidence
     )
+    with_first_scales = ("0007a4e", "e248bf9", "0eb4506")
+    before = sum(not test["commit"].startswith(with_first_scales) for test in record["tests"].values())
+    assert f"{before} of them ran before delayed scaling had [first scales]" in evidence
 
 
 LOG = RESULTS.parents[1] / "docs" / "performance_log.md"
