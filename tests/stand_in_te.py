@@ -66,6 +66,11 @@ class _LinearModule(nn.Module):
 
     fuse_wgrad_accumulation = False
 
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether it has found that FSDP2 splits its parameters, which it looks for once."""
+        return bool(vars(self).setdefault("_is_fsdp2", True))
+
     def product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None) -> Tensor:
         if self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled():
             return _FusedWgrad.apply(inputs, weight, bias, is_first_microbatch)

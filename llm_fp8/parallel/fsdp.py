@@ -4,7 +4,7 @@
     forward          a layer's rows are gathered in the compute dtype (bf16) just before it runs and dropped after it
     backward         gathered again; gradients are summed over ranks in fp32, each rank keeping its rows
     accumulation     without exchange between micro-batches each rank keeps whole gradients in fp32 until the last one; GEMMs add to them
-    fsdp_grad        gathers once a step: whole weights are kept from the first forward pass to the last backward pass
+    fsdp_grad        gathers once a step: whole weights are kept from the first forward pass to the last backward pass, and their fp8 casts with them
 
 The embedding, the final norm and the output head form the outermost unit, gathered once per micro-batch: a tied matrix must not be in two.
 
@@ -45,7 +45,6 @@ class FsdpEngine(Engine):
     """
 
     shards_parameters = True
-    caches_weight_casts = False
 
     def __init__(
         self,
@@ -57,6 +56,8 @@ class FsdpEngine(Engine):
     ) -> None:
         super().__init__(mode, accelerator, options)
         self.compute_dtype = compute_dtype
+        # Casts outlive a micro-batch where the weights do; fp8 parameters are cast already.
+        self.caches_weight_casts = mode == "fsdp_grad" and not options.fp8_params
         self.mesh = self._mesh(hybrid_shard_size)
         self._fp8_params: Precision | None = None
 
@@ -100,6 +101,8 @@ class FsdpEngine(Engine):
         for layer in layers:
             fully_shard(layer, reshard_after_forward=self.mode != "fsdp_grad", **shared)
         fully_shard(model, reshard_after_forward=False, **shared)
+        if self.caches_weight_casts:
+            _let_te_keep_casts(model)
         model.register_forward_hook(_split_again_without_backward)
         materialize_(model, self.parameter_device, self.accelerator.device)
 
@@ -137,6 +140,17 @@ class FsdpEngine(Engine):
         return super().local_tensor(plain_rows(master_of(parameter)))
 
 
+def _let_te_keep_casts(model: nn.Module) -> None:
+    """Let Transformer Engine's modules treat split parameters as whole ones.
+
+    Those of Transformer Engine 2.20 look for FSDP2 once, and where they find it they keep no fp8 weights: not for further micro-batches, and not for the backward
+    pass, which casts again. What they find is kept in this attribute.
+    """
+    for module in model.modules():
+        if hasattr(type(module), "is_fsdp2"):
+            module._is_fsdp2 = False  # type: ignore[assignment]
+
+
 class WholeGradients:
     """Where FSDP2 keeps the gradients of a split weight while micro-batches are accumulated: whole, in fp32, on every rank.
 
@@ -151,10 +165,19 @@ class WholeGradients:
         """A split weight -> the whole one that stands in for it in a layer's forward pass, and the sum so far; see `FindSum`."""
         entry = self._entries.get(id(weight))
         whole: Tensor | None = getattr(entry, "_unsharded_param", None)  # from the first forward pass on
-        if whole is None:
+        if entry is None or whole is None or _would_lose_sum(entry._module_info.module):
             return weight, None
         total: Tensor | None = getattr(entry, "unsharded_accumulated_grad", None)
         return whole, whole.grad if total is None else total  # no sum of its own where the compute dtype is fp32 too
+
+
+def _would_lose_sum(module: Any) -> bool:
+    """Whether this module would end the step with an error instead of adding to a sum.
+
+    Transformer Engine 2.20's LayerNormLinear looks for the sum only where it has kept the weight that it multiplied with; under FSDP2 it drops its fp8 cast.
+    """
+    drops_cast = getattr(module, "is_fsdp2", False) and getattr(module, "fp8", False) and not module.primary_weights_in_fp8
+    return type(module).__name__ == "LayerNormLinear" and drops_cast
 
 
 def _split_parameters(model: nn.Module) -> Iterator[tuple[Tensor, Any]]:
