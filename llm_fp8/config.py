@@ -272,8 +272,8 @@ class ParallelConfig:
 
     sharding_mode: ShardingMode = option(
         "auto",
-        "ddp: every GPU holds the whole model. fsdp_grad: gradients and optimizer are sharded, parameters are kept whole from the forward to the "
-        "backward pass. fsdp_full: parameters are sharded too. fsdp_hybrid: sharded inside a host, replicated across hosts. fsdp_offload: "
+        "ddp: every GPU holds the whole model. fsdp_grad: gradients and optimizer are sharded, parameters are gathered once a step and kept whole "
+        "to its last backward pass. fsdp_full: parameters are sharded too. fsdp_hybrid: sharded inside a host, replicated across hosts. fsdp_offload: "
         "fsdp_full with parameters, gradients and optimizer in the hosts' memory. deepspeed_1, _2, _3: DeepSpeed's ZeRO stages. auto: "
         "the first of ddp, fsdp_grad and fsdp_full that the GPUs have room for; it says why.",
     )

@@ -537,6 +537,22 @@ def test_the_tables_of_several_gpus_are_those_of_the_files(first_line, arms, col
             assert line[column] == f"{row['tokens_per_s_per_gpu']:,.0f}, {row['peak_memory_gib']:.0f} GiB", (name, arm)
 
 
+def test_the_table_of_four_gpus_before_and_now_is_that_of_the_files():
+    def rows(file: str) -> dict[str, dict]:
+        return {row["arm"]: row for row in json.loads((RESULTS / file).read_text())["rows"] if row.get("num_gpus", 1) == 4}
+
+    def cell(row: dict | None) -> str:
+        return f"{row['tokens_per_s_per_gpu']:,.0f}, {row['peak_memory_gib']:.0f} GiB" if row else ""
+
+    before, now = rows("levers_8b_x4_sums_apart.json"), rows("speed_table_h200.json")
+    record = json.loads((RESULTS / "speed_table_h200.json").read_text())
+    scaling = next(found["scaling"] for found in record["comparisons"] if found["row"] == "8b_x4")
+    arms = ("fsdp_full:delayed", "fsdp_full:delayed:fp8_params", "fsdp_grad:delayed", "fsdp_grad:delayed:fp8_params")
+    for arm, line in zip(arms, documented_table("docs/multi_gpu.md", "| | before | now |"), strict=True):
+        assert line[1] == cell(before.get(arm)), arm
+        assert line[2:] == ([cell(now[arm]), f"{scaling[arm]:.0%}"] if arm in now else ["not measured yet", ""]), arm
+
+
 def test_the_readmes_ratios_are_those_of_the_files():
     text = " ".join((RESULTS.parents[1] / "README.md").read_text().split())
     for rival, told in (
