@@ -1,6 +1,6 @@
 """Training in processes of their own, which can be signalled and killed.
 
-On a machine without a GPU they are forked from a server that has imported everything once, so that each starts in a tenth of a second. What
+Where they can be (`tests.forking`) they are forked from a server that has imported everything once, so that each starts in a tenth of a second. What
 runs in them is what train_fp8.py runs, down to the exit code.
 """
 
@@ -17,17 +17,20 @@ from typing import Any, Protocol
 
 from llm_fp8.config import parse_config
 from llm_fp8.errors import run_script
+from tests.forking import can_fork
 
-# Where there is a GPU, importing transformers touches CUDA, and a process that did cannot be forked into one that uses it.
-CONTEXT: Any = multiprocessing.get_context("spawn" if Path("/dev/nvidia0").exists() else "forkserver")
+CONTEXT: Any = multiprocessing.get_context("forkserver" if can_fork() else "spawn")
 if CONTEXT.get_start_method() == "forkserver":
     CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 DEADLINE_S = 60.0
 
 
-def _train(options: list[str], log: str, environment: dict[str, str], first: Callable[[], None] | None) -> None:
-    os.environ.update(environment)
+def _train(
+    options: list[str], log: str, inherited: dict[str, str], launch: dict[str, str], first: Callable[[], None] | None
+) -> None:
+    os.environ.clear()  # of the server, which may be older than what the test changed
+    os.environ.update(inherited | launch)
     if first is not None:
         first()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -37,7 +40,7 @@ def _train(options: list[str], log: str, environment: dict[str, str], first: Cal
     def main() -> int:
         from llm_fp8.run import run_training
 
-        return run_training(parse_config(options, parallel=bool(environment)))
+        return run_training(parse_config(options, parallel=bool(launch)))
 
     run_script(main)
 
@@ -66,10 +69,10 @@ def start_ranks(num_ranks: int, log: Path, *options: object, first: Callable[[],
     return [_start(log, options, environment, first) for environment in ranks]
 
 
-def _start(log: Path, options: tuple[object, ...], environment: dict[str, str], first: Callable[[], None] | None) -> BaseProcess:
+def _start(log: Path, options: tuple[object, ...], launch: dict[str, str], first: Callable[[], None] | None) -> BaseProcess:
     log.touch()
     words = [str(option) for option in options]
-    process = CONTEXT.Process(target=_train, args=(words, str(log), environment, first), daemon=True)
+    process = CONTEXT.Process(target=_train, args=(words, str(log), dict(os.environ), launch, first), daemon=True)
     process.start()
     return process
 

@@ -23,6 +23,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.forking import can_fork
+
 ROOT = Path(__file__).resolve().parents[1]
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _NUMBER_BYTES = 4
@@ -30,8 +32,8 @@ _NUMBER_BYTES = 4
 
 @contextlib.contextmanager
 def warm_python_in(folder: Path) -> Iterator[str]:
-    """The path of the program, as long as the block runs; on a machine with a GPU, where a process cannot fork, the real interpreter's."""
-    if Path("/dev/nvidia0").exists():
+    """The path of the program, as long as the block runs; where processes cannot be forked, the real interpreter's."""
+    if not can_fork():
         yield sys.executable
         return
     address = f"\0{folder}-{os.getpid()}"  # a socket without a file, whose path could be too long
