@@ -240,6 +240,18 @@ def test_a_resumed_run_goes_on(mode, precision, models, tmp_path):
     "options", [["--use_te"], ["--use_te", "--lora_targets=q_proj,v_proj", "--gradient_checkpointing"], ["--packing"]]
 )
 def test_adapters_take_the_steps_of_one_gpu(mode, precision, options, models, single_gpu, tmp_path, record_property):
+    check_adapters(mode, precision, options, models, single_gpu, tmp_path, record_property)
+
+
+@pytest.mark.parametrize("precision", ["delayed", "current"])
+def test_adapters_where_casts_of_frozen_weights_are_kept_for_the_whole_run(
+    precision, models, single_gpu, tmp_path, record_property
+):
+    """In `fsdp_grad`, whose whole weights are gathered anew in every step."""
+    check_adapters("fsdp_grad", precision, ["--use_te"], models, single_gpu, tmp_path, record_property)
+
+
+def check_adapters(mode, precision, options, models, single_gpu, tmp_path, record_property) -> None:
     from safetensors.torch import load_file
 
     # At 1e-2 the loss leaps at the fourth step, and by how much is an accident of rounding.
