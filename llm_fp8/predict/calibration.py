@@ -97,14 +97,14 @@ class Rates:
     fsdp_tb_s: float = 2.3
     """FSDP2's own copies, casts and sums. Sums of bf16 gradients in fp32: the class `elementwise` of levers_8b_x4_sums_apart.json less that of
     speed_table_h200.json, 8b, beyond its own sums, 2.29 and 2.32. Copies out of gathered buffers: how the class `copy` grows with the gathers from
-    fsdp_grad to fsdp_full, 2.34; and what all rows have of it beside gathers, 47 ms, is the casts to fp32 and the layout for the reduction, 2.4. So
-    slow because they share the memory with the exchange."""
+    fsdp_grad to fsdp_full, 2.34; and what all rows have of it beside gathers, 47 ms, is the casts to fp32 and the layout for the reduction, 2.4. The
+    exchange runs beside them and takes a share of the memory's bandwidth."""
     exchange_tb_s: float = 1.4
     """Bytes of the whole tensors that are gathered and reduced, over the time that they lengthen a step by: the wire is hidden behind the
     computation, what is left is what shares the GPU with it, GEMMs and casts above all. From what the steps of row 8b_x4 and of
     levers_8b_x4_sums_apart.json take beyond every other part, `WAIT_SHARE` among them; for the latter with FSDP's sums and gathers as they were then,
-    10 bytes for every parameter and further micro-batch and a gather of `fsdp_grad` in each. Least squares say 1.38; the five steps then come out
-    1.4% too short to 1.1% too long."""
+    10 bytes for every parameter and further micro-batch and a gather of `fsdp_grad` in each. Least squares say 1.46 for the five and 1.29 for today's three;
+    with 1.4 the five steps come out 1.4% too short to 1.1% too long."""
 
     def attention_rate(self, head_dim: int) -> float:
         """TFLOP/s of the measured head size that is nearest."""
