@@ -28,9 +28,8 @@ MARKERS = {1: "o", 2: "^", 4: "s"}
 
 def per_gpu(record: Recorded) -> tuple[float, float]:
     """Tokens/s of one GPU, measured and predicted."""
-    num_gpus = record.prediction.scenario.num_gpus
-    measured = record.prediction.scenario.tokens_per_step / record.step_time_s / num_gpus
-    return measured, record.prediction.tokens_per_s / num_gpus
+    measured = record.prediction.scenario.tokens_per_step / record.step_time_s / record.num_gpus
+    return measured, record.prediction.tokens_per_s / record.num_gpus
 
 
 def draw(path: Path) -> None:
@@ -41,7 +40,7 @@ def draw(path: Path) -> None:
         scenario = record.prediction.scenario
         style = {
             "color": COLOURS[scenario.recipe],
-            "marker": MARKERS[scenario.num_gpus],
+            "marker": MARKERS[record.num_gpus],
             "markerfacecolor": COLOURS[scenario.recipe] if record.todays else "none",
             "linestyle": "",
             "alpha": 0.8,
@@ -59,8 +58,8 @@ def draw(path: Path) -> None:
     )
     for recipe, colour in COLOURS.items():
         left.plot([], [], "o", color=colour, label=recipe)
-    for num_gpus, marker in MARKERS.items():
-        left.plot([], [], marker, color="#888888", label=f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}")
+    for num_gpus in sorted({record.num_gpus for record in records}):
+        left.plot([], [], MARKERS[num_gpus], color="#888888", label=f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}")
     left.plot([], [], "o", color="#888888", markerfacecolor="none", label="decoder before its fused kernels")
     left.legend()
     for axis in (left, right):

@@ -65,6 +65,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--sharding_mode", choices=MODES[1:], help="with several GPUs")
     parser.add_argument("--sync_every_micro_batch", action="store_true", help="gradients are exchanged in every micro-batch")
     parser.add_argument(
+        "--fp8_params", action="store_true", help="weights are gathered in fp8; of delayed and current, under an fsdp mode"
+    )
+    parser.add_argument(
         "--gpu", help=f"as torch.cuda.get_device_name has it, for example {CALIBRATED_GPU} (default: this machine's, or that one)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of each row to this JSON file")
@@ -89,6 +92,10 @@ def check(options: argparse.Namespace) -> None:
         raise UserError(f"{flag} has no effect on one GPU; add --num_gpus or drop it.")
     if options.optimizer == "adamw_8bit" and (options.sharding_mode or "").startswith("fsdp"):
         raise UserError(f"--optimizer adamw_8bit cannot go with --sharding_mode {options.sharding_mode}; use auto, or ddp.")
+    if options.fp8_params and not (options.sharding_mode or "").startswith("fsdp"):
+        raise UserError(
+            "--fp8_params needs --sharding_mode fsdp_grad or fsdp_full, whose weights are split over GPUs; add it or drop --fp8_params."
+        )
     if options.json is not None:
         require_writable("--json", options.json)
 
@@ -125,6 +132,7 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
         recomputed_layers=model.spec.num_layers if options.gradient_checkpointing else 0,
         fp8_lm_head=options.fp8_lm_head,
         flash_attention_4=options.attn_implementation == FLASH_ATTENTION_4,
+        fp8_params=options.fp8_params,
     )
 
 
@@ -173,6 +181,7 @@ def main() -> int:
     options = parse(sys.argv[1:])
     check(options)
     # After the parser: --help and mistakes answer without loading torch.
+    from llm_fp8.parallel.fp8_params import SCENARIOS
     from llm_fp8.precision import TOKEN_MULTIPLE
     from llm_fp8.predict.prediction import can_predict, gpu_by_name, predict
     from llm_fp8.predict.scenario import RECIPES
@@ -182,6 +191,8 @@ def main() -> int:
     scenario = scenario_of(options)
     tokens = scenario.micro_batch_tokens
     recipes = [name for name in RECIPES if can_predict(gpu, name)]
+    if scenario.fp8_params:
+        recipes = [name for name in recipes if name in ("bf16", *SCENARIOS)]
     odd = {name: TOKEN_MULTIPLE[name] for name in recipes if name in TOKEN_MULTIPLE and tokens % TOKEN_MULTIPLE[name]}
     predictions = [predict(scenario.with_recipe(recipe), gpu) for recipe in recipes if recipe not in odd]
     where = gpu.name if scenario.num_gpus == 1 else f"{scenario.num_gpus} x {gpu.name}, {scenario.mode}"
@@ -198,7 +209,13 @@ def main() -> int:
         highlight=False,
         soft_wrap=True,
     )
-    if missing := [name for name in RECIPES if name not in recipes]:
+    if scenario.fp8_params:
+        console.print(
+            f"note: --fp8_params is of {' and '.join(SCENARIOS)} alone; bf16 is predicted without it",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if missing := [name for name in RECIPES if not can_predict(gpu, name)]:
         console.print(f"note: nothing was measured for {', '.join(missing)} on {gpu.name}", highlight=False, soft_wrap=True)
     if options.json is not None:
         content = {

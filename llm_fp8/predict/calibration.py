@@ -5,7 +5,10 @@ GPU every rate is scaled by the ratio of the two GPUs' measured ceilings.
 
 Where no other record is named, a constant comes from the rows 1b, 8b and 8b_s8192 of benchmarks/results/speed_table_h200.json, whose recorded steps
 have the time of each class of kernels (llm_fp8/kernels.py): the FLOPs or bytes that step_time.py counts for a class, over its time, the mean of the rows, rounded.
-The table's other rows were left out: 3b, text_1b, and 14b but for its optimizer.
+The table's other rows of one GPU were left out: 3b, text_1b, and 14b but for its optimizer.
+
+To be fitted anew when the table's rows on several GPUs are complete, for they are from row 8b_x4 alone (8B, fsdp_full and fsdp_grad, `delayed`, four GPUs of one
+host, three steps): `exchange_tb_s`, `WAIT_SHARE` and `fsdp_tb_s`. `MEASURED_GPUS`, and the notes of prediction.py, follow from which rows there are.
 """
 
 from __future__ import annotations
@@ -34,6 +37,10 @@ GAP_S = 0.027
 """Seconds of a step in which no kernel of it runs: the step less the sum of the classes, 18 to 32 ms and much the same for four and eight micro-batches; 37 and 49 ms
 in row 14b with its sixteen. It is the host's, and is not scaled for another GPU."""
 
+WAIT_SHARE = 0.02
+"""Of a step on several GPUs without its exchange: the slowest GPU's is that much longer than that of the mean one, which the rates are of, and the others wait for
+it. Row 8b_x4, fsdp_grad: `work_s_by_rank` says 1.9%. Under fsdp_full, whose GPUs wait for each other in every layer, the record cannot tell."""
+
 MEASURED_TOKENS = (4096, 16384)
 """Fewest and most tokens of a micro-batch in the records."""
 
@@ -43,14 +50,14 @@ peaked at 137.5 of 139.8 GiB."""
 
 FSDP_RESERVED_SHARE = 1.15
 """What the allocator reserves over the peak of the tensors under FSDP, whose buffers live on several streams: up to 1.17 in
-multi_gpu_throughput_8b_s1024_x2.json. Where that is beyond the GPU's memory, blocks are freed and allocated anew and steps are slower: the two
+multi_gpu_throughput_8b_s1024_x2.json, 1.11 to 1.12 in row 8b_x4. Where that is beyond the GPU's memory, blocks are freed and allocated anew and steps are slower: the two
 fsdp_grad rows of that file."""
 
 MODES = ("single", "ddp", "fsdp_grad", "fsdp_full")
 """One GPU and the sharding modes, with recorded runs that the constants were fitted to."""
 
-MEASURED_GPUS = (2, 4)
-"""GPUs of one host in the records."""
+MEASURED_GPUS = (4,)
+"""GPUs of one host in the records of today's code."""
 MAX_GPUS = 8
 """Of one host; several hosts exchange over a network that no record has."""
 
@@ -87,11 +94,17 @@ class Rates:
     """Optimizer, gradient norm and accumulation, weight casts."""
     eight_bit_tb_s: float = 2.03
     """adamw_8bit and the gradient norm before it (llm_fp8/eight_bit_adamw_kernel.py): the class `optimizer` of row 14b."""
-    exchange_tb_s: float = 0.8
+    fsdp_tb_s: float = 2.3
+    """FSDP2's own copies, casts and sums. Sums of bf16 gradients in fp32: the class `elementwise` of levers_8b_x4_sums_apart.json less that of
+    speed_table_h200.json, 8b, beyond its own sums, 2.29 and 2.32. Copies out of gathered buffers: how the class `copy` grows with the gathers from
+    fsdp_grad to fsdp_full, 2.34; and what all rows have of it beside gathers, 47 ms, is the casts to fp32 and the layout for the reduction, 2.4. The
+    exchange runs beside them and takes a share of the memory's bandwidth."""
+    exchange_tb_s: float = 1.4
     """Bytes of the whole tensors that are gathered and reduced, over the time that they lengthen a step by: the wire is hidden behind the
-    computation, what is left are copies, and kernels that share the GPU. The same for 2 and 4 GPUs of one host (NVLink). Not fitted anew: all
-    multi_gpu_throughput_*.json have the decoder before. Their FSDP rows of 8B less those of throughput_8b.json say 0.52 to 0.69, with which 14B,
-    exchanging in every micro-batch, would come out a tenth too slow."""
+    computation, what is left is what shares the GPU with it, GEMMs and casts above all. From what the steps of row 8b_x4 and of
+    levers_8b_x4_sums_apart.json take beyond every other part, `WAIT_SHARE` among them; for the latter with FSDP's sums and gathers as they were then,
+    10 bytes for every parameter and further micro-batch and a gather of `fsdp_grad` in each. Least squares say 1.46 for the five and 1.29 for today's three;
+    with 1.4 the five steps come out 1.4% too short to 1.1% too long."""
 
     def attention_rate(self, head_dim: int) -> float:
         """TFLOP/s of the measured head size that is nearest."""
@@ -120,5 +133,6 @@ class Rates:
             loss_tb_s=self.loss_tb_s * copy,
             cast_tb_s={name: rate * copy for name, rate in self.cast_tb_s.items()},
             weight_tb_s=self.weight_tb_s * copy,
+            fsdp_tb_s=self.fsdp_tb_s * copy,
             eight_bit_tb_s=self.eight_bit_tb_s * copy,
         )

@@ -42,6 +42,7 @@ class Memory:
     state_gib: float
     """Weights, gradients that stand from one micro-batch to the next, optimizer state, whole weights gathered from shards, DDP's buckets."""
     weight_casts_gib: float
+    """Under fsdp_full and --fp8_params a layer's casts and transposes go with its pass, and at the peak the head runs: those of an fp8 head alone."""
     activations_gib: float
     head_gib: float
     """Logits, final hidden states and the gradient of the output head."""
@@ -76,16 +77,19 @@ def _standing_bytes(scenario: Scenario, with_gradients: bool) -> float:
         total -= kept.gradient / (scenario.num_gpus if scenario.sharded else 1) * parameters
     if scenario.mode == "ddp":
         total += kept.gradient * parameters  # buckets
+    total += scenario.fp8_weights / scenario.num_gpus  # beside their masters
+    if scenario.mode == "fsdp_grad":
+        total -= (_BF16 - 1) * scenario.fp8_weights  # whole ones in one byte
     return total
 
 
 def _gathered_bytes(scenario: Scenario) -> float:
-    """Whole bf16 weights under fsdp_full: the outermost unit (embedding, head) and two layers, one of them on its way."""
+    """Whole weights under fsdp_full at the peak: the outermost unit (embedding, head) in bf16, and the last layer, gathered ahead of its backward pass."""
     if scenario.mode != "fsdp_full":
         return 0.0
     model = scenario.model
     outer = model.head * (1 if model.spec.tied_embeddings else 2)
-    return _BF16 * (outer + 2 * model.layer_linear)
+    return _BF16 * outer + (1 if scenario.fp8_weights else _BF16) * model.layer_linear
 
 
 def peak_memory(scenario: Scenario) -> Memory:
@@ -107,7 +111,7 @@ def peak_memory(scenario: Scenario) -> Memory:
         # At the cast of the logits' gradient there are three bytes for each and no gradient of the head or of its input yet; at the weight's product one byte.
         summed = 0 if tokens <= chunk else _FP32 * scenario.model.head
         head = max(3 * logits + summed + 3 * hidden, logits + head_gradient + 4 * hidden)
-    cast_layers = scenario.fp8_layers if not scenario.sharded else min(1, scenario.fp8_layers)
+    cast_layers = scenario.fp8_layers if scenario.keeps_casts else 0
     head_copies = max(0, scenario.fp8_head_products - 1)  # one layout of the weight, or both
     casts = 2 * cast_layers * scenario.model.layer_linear + head_copies * scenario.model.head
     has_gradients = scenario.micro_batches > 1

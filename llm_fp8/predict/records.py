@@ -27,9 +27,13 @@ FILES = (
 """Under benchmarks/results. Other levers_*.json were recorded with a part of today's kernels, or with variables that their arms do not name."""
 
 TODAYS_SINCE = "2026-11-22"
-"""Of a file's `time_utc`. Those before it were recorded with the decoder as it was before its fused kernels (docs/performance_log.md)."""
+"""Of a file's `time_utc`. Those before it were recorded with the decoder as it was before its fused kernels (docs/performance_log.md), and those on several
+GPUs also before GEMMs added up their gradients and `fsdp_grad` kept weights for a step."""
 
-FITTED = {*(("speed_table_h200.json", name) for name in ("1b", "8b", "8b_s8192")), ("levers_8b_first_scales.json", "current")}
+FITTED = {
+    *(("speed_table_h200.json", name) for name in ("1b", "8b", "8b_s8192", "8b_x4")),
+    ("levers_8b_first_scales.json", "current"),
+}
 """File and name (without one: arm) of today's rows that constants come from; 14b gave adamw_8bit's alone (calibration.py)."""
 
 
@@ -42,7 +46,18 @@ class Recorded:
     row: dict[str, Any]
     prediction: Prediction
     todays: bool
-    """Recorded with the decoder that is predicted, not its slower predecessor."""
+    """Recorded with the code that is predicted, not its slower predecessor."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that it ran on."""
+        return self.prediction.scenario.num_gpus
+
+    @property
+    def same_memory(self) -> bool:
+        """Whether it was recorded with the memory of today's code: all rows but those in which `fsdp_grad` did not keep its casts yet."""
+        scenario = self.prediction.scenario
+        return self.todays or not (scenario.sharded and scenario.keeps_casts and scenario.fp8_layers)
 
     @property
     def held_out(self) -> bool:
@@ -84,13 +99,14 @@ def bundled_size(model: str) -> ModelSize:
 def scenario_of(row: dict[str, Any]) -> Scenario | None:
     """What a row of scripts/benchmark.py or scripts/benchmark_multi_gpu.py trained; None where nothing predicts it.
 
-    None are other people's set-ups, DeepSpeed, context parallelism, --fp8_params, the swapped Hugging Face decoder, models that are not bundled,
+    None are other people's set-ups, DeepSpeed, context parallelism, the swapped Hugging Face decoder, models that are not bundled,
     rows padded or packed from real lengths that the row does not give.
     """
     words = row["arm"].split(":")
     mode, recipe, *options = ["single", *words] if words[0] in RECIPES else [*words, ""]
     options = [option for option in options if option]
-    if mode not in MODES or recipe not in RECIPES or not {"sync", "recompute", "adamw_8bit", "flash4", *HEADS} >= set(options):
+    known = {"sync", "fp8_params", "recompute", "adamw_8bit", "flash4", *HEADS}
+    if mode not in MODES or recipe not in RECIPES or not known >= set(options):
         return None
     mean_length = row["seq_length"]
     if {"text", "dataset"} & set(row):
@@ -114,12 +130,25 @@ def scenario_of(row: dict[str, Any]) -> Scenario | None:
         recomputed_layers=model.spec.num_layers if "recompute" in options else 0,
         fp8_lm_head=next((HEADS[option] for option in options if option in HEADS), "none"),
         flash_attention_4="flash4" in options,
+        fp8_params="fp8_params" in options,
     )
 
 
-@functools.cache
 def recorded_rows(folder: Path = RESULTS) -> tuple[Recorded, ...]:
-    """Every predictable row of `FILES` on the calibrated GPU that was measured or ran out of memory."""
+    """Every row of `FILES` that a time is predicted for, on the calibrated GPU, that was measured or ran out of memory.
+
+    Those on several GPUs that are not today's are left out: they did other work, not the same in more time.
+    """
+    return tuple(record for record in _all_rows(folder) if record.todays or record.num_gpus == 1)
+
+
+def rows_for_memory_alone(folder: Path = RESULTS) -> tuple[Recorded, ...]:
+    """The rows that `recorded_rows` leaves out although their memory is that of today's code."""
+    return tuple(r for r in _all_rows(folder) if not r.todays and r.num_gpus > 1 and r.same_memory and not r.out_of_memory)
+
+
+@functools.cache
+def _all_rows(folder: Path) -> tuple[Recorded, ...]:
     gpu, found = known_gpu(CALIBRATED_GPU), []
     assert gpu is not None
     for path in sorted(path for pattern in FILES for path in folder.glob(pattern)):

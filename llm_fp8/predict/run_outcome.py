@@ -51,7 +51,7 @@ def run_prediction(
     options = config.parallel
     if gpu is None or not config.model.use_te or recipe not in RECIPES or not can_predict(gpu, recipe):
         return None
-    if mode not in MODES or (mode == "single") != (num_gpus == 1) or options.context_parallel_size > 1 or options.fp8_params:
+    if mode not in MODES or (mode == "single") != (num_gpus == 1) or options.context_parallel_size > 1:
         return None
     if num_gpus > MAX_GPUS or (num_gpus > 1 and not gpu.calibrated):
         return None
@@ -81,6 +81,7 @@ def run_prediction(
         bf16_layers=precision.fp8_first_bf16_layers + precision.fp8_last_bf16_layers if recipe != "bf16" else 0,
         fp8_lm_head=precision.fp8_lm_head,
         flash_attention_4=config.model.attn_implementation == FLASH_ATTENTION_4,
+        fp8_params=options.fp8_params,
     )
     peak = steps[-1].get("peak_memory_gib_max_rank", steps[-1]["peak_memory_gib"])
     return compare(predict(scenario, gpu), throughput["median_step_time_s"], peak)

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from llm_fp8.config import Config, OptimConfig, ParallelConfig
 from llm_fp8.errors import UserError
 from llm_fp8.optim import OptimizerKind
+from llm_fp8.parallel.fp8_params import SCENARIOS
 from llm_fp8.predict.calibration import MODES
 from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, parameter_map
 
@@ -75,6 +76,8 @@ class Scenario:
     """As the option; without effect in bf16."""
     flash_attention_4: bool = False
     """In place of cuDNN's attention."""
+    fp8_params: bool = False
+    """As the option; without effect in recipes that have no such weights (bf16, block)."""
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
@@ -85,6 +88,8 @@ class Scenario:
             raise ValueError("tokens, micro-batches, GPUs and lengths are at least 1")
         if (self.mode == "single") != (self.num_gpus == 1):
             raise ValueError(f"mode '{self.mode}' does not go with {self.num_gpus} GPUs")
+        if self.fp8_params and not self.sharded:
+            raise ValueError(f"mode '{self.mode}' has no weights that are gathered in fp8")
 
     @property
     def sharded(self) -> bool:
@@ -100,6 +105,33 @@ class Scenario:
     def fp8_head_products(self) -> int:
         """How many of the output head's three products run in fp8."""
         return 0 if self.recipe == "bf16" else {"none": 0, "gradients": 2, "all": 3}[self.fp8_lm_head]
+
+    @property
+    def fp8_weights(self) -> int:
+        """Entries of the weights that are kept, and gathered, in fp8."""
+        return self.fp8_layers * self.model.layer_linear if self.fp8_params and self.recipe in SCENARIOS else 0
+
+    @property
+    def keeps_casts(self) -> bool:
+        """Whether fp8 casts of weights stand until the end of the step: where the whole weights do, and are not fp8 themselves."""
+        return not self.sharded or (self.mode == "fsdp_grad" and not self.fp8_params)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of micro-batches are added up before they are exchanged."""
+        return self.micro_batches > 1 and not self.sync_every_micro_batch
+
+    @property
+    def reductions(self) -> int:
+        """How often a step exchanges gradients."""
+        return self.micro_batches if self.sync_every_micro_batch else 1
+
+    @property
+    def gathers(self) -> tuple[int, int]:
+        """How often a step gathers a decoder layer's weights, and the embedding's and head's."""
+        if not self.sharded:
+            return 0, 0
+        return (1, 1) if self.mode == "fsdp_grad" else (2 * self.micro_batches, self.micro_batches)
 
     @property
     def tokens_per_step(self) -> int:

@@ -1,11 +1,12 @@
 """Seconds of an optimizer step, by part.
 
-    GEMMs        6 n FLOPs per token and weight matrix of n entries (8 n where its layer is recomputed), over the rate of its precision
+    GEMMs        6 n FLOPs per token and weight matrix of n entries (8 n where its layer is recomputed), over the rate of its precision;
+                 and what sums in fp32, which weight-gradient GEMMs under FSDP add to, move beyond sums in bf16
     attention    6 h l FLOPs per token and layer over its rate
     passes       bytes of norms, RoPE, SwiGLU, residuals and cross entropy over their bandwidth
     casts        bytes of fp8 casts, transposes and maxima of activations and gradients over theirs
-    weights      bytes per parameter of the optimizer, of gradients that are added up and of weight casts
-    exchange     bytes between GPUs that lengthen the step
+    weights      bytes per parameter of the optimizer, of gradients that no GEMM adds up, of FSDP's copies and of weight casts
+    exchange     bytes between GPUs by what they lengthen a step, and waiting for the slowest GPU
     gap          a constant
 
 The GPU runs one kernel after the other, so a step is their sum. That the host may need longer to launch its kernels is not in it. Bytes are
@@ -14,19 +15,24 @@ counted from the kernels that Transformer Engine 2.20 and this project's own lau
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from llm_fp8.norm_backend import TUNED_WIDTHS, cudnn_is_faster
 from llm_fp8.optim import bytes_per_parameter
-from llm_fp8.predict.calibration import DIAGONAL_TOKENS, FLASH4_SPEED_UP, GAP_S, SMALL_GEMM_TOKENS, Rates
+from llm_fp8.predict.calibration import DIAGONAL_TOKENS, FLASH4_SPEED_UP, GAP_S, SMALL_GEMM_TOKENS, WAIT_SHARE, Rates
 from llm_fp8.predict.scenario import Scenario
 from te_llama import DecoderSpec
 
 _WEIGHT_CAST_BYTES = {"delayed": 4, "current": 6, "block": 4}
 """Of one weight with both layouts: read in bf16, two fp8 copies written; current reads it once more for the maximum."""
 _FORWARD_CAST_BYTES = {"delayed": 3, "current": 5, "block": 3}
-"""With the layout of the forward pass alone, all that Transformer Engine makes under FSDP; the backward pass casts again."""
+"""With the layout of the forward pass alone, all that Transformer Engine makes where it keeps no casts; the backward pass casts again."""
+_MASTER_CAST_BYTES = 9
+"""--fp8_params, of one weight and step: the fp32 master read for the maximum and again for the cast, one byte written."""
+_TRANSPOSE_BYTES = 2
+"""--fp8_params, of one weight and micro-batch: for the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ def head_cast_bytes(scenario: Scenario) -> float:
     model, tokens = scenario.model, scenario.micro_batch_tokens * scenario.micro_batches
     if not scenario.fp8_head_products:
         return 0.0
-    weight_casts = scenario.micro_batches if scenario.sharded else 1
+    weight_casts = 1 if scenario.keeps_casts else scenario.micro_batches
     return (
         tokens * (6 * model.spec.hidden_size + 2 * model.spec.vocab_size)
         + weight_casts * _WEIGHT_CAST_BYTES["current"] * model.head
@@ -113,46 +119,92 @@ def update_bytes(scenario: Scenario) -> float:
     return scenario.model.num_parameters * (update + norm_and_clip) / (scenario.num_gpus if scenario.sharded else 1)
 
 
+def layer_weights(scenario: Scenario) -> int:
+    """Entries of the weight matrices of all decoder layers."""
+    return scenario.model.spec.num_layers * scenario.model.layer_linear
+
+
+def _summed_by_fsdp(scenario: Scenario) -> int:
+    """Entries of layers' weights whose gradients FSDP adds up although a GEMM computes them: q, k and v of fp8 layers that keep no casts.
+
+    See `_would_lose_sum` in llm_fp8/parallel/fsdp.py.
+    """
+    if scenario.keeps_casts or scenario.fp8_weights:
+        return 0
+    spec = scenario.model.spec
+    return scenario.fp8_layers * spec.hidden_size * (spec.q_size + 2 * spec.kv_size)
+
+
+def gemm_sum_bytes(scenario: Scenario) -> float:
+    """Bytes of a step that GEMMs move for sums in fp32 beyond what they move for sums in bf16, which their rates have in them."""
+    if not (scenario.sharded and scenario.accumulates):
+        return 0.0
+    return 4 * (scenario.micro_batches - 1) * (layer_weights(scenario) - _summed_by_fsdp(scenario))
+
+
 def weight_bytes(scenario: Scenario) -> float:
-    """Bytes that a step moves for its weights on one GPU beside `update_bytes`: gradients added up, casts; exchange left out."""
+    """Bytes that a step moves for its weights on one GPU beside `update_bytes` and `fsdp_bytes`: gradients added up, casts; exchange left out."""
     kept = bytes_per_parameter(scenario.optimizer)
     parameters, repeats = scenario.model.num_parameters, scenario.micro_batches
-    shards = scenario.num_gpus if scenario.sharded else 1
-    total = 0.0
-    fp8_entries = scenario.fp8_layers * scenario.model.layer_linear
-    if not scenario.sharded:
-        if scenario.mode == "single":
-            # GEMMs add for the layers (llm_fp8/wgrad_accumulation.py); a tied embedding has two gradients.
-            added = (parameters - scenario.model.spec.num_layers * scenario.model.layer_linear) * (repeats - 1)
-            added += scenario.model.head * repeats * scenario.model.spec.tied_embeddings
-        else:
-            added = parameters * (repeats - 1)
-            total += parameters * kept.gradient  # cleared
-        total += added * (2 * kept.gradient + 2)
-        if scenario.optimizer == "adamw_fp32":
-            total += repeats * 6 * parameters  # the weights' casts to bf16
-        if scenario.mode == "ddp":
-            total += parameters * 2 * kept.gradient  # copied into buckets
-        return total + _WEIGHT_CAST_BYTES.get(scenario.recipe, 0) * fp8_entries
-    gathers = 2 if scenario.mode == "fsdp_full" else 1
-    reductions = repeats if scenario.sync_every_micro_batch else 1
-    total += parameters * repeats * (gathers * (6 / shards + 4))  # fp32 shards cast to bf16, copied out of the gathered buffer
-    total += parameters * ((repeats - reductions) * 10 + reductions * 8)  # gradients added up in fp32, laid out for the reduction
-    if scenario.recipe != "bf16":
-        total += repeats * (_FORWARD_CAST_BYTES[scenario.recipe] + _WEIGHT_CAST_BYTES[scenario.recipe]) * fp8_entries
+    total = weight_cast_bytes(scenario)
+    if scenario.sharded:
+        return (
+            total + 6 * scenario.model.head * repeats * scenario.model.spec.tied_embeddings
+        )  # two gradients of a tied embedding
+    # GEMMs add for the layers (llm_fp8/wgrad_accumulation.py), but in micro-batches that DDP exchanges gradients in.
+    layers = layer_weights(scenario)
+    added = (parameters - layers) * (repeats - 1)
+    added += scenario.model.head * repeats * scenario.model.spec.tied_embeddings
+    if scenario.mode == "ddp":
+        added += layers * min(scenario.reductions, repeats - 1)
+        total += parameters * kept.gradient  # cleared
+        total += parameters * 2 * kept.gradient * scenario.reductions  # copied into buckets
+    total += added * (2 * kept.gradient + 2)
+    if scenario.optimizer == "adamw_fp32":
+        total += repeats * 6 * parameters  # the weights' casts to bf16
     return total
+
+
+def weight_cast_bytes(scenario: Scenario) -> float:
+    """Bytes of a step's fp8 casts of the decoder's weights on one GPU."""
+    if scenario.fp8_weights:
+        per_weight = _MASTER_CAST_BYTES / scenario.num_gpus + _TRANSPOSE_BYTES * scenario.micro_batches
+        return scenario.fp8_weights * per_weight
+    casts: float = _WEIGHT_CAST_BYTES.get(scenario.recipe, 0)
+    if not scenario.keeps_casts:
+        casts = scenario.micro_batches * (casts + _FORWARD_CAST_BYTES.get(scenario.recipe, 0))
+    return casts * scenario.fp8_layers * scenario.model.layer_linear
+
+
+def fsdp_bytes(scenario: Scenario) -> float:
+    """Bytes that FSDP2's own kernels move on one GPU in a step, between the model's.
+
+    Gathered weights are copied out of the buffer. The first micro-batch's bf16 gradients become an fp32 sum, those of the others are added to it,
+    where no GEMM does, and the sum is laid out for the reduction. What is copied into buffers runs beside the computation, on a stream of its own.
+    """
+    if not scenario.sharded:
+        return 0.0
+    parameters, of_layers = scenario.model.num_parameters, layer_weights(scenario)
+    outer = parameters - of_layers
+    layer_gathers, outer_gathers = scenario.gathers
+    copies = layer_gathers * (4 * of_layers - 2 * scenario.fp8_weights) + outer_gathers * 4 * outer
+    if not scenario.accumulates:
+        shards_added = (scenario.reductions - 1) * 12 * parameters / scenario.num_gpus
+        return copies + scenario.reductions * 6 * parameters + shards_added  # cast as they are laid out
+    sums = 6 * parameters + (scenario.micro_batches - 1) * 10 * (outer + _summed_by_fsdp(scenario))
+    return copies + sums + 8 * parameters
 
 
 def exchanged_bytes(scenario: Scenario) -> float:
     """Bytes of the whole tensors that are gathered from, or reduced over, the GPUs in a step."""
-    parameters = scenario.model.num_parameters
-    if scenario.mode == "ddp":
-        return parameters * 2 * bytes_per_parameter(scenario.optimizer).gradient  # an all-reduce is a reduction and a gathering
+    parameters, of_layers = scenario.model.num_parameters, layer_weights(scenario)
+    if scenario.mode == "ddp":  # an all-reduce is a reduction and a gathering
+        return parameters * 2 * bytes_per_parameter(scenario.optimizer).gradient * scenario.reductions
     if not scenario.sharded:
         return 0.0
-    gathers = 2 if scenario.mode == "fsdp_full" else 1
-    reductions = scenario.micro_batches if scenario.sync_every_micro_batch else 1
-    return parameters * (2 * gathers * scenario.micro_batches + 4 * reductions)
+    layer_gathers, outer_gathers = scenario.gathers
+    gathered = layer_gathers * (2 * of_layers - scenario.fp8_weights) + outer_gathers * 2 * (parameters - of_layers)
+    return gathered + 4 * parameters * scenario.reductions
 
 
 def step_time(scenario: Scenario, rates: Rates) -> StepTime:
@@ -176,6 +228,7 @@ def step_time(scenario: Scenario, rates: Rates) -> StepTime:
         forward, backward = cast_bytes(spec, scenario.recipe)
         cast = fp8_layers * step_tokens * (forward * (1 + again_share) + backward)
         casts_s += cast / (rates.cast_tb_s[scenario.recipe] * 1e12)
+    gemm_s += gemm_sum_bytes(scenario) / (rates.weight_tb_s * 1e12)
     attention = (6 + 2 * again_share) * spec.q_size * (scenario.mean_length + DIAGONAL_TOKENS) * step_tokens * layers
     attention_rate = rates.attention_rate(spec.head_dim) * (FLASH4_SPEED_UP if scenario.flash_attention_4 else 1.0)
 
@@ -191,12 +244,17 @@ def step_time(scenario: Scenario, rates: Rates) -> StepTime:
     # The logits are read twice and their gradient written over them, in bf16 or fp8.
     loss_s = (5 if in_fp8 else 6) * spec.vocab_size * step_tokens / (rates.loss_tb_s * 1e12)
     update_rate = rates.eight_bit_tb_s if scenario.optimizer == "adamw_8bit" else rates.weight_tb_s
-    return StepTime(
+    weights_s = update_bytes(scenario) / (update_rate * 1e12) + weight_bytes(scenario) / (rates.weight_tb_s * 1e12)
+    alone = StepTime(
         gemm_s=gemm_s,
         attention_s=attention / (attention_rate * 1e12),
         passes_s=of_layers(norm_seconds) + of_layers(pass_seconds) + loss_s,
         casts_s=casts_s,
-        weights_s=update_bytes(scenario) / (update_rate * 1e12) + weight_bytes(scenario) / (rates.weight_tb_s * 1e12),
-        exchange_s=exchanged_bytes(scenario) / (rates.exchange_tb_s * 1e12),
+        weights_s=weights_s + fsdp_bytes(scenario) / (rates.fsdp_tb_s * 1e12),
+        exchange_s=0.0,
         gap_s=GAP_S,
     )
+    if scenario.num_gpus == 1:
+        return alone
+    exchange_s = exchanged_bytes(scenario) / (rates.exchange_tb_s * 1e12) + WAIT_SHARE * alone.total_s
+    return dataclasses.replace(alone, exchange_s=exchange_s)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from llm_fp8.predict.calibration import CALIBRATED_GPU
 from llm_fp8.predict.prediction import Gpu, Prediction, known_gpu, predict
-from llm_fp8.predict.records import Recorded, bundled_size, recorded_rows
+from llm_fp8.predict.records import Recorded, bundled_size, recorded_rows, rows_for_memory_alone
 from llm_fp8.predict.scenario import RECIPES, Scenario
 from llm_fp8.predict.step_time import StepTime
 
@@ -45,13 +45,24 @@ def _by_recipe(scenario: Scenario) -> dict[str, Prediction]:
 
 
 def accuracy() -> str:
-    """The rows of today's decoder with their predictions."""
+    """The rows of today's code with their predictions."""
     return _accuracy([record for record in recorded_rows() if record.todays])
 
 
 def older() -> str:
-    """The rows of the decoder before."""
+    """The rows of the decoder before, on one GPU."""
     return _accuracy([record for record in recorded_rows() if not record.todays])
+
+
+def memory_before() -> str:
+    """The rows of several GPUs whose time is not today's, but whose memory is."""
+    rows = []
+    for record in rows_for_memory_alone():
+        row = record.row
+        shape = f"{row['batch_size']} x {row['seq_length']:,} x {row['micro_batches']}"
+        figures = [f"{row['peak_memory_gib']:.1f}", f"{record.prediction.peak_memory_gib:.1f}", f"{record.memory_error:+.1%}"]
+        rows.append([f"`{record.file}`", row["model"], shape, str(record.num_gpus), record.arm, *figures])
+    return _table(["file", "model", "rows x length x micro-batches", "GPUs", "arm", "GiB", "predicted", "error"], rows)
 
 
 def _accuracy(records: list[Recorded]) -> str:
@@ -81,14 +92,18 @@ def _accuracy(records: list[Recorded]) -> str:
 def bounds() -> str:
     """The errors of the recorded rows by kind, those that are marked tight left out."""
     measured = [record for record in recorded_rows() if not record.out_of_memory]
-    groups = {
-        "held out": [r for r in measured if r.todays and r.held_out],
-        "fitted": [r for r in measured if r.todays and not r.held_out],
-        "decoder before, one GPU": [r for r in measured if not r.todays and r.prediction.scenario.num_gpus == 1],
-        "decoder before, 2 and 4 GPUs": [r for r in measured if not r.todays and r.prediction.scenario.num_gpus > 1],
+    groups: dict[str, list[Recorded]] = {
+        f"{'held out' if held_out else 'fitted'}, {'several GPUs' if several else 'one GPU'}": [
+            r for r in measured if r.todays and r.held_out == held_out and (r.num_gpus > 1) == several
+        ]
+        for several in (False, True)
+        for held_out in (True, False)
     }
+    groups["decoder before, one GPU"] = [r for r in measured if not r.todays]
     rows = []
     for name, records in groups.items():
+        if not records:
+            continue
         times = [record.time_error for record in records if not record.prediction.tight]
         memory = [abs(record.memory_error) for record in records]
         errors = [
@@ -171,6 +186,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bounds": bounds,
     "accuracy": accuracy,
     "older": older,
+    "memory_before": memory_before,
     "models": models,
     "lengths": lengths,
     "micro_batches": micro_batches,
