@@ -16,6 +16,7 @@ from llm_fp8.ceilings import Ceilings
 from llm_fp8.throughput.arms import OLD_NAMES, PRECISIONS, parse_arm
 from llm_fp8.throughput.setups import RIVALS
 from llm_fp8.throughput.table import gemm_floor_s
+from scripts.lora_study import ADAPTERS, FULL, WORKLOADS, arms_of
 from tests.families import FAMILIES
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -395,14 +396,37 @@ def test_the_time_of_adapters_in_the_document():
     assert f"take {min(on_all):.0f} to {max(on_all):.0f} ms of 1,400, those of q and v {on_qv:.0f} ms" in text
 
 
+LORA_STUDIES = {"Llama-3.2-1B": "lora_study_1b.json", "Llama-3.1-8B": "lora_study_8b.json"}
+"""Model of a workload of the study -> the record whose figures the document gives."""
+
+
+def documented_study() -> dict[tuple[str, str], list[str]]:
+    """Model and kind of adapters, as scripts/lora_study.py calls them -> the cells behind them."""
+    cells_of = {}
+    models = {name.rpartition("-")[2]: name for name in LORA_STUDIES}
+    for label, *cells in documented_table("docs/lora.md", "| model, adapters | bf16, tokens/s |"):
+        size, kind, *layers = label.split(", ")
+        on = {"all linear layers": "", "all": "", "q and v": "qv"}
+        name = FULL if kind.startswith("none") else kind.replace("rank ", "lora") + on[layers[0]]
+        assert cells_of.setdefault((models[size], name), cells) is cells, label
+    return cells_of
+
+
 def test_the_speed_ups_with_adapters_in_the_document():
-    lines = [cells for cells in documented_table("docs/lora.md", "| model, adapters | bf16, tokens/s |") if len(cells) == 5]
-    found = []
-    for name in ("lora_study_1b.json", "lora_study_8b.json"):
-        for row in load(name)[0][1]["speed_ups"]:
-            speeds = [f"{row['tokens_per_s'][precision]:,.0f}" for precision in ("bf16", "delayed")]
-            found.append([*speeds, "{speed_up:.2f} ({speed_up_low:.2f} to {speed_up_high:.2f})".format(**row)])
-    assert [cells[1:4] for cells in lines] == found
+    """Every pair that the study is of has its row there: with the record's figures, or with words that say that it is not measured."""
+    told = documented_study()
+    kinds = (FULL, *ADAPTERS.split(","))
+    models = [work.partition(":")[0] for work in WORKLOADS.split(",")]
+    assert told.keys() == {(model, kind) for model in models for kind in kinds}
+    for model, name in LORA_STUDIES.items():
+        measured = {row["adapters"]: row for row in load(name)[0][1]["speed_ups"]}
+        assert measured.keys() <= set(kinds)
+        for kind in kinds:
+            expected = ["not measured", "not measured", "-"]
+            if row := measured.get(kind):
+                speeds = [f"{row['tokens_per_s'][precision]:,.0f}" for precision in ("bf16", "delayed")]
+                expected = [*speeds, "{speed_up:.2f} ({speed_up_low:.2f} to {speed_up_high:.2f})".format(**row)]
+            assert told[model, kind][:3] == expected, (model, kind)
 
 
 def test_the_memory_by_kind_in_the_document():
@@ -466,7 +490,13 @@ def test_what_the_guides_claim_of_speed_is_answered_from_the_files():
 def test_lora_study(name):
     ((_, record),) = load(name)
     arms = {row["arm"]: row for row in record["rows"]}
-    assert {"bf16", "delayed", "bf16:lora16", "delayed:lora16", "bf16:lora16qv", "delayed:lora16qv"} <= set(arms)
+    (model,) = {row["model"] for row in record["rows"]}
+    kinds = [row["adapters"] for row in record["speed_ups"]]
+    assert {FULL, "lora16", "lora16qv"} <= set(kinds)
+    if name == LORA_STUDIES[model]:
+        told = documented_study()
+        assert set(kinds) == {kind for of, kind in told if of == model and told[of, kind][0] != "not measured"}
+    assert set(arms) == {arm.name for arm in arms_of(",".join(kind for kind in kinds if kind != FULL), "delayed")}
     for arm, row in arms.items():
         (recorded, *_) = row["rounds"]
         assert ("fp8" in recorded["gemm_kernels"]) == arm.startswith("delayed")
