@@ -29,7 +29,7 @@ from llm_fp8.throughput.waiting import WaitingProgram, dismiss_prepared, take_pr
 
 ALONE = REPOSITORY / "llm_fp8" / "throughput" / "alone.py"
 SEVERAL = REPOSITORY / "scripts" / "benchmark_multi_gpu.py"
-"""What measures in one process, and in those of a launch."""
+"""The scripts that measure: in one process, and in those of a launch."""
 
 STOPPED = "stopped from outside"
 LAUNCH_S = 120

@@ -622,7 +622,7 @@ def test_the_whole_command(tmp_path, tiny_architecture, monkeypatch, capsys):
     several = {**ROW, "name": "x2", "num_gpus": 2, "ours": ["ddp:delayed"], "rivals": ["ddp:hf_bf16"]}
     table, path = write_table(tmp_path, entry, several), tmp_path / "r.json"
     monkeypatch.setattr(speed_table, "visible_gpus", lambda: ["0"])
-    monkeypatch.setattr(speed_table, "measurer", lambda warmup, timeout_s, stopped: on_the_cpu)
+    monkeypatch.setattr(speed_table, "measurer", lambda warmup, timeout_s, stopped, another_follows: on_the_cpu)
     kept = signal.getsignal(signal.SIGTERM)
 
     def main(*options: str) -> int:
