@@ -126,7 +126,7 @@ def _take_program(
 
 
 def _outcome(process: subprocess.Popen[bytes], timeout_s: float, stopped: threading.Event | None) -> str | None:
-    """Wait for a program's end; returns why it did not come to a good one, None where it did."""
+    """Wait for a program's end; returns why it did not come to a good one, None where it did. Where it is stopped, so are those that wait."""
     deadline = time.monotonic() + timeout_s
     try:
         while (left := deadline - time.monotonic()) > 0:
