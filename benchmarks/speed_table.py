@@ -276,16 +276,16 @@ def compare(row: TableRow, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | N
 # --- measuring --------------------------------------------------------------------------------------------------------------
 
 
-def measurer(warmup: int, timeout_s: float, stopped: threading.Event) -> Measure:
-    """Measures through the programs that do."""
+def measurer(warmup: int, timeout_s: float, stopped: threading.Event, another_follows: Callable[[TableRow], bool]) -> Measure:
+    """Measures through the programs that do; `another_follows`: as the function of that name, of the row that is being measured."""
 
     def measure(row: TableRow, arm: Arm, gpus: str) -> Answer:
         started = time.perf_counter()
-        settings = (row.work.num_steps, warmup, timeout_s, {"CUDA_VISIBLE_DEVICES": gpus}, stopped)
+        settings = (row.work.num_steps, warmup, timeout_s, {"CUDA_VISIBLE_DEVICES": gpus}, stopped, another_follows(row))
         if row.num_gpus > 1:
             answer = measure_in_launch(row.work.name, arm.name, row.num_gpus, *settings)
         else:
-            answer = measure_in_process(row.work.name, arm.name, *settings, prepare_next=True)
+            answer = measure_in_process(row.work.name, arm.name, *settings)
         return {**answer, "gpu": gpus, "taken_s": time.perf_counter() - started}
 
     return measure
@@ -329,6 +329,12 @@ class Turns:
             for arm in row.arms:
                 if self.has(arm) and record.is_due(row, arm, number):
                     yield number, arm
+
+
+def another_follows(row: TableRow, rows: Sequence[TableRow], record: Record, turns: Turns) -> bool:
+    """Whether a measurement on as many GPUs is due beside the one of `row` that is being made: on the same ones, or, of rows side by side, on others."""
+    alike = [other for other in rows if other.num_gpus == row.num_gpus]
+    return sum(1 for other in alike for _ in turns.due(other, record)) > 1
 
 
 def measure_row(row: TableRow, record: Record, turns: Turns, measure: Measure, limit: Limit, gpus: Sequence[str]) -> None:
@@ -634,7 +640,9 @@ def main() -> int:
         sys.exit(EXIT_TERMINATED)
 
     signal.signal(signal.SIGTERM, end)
-    measure = measurer(options.warmup, options.arm_timeout_s, limit.stopped)
+    measure = measurer(
+        options.warmup, options.arm_timeout_s, limit.stopped, lambda row: another_follows(row, rows, record, turns)
+    )
     measure_table(rows, record, turns, measure, limit, gpus, options.gpus_parallel)
     print_table(rows, record)
     print(f"\n{time.monotonic() - limit.started:.0f} s: {options.output}")

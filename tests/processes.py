@@ -6,6 +6,7 @@ runs in them is what train_fp8.py runs, down to the exit code.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -100,3 +101,22 @@ def exit_code(process: BaseProcess, deadline_s: float = DEADLINE_S) -> int | Non
     """Wait for the end; the exit code, negative for a signal that ended it, None where it did not end in time."""
     process.join(deadline_s)
     return process.exitcode
+
+
+def processes_with(name: str, value: str) -> list[int]:
+    """Those that were started with this environment variable, or by one that was."""
+    entry = f"{name}={value}".encode()
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # of another user, or ended
+            if entry in environment.read_bytes().split(b"\0"):
+                found.append(int(environment.parent.name))
+    return found
+
+
+def wait_for_the_end_of_processes_with(name: str, value: str) -> None:
+    """Wait until there are none of `processes_with`."""
+    deadline = time.monotonic() + DEADLINE_S
+    while left := processes_with(name, value):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)

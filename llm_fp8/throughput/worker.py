@@ -3,8 +3,8 @@
     answer = measure_in_process("Llama-3.2-1B:8x1024x4", "delayed", num_steps=8, warmup=3, timeout_s=300)
     answer = measure_in_launch("Llama-3.1-8B:8x1024x4", "fsdp_full:delayed", 4, num_steps=8, warmup=3, timeout_s=300)
 
-A measurement's process imports for seconds before it touches the GPU. With `prepare_next` another one does that meanwhile, and
-the next measurement in the same environment has it; it holds no GPU memory, and ends by itself when this process does.
+A measurement's processes import for seconds before they touch the GPU. With `prepare_next` others do that meanwhile, and the next measurement in
+the same environment, on as many GPUs, has them (llm_fp8/throughput/waiting.py).
 
 An answer is what `llm_fp8.throughput.measure.measure` returns, its step times under step_times_s (of a launch, the row of
 scripts/benchmark_multi_gpu.py), with its `header` and "failed": None; where it was not measured, "failed" is the reason.
@@ -12,25 +12,24 @@ scripts/benchmark_multi_gpu.py), with its `header` and "failed": None; where it 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import json
 import os
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llm_fp8.programs import torchrun
 from llm_fp8.provenance import REPOSITORY, recorded_command
 from llm_fp8.throughput.results import ENDED_IN_SILENCE
+from llm_fp8.throughput.waiting import WaitingProgram, dismiss_prepared, take_program
+
+ALONE = REPOSITORY / "llm_fp8" / "throughput" / "alone.py"
+SEVERAL = REPOSITORY / "scripts" / "benchmark_multi_gpu.py"
+"""The scripts that measure: in one process, and in those of a launch."""
 
 STOPPED = "stopped from outside"
 LAUNCH_S = 120
@@ -39,10 +38,6 @@ LOOK_S = 0.5
 """How often it is looked whether a measurement is to be stopped."""
 END_S = 30
 """How long a program may take to end itself."""
-
-_prepared: dict[str, subprocess.Popen[bytes]] = {}
-"""Processes that wait for a job, by their environment."""
-_lock = threading.Lock()
 
 
 def measure_in_process(
@@ -60,12 +55,11 @@ def measure_in_process(
     `variables`: of the process's environment, in place of this one's; None takes one out. `stopped`: ends the measurement when it is set.
     `prepare_next`: another measurement in this environment is to follow.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    program = _take_program(None, variables, stopped, prepare_next)
+    with program.folder as folder:
         path = Path(folder) / "answer.json"
-        process = _waiting_process(_environment(variables), prepare_next)
-        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # type: ignore[union-attr]  # of one that has ended the code tells
-            pipe.write(json.dumps([workload, arm, num_steps, warmup, str(path)]).encode())
-        failed = _outcome(process, timeout_s, stopped)
+        program.begin([str(ALONE), workload, arm, str(num_steps), str(warmup), str(path)])
+        failed = _outcome(program.process, timeout_s, stopped)
         if not path.exists():
             return {"failed": failed or f"{ENDED_IN_SILENCE} (exit code 0)"}
         answer: dict[str, Any] = json.loads(path.read_text())
@@ -83,15 +77,16 @@ def measure_in_launch(
     timeout_s: float,
     variables: Mapping[str, str | None] | None = None,
     stopped: threading.Event | None = None,
+    prepare_next: bool = False,
 ) -> dict[str, Any]:
-    """The same on so many GPUs of this host, in a launch of scripts/benchmark_multi_gpu.py."""
-    with tempfile.TemporaryDirectory() as folder:
+    """The same on so many GPUs of this host, in a launch of scripts/benchmark_multi_gpu.py; the next one is to be on as many."""
+    program = _take_program(num_gpus, variables, stopped, prepare_next)
+    with program.folder as folder:
         path = Path(folder) / "result.json"
-        words = [str(REPOSITORY / "scripts" / "benchmark_multi_gpu.py"), "--workloads", workload, "--arms", arm]
-        words += ["--steps", str(num_steps), "--warmup", str(warmup), "--arm_timeout_s", str(timeout_s), "--output", str(path)]
+        words = [str(SEVERAL), "--workloads", workload, "--arms", arm, "--steps", str(num_steps), "--warmup", str(warmup)]
+        program.begin([*words, "--arm_timeout_s", str(timeout_s), "--output", str(path)])
         # The launch keeps the limit itself, with a row that says so; this one is for a launch that hangs before or after.
-        process = _start(torchrun(num_gpus, *words), _environment(variables))
-        failed = _outcome(process, timeout_s + LAUNCH_S, stopped)
+        failed = _outcome(program.process, timeout_s + LAUNCH_S, stopped)
         record = json.loads(path.read_text()) if path.exists() else {"rows": []}
         rows = record.pop("rows")
         if not rows:
@@ -123,37 +118,20 @@ def _environment(variables: Mapping[str, str | None] | None) -> dict[str, str]:
     return environment
 
 
-def _start(command: list[str], environment: Mapping[str, str], stdin: int | None = None) -> subprocess.Popen[bytes]:
-    """Start a program that `_end` can end with all that it starts; what it prints is no output of this one's."""
-    return subprocess.Popen(command, env=environment, stdin=stdin, stdout=sys.stderr, start_new_session=True)
-
-
-def _waiting_process(environment: dict[str, str], prepare_next: bool) -> subprocess.Popen[bytes]:
-    """A process for a measurement, prepared or new, that waits for its job; `prepare_next` starts the one after it."""
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
-    start = functools.partial(_start, [sys.executable, "-m", __spec__.name], environment, stdin=subprocess.PIPE)
-    key = json.dumps(environment, sort_keys=True)
-    with _lock:
-        process = _prepared.pop(key, None)
-        if process is None or process.poll() is not None:
-            process = start()
-        if prepare_next:
-            _prepared[key] = start()
-    return process
-
-
-@atexit.register
-def _end_prepared() -> None:
-    for process in _prepared.values():
-        process.kill()
+def _take_program(
+    num_processes: int | None, variables: Mapping[str, str | None] | None, stopped: threading.Event | None, prepare_next: bool
+) -> WaitingProgram:
+    """A program for a measurement, prepared or new; none is prepared when it is to end."""
+    return take_program(_environment(variables), num_processes, prepare_next and not (stopped is not None and stopped.is_set()))
 
 
 def _outcome(process: subprocess.Popen[bytes], timeout_s: float, stopped: threading.Event | None) -> str | None:
-    """Wait for a program's end; returns why it did not come to a good one, None where it did."""
+    """Wait for a program's end; returns why it did not come to a good one, None where it did. Where it is stopped, so are those that wait."""
     deadline = time.monotonic() + timeout_s
     try:
         while (left := deadline - time.monotonic()) > 0:
             if stopped is not None and stopped.is_set():
+                dismiss_prepared()
                 return STOPPED
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = process.wait(left if stopped is None else min(left, LOOK_S))
@@ -173,39 +151,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile for it
     process.wait()
-
-
-def _main() -> None:
-    import torch
-
-    from llm_fp8.errors import UserError
-    from llm_fp8.json_files import write_json_atomic
-    from llm_fp8.process_group import own_device
-    from llm_fp8.quiet import quiet_libraries
-    from llm_fp8.throughput.arms import parse_arm
-    from llm_fp8.throughput.measure import describe_failure, header, measure
-    from llm_fp8.throughput.workload import Workload
-
-    job = sys.stdin.read()
-    if not job:
-        return  # there was no measurement any more
-    workload, arm_name, num_steps, warmup, answer_path = json.loads(job)
-    quiet_libraries()
-    work, device = Workload.parse(workload, num_steps), own_device()
-    origin = header([], device)  # before anything can go wrong on the GPU
-    found: dict[str, Any] = {}
-    try:
-        found = measure(work, parse_arm(arm_name), warmup, device)
-        failed = None
-    except UserError as error:
-        failed = str(error)
-    except torch.OutOfMemoryError as error:
-        failed = describe_failure(error)
-    except Exception as error:
-        traceback.print_exc()
-        failed = describe_failure(error)
-    write_json_atomic(Path(answer_path), {"failed": failed, "header": origin, **found})
-
-
-if __name__ == "__main__":
-    _main()

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from xdist.scheduler import LoadScopeScheduling
 
 from llm_fp8.models import EMBEDDED_MODEL
-from llm_fp8.throughput import worker
+from llm_fp8.throughput import waiting
 from tests.reference import NUM_ROWS
 from tests.small import tiny_config, write_model, write_rows
 from tests.warm_python import warm_python_in
@@ -84,5 +84,5 @@ def started_processes(monkeypatch) -> list[subprocess.Popen]:
         return started[-1]
 
     start_process = subprocess.Popen
-    monkeypatch.setattr(worker.subprocess, "Popen", start)
+    monkeypatch.setattr(waiting.subprocess, "Popen", start)
     return started

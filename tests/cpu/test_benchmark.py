@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +18,6 @@ from llm_fp8.errors import UserError
 from llm_fp8.provenance import REPOSITORY, recorded_command
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput import rival as rival_module
-from llm_fp8.throughput import worker
 from llm_fp8.throughput.arms import parse_arm, parse_arms
 from llm_fp8.throughput.figures import speed
 from llm_fp8.throughput.measure import describe_failure, measure
@@ -279,44 +275,6 @@ def test_a_measurement_that_hangs_or_is_killed_is_ended(workload, started_proces
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     answer = measure_in_process(workload, "hf_bf16", 2, 1, timeout_s=60)
     assert answer["failed"].startswith("a process ended without saying why") and "(exit code 1)" in answer["failed"]
-
-
-def test_the_next_measurement_finds_a_process_that_has_its_imports(workload, started_processes):
-    """In the same environment; one in another has a process of its own."""
-    first = measure_in_process(workload, "bf16", 2, 1, timeout_s=100, prepare_next=True)
-    _, prepared = started_processes
-    other = measure_in_process(workload, "bf16", 2, 1, timeout_s=0.01, variables={"NVTE_FLASH_ATTN": "0"})
-    assert other["failed"] == "took longer than 0.01 s" and prepared.poll() is None and len(started_processes) == 3
-    second = measure_in_process(workload, "bf16", 2, 1, timeout_s=100)
-    assert prepared.returncode == 0 and len(started_processes) == 3
-    assert first["failed"] == second["failed"] and "--use_te needs an NVIDIA GPU" in first["failed"]
-
-
-def test_in_place_of_a_prepared_process_that_died_there_is_a_new_one(started_processes):
-    taken = [worker._waiting_process(dict(os.environ), prepare_next=True)]
-    _, prepared = started_processes
-    prepared.kill()
-    prepared.wait()
-    taken.append(worker._waiting_process(dict(os.environ), prepare_next=False))
-    assert prepared not in taken and len(started_processes) == 3
-    for process in taken:
-        process.kill()
-        process.wait()
-
-
-def test_a_prepared_process_ends_with_its_parent():
-    program = """
-import os
-from llm_fp8.throughput import worker
-worker._waiting_process(dict(os.environ), prepare_next=True).kill()
-print(*(process.pid for process in worker._prepared.values()), flush=True)
-os._exit(0)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{int(done.stdout)}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def test_what_an_error_is_called():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from llm_fp8.swap import take_census
 from llm_fp8.throughput.measure import header, measure
 from llm_fp8.throughput.table import gemm_floor_s, read_table
 from llm_fp8.throughput.worker import STOPPED, measure_in_launch, measure_in_process
+from tests.processes import wait_for_the_end_of_processes_with
 from tests.scripts_as_main import run_as_main
 from tests.small import tiny_config
 
@@ -517,7 +519,7 @@ def test_two_launches_of_two_processes_at_a_time(tmp_path, tiny_architecture):
     trains, cannot = {**entry, "name": "a", "ours": ["ddp:bf16:swap"]}, {**entry, "name": "b", "ours": ["ddp:bf16"]}
     rows = read_table(write_table(tmp_path, trains, cannot), 3)
     hidden = ("-1", "-2", "-3", "-4")  # names of no GPU, so that there is none
-    ours, measure = ("ddp:bf16:swap", "ddp:bf16"), measurer(1, 120.0, threading.Event())
+    ours, measure = ("ddp:bf16:swap", "ddp:bf16"), measurer(1, 120.0, threading.Event(), lambda row: False)
     run(tmp_path / "r.json", rows, measure, only=ours, gpus=hidden, gpus_parallel=4)
     record = json.loads((tmp_path / "r.json").read_text())
     swapped, fused = record["rows"]
@@ -529,18 +531,40 @@ def test_two_launches_of_two_processes_at_a_time(tmp_path, tiny_architecture):
 
 
 def test_a_measurement_is_ended_from_outside(tiny_architecture, started_processes):
-    stopped = threading.Event()
+    """And with it the processes that have been started for the next one."""
+    stopped, mark = threading.Event(), {"WHOSE": tiny_architecture}
     threading.Timer(1.0, stopped.set).start()
     started = time.monotonic()
-    assert measure_in_process(f"{tiny_architecture}:1x16x1000000", "hf_bf16", 2, 1, 300, stopped=stopped) == {"failed": STOPPED}
+    ended = measure_in_process(f"{tiny_architecture}:1x16x1000000", "hf_bf16", 2, 1, 300, mark, stopped, prepare_next=True)
+    assert ended == {"failed": STOPPED} and len(started_processes) == 2
     stopped.clear()
     threading.Timer(8.0, stopped.set).start()  # when its two processes are there
-    assert measure_in_launch(f"{tiny_architecture}:1x17x1000000", "ddp:hf_bf16", 2, 2, 1, 300, stopped=stopped) == {
-        "failed": STOPPED
-    }
+    work = f"{tiny_architecture}:1x17x1000000"
+    assert measure_in_launch(work, "ddp:hf_bf16", 2, 2, 1, 300, mark, stopped, prepare_next=True) == {"failed": STOPPED}
     assert time.monotonic() - started < 60
-    left = subprocess.run(["pgrep", "-f", f"{tiny_architecture}:1x17x1000000"], capture_output=True, text=True).stdout
-    assert not left and all(process.returncode is not None for process in started_processes)
+    assert len(started_processes) == 4 and all(process.returncode is not None for process in started_processes)
+    wait_for_the_end_of_processes_with("WHOSE", tiny_architecture)
+    assert measure_in_launch(work, "ddp:hf_bf16", 2, 2, 1, 300, mark, stopped, prepare_next=True) == {"failed": STOPPED}
+    assert len(started_processes) == 5, "for a measurement that is to end at once no other is prepared"
+    wait_for_the_end_of_processes_with("WHOSE", tiny_architecture)
+
+
+def test_the_next_measurement_is_prepared_where_one_follows_on_as_many_gpus(tmp_path, monkeypatch):
+    table = write_table(tmp_path, ROW, of_gpus(2, "a"), of_gpus(2, "b"), of_gpus(4, "x4"))
+    rows, asked = read_table(table, 3), []
+
+    def launched(workload, arm, num_gpus, num_steps, warmup, timeout_s, variables, stopped, prepare_next):
+        asked.append((num_gpus, prepare_next))
+        return {"failed": "out of memory"} if num_gpus == 4 else made_up(1.0)
+
+    monkeypatch.setattr(speed_table, "measure_in_launch", launched)
+    monkeypatch.setattr(speed_table, "measure_in_process", lambda work, arm, *others: launched(work, arm, 1, *others))
+    record, turns = Record(None, rows, SETTINGS), Turns(2)
+    measure = measurer(1, 9.0, threading.Event(), lambda row: speed_table.another_follows(row, rows, record, turns))
+    measure_table(rows, record, turns, measure, Limit(0.0), list("0123"))
+    by_number = {number: [prepare for num_gpus, prepare in asked if num_gpus == number] for number in (1, 2, 4)}
+    assert by_number[1] == by_number[2] == [True] * 7 + [False]
+    assert by_number[4] == [True, True], "their failures leave nothing to follow, which is known when they are there"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------------
@@ -598,7 +622,7 @@ def test_the_whole_command(tmp_path, tiny_architecture, monkeypatch, capsys):
     several = {**ROW, "name": "x2", "num_gpus": 2, "ours": ["ddp:delayed"], "rivals": ["ddp:hf_bf16"]}
     table, path = write_table(tmp_path, entry, several), tmp_path / "r.json"
     monkeypatch.setattr(speed_table, "visible_gpus", lambda: ["0"])
-    monkeypatch.setattr(speed_table, "measurer", lambda warmup, timeout_s, stopped: on_the_cpu)
+    monkeypatch.setattr(speed_table, "measurer", lambda warmup, timeout_s, stopped, another_follows: on_the_cpu)
     kept = signal.getsignal(signal.SIGTERM)
 
     def main(*options: str) -> int:
@@ -631,14 +655,16 @@ def test_a_call_that_is_terminated_leaves_no_process_and_is_gone_on_with(tmp_pat
         "speed_table.run_script(speed_table.main)",
     ]
     options = [f"--table={table}", f"--output={path}", "--steps=3", "--warmup=1", "--gpus_parallel=2"]
-    process = subprocess.Popen([warm_python, "-c", "; ".join(lines), *options], cwd=ROOT)
+    process = subprocess.Popen(
+        [warm_python, "-c", "; ".join(lines), *options], cwd=ROOT, env={**os.environ, "WHOSE": str(tmp_path)}
+    )
     deadline = time.monotonic() + 300
     while not (path.exists() and len(json.loads(path.read_text())["rows"]) == 2):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
     process.terminate()
     assert process.wait(60) == speed_table.EXIT_TERMINATED
-    assert not subprocess.run(["pgrep", "-f", f"{tiny_architecture}:3x16x1000000"], capture_output=True, text=True).stdout
+    wait_for_the_end_of_processes_with("WHOSE", str(tmp_path))
     record = json.loads(path.read_text())
     assert [row["row"] for row in record["rows"]] == ["quick", "quick"] and all("failed" not in row for row in record["rows"])
     assert [row["rounds"][0]["gpu"] for row in record["rows"]] == ["1", "1"], "the longer row took the first"
