@@ -7,7 +7,8 @@
     fsdp_full    16 / N + 4      the same without the whole weights
 
 and takes the first that leaves 40% of the memory to activations, fp8 casts, logits and the gathered layer. The 4 bytes fall away with a
-single micro-batch per step or --sync_every_micro_batch. Under LoRA there are only the frozen weights to count: 2, 2 / N + 2 and 2 / N bytes.
+single micro-batch per step or --sync_every_micro_batch. An --optimizer that is named has bytes of its own in place of the 12 or 16. Under LoRA
+there are only the frozen weights to count: 2, 2 / N + 2 and 2 / N bytes.
 """
 
 from __future__ import annotations
@@ -59,9 +60,7 @@ def choose_mode(
     room = STATE_SHARE * gpu_memory_gib
     num_parameters = count_parameters()
     needs = {
-        mode: num_parameters
-        * state_bytes(mode, "adamw_master" if mode == "ddp" else "adamw_fp32", ranks.world_size, config)
-        / GIB
+        mode: num_parameters * state_bytes(mode, _optimizer_under(mode, config), ranks.world_size, config) / GIB
         for mode in ("ddp", "fsdp_grad", "fsdp_full")
     }
     for mode, needed in needs.items():
@@ -74,6 +73,14 @@ def choose_mode(
                 f"{told}; {mode} is the first that {fits} {room:.0f} GiB, {STATE_SHARE:.0%} of the smallest GPU",
             )
     raise AssertionError("fsdp_full ends the loop")
+
+
+def _optimizer_under(mode: str, config: Config) -> OptimizerKind:
+    """The optimizer that a GPU would run in `mode`; adamw_8bit, which no fsdp mode takes, counts as their default there."""
+    asked = config.optim.optimizer
+    if mode == "ddp":
+        return "adamw_master" if asked == "auto" else asked
+    return "adamw_master" if asked == "adamw_master" else "adamw_fp32"
 
 
 def state_bytes(mode: str, kind: OptimizerKind, num_ranks: int, config: Config) -> float:
@@ -122,7 +129,7 @@ def check_mode(config: Config, mode: str, ranks: LaunchRanks, compute_name: str)
         f"--mixed_precision fp16 cannot go with {flag}, which would shard what its gradient scaler has to see; use bf16.": (
             compute_name == "fp16" and mode not in ("ddp", "single")
         ),
-        f"--optimizer adamw_8bit cannot go with {flag}: its 8-bit blocks cannot be split over GPUs; use auto, or --sharding_mode ddp.": (
+        f"--optimizer adamw_8bit cannot go with {flag}: its 8-bit blocks cannot be split over GPUs; use --optimizer auto, or --sharding_mode ddp.": (
             config.optim.optimizer == "adamw_8bit" and (sharded or deepspeed)
         ),
         f"--fp8_params needs an fsdp mode other than fsdp_offload, --use_te and --mixed_precision fp8; this run has {flag} and "

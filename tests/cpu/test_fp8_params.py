@@ -174,9 +174,11 @@ def cast(master: Tensor) -> Tensor:
 # --- On two processes ----------------------------------------------------------------------------------------------------------
 
 
-def train_in_fp8(rank: int, mode: str, compute_dtype: torch.dtype) -> dict[str, Any]:
+def train_in_fp8(rank: int, mode: str, compute_dtype: torch.dtype, sync_every_micro_batch: bool = False) -> dict[str, Any]:
+    """Of four ranks two and two have the same rows, so that the mean over ranks is that of two."""
     install_stand_in()
-    engine = FsdpEngine(mode, Accelerator(cpu=True), ParallelConfig(fp8_params=True), compute_dtype, 2)
+    options = ParallelConfig(fp8_params=True, sync_every_micro_batch=sync_every_micro_batch)
+    engine = FsdpEngine(mode, Accelerator(cpu=True), options, compute_dtype, 2)
     model = SmallModel()
     engine.keep_in_fp8(precision_of(list(model.layers)[:-1]))
     engine.shard(model, model.layers)
@@ -191,7 +193,7 @@ def train_in_fp8(rank: int, mode: str, compute_dtype: torch.dtype) -> dict[str, 
     for step in range(STEPS):
         for micro_batch in range(MICRO_BATCHES):
             with engine.micro_batch(model, last=micro_batch == MICRO_BATCHES - 1):
-                loss = model(batch(step, micro_batch, rank).to(compute_dtype)).float() / MICRO_BATCHES
+                loss = model(batch(step, micro_batch, rank % 2).to(compute_dtype)).float() / MICRO_BATCHES
                 engine.backward(loss / dist.get_world_size())
         norms.append(float(engine.step(optimizer, parameters, MAX_NORM)))
     gathered = list(gathers.sent_bytes)
@@ -246,11 +248,20 @@ def is_fp8(name: str) -> bool:
     return name.endswith("weight") and name.startswith("layers.") and not name.startswith(f"layers.{NUM_LAYERS - 1}.")
 
 
-@pytest.mark.parametrize("mode", ["fsdp_full", "fsdp_grad"])
-def test_masters_take_the_steps_of_one_process(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "mode", "sync_every_micro_batch"),
+    [
+        (2, "fsdp_full", False),
+        (2, "fsdp_grad", False),
+        (2, "fsdp_full", True),
+        (2, "fsdp_grad", True),
+        (4, "fsdp_hybrid", False),
+    ],
+)
+def test_masters_take_the_steps_of_one_process(tmp_path: Path, num_ranks: int, mode: str, sync_every_micro_batch: bool) -> None:
     norms, masters = train_whole()
     assert max(norms) > 2 * MAX_NORM, "a step must be clipped for this to mean anything"
-    for result in on_ranks(2, tmp_path / "ranks", train_in_fp8, mode, torch.float32):
+    for result in on_ranks(num_ranks, tmp_path / "ranks", train_in_fp8, mode, torch.float32, sync_every_micro_batch):
         assert result["norms"] == pytest.approx(norms, rel=1e-5)
         assert result["is_optimized"] and result["left_gradients"] == 0
         assert set(result["local"].values()) == {torch.float32}

@@ -31,6 +31,9 @@ def config(*options: str):
         (8, EIGHT, None, [], "ddp"),
         (8, LaunchRanks(launched=True), 139.8, [], "single"),
         (8, EIGHT, 139.8, ["--sharding_mode=ddp"], "ddp"),
+        (8, EIGHT, 80, ["--optimizer=adamw_8bit"], "ddp"),  # 6 bytes are 44.7 of 48 GiB
+        (6.5, EIGHT, 139.8, [], "ddp"),
+        (6.5, EIGHT, 139.8, ["--optimizer=adamw_fp32"], "fsdp_grad"),  # 16 bytes are 96.9 of 83.9 GiB
     ],
 )
 def test_auto_takes_the_first_mode_that_fits(billions, ranks, gpu_memory_gib, options, mode):
