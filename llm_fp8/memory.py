@@ -25,13 +25,13 @@ class MemoryUse:
 
 
 def out_of_memory_advice(
-    config: Config, kind: OptimizerKind, num_parameters: int, use: MemoryUse, mode: str = "single", num_ranks: int = 1
+    config: Config, kind: OptimizerKind, num_parameters: int, use: MemoryUse, mode: str = "single", num_shards: int = 1
 ) -> str:
     """A sentence or two for a `UserError`: what takes the memory, and options that would fit, as far as the failure tells.
 
-    `mode` is that of --sharding_mode in effect, or 'single'; `use` is of the GPU that failed.
+    `mode` is that of --sharding_mode in effect, or 'single'; `num_shards` as in `Engine.num_shards`; `use` is of the GPU that failed.
     """
-    standing_gib = num_parameters * state_bytes(mode, kind, num_ranks, config) / GIB
+    standing_gib = num_parameters * state_bytes(mode, kind, num_shards, config) / GIB
     lean_gib = num_parameters * bytes_per_parameter("adamw_8bit").total / GIB
     advice = _smaller_batch(config, kind, num_parameters, use, standing_gib)
     sharded = mode not in ("single", "ddp")
@@ -48,7 +48,7 @@ def out_of_memory_advice(
     elif mode == "fsdp_full":
         advice.append("more GPUs, --sharding_mode fsdp_offload")
     advice.append("a smaller model, or a GPU with more memory")
-    where = "" if num_ranks == 1 else f" per GPU under --sharding_mode {mode}"
+    where = "" if mode == "single" else f" per GPU under --sharding_mode {mode}"
     return (
         f"the GPU is out of memory: weights, gradients and optimizer state of {num_parameters / 1e9:.2f} billion parameters take "
         f"{standing_gib:.1f} GiB{where} with --optimizer {kind}, and {use.peak_gib:.1f} of {use.total_gib:.1f} GiB were in use at the peak. "

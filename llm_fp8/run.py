@@ -480,5 +480,5 @@ class Run(RunParts):
             resident_gib=self.resident_gib,
         )
         return out_of_memory_advice(
-            self.config, self.optimizer_kind, num_parameters, use, self.engine.mode, self.accelerator.num_processes
+            self.config, self.optimizer_kind, num_parameters, use, self.engine.mode, self.engine.num_shards
         )

@@ -83,8 +83,8 @@ def _optimizer_under(mode: str, config: Config) -> OptimizerKind:
     return "adamw_master" if asked == "adamw_master" else "adamw_fp32"
 
 
-def state_bytes(mode: str, kind: OptimizerKind, num_ranks: int, config: Config) -> float:
-    """Bytes per parameter that weights, gradients and optimizer state take on one GPU between micro-batches.
+def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config) -> float:
+    """Bytes per parameter that weights, gradients and optimizer state take on one GPU between micro-batches, where so many GPUs hold one copy together.
 
     Under LoRA these are the frozen weights alone; what the adapters take beside them is left out.
     """
@@ -93,19 +93,18 @@ def state_bytes(mode: str, kind: OptimizerKind, num_ranks: int, config: Config) 
             return 0.0
         if not mode.startswith("fsdp"):
             return _GATHERED_WEIGHT_BYTES
-        share = _GATHERED_WEIGHT_BYTES / (config.parallel.hybrid_shard_size or num_ranks)
+        share = _GATHERED_WEIGHT_BYTES / num_shards
         return share + (_GATHERED_WEIGHT_BYTES if mode == "fsdp_grad" else 0)
     if mode in _DEEPSPEED_BYTES:
         split, whole = _DEEPSPEED_BYTES[mode]
-        return split / num_ranks + whole
+        return split / num_shards + whole
     total = bytes_per_parameter(kind).total
     if not mode.startswith("fsdp"):
         return total
     if mode == "fsdp_offload":
         return 0.0
     gathered = _GATHERED_WEIGHT_BYTES if mode == "fsdp_grad" else 0
-    sharded_over = config.parallel.hybrid_shard_size or num_ranks
-    return total / sharded_over + gathered + (_ACCUMULATED_GRADIENT_BYTES if keeps_whole_gradients(mode, config) else 0)
+    return total / num_shards + gathered + (_ACCUMULATED_GRADIENT_BYTES if keeps_whole_gradients(mode, config) else 0)
 
 
 def keeps_whole_gradients(mode: str, config: Config) -> bool:

@@ -54,6 +54,11 @@ class Engine:
         self.options = options
         self.wgrad_accumulation: WgradAccumulation | None = None
 
+    @property
+    def num_shards(self) -> int:
+        """GPUs that hold one copy of what the mode splits together."""
+        return self.accelerator.num_processes
+
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
         """What `--optimizer` means in this mode on this machine; `UserError` where it cannot be had."""
         return resolve_optimizer(requested, compute_dtype == torch.bfloat16, self.accelerator.device.type)

@@ -69,6 +69,11 @@ class FsdpEngine(Engine):
         return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
     @property
+    def num_shards(self) -> int:
+        """See `Engine.num_shards`."""
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    @property
     def parameter_device(self) -> torch.device:
         """Where the parts of parameters are kept between steps."""
         return torch.device("cpu") if self.mode == "fsdp_offload" else self.accelerator.device
@@ -85,7 +90,7 @@ class FsdpEngine(Engine):
 
         Call it before `shard`. Raises `UserError` where these weights cannot be.
         """
-        check_fp8_params(precision, self.mesh.size(self.mesh.ndim - 1))
+        check_fp8_params(precision, self.num_shards)
         self._fp8_params = precision
 
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
