@@ -722,7 +722,7 @@ def test_the_logs_speeds_are_those_of_the_files():
             checked += 1
         if len(cells) == 6 and cells[4]:
             target = float(cells[2].replace(",", ""))
-            assert cells[4] == f"{float(cells[3].replace(',', '')) / target:.0%}", line
+            assert cells[4] == f"{float(cells[3].replace(',', '')) / target:.1%}", line
     assert checked >= 30
 
 
