@@ -303,6 +303,18 @@ def test_data_pipeline(name):
             assert loaders["meets_target"] == (min(rates) >= 150_000)
 
 
+def test_the_million_rows_take_what_the_document_says():
+    record = json.loads((RESULTS / "data_pipeline_1m.json").read_text())
+    (made,), (row,) = record["preparation"], record["layouts"]
+    assert made["num_rows"] == 1_000_000 and record["num_proc"] == 2 and record["load_average"] < 1
+    text = " ".join((RESULTS.parents[1] / "docs" / "data.md").read_text().split())
+    assert f"{made['num_tokens'] / made['num_rows_used']:.0f} tokens on average" in text
+    assert f"{made['tokenise_s']:.1f} s on two cores" in text and f"{made['tokenise_cpu_s']:.0f} s of their time" in text
+    assert f"({made['num_rows'] / made['tokenise_cpu_s']:,.0f} rows per second of a core)" in text
+    assert f"the {made['cache_gib']:.1f} GiB of tokens in {made['cached_tokenise_s']:.2f} s" in text
+    assert f"after {row['start_s']:.2f} s" in text
+
+
 def test_first_updates_lag_only_from_rounded_weights():
     lag = json.loads((RESULTS / "first_updates.json").read_text())["bf16_over_fp32_minus_1"]
     assert max(map(abs, lag["fp32"])) < 2e-4 < 5e-3 < lag["bf16"][1] == max(lag["bf16"])
