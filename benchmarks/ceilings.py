@@ -8,7 +8,6 @@ Each figure is the median over the rounds, which are kept beside it. Nothing els
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import fnmatch
 import statistics
@@ -20,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.ceilings import KNOWN_FILES, Ceilings, measure_ceilings
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.provenance import collect_provenance
 from llm_fp8.verify.output_folder import try_to_write
@@ -34,7 +33,7 @@ def median_of(rounds: list[Ceilings]) -> Ceilings:
 
 def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=3, help="how often everything is measured (default %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="JSON file, benchmarks/results/ceilings_NAME.json")
     options = parser.parse_args()

@@ -21,7 +21,6 @@ Exit code: 0; 1 with one sentence per regression; 2 for a mistake, and where not
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -32,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.errors import EXIT_FAILED_CHECK, UserError, run_script
+from llm_fp8.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
 from llm_fp8.provenance import REPOSITORY
 from llm_fp8.throughput.arms import OLD_NAMES, parse_arm
 from llm_fp8.throughput.setups import BASELINE, RIVALS, Rival
@@ -225,7 +224,7 @@ def _reason(row: Row) -> str:
 
 def main() -> int:
     """Compare and say."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("new", type=Path, help="JSON file of the present state")
     parser.add_argument(
         "--recorded",

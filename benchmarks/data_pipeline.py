@@ -42,7 +42,7 @@ from llm_fp8.data import Batch, PreparedData, prepare_data
 from llm_fp8.data.load import load_split, open_source
 from llm_fp8.data.pack import pack
 from llm_fp8.data.tokenise import TokeniseOptions, arrow_table, tokenise
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import require_writable, write_json_atomic
 from llm_fp8.metrics import GIB
 from llm_fp8.models import load_tokenizer, resolve_source
@@ -321,7 +321,7 @@ def describe_layout(row: dict[str, Any]) -> str:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The checked options; raises `UserError`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--num_rows", type=int, default=1_000_000, help="rows of the split (default %(default)s)")
     parser.add_argument(

@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8 import environment
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import Arm, parse_arm
@@ -178,7 +178,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line, checked. Raises `UserError`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--settings", nargs="+", metavar="NAME=VALUE", help="default: those of the guides")
     parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of this host that train together (default %(default)s)")
     parser.add_argument(

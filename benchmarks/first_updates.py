@@ -10,7 +10,6 @@ average. So only the run from rounded weights should lag behind fp32.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from llm_fp8.errors import OneSentenceParser
 from llm_fp8.json_files import read_jsonl, write_json_atomic
 from llm_fp8.models import EMBEDDED_MODEL
 from llm_fp8.provenance import collect_provenance
@@ -56,7 +56,7 @@ def losses(model: Path, precision: str, folder: Path) -> list[float]:
 
 def main() -> None:
     """Run the four trainings and write the result."""
-    argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()  # --help must not measure anew
+    OneSentenceParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()  # --help must not measure anew
     with tempfile.TemporaryDirectory() as scratch:
         models = write_models(Path(scratch))
         runs = {

@@ -17,7 +17,6 @@ exact in all. Two seeds show what noise is.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from llm_fp8 import fp8_head, softmax
 from llm_fp8.config import parse_config
+from llm_fp8.errors import OneSentenceParser
 from llm_fp8.fp8_head import E4M3, E5M2, Fp8Head
 from llm_fp8.json_files import read_jsonl, write_json_atomic
 from llm_fp8.parity import relative_difference
@@ -149,7 +149,7 @@ def train(mode: str, seed: int, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Measure both and write the result."""
-    argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()  # --help must not measure anew
+    OneSentenceParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()  # --help must not measure anew
     by_format = [gradients_by_format(spread) for spread in SPREADS]
     with tempfile.TemporaryDirectory() as scratch:
         trained = {str(seed): {mode: train(mode, seed, Path(scratch) / f"{mode}-{seed}") for mode in MODES} for seed in SEEDS}

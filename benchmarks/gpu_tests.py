@@ -18,7 +18,6 @@ Exit code: pytest's.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -30,7 +29,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import require_writable, write_json_atomic
 from llm_fp8.provenance import collect_provenance
 from scripts.compare_performance import usable_gpus
@@ -196,7 +195,7 @@ def run_tests(tests: list[str], num_workers: int, outcomes: Outcomes, gpus: list
 
 def main() -> int:
     """Run what is to be run and keep it; returns pytest's exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--output", required=True, type=Path, help="JSON file to write")
     parser.add_argument("--workers", type=int, default=8, help="tests at a time (default 8)")
     parser.add_argument("tests", nargs="*", default=["tests/gpu"], help="what to run (default tests/gpu)")

@@ -37,7 +37,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from llm_fp8.errors import FailedCheck, UserError, run_script  # noqa: E402
+from llm_fp8.errors import FailedCheck, OneSentenceParser, UserError, run_script  # noqa: E402
 from llm_fp8.json_files import read_json, read_jsonl, require_writable, write_json_atomic  # noqa: E402
 from llm_fp8.programs import torchrun  # noqa: E402
 from llm_fp8.provenance import collect_provenance  # noqa: E402
@@ -232,7 +232,7 @@ def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser)
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--data", required=True, help="GSM8K's training problems as jsonl in OpenMathInstruct-2's columns")
     parser.add_argument("--output", required=True, help="JSON file to write")
     parser.add_argument("--seeds", default="1,2,3", help="comma-separated seeds of every arm (default 1,2,3)")

@@ -31,7 +31,7 @@ import torch
 from transformers import AutoTokenizer
 
 from llm_fp8.embedded import DATASET_DIR, MODEL_DIR
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import read_json, read_jsonl, write_json_atomic, write_jsonl_atomic
 from llm_fp8.provenance import collect_provenance
 from llm_fp8.throughput.figures import speed
@@ -170,7 +170,7 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
         "--workload", default="Llama-3.1-8B:4x1024x4", help="MODEL:ROWSxLENGTHxMICRO_BATCHES (default %(default)s)"
     )

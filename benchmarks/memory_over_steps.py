@@ -12,7 +12,6 @@ least-squares line through the samples after the first tenth of the steps, per 1
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_fp8
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import require_writable, write_json_atomic
 
 SAMPLES = 200
@@ -122,7 +121,7 @@ def train_and_sample(words: Sequence[str]) -> list[Sample]:
 
 def main() -> int:
     """Train, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=2000, help="optimizer steps (default %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("training", nargs="*", help="options of train_fp8.py, behind --")

@@ -7,7 +7,6 @@ python benchmarks/plot_curves.py benchmarks/results/multi_gpu_curves.json benchm
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import require_writable
 
 COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
@@ -85,7 +84,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Read, draw."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("results", type=Path, help="JSON file of benchmarks/gsm8k_curves.py")
     parser.add_argument("output", type=Path, help="PNG file to write")
     options = parser.parse_args(argv)

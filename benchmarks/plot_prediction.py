@@ -6,7 +6,6 @@ python benchmarks/plot_prediction.py benchmarks/plots/prediction.png
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.errors import run_script
+from llm_fp8.errors import OneSentenceParser, run_script
 from llm_fp8.json_files import require_writable
 from llm_fp8.predict.records import Recorded, recorded_rows
 
@@ -69,7 +68,7 @@ def draw(path: Path) -> None:
 
 def main() -> int:
     """Draw."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("output", type=Path, help="PNG file to write")
     options = parser.parse_args()
     require_writable("output", options.output)

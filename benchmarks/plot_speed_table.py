@@ -13,7 +13,6 @@ Up to three pictures, the last two where the file has something for them:
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.plot_throughput import draw as draw_speeds
 from benchmarks.plot_throughput import group_of, read_rows, tokens_per_s
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import require_writable
 from llm_fp8.kernels import KERNEL_CLASSES
 from llm_fp8.throughput.arms import parse_arm
@@ -128,7 +127,7 @@ def _save(figure: Any, path: Path) -> bool:
 
 def main() -> int:
     """Read, draw, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("results", type=Path, help="JSON file of benchmarks/speed_table.py")
     parser.add_argument(
         "--output", required=True, type=Path, help="PNG file to write; the other two have its name and a word more"

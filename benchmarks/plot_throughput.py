@@ -11,7 +11,6 @@ measured is named where its bar would stand.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -24,7 +23,7 @@ import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import require_writable
 
 COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
@@ -125,7 +124,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     """Read, draw, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("results", nargs="+", type=Path, help="JSON files that the benchmarks wrote")
     parser.add_argument("--output", required=True, type=Path, help="PNG file to write")
     options = parser.parse_args()

@@ -39,7 +39,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.ceilings import known_ceilings
-from llm_fp8.errors import EXIT_FAILED_CHECK, UserError, run_script
+from llm_fp8.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.throughput.arms import Arm
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
@@ -453,7 +453,7 @@ def measure_table(
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line, checked. Raises `UserError`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--table", type=Path, default=TABLE, help="rows, arms and targets (default benchmarks/speed_table.json)")
     parser.add_argument("--rows", help="comma-separated names of rows (default: all)")
     parser.add_argument(

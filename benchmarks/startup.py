@@ -10,7 +10,6 @@ what stands behind `--`. The phases are those that the run measures itself (`pha
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import subprocess
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.architectures import bundled_architectures
 from llm_fp8.config import ModelConfig
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import require_writable, write_json_atomic
 from llm_fp8.programs import torchrun
 
@@ -83,7 +82,7 @@ def time_to_first_step(command: list[str], folder: Path, timeout_s: float) -> tu
 
 def main() -> int:
     """Write the model, start the training, keep the times as JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", default="Llama-3.1-8B", help="a bundled architecture (default %(default)s)")
     parser.add_argument("--num_gpus", type=int, default=1, help="1: train_fp8.py, more: train_multi_gpu.py (default 1)")
     parser.add_argument("--repeats", type=int, default=1, help="starts (default 1)")

@@ -451,16 +451,23 @@ def test_out_of_memory_in_a_step_is_a_sentence(tmp_path, common, monkeypatch):
     assert "15.0 of 16.0 GiB were in use at the peak" in sentence and "train_multi_gpu.py --sharding_mode fsdp_full" in sentence
 
 
+WITHOUT_OPTIONS = {"container_requirements", "made_up_math", "moment_dtypes", "grad_accumulation"}
+"""Part of the image's build, a module, and two computations that stand by themselves."""
 PROGRAMS = [
     "train_fp8.py",
     "train_multi_gpu.py",
-    *sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py") if path.stem != "container_requirements"),
+    *sorted(
+        f"{folder}/{path.name}"
+        for folder in ("scripts", "benchmarks")
+        for path in (ROOT / folder).glob("*.py")
+        if path.stem not in WITHOUT_OPTIONS
+    ),
 ]
-"""What a user starts with python; the one left out belongs to the image's build."""
+"""What is started with python."""
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_an_unknown_option_is_one_sentence_in_every_program(program):
     done = run_as_main(program, "--no_such_option")
-    assert done.returncode == 2 and not done.stdout
+    assert done.returncode == 2 and not done.stdout, done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
