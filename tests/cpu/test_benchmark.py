@@ -27,6 +27,7 @@ from llm_fp8.throughput.worker import measure_in_process, take_header
 from llm_fp8.throughput.workload import Workload
 from scripts import benchmark
 from tests.families import FAMILIES, family_config
+from tests.small import forget_accelerator
 
 CPU = torch.device("cpu")
 
@@ -125,6 +126,7 @@ def test_rivals_train_what_we_train(workload, swap_losses, name, monkeypatch):
 
 def test_torchaos_fp8_layers_round(workload):
     """That they compute in fp8, and the two recipes in different ways, shows in the gradients, which bf16 alone would round alike."""
+    forget_accelerator()  # of whichever test ran in this process before
     norms = {}
     for name in ("hf_bf16", "torchao_tensorwise", "torchao_rowwise"):
         rival = RIVALS[name]
