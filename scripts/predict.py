@@ -104,7 +104,8 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
     """What the command line describes, in bf16."""
     from llm_fp8.flash_attention import check_flash_attention
     from llm_fp8.models import load_config, resolve_source
-    from llm_fp8.predict.scenario import ModelSize, Scenario, default_optimizer
+    from llm_fp8.parallel.choice import default_optimizer
+    from llm_fp8.predict.scenario import ModelSize, Scenario
 
     model_name = options.model_name
     bundled = model_name.rpartition("/")[2].replace("Meta-Llama", "Llama") in bundled_architectures()

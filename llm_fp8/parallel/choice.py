@@ -75,12 +75,16 @@ def choose_mode(
     raise AssertionError("fsdp_full ends the loop")
 
 
+def default_optimizer(mode: str) -> OptimizerKind:
+    """The optimizer that `--optimizer auto` means on a GPU in bf16 or fp8."""
+    return "adamw_fp32" if mode.startswith("fsdp") else "adamw_master"
+
+
 def _optimizer_under(mode: str, config: Config) -> OptimizerKind:
     """The optimizer that a GPU would run in `mode`; adamw_8bit, which no fsdp mode takes, counts as their default there."""
     asked = config.optim.optimizer
-    if mode == "ddp":
-        return "adamw_master" if asked == "auto" else asked
-    return "adamw_master" if asked == "adamw_master" else "adamw_fp32"
+    refused = asked == "adamw_8bit" and mode.startswith("fsdp")
+    return default_optimizer(mode) if asked == "auto" or refused else asked
 
 
 def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config) -> float:

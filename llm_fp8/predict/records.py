@@ -12,9 +12,10 @@ from llm_fp8.architectures import bundled_architectures
 from llm_fp8.ceilings import RESULTS
 from llm_fp8.config import ModelConfig
 from llm_fp8.models import load_config, resolve_source
+from llm_fp8.parallel.choice import default_optimizer
 from llm_fp8.predict.calibration import CALIBRATED_GPU, MODES
 from llm_fp8.predict.prediction import Prediction, known_gpu, predict
-from llm_fp8.predict.scenario import RECIPES, ModelSize, Scenario, default_optimizer
+from llm_fp8.predict.scenario import RECIPES, ModelSize, Scenario
 from llm_fp8.throughput.arms import HEADS
 
 FILES = (

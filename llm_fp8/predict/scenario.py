@@ -148,8 +148,3 @@ class Scenario:
             optim=OptimConfig(gradient_accumulation_steps=self.micro_batches),
             parallel=ParallelConfig(sync_every_micro_batch=self.sync_every_micro_batch),
         )
-
-
-def default_optimizer(mode: str) -> OptimizerKind:
-    """The optimizer that `--optimizer auto` means on a GPU in bf16 or fp8."""
-    return "adamw_fp32" if mode.startswith("fsdp") else "adamw_master"

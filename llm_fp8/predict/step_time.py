@@ -148,9 +148,8 @@ def weight_bytes(scenario: Scenario) -> float:
     parameters, repeats = scenario.model.num_parameters, scenario.micro_batches
     total = weight_cast_bytes(scenario)
     if scenario.sharded:
-        return (
-            total + 6 * scenario.model.head * repeats * scenario.model.spec.tied_embeddings
-        )  # two gradients of a tied embedding
+        # A tied embedding has two gradients.
+        return total + 6 * scenario.model.head * repeats * scenario.model.spec.tied_embeddings
     # GEMMs add for the layers (llm_fp8/wgrad_accumulation.py), but in micro-batches that DDP exchanges gradients in.
     layers = layer_weights(scenario)
     added = (parameters - layers) * (repeats - 1)
