@@ -11,7 +11,7 @@ Draw the result with `benchmarks/plot_curves.py`.
 
     python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --num_gpus 4 --seeds 1 --output benchmarks/results/multi_gpu_curves.json
 
-Results are kept after each run, and the same command goes on from what its --output holds.
+Results are kept after each run, and the same command goes on from what its --output holds. Trainings on one GPU are spread over all that are visible.
 
 With several GPUs the question is whether they train as one does: bf16 and delayed scaling on one GPU, and under each of MODES on all of them
 (`train_multi_gpu.py`), at the same global batch, with the same seed and, since the modes differ in it, the same optimizer.
@@ -20,7 +20,6 @@ With several GPUs the question is whether they train as one does: bf16 and delay
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import statistics
@@ -67,8 +66,6 @@ class Job:
     seed: int
     mode: str | None = None
     """Value of --sharding_mode; None on one GPU."""
-    gpu: int = 0
-    """The GPU of a training on one."""
 
     @property
     def arm(self) -> str:
@@ -121,16 +118,20 @@ def plan(settings: argparse.Namespace) -> list[Job]:
     if settings.num_gpus == 1:
         return [Job(arm, seed) for seed in seeds for arm in parse_arms(settings.arms)]
     kinds = [(precision, mode) for mode in (None, *MODES) for precision in ("bf16", "delayed")]
-    jobs = [Job(precision, seed, mode) for seed in seeds for precision, mode in kinds]
-    return [dataclasses.replace(job, gpu=number % settings.num_gpus) for number, job in enumerate(jobs)]
+    return [Job(precision, seed, mode) for seed in seeds for precision, mode in kinds]
 
 
-def run_one(job: Job, settings: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train; returns the evaluations and the summary."""
+def visible_gpus() -> list[str]:
+    """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+
+
+def run_one(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> dict[str, Any]:
+    """Train, on `gpu` where the training takes one; returns the evaluations and the summary."""
     environment = dict(os.environ)
-    if job.mode is None and settings.num_gpus > 1:
-        visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(settings.num_gpus)))
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[job.gpu]
+    if job.mode is None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
     command = [*job.launch(settings.num_gpus), *job.options(folder, settings)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     if done.returncode:
@@ -288,7 +289,11 @@ def main() -> int:
     done = {(run["arm"], run["seed"]) for run in runs}
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(settings.parallel) as pool:
         left = [job for job in jobs if (job.arm, job.seed) not in done]
-        futures = [pool.submit(run_one, job, settings, Path(scratch) / str(number)) for number, job in enumerate(left)]
+        gpus = visible_gpus()
+        futures = [
+            pool.submit(run_one, job, settings, Path(scratch) / str(number), gpus[number % len(gpus)])
+            for number, job in enumerate(left)
+        ]
         try:
             for future in as_completed(futures):
                 runs.append(future.result())

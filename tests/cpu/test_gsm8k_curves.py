@@ -41,7 +41,7 @@ def test_on_several_gpus_a_step_is_that_of_one(num_gpus):
     chosen = settings(num_gpus)
     jobs = plan(chosen)
     arms = ["bf16", "delayed", "fsdp_full:bf16", "fsdp_full:delayed", "ddp:bf16", "ddp:delayed"]
-    assert [job.arm for job in jobs] == arms * 2 and all(0 <= job.gpu < num_gpus for job in jobs)
+    assert [job.arm for job in jobs] == arms * 2
     for job in jobs:
         config = parse_config(job.options(Path("out"), chosen), parallel=job.mode is not None)
         gpus = num_gpus if job.mode else 1

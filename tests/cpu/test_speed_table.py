@@ -604,7 +604,7 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
     for options, sentence in (
         (("--output", tmp_path / "r.json"), "needs an NVIDIA GPU, and none is found; --dry_run says"),
         (("--dry_run", "--rows", "70b"), "--rows 70b is none of 1b, 3b, 8b"),
-        (("--dry_run", "--rows", "1b", "--arms", "block"), "--arms block is in none of the rows 1b."),
+        (("--dry_run", "--rows", "1b", "--arms", "mxfp8"), "--arms mxfp8 is in none of the rows 1b."),
         (("--dry_run", "--rows", "text_1b", "--text", "none.jsonl"), "none.jsonl: no such file"),
         ((), "--output is missing"),
         (("--dry_run", "--gpus_parallel", 0), "--gpus_parallel 0 measures nothing"),
