@@ -179,8 +179,18 @@ def test_speed_table_rows(name):
 def test_curves():
     ((_, record),) = load("gsm8k_curves.json")
     arms = record["comparison"]["arms"]
-    assert set(arms) == {"bf16", "delayed", "current", "block"}
-    assert len(arms["bf16"]["losses"]) >= 3
+    assert set(arms) == {"bf16", "delayed", "current", "block", "delayed_fp8head", "delayed_fp8head_all"}
+    assert len(arms["bf16"]["losses"]) >= 3 and all(of_arm["inside_bf16_spread"] for of_arm in arms.values())
+    gaps = {arm: f"{of_arm['mean_gap_to_bf16']:+.3f}" for arm, of_arm in arms.items()}
+    all_ways = zip(arms["delayed_fp8head_all"]["losses"], arms["bf16"]["losses"], strict=True)
+    text = " ".join((RESULTS.parents[1] / "docs" / "evidence.md").read_text().split())
+    for told in (
+        "by {delayed} (`delayed`), {current} (`current`) and {block} (`block`)".format(**gaps),
+        f"bf16's seeds are {record['comparison']['bf16_spread']:.3f} apart",
+        "it is {delayed_fp8head} (`--fp8_lm_head gradients`) and {delayed_fp8head_all} (`all`)".format(**gaps),
+        "(by {:.3f}, {:.3f} and {:.3f})".format(*(ours - bf16 for ours, bf16 in all_ways)),
+    ):
+        assert told in text
     for run in record["runs"]:
         assert 50e6 <= run["num_parameters"] <= 100e6
         assert (run["fp8_linear_flop_share"] > 0.9) == (run["arm"] != "bf16")
@@ -282,9 +292,9 @@ def test_memory_over_steps(name):
         values = [sample[figure] for sample in record["samples"] if sample["step"] > 200]
         found = record["growth"][figure]
         assert (found["first"], found["last"], found["most"]) == (values[0], values[-1], max(values))
-        assert abs(found["growth_per_1000_steps"]) < (2 if figure.endswith("_mib") else 0.5), (
-            "docs/metrics.md says that it does not grow"
-        )
+        # Host memory of a process with hundreds of threads moves by what their allocators keep: a few jumps of a MiB or two.
+        limit = 0 if figure.startswith("gpu_") else 0.002 * found["first"]
+        assert abs(found["growth_per_1000_steps"]) <= limit, "docs/metrics.md says that it does not grow"
 
 
 @pytest.mark.parametrize("name", [name for name, _ in load("data_pipeline*.json")])
@@ -429,11 +439,10 @@ def test_the_speed_ups_with_adapters_in_the_document():
     told = documented_study()
     kinds = (FULL, *ADAPTERS.split(","))
     models = [work.partition(":")[0] for work in WORKLOADS.split(",")]
-    assert told.keys() == {(model, kind) for model in models for kind in kinds}
-    for model, name in LORA_STUDIES.items():
-        measured = {row["adapters"]: row for row in load(name)[0][1]["speed_ups"]}
-        assert measured.keys() <= set(kinds)
-        for kind in kinds:
+    found = {model: {row["adapters"]: row for row in load(name)[0][1]["speed_ups"]} for model, name in LORA_STUDIES.items()}
+    assert told.keys() == {(model, kind) for model in models for kind in (*kinds, *found[model])}
+    for model, measured in found.items():
+        for kind in {*kinds, *measured}:
             expected = ["not measured", "not measured", "-"]
             if row := measured.get(kind):
                 speeds = [f"{row['tokens_per_s'][precision]:,.0f}" for precision in ("bf16", "delayed")]
@@ -529,22 +538,6 @@ def test_trainer(name):
             assert taken["certificate"]["precision"].startswith("bf16" if arm == "trainer_bf16" else "fp8")
 
 
-def test_the_readmes_table_of_one_gpu_is_that_of_the_files():
-    text = (RESULTS.parents[1] / "README.md").read_text()
-    table = re.search(r"^\| \| Llama-3\.2-1B, 16 rows \|.*?\n\n", text, re.M | re.S)
-    assert table
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:] if line]
-    # te_autocast stands in the text: it is accelerate_te without Accelerate.
-    arms = [arm for arm in (*RIVALS, *PRECISIONS) if arm != "te_autocast"]
-    assert len(lines) == len(arms)
-    for column, size in enumerate(("1b", "3b", "8b"), start=1):
-        rows = {row["arm"]: row for row in json.loads((RESULTS / f"throughput_{size}.json").read_text())["rows"]}
-        for arm, line in zip(arms, lines, strict=True):
-            row = rows[arm]
-            expected = "out of memory" if "failed" in row else f"{row['tokens_per_s']:,.0f}, {row['peak_memory_gib']:.0f} GiB"
-            assert line[column].partition(";")[0] == expected, (size, arm)
-
-
 def documented_table(document: str, first_line: str) -> list[list[str]]:
     """Cells of the lines below the head of the table in a document that begins with `first_line`."""
     _, found, rest = (RESULTS.parents[1] / document).read_text().partition(first_line)
@@ -554,72 +547,118 @@ def documented_table(document: str, first_line: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("first_line", "arms", "columns"),
+    ("first_line", "columns", "arms"),
     [
         (
             "| | 2 GPUs, 8 rows of 1,024 |",
-            ("hf_fsdp2_bf16", "fsdp_full:bf16", "fsdp_full:delayed", "fsdp_full:current", "fsdp_grad:delayed"),
-            (("8b_s1024_x2", "Llama-3.1-8B"), ("8b_s1024_x4", "Llama-3.1-8B"), ("8b_s8192_x4", "Llama-3.1-8B")),
+            ("8b_x2", "8b_x4", "8b_s8192_x2", "8b_s8192_x4"),
+            (
+                "fsdp_full:hf_bf16",
+                "fsdp_full:bf16",
+                "fsdp_full:current",
+                "fsdp_full:delayed",
+                "fsdp_full:delayed:fp8_params",
+                "fsdp_grad:delayed",
+                "fsdp_grad:delayed:fp8_params",
+                "fsdp_grad:delayed:fp8_params:fp8head_all:flash4",
+            ),
         ),
         (
-            "| | 3B, two micro-batches |",
-            ("hf_ddp_bf16", "ddp:bf16", "ddp:delayed"),
-            (("ddp_x4", "Llama-3.2-3B"), ("ddp_x4", "Llama-3.2-1B")),
+            "| | 3B, 2 GPUs |",
+            ("3b_x2", "1b_x2", "Llama-3.2-3B", "Llama-3.2-1B"),
+            ("ddp:hf_bf16", "ddp:bf16", "ddp:current", "ddp:delayed"),
         ),
     ],
 )
-def test_the_tables_of_several_gpus_are_those_of_the_files(first_line, arms, columns):
-    lines = documented_table("docs/multi_gpu.md", first_line)
-    assert len(lines) == len(arms)
-    for column, (name, model) in enumerate(columns, start=1):
-        rows = json.loads((RESULTS / f"multi_gpu_throughput_{name}.json").read_text())["rows"]
-        found = {row["arm"]: row for row in rows if row["model"] == model}
-        for arm, line in zip(arms, lines, strict=True):
-            row = found[arm]
-            assert line[column] == f"{row['tokens_per_s_per_gpu']:,.0f}, {row['peak_memory_gib']:.0f} GiB", (name, arm)
+def test_the_tables_of_several_gpus_are_those_of_the_files(first_line, columns, arms):
+    """A column is a row of the speed table, or a model of the file from before."""
+    rows = json.loads((RESULTS / "speed_table_h200.json").read_text())["rows"]
+    found = {(row["row"], row["arm"]): row for row in rows}
+    before = json.loads((RESULTS / "multi_gpu_throughput_ddp_x4.json").read_text())["rows"]
+    found |= {(row["model"], OLD_NAMES.get(row["arm"], row["arm"])): row for row in before}
+    for arm, line in zip(arms, documented_table("docs/multi_gpu.md", first_line), strict=True):
+        cells = [found.get((column, arm)) for column in columns]
+        assert line[1:] == [
+            f"{row['tokens_per_s_per_gpu']:,.0f}, {row['peak_memory_gib']:.0f} GiB" if row else "" for row in cells
+        ]
 
 
-def test_the_table_of_four_gpus_before_and_now_is_that_of_the_files():
-    def rows(file: str) -> dict[str, dict]:
-        return {row["arm"]: row for row in json.loads((RESULTS / file).read_text())["rows"] if row.get("num_gpus", 1) == 4}
+def test_what_is_said_of_several_gpus_is_that_of_the_files():
+    text = " ".join((RESULTS.parents[1] / "docs" / "multi_gpu.md").read_text().split())
+    record = json.loads((RESULTS / "speed_table_h200.json").read_text())
+    scaling = {(of["row"], arm): share for of in record["comparisons"] for arm, share in of.get("scaling", {}).items()}
+    best = "fsdp_grad:delayed:fp8_params:fp8head_all:flash4"
+    kept = (
+        ("8b_x4", "fsdp_full:delayed"),
+        ("8b_x4", "fsdp_grad:delayed"),
+        ("8b_s8192_x4", "fsdp_full:delayed"),
+        ("8b_s8192_x4", best),
+    )
+    percent = [f"{100 * scaling[which]:.0f}" for which in kept]
+    assert (
+        "keeps {}% with `fsdp_full` in `delayed` and {}% with `fsdp_grad`, of rows of 8,192 tokens {} and {}%".format(*percent)
+        in text
+    )
+    ddp = [f"{scaling[size, 'ddp:delayed']:.0%}" for size in ("3b_x2", "1b_x2")]
+    assert "On two GPUs each keeps {} (3B) and {} (1B)".format(*ddp) in text
+    rows = {(row["row"], row["arm"]): row for row in record["rows"]}
+    (crowded,) = rows["8b_x2", best]["rounds"]
+    times = crowded["step_times_s"]
+    assert f"anything from {min(times):.2f} to {max(times):.2f} s" in text
+    assert f"{crowded['peak_memory_gib']:.0f} GiB in tensors and {crowded['peak_reserved_memory_gib']:.0f} reserved" in text
+    before = json.loads((RESULTS / "multi_gpu_throughput_8b_s8192_x4.json").read_text())["rows"]
+    speeds = {row["arm"]: f"{row['tokens_per_s_per_gpu']:,.0f}" for row in before}
+    told = "{hf_fsdp2_bf16}, `fsdp_full` {fsdp_full:bf16} in bf16, {fsdp_full:current} in `current` and {fsdp_full:delayed} in `delayed`, `fsdp_grad` in `delayed` {fsdp_grad:delayed}"
+    for name, speed in speeds.items():
+        told = told.replace(f"{{{name}}}", speed)
+    assert told in text
+
+
+def test_the_readmes_speeds_are_those_of_the_table():
+    text = " ".join((RESULTS.parents[1] / "README.md").read_text().split())
+    table = {(row["row"], row["arm"]): row for row in json.loads((RESULTS / "speed_table_h200.json").read_text())["rows"]}
+    sizes = ("1b", "3b", "8b", "8b_s8192")
+    ours = ("bf16", "block", "current", "delayed", "delayed:fp8head_all", "delayed:fp8head_all:flash4")
+    arms = ("hf_bf16", "hf_bf16_compiled", "accelerate_te", "torchao_tensorwise", "torchao_rowwise", *ours)
 
     def cell(row: dict | None) -> str:
-        return f"{row['tokens_per_s_per_gpu']:,.0f}, {row['peak_memory_gib']:.0f} GiB" if row else ""
+        if row is None:
+            return ""
+        return row["failed"] if "failed" in row else f"{row['tokens_per_s']:,.0f}, {row['peak_memory_gib']:.0f} GiB"
 
-    before, now = rows("levers_8b_x4_sums_apart.json"), rows("speed_table_h200.json")
-    record = json.loads((RESULTS / "speed_table_h200.json").read_text())
-    scaling = next(found["scaling"] for found in record["comparisons"] if found["row"] == "8b_x4")
-    arms = ("fsdp_full:delayed", "fsdp_full:delayed:fp8_params", "fsdp_grad:delayed", "fsdp_grad:delayed:fp8_params")
-    for arm, line in zip(arms, documented_table("docs/multi_gpu.md", "| | before | now |"), strict=True):
-        assert line[1] == cell(before.get(arm)), arm
-        assert line[2:] == ([cell(now[arm]), f"{scaling[arm]:.0%}"] if arm in now else ["not measured yet", ""]), arm
-
-
-def test_the_readmes_ratios_are_those_of_the_files():
-    text = " ".join((RESULTS.parents[1] / "README.md").read_text().split())
-    for rival, told in (
-        ("bf16", "{} times as fast as the same modules in bf16"),
-        ("hf_bf16", "{} times as fast as Hugging Face in bf16"),
-        ("torchao_tensorwise", "{} times as fast as the fastest rival"),
-    ):
-        ratios = []
-        for size in ("1b", "3b", "8b"):
-            rows = {row["arm"]: row for row in json.loads((RESULTS / f"throughput_{size}.json").read_text())["rows"]}
-            speeds = {arm: row["tokens_per_s"] for arm, row in rows.items() if "tokens_per_s" in row}
-            ratios.append(f"{speeds['delayed'] / speeds[rival]:.2f}")
-            if rival.startswith("torchao"):
-                assert rival == max(RIVALS, key=lambda name: speeds[name])
-        assert told.format("{}, {} and {}".format(*ratios)) in text
-    table = {(row["row"], row["arm"]): row for row in json.loads((RESULTS / "speed_table_h200.json").read_text())["rows"]}
     lines = documented_table("README.md", "| | 1B, 16 rows |")
-    for line, arm in zip(lines, ("delayed", "delayed:fp8head_all", "delayed:fp8head_all:flash4"), strict=True):
-        for cell, size in zip(line[1:], ("1b", "3b", "8b", "8b_s8192", "14b"), strict=True):
-            found = table.get((size, arm.replace("delayed", "delayed:adamw_8bit") if size == "14b" else arm))
-            beside = f", {found['tokens_per_s'] / table[size, 'hf_bf16']['tokens_per_s']:.2f}" if size != "14b" else ""
-            assert cell == (f"{found['tokens_per_s']:,.0f}{beside}" if found else ""), (size, arm)
+    for line, arm in zip(lines, arms, strict=True):
+        assert line[1:] == [cell(table.get((size, arm))) for size in sizes], arm
+
+    for arm, beside, told in (
+        ("delayed", "bf16", "{} times as fast as the same modules in bf16"),
+        ("delayed", "hf_bf16", "{} times as fast as Hugging Face in bf16"),
+        ("delayed", "torchao_tensorwise", "{} times as fast as the fastest rival"),
+        ("delayed:fp8head_all:flash4", "hf_bf16", "make it {} times Hugging Face in bf16"),
+    ):
+        speeds = [[table[size, name]["tokens_per_s"] for name in (arm, beside)] for size in ("1b", "3b", "8b")]
+        assert told.format("{:.2f}, {:.2f} and {:.2f}".format(*(fast / slow for fast, slow in speeds))) in text
+    for size in ("1b", "3b", "8b"):
+        assert (
+            max(RIVALS, key=lambda name: table[size, name]["tokens_per_s"] if (size, name) in table else 0)
+            == "torchao_tensorwise"
+        )
+    of_14b = [table["14b", f"delayed:adamw_8bit:fp8head_all{more}"] for more in ("", ":flash4")]
+    told = "{:,.0f} with `--fp8_lm_head all`, {:,.0f} with flash-attn 4 besides, {:.0f} GiB"
+    assert told.format(*(row["tokens_per_s"] for row in of_14b), of_14b[0]["peak_memory_gib"]) in text
     real = {arm: table["text_1b", arm]["real_tokens_per_s"] for arm in ("delayed", "bf16", "hf_bf16")}
     assert f"packed rows take {real['delayed'] / real['hf_bf16']:.2f} times as many real tokens" in text
     assert f"{real['bf16'] / real['hf_bf16']:.2f} times in bf16" in text
+
+    spread = (
+        "fsdp_full:delayed",
+        "fsdp_grad:delayed",
+        "fsdp_grad:delayed:fp8_params:fp8head_all:flash4",
+        "fsdp_full:bf16",
+        "fsdp_full:hf_bf16",
+    )
+    told = "{:,.0f} tokens/s with `fsdp_full` in `delayed`, {:,.0f} with `fsdp_grad`, and {:,.0f} with `fsdp_grad --fp8_params`, the head in fp8 and flash-attn 4 besides; {:,.0f} with `fsdp_full` in bf16, and {:,.0f} with"
+    assert told.format(*(table["8b_x4", arm]["tokens_per_s_per_gpu"] for arm in spread)) in text
 
 
 def test_the_start_of_8b_takes_what_the_document_says():
@@ -700,19 +739,11 @@ def test_how_the_gpu_tests_ended_is_what_the_documents_say():
     said = f"f {len(record['tests'])} tests {counts['passed']} passed"
     evidence, readme = ((RESULTS.parents[1] / name).read_text() for name in ("docs/evidence.md", "README.md"))
     assert said in evidence and said in readme
-    commits = {test["commit"] for test in record["tests"].values()}
-    assert (
-        f"at the {('no', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine', 'ten')[len(commits)]} commits that it names"
-        in evidence
-    )
-    last = Counter(test["commit"] for test in record["tests"].values()).most_common(1)[0][0]
-    earlier = [name for name, test in record["tests"].items() if test["commit"] != last]
-    told = [
-        name
-        for name in earlier
-        if "test_flash_attention_gpu.py" in name or name.endswith(("::test_quick", "::test_a_sound_machine"))
-    ]
-    assert told == earlier and f"{len(earlier)} of them ran before that" in evidence
+    commits = Counter(test["commit"][:7] for test in record["tests"].values())
+    assert re.findall(r"(\d+) at ([0-9a-f]{7})\b", evidence) == [(str(count), commit) for commit, count in commits.most_common()]
+    earliest = commits.most_common()[-1][0]
+    told = [name.partition("::")[2] for name, test in record["tests"].items() if test["commit"][:7] == earliest]
+    assert told and all(f"`{name}`" in evidence for name in told)
 
 
 LOG = RESULTS.parents[1] / "docs" / "performance_log.md"
