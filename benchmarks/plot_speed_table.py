@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.plot_throughput import draw as draw_speeds
-from benchmarks.plot_throughput import group_of, read_rows, tokens_per_s
+from benchmarks.plot_throughput import group_of, panels, read_rows, tokens_per_s
 from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import require_writable
 from llm_fp8.kernels import KERNEL_CLASSES
@@ -50,12 +50,9 @@ def draw_kernels(rows: list[Row], path: Path) -> bool:
             groups.setdefault(group_of(row), []).append(row)
     if not groups:
         return False
-    widths = [len(found) for found in groups.values()]
-    figure, axes = plt.subplots(
-        1, len(groups), figsize=(max(6, 0.75 * sum(widths) + 1.2 * len(groups)), 6), layout="constrained", squeeze=False, width_ratios=widths
-    )  # fmt: skip
+    figure, columns = panels([len(found) for found in groups.values()], 6)
     colours = dict(zip((*KERNEL_CLASSES, GAP), (*plt.get_cmap("tab20").colors[: len(KERNEL_CLASSES)], "#eeeeee"), strict=True))
-    for axis, (group, found) in zip(axes[0], groups.items(), strict=True):
+    for (axis,), (group, found) in zip(columns, groups.items(), strict=True):
         for place, row in enumerate(found):
             bottom = 0.0
             for name, time_ms in step_parts(row).items():
@@ -66,7 +63,7 @@ def draw_kernels(rows: list[Row], path: Path) -> bool:
         axis.set_title(group, fontsize=10)
         axis.set_xticks(range(len(found)), [row["arm"] for row in found], rotation=45, ha="right")
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("one step (ms); black: GEMMs at the ceilings")
+    columns[0][0].set_ylabel("one step (ms); black: GEMMs at the ceilings")
     used = [name for name in colours if any(name in step_parts(row) for found in groups.values() for row in found)]
     handles = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in used]
     figure.legend(handles[::-1], used[::-1], loc="outside right center", fontsize=8)

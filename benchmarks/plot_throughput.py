@@ -29,6 +29,8 @@ from llm_fp8.json_files import require_writable
 COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
 """Of our precisions, as in plot_curves.py; other arms take PALE in order."""
 PALE = ("#bbbbbb", "#8fb8de", "#b8a1d9", "#9ccfa0", "#e0b7a0", "#7d9aa5", "#c9c27c", "#d8a7c4")
+BARS_OF_A_LINE = 26
+"""So many stand side by side at most before the next group begins a new line of panels."""
 
 
 def read_rows(paths: list[Path]) -> list[dict[str, Any]]:
@@ -70,6 +72,38 @@ def tokens_per_s(row: dict[str, Any]) -> tuple[float, float, float]:
     return middle, start, end
 
 
+def panels(widths: list[int], height: float, ratios: tuple[int, ...] = (1,)) -> tuple[Any, list[list[Any]]]:
+    """A figure with a column of axes per group of bars, wrapped into lines.
+
+    Args:
+        widths: bars of each group.
+        height: of a line, inches.
+        ratios: heights of the axes of a column, from the top.
+
+    Returns:
+        The figure; for each group its axes, from the top.
+    """
+    lines: list[list[int]] = [[]]
+    for width in widths:
+        if lines[-1] and sum(lines[-1]) + width > BARS_OF_A_LINE:
+            lines.append([])
+        lines[-1].append(width)
+    space = max(0.75 * sum(line) + len(line) for line in lines)
+    figure = plt.figure(figsize=(max(6, space), height * len(lines)), layout="constrained")
+    columns: list[list[Any]] = []
+    for line, part in zip(lines, figure.subfigures(len(lines), 1, squeeze=False)[:, 0], strict=True):
+        # What a shorter line leaves free stays free, so that all bars are about equally wide.
+        rest = (space - 0.75 * sum(line) - len(line)) / 0.75
+        shares = [*line, *([rest] if rest > 1 else [])]
+        axes = part.subplots(
+            len(ratios), len(shares), sharex="col", squeeze=False, width_ratios=shares, height_ratios=ratios
+        )  # fmt: skip
+        for axis in axes[:, len(line) :].flat:
+            axis.set_axis_off()
+        columns += [list(axes[:, number]) for number in range(len(line))]
+    return figure, columns
+
+
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """A column of panels per group, each with a scale of its own: tokens/s above, memory below."""
     groups = list(dict.fromkeys(group_of(row) for row in rows))
@@ -78,13 +112,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     colours = COLOURS | {arm: PALE[number % len(PALE)] for number, arm in enumerate(others)}
     longest = max(len(arm) for arm in arms)
     of_groups = [[row for row in rows if group_of(row) == group] for group in groups]
-    widths = [len(found) for found in of_groups]
-    figure, axes = plt.subplots(
-        2, len(groups), figsize=(max(6, 0.75 * sum(widths) + len(groups)), 7 + 0.06 * longest), layout="constrained", squeeze=False,
-        sharex="col", width_ratios=widths, height_ratios=(2, 1),
-    )  # fmt: skip
-    for column, (group, found) in enumerate(zip(groups, of_groups, strict=True)):
-        speeds, memories = axes[0][column], axes[1][column]
+    figure, columns = panels([len(found) for found in of_groups], 7 + 0.06 * longest, (2, 1))
+    for (speeds, memories), group, found in zip(columns, groups, of_groups, strict=True):
         for place, row in enumerate(found):
             if reason := reason_not_measured(row):
                 for axis in (speeds, memories):
@@ -115,8 +144,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             axis.grid(axis="y", alpha=0.3)
             axis.set_axisbelow(True)
             axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("tokens/s per GPU")
-    axes[1][0].set_ylabel("peak memory (GiB)")
+    for axis, label in zip(columns[0], ("tokens/s per GPU", "peak memory (GiB)"), strict=True):
+        axis.set_ylabel(label)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
