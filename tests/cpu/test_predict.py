@@ -678,6 +678,10 @@ def test_the_command_keeps_its_figures(run_command, tmp_path):
         (("--sharding_mode", "ddp"), "error: --sharding_mode has no effect on one GPU; add --num_gpus or drop it."),
         (("--max_seq_length", "1000000"), "error: --max_seq_length 1000000 is more than the 131072 positions of .*Llama-3.1-8B"),
         (("--fp8_params",), "error: --fp8_params needs --sharding_mode fsdp_grad or fsdp_full"),
+        (
+            ("--fp8_params", "--num_gpus", "3", "--sharding_mode", "fsdp_grad"),
+            "error: --fp8_params splits the rows of every weight evenly, and a weight of 4096 x 4096 cannot be split over 3 GPUs; use a number of GPUs that",
+        ),
         (("--json", "/proc/none/r.json"), "error: --json /proc/none/r.json: .*; give a file in a folder that can be written"),
         (("--mean_length", "5000"), "error: --mean_length 5000 must be from 1 to --max_seq_length 1024."),
     ],
