@@ -119,6 +119,8 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
         )
     if options.attn_implementation == FLASH_ATTENTION_4:
         check_flash_attention(model.spec.head_dim, getattr(hf_config, "attention_dropout", 0.0))
+    if options.fp8_params:
+        model.check_fp8_params(options.num_gpus)
     mode = options.sharding_mode or "single"
     return Scenario(
         model=model,

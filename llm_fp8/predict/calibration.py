@@ -3,12 +3,14 @@
 They are rates *in training*, which are not the ceilings of llm_fp8/ceilings.py: clocks follow the power that the whole step draws. For another
 GPU every rate is scaled by the ratio of the two GPUs' measured ceilings.
 
-Where no other record is named, a constant comes from the rows 1b, 8b and 8b_s8192 of benchmarks/results/speed_table_h200.json, whose recorded steps
-have the time of each class of kernels (llm_fp8/kernels.py): the FLOPs or bytes that step_time.py counts for a class, over its time, the mean of the rows, rounded.
-The table's other rows of one GPU were left out: 3b, text_1b, and 14b but for its optimizer.
+Where no other record is named, a constant comes from the rows 1b, 8b and 8b_s8192 of benchmarks/results/speed_table_h200.json, arms bf16 and delayed with and
+without :fp8head_all and :flash4, the first round of each. Their recorded steps have the time of each class of kernels (llm_fp8/kernels.py): the FLOPs or bytes that
+step_time.py counts for a class, over its time, the mean of the rows, rounded. The table's other rows of one GPU were left out: arms current and block of these,
+3b, text_1b, and 14b but for its optimizer.
 
-To be fitted anew when the table's rows on several GPUs are complete, for they are from row 8b_x4 alone (8B, fsdp_full and fsdp_grad, `delayed`, four GPUs of one
-host, three steps): `exchange_tb_s`, `WAIT_SHARE` and `fsdp_tb_s`. `MEASURED_GPUS`, and the notes of prediction.py, follow from which rows there are.
+On several GPUs `exchange_tb_s` and `WAIT_SPREAD` come from row 8b_x4 (8B, four GPUs of one host, seven arms of fsdp_full and fsdp_grad), `fsdp_tb_s` from it and what is
+named there. Rows on two GPUs, with 8,192 tokens in a document, of other models and under ddp were left out. `MEASURED_GPUS`, and the notes of prediction.py, follow from
+which rows there are.
 """
 
 from __future__ import annotations
@@ -37,27 +39,27 @@ GAP_S = 0.027
 """Seconds of a step in which no kernel of it runs: the step less the sum of the classes, 18 to 32 ms and much the same for four and eight micro-batches; 37 and 49 ms
 in row 14b with its sixteen. It is the host's, and is not scaled for another GPU."""
 
-WAIT_SHARE = 0.02
-"""Of a step on several GPUs without its exchange: the slowest GPU's is that much longer than that of the mean one, which the rates are of, and the others wait for
-it. Row 8b_x4, fsdp_grad: `work_s_by_rank` says 1.9%. Under fsdp_full, whose GPUs wait for each other in every layer, the record cannot tell."""
+WAIT_SPREAD = 0.021
+"""Standard deviation of the time that GPUs of one kind take for the same step, over that time. The rates are of the mean GPU and the others wait for the slowest,
+which is the farther off the more there are (`waiting_share` in step_time.py). From `work_s_by_rank` of row 8b_x4, fsdp_grad, three arms: the slowest of four is 1.9% to
+2.4% over the mean. Under fsdp_full, whose GPUs wait for each other in every layer, the record cannot tell."""
 
 MEASURED_TOKENS = (4096, 16384)
 """Fewest and most tokens of a micro-batch in the records."""
 
 FITS_RESERVE_GIB = 2.0
-"""Beyond the peak of the tensors: CUDA's context and the allocator's gaps. The fullest recorded run (speed_table_h200.json, 8b, delayed:fp8head_all)
+"""Beyond the peak of the tensors, and what FSDP's streams hold beside it: CUDA's context and the allocator's gaps. The fullest recorded run (speed_table_h200.json, 8b, delayed:fp8head_all)
 peaked at 137.5 of 139.8 GiB."""
 
-FSDP_RESERVED_SHARE = 1.15
-"""What the allocator reserves over the peak of the tensors under FSDP, whose buffers live on several streams: up to 1.17 in
-multi_gpu_throughput_8b_s1024_x2.json, 1.11 to 1.12 in row 8b_x4. Where that is beyond the GPU's memory, blocks are freed and allocated anew and steps are slower: the two
-fsdp_grad rows of that file."""
+FULL_SHARE = 0.98
+"""Of a GPU's memory: a recorded FSDP step whose allocator reserved as much had none left for a stream that asked for more, so that blocks of other streams were freed and
+mapped anew within steps. Their times jump (rows 8b_x2 and 8b_s8192_x2, fsdp_grad), and no sum of kernels can say by how much: they are neither fitted nor scored."""
 
 MODES = ("single", "ddp", "fsdp_grad", "fsdp_full")
 """One GPU and the sharding modes, with recorded runs that the constants were fitted to."""
 
-MEASURED_GPUS = (4,)
-"""GPUs of one host in the records of today's code."""
+MEASURED_GPUS = {"ddp": (2,), "fsdp_grad": (4,), "fsdp_full": (2, 4)}
+"""By mode: GPUs of one host in the records of today's code, but for steps whose memory was full."""
 MAX_GPUS = 8
 """Of one host; several hosts exchange over a network that no record has."""
 
@@ -75,7 +77,7 @@ class Rates:
     """Of the bf16 output head in an fp8 run, which leaves more of the power to it."""
     fp8_gemm_tflops: dict[str, float] = field(default_factory=lambda: {"delayed": 1340.0, "current": 1340.0, "block": 1110.0})
     """By recipe, forward and both backward GEMMs together, and the products of an fp8 head. `current` runs the kernels of `delayed`; `block` from
-    throughput_1b.json and throughput_8b_b6.json."""
+    throughput_1b.json and throughput_8b_b6.json, whose GEMMs are today's."""
     attention_tflops: dict[int, float] = field(default_factory=lambda: {64: 320.0, 128: 393.0})
     """By head size, cuDNN's, model FLOPs (llm_fp8/metrics.py) with `DIAGONAL_TOKENS`."""
     pass_tb_s: float = 3.65
@@ -99,12 +101,12 @@ class Rates:
     speed_table_h200.json, 8b, beyond its own sums, 2.29 and 2.32. Copies out of gathered buffers: how the class `copy` grows with the gathers from
     fsdp_grad to fsdp_full, 2.34; and what all rows have of it beside gathers, 47 ms, is the casts to fp32 and the layout for the reduction, 2.4. The
     exchange runs beside them and takes a share of the memory's bandwidth."""
-    exchange_tb_s: float = 1.4
+    exchange_tb_s: float = 1.1
     """Bytes of the whole tensors that are gathered and reduced, over the time that they lengthen a step by: the wire is hidden behind the
-    computation, what is left is what shares the GPU with it, GEMMs and casts above all. From what the steps of row 8b_x4 and of
-    levers_8b_x4_sums_apart.json take beyond every other part, `WAIT_SHARE` among them; for the latter with FSDP's sums and gathers as they were then,
-    10 bytes for every parameter and further micro-batch and a gather of `fsdp_grad` in each. Least squares say 1.46 for the five and 1.29 for today's three;
-    with 1.4 the five steps come out 1.4% too short to 1.1% too long."""
+    computation, what is left is what shares the GPU with it, GEMMs and casts above all. Least squares of what the seven steps of row 8b_x4 take beyond
+    every other part, waiting among them, relative to the step; with it they come out 1.0% too short to 1.8% too long. That a GPU receives (N - 1) / N of the bytes, and
+    casts and copies 10 / N bytes of every gathered bf16 weight into the buffer beside the computation, nearly make up for each other from two GPUs to four; counting
+    both brought the held-out rows no nearer."""
 
     def attention_rate(self, head_dim: int) -> float:
         """TFLOP/s of the measured head size that is nearest."""

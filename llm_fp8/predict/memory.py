@@ -15,6 +15,9 @@ What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, 
     attention's log-sum-exp (one per head)        fp32
     output of fc1 (2 f)                           bf16
     input of fc2 (f)                              bf16, or one fp8 copy; with block scaling both layouts
+
+Under FSDP the allocator reserves more than that. It keeps memory by stream, and what a tensor of one stream leaves free serves no other: the shards of the
+gradients, which come on the stream of the reduction after the peak, and the buffer of the largest gather, on the stream of the gathers.
 """
 
 from __future__ import annotations
@@ -46,11 +49,18 @@ class Memory:
     activations_gib: float
     head_gib: float
     """Logits, final hidden states and the gradient of the output head."""
+    other_streams_gib: float = 0.0
+    """What the allocator reserves for FSDP's own streams and holds empty at the peak."""
 
     @property
     def total_gib(self) -> float:
         """The peak."""
         return self.state_gib + self.weight_casts_gib + self.activations_gib + self.head_gib
+
+    @property
+    def reserved_gib(self) -> float:
+        """What the allocator takes from the GPU, its gaps left out."""
+        return self.total_gib + self.other_streams_gib
 
 
 def saved_bytes(spec: DecoderSpec, recipe: str) -> float:
@@ -92,6 +102,18 @@ def _gathered_bytes(scenario: Scenario) -> float:
     return _BF16 * outer + (1 if scenario.fp8_weights else _BF16) * model.layer_linear
 
 
+def _other_streams_bytes(scenario: Scenario, shards_at_peak: bool) -> float:
+    """What FSDP2's streams hold beside the peak: shards of the gradients, and the outermost unit as it is gathered with this GPU's part of it before."""
+    if not scenario.sharded:
+        return 0.0
+    model = scenario.model
+    outer = model.head * (1 if model.spec.tied_embeddings else 2)
+    shards = (
+        0.0 if shards_at_peak else bytes_per_parameter(scenario.optimizer).gradient / scenario.num_gpus * model.num_parameters
+    )
+    return shards + _BF16 * outer * (1 + 1 / scenario.num_gpus)
+
+
 def peak_memory(scenario: Scenario) -> Memory:
     """Predict the peak on the GPU that needs most."""
     spec, tokens = scenario.model.spec, scenario.micro_batch_tokens
@@ -119,4 +141,7 @@ def peak_memory(scenario: Scenario) -> Memory:
     whole_gradients = _standing_bytes(scenario, True) + _gathered_bytes(scenario)
     if not has_gradients and whole_gradients + tokens * per_layer > state + activations + head:
         state, activations, head = whole_gradients, tokens * per_layer, 0.0
-    return Memory(state / GIB, casts / GIB, activations / GIB, head / GIB)
+        has_gradients = True
+    shards_at_peak = has_gradients and not keeps_whole_gradients(scenario.mode, scenario.config())
+    streams = _other_streams_bytes(scenario, shards_at_peak)
+    return Memory(state / GIB, casts / GIB, activations / GIB, head / GIB, streams / GIB)

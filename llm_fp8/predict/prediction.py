@@ -17,7 +17,6 @@ from llm_fp8.metrics import GIB
 from llm_fp8.predict.calibration import (
     CALIBRATED_GPU,
     FITS_RESERVE_GIB,
-    FSDP_RESERVED_SHARE,
     GPU_MEMORY_GIB,
     MEASURED_GPUS,
     MEASURED_TOKENS,
@@ -128,7 +127,7 @@ class Prediction:
     def tight(self) -> bool:
         """Whether FSDP's allocator will run into the end of the memory and slow the steps down, which the time does not hold."""
         memory = self.gpu.memory_gib
-        return self.scenario.sharded and memory is not None and self.memory.total_gib * FSDP_RESERVED_SHARE > memory
+        return self.scenario.sharded and memory is not None and self.memory.reserved_gib + FITS_RESERVE_GIB > memory
 
     @property
     def notes(self) -> list[str]:
@@ -147,29 +146,43 @@ class Prediction:
             found.append(
                 "the host's time to launch kernels is not in it: with small micro-batches the GPU waits, and steps take longer"
             )
-        if scenario.num_gpus not in (1, *MEASURED_GPUS):
-            found.append(f"recorded runs of today's code have {' and '.join(map(str, MEASURED_GPUS))} GPUs of one host")
+        if scenario.num_gpus > 1 and scenario.num_gpus not in (counts := MEASURED_GPUS[scenario.mode]):
+            found.append(
+                f"recorded runs of today's code under {scenario.mode} have {' and '.join(map(str, counts))} GPUs of one host"
+            )
         if scenario.recomputed_layers:
             found.append("gradient checkpointing is worked out, no recorded run has it")
         if scenario.model.spec.qk_norm:
             found.append("norms of queries and keys (Qwen3) are worked out, no recorded run has them")
         if scenario.num_gpus > 1:
             found.append(
-                "several GPUs: the constants of the exchange come from three runs of Llama-3.1-8B, delayed, under fsdp modes; no other run checks them"
+                "several GPUs: the constants of the exchange come from one row of Llama-3.1-8B on four GPUs under fsdp modes; rows of ddp, of two GPUs and of longer "
+                "documents check them"
             )
-        if scenario.recipe == "block":
-            found.append("block: recorded before the decoder got faster, so this time is checked by no run")
-        if scenario.sharded and scenario.keeps_casts and scenario.fp8_layers:
+            found += [f"{what} on several GPUs is worked out, no recorded run has it" for what in self._unrecorded_on_several()]
+        if scenario.fp8_head_products == 2:
+            found.append("--fp8_lm_head gradients is worked out, no recorded run has it")
+        memory = self.gpu.memory_gib
+        if memory is not None and self.tight and self.fits:
+            instead = "--sharding_mode fsdp_full" if scenario.mode == "fsdp_grad" else "more GPUs"
             found.append(
-                f"{scenario.recipe}: the casts that fsdp_grad keeps are worked out, in time and memory, no recorded run has them"
-            )
-        if scenario.fp8_head_products == 2 or (scenario.fp8_head_products and scenario.num_gpus > 1):
-            found.append("--fp8_lm_head gradients, and either value on several GPUs, is worked out, no recorded run has it")
-        if self.tight:
-            found.append(
-                f"{scenario.recipe}: memory is so nearly full that the allocator will slow the steps down beyond this time"
+                f"{scenario.recipe}: FSDP's streams cannot use each other's free memory and ask for about {self.memory.reserved_gib:.0f} of {memory:.1f} GiB, CUDA's own "
+                "beside them, so the allocator will free and map memory within steps, which get longer than this and uneven: take a smaller "
+                f"--batch_size or {instead}"
             )
         return found
+
+    def _unrecorded_on_several(self) -> list[str]:
+        """What the scenario has that no recorded run on several GPUs does."""
+        scenario = self.scenario
+        found = {
+            "block": scenario.recipe == "block",
+            f"{scenario.recipe} under fsdp_grad": scenario.recipe in ("bf16", "current") and scenario.mode == "fsdp_grad",
+            "current with --fp8_params": scenario.recipe == "current" and scenario.fp8_weights > 0,
+            f"--fp8_lm_head all under {scenario.mode}": scenario.fp8_head_products == 3 and scenario.mode != "fsdp_grad",
+            "--sync_every_micro_batch": scenario.sync_every_micro_batch,
+        }
+        return [what for what, there in found.items() if there]
 
 
 def can_predict(gpu: Gpu, recipe: str) -> bool:

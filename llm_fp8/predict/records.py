@@ -13,7 +13,7 @@ from llm_fp8.ceilings import RESULTS
 from llm_fp8.config import ModelConfig
 from llm_fp8.models import load_config, resolve_source
 from llm_fp8.parallel.choice import default_optimizer
-from llm_fp8.predict.calibration import CALIBRATED_GPU, MODES
+from llm_fp8.predict.calibration import CALIBRATED_GPU, FULL_SHARE, MODES
 from llm_fp8.predict.prediction import Prediction, known_gpu, predict
 from llm_fp8.predict.scenario import RECIPES, ModelSize, Scenario
 from llm_fp8.throughput.arms import HEADS
@@ -31,11 +31,12 @@ TODAYS_SINCE = "2026-11-22"
 """Of a file's `time_utc`. Those before it were recorded with the decoder as it was before its fused kernels (docs/performance_log.md), and those on several
 GPUs also before GEMMs added up their gradients and `fsdp_grad` kept weights for a step."""
 
-FITTED = {
-    *(("speed_table_h200.json", name) for name in ("1b", "8b", "8b_s8192", "8b_x4")),
-    ("levers_8b_first_scales.json", "current"),
+_FITTED_RECIPES: dict[tuple[str, str | None], tuple[str, ...]] = {
+    **{("speed_table_h200.json", name): ("bf16", "delayed") for name in ("1b", "8b", "8b_s8192")},
+    ("speed_table_h200.json", "8b_x4"): RECIPES,
+    ("levers_8b_first_scales.json", None): ("current",),
 }
-"""File and name (without one: arm) of today's rows that constants come from; 14b gave adamw_8bit's alone (calibration.py)."""
+"""By file and name: the recipes of today's rows that constants come from; 14b gave adamw_8bit's alone (calibration.py)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,21 @@ class Recorded:
     @property
     def held_out(self) -> bool:
         """Whether the time of this row as a whole was left out of the fit."""
-        return (self.file, self.row.get("row", self.arm)) not in FITTED
+        return self.prediction.scenario.recipe not in _FITTED_RECIPES.get((self.file, self.row.get("row")), ())
+
+    @property
+    def reserved_gib(self) -> float | None:
+        """What the allocator of the GPU that needs most took from it; None in records that do not say."""
+        rounds = self.row.get("rounds") or [{}]
+        return max((one["peak_reserved_memory_gib"] for one in rounds if "peak_reserved_memory_gib" in one), default=None)
+
+    @property
+    def memory_was_full(self) -> bool:
+        """Whether FSDP's allocator had nothing left to reserve, so that its work is in the steps' times: see `calibration.FULL_SHARE`."""
+        memory, reserved = self.prediction.gpu.memory_gib, self.reserved_gib
+        if not self.prediction.scenario.sharded or memory is None or reserved is None:
+            return False
+        return reserved >= FULL_SHARE * memory
 
     @property
     def out_of_memory(self) -> bool:

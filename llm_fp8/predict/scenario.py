@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
+from types import SimpleNamespace
+from typing import Literal, cast
 
+from torch import nn
 from transformers import PretrainedConfig
 
 from llm_fp8.config import Config, OptimConfig, ParallelConfig
 from llm_fp8.errors import UserError
 from llm_fp8.optim import OptimizerKind
-from llm_fp8.parallel.fp8_params import SCENARIOS
+from llm_fp8.parallel.fp8_params import SCENARIOS, check_fp8_params
+from llm_fp8.precision import Precision, PrecisionPlan
 from llm_fp8.predict.calibration import MODES
 from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, parameter_map
 
@@ -36,6 +39,18 @@ class ModelSize:
             raise UserError(f"--model_name: there is no prediction for this model, because {error}.") from error
         shapes = (part.shape for parts in parameter_map(spec).values() for part in parts)
         return cls(spec, sum(math.prod(shape) for shape in shapes))
+
+    def check_fp8_params(self, num_gpus: int) -> None:
+        """The training's check of --fp8_params on the weights of a decoder layer. Raises `UserError` where their rows cannot be split over so many GPUs."""
+        shapes = [
+            (sum(part.shape[0] for part in parts), parts[0].shape[1])
+            for name, parts in parameter_map(self.spec).items()
+            if name.startswith("model.layers.0.") and len(parts[0].shape) == 2
+        ]
+        layers = [nn.Linear(columns, rows, bias=False, device="meta") for rows, columns in shapes]
+        # What the check reads of a run's, which cannot be had without Transformer Engine's modules.
+        precision = SimpleNamespace(plan=PrecisionPlan("fp8", "fp8", effective_scenario=SCENARIOS[0]), fp8_modules=layers)
+        check_fp8_params(cast(Precision, precision), num_gpus)
 
     @property
     def layer_linear(self) -> int:

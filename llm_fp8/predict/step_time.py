@@ -16,12 +16,13 @@ counted from the kernels that Transformer Engine 2.20 and this project's own lau
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from llm_fp8.norm_backend import TUNED_WIDTHS, cudnn_is_faster
 from llm_fp8.optim import bytes_per_parameter
-from llm_fp8.predict.calibration import DIAGONAL_TOKENS, FLASH4_SPEED_UP, GAP_S, SMALL_GEMM_TOKENS, WAIT_SHARE, Rates
+from llm_fp8.predict.calibration import DIAGONAL_TOKENS, FLASH4_SPEED_UP, GAP_S, SMALL_GEMM_TOKENS, WAIT_SPREAD, Rates
 from llm_fp8.predict.scenario import Scenario
 from te_llama import DecoderSpec
 
@@ -206,6 +207,11 @@ def exchanged_bytes(scenario: Scenario) -> float:
     return gathered + 4 * parameters * scenario.reductions
 
 
+def waiting_share(num_gpus: int) -> float:
+    """How much longer than the mean GPU's the step of the slowest of `num_gpus` is, over it: the largest of as many normal numbers (Blom's approximation)."""
+    return WAIT_SPREAD * statistics.NormalDist().inv_cdf((num_gpus - 0.375) / (num_gpus + 0.25))
+
+
 def step_time(scenario: Scenario, rates: Rates) -> StepTime:
     """Predict an optimizer step on a GPU of these rates. Raises KeyError for an fp8 recipe where they have no fp8 rate."""
     spec, tokens = scenario.model.spec, scenario.micro_batch_tokens
@@ -255,5 +261,5 @@ def step_time(scenario: Scenario, rates: Rates) -> StepTime:
     )
     if scenario.num_gpus == 1:
         return alone
-    exchange_s = exchanged_bytes(scenario) / (rates.exchange_tb_s * 1e12) + WAIT_SHARE * alone.total_s
+    exchange_s = exchanged_bytes(scenario) / (rates.exchange_tb_s * 1e12) + waiting_share(scenario.num_gpus) * alone.total_s
     return dataclasses.replace(alone, exchange_s=exchange_s)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from llm_fp8.errors import UserError, run_script
 from llm_fp8.metrics import DecoderSize, StepTokens, speed_metrics
 from llm_fp8.models import count_parameters, load_config, resolve_source
 from llm_fp8.predict import prediction
-from llm_fp8.predict.calibration import CALIBRATED_GPU, FLASH4_SPEED_UP, GAP_S, MEASURED_GPUS, WAIT_SHARE, Rates
+from llm_fp8.predict.calibration import CALIBRATED_GPU, FITS_RESERVE_GIB, FLASH4_SPEED_UP, GAP_S, MEASURED_GPUS, Rates
 from llm_fp8.predict.memory import peak_memory, saved_bytes
 from llm_fp8.predict.prediction import gpu_by_name, known_gpu, known_gpus, predict
 from llm_fp8.predict.records import bundled_size, recorded_rows, rows_for_memory_alone, scenario_of
@@ -34,6 +35,7 @@ from llm_fp8.predict.step_time import (
     norm_seconds,
     step_time,
     update_bytes,
+    waiting_share,
     weight_bytes,
     weight_cast_bytes,
 )
@@ -45,13 +47,16 @@ DOCUMENT = ROOT / "docs" / "when_fp8_pays.md"
 
 TIME_ERROR, TIME_ERRORS_BEFORE = 0.02, (-0.07, 0.02)
 """Largest error allowed of the step time; least and most for rows of the decoder before, which was slower."""
+TIME_ERROR_SEVERAL = 0.025
+"""On several GPUs. More than on one, because no sum of kernels knows which GPUs a run gets: the same GEMMs of the same arm took 2.37 s in row 8b_x2 and 2.25 s in row
+8b_s8192_x2, and constants of either are wrong for the other."""
 MEMORY_ERROR = 0.005
 """Of the peak memory."""
 MEMORY_BEYOND = {
     ("multi_gpu_throughput_14b_x4.json", "fsdp_full:delayed:sync"): 0.6,
-    ("multi_gpu_throughput_ddp_x4.json", "ddp:bf16", "Llama-3.2-1B"): 2.4,
+    ("multi_gpu_throughput_ddp_x4.json", "ddp:bf16", "Llama-3.2-1B"): 2.3,
 }
-"""GiB that rows have beyond what is counted: tensors that were not found out. The arm of 3B beside the second does not have them, nor does `delayed`."""
+"""GiB that rows have beyond what is counted: tensors that were not found out. The second is two bytes for every parameter, as in `first_rank_more`."""
 
 
 def hf_config(model: str):
@@ -76,6 +81,13 @@ def gib(of: Scenario) -> float:
 # --- against the records ----------------------------------------------------------------------------------------------------
 
 
+def first_rank_more(record) -> float:
+    """GiB that the first GPU had beyond the others: in some rows of ddp, and in neither recipe always."""
+    by_rank = record.row["rounds"][0]["recorded_step"]["peak_memory_gib_by_rank"] if record.num_gpus > 1 else [0.0]
+    assert max(by_rank) == by_rank[0]
+    return by_rank[0] - min(by_rank)
+
+
 @pytest.mark.parametrize(
     "record", recorded_rows(), ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row.get('row', r.row['model'])}-{r.arm}"
 )
@@ -84,9 +96,68 @@ def test_recorded_row(record):
         assert record.prediction.fits is False
         return
     assert record.prediction.fits
-    assert abs(record.memory_error) <= MEMORY_ERROR
-    least, most = (-TIME_ERROR, TIME_ERROR) if record.todays else TIME_ERRORS_BEFORE
+    expected = record.row["peak_memory_gib"] - first_rank_more(record)
+    assert record.prediction.peak_memory_gib == pytest.approx(expected, rel=MEMORY_ERROR)
+    if record.memory_was_full:
+        assert record.time_error < -0.05, "the allocator's work is in no prediction"
+        return
+    allowed = TIME_ERROR if record.num_gpus == 1 else TIME_ERROR_SEVERAL
+    least, most = (-allowed, allowed) if record.todays else TIME_ERRORS_BEFORE
     assert least <= record.time_error <= most
+
+
+def test_where_the_first_gpu_needs_more_it_is_a_copy_of_every_parameter():
+    """Of which nobody knows what holds it, and when: so it is told in the document and not predicted."""
+    more = {
+        r.row["row"] + " " + r.arm: (first_rank_more(r), r) for r in recorded_rows() if r.todays and first_rank_more(r) > 0.01
+    }
+    assert set(more) == {"3b_x2 ddp:bf16", "1b_x2 ddp:current"}
+    for gib_more, record in more.values():
+        assert gib_more == pytest.approx(2 * record.prediction.scenario.model.num_parameters / 2**30, rel=0.01)
+
+
+def test_what_the_allocator_reserves_under_fsdp():
+    """Above what is counted are its gaps, below it the GPU's end; and the prediction finds the rows that are not scored."""
+    rows = [r for r in recorded_rows() if r.todays and r.prediction.scenario.sharded]
+    assert len(rows) >= 13 and {r.num_gpus for r in rows} == {2, 4}
+    for record in rows:
+        times = record.row["rounds"][0]["step_times_s"]
+        assert record.prediction.tight == record.memory_was_full == (max(times) > 1.1 * min(times))
+        gaps = record.reserved_gib - record.row["peak_memory_gib"] - record.prediction.memory.other_streams_gib
+        assert gaps < 0 if record.memory_was_full else 0 < gaps < 1.2 < FITS_RESERVE_GIB
+    full = [record for record in rows if record.memory_was_full]
+    assert {(r.row["row"], r.prediction.scenario.mode) for r in full} == {("8b_x2", "fsdp_grad"), ("8b_s8192_x2", "fsdp_grad")}
+    one_gpu = [r for r in recorded_rows() if r.num_gpus == 1 and (r.reserved_gib or 0) > 137]
+    assert one_gpu and not any(r.memory_was_full for r in one_gpu), "one stream has what it needs from the first step on"
+
+
+@pytest.mark.parametrize(("mode", "instead"), [("fsdp_grad", "--sharding_mode fsdp_full"), ("fsdp_full", "more GPUs")])
+def test_memory_of_the_streams_that_does_not_fit_is_told(mode, instead):
+    def notes(tokens: int) -> list[str]:
+        of = scenario(mode=mode, num_gpus=2, optimizer="adamw_fp32", tokens=tokens, fp8_params=mode == "fsdp_grad")
+        found = predict(of, known_gpu(CALIBRATED_GPU))
+        assert found.fits
+        return [note for note in found.notes if "the allocator will free and map memory within steps" in note]
+
+    tokens = {"fsdp_grad": 8192, "fsdp_full": 12288}[mode]
+    assert len(notes(tokens)) == 1 and notes(tokens)[0].endswith(f"take a smaller --batch_size or {instead}")
+    assert notes(tokens // 2) == []
+
+
+def test_streams_of_fsdp_hold_the_shards_that_come_after_the_peak():
+    def beside(**of) -> float:
+        return peak_memory(scenario(optimizer="adamw_fp32", **of)).other_streams_gib * 2**30
+
+    model = bundled_size("Llama-3.1-8B")
+    gathered = {n: 2 * 2 * model.head * (1 + 1 / n) for n in (2, 4)}
+    for mode in ("fsdp_full", "fsdp_grad"):
+        for n in (2, 4):
+            assert beside(mode=mode, num_gpus=n) == pytest.approx(4 / n * model.num_parameters + gathered[n])
+            assert beside(mode=mode, num_gpus=n, sync_every_micro_batch=True) == pytest.approx(gathered[n]), "there at the peak"
+    assert beside() == beside(mode="ddp", num_gpus=4) == 0
+    tied = bundled_size("Llama-3.2-1B")
+    few = beside(model="Llama-3.2-1B", mode="fsdp_full", num_gpus=2, sync_every_micro_batch=True)
+    assert few == pytest.approx(2 * tied.head * 1.5)
 
 
 @pytest.mark.parametrize("record", rows_for_memory_alone(), ids=lambda r: f"{r.file}-{r.row['model']}-{r.arm}")
@@ -105,7 +176,7 @@ def test_memory_that_is_nearly_full_is_told_and_was_slow():
 
 
 def test_the_exchange_of_steps_before_gemms_added_up_gradients():
-    """What the constants were fitted to beside row 8b_x4: today's prediction, with the bytes that FSDP and Transformer Engine moved then."""
+    """Held out but for `fsdp_tb_s`: today's prediction, with the bytes that FSDP and Transformer Engine moved then."""
     rows = json.loads((RESULTS / "levers_8b_x4_sums_apart.json").read_text())["rows"]
     assert {row["mode"] for row in rows} == {"fsdp_full", "fsdp_grad"}
     rates = Rates()
@@ -120,8 +191,8 @@ def test_the_exchange_of_steps_before_gemms_added_up_gradients():
             casts = (8 * (3 + 4) - 4) * layers
             exchanged = 7 * 2 * parameters
         kernels = fsdp / rates.fsdp_tb_s + (casts - gemm_sum_bytes(then)) / rates.weight_tb_s
-        expected = time.total_s + (1 + WAIT_SHARE) * kernels / 1e12 + exchanged / rates.exchange_tb_s / 1e12
-        assert expected == pytest.approx(then.tokens_per_step / row["tokens_per_s"], rel=TIME_ERROR)
+        expected = time.total_s + (1 + waiting_share(then.num_gpus)) * kernels / 1e12 + exchanged / rates.exchange_tb_s / 1e12
+        assert expected == pytest.approx(then.tokens_per_step / row["tokens_per_s"], rel=TIME_ERROR_SEVERAL)
 
 
 @pytest.mark.parametrize(
@@ -130,19 +201,36 @@ def test_the_exchange_of_steps_before_gemms_added_up_gradients():
     ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row.get('row')}-{r.arm}",
 )
 def test_kernels_of_several_gpus_take_what_their_parts_and_the_exchange_do(record):
-    """While the exchange runs, others' kernels take longer, each by a few percent. The prediction has that in `exchange_s` and not in their parts."""
-    classes = record.row["rounds"][0]["recorded_step"]["time_s_by_class"]
-    time = record.prediction.time
-    computing = sum(classes.values()) - classes["communication"]
-    assert -0.025 <= classes["gemm"] / time.gemm_s - 1 <= 0.05
+    """While the exchange runs, others' kernels take longer, each by a few percent. The prediction has that in `exchange_s` and not in their parts.
+
+    Under fsdp_full the exchange runs all the time, and GEMMs take up to 8% longer. A GPU may be 2% faster than the rates, which are of the mean of others.
+    """
+    step = record.row["rounds"][0]["recorded_step"]
+    classes, time = step["time_s_by_class"], record.prediction.time
+    most = 0.08 if record.prediction.scenario.mode == "fsdp_full" else 0.05
+    assert -0.035 <= classes["gemm"] / time.gemm_s - 1 <= most
     assert time.attention_s == pytest.approx(classes["attention"], rel=0.08)
-    beyond = computing - (time.total_s - time.exchange_s - time.gap_s)
-    assert -0.01 * record.step_time_s <= beyond <= time.exchange_s + 0.01 * record.step_time_s
+    # Not the sum of the classes: what is copied into buffers for a gather runs beside the others.
+    beyond = statistics.mean(step["work_s_by_rank"]) - (time.total_s - time.exchange_s - time.gap_s)
+    assert -0.02 * record.step_time_s <= beyond <= time.exchange_s + 0.01 * record.step_time_s
+
+
+def test_the_slowest_gpu_is_the_farther_off_the_more_there_are():
+    assert waiting_share(1) == 0 < waiting_share(2) < waiting_share(4) < waiting_share(8)
+    more: dict[int, list[float]] = {2: [], 4: []}
+    for record in recorded_rows():
+        if record.todays and record.prediction.scenario.mode in ("ddp", "fsdp_grad"):
+            work = record.row["rounds"][0]["recorded_step"]["work_s_by_rank"]
+            more[record.num_gpus].append(max(work) / statistics.mean(work) - 1)
+    assert {n: len(rows) for n, rows in more.items()} == {2: 8, 4: 4}
+    for n, rows in more.items():
+        # Two GPUs are either much alike or not: a mean of eight rows says little.
+        assert statistics.mean(rows) == pytest.approx(waiting_share(n), abs=0.007) and max(rows) < 0.03
 
 
 @pytest.mark.parametrize(
     "record",
-    [r for r in recorded_rows() if r.todays and r.num_gpus == 1],
+    [r for r in recorded_rows() if r.todays and r.num_gpus == 1 and not r.out_of_memory],
     ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row.get('row')}-{r.arm}",
 )
 def test_the_parts_of_a_step_are_those_of_its_kernels(record):
@@ -150,9 +238,11 @@ def test_the_parts_of_a_step_are_those_of_its_kernels(record):
     classes = record.row["rounds"][0]["recorded_step"]["time_s_by_class"]
     time = record.prediction.time
     others = sum(classes.values()) - classes["gemm"] - classes["attention"]
-    short_documents = record.row.get("row") == "text_1b"
+    attention = 0.2 if record.row.get("row") == "text_1b" else 0.08  # short documents
+    if record.prediction.scenario.recipe == "block":
+        attention = 0.13  # shorter than predicted: such steps ran at 1,575 MHz and more, and those that the rate is from at 1,410 to 1,500
     assert time.gemm_s == pytest.approx(classes["gemm"], rel=0.025)
-    assert time.attention_s == pytest.approx(classes["attention"], rel=0.2 if short_documents else 0.08)
+    assert time.attention_s == pytest.approx(classes["attention"], rel=attention)
     assert time.passes_s + time.casts_s + time.weights_s == pytest.approx(others, rel=0.065)
 
 
@@ -161,15 +251,26 @@ def test_the_records_hold_every_kind_of_row():
     measured = [row for row in rows if not row.out_of_memory]
     assert len(measured) >= 30 and len(measured) < len(rows)
     assert {row.prediction.scenario.recipe for row in measured} == set(RECIPES)
-    assert {row.num_gpus for row in measured} == {1, *MEASURED_GPUS}
     assert {row.prediction.scenario.mode for row in rows_for_memory_alone()} == {"ddp", "fsdp_grad", "fsdp_full"}
     assert {row.num_gpus for row in rows_for_memory_alone()} == {2, 4}
     several = [row for row in measured if row.num_gpus > 1]
-    assert {row.prediction.scenario.mode for row in several} == {"fsdp_grad", "fsdp_full"}
-    assert all(row.todays and row.row["row"] == "8b_x4" for row in several), "others are news to the notes and to calibration.py"
+    scored = [row for row in several if not row.memory_was_full]
+    counts = {mode: {row.num_gpus for row in scored if row.prediction.scenario.mode == mode} for mode in MEASURED_GPUS}
+    assert counts == {mode: set(numbers) for mode, numbers in MEASURED_GPUS.items()}
+    by_row = {(row.row["row"], row.held_out) for row in several}
+    held_out = {(name, True) for name in ("8b_x2", "8b_s8192_x2", "8b_s8192_x4", "3b_x2", "1b_x2")}
+    assert by_row == {("8b_x4", False), *held_out}, "others are news to the notes and to calibration.py"
+    for row in several:  # that no note calls a recorded run unrecorded
+        assert not [note for note in row.prediction.notes if "no recorded run" in note and row.todays]
     todays = [row for row in measured if row.todays]
     assert {row.prediction.scenario.fp8_lm_head for row in todays} == {"none", "all"}
-    assert {row.row["row"] for row in todays if row.held_out and "row" in row.row} == {"3b", "14b", "text_1b"}
+    on_one = {
+        (row.row["row"], row.prediction.scenario.recipe)
+        for row in todays
+        if row.held_out and "row" in row.row and row.num_gpus == 1
+    }
+    others = {*((name, "current") for name in ("1b", "3b", "8b")), ("1b", "block"), ("3b", "block")}
+    assert on_one == {*others, ("3b", "bf16"), ("3b", "delayed"), ("14b", "delayed"), ("text_1b", "bf16"), ("text_1b", "delayed")}
     assert {row.file for row in todays if not row.held_out} == {"speed_table_h200.json", "levers_8b_first_scales.json"}
     assert not any("hf_" in row.arm or "cp4" in row.arm or "deepspeed" in row.arm for row in rows + rows_for_memory_alone())
     assert any(row.prediction.scenario.fp8_params for row in several)
@@ -190,7 +291,7 @@ def test_recipes_come_out_in_the_measured_order():
     by_run: dict[tuple[str, ...], list] = {}
     for row in recorded_rows():
         # flash-attn 4 changes a step of 8B by less than the same step takes on another GPU.
-        if not row.out_of_memory and not row.prediction.tight and not row.prediction.scenario.flash_attention_4:
+        if not row.out_of_memory and not row.memory_was_full and not row.prediction.scenario.flash_attention_4:
             key = (row.file, row.row.get("row", ""), row.row["model"], row.prediction.scenario.mode)
             by_run.setdefault(key, []).append(row)
     compared = [rows for rows in by_run.values() if len(rows) > 1]
@@ -582,8 +683,18 @@ def test_notes_are_printed_with_the_outcome():
     assert any("this one has 2,048" in note for note in found.notes) and any("the GPU waits" in note for note in found.notes)
     entry = compare(found, 1.0, 100.0)
     kept, fp8_params = (scenario(mode="fsdp_grad", num_gpus=4, fp8_params=fp8) for fp8 in (False, True))
-    noted = [any("the casts that fsdp_grad keeps" in note for note in predict(of, found.gpu).notes) for of in (kept, fp8_params)]
-    assert noted == [True, False]
+    assert not any("no recorded run" in note for of in (kept, fp8_params) for note in predict(of, found.gpu).notes)
+    for of, what in (
+        (kept.with_recipe("block"), "block on several GPUs"),
+        (kept.with_recipe("current"), "current under fsdp_grad on several GPUs"),
+        (fp8_params.with_recipe("current"), "current with --fp8_params on several GPUs"),
+        (scenario(mode="ddp", num_gpus=2, fp8_lm_head="all"), "--fp8_lm_head all under ddp on several GPUs"),
+        (dataclasses.replace(kept, sync_every_micro_batch=True), "--sync_every_micro_batch on several GPUs"),
+    ):
+        assert f"{what} is worked out, no recorded run has it" in predict(of, found.gpu).notes
+    counts = "recorded runs of today's code under ddp have 2 GPUs of one host"
+    on_two, on_four = (predict(scenario(mode="ddp", num_gpus=n), found.gpu).notes for n in (2, 4))
+    assert counts in on_four and counts not in on_two
     assert entry["notes"] and all(note in describe_comparison(entry) for note in entry["notes"])
 
 
@@ -678,6 +789,10 @@ def test_the_command_keeps_its_figures(run_command, tmp_path):
         (("--sharding_mode", "ddp"), "error: --sharding_mode has no effect on one GPU; add --num_gpus or drop it."),
         (("--max_seq_length", "1000000"), "error: --max_seq_length 1000000 is more than the 131072 positions of .*Llama-3.1-8B"),
         (("--fp8_params",), "error: --fp8_params needs --sharding_mode fsdp_grad or fsdp_full"),
+        (
+            ("--fp8_params", "--num_gpus", "3", "--sharding_mode", "fsdp_grad"),
+            "error: --fp8_params splits the rows of every weight evenly, and a weight of 4096 x 4096 cannot be split over 3 GPUs; use a number of GPUs that",
+        ),
         (("--json", "/proc/none/r.json"), "error: --json /proc/none/r.json: .*; give a file in a folder that can be written"),
         (("--mean_length", "5000"), "error: --mean_length 5000 must be from 1 to --max_seq_length 1024."),
     ],
@@ -693,4 +808,4 @@ def test_notes_of_the_command_and_odd_tokens(run_command):
     code, printed, said = run_command("--model_name", "Llama-3.2-1B", *options)
     assert code == 0, said
     assert "block needs a multiple of 128 tokens" in printed and "8 x NVIDIA H200, fsdp_full" in printed
-    assert "recorded runs of today's code have 4 GPUs of one host" in printed
+    assert "recorded runs of today's code under fsdp_full have 2 and 4 GPUs of one host" in printed
