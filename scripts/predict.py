@@ -105,6 +105,7 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
     from llm_fp8.flash_attention import check_flash_attention
     from llm_fp8.models import load_config, resolve_source
     from llm_fp8.parallel.choice import default_optimizer
+    from llm_fp8.parallel.fp8_params import check_masters
     from llm_fp8.predict.scenario import ModelSize, Scenario
 
     model_name = options.model_name
@@ -119,16 +120,18 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
         )
     if options.attn_implementation == FLASH_ATTENTION_4:
         check_flash_attention(model.spec.head_dim, getattr(hf_config, "attention_dropout", 0.0))
+    mode = options.sharding_mode or "single"
+    optimizer = default_optimizer(mode) if options.optimizer == "auto" else options.optimizer
     if options.fp8_params:
         model.check_fp8_params(options.num_gpus)
-    mode = options.sharding_mode or "single"
+        check_masters(optimizer)
     return Scenario(
         model=model,
         recipe="bf16",
         micro_batch_tokens=options.batch_size * options.max_seq_length,
         micro_batches=options.gradient_accumulation_steps,
         mean_length=options.mean_length or options.max_seq_length,
-        optimizer=default_optimizer(mode) if options.optimizer == "auto" else options.optimizer,
+        optimizer=optimizer,
         mode=mode,
         num_gpus=options.num_gpus,
         sync_every_micro_batch=options.sync_every_micro_batch,

@@ -29,11 +29,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from llm_fp8.config import ParallelConfig
-from llm_fp8.errors import UserError
 from llm_fp8.optim import OptimizerKind
 from llm_fp8.parallel.choice import default_optimizer
 from llm_fp8.parallel.engine import Engine
-from llm_fp8.parallel.fp8_params import check_fp8_params, keep_weights_in_fp8, master_of
+from llm_fp8.parallel.fp8_params import check_fp8_params, check_masters, keep_weights_in_fp8, master_of
 from llm_fp8.precision import Precision
 from llm_fp8.torchao_fp8 import plain_rows, refresh_scales_
 from llm_fp8.wgrad_accumulation import WgradAccumulation
@@ -82,8 +81,8 @@ class FsdpEngine(Engine):
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
         """fp32 shards unless another storage was asked for."""
         kind = super().resolve_optimizer(default_optimizer(self.mode) if requested == "auto" else requested, compute_dtype)
-        if self.options.fp8_params and kind != "adamw_fp32":
-            raise UserError(f"--fp8_params keeps fp32 masters, which --optimizer {kind} does not have; use adamw_fp32 or auto.")
+        if self.options.fp8_params:
+            check_masters(kind)
         return kind
 
     def keep_in_fp8(self, precision: Precision) -> None:

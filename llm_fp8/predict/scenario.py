@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Literal, cast
+from typing import Literal
 
-from torch import nn
 from transformers import PretrainedConfig
 
 from llm_fp8.config import Config, OptimConfig, ParallelConfig
 from llm_fp8.errors import UserError
 from llm_fp8.optim import OptimizerKind
-from llm_fp8.parallel.fp8_params import SCENARIOS, check_fp8_params
-from llm_fp8.precision import Precision, PrecisionPlan
+from llm_fp8.parallel.fp8_params import SCENARIOS, check_rows
 from llm_fp8.predict.calibration import MODES
 from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, parameter_map
 
@@ -47,10 +44,7 @@ class ModelSize:
             for name, parts in parameter_map(self.spec).items()
             if name.startswith("model.layers.0.") and len(parts[0].shape) == 2
         ]
-        layers = [nn.Linear(columns, rows, bias=False, device="meta") for rows, columns in shapes]
-        # What the check reads of a run's, which cannot be had without Transformer Engine's modules.
-        precision = SimpleNamespace(plan=PrecisionPlan("fp8", "fp8", effective_scenario=SCENARIOS[0]), fp8_modules=layers)
-        check_fp8_params(cast(Precision, precision), num_gpus)
+        check_rows(shapes, num_gpus)
 
     @property
     def layer_linear(self) -> int:

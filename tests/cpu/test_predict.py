@@ -793,6 +793,10 @@ def test_the_command_keeps_its_figures(run_command, tmp_path):
             ("--fp8_params", "--num_gpus", "3", "--sharding_mode", "fsdp_grad"),
             "error: --fp8_params splits the rows of every weight evenly, and a weight of 4096 x 4096 cannot be split over 3 GPUs; use a number of GPUs that",
         ),
+        (
+            ("--fp8_params", "--optimizer", "adamw_master", "--num_gpus", "2", "--sharding_mode", "fsdp_full"),
+            "error: --fp8_params keeps fp32 masters, which --optimizer adamw_master does not have; use adamw_fp32 or auto.",
+        ),
         (("--json", "/proc/none/r.json"), "error: --json /proc/none/r.json: .*; give a file in a folder that can be written"),
         (("--mean_length", "5000"), "error: --mean_length 5000 must be from 1 to --max_seq_length 1024."),
     ],
