@@ -325,7 +325,7 @@ def _has_attention(hf_config: PretrainedConfig, implementation: str) -> bool:
 def require_te_decoder(device: torch.device, options: ModelConfig) -> None:
     """Raise `UserError` where --use_te, or the attention that was asked for with it, cannot work."""
     if device.type != "cuda":
-        raise UserError("--use_te needs an NVIDIA GPU, and none is found; drop --use_te to train on the CPU.")
+        raise UserError("--use_te needs an NVIDIA GPU, and none is found; --use_te=false trains on the CPU.")
     require_te("--use_te")
     if _takes_flash_attention(options):
         require_flash_attention(torch.cuda.get_device_capability(device))

@@ -90,6 +90,16 @@ def with_values(words: list[str], **values: str) -> list[str]:
     return found
 
 
+def words_for_a_cpu(command: str, model: str, dataset: Path) -> list[str]:
+    """The options as they stand, but for the folders of model and dataset, and what a CPU has of precision and length."""
+    words = with_values(options_of(command), model_name=model, dataset_name=str(dataset))
+    if "--use_te" in words:
+        words.remove("--use_te")
+    if "--fp8_scenario" in words:
+        words = with_values(words, fp8_scenario="default")
+    return [*words, "--mixed_precision=bf16", "--max_seq_length=128"]
+
+
 def write_dataset(folder: Path, num_rows: int | None = None) -> Path:
     """The embedded problems, which have OpenMathInstruct-2's columns, as a dataset folder of the hub with splits like its."""
     for split in SPLITS:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from llm_fp8.config import parse_config
 from llm_fp8.embedded import DATASET_DIR
@@ -18,7 +18,7 @@ from llm_fp8.models import EMBEDDED_MODEL
 from llm_fp8.run import run_training
 
 
-def tiny_config(**changes: Any) -> LlamaConfig:
+def tiny_config(model_type: str = "llama", **changes: Any) -> PretrainedConfig:
     """Two layers of width 32 with the embedded tokenizer's vocabulary."""
     entries: dict[str, Any] = dict(
         vocab_size=1024,
@@ -33,7 +33,7 @@ def tiny_config(**changes: Any) -> LlamaConfig:
         eos_token_id=1,
         pad_token_id=2,
     )
-    return LlamaConfig(**{**entries, **changes})
+    return AutoConfig.for_model(model_type, **{**entries, **changes})
 
 
 def write_model(folder: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB", **changes: Any) -> str:

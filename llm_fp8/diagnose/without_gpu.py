@@ -32,7 +32,7 @@ def diagnose_without_gpu(config: Config) -> Diagnosis:
     census, why = None, {}
     if config.model.use_te:
         notes.append(
-            "the layers of --use_te are Transformer Engine's, which exist on a GPU only; drop --use_te to see the Hugging Face path's"
+            "the layers of --use_te are Transformer Engine's, which exist on a GPU only; --use_te=false shows the Hugging Face path's"
         )
     else:
         census = planned_census(config, hf_config, plan)

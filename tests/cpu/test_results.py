@@ -493,6 +493,15 @@ def test_what_the_guides_claim_of_speed_is_answered_from_the_files():
     assert f"is {peaks['fp8'] / peaks['bf16']:.1f} times that of bf16" in text
     assert f"reach {products['fp8_gemm_tflops'] / products['bf16_gemm_tflops']:.2f} times" in text
 
+    gains = {
+        (size, row["adapters"]): row["speed_up"]
+        for size in ("1b", "8b")
+        for row in load(f"lora_study_{size}.json")[0][1]["speed_ups"]
+    }
+    guides = [("1b", "lora16"), ("8b", "lora32"), ("8b", "lora8"), ("1b", "lora16qv"), ("8b", "lora16qv")]
+    told = "{:.2f}, {:.2f} and {:.2f}; adapters on q and v alone, rank 16, {:.2f} (1B) and {:.2f} (8B)"
+    assert told.format(*(gains[which] for which in guides)) in text
+
     rows = {row["arm"]: row for row in load("lora_study_8b.json")[0][1]["rows"]}
     in_bf16 = {arm: row["rounds"][0]["recorded_step"]["gemm_time_s"]["bf16"] for arm, row in rows.items()}
     adapters_ms = 1e3 * (in_bf16["delayed:lora32"] - in_bf16["delayed"] * 2 / 3)

@@ -24,7 +24,14 @@ from llm_fp8.errors import UserError
 from llm_fp8.launch_env import merge_launch_settings, take_launch_settings
 from llm_fp8.output_folder import with_output_dir
 from llm_fp8.ranks import LaunchRanks
-from tests.documented_commands import COMMANDS, options_of, with_values, write_dataset
+from tests.documented_commands import (
+    COMMANDS,
+    config_of,
+    is_multi_gpu,
+    readme_commands,
+    words_for_a_cpu,
+    write_dataset,
+)
 from tests.small import final_weights, records, run_json, steps, train, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,25 +154,45 @@ def test_without_a_model_or_dataset_the_embedded_ones_are_trained_evaluated_and_
     assert summary["steps"] == 12 and summary["exported"] == f"runs/{run.name}/final"
 
 
-def test_the_documented_command_of_the_1b_model(tmp_path, tiny_model, monkeypatch):
-    """Its words as they stand, on folders laid out as the hub lays model and dataset out, in a precision and of a length that a CPU has."""
+@pytest.fixture(scope="module")
+def hub_dataset(tmp_path_factory) -> Path:
+    """A folder laid out as the hub lays out the dataset of the documented commands."""
+    return write_dataset(tmp_path_factory.mktemp("dataset"), 300)
+
+
+@pytest.fixture(scope="module")
+def hub_models(tiny_model, tmp_path_factory) -> dict[str, str]:
+    """Owner on the hub -> a model's folder, laid out as the hub lays them out."""
+    # The tokenizer class that belongs to this type of model adds a token.
+    qwen = write_model(tmp_path_factory.mktemp("models") / "qwen", model_type="qwen2", vocab_size=1040)
+    return {"meta-llama": tiny_model, "Qwen": qwen}
+
+
+DOCUMENTED = {
+    name: command
+    for name, command in (COMMANDS | readme_commands()).items()
+    if name != "split_test" and not is_multi_gpu(command)
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_documented_command(name, tmp_path, hub_models, hub_dataset, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    dataset, folder = write_dataset(tmp_path / "dataset", 300), tmp_path / "run"
-    replaced = {"model_name": tiny_model, "dataset_name": str(dataset), "mixed_precision": "bf16", "max_seq_length": "128"}
-    words = with_values(options_of(COMMANDS["llama_1b"]), **replaced)
-    words.remove("--use_te")  # needs an NVIDIA GPU
+    asked, folder = config_of(DOCUMENTED[name]), tmp_path / "run"
+    words = words_for_a_cpu(DOCUMENTED[name], hub_models[asked.model.model_name.partition("/")[0]], hub_dataset)
     assert train(*words, "--max_steps=3", "--eval_batches=1", f"--output_dir={folder}") == 0
     wandb.teardown()
     recorded = run_json(folder)
-    assert recorded["data"]["num_rows_read"] == 300 and recorded["config"]["data"]["split_name"] == "train_1M"
-    assert recorded["effective"]["global_batch_size"] == 12 and recorded["precision"]["effective"] == "bf16"
-    assert len(steps(folder)) == 3 and list(folder.glob("wandb/offline-run-*/*.wandb"))
-    of_another_split = with_values(
-        options_of(COMMANDS["split_test"]), model_name=tiny_model, dataset_name=str(dataset), mixed_precision="bf16"
-    )
-    of_another_split.remove("--use_te")
+    assert recorded["data"]["num_rows_read"] == 300 and recorded["config"]["data"]["split_name"] == asked.data.split_name
+    assert recorded["effective"]["global_batch_size"] == asked.data.batch_size and recorded["precision"]["effective"] == "bf16"
+    assert len(steps(folder)) == 3 and (folder / "final" / "model.safetensors").exists()
+    assert len(list(folder.glob("wandb/offline-run-*/*.wandb"))) == asked.run.use_wandb
+
+
+def test_a_split_that_the_documented_dataset_lacks(tmp_path, tiny_model, hub_dataset):
+    words = words_for_a_cpu(COMMANDS["split_test"], tiny_model, hub_dataset)
     with pytest.raises(UserError, match="--split_name test: .* has no such split; it has: train, train_1M"):
-        train(*of_another_split, "--max_seq_length=128", f"--output_dir={tmp_path / 'other'}")
+        train(*words, f"--output_dir={tmp_path / 'run'}")
 
 
 def launch_config(tmp_path: Path, **entries: object) -> str:

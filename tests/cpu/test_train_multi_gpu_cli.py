@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.documented_commands import COMMANDS, words_for_a_cpu, write_dataset
 from tests.faults import kill_one_rank_and_restart
 from tests.launches import ROOT, SCRIPT, environment, torchrun
 from tests.processes import free_port
@@ -20,14 +21,11 @@ def launch(folder: Path, *command: str, **more: str) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=180)
 
 
-def test_the_documented_command(tmp_path, tiny_model, rows):
-    """With the options of the README's example, on a model and in a precision that a CPU has."""
-    done = launch(
-        tmp_path, *torchrun(), SCRIPT, "--model_name", tiny_model, "--dataset_name", rows, "--batch_size", "1", "--sharding_mode", "fsdp_full",
-        "--mixed_precision", "bf16", "--gradient_checkpointing", "--max_seq_length", "256", "--learning_rate", "1e-5",
-        "--gradient_accumulation_steps", "4", "--empty_cache_freq", "25", "--max_steps", "3", "--log_every", "1",
-        "--use_wandb", WANDB_MODE="offline",
-    )  # fmt: skip
+def test_the_documented_command(tmp_path, tiny_model):
+    """On folders laid out as the hub lays model and dataset out, in a precision and of a length that a CPU has."""
+    words = words_for_a_cpu(COMMANDS["two_gpus"], tiny_model, write_dataset(tmp_path / "dataset", 64))
+    more = ["--max_steps=3", "--eval_batches=1", "--log_every=1", "--use_wandb"]
+    done = launch(tmp_path, *torchrun(), SCRIPT, *words, *more, WANDB_MODE="offline")
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()  # one name, though two processes made one up
     assert [step["step"] for step in steps(folder)] == [1, 2, 3]
