@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import heapq
-import json
 import os
 import signal
 import statistics
@@ -40,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.ceilings import known_ceilings
 from llm_fp8.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import write_json_atomic
+from llm_fp8.json_files import read_json, write_json_atomic
 from llm_fp8.throughput.arms import Arm
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
 from llm_fp8.throughput.table import TableRow, gemm_floor_s, read_table
@@ -86,13 +85,13 @@ class Record:
 
     def _read(self, path: Path, retry_failed: bool) -> None:
         try:
-            record = json.loads(path.read_text())
+            record = read_json(path)
             settings, found, self._runs = record["settings"], record["rows"], record["runs"]
             for name, others in self._others.items():
                 others += [entry for entry in record[name] if entry["row"] not in self._rows]
             # Absent where no measurement has come so far as to say where it runs.
             self._header = {name: record[name] for name in ("provenance", "peaks") if name in record}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (UserError, KeyError, TypeError) as error:
             raise UserError(f"--output {path} exists and is no file of this program's; give another.") from error
         for name, value in self._settings.items():
             if settings.get(name) != value:

@@ -13,7 +13,6 @@ scripts/benchmark_multi_gpu.py), with its `header` and "failed": None; where it 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llm_fp8.json_files import read_json
 from llm_fp8.provenance import REPOSITORY, recorded_command
 from llm_fp8.throughput.results import ENDED_IN_SILENCE
 from llm_fp8.throughput.waiting import WaitingProgram, dismiss_prepared, take_program
@@ -62,7 +62,7 @@ def measure_in_process(
         failed = _outcome(program.process, timeout_s, stopped)
         if not path.exists():
             return {"failed": failed or f"{ENDED_IN_SILENCE} (exit code 0)"}
-        answer: dict[str, Any] = json.loads(path.read_text())
+        answer = read_json(path)
         if "step_times_s_by_rank" in answer:
             (answer["step_times_s"],) = answer.pop("step_times_s_by_rank")
         return answer
@@ -87,7 +87,7 @@ def measure_in_launch(
         program.begin([*words, "--arm_timeout_s", str(timeout_s), "--output", str(path)])
         # The launch keeps the limit itself, with a row that says so; this one is for a launch that hangs before or after.
         failed = _outcome(program.process, timeout_s + LAUNCH_S, stopped)
-        record = json.loads(path.read_text()) if path.exists() else {"rows": []}
+        record = read_json(path) if path.exists() else {"rows": []}
         rows = record.pop("rows")
         if not rows:
             return {"failed": failed or ENDED_IN_SILENCE}

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
+import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import te_llama
 from llm_fp8.errors import UserError
+from llm_fp8.json_files import write_json_atomic
 from llm_fp8.provenance import REPOSITORY, recorded_command
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput import rival as rival_module
@@ -23,7 +28,7 @@ from llm_fp8.throughput.figures import speed
 from llm_fp8.throughput.measure import describe_failure, measure
 from llm_fp8.throughput.setups import RIVALS, Rival
 from llm_fp8.throughput.weights import draw_weights_
-from llm_fp8.throughput.worker import measure_in_process, take_header
+from llm_fp8.throughput.worker import measure_in_launch, measure_in_process, take_header
 from llm_fp8.throughput.workload import Workload
 from scripts import benchmark
 from tests.families import FAMILIES, family_config
@@ -215,6 +220,39 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
     assert printed.count("bf16               not measured: --use_te") == 2, "when it failed, and in the table"
     assert printed.count("round 2") == 1 and "first loss: hf_bf16 6.9" in printed and "1.00 x hf_bf16" in printed
     assert "Traceback" not in said
+
+
+def test_a_loss_that_is_no_number_is_gone_on_with(tmp_path, monkeypatch, capsys):
+    """The arm that diverged is compared with one that a later call measures."""
+
+    def measured(name: str, arm: str, num_steps: int, warmup: int, timeout_s: float, prepare_next: bool):
+        loss = math.nan if arm == "accelerate_te" else 7.0
+        times = [1.0] * (num_steps - warmup)
+        return {"failed": None, "step_times_s": times, "losses": [loss, math.inf], "wall_time_s": 1.0}
+
+    monkeypatch.setattr(benchmark, "measure_in_process", measured)
+    path, work = tmp_path / "r.json", Workload.parse("Llama-3.2-1B:1x16x1", 3)
+    benchmark.measure_all([work], parse_arms("accelerate_te"), 1, 1, 9, path)
+    earlier = benchmark.read_earlier(path, 3, 2)
+    diverged, finite = benchmark.measure_all([work], parse_arms(",".join(benchmark.CLAIM)), 1, 1, 9, path, earlier)
+    assert math.isnan(diverged["first_loss"]) and diverged["last_loss"] == math.inf and finite["first_loss"] == 7.0
+    benchmark.print_table([diverged, finite])
+    assert "first loss: accelerate_te nan, te_autocast 7.0000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("measure_apart", "num_gpus"), [(measure_in_process, ()), (measure_in_launch, (2,))])
+def test_an_answer_whose_loss_is_no_number_has_it_as_a_float(measure_apart, num_gpus, monkeypatch):
+    found = {"losses": [7.0, math.nan]}
+
+    class Program:
+        folder, process = tempfile.TemporaryDirectory(), subprocess.Popen(["true"])
+
+        def begin(self, words: list[str]) -> None:
+            write_json_atomic(Path(words[-1]), {"failed": None, **found, "provenance": {}, "peaks": None, "rows": [found]})
+
+    monkeypatch.setattr("llm_fp8.throughput.worker.take_program", lambda *_: Program())
+    first, second = measure_apart("Llama-3.2-1B:1x16x1", "bf16", *num_gpus, 2, 1, 9.0)["losses"]
+    assert first == 7.0 and math.isnan(second)
 
 
 def test_a_bench_goes_on_from_its_file(tmp_path, monkeypatch, capsys):
