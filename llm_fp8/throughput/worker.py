@@ -95,6 +95,24 @@ def measure_in_launch(
         return {"failed": None, "header": origin, **rows[0]}
 
 
+def measure_on_gpus(
+    workload: str,
+    arm: str,
+    num_gpus: int,
+    num_steps: int,
+    warmup: int,
+    timeout_s: float,
+    variables: Mapping[str, str | None] | None = None,
+    stopped: threading.Event | None = None,
+    prepare_next: bool = False,
+) -> dict[str, Any]:
+    """`measure_in_process` for one GPU, `measure_in_launch` for several."""
+    how = (num_steps, warmup, timeout_s, variables, stopped, prepare_next)
+    if num_gpus == 1:
+        return measure_in_process(workload, arm, *how)
+    return measure_in_launch(workload, arm, num_gpus, *how)
+
+
 def take_header(answer: dict[str, Any], argv: list[str]) -> dict[str, Any]:
     """Take the header out of an answer; empty where the measurement ended before it could write one.
 

@@ -557,8 +557,7 @@ def test_the_next_measurement_is_prepared_where_one_follows_on_as_many_gpus(tmp_
         asked.append((num_gpus, prepare_next))
         return {"failed": "out of memory"} if num_gpus == 4 else made_up(1.0)
 
-    monkeypatch.setattr(speed_table, "measure_in_launch", launched)
-    monkeypatch.setattr(speed_table, "measure_in_process", lambda work, arm, *others: launched(work, arm, 1, *others))
+    monkeypatch.setattr(speed_table, "measure_on_gpus", launched)
     record, turns = Record(None, rows, SETTINGS), Turns(2)
     measure = measurer(1, 9.0, threading.Event(), lambda row: speed_table.another_follows(row, rows, record, turns))
     measure_table(rows, record, turns, measure, Limit(0.0), list("0123"))
