@@ -31,7 +31,7 @@ from llm_fp8.json_files import write_json_atomic
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import Arm, parse_arm
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
-from llm_fp8.throughput.worker import measure_on_gpus, take_header
+from llm_fp8.throughput.worker import measure_apart, take_header
 from llm_fp8.throughput.workload import Workload
 from scripts.benchmark import EXIT_TERMINATED, print_round, speeds_overlap, summarise
 
@@ -109,7 +109,7 @@ def measure_all(
     for number in range(num_rounds):
         for setting in names:
             variables = {name: variables_of(setting).get(name) for name in sorted(every)}
-            answer = measure_on_gpus(work.name, arm.name, num_gpus, work.num_steps, warmup, timeout_s, variables)
+            answer = measure_apart(work.name, arm.name, num_gpus, work.num_steps, warmup, timeout_s, variables)
             header = take_header(answer, sys.argv)
             if setting == NONE:
                 origin = origin or header

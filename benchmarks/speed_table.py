@@ -43,7 +43,7 @@ from llm_fp8.json_files import read_json, write_json_atomic
 from llm_fp8.throughput.arms import Arm
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
 from llm_fp8.throughput.table import TableRow, gemm_floor_s, read_table
-from llm_fp8.throughput.worker import STOPPED, measure_on_gpus, take_header
+from llm_fp8.throughput.worker import STOPPED, measure_apart, take_header
 from scripts.benchmark import EXIT_TERMINATED, print_round, summarise
 
 TABLE = Path(__file__).with_suffix(".json")
@@ -281,7 +281,7 @@ def measurer(warmup: int, timeout_s: float, stopped: threading.Event, another_fo
     def measure(row: TableRow, arm: Arm, gpus: str) -> Answer:
         started = time.perf_counter()
         what = (row.work.name, arm.name, row.num_gpus, row.work.num_steps)
-        answer = measure_on_gpus(*what, warmup, timeout_s, {"CUDA_VISIBLE_DEVICES": gpus}, stopped, another_follows(row))
+        answer = measure_apart(*what, warmup, timeout_s, {"CUDA_VISIBLE_DEVICES": gpus}, stopped, another_follows(row))
         return {**answer, "gpu": gpus, "taken_s": time.perf_counter() - started}
 
     return measure

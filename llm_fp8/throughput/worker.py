@@ -1,7 +1,7 @@
 """One measurement in processes of its own, so that nothing of an arm outlives it: compiled code, Transformer Engine's globals, memory.
 
-    answer = measure_in_process("Llama-3.2-1B:8x1024x4", "delayed", num_steps=8, warmup=3, timeout_s=300)
-    answer = measure_in_launch("Llama-3.1-8B:8x1024x4", "fsdp_full:delayed", 4, num_steps=8, warmup=3, timeout_s=300)
+    answer = measure_apart("Llama-3.2-1B:8x1024x4", "delayed", num_gpus=1, num_steps=8, warmup=3, timeout_s=300)
+    answer = measure_apart("Llama-3.1-8B:8x1024x4", "fsdp_full:delayed", num_gpus=4, num_steps=8, warmup=3, timeout_s=300)
 
 A measurement's processes import for seconds before they touch the GPU. With `prepare_next` others do that meanwhile, and the next measurement in
 the same environment, on as many GPUs, has them (llm_fp8/throughput/waiting.py).
@@ -40,9 +40,10 @@ END_S = 30
 """How long a program may take to end itself."""
 
 
-def measure_in_process(
+def measure_apart(
     workload: str,
     arm: str,
+    num_gpus: int,
     num_steps: int,
     warmup: int,
     timeout_s: float,
@@ -52,65 +53,38 @@ def measure_in_process(
 ) -> dict[str, Any]:
     """Measure `arm` on `workload` (both by name) and return the answer; raises nothing for what goes wrong over there.
 
-    `variables`: of the process's environment, in place of this one's; None takes one out. `stopped`: ends the measurement when it is set.
-    `prepare_next`: another measurement in this environment is to follow.
+    `num_gpus`: of this host; one is measured in a process without a launcher, several in a launch of scripts/benchmark_multi_gpu.py. `variables`: of
+    the processes' environment, in place of this one's; None takes one out. `stopped`: ends the measurement when it is set. `prepare_next`: another
+    measurement on as many GPUs in this environment is to follow.
     """
-    program = _take_program(None, variables, stopped, prepare_next)
+    program = _take_program(None if num_gpus == 1 else num_gpus, variables, stopped, prepare_next)
     with program.folder as folder:
         path = Path(folder) / "answer.json"
-        program.begin([str(ALONE), workload, arm, str(num_steps), str(warmup), str(path)])
-        failed = _outcome(program.process, timeout_s, stopped)
-        if not path.exists():
-            return {"failed": failed or f"{ENDED_IN_SILENCE} (exit code 0)"}
-        answer = read_json(path)
-        if "step_times_s_by_rank" in answer:
-            (answer["step_times_s"],) = answer.pop("step_times_s_by_rank")
-        return answer
-
-
-def measure_in_launch(
-    workload: str,
-    arm: str,
-    num_gpus: int,
-    num_steps: int,
-    warmup: int,
-    timeout_s: float,
-    variables: Mapping[str, str | None] | None = None,
-    stopped: threading.Event | None = None,
-    prepare_next: bool = False,
-) -> dict[str, Any]:
-    """The same on so many GPUs of this host, in a launch of scripts/benchmark_multi_gpu.py; the next one is to be on as many."""
-    program = _take_program(num_gpus, variables, stopped, prepare_next)
-    with program.folder as folder:
-        path = Path(folder) / "result.json"
+        if num_gpus == 1:
+            program.begin([str(ALONE), workload, arm, str(num_steps), str(warmup), str(path)])
+            return _answer_of_process(path, _outcome(program.process, timeout_s, stopped))
         words = [str(SEVERAL), "--workloads", workload, "--arms", arm, "--steps", str(num_steps), "--warmup", str(warmup)]
         program.begin([*words, "--arm_timeout_s", str(timeout_s), "--output", str(path)])
         # The launch keeps the limit itself, with a row that says so; this one is for a launch that hangs before or after.
-        failed = _outcome(program.process, timeout_s + LAUNCH_S, stopped)
-        record = read_json(path) if path.exists() else {"rows": []}
-        rows = record.pop("rows")
-        if not rows:
-            return {"failed": failed or ENDED_IN_SILENCE}
-        origin = {name: record[name] for name in ("provenance", "peaks")}
-        return {"failed": None, "header": origin, **rows[0]}
+        return _answer_of_launch(path, _outcome(program.process, timeout_s + LAUNCH_S, stopped))
 
 
-def measure_on_gpus(
-    workload: str,
-    arm: str,
-    num_gpus: int,
-    num_steps: int,
-    warmup: int,
-    timeout_s: float,
-    variables: Mapping[str, str | None] | None = None,
-    stopped: threading.Event | None = None,
-    prepare_next: bool = False,
-) -> dict[str, Any]:
-    """`measure_in_process` for one GPU, `measure_in_launch` for several."""
-    how = (num_steps, warmup, timeout_s, variables, stopped, prepare_next)
-    if num_gpus == 1:
-        return measure_in_process(workload, arm, *how)
-    return measure_in_launch(workload, arm, num_gpus, *how)
+def _answer_of_process(path: Path, failed: str | None) -> dict[str, Any]:
+    if not path.exists():
+        return {"failed": failed or f"{ENDED_IN_SILENCE} (exit code 0)"}
+    answer = read_json(path)
+    if "step_times_s_by_rank" in answer:
+        (answer["step_times_s"],) = answer.pop("step_times_s_by_rank")
+    return answer
+
+
+def _answer_of_launch(path: Path, failed: str | None) -> dict[str, Any]:
+    record = read_json(path) if path.exists() else {"rows": []}
+    rows = record.pop("rows")
+    if not rows:
+        return {"failed": failed or ENDED_IN_SILENCE}
+    origin = {name: record[name] for name in ("provenance", "peaks")}
+    return {"failed": None, "header": origin, **rows[0]}
 
 
 def take_header(answer: dict[str, Any], argv: list[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from llm_fp8.environment import RULES
 from llm_fp8.errors import UserError
 from llm_fp8.provenance import recorded_command
 from llm_fp8.throughput.arms import parse_arm
-from llm_fp8.throughput.worker import measure_on_gpus
+from llm_fp8.throughput.worker import measure_apart
 from llm_fp8.throughput.workload import Workload
 from tests.cpu.test_environment import documented
 
@@ -44,7 +44,7 @@ def measured(tmp_path, monkeypatch):
             "gemm_kernels": {},
         }
 
-    monkeypatch.setattr(bench, "measure_on_gpus", measure)
+    monkeypatch.setattr(bench, "measure_apart", measure)
     settings = ["NVTE_FP8_ALLREDUCE=1", "CUDA_LAUNCH_BLOCKING=1", "NVTE_FUSED_ATTN=0"]
     path = tmp_path / "folder" / "r.json"
     rows = bench.measure_all(WORK, parse_arm("delayed"), settings, 2, 2, 100, path)
@@ -129,11 +129,11 @@ def test_a_launch_has_the_variables_of_its_setting(tmp_path, tiny_architecture, 
     found = []
 
     def measure(*arguments):
-        answer = measure_on_gpus(*arguments)
+        answer = measure_apart(*arguments)
         found.append(answer["header"]["provenance"]["environment"])
         return answer
 
-    monkeypatch.setattr(bench, "measure_on_gpus", measure)
+    monkeypatch.setattr(bench, "measure_apart", measure)
     work, arm = Workload.parse(f"{tiny_architecture}:2x32x2", 3), parse_arm("fsdp_full:bf16:swap")
     settings, path = ["NCCL_P2P_DISABLE=0 TORCH_DISTRIBUTED_DEBUG=DETAIL"], tmp_path / "r.json"
     none, set_ = bench.measure_all(work, arm, settings, 1, 1, 120.0, path, 2)
