@@ -106,23 +106,25 @@ def measure_all(
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     rows: list[dict[str, Any]] = []
     origin: dict[str, Any] = {}
-    for number in range(num_rounds):
-        for setting in names:
-            variables = {name: variables_of(setting).get(name) for name in sorted(every)}
-            answer = measure_apart(work.name, arm.name, num_gpus, work.num_steps, warmup, timeout_s, variables)
-            header = take_header(answer, sys.argv)
-            if setting == NONE:
-                origin = origin or header
-            answers[setting].append(answer)
-            print(f"{setting}:", flush=True)
-            print_round(work, arm, number, answer, num_gpus)
-            measured = {name: summarise(work, arm, answers[name], num_gpus) for name in names if answers[name]}
-            rows = [
-                {"setting": name, "num_gpus": num_gpus, **described(name), **row, **against(row, measured[NONE])}
-                for name, row in measured.items()
-            ]
-            if output is not None:
-                write_json_atomic(output, {**origin, "rows": rows})
+    turns = [(number, setting) for number in range(num_rounds) for setting in names]
+    of_turns = [{name: variables_of(setting).get(name) for name in sorted(every)} for _, setting in turns]
+    for (number, setting), variables, following in zip(turns, of_turns, [*of_turns[1:], None], strict=True):
+        answer = measure_apart(
+            work.name, arm.name, num_gpus, work.num_steps, warmup, timeout_s, variables, next_variables=following
+        )
+        header = take_header(answer, sys.argv)
+        if setting == NONE:
+            origin = origin or header
+        answers[setting].append(answer)
+        print(f"{setting}:", flush=True)
+        print_round(work, arm, number, answer, num_gpus)
+        measured = {name: summarise(work, arm, answers[name], num_gpus) for name in names if answers[name]}
+        rows = [
+            {"setting": name, "num_gpus": num_gpus, **described(name), **row, **against(row, measured[NONE])}
+            for name, row in measured.items()
+        ]
+        if output is not None:
+            write_json_atomic(output, {**origin, "rows": rows})
     return rows
 
 

@@ -281,7 +281,8 @@ def measurer(warmup: int, timeout_s: float, stopped: threading.Event, another_fo
     def measure(row: TableRow, arm: Arm, gpus: str) -> Answer:
         started = time.perf_counter()
         what = (row.work.name, arm.name, row.num_gpus, row.work.num_steps)
-        answer = measure_apart(*what, warmup, timeout_s, {"CUDA_VISIBLE_DEVICES": gpus}, stopped, another_follows(row))
+        variables = {"CUDA_VISIBLE_DEVICES": gpus}
+        answer = measure_apart(*what, warmup, timeout_s, variables, stopped, variables if another_follows(row) else None)
         return {**answer, "gpu": gpus, "taken_s": time.perf_counter() - started}
 
     return measure

@@ -3,8 +3,8 @@
     answer = measure_apart("Llama-3.2-1B:8x1024x4", "delayed", num_gpus=1, num_steps=8, warmup=3, timeout_s=300)
     answer = measure_apart("Llama-3.1-8B:8x1024x4", "fsdp_full:delayed", num_gpus=4, num_steps=8, warmup=3, timeout_s=300)
 
-A measurement's processes import for seconds before they touch the GPU. With `prepare_next` others do that meanwhile, and the next measurement in
-the same environment, on as many GPUs, has them (llm_fp8/throughput/waiting.py).
+A measurement's processes import for seconds before they touch the GPU. With `next_variables` others do that meanwhile, and the next measurement
+with these variables, on as many GPUs, has them (llm_fp8/throughput/waiting.py).
 
 An answer is what `llm_fp8.throughput.measure.measure` returns, its step times under step_times_s (of a launch, the row of
 scripts/benchmark_multi_gpu.py), with its `header` and "failed": None; where it was not measured, "failed" is the reason.
@@ -25,7 +25,7 @@ from typing import Any
 from llm_fp8.json_files import read_json
 from llm_fp8.provenance import REPOSITORY, recorded_command
 from llm_fp8.throughput.results import ENDED_IN_SILENCE
-from llm_fp8.throughput.waiting import WaitingProgram, dismiss_prepared, take_program
+from llm_fp8.throughput.waiting import dismiss_prepared, take_program
 
 ALONE = REPOSITORY / "llm_fp8" / "throughput" / "alone.py"
 SEVERAL = REPOSITORY / "scripts" / "benchmark_multi_gpu.py"
@@ -49,15 +49,17 @@ def measure_apart(
     timeout_s: float,
     variables: Mapping[str, str | None] | None = None,
     stopped: threading.Event | None = None,
-    prepare_next: bool = False,
+    next_variables: Mapping[str, str | None] | None = None,
 ) -> dict[str, Any]:
     """Measure `arm` on `workload` (both by name) and return the answer; raises nothing for what goes wrong over there.
 
     `num_gpus`: of this host; one is measured in a process without a launcher, several in a launch of scripts/benchmark_multi_gpu.py. `variables`: of
-    the processes' environment, in place of this one's; None takes one out. `stopped`: ends the measurement when it is set. `prepare_next`: another
-    measurement on as many GPUs in this environment is to follow.
+    the processes' environment, in place of this one's; None takes one out. `stopped`: ends the measurement when it is set. `next_variables`:
+    those of the measurement that is to follow on as many GPUs; None where none is.
     """
-    program = _take_program(None if num_gpus == 1 else num_gpus, variables, stopped, prepare_next)
+    follows = next_variables is not None and not (stopped is not None and stopped.is_set())  # none is prepared when it is to end
+    next_environment = _environment(next_variables) if follows else None
+    program = take_program(_environment(variables), None if num_gpus == 1 else num_gpus, next_environment)
     with program.folder as folder:
         path = Path(folder) / "answer.json"
         if num_gpus == 1:
@@ -108,13 +110,6 @@ def _environment(variables: Mapping[str, str | None] | None) -> dict[str, str]:
             environment[name] = value
     environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # for every arm, as in the training scripts
     return environment
-
-
-def _take_program(
-    num_processes: int | None, variables: Mapping[str, str | None] | None, stopped: threading.Event | None, prepare_next: bool
-) -> WaitingProgram:
-    """A program for a measurement, prepared or new; none is prepared when it is to end."""
-    return take_program(_environment(variables), num_processes, prepare_next and not (stopped is not None and stopped.is_set()))
 
 
 def _outcome(process: subprocess.Popen[bytes], timeout_s: float, stopped: threading.Event | None) -> str | None:

@@ -178,8 +178,8 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
     launcher's environment stays outside and that has the variables it is given; the others, for speed, share this one."""
     started, prepares = [], []
 
-    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, prepare_next: bool):
-        prepares.append(prepare_next)
+    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, next_variables: dict | None):
+        prepares.append(next_variables)
         if arm == "hf_bf16" and not started:
             started.append(arm)
             with monkeypatch.context() as launcher:
@@ -201,7 +201,7 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
     rows = benchmark.measure_all([Workload.parse(workload, 3)], arms, 1, 2, 100, path)
     record = json.loads(path.read_text())
     assert started == ["hf_bf16"] and record["rows"] == rows
-    assert prepares == [True, True, False], "behind the last one nothing comes"
+    assert prepares == [{}, {}, None], "behind the last one nothing comes"
     assert record["provenance"]["command"] == recorded_command(sys.argv) and "peaks" in record
     environment = record["provenance"]["environment"]
     assert environment["NVTE_FP8_ALLREDUCE"] == "1" and not {"NVTE_FLASH_ATTN", "ACCELERATE_FP8_BACKEND"} & environment.keys()
@@ -225,7 +225,7 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
 def test_a_loss_that_is_no_number_is_gone_on_with(tmp_path, monkeypatch, capsys):
     """The arm that diverged is compared with one that a later call measures."""
 
-    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, prepare_next: bool):
+    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, next_variables: dict | None):
         loss = math.nan if arm == "accelerate_te" else 7.0
         times = [1.0] * (num_steps - warmup)
         return {"failed": None, "step_times_s": times, "losses": [loss, math.inf], "wall_time_s": 1.0}
@@ -259,8 +259,8 @@ def test_a_bench_goes_on_from_its_file(tmp_path, monkeypatch, capsys):
     """Rounds that are there count, what failed or was not reached is measured; other code, steps or programs' files are refused."""
     path, taken, commit = tmp_path / "r.json", [], ["a" * 40]
 
-    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, prepare_next: bool):
-        taken.append((arm, prepare_next))
+    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, next_variables: dict | None):
+        taken.append((arm, next_variables))
         git = {"commit": commit[0], "dirty": None}
         provenance = {"git": git, "packages": {}, "driver": "1", "gpus": [{"name": "H"}], "time_utc": str(len(taken))}
         header = {"provenance": provenance, "peaks": None}
@@ -282,7 +282,7 @@ def test_a_bench_goes_on_from_its_file(tmp_path, monkeypatch, capsys):
     assert rows[0]["failed_rounds"] == ["killed"] and [len(row["rounds"]) for row in rows] == [1, 2, 2]
     del taken[1:]  # the one that failed was the fourth
     rows = measure_arms("bf16", 2)
-    assert taken[1:] == [("bf16", False)], "the one that failed, and nothing else"
+    assert taken[1:] == [("bf16", None)], "the one that failed, and nothing else"
     assert [row["arm"] for row in rows] == ["delayed", "current", "bf16"], "what was not asked for stays, first"
     assert rows[-1]["rounds"][0]["step_times_s"] == [1.0, 1.0] and rows[-1]["rounds"][1]["step_times_s"] == [2.0, 2.0]
     record = json.loads(path.read_text())

@@ -25,10 +25,11 @@ STEP_S = {"CUDA_LAUNCH_BLOCKING": 2.0, "NVTE_FP8_ALLREDUCE": 1.0}
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
     """A run of the bench with a measurement that is slower under one of the variables; the calls, the rows and the file."""
-    calls = []
+    calls, following = [], []
 
-    def measure(workload, arm, num_gpus, num_steps, warmup, timeout_s, variables):
+    def measure(workload, arm, num_gpus, num_steps, warmup, timeout_s, variables, next_variables):
         calls.append(dict(variables))
+        following.append(next_variables)
         active = [name for name, value in variables.items() if value is not None]
         if "NVTE_FUSED_ATTN" in active:
             return {"failed": "RuntimeError: no attention"}
@@ -48,6 +49,7 @@ def measured(tmp_path, monkeypatch):
     settings = ["NVTE_FP8_ALLREDUCE=1", "CUDA_LAUNCH_BLOCKING=1", "NVTE_FUSED_ATTN=0"]
     path = tmp_path / "folder" / "r.json"
     rows = bench.measure_all(WORK, parse_arm("delayed"), settings, 2, 2, 100, path)
+    assert following == [*calls[1:], None], "each is told what comes next"
     return calls, {row["setting"]: row for row in rows}, json.loads(path.read_text())
 
 
@@ -128,8 +130,8 @@ def test_a_launch_has_the_variables_of_its_setting(tmp_path, tiny_architecture, 
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     found = []
 
-    def measure(*arguments):
-        answer = measure_apart(*arguments)
+    def measure(*arguments, **options):
+        answer = measure_apart(*arguments, **options)
         found.append(answer["header"]["provenance"]["environment"])
         return answer
 
