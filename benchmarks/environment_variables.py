@@ -17,7 +17,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from llm_fp8.json_files import write_json_atomic
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import Arm, parse_arm
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
-from llm_fp8.throughput.worker import measure_in_launch, measure_in_process, take_header
+from llm_fp8.throughput.worker import measure_apart, take_header
 from llm_fp8.throughput.workload import Workload
 from scripts.benchmark import EXIT_TERMINATED, print_round, speeds_overlap, summarise
 
@@ -61,21 +61,6 @@ SETTINGS_OF_EXCHANGES = (
     "ACCELERATE_DEBUG_MODE=true",
 )
 """Those that the guides recommend for exchanges between the GPUs of a host, then those that the table says slow them."""
-
-Measure = Callable[[str, str, int, int, float, dict[str, str | None]], dict[str, Any]]
-
-
-def measurer(num_gpus: int) -> Measure:
-    """Measures on so many GPUs, through the program that does."""
-    if num_gpus == 1:
-        return measure_in_process
-
-    def measure(
-        workload: str, arm: str, num_steps: int, warmup: int, timeout_s: float, variables: dict[str, str | None]
-    ) -> dict[str, Any]:
-        return measure_in_launch(workload, arm, num_gpus, num_steps, warmup, timeout_s, variables)
-
-    return measure
 
 
 def variables_of(setting: str) -> dict[str, str]:
@@ -108,7 +93,6 @@ def measure_all(
     num_rounds: int,
     timeout_s: float,
     output: Path | None,
-    measure: Measure,
     num_gpus: int = 1,
 ) -> list[dict[str, Any]]:
     """Measure every setting and `NONE`, round by round; the rows, which `output` holds after each measurement as well.
@@ -122,23 +106,25 @@ def measure_all(
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     rows: list[dict[str, Any]] = []
     origin: dict[str, Any] = {}
-    for number in range(num_rounds):
-        for setting in names:
-            variables = {name: variables_of(setting).get(name) for name in sorted(every)}
-            answer = measure(work.name, arm.name, work.num_steps, warmup, timeout_s, variables)
-            header = take_header(answer, sys.argv)
-            if setting == NONE:
-                origin = origin or header
-            answers[setting].append(answer)
-            print(f"{setting}:", flush=True)
-            print_round(work, arm, number, answer, num_gpus)
-            measured = {name: summarise(work, arm, answers[name], num_gpus) for name in names if answers[name]}
-            rows = [
-                {"setting": name, "num_gpus": num_gpus, **described(name), **row, **against(row, measured[NONE])}
-                for name, row in measured.items()
-            ]
-            if output is not None:
-                write_json_atomic(output, {**origin, "rows": rows})
+    turns = [(number, setting) for number in range(num_rounds) for setting in names]
+    of_turns = [{name: variables_of(setting).get(name) for name in sorted(every)} for _, setting in turns]
+    for (number, setting), variables, following in zip(turns, of_turns, [*of_turns[1:], None], strict=True):
+        answer = measure_apart(
+            work.name, arm.name, num_gpus, work.num_steps, warmup, timeout_s, variables, next_variables=following
+        )
+        header = take_header(answer, sys.argv)
+        if setting == NONE:
+            origin = origin or header
+        answers[setting].append(answer)
+        print(f"{setting}:", flush=True)
+        print_round(work, arm, number, answer, num_gpus)
+        measured = {name: summarise(work, arm, answers[name], num_gpus) for name in names if answers[name]}
+        rows = [
+            {"setting": name, "num_gpus": num_gpus, **described(name), **row, **against(row, measured[NONE])}
+            for name, row in measured.items()
+        ]
+        if output is not None:
+            write_json_atomic(output, {**origin, "rows": rows})
     return rows
 
 
@@ -228,7 +214,6 @@ def main() -> int:
         options.rounds,
         options.arm_timeout_s,
         options.output,
-        measurer(options.num_gpus),
         options.num_gpus,
     )
     print("\n".join(map(line_of, rows)))

@@ -33,7 +33,6 @@ from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import require_writable, write_json_atomic
 from llm_fp8.provenance import collect_provenance
 from scripts.compare_performance import usable_gpus
-from tests.forking import try_to_fork
 
 NEEDS_MACHINE = "whole_machine or (exclusive and multi_gpu)"
 """pytest's expression for the tests beside which nothing may run."""
@@ -207,9 +206,6 @@ def main() -> int:
     if not tests:
         print(f"{options.output} holds all of these tests as passed")
         return 0
-    in_the_way = try_to_fork()
-    how = "forked behind their imports" if in_the_way is None else f"started anew ({in_the_way})"
-    print(f"processes of tests are {how}", flush=True)
     code = run_tests(tests, options.workers, outcomes, usable_gpus(None))
     outcomes.write(code)
     return code

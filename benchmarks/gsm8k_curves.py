@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from llm_fp8.errors import FailedCheck, OneSentenceParser, UserError, run_script  # noqa: E402
-from llm_fp8.json_files import read_json, read_jsonl, require_writable, write_json_atomic  # noqa: E402
+from llm_fp8.json_files import read_json, read_jsonl, require_writable, with_floats, write_json_atomic  # noqa: E402
 from llm_fp8.programs import torchrun  # noqa: E402
 from llm_fp8.provenance import collect_provenance  # noqa: E402
 
@@ -136,7 +136,7 @@ def run_one(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> d
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise FailedCheck(f"{job.arm} with seed {job.seed} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    records = read_jsonl(folder / "metrics.jsonl")
+    records = with_floats(read_jsonl(folder / "metrics.jsonl"))
     summary = read_json(folder / "summary.json")
     run = read_json(folder / "run.json")
     return {
@@ -214,10 +214,10 @@ def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser)
     if not output.exists():
         return [], []
     try:
-        record = json.loads(output.read_text())
+        record = read_json(output)
         script, *words = record["provenance"]["command"]
         runs = record["runs"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (UserError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--output {output} exists and is not a file of this script's; give another.") from error
     if Path(script).name != Path(__file__).name:
         raise UserError(f"--output {output} was written by {script}; give another file.")

@@ -7,7 +7,6 @@ python benchmarks/plot_curves.py benchmarks/results/multi_gpu_curves.json benchm
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import require_writable
+from llm_fp8.json_files import read_json, require_writable
 
 COLOURS = {
     "bf16": "#444444",
@@ -81,10 +80,10 @@ def draw(record: dict[str, Any], path: Path) -> None:
 def read(path: Path) -> dict[str, Any]:
     """The record in `path`. Raises `UserError` where it holds no curves."""
     try:
-        record: dict[str, Any] = json.loads(path.read_text())
+        record = read_json(path)
         if all(run["evaluations"] for run in record["runs"]) and record["runs"]:
             return record
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (UserError, KeyError, TypeError) as error:
         raise UserError(f"results {path}: not a file of benchmarks/gsm8k_curves.py ({type(error).__name__}: {error}).") from error
     raise UserError(f"results {path}: it holds no finished run.")
 

@@ -25,9 +25,8 @@ import matplotlib.pyplot as plt
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.plot_throughput import draw as draw_speeds
-from benchmarks.plot_throughput import group_of, panels, read_rows, tokens_per_s
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import require_writable
+from benchmarks.plot_throughput import group_of, panels, read_rows, require_png, tokens_per_s
+from llm_fp8.errors import OneSentenceParser, run_script
 from llm_fp8.kernels import KERNEL_CLASSES
 from llm_fp8.throughput.arms import parse_arm
 
@@ -130,9 +129,7 @@ def main() -> int:
         "--output", required=True, type=Path, help="PNG file to write; the other two have its name and a word more"
     )
     options = parser.parse_args()
-    if options.output.suffix != ".png":
-        raise UserError(f"--output {options.output}: give a name that ends in .png.")
-    require_writable("--output", options.output)
+    require_png("--output", options.output)
     rows = read_rows([options.results])
     draw_speeds(rows, options.output)
     print(options.output)

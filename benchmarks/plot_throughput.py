@@ -151,15 +151,20 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
+def require_png(flag: str, path: Path) -> None:
+    """Raise a `UserError` where no PNG file of this name can be written."""
+    if path.suffix != ".png":
+        raise UserError(f"{flag} {path}: give a name that ends in .png.")
+    require_writable(flag, path)
+
+
 def main() -> int:
     """Read, draw, write."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("results", nargs="+", type=Path, help="JSON files that the benchmarks wrote")
     parser.add_argument("--output", required=True, type=Path, help="PNG file to write")
     options = parser.parse_args()
-    if options.output.suffix != ".png":
-        raise UserError(f"--output {options.output}: give a name that ends in .png.")
-    require_writable("--output", options.output)
+    require_png("--output", options.output)
     draw(read_rows(options.results), options.output)
     print(options.output)
     return 0

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import heapq
-import json
 import os
 import signal
 import statistics
@@ -40,11 +39,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.ceilings import known_ceilings
 from llm_fp8.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import write_json_atomic
+from llm_fp8.json_files import read_json, write_json_atomic
 from llm_fp8.throughput.arms import Arm
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
 from llm_fp8.throughput.table import TableRow, gemm_floor_s, read_table
-from llm_fp8.throughput.worker import STOPPED, measure_in_launch, measure_in_process, take_header
+from llm_fp8.throughput.worker import STOPPED, measure_apart, take_header
 from scripts.benchmark import EXIT_TERMINATED, print_round, summarise
 
 TABLE = Path(__file__).with_suffix(".json")
@@ -86,13 +85,13 @@ class Record:
 
     def _read(self, path: Path, retry_failed: bool) -> None:
         try:
-            record = json.loads(path.read_text())
+            record = read_json(path)
             settings, found, self._runs = record["settings"], record["rows"], record["runs"]
             for name, others in self._others.items():
                 others += [entry for entry in record[name] if entry["row"] not in self._rows]
             # Absent where no measurement has come so far as to say where it runs.
             self._header = {name: record[name] for name in ("provenance", "peaks") if name in record}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (UserError, KeyError, TypeError) as error:
             raise UserError(f"--output {path} exists and is no file of this program's; give another.") from error
         for name, value in self._settings.items():
             if settings.get(name) != value:
@@ -281,11 +280,9 @@ def measurer(warmup: int, timeout_s: float, stopped: threading.Event, another_fo
 
     def measure(row: TableRow, arm: Arm, gpus: str) -> Answer:
         started = time.perf_counter()
-        settings = (row.work.num_steps, warmup, timeout_s, {"CUDA_VISIBLE_DEVICES": gpus}, stopped, another_follows(row))
-        if row.num_gpus > 1:
-            answer = measure_in_launch(row.work.name, arm.name, row.num_gpus, *settings)
-        else:
-            answer = measure_in_process(row.work.name, arm.name, *settings)
+        what = (row.work.name, arm.name, row.num_gpus, row.work.num_steps)
+        variables = {"CUDA_VISIBLE_DEVICES": gpus}
+        answer = measure_apart(*what, warmup, timeout_s, variables, stopped, variables if another_follows(row) else None)
         return {**answer, "gpu": gpus, "taken_s": time.perf_counter() - started}
 
     return measure

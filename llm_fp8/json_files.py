@@ -2,7 +2,7 @@
 
 A file that is replaced whole (run.json, summary.json) is written beside its place and renamed over it, so that a reader sees
 the old or the new one and never half of one. JSON has no NaN or infinity; they are written as the strings "NaN", "Infinity" and
-"-Infinity", which `float()` reads back, instead of Python's bare words that other parsers refuse.
+"-Infinity" instead of Python's bare words, which other parsers refuse. `read_json` gives the floats again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 from llm_fp8.errors import UserError
 
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
 
 def _plain(value: Any) -> Any:
     """`value` with everything JSON lacks replaced: non-finite floats and paths by strings, tuples by lists."""
@@ -28,6 +30,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
+
+
+def with_floats(value: Any) -> Any:
+    """`value`, as read from JSON, with the strings that stand for NaN and infinity replaced by these floats, in lists and objects too."""
+    if isinstance(value, dict):
+        return {key: with_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [with_floats(item) for item in value]
+    return _WORDS.get(value, value) if isinstance(value, str) else value
 
 
 def json_line(record: dict[str, Any]) -> str:
@@ -56,18 +67,18 @@ def _read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object of a JSON file. Raises `UserError` for a file that cannot be read or holds something else."""
+    """The object of a JSON file, NaN and infinity as floats. Raises `UserError` for a file that cannot be read or holds something else."""
     try:
         value = json.loads(_read_text(path))
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not valid JSON ({error}); was it damaged?") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold one JSON object, and holds a {type(value).__name__}.")
-    return value
+    return {key: with_floats(item) for key, item in value.items()}
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file. Raises `UserError` with the line that is none."""
+    """The objects of a JSONL file, strings as they stand there: "Infinity" can be a problem's answer. Raises `UserError` with the line that is none."""
     records = []
     for number, line in enumerate(_read_text(path).splitlines(), start=1):
         try:

@@ -210,12 +210,24 @@ def require_fp8_gpu(device: torch.device) -> None:
         )
 
 
+def torchao_needs(device: torch.device) -> dict[str, Callable[[], None]]:
+    """What torchao's recipes need: on a GPU their kernels, on a CPU, where they are emulated, torchao alone.
+
+    Returns: by name what raises a `UserError` where it is lacking, in the order in which they are to be asked.
+    """
+    why = "--fp8_backend torchao"
+    needs: dict[str, Callable[[], None]] = {"torchao": lambda: torchao_fp8.require_torchao(why)}
+    if device.type == "cuda":
+        needs["fp8 GPU"] = lambda: require_fp8_gpu(device)
+        needs["Triton"] = lambda: torchao_fp8.require_triton(why)
+        needs["C compiler"] = lambda: torchao_fp8.require_c_compiler(why)
+    return needs
+
+
 def _resolve_torchao(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
     """torchao's recipes fall back to nothing: all of them run on every GPU with fp8, and emulated on a CPU."""
-    torchao_fp8.require_torchao("--fp8_backend torchao")
-    if device.type == "cuda":
-        require_fp8_gpu(device)
-        torchao_fp8.require_compiler("--fp8_backend torchao")
+    for require in torchao_needs(device).values():
+        require()
     scenario = torchao_fp8.DEFAULT_SCENARIO if options.fp8_scenario == "default" else options.fp8_scenario
     return PrecisionPlan(
         requested="fp8",

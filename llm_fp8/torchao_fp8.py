@@ -51,14 +51,8 @@ def require_torchao(why: str) -> None:
         raise UserError(f"{why} needs torchao, which is installed but does not load: {error}") from error
 
 
-def require_compiler(why: str) -> None:
-    """Raise a `UserError` that starts with `why` where torch.compile could not make kernels for a GPU: without Triton, or a C compiler for it."""
-    require_triton(why)
-    require_c_compiler(why)
-
-
 def require_triton(why: str) -> None:
-    """As `require_compiler`, without Triton."""
+    """Raise a `UserError` that starts with `why` where torch.compile could not make kernels for a GPU, for there is no Triton."""
     if importlib.util.find_spec("triton") is None:
         raise UserError(
             f"{why} compiles the decoder layers, which needs Triton, and it is not installed; run: pip install triton"
@@ -66,7 +60,7 @@ def require_triton(why: str) -> None:
 
 
 def require_c_compiler(why: str) -> None:
-    """As `require_compiler`, without a C compiler for Triton."""
+    """The same where Triton has no C compiler."""
     if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
         raise UserError(
             f"{why} compiles the decoder layers, for which Triton needs a C compiler, and none is found; install gcc, or name one in the variable CC."

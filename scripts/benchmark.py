@@ -42,7 +42,7 @@ from llm_fp8.throughput.arms import PRECISIONS, Arm, parse_arms
 from llm_fp8.throughput.figures import describe_gemms, speed
 from llm_fp8.throughput.options import add_measuring_options, add_resuming_option, check_measuring_options
 from llm_fp8.throughput.setups import BASELINE, RIVALS
-from llm_fp8.throughput.worker import measure_in_process, take_header
+from llm_fp8.throughput.worker import measure_apart, take_header
 
 if TYPE_CHECKING:
     from llm_fp8.throughput.workload import Workload
@@ -89,9 +89,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def summarise(work: Workload, arm: Arm, rounds: list[dict[str, Any]], num_gpus: int = 1) -> dict[str, Any]:
-    """The row of an arm from its answers (`measure_in_process`), one per round: figures over all timed steps of all rounds.
+    """The row of an arm from its answers (`measure_apart`), one per round: figures over all timed steps of all rounds.
 
-    `num_gpus`: of the launch that an answer comes from (`measure_in_launch`); its step times are those of the slowest GPU.
+    `num_gpus`: on how many the answers were measured; of several, the step times are those of the slowest GPU.
     """
     row: dict[str, Any] = {"workload": work.name, **work.to_dict(), "arm": arm.name}
     measured = [answer for answer in rounds if answer["failed"] is None]
@@ -187,8 +187,8 @@ def measure_all(
         of_arm = answers[work.name, arm.name]
         if of_arm and of_arm[-1]["failed"] is not None:
             continue  # it would fail again
-        is_last = (work, number, arm) == due[-1]
-        answer = measure_in_process(work.name, arm.name, work.num_steps, warmup, arm_timeout_s, prepare_next=not is_last)
+        following = None if (work, number, arm) == due[-1] else {}
+        answer = measure_apart(work.name, arm.name, 1, work.num_steps, warmup, arm_timeout_s, next_variables=following)
         header = take_header(answer, sys.argv)
         origin = origin or (_joined(output, earlier, header) if header else {})
         of_arm.append(answer)

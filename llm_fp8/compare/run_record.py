@@ -14,7 +14,7 @@ from typing import Any
 from llm_fp8.answers import ANSWERS_FOLDER
 from llm_fp8.compare.arms import effective_precision, requested_arm
 from llm_fp8.errors import UserError
-from llm_fp8.json_files import read_json, read_jsonl
+from llm_fp8.json_files import read_json, read_jsonl, with_floats
 from llm_fp8.medians import measured_steps
 from llm_fp8.metrics import RECORDED_STEP
 
@@ -130,13 +130,8 @@ class RunRecord:
 
 def numbers(record: dict[str, Any]) -> dict[str, float]:
     """The numeric entries of a metrics record; "NaN" and "Infinity" become floats again."""
-    plain: dict[str, float] = {}
-    for key, value in record.items():
-        if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
-            value = float(value)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            plain[key] = value
-    return plain
+    entries = with_floats(record).items()
+    return {key: value for key, value in entries if isinstance(value, (int, float)) and not isinstance(value, bool)}
 
 
 def split_records(records: list[dict[str, Any]]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:

@@ -1,4 +1,4 @@
-"""One measurement in this process: the script that `llm_fp8.throughput.worker.measure_in_process` has run.
+"""One measurement in this process: the script that `llm_fp8.throughput.worker.measure_apart` has run.
 
 python llm_fp8/throughput/alone.py WORKLOAD ARM NUM_STEPS WARMUP ANSWER.json
 """

@@ -1,12 +1,12 @@
 """Programs for measurements that have their imports and wait for a script to run, in one process or in all those of a launch.
 
-    program = take_program(environment, num_processes=4, prepare_next=True)
+    program = take_program(environment, num_processes=4, next_environment=environment)
     with program.folder as folder:                               # for what the script leaves
         program.begin(["scripts/benchmark_multi_gpu.py", "--output", f"{folder}/result.json"])
         program.process.wait()
 
-Importing takes seconds, and a launcher some more. With `prepare_next` another program does that meanwhile, and the next who asks for as many
-processes in the same environment has it; it touches no GPU before it has a script.
+Importing takes seconds, and a launcher some more. With `next_environment` another program does that meanwhile, and the next who asks for as many
+processes in that environment has it; it touches no GPU before it has a script.
 
 The standard input of a program is a pipe whose other end this process alone holds, and which torchrun leaves to all that it starts. Nothing is
 written to it: its end says that the script is named in the program's folder, or, where none is, that no more will come. So what waits ends when
@@ -79,18 +79,23 @@ _prepared: dict[str, WaitingProgram] = {}
 _lock = threading.Lock()
 
 
-def take_program(environment: Mapping[str, str], num_processes: int | None = None, prepare_next: bool = False) -> WaitingProgram:
-    """A program in this environment, prepared or new; `prepare_next` starts the one after it."""
-    key = json.dumps([num_processes, dict(environment)], sort_keys=True)
+def take_program(
+    environment: Mapping[str, str], num_processes: int | None = None, next_environment: Mapping[str, str] | None = None
+) -> WaitingProgram:
+    """A program in this environment, prepared or new; the one after it is started in `next_environment`, unless that is None."""
     with _lock:
-        program = _prepared.pop(key, None)
+        program = _prepared.pop(_key(environment, num_processes), None)
         if program is not None and program.process.poll() is not None:
             program.dismiss()  # of a launch whose launcher has died some processes may be left
             program = None
         program = program or WaitingProgram(environment, num_processes)
-        if prepare_next:
-            _prepared[key] = WaitingProgram(environment, num_processes)
+        if next_environment is not None and (key := _key(next_environment, num_processes)) not in _prepared:
+            _prepared[key] = WaitingProgram(next_environment, num_processes)
     return program
+
+
+def _key(environment: Mapping[str, str], num_processes: int | None) -> str:
+    return json.dumps([num_processes, dict(environment)], sort_keys=True)
 
 
 @atexit.register

@@ -1,10 +1,10 @@
 """One measurement in processes of its own, so that nothing of an arm outlives it: compiled code, Transformer Engine's globals, memory.
 
-    answer = measure_in_process("Llama-3.2-1B:8x1024x4", "delayed", num_steps=8, warmup=3, timeout_s=300)
-    answer = measure_in_launch("Llama-3.1-8B:8x1024x4", "fsdp_full:delayed", 4, num_steps=8, warmup=3, timeout_s=300)
+    answer = measure_apart("Llama-3.2-1B:8x1024x4", "delayed", num_gpus=1, num_steps=8, warmup=3, timeout_s=300)
+    answer = measure_apart("Llama-3.1-8B:8x1024x4", "fsdp_full:delayed", num_gpus=4, num_steps=8, warmup=3, timeout_s=300)
 
-A measurement's processes import for seconds before they touch the GPU. With `prepare_next` others do that meanwhile, and the next measurement in
-the same environment, on as many GPUs, has them (llm_fp8/throughput/waiting.py).
+A measurement's processes import for seconds before they touch the GPU. With `next_variables` others do that meanwhile, and the next measurement
+with these variables, on as many GPUs, has them (llm_fp8/throughput/waiting.py).
 
 An answer is what `llm_fp8.throughput.measure.measure` returns, its step times under step_times_s (of a launch, the row of
 scripts/benchmark_multi_gpu.py), with its `header` and "failed": None; where it was not measured, "failed" is the reason.
@@ -13,7 +13,6 @@ scripts/benchmark_multi_gpu.py), with its `header` and "failed": None; where it 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -23,9 +22,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llm_fp8.json_files import read_json
 from llm_fp8.provenance import REPOSITORY, recorded_command
 from llm_fp8.throughput.results import ENDED_IN_SILENCE
-from llm_fp8.throughput.waiting import WaitingProgram, dismiss_prepared, take_program
+from llm_fp8.throughput.waiting import dismiss_prepared, take_program
 
 ALONE = REPOSITORY / "llm_fp8" / "throughput" / "alone.py"
 SEVERAL = REPOSITORY / "scripts" / "benchmark_multi_gpu.py"
@@ -40,35 +40,7 @@ END_S = 30
 """How long a program may take to end itself."""
 
 
-def measure_in_process(
-    workload: str,
-    arm: str,
-    num_steps: int,
-    warmup: int,
-    timeout_s: float,
-    variables: Mapping[str, str | None] | None = None,
-    stopped: threading.Event | None = None,
-    prepare_next: bool = False,
-) -> dict[str, Any]:
-    """Measure `arm` on `workload` (both by name) and return the answer; raises nothing for what goes wrong over there.
-
-    `variables`: of the process's environment, in place of this one's; None takes one out. `stopped`: ends the measurement when it is set.
-    `prepare_next`: another measurement in this environment is to follow.
-    """
-    program = _take_program(None, variables, stopped, prepare_next)
-    with program.folder as folder:
-        path = Path(folder) / "answer.json"
-        program.begin([str(ALONE), workload, arm, str(num_steps), str(warmup), str(path)])
-        failed = _outcome(program.process, timeout_s, stopped)
-        if not path.exists():
-            return {"failed": failed or f"{ENDED_IN_SILENCE} (exit code 0)"}
-        answer: dict[str, Any] = json.loads(path.read_text())
-        if "step_times_s_by_rank" in answer:
-            (answer["step_times_s"],) = answer.pop("step_times_s_by_rank")
-        return answer
-
-
-def measure_in_launch(
+def measure_apart(
     workload: str,
     arm: str,
     num_gpus: int,
@@ -77,22 +49,44 @@ def measure_in_launch(
     timeout_s: float,
     variables: Mapping[str, str | None] | None = None,
     stopped: threading.Event | None = None,
-    prepare_next: bool = False,
+    next_variables: Mapping[str, str | None] | None = None,
 ) -> dict[str, Any]:
-    """The same on so many GPUs of this host, in a launch of scripts/benchmark_multi_gpu.py; the next one is to be on as many."""
-    program = _take_program(num_gpus, variables, stopped, prepare_next)
+    """Measure `arm` on `workload` (both by name) and return the answer; raises nothing for what goes wrong over there.
+
+    `num_gpus`: of this host; one is measured in a process without a launcher, several in a launch of scripts/benchmark_multi_gpu.py. `variables`: of
+    the processes' environment, in place of this one's; None takes one out. `stopped`: ends the measurement when it is set. `next_variables`:
+    those of the measurement that is to follow on as many GPUs; None where none is.
+    """
+    follows = next_variables is not None and not (stopped is not None and stopped.is_set())  # none is prepared when it is to end
+    next_environment = _environment(next_variables) if follows else None
+    program = take_program(_environment(variables), None if num_gpus == 1 else num_gpus, next_environment)
     with program.folder as folder:
-        path = Path(folder) / "result.json"
+        path = Path(folder) / "answer.json"
+        if num_gpus == 1:
+            program.begin([str(ALONE), workload, arm, str(num_steps), str(warmup), str(path)])
+            return _answer_of_process(path, _outcome(program.process, timeout_s, stopped))
         words = [str(SEVERAL), "--workloads", workload, "--arms", arm, "--steps", str(num_steps), "--warmup", str(warmup)]
         program.begin([*words, "--arm_timeout_s", str(timeout_s), "--output", str(path)])
         # The launch keeps the limit itself, with a row that says so; this one is for a launch that hangs before or after.
-        failed = _outcome(program.process, timeout_s + LAUNCH_S, stopped)
-        record = json.loads(path.read_text()) if path.exists() else {"rows": []}
-        rows = record.pop("rows")
-        if not rows:
-            return {"failed": failed or ENDED_IN_SILENCE}
-        origin = {name: record[name] for name in ("provenance", "peaks")}
-        return {"failed": None, "header": origin, **rows[0]}
+        return _answer_of_launch(path, _outcome(program.process, timeout_s + LAUNCH_S, stopped))
+
+
+def _answer_of_process(path: Path, failed: str | None) -> dict[str, Any]:
+    if not path.exists():
+        return {"failed": failed or f"{ENDED_IN_SILENCE} (exit code 0)"}
+    answer = read_json(path)
+    if "step_times_s_by_rank" in answer:
+        (answer["step_times_s"],) = answer.pop("step_times_s_by_rank")
+    return answer
+
+
+def _answer_of_launch(path: Path, failed: str | None) -> dict[str, Any]:
+    record = read_json(path) if path.exists() else {"rows": []}
+    rows = record.pop("rows")
+    if not rows:
+        return {"failed": failed or ENDED_IN_SILENCE}
+    origin = {name: record[name] for name in ("provenance", "peaks")}
+    return {"failed": None, "header": origin, **rows[0]}
 
 
 def take_header(answer: dict[str, Any], argv: list[str]) -> dict[str, Any]:
@@ -116,13 +110,6 @@ def _environment(variables: Mapping[str, str | None] | None) -> dict[str, str]:
             environment[name] = value
     environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # for every arm, as in the training scripts
     return environment
-
-
-def _take_program(
-    num_processes: int | None, variables: Mapping[str, str | None] | None, stopped: threading.Event | None, prepare_next: bool
-) -> WaitingProgram:
-    """A program for a measurement, prepared or new; none is prepared when it is to end."""
-    return take_program(_environment(variables), num_processes, prepare_next and not (stopped is not None and stopped.is_set()))
 
 
 def _outcome(process: subprocess.Popen[bytes], timeout_s: float, stopped: threading.Event | None) -> str | None:

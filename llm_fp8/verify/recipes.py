@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,23 +66,24 @@ class Lack:
 def torchao_lack(device: torch.device) -> Lack | None:
     """What torchao's recipes lack here, None where they can run: on a GPU by their kernels, on a CPU emulated. Asked as a run asks."""
     from llm_fp8.errors import UserError
-    from llm_fp8.precision import require_fp8_gpu
-    from llm_fp8.torchao_fp8 import require_c_compiler, require_torchao, require_triton
+    from llm_fp8.precision import torchao_needs
 
-    why = "--fp8_backend torchao"
-    needs: list[tuple[Callable[[], None], str]] = [(lambda: require_torchao(why), reinstall("torchao"))]
-    if device.type == "cuda":
-        needs += [
-            (lambda: require_fp8_gpu(device), TRAIN_IN_BF16),
-            (lambda: require_triton(why), f"{sys.executable} -m pip install triton"),
-            (lambda: require_c_compiler(why), "apt-get install -y gcc"),
-        ]
-    for require, mend in needs:
+    for name, require in torchao_needs(device).items():
         try:
             require()
         except UserError as error:
-            return Lack(str(error), mend)
+            return Lack(str(error), torchao_mend(name))
     return None
+
+
+def torchao_mend(need: str) -> str:
+    """The command for one of `torchao_needs`."""
+    return {
+        "torchao": reinstall("torchao"),
+        "fp8 GPU": TRAIN_IN_BF16,
+        "Triton": f"{sys.executable} -m pip install triton",
+        "C compiler": "apt-get install -y gcc",
+    }[need]
 
 
 def check(setup: Setup) -> Result:

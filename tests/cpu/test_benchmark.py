@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
+import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import te_llama
 from llm_fp8.errors import UserError
+from llm_fp8.json_files import write_json_atomic
 from llm_fp8.provenance import REPOSITORY, recorded_command
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput import rival as rival_module
@@ -23,7 +28,7 @@ from llm_fp8.throughput.figures import speed
 from llm_fp8.throughput.measure import describe_failure, measure
 from llm_fp8.throughput.setups import RIVALS, Rival
 from llm_fp8.throughput.weights import draw_weights_
-from llm_fp8.throughput.worker import measure_in_process, take_header
+from llm_fp8.throughput.worker import measure_apart, take_header
 from llm_fp8.throughput.workload import Workload
 from scripts import benchmark
 from tests.families import FAMILIES, family_config
@@ -173,8 +178,8 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
     launcher's environment stays outside and that has the variables it is given; the others, for speed, share this one."""
     started, prepares = [], []
 
-    def measured(name: str, arm: str, num_steps: int, warmup: int, timeout_s: float, prepare_next: bool):
-        prepares.append(prepare_next)
+    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, next_variables: dict | None):
+        prepares.append(next_variables)
         if arm == "hf_bf16" and not started:
             started.append(arm)
             with monkeypatch.context() as launcher:
@@ -182,7 +187,7 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
                 launcher.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
                 launcher.setenv("NVTE_FLASH_ATTN", "0")
                 variables = {"NVTE_FP8_ALLREDUCE": "1", "NVTE_FLASH_ATTN": None}
-                return measure_in_process(name, arm, num_steps, warmup, timeout_s, variables)
+                return measure_apart(name, arm, num_gpus, num_steps, warmup, timeout_s, variables)
         try:
             found = measure(Workload.parse(name, num_steps), parse_arm(arm), warmup, CPU)
         except UserError as error:
@@ -190,13 +195,13 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
         (times,) = found.pop("step_times_s_by_rank")
         return {"failed": None, **found, "step_times_s": times}
 
-    monkeypatch.setattr(benchmark, "measure_in_process", measured)
+    monkeypatch.setattr(benchmark, "measure_apart", measured)
     path = tmp_path / "folder" / "r.json"
     arms = [parse_arm(name) for name in ("bf16", "hf_bf16")]
     rows = benchmark.measure_all([Workload.parse(workload, 3)], arms, 1, 2, 100, path)
     record = json.loads(path.read_text())
     assert started == ["hf_bf16"] and record["rows"] == rows
-    assert prepares == [True, True, False], "behind the last one nothing comes"
+    assert prepares == [{}, {}, None], "behind the last one nothing comes"
     assert record["provenance"]["command"] == recorded_command(sys.argv) and "peaks" in record
     environment = record["provenance"]["environment"]
     assert environment["NVTE_FP8_ALLREDUCE"] == "1" and not {"NVTE_FLASH_ATTN", "ACCELERATE_FP8_BACKEND"} & environment.keys()
@@ -217,12 +222,45 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
     assert "Traceback" not in said
 
 
+def test_a_loss_that_is_no_number_is_gone_on_with(tmp_path, monkeypatch, capsys):
+    """The arm that diverged is compared with one that a later call measures."""
+
+    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, next_variables: dict | None):
+        loss = math.nan if arm == "accelerate_te" else 7.0
+        times = [1.0] * (num_steps - warmup)
+        return {"failed": None, "step_times_s": times, "losses": [loss, math.inf], "wall_time_s": 1.0}
+
+    monkeypatch.setattr(benchmark, "measure_apart", measured)
+    path, work = tmp_path / "r.json", Workload.parse("Llama-3.2-1B:1x16x1", 3)
+    benchmark.measure_all([work], parse_arms("accelerate_te"), 1, 1, 9, path)
+    earlier = benchmark.read_earlier(path, 3, 2)
+    diverged, finite = benchmark.measure_all([work], parse_arms(",".join(benchmark.CLAIM)), 1, 1, 9, path, earlier)
+    assert math.isnan(diverged["first_loss"]) and diverged["last_loss"] == math.inf and finite["first_loss"] == 7.0
+    benchmark.print_table([diverged, finite])
+    assert "first loss: accelerate_te nan, te_autocast 7.0000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_an_answer_whose_loss_is_no_number_has_it_as_a_float(num_gpus, monkeypatch):
+    found = {"losses": [7.0, math.nan]}
+
+    class Program:
+        folder, process = tempfile.TemporaryDirectory(), subprocess.Popen(["true"])
+
+        def begin(self, words: list[str]) -> None:
+            write_json_atomic(Path(words[-1]), {"failed": None, **found, "provenance": {}, "peaks": None, "rows": [found]})
+
+    monkeypatch.setattr("llm_fp8.throughput.worker.take_program", lambda *_: Program())
+    first, second = measure_apart("Llama-3.2-1B:1x16x1", "bf16", num_gpus, 2, 1, 9.0)["losses"]
+    assert first == 7.0 and math.isnan(second)
+
+
 def test_a_bench_goes_on_from_its_file(tmp_path, monkeypatch, capsys):
     """Rounds that are there count, what failed or was not reached is measured; other code, steps or programs' files are refused."""
     path, taken, commit = tmp_path / "r.json", [], ["a" * 40]
 
-    def measured(name: str, arm: str, num_steps: int, warmup: int, timeout_s: float, prepare_next: bool):
-        taken.append((arm, prepare_next))
+    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, next_variables: dict | None):
+        taken.append((arm, next_variables))
         git = {"commit": commit[0], "dirty": None}
         provenance = {"git": git, "packages": {}, "driver": "1", "gpus": [{"name": "H"}], "time_utc": str(len(taken))}
         header = {"provenance": provenance, "peaks": None}
@@ -231,7 +269,7 @@ def test_a_bench_goes_on_from_its_file(tmp_path, monkeypatch, capsys):
         times = [float(len(taken))] * (num_steps - warmup)
         return {"failed": None, "header": header, "step_times_s": times, "losses": [7.0, 6.0], "wall_time_s": 1.0}
 
-    monkeypatch.setattr(benchmark, "measure_in_process", measured)
+    monkeypatch.setattr(benchmark, "measure_apart", measured)
     work = Workload.parse("Llama-3.2-1B:1x16x1", 3)
 
     def measure_arms(names: str, num_rounds: int, warmup: int = 1) -> list[dict]:
@@ -244,7 +282,7 @@ def test_a_bench_goes_on_from_its_file(tmp_path, monkeypatch, capsys):
     assert rows[0]["failed_rounds"] == ["killed"] and [len(row["rounds"]) for row in rows] == [1, 2, 2]
     del taken[1:]  # the one that failed was the fourth
     rows = measure_arms("bf16", 2)
-    assert taken[1:] == [("bf16", False)], "the one that failed, and nothing else"
+    assert taken[1:] == [("bf16", None)], "the one that failed, and nothing else"
     assert [row["arm"] for row in rows] == ["delayed", "current", "bf16"], "what was not asked for stays, first"
     assert rows[-1]["rounds"][0]["step_times_s"] == [1.0, 1.0] and rows[-1]["rounds"][1]["step_times_s"] == [2.0, 2.0]
     record = json.loads(path.read_text())
@@ -270,12 +308,12 @@ def test_a_bench_goes_on_from_its_file(tmp_path, monkeypatch, capsys):
 def test_a_measurement_that_hangs_or_is_killed_is_ended(workload, started_processes, monkeypatch):
     folder = workload.partition(":")[0]
     started = time.monotonic()
-    answer = measure_in_process(f"{folder}:1x16x1000000", "hf_bf16", 2, 1, timeout_s=1)
+    answer = measure_apart(f"{folder}:1x16x1000000", "hf_bf16", 1, 2, 1, timeout_s=1)
     assert answer == {"failed": "took longer than 1 s"} and time.monotonic() - started < 5
     (process,) = started_processes
     assert process.returncode is not None
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    answer = measure_in_process(workload, "hf_bf16", 2, 1, timeout_s=60)
+    answer = measure_apart(workload, "hf_bf16", 1, 2, 1, timeout_s=60)
     assert answer["failed"].startswith("a process ended without saying why") and "(exit code 1)" in answer["failed"]
 
 

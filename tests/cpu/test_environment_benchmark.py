@@ -14,6 +14,7 @@ from llm_fp8.environment import RULES
 from llm_fp8.errors import UserError
 from llm_fp8.provenance import recorded_command
 from llm_fp8.throughput.arms import parse_arm
+from llm_fp8.throughput.worker import measure_apart
 from llm_fp8.throughput.workload import Workload
 from tests.cpu.test_environment import documented
 
@@ -24,10 +25,11 @@ STEP_S = {"CUDA_LAUNCH_BLOCKING": 2.0, "NVTE_FP8_ALLREDUCE": 1.0}
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
     """A run of the bench with a measurement that is slower under one of the variables; the calls, the rows and the file."""
-    calls = []
+    calls, following = [], []
 
-    def measure(workload, arm, num_steps, warmup, timeout_s, variables):
+    def measure(workload, arm, num_gpus, num_steps, warmup, timeout_s, variables, next_variables):
         calls.append(dict(variables))
+        following.append(next_variables)
         active = [name for name, value in variables.items() if value is not None]
         if "NVTE_FUSED_ATTN" in active:
             return {"failed": "RuntimeError: no attention"}
@@ -43,9 +45,11 @@ def measured(tmp_path, monkeypatch):
             "gemm_kernels": {},
         }
 
+    monkeypatch.setattr(bench, "measure_apart", measure)
     settings = ["NVTE_FP8_ALLREDUCE=1", "CUDA_LAUNCH_BLOCKING=1", "NVTE_FUSED_ATTN=0"]
     path = tmp_path / "folder" / "r.json"
-    rows = bench.measure_all(WORK, parse_arm("delayed"), settings, 2, 2, 100, path, measure)
+    rows = bench.measure_all(WORK, parse_arm("delayed"), settings, 2, 2, 100, path)
+    assert following == [*calls[1:], None], "each is told what comes next"
     return calls, {row["setting"]: row for row in rows}, json.loads(path.read_text())
 
 
@@ -126,14 +130,15 @@ def test_a_launch_has_the_variables_of_its_setting(tmp_path, tiny_architecture, 
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     found = []
 
-    def measure(*arguments):
-        answer = bench.measurer(2)(*arguments)
+    def measure(*arguments, **options):
+        answer = measure_apart(*arguments, **options)
         found.append(answer["header"]["provenance"]["environment"])
         return answer
 
+    monkeypatch.setattr(bench, "measure_apart", measure)
     work, arm = Workload.parse(f"{tiny_architecture}:2x32x2", 3), parse_arm("fsdp_full:bf16:swap")
     settings, path = ["NCCL_P2P_DISABLE=0 TORCH_DISTRIBUTED_DEBUG=DETAIL"], tmp_path / "r.json"
-    none, set_ = bench.measure_all(work, arm, settings, 1, 1, 120.0, path, measure, 2)
+    none, set_ = bench.measure_all(work, arm, settings, 1, 1, 120.0, path, 2)
     names = ("NCCL_P2P_DISABLE", "TORCH_DISTRIBUTED_DEBUG", "NCCL_NVLS_ENABLE")
     assert [[environment.get(name) for name in names] for environment in found] == [[None, None, "0"], ["0", "DETAIL", "0"]]
     for row in (none, set_):

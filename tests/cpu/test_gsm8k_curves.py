@@ -80,7 +80,7 @@ def test_the_recorded_file_can_be_gone_on_from():
     parser = make_parser()
     words = ["--data", "gsm8k_train.jsonl", "--output", str(path), "--epochs", "3"]
     runs, provenance = finished_runs(parser.parse_args(words), parser)
-    assert len(runs) == 12 and len(provenance[-1]["git"]["commit"]) == 40
+    assert len(runs) == 18 and len(provenance[-1]["git"]["commit"]) == 40
 
 
 @pytest.mark.parametrize(

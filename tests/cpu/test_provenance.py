@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llm_fp8.config import Config
-from llm_fp8.json_files import json_line, write_json_atomic
+from llm_fp8.json_files import json_line, read_json, read_jsonl, with_floats, write_json_atomic
 from llm_fp8.provenance import REPOSITORY, collect_provenance, git_state, package_version, relevant_environment, run_record
 
 
@@ -125,4 +125,17 @@ def test_json_has_no_bare_nan() -> None:
     line = json_line({"a": math.nan, "b": [math.inf, -math.inf], "c": Path("x") / "y", "d": (1, 2)})
     read = json.loads(line, parse_constant=lambda word: pytest.fail(f"bare {word} in JSON"))
     assert read == {"a": "NaN", "b": ["Infinity", "-Infinity"], "c": "x/y", "d": [1, 2]}
-    assert math.isnan(float(read["a"])) and float(read["b"][1]) == -math.inf
+    again = with_floats(read)
+    assert math.isnan(again["a"]) and again["b"] == [math.inf, -math.inf] and again["c"] == "x/y"
+
+
+def test_what_is_not_finite_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    write_json_atomic(path, {"rows": [{"losses": [7.0, math.nan], "last_loss": math.inf}], "name": "NaN or not"})
+    read = read_json(path)
+    (row,) = read["rows"]
+    assert (
+        row["losses"][0] == 7.0 and math.isnan(row["losses"][1]) and row["last_loss"] == math.inf and read["name"] == "NaN or not"
+    )
+    path.write_text(json_line({"expected_answer": "Infinity"}))
+    assert read_jsonl(path) == [{"expected_answer": "Infinity"}], "rows of data are text"

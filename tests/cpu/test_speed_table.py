@@ -28,7 +28,7 @@ from llm_fp8.ranks import LaunchRanks
 from llm_fp8.swap import take_census
 from llm_fp8.throughput.measure import header, measure
 from llm_fp8.throughput.table import gemm_floor_s, read_table
-from llm_fp8.throughput.worker import STOPPED, measure_in_launch, measure_in_process
+from llm_fp8.throughput.worker import STOPPED, measure_apart
 from tests.processes import wait_for_the_end_of_processes_with
 from tests.scripts_as_main import run_as_main
 from tests.small import tiny_config
@@ -535,16 +535,16 @@ def test_a_measurement_is_ended_from_outside(tiny_architecture, started_processe
     stopped, mark = threading.Event(), {"WHOSE": tiny_architecture}
     threading.Timer(1.0, stopped.set).start()
     started = time.monotonic()
-    ended = measure_in_process(f"{tiny_architecture}:1x16x1000000", "hf_bf16", 2, 1, 300, mark, stopped, prepare_next=True)
+    ended = measure_apart(f"{tiny_architecture}:1x16x1000000", "hf_bf16", 1, 2, 1, 300, mark, stopped, mark)
     assert ended == {"failed": STOPPED} and len(started_processes) == 2
     stopped.clear()
     threading.Timer(8.0, stopped.set).start()  # when its two processes are there
     work = f"{tiny_architecture}:1x17x1000000"
-    assert measure_in_launch(work, "ddp:hf_bf16", 2, 2, 1, 300, mark, stopped, prepare_next=True) == {"failed": STOPPED}
+    assert measure_apart(work, "ddp:hf_bf16", 2, 2, 1, 300, mark, stopped, mark) == {"failed": STOPPED}
     assert time.monotonic() - started < 60
     assert len(started_processes) == 4 and all(process.returncode is not None for process in started_processes)
     wait_for_the_end_of_processes_with("WHOSE", tiny_architecture)
-    assert measure_in_launch(work, "ddp:hf_bf16", 2, 2, 1, 300, mark, stopped, prepare_next=True) == {"failed": STOPPED}
+    assert measure_apart(work, "ddp:hf_bf16", 2, 2, 1, 300, mark, stopped, mark) == {"failed": STOPPED}
     assert len(started_processes) == 5, "for a measurement that is to end at once no other is prepared"
     wait_for_the_end_of_processes_with("WHOSE", tiny_architecture)
 
@@ -553,12 +553,11 @@ def test_the_next_measurement_is_prepared_where_one_follows_on_as_many_gpus(tmp_
     table = write_table(tmp_path, ROW, of_gpus(2, "a"), of_gpus(2, "b"), of_gpus(4, "x4"))
     rows, asked = read_table(table, 3), []
 
-    def launched(workload, arm, num_gpus, num_steps, warmup, timeout_s, variables, stopped, prepare_next):
-        asked.append((num_gpus, prepare_next))
+    def launched(workload, arm, num_gpus, num_steps, warmup, timeout_s, variables, stopped, next_variables):
+        asked.append((num_gpus, next_variables == variables))
         return {"failed": "out of memory"} if num_gpus == 4 else made_up(1.0)
 
-    monkeypatch.setattr(speed_table, "measure_in_launch", launched)
-    monkeypatch.setattr(speed_table, "measure_in_process", lambda work, arm, *others: launched(work, arm, 1, *others))
+    monkeypatch.setattr(speed_table, "measure_apart", launched)
     record, turns = Record(None, rows, SETTINGS), Turns(2)
     measure = measurer(1, 9.0, threading.Event(), lambda row: speed_table.another_follows(row, rows, record, turns))
     measure_table(rows, record, turns, measure, Limit(0.0), list("0123"))

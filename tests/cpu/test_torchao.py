@@ -447,16 +447,15 @@ def test_a_missing_package_is_named(monkeypatch, tiny_model, rows, tmp_path):
 def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setenv("CC", "a-compiler-that-is-not-here")
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     with pytest.raises(
         UserError, match="Triton needs a C compiler, and none is found; install gcc, or name one in the variable CC"
     ):
-        torchao_fp8.require_compiler("--fp8_backend torchao")
+        torchao_fp8.require_c_compiler("--fp8_backend torchao")
     monkeypatch.setenv("CC", sys.executable)
-    torchao_fp8.require_compiler("--fp8_backend torchao")
+    torchao_fp8.require_c_compiler("--fp8_backend torchao")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs Triton, and it is not installed; run: pip install triton"):
-        torchao_fp8.require_compiler("--fp8_backend torchao")
+        torchao_fp8.require_triton("--fp8_backend torchao")
 
 
 def test_fp8_that_cannot_run_is_an_error_and_never_another_precision(tiny_model, rows, tmp_path):

@@ -23,8 +23,10 @@ import torch
 from rich.console import Console
 
 from llm_fp8.ceilings import Ceilings, KnownCeilings
+from llm_fp8.config import PrecisionConfig
 from llm_fp8.errors import UserError
 from llm_fp8.flash_attention_package import INSTALL
+from llm_fp8.precision import resolve_precision, torchao_needs
 from llm_fp8.programs import torchrun
 from llm_fp8.verify import (
     attention,
@@ -54,6 +56,7 @@ from llm_fp8.verify.runner import Row, is_hanging, run_checks
 from llm_fp8.verify.setup import Setup
 
 ROOT = Path(__file__).resolve().parents[2]
+TORCHAO = PrecisionConfig(mixed_precision="fp8", fp8_backend="torchao")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 
 
@@ -473,6 +476,19 @@ def test_what_torchao_lacks_is_a_warning_with_its_mend(missing, capability, reas
     result = torchao_steps.check(setup)
     assert result.status == "warning" and reason in result.summary and len(result.mends) == 1 and mend in result.mends[0]
     assert probe.killed
+    with pytest.raises(UserError) as refused:
+        resolve_precision(TORCHAO, setup.device)
+    assert str(refused.value) == result.summary, "as a run says it"
+
+
+def test_where_torchao_lacks_nothing_a_run_on_a_gpu_is_not_emulated(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: find_spec(name) or name)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", of_capability(8, 9))
+    device = torch.device("cuda", 0)
+    assert recipes.torchao_lack(device) is None and not resolve_precision(TORCHAO, device).emulated
+    assert set(torchao_needs(torch.device("cpu"))) == {"torchao"} and all(map(recipes.torchao_mend, torchao_needs(device)))
 
 
 @without_gpu

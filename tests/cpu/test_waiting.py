@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llm_fp8.throughput.waiting import dismiss_prepared, take_program
-from llm_fp8.throughput.worker import measure_in_launch, measure_in_process
+from llm_fp8.throughput.worker import measure_apart
 from tests.processes import processes_with, wait_for_the_end_of_processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,11 +42,11 @@ def ranks_of_launch(mark: dict[str, str], number: int) -> set[int]:
 def test_the_next_measurement_finds_a_process_that_has_its_imports(tiny_architecture, started_processes):
     """In the same environment; one in another has a process of its own."""
     workload = f"{tiny_architecture}:2x32x2"
-    first = measure_in_process(workload, "bf16", 2, 1, timeout_s=100, prepare_next=True)
+    first = measure_apart(workload, "bf16", 1, 2, 1, timeout_s=100, next_variables={})
     _, prepared = started_processes
-    other = measure_in_process(workload, "bf16", 2, 1, timeout_s=0.01, variables={"NVTE_FLASH_ATTN": "0"})
+    other = measure_apart(workload, "bf16", 1, 2, 1, timeout_s=0.01, variables={"NVTE_FLASH_ATTN": "0"})
     assert other["failed"] == "took longer than 0.01 s" and prepared.poll() is None and len(started_processes) == 3
-    second = measure_in_process(workload, "bf16", 2, 1, timeout_s=100)
+    second = measure_apart(workload, "bf16", 1, 2, 1, timeout_s=100)
     assert prepared.returncode == 0 and len(started_processes) == 3
     assert first["failed"] == second["failed"] and "--use_te needs an NVIDIA GPU" in first["failed"]
 
@@ -54,7 +54,7 @@ def test_the_next_measurement_finds_a_process_that_has_its_imports(tiny_architec
 def test_the_next_launch_has_its_processes_and_their_imports(tiny_architecture, started_processes, mark):
     """On as many GPUs in the same environment; others have launches of their own."""
     asked = (f"{tiny_architecture}:2x32x2", "ddp:bf16:swap", 2, 3, 1)
-    first = measure_in_launch(*asked, timeout_s=100, variables=mark, prepare_next=True)
+    first = measure_apart(*asked, timeout_s=100, variables=mark, next_variables=mark)
     launch, prepared = started_processes
     assert launch.returncode == 0 and prepared.poll() is None
     ranks = ranks_of_launch(mark, 2)
@@ -63,17 +63,28 @@ def test_the_next_launch_has_its_processes_and_their_imports(tiny_architecture, 
         other.dismiss()
         assert other.process is not prepared
     assert len(started_processes) == 5 and prepared.poll() is None and ranks_of_launch(mark, 2) == ranks
-    second = measure_in_launch(*asked, timeout_s=100, variables=mark)
+    second = measure_apart(*asked, timeout_s=100, variables=mark)
     assert len(started_processes) == 5 and prepared.returncode == 0
     assert first["failed"] is None and second["losses"] == pytest.approx(first["losses"]) and len(second["step_times_s"]) == 2
     assert second.keys() == first.keys() and second["header"].keys() == first["header"].keys()
+
+
+def test_the_next_program_can_be_of_another_environment(started_processes, mark):
+    """As of settings that take turns: each is prepared during the one before it, and none twice."""
+    here, there = dict(os.environ), {**os.environ, **mark}
+    first, second, third = take_program(here, None, there), take_program(there, None, here), take_program(here, None, here)
+    assert [program.process for program in (first, second, third)] == started_processes[:3] and len(started_processes) == 4
+    take_program(there, None, here).dismiss()
+    assert len(started_processes) == 5, "what is asked for next waits already"
+    for program in (first, second, third):
+        program.dismiss()
 
 
 @pytest.mark.parametrize("num_processes", [None, 2])
 def test_in_place_of_a_prepared_program_that_died_there_is_a_new_one(num_processes, started_processes, mark):
     """Nor does what a dead launcher has left wait on."""
     environment = {**os.environ, **mark}
-    take_program(environment, num_processes, prepare_next=True).dismiss()
+    take_program(environment, num_processes, environment).dismiss()
     _, prepared = started_processes
     if num_processes is not None:
         ranks_of_launch(mark, num_processes)
@@ -88,7 +99,7 @@ def test_in_place_of_a_prepared_program_that_died_there_is_a_new_one(num_process
 ASKS = """
 import os, sys
 from llm_fp8.throughput.waiting import take_program
-take_program(dict(os.environ), int(sys.argv[1]) or None, prepare_next=True).dismiss()
+take_program(os.environ, int(sys.argv[1]) or None, os.environ).dismiss()
 from llm_fp8.throughput import waiting
 (program,) = waiting._prepared.values()
 print(program.process.pid, program.folder.name, flush=True)

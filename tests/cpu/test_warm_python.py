@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from tests.warm_python import warm_python_in
+
 SAYS = (
     "import os, sys; print(sys.argv[1:], os.getcwd(), os.environ['SAID'], sys.stdin.read(), 'torch' in sys.modules); sys.exit(7)"
 )
@@ -34,3 +36,9 @@ def test_a_signal_ends_the_process_too(warm_python, number):
         assert program.wait(30) == -number
         assert select.select([process], [], [], 30)[0], "the process still runs"
         os.close(process)
+
+
+def test_where_processes_cannot_be_forked_it_is_the_real_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.warm_python.can_fork", lambda: False)
+    with warm_python_in(tmp_path) as python:
+        assert python == sys.executable
