@@ -39,6 +39,7 @@ MODES = [
     (3, "fsdp_full", 2, 3, []),
     (4, "fsdp_full", 1, 4, []),
     (4, "fsdp_hybrid", 2, 2, ["--hybrid_shard_size=2"]),
+    (8, "fsdp_hybrid", 1, 2, ["--hybrid_shard_size=4"]),
     (8, "fsdp_full", 1, 2, []),
     (4, "ddp", 2, 2, []),
     (8, "ddp", 1, 2, []),
