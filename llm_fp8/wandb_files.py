@@ -122,12 +122,12 @@ def offline_runs(folder: Path) -> tuple[list[WandbRun], list[str]]:
     Raises `UserError` where the folder is missing or holds none.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; give an output folder, or one that holds several.")
+        raise UserError(f"--offline {folder} is not a folder; give an output folder, or one that holds several.")
     # 'offline-run-*' are those that W&B has not got yet; 'run-*' were sent while they ran.
     files = sorted(folder.rglob("offline-run-*/run-*.wandb"))
     if not files:
         raise UserError(
-            f"{folder} holds no offline W&B run; such a run is made with --use_wandb and WANDB_MODE=offline in the environment."
+            f"--offline {folder} holds no offline W&B run; such a run is made with --use_wandb and WANDB_MODE=offline in the environment."
         )
     runs, unreadable = [], []
     for file in files:

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import read_json, write_json_atomic
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import PRECISIONS, Arm, parse_arms
@@ -322,10 +322,10 @@ def measure_and_print(options: argparse.Namespace, arms: list[Arm]) -> list[dict
 
 
 def main() -> int:
-    """Run every arm of every workload; print a table; write the JSON."""
+    """Run every arm of every workload; print a table; write the JSON. The exit code is 1 where no arm could be measured."""
     options = parse(sys.argv[1:])
-    measure_and_print(options, parse_arms(options.arms))
-    return 0
+    rows = measure_and_print(options, parse_arms(options.arms))
+    return EXIT_FAILED_CHECK if all("failed" in row for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def trained(
     options: argparse.Namespace, folder: Path, console: Console
 ) -> tuple[list[RunRecord], list[Failure], list[tuple[str, str]]]:
     """Run the arms; the records of those that finished, the failures, and the pairs that shared hardware."""
-    arms, num_gpus = parse_arms(options.arms or "bf16,fp8"), options.num_gpus or 1
+    arms, num_gpus = parse_arms("bf16,fp8" if options.arms is None else options.arms), options.num_gpus or 1
     plan = plan_runs(options.train, arms, range(1, (options.seeds or 3) + 1), num_gpus, folder)
     slots = make_slots(usable_gpus(options.gpus), num_gpus, options.parallel or 1, options.share_gpus)
     with named_if_unwritable(folder):
@@ -154,7 +154,7 @@ def main() -> int:
         folder = Path(options.output or "comparison")
         records = [read_run_folder(Path(run)) for run in options.runs or []] + [read_wandb(run) for run in options.wandb or []]
         failures, overlaps = [], []
-    order = parse_arms(options.arms) if options.arms else list(ARMS)
+    order = list(ARMS) if options.arms is None else parse_arms(options.arms)
     if not records:
         console.print("every run failed, so there is nothing to compare", highlight=False)
         return EXIT_RUN_FAILED

@@ -10,9 +10,9 @@ options; 3 without a GPU, where only what needs none is said.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+from argparse import SUPPRESS
 from pathlib import Path
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as in train_fp8.py
@@ -20,13 +20,13 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.config import parse_config
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import require_writable, write_json_atomic
 
 
-def own_parser() -> argparse.ArgumentParser:
+def own_parser() -> OneSentenceParser:
     """The options that train_fp8.py has not."""
-    parser = argparse.ArgumentParser(prog="diagnose_fp8.py", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser = OneSentenceParser(prog="diagnose_fp8.py", add_help=False, allow_abbrev=False, usage=SUPPRESS)
     group = parser.add_argument_group("options of the diagnosis")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this JSON file")
     group.add_argument(
@@ -54,6 +54,8 @@ def main() -> int:
     for flag, path in (("--json", own.json), ("--trace", own.trace)):
         if path is not None:
             require_writable(flag, path)
+    if own.json is not None and own.trace is not None and own.json.resolve() == own.trace.resolve():
+        raise UserError(f"--json and --trace both name {own.json}; give each a file of its own.")
 
     from rich.console import Console  # after the parser: --help and mistakes answer without loading the rest
 
@@ -66,6 +68,8 @@ def main() -> int:
     if own.json is not None:
         write_json_atomic(own.json, found.to_dict())
         print(f"findings in {own.json}")
+    if own.trace is not None:
+        print(f"trace in {own.trace}" if found.has_gpu else f"no trace in {own.trace}: without a GPU no step is recorded")
     return found.exit_code
 
 

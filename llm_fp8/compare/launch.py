@@ -78,17 +78,22 @@ class Slot:
     gpus: tuple[str, ...]
 
 
+def train_words(train: str) -> list[str]:
+    """The words of the options in quotes. Raises `UserError` where a quote in them is left open."""
+    try:
+        return shlex.split(train)
+    except ValueError as error:
+        raise UserError(f"--train: {error}; quote the options as a shell would need them.") from error
+
+
 def default_folder(train: str, num_gpus: int) -> Path:
     """Where a comparison goes that was given no folder: the same for the same options, so that repeating the command continues it."""
-    return Path("runs") / f"compare-{hashlib.sha256(f'{shlex.split(train)} {num_gpus}'.encode()).hexdigest()[:10]}"
+    return Path("runs") / f"compare-{hashlib.sha256(f'{train_words(train)} {num_gpus}'.encode()).hexdigest()[:10]}"
 
 
 def plan_runs(train: str, arms: Sequence[str], seeds: Sequence[int], num_gpus: int, folder: Path) -> Plan:
     """The runs of the comparison, seed by seed. Raises `UserError` for options that no arm could run with or that are set here."""
-    try:
-        words = shlex.split(train)
-    except ValueError as error:
-        raise UserError(f"--train: {error}; quote the options as a shell would need them.") from error
+    words = train_words(train)
     given = {match[1] for word in words if (match := re.match(r"--(\w+)", word))}
     if taken := [name for name in _SET_HERE if name in given]:
         raise UserError(f"--train: --{taken[0]} is set by the comparison itself (--arms, --seeds, --output); leave it out.")
@@ -119,7 +124,7 @@ def _checked(words: list[str], num_gpus: int) -> Config:
 def claim_folder(plan: Plan) -> None:
     """Make the folder of `plan`, or check that it is of the same training. Raises `UserError` where it holds another comparison."""
     path = plan.folder / PLAN_FILE
-    shared = {"train": shlex.split(plan.train), "num_gpus": plan.num_gpus}
+    shared = {"train": train_words(plan.train), "num_gpus": plan.num_gpus}
     if path.is_file():
         if read_json(path) != shared:
             raise UserError(

@@ -59,6 +59,13 @@ def gather(setup: Setup) -> GpuFacts:
     )
 
 
+def _of_the_commonest_kind(facts: GpuFacts) -> list[str]:
+    """The GPUs of the name that most have, as CUDA_VISIBLE_DEVICES takes them: torch counts through those that it names already."""
+    kind = max(facts.names, key=facts.names.count)
+    known = facts.visible_devices.split(",") if facts.visible_devices else [str(number) for number in range(len(facts.names))]
+    return [number.strip() for number, name in zip(known, facts.names, strict=False) if name == kind]
+
+
 def judge(facts: GpuFacts) -> Result:
     """No GPU at all is nothing wrong; one that torch cannot use is."""
     problems = Problems()
@@ -67,7 +74,7 @@ def judge(facts: GpuFacts) -> Result:
         if len(set(facts.names)) > 1:
             problems.warn(
                 f"the GPUs differ ({', '.join(sorted(set(facts.names)))}), and a run on all goes at the slowest one's pace",
-                "export CUDA_VISIBLE_DEVICES=...   # the numbers of GPUs of one kind, see nvidia-smi -L",
+                f"export CUDA_VISIBLE_DEVICES={','.join(_of_the_commonest_kind(facts))}",
             )
         major, minor = facts.capabilities[0]
         summary = (

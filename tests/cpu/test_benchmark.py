@@ -375,6 +375,13 @@ def test_what_belongs_to_several_gpus_is_refused():
         parse_arm("fsdp_full:delayed").check(Workload.parse("Llama-3.2-1B:1x16x1", 1), LaunchRanks())
 
 
+@pytest.mark.parametrize(("rows", "code"), [([{"failed": "no"}, {"tokens_per_s": 1.0}], 0), ([{"failed": "no"}] * 2, 1)])
+def test_the_exit_code_says_whether_anything_was_measured(rows, code, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["scripts/benchmark.py"])
+    monkeypatch.setattr(benchmark, "measure_and_print", lambda *_: rows)
+    assert benchmark.main() == code
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
 def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
     def said(*options: str) -> str:

@@ -56,8 +56,11 @@ def test_without_a_gpu_it_says_what_it_can_and_exits_3(tmp_path, tiny_model):
         1,
         "--json",
         path,
+        "--trace",
+        path.with_name("trace.json"),
     )
     assert done.returncode == 3, done.stderr
+    assert "without a GPU no step is recorded" in done.stdout and not path.with_name("trace.json").exists()
     assert (
         "none is found" in done.stdout
         and "output head" in done.stdout
@@ -74,6 +77,8 @@ def test_without_a_gpu_it_says_what_it_can_and_exits_3(tmp_path, tiny_model):
     ("options", "environ", "said"),
     [
         (["--warmup_steps", "0"], {}, "--warmup_steps must be at least 1"),
+        (["--warmup_steps", "x"], {}, "error: argument --warmup_steps: invalid int value: 'x'; 'diagnose_fp8.py --help'"),
+        (["--json", "one.json", "--trace", "./one.json"], {}, "--json and --trace both name one.json"),
         ([], {"WORLD_SIZE": "2"}, "the launcher started 2"),
         (["--json", "/"], {}, "--json /"),
         (["--trace", "/proc/none/trace.json"], {}, "--trace /proc/none/trace.json"),

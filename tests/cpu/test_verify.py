@@ -302,6 +302,19 @@ def test_gpu(facts, status, word):
     assert (result.status, word in result.summary) == (status, True), result
 
 
+@pytest.mark.parametrize(("visible", "given"), [(None, "0,2"), ("3,5, 7", "3,7")])
+def test_gpus_that_differ_are_left_out_by_number(visible, given):
+    facts = dataclasses.replace(
+        H200,
+        names=("NVIDIA H200", "NVIDIA A100", "NVIDIA H200"),
+        capabilities=((9, 0), (8, 0), (9, 0)),
+        memory_gib=(139.8, 79.3, 139.8),
+        visible_devices=visible,
+    )
+    result = gpu.judge(facts)
+    assert result.status == "warning" and result.mends == (f"export CUDA_VISIBLE_DEVICES={given}",)
+
+
 # --- environment, folder, tracking, data --------------------------------------------------------------------------------
 
 
