@@ -191,6 +191,11 @@ def test_curves():
         "(by {:.3f}, {:.3f} and {:.3f})".format(*(ours - bf16 for ours, bf16 in all_ways)),
     ):
         assert told in text
+    heads = ("bf16", "delayed", "delayed_fp8head", "delayed_fp8head_all")
+    *seeds, mean = documented_table("docs/numerics.md", "| seed | bf16 | `none` |")
+    losses = zip(*(arms[arm]["losses"] for arm in heads), strict=True)
+    assert seeds == [[str(seed), *(f"{loss:.3f}" for loss in of_seed)] for seed, of_seed in enumerate(losses, start=1)]
+    assert mean[2:] == [gaps[arm] for arm in heads[1:]]
     for run in record["runs"]:
         assert 50e6 <= run["num_parameters"] <= 100e6
         assert (run["fp8_linear_flop_share"] > 0.9) == (run["arm"] != "bf16")
