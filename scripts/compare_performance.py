@@ -48,7 +48,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--train", metavar="OPTIONS", help="train: options of the training script that all runs share, in quotes")
     parser.add_argument("--runs", nargs="+", metavar="FOLDER", help="read the output folders of finished runs")
     parser.add_argument(
-        "--wandb", nargs="+", metavar="RUN", help="read W&B runs: ENTITY/PROJECT/RUNID, or a wandb/offline-run-* folder"
+        "--wandb",
+        nargs="+",
+        metavar="RUN",
+        help="read W&B runs: ENTITY/PROJECT/RUNID, a wandb/offline-run-* folder, or the RUNID of one below this folder",
     )
     parser.add_argument("--arms", help=f"with --train: comma-separated, of {', '.join(ARMS)} (default: bf16,fp8)")
     parser.add_argument("--seeds", type=int, help="with --train: runs of each arm, with seeds 1, 2, ... (default: 3)")

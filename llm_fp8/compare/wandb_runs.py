@@ -15,19 +15,25 @@ from llm_fp8.wandb_files import read_wandb_file
 
 _FLAG = "--wandb"
 _SERVER_PATH = re.compile(r"[^/\s]+/[^/\s]+/[^/\s]+")
+_RUN_ID = re.compile(r"[\w-]+")
+_KEPT_IN = ("wandb", "runs/*/wandb", "runs/*/runs/*/wandb")
+"""Where W&B keeps runs on this machine, below the working directory: its own default, and the output folders of runs and comparisons."""
 _OPTION_SECTIONS = ("model", "precision", "data", "optim", "run", "lora", "parallel")
 
 
 def read_wandb(text: str, api: Any = None) -> RunRecord:
-    """The record of a finished run: `text` is a folder with a .wandb file where there is one of that name, else ENTITY/PROJECT/RUNID.
+    """The record of a finished run: `text` is a folder with a .wandb file where there is one of that name, else ENTITY/PROJECT/RUNID, or RUNID alone.
 
-    `api` is a `wandb.Api`; by default a new one, with the login of this machine. Raises `UserError` where there is no such run.
+    The last is of a run that W&B kept on this machine, in one of the folders `_KEPT_IN`. `api` is a `wandb.Api`; by default a new one, with the login
+    of this machine. Raises `UserError` where there is no such run.
     """
     folder = Path(text)
     if not folder.exists() and _SERVER_PATH.fullmatch(text):
         return _read_server_run(text, api)
+    if not folder.exists() and _RUN_ID.fullmatch(text):
+        folder = _folder_of(text)
     if not folder.is_dir():
-        raise UserError(f"{_FLAG} {text}: no such folder; give a wandb/offline-run-* folder, or ENTITY/PROJECT/RUNID.")
+        raise UserError(f"{_FLAG} {text}: no such folder; give a wandb/offline-run-* folder, ENTITY/PROJECT/RUNID, or RUNID.")
     files = sorted(folder.glob("*.wandb"))
     if len(files) != 1:
         raise UserError(
@@ -39,6 +45,20 @@ def read_wandb(text: str, api: Any = None) -> RunRecord:
         how = "is still running or was killed" if run.exit_code is None else f"ended with exit code {run.exit_code}"
         raise UserError(f"{_FLAG} {text}: the run {how}; give a run that finished.")
     return _record(text, run.config, run.history, run.logged_summary)
+
+
+def _folder_of(run_id: str) -> Path:
+    """The folder in which W&B keeps the run of this id on this machine."""
+    # W&B names them offline-run-TIME-ID, or run-TIME-ID if it sent the run.
+    found = sorted({folder for kept_in in _KEPT_IN for folder in Path().glob(f"{kept_in}/*run-*-{run_id}") if folder.is_dir()})
+    if len(found) != 1:
+        told = (
+            f"several W&B runs of that id are here ({', '.join(map(str, found))})" if found else "no W&B run of that id is here"
+        )
+        raise UserError(
+            f"{_FLAG} {run_id}: {told}, in {', '.join(_KEPT_IN)}; give its wandb/offline-run-* folder, or ENTITY/PROJECT/RUNID."
+        )
+    return found[0]
 
 
 def _read_server_run(path: str, api: Any) -> RunRecord:

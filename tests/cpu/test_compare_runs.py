@@ -135,7 +135,7 @@ def offline_folder(run: Path) -> Path:
     return folder
 
 
-def test_an_offline_wandb_run_tells_what_the_folder_tells(trained):
+def test_an_offline_wandb_run_tells_what_the_folder_tells(trained, monkeypatch):
     for name in ("bf16-seed1", "no-seed2"):
         folder = read_run_folder(trained / "runs" / name)
         kept = read_wandb(str(offline_folder(trained / "runs" / name)))
@@ -143,6 +143,10 @@ def test_an_offline_wandb_run_tells_what_the_folder_tells(trained):
         assert (kept.arm, kept.seed, kept.effective_name) == (folder.arm, folder.seed, folder.effective_name)
         assert kept.config == folder.config and kept.data == folder.data and kept.model == folder.model
         assert kept.exact_match == folder.exact_match and not kept.answers, "the answers stay in the folder"
+    # The id of a run is enough where its folder lies below this one.
+    monkeypatch.chdir(trained)
+    named = offline_folder(Path("runs") / NAMES[0])
+    assert read_wandb(named.name.rpartition("-")[2]).steps == read_wandb(str(named)).steps
     both = compare([read_wandb(str(offline_folder(trained / "runs" / name))) for name in NAMES])
     whole = compare([read_run_folder(trained / "runs" / name) for name in NAMES])
     assert both.arms[1].speedup == whole.arms[1].speedup and both.arms[1].loss_gap == whole.arms[1].loss_gap
