@@ -21,7 +21,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from llm_fp8.errors import OneSentenceParser
-from llm_fp8.json_files import read_jsonl, write_json_atomic
+from llm_fp8.json_files import read_metrics, write_json_atomic
 from llm_fp8.models import EMBEDDED_MODEL
 from llm_fp8.provenance import collect_provenance
 
@@ -50,7 +50,7 @@ def losses(model: Path, precision: str, folder: Path) -> list[float]:
         f"--learning_rate={LEARNING_RATE}", f"--max_steps={NUM_STEPS}", "--validation_fraction=0", "--no_export", f"--output_dir={folder}",
     ]  # fmt: skip
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    records = read_jsonl(folder / "metrics.jsonl")
+    records = read_metrics(folder / "metrics.jsonl")
     return [record["loss"] for record in records if "loss" in record]
 
 

@@ -34,7 +34,7 @@ from llm_fp8 import fp8_head, softmax
 from llm_fp8.config import parse_config
 from llm_fp8.errors import OneSentenceParser
 from llm_fp8.fp8_head import E4M3, E5M2, Fp8Head
-from llm_fp8.json_files import read_jsonl, write_json_atomic
+from llm_fp8.json_files import read_metrics, write_json_atomic
 from llm_fp8.parity import relative_difference
 from llm_fp8.precision import Precision
 from llm_fp8.provenance import REPOSITORY, collect_provenance
@@ -141,7 +141,7 @@ def train(mode: str, seed: int, folder: Path) -> dict[str, Any]:
                 ]
             )
         )  # fmt: skip
-    records = read_jsonl(folder / "metrics.jsonl")
+    records = read_metrics(folder / "metrics.jsonl")
     losses = [record["loss"] for record in records if "loss" in record]
     evaluated = [record["eval_loss"] for record in records if "eval_loss" in record]
     return {"losses": losses, "eval_loss": evaluated[-1]}

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from llm_fp8.errors import FailedCheck, OneSentenceParser, UserError, run_script  # noqa: E402
-from llm_fp8.json_files import read_json, read_jsonl, require_writable, with_floats, write_json_atomic  # noqa: E402
+from llm_fp8.json_files import read_json, read_metrics, require_writable, write_json_atomic  # noqa: E402
 from llm_fp8.programs import torchrun  # noqa: E402
 from llm_fp8.provenance import collect_provenance  # noqa: E402
 
@@ -136,7 +136,7 @@ def run_one(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> d
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise FailedCheck(f"{job.arm} with seed {job.seed} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    records = with_floats(read_jsonl(folder / "metrics.jsonl"))
+    records = read_metrics(folder / "metrics.jsonl")
     summary = read_json(folder / "summary.json")
     run = read_json(folder / "run.json")
     return {

@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 
 from llm_fp8.embedded import DATASET_DIR, MODEL_DIR
 from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import read_json, read_jsonl, write_json_atomic, write_jsonl_atomic
+from llm_fp8.json_files import read_json, read_jsonl, read_metrics, write_json_atomic, write_jsonl_atomic
 from llm_fp8.provenance import collect_provenance
 from llm_fp8.throughput.figures import speed
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
@@ -109,7 +109,7 @@ def read_trainer(folder: Path, work: Workload, warmup: int) -> dict[str, Any]:
 
 def read_ours(folder: Path, work: Workload, warmup: int) -> dict[str, Any]:
     """The same from metrics.jsonl. Raises ValueError where a step did not compute as many real tokens as the workload says."""
-    steps = [record for record in read_jsonl(folder / "metrics.jsonl") if "loss" in record]
+    steps = [record for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
     tokens = [round(record["real_tokens_per_s"] * record["step_time_s"]) for record in steps]
     if any(counted != work.tokens_per_step for counted in tokens):
         raise ValueError(f"the steps computed {sorted(set(tokens))} real tokens and not {work.tokens_per_step}")

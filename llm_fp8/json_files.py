@@ -77,6 +77,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return {key: with_floats(item) for key, item in value.items()}
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl, NaN and infinity as floats. Raises `UserError` as `read_jsonl`."""
+    return [with_floats(record) for record in read_jsonl(path)]
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file, strings as they stand there: "Infinity" can be a problem's answer. Raises `UserError` with the line that is none."""
     records = []

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from llm_fp8.config import FLASH_ATTENTION_4, Config
-from llm_fp8.json_files import read_json, read_jsonl
+from llm_fp8.json_files import read_json, read_metrics
 from llm_fp8.medians import measured_steps, throughput_summary
 from llm_fp8.metrics import DecoderSize
 from llm_fp8.optim import OptimizerKind
@@ -28,7 +28,7 @@ def own_steps(metrics_path: Path) -> list[dict[str, Any]]:
     run_record = metrics_path.with_name("run.json")
     resumes = read_json(run_record).get("resumes") if run_record.exists() else None
     begun = resumes[-1]["resumed_after_step"] if resumes else 0
-    return [record for record in read_jsonl(metrics_path) if "step_time_s" in record and record["step"] > begun]
+    return [record for record in read_metrics(metrics_path) if "step_time_s" in record and record["step"] > begun]
 
 
 def run_prediction(

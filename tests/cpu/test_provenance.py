@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llm_fp8.config import Config
-from llm_fp8.json_files import json_line, read_json, read_jsonl, with_floats, write_json_atomic
+from llm_fp8.json_files import json_line, read_json, read_jsonl, read_metrics, with_floats, write_json_atomic
 from llm_fp8.provenance import REPOSITORY, collect_provenance, git_state, package_version, relevant_environment, run_record
 
 
@@ -139,3 +139,5 @@ def test_what_is_not_finite_is_read_as_it_was_written(tmp_path: Path) -> None:
     )
     path.write_text(json_line({"expected_answer": "Infinity"}))
     assert read_jsonl(path) == [{"expected_answer": "Infinity"}], "rows of data are text"
+    path.write_text(json_line({"step": 1, "loss": math.inf}))
+    assert read_metrics(path) == [{"step": 1, "loss": math.inf}]
