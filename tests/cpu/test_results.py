@@ -825,6 +825,23 @@ def test_the_logs_time_of_1b_and_3b_is_that_of_the_table():
     assert "FLOPs take {} and {} ms at the ceilings".format(*figures[2:]) in text
 
 
+def test_the_logs_time_of_adapters_is_that_of_the_file():
+    rows = {row["arm"]: row for row in load("lora_study_1b.json")[0][1]["rows"]}
+    text, steps = LOG.read_text(), []
+    cells: dict[str, list[str]] = {}
+    for arm in ("delayed", "delayed:lora16", "delayed:lora16qv"):
+        rounds = rows[arm]["rounds"]
+        steps.append(statistics.median(time_s for answer in rounds for time_s in answer["step_times_s"]))
+        recorded = rounds[-1]["recorded_step"]
+        others = {f"`{name}`": time_s for name, time_s in recorded["time_s_by_class"].items() if name != "gemm"}
+        gap_s = steps[-1] - sum(recorded["time_s_by_class"].values())
+        gemms = {f"GEMMs in {kind}": time_s for kind, time_s in recorded["gemm_time_s"].items()}
+        for name, time_s in (gemms | others | {"no kernel": gap_s}).items():
+            cells.setdefault(name, [name]).append(f"{time_s * 1e3:,.1f}")
+    assert sorted(documented_table("docs/performance_log.md", "| kernels | none, ms |")) == sorted(cells.values())
+    assert "the median steps are {:,.1f}, {:,.1f} and {:,.1f} ms".format(*(step_s * 1e3 for step_s in steps)) in text
+
+
 def test_the_gpu_is_at_its_limit_of_power_where_the_log_says_so():
     (paragraph,) = re.findall(r"^The GPU is at its limit of power\..*?\n\n", LOG.read_text(), re.M | re.S)
     states: dict[str, list[dict]] = {"1b": [], "8b": []}
