@@ -40,6 +40,7 @@ from llm_fp8.errors import FailedCheck, OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import read_json, read_metrics, require_writable, write_json_atomic  # noqa: E402
 from llm_fp8.programs import torchrun  # noqa: E402
 from llm_fp8.provenance import collect_provenance  # noqa: E402
+from scripts.compare_performance import usable_gpus  # noqa: E402
 
 ARMS = {
     "bf16": ["--mixed_precision", "bf16"],
@@ -119,12 +120,6 @@ def plan(settings: argparse.Namespace) -> list[Job]:
         return [Job(arm, seed) for seed in seeds for arm in parse_arms(settings.arms)]
     kinds = [(precision, mode) for mode in (None, *MODES) for precision in ("bf16", "delayed")]
     return [Job(precision, seed, mode) for seed in seeds for precision, mode in kinds]
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
 
 
 def run_one(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> dict[str, Any]:
@@ -289,7 +284,7 @@ def main() -> int:
     done = {(run["arm"], run["seed"]) for run in runs}
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(settings.parallel) as pool:
         left = [job for job in jobs if (job.arm, job.seed) not in done]
-        gpus = visible_gpus()
+        gpus = usable_gpus(None)
         futures = [
             pool.submit(run_one, job, settings, Path(scratch) / str(number), gpus[number % len(gpus)])
             for number, job in enumerate(left)
