@@ -66,6 +66,18 @@ def loading(flag: str, value: str) -> Iterator[None]:
         raise UserError(f"{flag} {value} cannot be loaded ({' '.join(str(cause).split())}); see --help.") from error
 
 
+@contextlib.contextmanager
+def launching() -> Iterator[None]:
+    """One sentence in place of Accelerate's traceback where the launcher's file asks for a package that is not here."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(
+            f"the launcher's --config_file asks for what is not installed ({error}) Install it as requirements-gpu.txt says, or launch with "
+            "configs/accelerate_bf16.yaml."
+        ) from error
+
+
 def main() -> int:
     """Load, tokenise, train, save."""
     try:
@@ -104,15 +116,11 @@ def main() -> int:
         ids = tokenizer(text, truncation=True, max_length=options.max_seq_length)["input_ids"]
         return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids}
 
-    trainer = Trainer(
-        model=model,
-        args=args,
-        train_dataset=rows.map(tokenise, remove_columns=rows.column_names),
-        # fp8 matrix products need a multiple of 16 tokens. This collator pads labels with -100, so that EOS stays one where it also pads.
-        data_collator=DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=16),
-        processing_class=tokenizer,
-        callbacks=[CertificateCallback()],
-    )
+    train_dataset = rows.map(tokenise, remove_columns=rows.column_names)
+    # fp8 matrix products need a multiple of 16 tokens. This collator pads labels with -100, so that EOS stays one where it also pads.
+    collator = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=16)
+    with launching():
+        trainer = Trainer(model, args, collator, train_dataset, processing_class=tokenizer, callbacks=[CertificateCallback()])
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if torch.cuda.is_available():
         trainer.log({"peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30})

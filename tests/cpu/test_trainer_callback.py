@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +306,17 @@ def test_mistakes_in_the_examples_options_are_one_sentence(tmp_path, monkeypatch
     with pytest.raises(UserError, match=says) as mistake:
         example_main()
     assert "\n" not in str(mistake.value)
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="says that Transformer Engine is not there")
+def test_a_launchers_fp8_without_transformer_engine_is_one_sentence(tmp_path):
+    command = [sys.executable, "examples/hf_trainer_fp8.py", "--num_of_samples", "64", "--output_dir", str(tmp_path), "--use_cpu"]
+    launchers = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}  # what accelerate launch sets from the file
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **launchers}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert (
+        "error: the launcher's --config_file asks for what is not installed (TransformerEngine is not available." in done.stderr
+    )
 
 
 def test_a_file_of_accelerate_gives_train_fp8_the_run_of_the_same_option(launched, tiny_model, rows, tmp_path):
