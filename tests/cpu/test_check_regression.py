@@ -184,7 +184,10 @@ def test_every_recorded_file_is_understood_and_no_regression_against_itself(path
     assert all(ratio is None or 0.9 < ratio.value < 12 for ratio in ratios)
     if any(ratios):
         found = compare(measured, [measured], "hf_bf16", 0.0)
-        assert found.regressions == [] and found.num_compared == sum(ratio is not None for ratio in ratios)
+        # Of two GPUs whose memory was full the steps scatter too much.
+        scattered = sum("scatter too much to tell" in note for note in found.notes)
+        assert found.regressions == [] and found.num_compared + scattered == sum(ratio is not None for ratio in ratios)
+        assert scattered == (2 if path.stem == "speed_table_h200" else 0)
     for entry in json.loads(path.read_text())["rows"]:
         assert entry["model"] in workload_of(entry, [])
 
