@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import require_writable, write_json_atomic
 from llm_fp8.provenance import collect_provenance
-from scripts.compare_performance import usable_gpus
+from llm_fp8.visible_gpus import visible_gpus
 
 NEEDS_MACHINE = "whole_machine or (exclusive and multi_gpu)"
 """pytest's expression for the tests beside which nothing may run."""
@@ -206,7 +206,7 @@ def main() -> int:
     if not tests:
         print(f"{options.output} holds all of these tests as passed")
         return 0
-    code = run_tests(tests, options.workers, outcomes, usable_gpus(None))
+    code = run_tests(tests, options.workers, outcomes, visible_gpus())
     outcomes.write(code)
     return code
 

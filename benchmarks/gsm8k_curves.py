@@ -40,7 +40,7 @@ from llm_fp8.errors import FailedCheck, OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import read_json, read_metrics, require_writable, write_json_atomic  # noqa: E402
 from llm_fp8.programs import torchrun  # noqa: E402
 from llm_fp8.provenance import collect_provenance  # noqa: E402
-from scripts.compare_performance import usable_gpus  # noqa: E402
+from llm_fp8.visible_gpus import visible_gpus  # noqa: E402
 
 ARMS = {
     "bf16": ["--mixed_precision", "bf16"],
@@ -284,7 +284,7 @@ def main() -> int:
     done = {(run["arm"], run["seed"]) for run in runs}
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(settings.parallel) as pool:
         left = [job for job in jobs if (job.arm, job.seed) not in done]
-        gpus = usable_gpus(None)
+        gpus = visible_gpus()
         futures = [
             pool.submit(run_one, job, settings, Path(scratch) / str(number), gpus[number % len(gpus)])
             for number, job in enumerate(left)

@@ -95,9 +95,7 @@ def panels(widths: list[int], height: float, ratios: tuple[int, ...] = (1,)) -> 
         # What a shorter line leaves free stays free, so that all bars are about equally wide.
         rest = (space - 0.75 * sum(line) - len(line)) / 0.75
         shares = [*line, *([rest] if rest > 1 else [])]
-        axes = part.subplots(
-            len(ratios), len(shares), sharex="col", squeeze=False, width_ratios=shares, height_ratios=ratios
-        )  # fmt: skip
+        axes = part.subplots(len(ratios), len(shares), sharex="col", squeeze=False, width_ratios=shares, height_ratios=ratios)
         for axis in axes[:, len(line) :].flat:
             axis.set_axis_off()
         columns += [list(axes[:, number]) for number in range(len(line))]

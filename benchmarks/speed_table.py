@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import heapq
-import os
 import signal
 import statistics
 import sys
@@ -33,8 +32,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.ceilings import known_ceilings
@@ -44,6 +41,7 @@ from llm_fp8.throughput.arms import Arm
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
 from llm_fp8.throughput.table import TableRow, gemm_floor_s, read_table
 from llm_fp8.throughput.worker import STOPPED, measure_apart, take_header
+from llm_fp8.visible_gpus import visible_gpus
 from scripts.benchmark import EXIT_TERMINATED, print_round, summarise
 
 TABLE = Path(__file__).with_suffix(".json")
@@ -515,12 +513,6 @@ def leave_out(rows: Sequence[TableRow], num_gpus: int) -> tuple[list[TableRow], 
         if row.num_gpus > num_gpus
     ]
     return [row for row in rows if row.num_gpus <= num_gpus], left_out
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs there are, as CUDA_VISIBLE_DEVICES names them."""
-    told = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return told.split(",") if told else [str(number) for number in range(torch.cuda.device_count())]
 
 
 def print_plan(rows: Sequence[TableRow], record: Record, turns: Turns, gpus: Sequence[str], gpus_parallel: int) -> None:

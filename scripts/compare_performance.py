@@ -15,7 +15,6 @@ runs save and stop first.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.provenance import REPOSITORY
 from llm_fp8.signals import exit_code
+from llm_fp8.visible_gpus import visible_gpus
 
 EXIT_RUN_FAILED = 1
 PAIR = tuple(REPOSITORY / "runs" / name for name in ("train_bf16", "train_fp8"))
@@ -97,11 +97,7 @@ def check(options: argparse.Namespace) -> None:
 
 def usable_gpus(given: str | None) -> list[str]:
     """GPU numbers, or UUIDs, as CUDA_VISIBLE_DEVICES takes them: those of --gpus, else all that this process sees; empty without a GPU."""
-    import torch
-
-    num_visible = torch.cuda.device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    known = visible.split(",")[:num_visible] if visible else [str(number) for number in range(num_visible)]
+    known = visible_gpus()
     if given is None:
         return known
     wanted = [word.strip() for word in given.split(",") if word.strip()]

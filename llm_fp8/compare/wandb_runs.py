@@ -28,10 +28,11 @@ def read_wandb(text: str, api: Any = None) -> RunRecord:
     of this machine. Raises `UserError` where there is no such run.
     """
     folder = Path(text)
-    if not folder.exists() and _SERVER_PATH.fullmatch(text):
-        return _read_server_run(text, api)
-    if not folder.exists() and _RUN_ID.fullmatch(text):
-        folder = _folder_of(text)
+    if not folder.exists():
+        if _SERVER_PATH.fullmatch(text):
+            return _read_server_run(text, api)
+        if _RUN_ID.fullmatch(text):
+            folder = _folder_of(text)
     if not folder.is_dir():
         raise UserError(f"{_FLAG} {text}: no such folder; give a wandb/offline-run-* folder, ENTITY/PROJECT/RUNID, or RUNID.")
     files = sorted(folder.glob("*.wandb"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from llm_fp8.programs import output_of
 from llm_fp8.verify.result import Problems, Result
 from llm_fp8.verify.setup import Setup
+from llm_fp8.visible_gpus import gpu_names
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ def gather(setup: Setup) -> GpuFacts:
 
 
 def _of_the_commonest_kind(facts: GpuFacts) -> list[str]:
-    """The GPUs of the name that most have, as CUDA_VISIBLE_DEVICES takes them: torch counts through those that it names already."""
+    """The GPUs of the name that most have, as CUDA_VISIBLE_DEVICES takes them."""
     kind = max(facts.names, key=facts.names.count)
-    known = facts.visible_devices.split(",") if facts.visible_devices else [str(number) for number in range(len(facts.names))]
-    return [number.strip() for number, name in zip(known, facts.names, strict=False) if name == kind]
+    known = gpu_names(len(facts.names), facts.visible_devices)
+    return [number for number, name in zip(known, facts.names, strict=True) if name == kind]
 
 
 def judge(facts: GpuFacts) -> Result:

@@ -184,7 +184,7 @@ def several(tmp_path):
 
     def run(gpus: list[str], workers: int, exclusive: list, whole: str = "True"):
         (tmp_path / "test_several.py").write_text(SEVERAL.format(exclusive=exclusive, whole=whole))
-        program = f"from benchmarks import gpu_tests as g; g.usable_gpus = lambda given: {gpus}; g.sys.exit(g.main())"
+        program = f"from benchmarks import gpu_tests as g; g.visible_gpus = lambda: {gpus}; g.sys.exit(g.main())"
         done = subprocess.run(
             [sys.executable, "-c", program, "--output", "record.json", f"--workers={workers}", "test_several.py"],
             cwd=tmp_path,

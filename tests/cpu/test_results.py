@@ -560,6 +560,13 @@ def documented_table(document: str, first_line: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+def speed_and_memory(row: dict | None) -> str:
+    """A cell of a document's table of speeds; empty for a row that is not there."""
+    if row is None:
+        return ""
+    return row["failed"] if "failed" in row else f"{row['tokens_per_s_per_gpu']:,.0f}, {row['peak_memory_gib']:.0f} GiB"
+
+
 @pytest.mark.parametrize(
     ("first_line", "columns", "arms"),
     [
@@ -591,10 +598,7 @@ def test_the_tables_of_several_gpus_are_those_of_the_files(first_line, columns, 
     before = json.loads((RESULTS / "multi_gpu_throughput_ddp_x4.json").read_text())["rows"]
     found |= {(row["model"], OLD_NAMES.get(row["arm"], row["arm"])): row for row in before}
     for arm, line in zip(arms, documented_table("docs/multi_gpu.md", first_line), strict=True):
-        cells = [found.get((column, arm)) for column in columns]
-        assert line[1:] == [
-            f"{row['tokens_per_s_per_gpu']:,.0f}, {row['peak_memory_gib']:.0f} GiB" if row else "" for row in cells
-        ]
+        assert line[1:] == [speed_and_memory(found.get((column, arm))) for column in columns], arm
 
 
 def test_what_is_said_of_several_gpus_is_that_of_the_files():
@@ -635,14 +639,9 @@ def test_the_readmes_speeds_are_those_of_the_table():
     ours = ("bf16", "block", "current", "delayed", "delayed:fp8head_all", "delayed:fp8head_all:flash4")
     arms = ("hf_bf16", "hf_bf16_compiled", "accelerate_te", "torchao_tensorwise", "torchao_rowwise", *ours)
 
-    def cell(row: dict | None) -> str:
-        if row is None:
-            return ""
-        return row["failed"] if "failed" in row else f"{row['tokens_per_s']:,.0f}, {row['peak_memory_gib']:.0f} GiB"
-
     lines = documented_table("README.md", "| | 1B, 16 rows |")
     for line, arm in zip(lines, arms, strict=True):
-        assert line[1:] == [cell(table.get((size, arm))) for size in sizes], arm
+        assert line[1:] == [speed_and_memory(table.get((size, arm))) for size in sizes], arm
 
     for arm, beside, told in (
         ("delayed", "bf16", "{} times as fast as the same modules in bf16"),
@@ -783,42 +782,46 @@ def test_the_logs_speeds_are_those_of_the_files():
     assert checked >= 30
 
 
+def times_and_shares(columns: list[tuple[dict[str, float], float]]) -> list[list[str]]:
+    """The lines of a table of parts of a step: the part, and for each column, (seconds by part, seconds of the step), its ms and its share."""
+    lines: dict[str, list[str]] = {}
+    for parts, step_s in columns:
+        for name, time_s in parts.items():
+            lines.setdefault(name, [name]).extend([f"{time_s * 1e3:,.1f}", f"{time_s / step_s:.0%}"])
+    return list(lines.values())
+
+
 def test_the_logs_time_of_8b_is_that_of_the_file():
     text = LOG.read_text()
     rows = {row["arm"]: row for row in json.loads((RESULTS / "levers_8b_softmax_fused.json").read_text())["rows"]}
     assert set(rows) == {"delayed", "delayed:fp8head_all"}
     ceilings = Ceilings(**json.loads((RESULTS / "ceilings_h200.json").read_text())["ceilings"])
-    cells: dict[str, list[str]] = {}
-    floors = []
+    columns, floors = [], []
     for arm, row in rows.items():
         answers = row["rounds"]
         step_s = statistics.median(time_s for answer in answers for time_s in answer["step_times_s"])
         assert f"of `{arm}` is {step_s * 1e3:,.1f} ms" in text
         by_class = [answer["recorded_step"]["time_s_by_class"] for answer in answers]
         parts = {f"`{name}`": statistics.mean(of_round[name] for of_round in by_class) for name in by_class[0]}
-        for name, time_s in (parts | {"no kernel": step_s - sum(parts.values())}).items():
-            cells.setdefault(name, [name]).extend([f"{time_s * 1e3:,.1f}", f"{time_s / step_s:.0%}"])
+        columns.append((parts | {"no kernel": step_s - sum(parts.values())}, step_s))
         (floor_s,) = {
             gemm_floor_s(answer, row["batch_size"] * row["seq_length"] * row["micro_batches"], ceilings) for answer in answers
         }
         assert floor_s is not None
         floors.append(f"{floor_s * 1e3:,.1f}")
-    assert documented_table("docs/performance_log.md", "| kernels | `delayed`, ms |") == list(cells.values())
+    assert documented_table("docs/performance_log.md", "| kernels | `delayed`, ms |") == times_and_shares(columns)
     assert "take {} ms at the ceilings of `ceilings_h200.json`, and {} ms with the head in fp8".format(*floors) in text
 
 
 def test_the_logs_time_of_1b_and_3b_is_that_of_the_table():
     rows = json.loads((RESULTS / "speed_table_h200.json").read_text())["rows"]
     steps = {row["row"]: row["step"] for row in rows if row["arm"] == "delayed:fp8head_all:flash4"}
-    cells: dict[str, list[str]] = {}
+    columns = []
     for size in ("1b", "3b"):
         step = steps[size]
-        parts = {f"`{name}`": step["time_s_by_class"][name] for name in steps["3b"]["time_s_by_class"]} | {
-            "no kernel": step["gap_s"]
-        }
-        for name, time_s in parts.items():
-            cells.setdefault(name, [name]).extend([f"{time_s * 1e3:,.1f}", f"{time_s / step['step_s']:.0%}"])
-    assert documented_table("docs/performance_log.md", "| kernels | 1B, ms |") == list(cells.values())
+        parts = {f"`{name}`": step["time_s_by_class"][name] for name in steps["3b"]["time_s_by_class"]}
+        columns.append((parts | {"no kernel": step["gap_s"]}, step["step_s"]))
+    assert documented_table("docs/performance_log.md", "| kernels | 1B, ms |") == times_and_shares(columns)
     figures = [f"{steps[size][key] * 1e3:,.1f}" for key in ("step_s", "gemm_floor_s") for size in ("1b", "3b")]
     text = LOG.read_text()
     assert "the median step is {} ms for 1B and {} ms for 3B".format(*figures[:2]) in text
@@ -827,8 +830,7 @@ def test_the_logs_time_of_1b_and_3b_is_that_of_the_table():
 
 def test_the_logs_time_of_adapters_is_that_of_the_file():
     rows = {row["arm"]: row for row in load("lora_study_1b.json")[0][1]["rows"]}
-    text, steps = LOG.read_text(), []
-    cells: dict[str, list[str]] = {}
+    text, steps, columns = LOG.read_text(), [], []
     for arm in ("delayed", "delayed:lora16", "delayed:lora16qv"):
         rounds = rows[arm]["rounds"]
         steps.append(statistics.median(time_s for answer in rounds for time_s in answer["step_times_s"]))
@@ -836,9 +838,9 @@ def test_the_logs_time_of_adapters_is_that_of_the_file():
         others = {f"`{name}`": time_s for name, time_s in recorded["time_s_by_class"].items() if name != "gemm"}
         gap_s = steps[-1] - sum(recorded["time_s_by_class"].values())
         gemms = {f"GEMMs in {kind}": time_s for kind, time_s in recorded["gemm_time_s"].items()}
-        for name, time_s in (gemms | others | {"no kernel": gap_s}).items():
-            cells.setdefault(name, [name]).append(f"{time_s * 1e3:,.1f}")
-    assert sorted(documented_table("docs/performance_log.md", "| kernels | none, ms |")) == sorted(cells.values())
+        columns.append((gemms | others | {"no kernel": gap_s}, steps[-1]))
+    times = [[name, *cells[::2]] for name, *cells in times_and_shares(columns)]
+    assert sorted(documented_table("docs/performance_log.md", "| kernels | none, ms |")) == sorted(times)
     assert "the median steps are {:,.1f}, {:,.1f} and {:,.1f} ms".format(*(step_s * 1e3 for step_s in steps)) in text
 
 
