@@ -6,7 +6,7 @@
 
 Everything is this project's TE decoder with random weights and is measured by scripts/benchmark.py: the arms take turns, each in a process
 of its own. Of one workload they are bf16 and --recipe, and both with each of --adapters: loraN are adapters of rank N on all linear layers,
-loraNqv on q and v alone. The same command with --resume goes on from what its --output holds. The table gives the speed-up of fp8 over bf16 for the same adapters, and beside it what the guides that this project
+loraNqv on q and v alone. The same command with --resume goes on from what its --output holds; with another --recipe bf16 is not measured again. The table gives the speed-up of fp8 over bf16 for the same adapters, and beside it what the guides that this project
 started from say. Out of memory is a row that says so. See docs/lora.md.
 """
 
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import write_json_atomic
-from llm_fp8.throughput.arms import LORA, PRECISIONS, Arm, parse_arms
+from llm_fp8.throughput.arms import HEADS, LORA, PRECISIONS, Arm, parse_arms
 from llm_fp8.throughput.options import add_measuring_options, add_resuming_option, check_measuring_options
 from scripts.benchmark import measure_and_print
 
@@ -31,6 +31,8 @@ FULL = "full"
 """Name of full fine-tuning in tables."""
 WORKLOADS = "Llama-3.2-1B:16x1024x4,Llama-3.1-8B:8x1024x4"
 ADAPTERS = "lora8,lora16,lora32,lora16qv"
+RECIPES = [name for recipe in PRECISIONS if recipe != BASELINE for name in (recipe, *(f"{recipe}:{head}" for head in HEADS))]
+"""Beginnings of arms: a recipe, and the same with the output head in fp8."""
 GUIDES = {
     ("Llama-3.2-1B", "lora16"): "1.13",
     ("Llama-3.1-8B", "lora32"): "1.00",
@@ -52,8 +54,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default=ADAPTERS,
         help=f"comma-separated loraN or loraNqv (default {ADAPTERS}); full fine-tuning is always measured",
     )
-    recipes = [name for name in PRECISIONS if name != BASELINE]
-    parser.add_argument("--recipe", choices=recipes, default="delayed", help="the fp8 recipe (default delayed)")
+    parser.add_argument(
+        "--recipe",
+        choices=RECIPES,
+        default="delayed",
+        metavar="RECIPE",
+        help=f"the fp8 recipe: {', '.join(RECIPES)} (default %(default)s)",
+    )
     add_measuring_options(parser, steps=8, warmup=3, rounds=3, arm_timeout_s=300, output_required=False)
     add_resuming_option(parser)
     options = parser.parse_args(argv)
@@ -73,8 +80,15 @@ def arms_of(adapters: str, recipe: str) -> list[Arm]:
     )
 
 
-def speed_ups(rows: list[dict[str, Any]], recipe: str) -> list[dict[str, Any]]:
-    """For each workload and kind of adapters, full fine-tuning first, what fp8 gives over bf16.
+def _split(arm: str) -> tuple[str, str]:
+    """The precision of an arm's name, and its adapters; "" for none."""
+    words = arm.split(":")
+    adapters = words.pop() if LORA.fullmatch(words[-1]) else ""
+    return ":".join(words), adapters
+
+
+def speed_ups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each workload, recipe and kind of adapters, full fine-tuning first, what fp8 gives over bf16.
 
     Returns:
         speed_up: tokens/s at the median step of fp8 over those of bf16. speed_up_low, speed_up_high: from the slow end of fp8's middle eight
@@ -82,14 +96,15 @@ def speed_ups(rows: list[dict[str, Any]], recipe: str) -> list[dict[str, Any]]:
         precision. guides: what the guides say, or None. failed: in place of figures, the reason.
     """
     found = []
-    by_arm = {(row["workload"], row["arm"]): row for row in rows}
-    for workload, model in dict.fromkeys((row["workload"], row["model"]) for row in rows):
-        kinds = dict.fromkeys(row["arm"].partition(":")[2] for row in rows if row["workload"] == workload)
+    by_arm = {(row["workload"], *_split(row["arm"])): row for row in rows}
+    models = {row["workload"]: row["model"] for row in rows}
+    for workload, recipe in dict.fromkeys((row["workload"], _split(row["arm"])[0]) for row in rows):
+        if recipe == BASELINE:
+            continue
+        model = models[workload]
+        kinds = dict.fromkeys(adapters for name, precision, adapters in by_arm if (name, precision) == (workload, recipe))
         for kind in kinds:
-            pair = {
-                precision: by_arm.get((workload, f"{precision}:{kind}" if kind else precision))
-                for precision in (BASELINE, recipe)
-            }
+            pair = {precision: by_arm.get((workload, precision, kind)) for precision in (BASELINE, recipe)}
             entry: dict[str, Any] = {
                 "workload": workload,
                 "adapters": kind or FULL,
@@ -106,7 +121,7 @@ def speed_ups(rows: list[dict[str, Any]], recipe: str) -> list[dict[str, Any]]:
                 continue
             wide, low = pair[BASELINE], pair[recipe]
             assert wide is not None and low is not None
-            full = {precision: by_arm.get((workload, precision), {}).get("tokens_per_s") for precision in pair}
+            full = {precision: by_arm.get((workload, precision, ""), {}).get("tokens_per_s") for precision in pair}
             found.append(
                 {
                     **entry,
@@ -127,10 +142,9 @@ def speed_ups(rows: list[dict[str, Any]], recipe: str) -> list[dict[str, Any]]:
 
 
 def print_speed_ups(entries: list[dict[str, Any]]) -> None:
-    """The table."""
-    for workload in dict.fromkeys(entry["workload"] for entry in entries):
-        of_workload = [entry for entry in entries if entry["workload"] == workload]
-        recipe = of_workload[0]["recipe"]
+    """A table for each workload and recipe."""
+    for workload, recipe in dict.fromkeys((entry["workload"], entry["recipe"]) for entry in entries):
+        of_workload = [entry for entry in entries if (entry["workload"], entry["recipe"]) == (workload, recipe)]
         print(
             f"\n{workload}: tokens/s in bf16 and in fp8 {recipe}, speed-up with the range of the middle steps, and what the guides say"
         )
@@ -151,7 +165,7 @@ def main() -> int:
     """Measure every pair of arms; print the tables; write the JSON."""
     options = parse(sys.argv[1:])
     rows = measure_and_print(options, arms_of(options.adapters, options.recipe))
-    entries = speed_ups(rows, options.recipe)
+    entries = speed_ups(rows)
     print_speed_ups(entries)
     if options.output is not None:
         write_json_atomic(options.output, {**json.loads(options.output.read_text()), "speed_ups": entries})

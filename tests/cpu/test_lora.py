@@ -452,12 +452,16 @@ def test_the_study_compares_each_kind_of_adapters_with_itself():
 
     rows = [row("bf16", 100), row("delayed", 150), row("bf16:lora8", 200), row("delayed:lora8", 220), row("bf16:lora32", 200)]
     full, eight, thirty_two = speed_ups(
-        [*rows, {"workload": work.name, "model": work.model, "arm": "delayed:lora32", "failed": "out of memory"}], "delayed"
+        [*rows, {"workload": work.name, "model": work.model, "arm": "delayed:lora32", "failed": "out of memory"}]
     )
     assert (full["adapters"], full["speed_up"], full["guides"]) == ("full", 1.5, GUIDES["Llama-3.1-8B", "full"])
     assert (eight["speed_up"], eight["over_full"]["bf16"], eight["guides"]) == (1.1, 2.0, "1.20")
     assert eight["speed_up_low"] == 210 / 210 and eight["speed_up_high"] == 230 / 190
     assert thirty_two["failed"] == "delayed: out of memory" and thirty_two["guides"] == "1.00"
+    arms = [arm.name for arm in arms_of("lora8", "delayed:fp8head_all")]
+    assert arms == ["bf16", "delayed:fp8head_all", "bf16:lora8", "delayed:fp8head_all:lora8"]
+    *_, of_head = speed_ups([*rows, row("delayed:fp8head_all:lora8", 240)])
+    assert (of_head["recipe"], of_head["adapters"], of_head["speed_up"]) == ("delayed:fp8head_all", "lora8", 1.2)
 
 
 def test_a_benchmark_arm_trains_adapters_alone(tmp_path):

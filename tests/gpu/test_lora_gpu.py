@@ -26,6 +26,7 @@ from llm_fp8.throughput.workload import Workload
 from llm_fp8.training_model import TrainingModel
 from tests.batches import S, packed_batch
 from tests.families import family_config
+from tests.fp8_head_reference import MODES, NUM_PRODUCTS
 from tests.gpu.test_certificate_gpu import MICRO_BATCHES, certificate_of, recorded_step
 from tests.gpu.test_precision_gpu import BF16, fp8, step
 from tests.gpu.test_train_gpu import common, model_folder, train  # noqa: F401
@@ -34,6 +35,8 @@ from tests.small import tiny_config
 pytestmark = pytest.mark.gpu
 
 ALL, ATTENTION, LAST = "all-linear", "q_proj,v_proj", "down_proj"
+HEAD_ROUNDING = 0.5
+"""Of a gradient of adapters, between a head in fp8 and one in bf16. Layers of random weights amplify what they are given; a wrong scale is off by a factor of two and more."""
 
 
 def build(options, device, use_te: bool, targets: str, dropout: float = 0.0, keep_casts: bool = True):
@@ -59,8 +62,9 @@ def build(options, device, use_te: bool, targets: str, dropout: float = 0.0, kee
     if keep_casts:
         precision.keep_casts_of_frozen_weights()
     products = products_per_weight(model)
-    census = take_census(model, precision.fp8_modules, plan.compute_name, reasons, products)
-    return TrainingModel(model, S, torch.bfloat16), precision, census, products
+    in_head = precision.products_of_head(products)
+    census = take_census(model, precision.fp8_modules, plan.compute_name, reasons, products, products_of_head=in_head)
+    return TrainingModel(model, S, torch.bfloat16, precision.fp8_head), precision, census, products
 
 
 def draw_b_(model) -> None:
@@ -99,6 +103,36 @@ def test_the_kernels_are_those_that_the_certificate_expects(scenario, use_te, ta
     assert {name for name, p in model.named_parameters() if p.grad is not None} == {
         name for name, p in model.named_parameters() if "lora_" in name
     }
+
+
+@pytest.mark.parametrize("targets", [ALL, ATTENTION])
+@pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_frozen_output_head_in_fp8(mode, use_te, targets, device, record_property):
+    """Two products of it are left, of which `gradients` computes one in fp8; adapters below it learn as with a bf16 head."""
+    model, precision, census, products = build(fp8(fp8_lm_head=mode), device, use_te, targets)
+    model.train()
+    promise = Promise.of_model(precision, census, (), products)
+    assert promise.num_fp8_head_products == NUM_PRODUCTS[mode] - 1
+    certificate = certify(
+        promise,
+        recorded_step(model, precision, device),
+        precision.module_state(),
+        num_micro_batches=MICRO_BATCHES,
+        recipe_inside_modules=precision.seen_inside,
+    )
+    record_property("certificate", certificate.to_dict())
+    assert certificate.verdict == "certified", certificate.reasons
+    assert certificate.num_fp8_gemm_kernels == promise.num_fp8_gemms(MICRO_BATCHES)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert all("lora_" in name for name in gradients)
+    wide, wide_precision, _, _ = build(fp8(), device, use_te, targets)
+    recorded_step(wide.train(), wide_precision, device)
+    differences = {
+        name: relative_difference(gradients[name], p.grad) for name, p in wide.named_parameters() if p.grad is not None
+    }
+    record_property("largest_difference", max(differences.values()))
+    assert differences.keys() == gradients.keys() and max(differences.values()) < HEAD_ROUNDING, differences
 
 
 @pytest.mark.parametrize("scenario", ["delayed", "current", "block"])
