@@ -35,8 +35,8 @@ from tests.small import tiny_config
 pytestmark = pytest.mark.gpu
 
 ALL, ATTENTION, LAST = "all-linear", "q_proj,v_proj", "down_proj"
-HEAD_ROUNDING = 0.5
-"""Of a gradient of adapters, between a head in fp8 and one in bf16. Layers of random weights amplify what they are given; a wrong scale is off by a factor of two and more."""
+HEAD_ROUNDING = 0.2
+"""Of a gradient of adapters, between a head in fp8 and one in bf16. Measured: up to 0.1. A wrong scale is off by a factor of two and more."""
 
 
 def build(options, device, use_te: bool, targets: str, dropout: float = 0.0, keep_casts: bool = True):
