@@ -25,7 +25,7 @@ from rich.console import Console
 from llm_fp8.ceilings import Ceilings, KnownCeilings
 from llm_fp8.config import PrecisionConfig
 from llm_fp8.errors import UserError
-from llm_fp8.flash_attention_package import INSTALL
+from llm_fp8.flash_attention_package import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FLASH_ATTENTION_PACKAGES
 from llm_fp8.precision import resolve_precision, torchao_needs
 from llm_fp8.programs import torchrun
 from llm_fp8.verify import (
@@ -255,7 +255,10 @@ def test_imports():
     assert "'deepspeed==" in optional.mends[0] and "uninstall -y flash-attn" in optional.mends[1]
     fourth = imports.judge({"torch": None, "flash_attn.cute": "ImportError: cannot import name 'cute'"})
     assert fourth.status == "warning" and "--attn_implementation flash_attention_4" in fourth.summary
-    assert fourth.mends[0].endswith(f"-m {INSTALL}")
+    assert fourth.mends[0].endswith(f"-m {FLASH_ATTENTION_PACKAGES[FLASH_ATTENTION_4].install}")
+    third = imports.judge({"torch": None, "flash-attn 3": "--attn_implementation flash_attention_3: its operators do not load"})
+    assert third.status == "warning" and "--attn_implementation flash_attention_3" in third.summary
+    assert third.mends[0].endswith(f"-m {FLASH_ATTENTION_PACKAGES[FLASH_ATTENTION_3].install}")
 
 
 @pytest.mark.parametrize(
