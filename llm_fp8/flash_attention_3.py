@@ -40,7 +40,7 @@ def load_operators() -> None:
         _load_cuda_runtime()
         torch.ops.load_library(path)
     except OSError as error:
-        said = (str(error).splitlines() or [""])[0]
+        said = (str(error.__cause__ or error).splitlines() or [""])[0]  # torch's own sentence leaves the reason out
         raise UserError(f"{asked}: its operators do not load ({said}); run: {_PACKAGE.install}") from error
 
 
