@@ -46,6 +46,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from llm_fp8.flash_attention_package import FLASH_ATTENTION_PACKAGES
 from llm_fp8.te_activation import fuse_swiglu_backward
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -79,8 +80,8 @@ class DecoderSpec:
     """Per layer: number of most recent positions attended to, itself included; None for all."""
     split_mlp: bool = False
     """fc1 and fc2 are modules of their own, so that what lies between them can be reached; slower than LayerNormMLP."""
-    flash_attention: bool = False
-    """Attention over packed documents is flash-attn 4's (`llm_fp8.flash_attention`) and not Transformer Engine's choice."""
+    flash_attention: str | None = None
+    """The value of --attn_implementation whose attention (`llm_fp8.flash_attention`) packed documents take; None: Transformer Engine's choice."""
 
     @property
     def q_size(self) -> int:
@@ -93,7 +94,7 @@ class DecoderSpec:
         return self.num_kv_heads * self.head_dim
 
 
-def decoder_spec(config: PretrainedConfig, split_mlp: bool = False, flash_attention: bool = False) -> DecoderSpec:
+def decoder_spec(config: PretrainedConfig, split_mlp: bool = False, flash_attention: str | None = None) -> DecoderSpec:
     """Read a `DecoderSpec` from a Hugging Face config; raises `UnsupportedArchitecture` on what TE cannot express."""
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise UnsupportedArchitecture(
@@ -523,19 +524,19 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         """
         batch, length = fused.shape[:2]
         num_documents = cu_seqlens.shape[0] - 1
-        flash = self.spec.flash_attention and batch == 1 and fused.dtype in (torch.bfloat16, torch.float16)
-        packed = flash or self.context_size > 1 or (batch == 1 and num_documents != batch)
+        takes_flash = batch == 1 and fused.dtype in (torch.bfloat16, torch.float16)
+        flash = self.spec.flash_attention if takes_flash else None
+        packed = flash is not None or self.context_size > 1 or (batch == 1 and num_documents != batch)
         if packed:
             q, k, v = self._split_and_rotate(fused.flatten(0, 1), angles, cu_seqlens, max_seqlen)
         else:
             q, k, v = self._split_and_rotate(fused, angles, None, None)
-        if flash:
+        if flash is not None:
             from llm_fp8.flash_attention import flash_attention
 
             longest = length if max_seqlen is None else max_seqlen
-            return flash_attention(q, k, v, cu_seqlens, longest, self.softmax_scale, self.spec.windows[self.layer]).flatten(1)[
-                None
-            ]
+            window = self.spec.windows[self.layer]
+            return flash_attention(flash, q, k, v, cu_seqlens, longest, self.softmax_scale, window).flatten(1)[None]
         context = self.attention(
             q,
             k,
@@ -586,7 +587,7 @@ def build_te_model(
     *,
     table_device: torch.device | str | None = None,
     split_mlp: bool = False,
-    flash_attention: bool = False,
+    flash_attention: str | None = None,
 ) -> PreTrainedModel:
     """A Hugging Face causal LM with TE decoder layers, parameters of `dtype` allocated on `device` and not yet filled.
 
@@ -649,10 +650,11 @@ def export_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def attention_backend(model: PreTrainedModel | None = None) -> str | None:
-    """The kernels of packed rows' attention: of `model` flash-attn 4 where it was built with it; else those that TE chose for the call that it ran last, fused
+    """The kernels of packed rows' attention: of `model` flash-attn 3's or 4's where it was built with them; else those that TE chose for the call that it ran last, fused
     (cuDNN), flash-attn or unfused; None before any."""
-    if model is not None and spec_of(model).flash_attention:
-        return "flash-attn 4"
+    flash = spec_of(model).flash_attention if model is not None else None
+    if flash is not None:
+        return FLASH_ATTENTION_PACKAGES[flash].name
     from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends as chosen
 
     names = {"use_fused_attention": "fused (cuDNN)", "use_flash_attention": "flash-attn", "use_unfused_attention": "unfused"}

@@ -17,12 +17,13 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn, get_args, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
 
 from llm_fp8.errors import OneSentenceParser, UserError
+from llm_fp8.flash_attention_package import FLASH_ATTENTION_PACKAGES
 
 EMBEDDED = "embedded"
 """Name of the model and of the dataset that the repository carries."""
@@ -39,9 +40,6 @@ ALL_LINEAR = "all-linear"
 """Value of --lora_targets for every linear layer but the output head."""
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Hugging Face's names of a decoder layer's linear layers in the order in which they compute (q, k and v at once, gate and up at once)."""
-
-FLASH_ATTENTION_4: Final = "flash_attention_4"
-"""Value of --attn_implementation for flash-attn 4 in the TE decoder."""
 
 GENERATION_BATCH_SIZE = 64
 """Prompts generated from at a time in evaluations, where no option says otherwise."""
@@ -63,10 +61,10 @@ class ModelConfig:
         EMBEDDED, "Hub id or local folder of a Llama, Qwen or Mistral model, or 'embedded' for the tiny one in this repository."
     )
     use_te: bool = option(False, "Build the decoder layers from Transformer Engine modules (te_llama.py). Needs an NVIDIA GPU.")
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_4"] = option(
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = option(
         "auto",
         "Attention. Without --use_te 'auto' takes flash-attn 2 where it is installed and sdpa elsewhere, or eager for architectures that have neither. With --use_te it is Transformer Engine's choice, "
-        "cuDNN on Hopper, or with flash_attention_4 flash-attn 4 (packed rows on Hopper alone).",
+        "cuDNN on Hopper, or with flash_attention_3 and flash_attention_4 flash-attn 3 and 4 (packed rows on Hopper alone).",
     )
     random_init: bool = option(
         False, "Start from random weights of the model's architecture; hub ids with a bundled config need no hub then."
@@ -453,10 +451,10 @@ def _require(condition: bool, sentence: str) -> None:
 def _check_attention(config: Config) -> None:
     """Raise `UserError` where --attn_implementation cannot go with other options."""
     asked, use_te = config.model.attn_implementation, config.model.use_te
-    if asked != FLASH_ATTENTION_4:
+    if asked not in FLASH_ATTENTION_PACKAGES:
         _require(
             not use_te or asked == "auto",
-            f"--attn_implementation {asked} has no effect with --use_te, whose attention is Transformer Engine's or flash_attention_4; drop one.",
+            f"--attn_implementation {asked} has no effect with --use_te, whose attention is Transformer Engine's, {' or '.join(FLASH_ATTENTION_PACKAGES)}; drop one.",
         )
         return
     flag = f"--attn_implementation {asked}"

@@ -1,10 +1,11 @@
-"""flash-attn 4's attention over packed documents, in place of Transformer Engine's choice (--attn_implementation flash_attention_4).
+"""Attention of flash-attn 3 or 4 over packed documents, in place of Transformer Engine's choice (--attn_implementation flash_attention_3, flash_attention_4).
 
-It is called directly. Transformer Engine has a way to it too (NVTE_FUSED_ATTN=0, which forbids cuDNN's attention), but for every head dimension that
+Both are called directly. Transformer Engine has a way to flash-attn 4 too (NVTE_FUSED_ATTN=0, which forbids cuDNN's attention), but for every head dimension that
 flash-attn lets pass; on an H200 the gradient of the queries was wrong for one of 80, and right for those of `HEAD_DIMS` (tests/gpu/test_flash_attention_gpu.py).
 So `keep_from_transformer_engine` bars that way for others.
 
-What it gains and costs: docs/precision.md. With grouped queries the gradients of keys and values are sums in an order that changes from run to run.
+What they gain and cost: docs/precision.md. Of flash-attn 4 with grouped queries the gradients of keys and values are sums in an order that changes from run to run; of
+flash-attn 3 those of the queries are too, and without grouped queries as well.
 """
 
 from __future__ import annotations
@@ -13,56 +14,61 @@ import os
 
 from torch import Tensor
 
-from llm_fp8.config import FLASH_ATTENTION_4
 from llm_fp8.errors import UserError
-from llm_fp8.flash_attention_package import INSTALL, PACKAGE, VERSION
+from llm_fp8.flash_attention_3 import flash_attention_3, load_operators
+from llm_fp8.flash_attention_package import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FLASH_ATTENTION_PACKAGES
 from llm_fp8.provenance import package_version
 
 HEAD_DIMS = (64, 128)
 """Those whose gradients were compared."""
 HOPPER = (9, 0)
 """Compute capability that they were compared on."""
-_ASKED = f"--attn_implementation {FLASH_ATTENTION_4}"
 
 
 def keep_from_transformer_engine(head_dim: int) -> None:
     """Forbid Transformer Engine flash-attn 4, where it is installed, for heads of so many elements if their gradients were not compared."""
-    if head_dim not in HEAD_DIMS and package_version(PACKAGE) is not None:
+    if head_dim not in HEAD_DIMS and package_version(FLASH_ATTENTION_PACKAGES[FLASH_ATTENTION_4].package) is not None:
         os.environ["NVTE_FLASH_ATTN_V4"] = "0"
 
 
-def check_flash_attention(head_dim: int, attention_dropout: float) -> None:
-    """Raise `UserError` where it cannot serve a model with heads of `head_dim` elements, or has not been shown to be right for it."""
+def check_flash_attention(which: str, head_dim: int, attention_dropout: float) -> None:
+    """Raise `UserError` where `which`, a value of --attn_implementation, cannot serve a model with heads of `head_dim` elements, or has not been shown to be right for it."""
+    asked = f"--attn_implementation {which}"
     if head_dim not in HEAD_DIMS:
         raise UserError(
-            f"{_ASKED}: this model's heads have {head_dim} elements, and its gradients were compared for {' and '.join(map(str, HEAD_DIMS))} "
+            f"{asked}: this model's heads have {head_dim} elements, and its gradients were compared for {' and '.join(map(str, HEAD_DIMS))} "
             "alone; drop it."
         )
     if attention_dropout:
         raise UserError(
-            f"{_ASKED} has no dropout, and this model's config.json has attention_dropout {attention_dropout}; drop it."
+            f"{asked} has no dropout, and this model's config.json has attention_dropout {attention_dropout}; drop it."
         )
 
 
-def require_flash_attention(capability: tuple[int, int]) -> None:
-    """Raise `UserError` where it is not installed, or not compared on a GPU of this compute capability."""
+def require_flash_attention(which: str, capability: tuple[int, int]) -> None:
+    """Raise `UserError` where `which`, a value of --attn_implementation, is not installed or does not load, or was not compared on a GPU of this compute capability."""
+    asked = f"--attn_implementation {which}"
     if capability != HOPPER:
         major, minor = capability
         raise UserError(
-            f"{_ASKED}: its gradients were compared on Hopper alone (compute capability 9.0), and this GPU has {major}.{minor}; drop it."
+            f"{asked}: its gradients were compared on Hopper alone (compute capability 9.0), and this GPU has {major}.{minor}; drop it."
         )
-    version = package_version(PACKAGE)
-    if version != VERSION:
+    package = FLASH_ATTENTION_PACKAGES[which]
+    version = package_version(package.package)
+    if version != package.version:
         found = "which is not installed" if version is None else f"and {version} is installed"
-        raise UserError(f"{_ASKED} needs {PACKAGE} {VERSION}, {found}; run: {INSTALL}")
+        raise UserError(f"{asked} needs {package.package} {package.version}, {found}; run: {package.install}")
+    if which == FLASH_ATTENTION_3:
+        load_operators()
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, softmax_scale: float, window: int | None
+    which: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, softmax_scale: float, window: int | None
 ) -> Tensor:
     """Causal attention inside packed documents.
 
     Args:
+        which: a value of --attn_implementation, flash_attention_3 or flash_attention_4.
         q: bf16 or fp16 [T, heads, d], on the GPU.
         k, v: [T, kv_heads, d].
         cu_seqlens: int32 [n + 1], where documents begin, and T.
@@ -73,6 +79,13 @@ def flash_attention(
     Returns:
         [T, heads, d].
     """
+    attend = {FLASH_ATTENTION_3: flash_attention_3, FLASH_ATTENTION_4: _flash_attention_4}[which]
+    return attend(q, k, v, cu_seqlens, max_seqlen, softmax_scale, window)
+
+
+def _flash_attention_4(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, softmax_scale: float, window: int | None
+) -> Tensor:
     from flash_attn.cute.interface import flash_attn_varlen_func
 
     output = flash_attn_varlen_func(

@@ -33,6 +33,7 @@ PACKAGES = (
     "safetensors",
     "flash-attn",
     "flash-attn-4",
+    "xformers",
     "peft",
     "torchao",
     "wandb",

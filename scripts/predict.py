@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from llm_fp8.architectures import bundled_architectures
-from llm_fp8.config import FLASH_ATTENTION_4, Config, ModelConfig
+from llm_fp8.config import Config, ModelConfig
 from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import require_writable, write_json_atomic
-from llm_fp8.predict.calibration import CALIBRATED_GPU, MAX_GPUS, MODES
+from llm_fp8.predict.calibration import CALIBRATED_GPU, FLASH_SPEED_UP, MAX_GPUS, MODES
 
 if TYPE_CHECKING:
     from llm_fp8.predict.prediction import Prediction
@@ -58,7 +58,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--fp8_lm_head", choices=["none", "gradients", "all"], default="none", help="of the fp8 recipes (default %(default)s)"
     )
     parser.add_argument(
-        "--attn_implementation", choices=["auto", FLASH_ATTENTION_4], default="auto", help="auto is cuDNN's (default %(default)s)"
+        "--attn_implementation", choices=["auto", *FLASH_SPEED_UP], default="auto", help="auto is cuDNN's (default %(default)s)"
     )
     parser.add_argument("--gradient_checkpointing", action="store_true", help="every decoder layer is computed again")
     parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of one host (default %(default)s)")
@@ -118,8 +118,9 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
         raise UserError(
             f"--max_seq_length {options.max_seq_length} is more than the {positions} positions of {model_name} (max_position_embeddings); lower it."
         )
-    if options.attn_implementation == FLASH_ATTENTION_4:
-        check_flash_attention(model.spec.head_dim, getattr(hf_config, "attention_dropout", 0.0))
+    flash = None if options.attn_implementation == "auto" else options.attn_implementation
+    if flash is not None:
+        check_flash_attention(flash, model.spec.head_dim, getattr(hf_config, "attention_dropout", 0.0))
     mode = options.sharding_mode or "single"
     optimizer = default_optimizer(mode) if options.optimizer == "auto" else options.optimizer
     if options.fp8_params:
@@ -137,7 +138,7 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
         sync_every_micro_batch=options.sync_every_micro_batch,
         recomputed_layers=model.spec.num_layers if options.gradient_checkpointing else 0,
         fp8_lm_head=options.fp8_lm_head,
-        flash_attention_4=options.attn_implementation == FLASH_ATTENTION_4,
+        flash_attention=flash,
         fp8_params=options.fp8_params,
     )
 

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from llm_fp8.config import Config, OptimConfig, ParallelConfig
 from llm_fp8.errors import UserError
+from llm_fp8.flash_attention_package import FlashAttention
 from llm_fp8.optim import OptimizerKind
 from llm_fp8.parallel.fp8_params import SCENARIOS, check_rows
 from llm_fp8.predict.calibration import MODES
@@ -83,8 +84,8 @@ class Scenario:
     """Decoder layers kept in bf16 in an fp8 recipe."""
     fp8_lm_head: Literal["none", "gradients", "all"] = "none"
     """As the option; without effect in bf16."""
-    flash_attention_4: bool = False
-    """In place of cuDNN's attention."""
+    flash_attention: FlashAttention | None = None
+    """In place of cuDNN's attention, a value of --attn_implementation; predicted as cuDNN's where `calibration.FLASH_SPEED_UP` has none."""
     fp8_params: bool = False
     """As the option; without effect in recipes that have no such weights (bf16, block)."""
 

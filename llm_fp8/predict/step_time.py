@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from llm_fp8.norm_backend import TUNED_WIDTHS, cudnn_is_faster
 from llm_fp8.optim import bytes_per_parameter
-from llm_fp8.predict.calibration import DIAGONAL_TOKENS, FLASH4_SPEED_UP, GAP_S, SMALL_GEMM_TOKENS, WAIT_SPREAD, Rates
+from llm_fp8.predict.calibration import DIAGONAL_TOKENS, FLASH_SPEED_UP, GAP_S, SMALL_GEMM_TOKENS, WAIT_SPREAD, Rates
 from llm_fp8.predict.scenario import Scenario
 from te_llama import DecoderSpec
 
@@ -235,7 +235,9 @@ def step_time(scenario: Scenario, rates: Rates) -> StepTime:
         casts_s += cast / (rates.cast_tb_s[scenario.recipe] * 1e12)
     gemm_s += gemm_sum_bytes(scenario) / (rates.weight_tb_s * 1e12)
     attention = (6 + 2 * again_share) * spec.q_size * (scenario.mean_length + DIAGONAL_TOKENS) * step_tokens * layers
-    attention_rate = rates.attention_rate(spec.head_dim) * (FLASH4_SPEED_UP if scenario.flash_attention_4 else 1.0)
+    attention_rate = rates.attention_rate(spec.head_dim)
+    if scenario.flash_attention is not None:
+        attention_rate *= FLASH_SPEED_UP.get(scenario.flash_attention, 1.0)
 
     def of_layers(seconds: Callable[..., float]) -> float:
         """Of the step, `seconds` being those of a layer and token: recomputed layers run the forward part again."""

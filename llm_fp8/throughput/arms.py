@@ -4,7 +4,7 @@
     delayed:swap                  the Hugging Face decoder, its linear layers swapped for Transformer Engine's
     tensorwise:swap               torchao's fp8, which always is in the Hugging Face decoder
     delayed:fp8head               the gradients of the output head in fp8; fp8head_all: its logits too
-    delayed:flash4                with flash-attn 4's attention (--attn_implementation flash_attention_4)
+    delayed:flash4                with flash-attn 4's attention (--attn_implementation flash_attention_4); flash3: flash-attn 3's
     bf16:recompute                with gradient checkpointing
     delayed:adamw_8bit            with --optimizer adamw_8bit
     delayed:lora16                with LoRA: adapters of rank 16 on all linear layers; lora16qv: on q and v alone
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Literal
 
 from llm_fp8.config import SHARDING_MODES, TORCHAO_SCENARIOS, LoraConfig, ParallelConfig, PrecisionConfig, check_config
 from llm_fp8.errors import UserError
+from llm_fp8.flash_attention_package import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FlashAttention
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.setups import RIVALS, OurArm, Rival
 
@@ -52,7 +53,9 @@ OLD_NAMES = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
 
 HEADS: dict[str, Literal["gradients", "all"]] = {"fp8head": "gradients", "fp8head_all": "all"}
 """Option -> --fp8_lm_head."""
-_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit", "flash4", *HEADS)
+FLASH_ATTENTIONS: dict[str, FlashAttention] = {"flash3": FLASH_ATTENTION_3, "flash4": FLASH_ATTENTION_4}
+"""Option -> --attn_implementation."""
+_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit", *FLASH_ATTENTIONS, *HEADS)
 _OPTIONS_OF_SEVERAL = ("fp8_params", "fp8_all_gather", "sync")
 _OPTIONS = (*_OPTIONS_OF_ONE_GPU, *_OPTIONS_OF_SEVERAL)
 LORA = re.compile(r"lora([1-9]\d*)(qv)?")
@@ -157,6 +160,9 @@ def parse_arm(name: str) -> Arm:
                 f"--arms {name}: one of {' and '.join(HEADS)} goes with a recipe of Transformer Engine; write delayed:{heads[0]}."
             )
         precision = dataclasses.replace(precision, fp8_lm_head=HEADS[heads[0]])
+    flash = [option for option in options if option in FLASH_ATTENTIONS]
+    if len(flash) > 1:
+        raise UserError(f"--arms {name}: {' and '.join(flash)} are two attentions, and a decoder has one; drop one of them.")
     parallel = ParallelConfig()
     if mode is not None:
         parallel = ParallelConfig(
@@ -170,7 +176,7 @@ def parse_arm(name: str) -> Arm:
         precision,
         parallel,
         use_te="swap" not in options,
-        flash_attention="flash4" in options,
+        flash_attention=FLASH_ATTENTIONS[flash[0]] if flash else None,
         gradient_checkpointing="recompute" in options,
         lora=_lora_of(adapters),
         optimizer="adamw_8bit" if "adamw_8bit" in options else "auto",

@@ -7,7 +7,6 @@ import os
 from typing import TYPE_CHECKING, Literal
 
 from llm_fp8.config import (
-    FLASH_ATTENTION_4,
     Config,
     DataConfig,
     LoraConfig,
@@ -18,6 +17,7 @@ from llm_fp8.config import (
 )
 
 if TYPE_CHECKING:
+    from llm_fp8.flash_attention_package import FlashAttention
     from llm_fp8.optim import OptimizerKind
     from llm_fp8.throughput.workload import Workload
 
@@ -32,7 +32,8 @@ class OurArm:
     precision: PrecisionConfig
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     use_te: bool = True
-    flash_attention: bool = False
+    flash_attention: FlashAttention | None = None
+    """Value of --attn_implementation; None: Transformer Engine's choice."""
     gradient_checkpointing: bool = False
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     optimizer: OptimizerKind | Literal["auto"] = "auto"
@@ -48,7 +49,7 @@ class OurArm:
             work.model_options,
             use_te=self.use_te,
             gradient_checkpointing=self.gradient_checkpointing,
-            attn_implementation=FLASH_ATTENTION_4 if self.flash_attention else "auto",
+            attn_implementation=self.flash_attention or "auto",
         )
         return Config(
             model=model,

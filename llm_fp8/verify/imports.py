@@ -7,7 +7,7 @@ import importlib
 import io
 import sys
 
-from llm_fp8.flash_attention_package import INSTALL, PACKAGE
+from llm_fp8.flash_attention_package import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FLASH_ATTENTION_PACKAGES
 from llm_fp8.verify.result import Problems, Result
 from llm_fp8.verify.setup import Setup
 from llm_fp8.verify.versions import installed, read_pins
@@ -18,10 +18,11 @@ OPTIONAL = {
     "torchao": "--fp8_backend torchao",
     "wandb": "--use_wandb",
     "flash_attn": "--attn_implementation flash_attention_2",
-    "flash_attn.cute": "--attn_implementation flash_attention_4",
+    "flash_attn.cute": f"--attn_implementation {FLASH_ATTENTION_4}",
 }
 """Module -> the option that needs it."""
-_PACKAGES = {"flash_attn": "flash-attn", "flash_attn.cute": PACKAGE}
+_FLASH_3, _FLASH_4 = FLASH_ATTENTION_PACKAGES[FLASH_ATTENTION_3], FLASH_ATTENTION_PACKAGES[FLASH_ATTENTION_4]
+_PACKAGES = {"flash_attn": "flash-attn", "flash_attn.cute": _FLASH_4.package}
 """Module -> its package, where the names differ. flash-attn 4 has a folder flash_attn too, so that import alone does not tell of flash-attn 2."""
 _TE = "transformer_engine.pytorch"
 
@@ -47,6 +48,18 @@ def try_transformer_engine() -> str | None:
     return None
 
 
+def try_flash_attention_3() -> str | None:
+    """As `try_import`, of flash-attn 3's operators as a run loads them: without the package that they lie in."""
+    from llm_fp8.errors import UserError
+    from llm_fp8.flash_attention_3 import load_operators
+
+    try:
+        load_operators()
+    except UserError as error:
+        return str(error)
+    return None
+
+
 def judge(outcomes: dict[str, str | None], said: str = "") -> Result:
     """What a run needs and does not load fails; what only some options need is a warning. `said`: what they printed meanwhile."""
     problems = Problems()
@@ -60,7 +73,9 @@ def judge(outcomes: dict[str, str | None], said: str = "") -> Result:
                 f"{sentence} ({OPTIONAL[name]})", f"{pip} uninstall -y flash-attn   # or install it again for this torch"
             )
         elif name == "flash_attn.cute":
-            problems.warn(f"{sentence} ({OPTIONAL[name]})", f"{sys.executable} -m {INSTALL}")
+            problems.warn(f"{sentence} ({OPTIONAL[name]})", f"{sys.executable} -m {_FLASH_4.install}")
+        elif name == _FLASH_3.name:
+            problems.warn(sentence, f"{sys.executable} -m {_FLASH_3.install}")
         elif name in OPTIONAL:
             problems.warn(f"{sentence} ({OPTIONAL[name]})", reinstall(name))
         elif name == _TE:
@@ -87,4 +102,7 @@ def check(setup: Setup) -> Result:
             outcomes[_TE] = try_transformer_engine()
         there = installed(_PACKAGES.get(name, name) for name in OPTIONAL)
         outcomes |= {name: try_import(name) for name in OPTIONAL if _PACKAGES.get(name, name) in there}
+        third = installed([_FLASH_3.package]).get(_FLASH_3.package)
+        if setup.num_gpus and third is not None and third.version == _FLASH_3.version:  # others serve other purposes
+            outcomes[_FLASH_3.name] = try_flash_attention_3()
     return judge(outcomes, words.getvalue())

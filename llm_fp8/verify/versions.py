@@ -11,14 +11,14 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from llm_fp8.flash_attention_package import PACKAGE
+from llm_fp8.flash_attention_package import FLASH_ATTENTION_PACKAGES
 from llm_fp8.verify.result import Problems, Result
 from llm_fp8.verify.setup import REPOSITORY, Setup
 
 REQUIREMENTS = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
 OPTIONAL = {
     "flash-attn": "attention of the Hugging Face path",
-    PACKAGE: "--attn_implementation flash_attention_4",
+    **{package.package: f"--attn_implementation {package.option}" for package in FLASH_ATTENTION_PACKAGES.values()},
     "torchao": "--fp8_backend torchao",
     "peft": "--lora_rank",
     "deepspeed": "--sharding_mode deepspeed_1 to 3",
@@ -28,7 +28,7 @@ OPTIONAL = {
     "nvidia-ml-py": "energy figures",
 }
 """What runs without; package -> what needs it."""
-FLASH_ATTENTIONS = ("flash-attn", PACKAGE)
+FLASH_ATTENTIONS = ("flash-attn", *(package.package for package in FLASH_ATTENTION_PACKAGES.values()))
 """In no file of requirements."""
 TE = "transformer-engine"
 TE_PARTS = (TE, f"{TE}-torch", f"{TE}-cu12", f"{TE}-cu13")

@@ -225,6 +225,8 @@ def test_what_the_parser_refuses_is_one_sentence(capsys, argv, named):
         ["--resume_from", "latest"],
         ["--streaming"],
         ["--attn_implementation", "eager", "--use_te"],
+        ["--attn_implementation", "flash_attention_3"],
+        ["--attn_implementation", "flash_attention_3", "--use_te", "--no_packing"],
         ["--attn_implementation", "flash_attention_4"],
         ["--attn_implementation", "flash_attention_4", "--use_te", "--no_packing"],
         ["--attn_implementation", "flash_attention_4", "--use_te", "--mixed_precision", "no"],

@@ -17,10 +17,11 @@ from llm_fp8.architectures import bundled_architectures
 from llm_fp8.ceilings import RESULTS, Ceilings, known_ceilings
 from llm_fp8.config import Config, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from llm_fp8.errors import UserError, run_script
+from llm_fp8.flash_attention_package import FLASH_ATTENTION_3, FLASH_ATTENTION_4
 from llm_fp8.metrics import DecoderSize, StepTokens, speed_metrics
 from llm_fp8.models import count_parameters, load_config, resolve_source
 from llm_fp8.predict import prediction
-from llm_fp8.predict.calibration import CALIBRATED_GPU, FITS_RESERVE_GIB, FLASH4_SPEED_UP, GAP_S, MEASURED_GPUS, Rates
+from llm_fp8.predict.calibration import CALIBRATED_GPU, FITS_RESERVE_GIB, FLASH_SPEED_UP, GAP_S, MEASURED_GPUS, Rates
 from llm_fp8.predict.memory import peak_memory, saved_bytes
 from llm_fp8.predict.prediction import gpu_by_name, known_gpu, known_gpus, predict
 from llm_fp8.predict.records import bundled_size, recorded_rows, rows_for_memory_alone, scenario_of
@@ -291,7 +292,7 @@ def test_recipes_come_out_in_the_measured_order():
     by_run: dict[tuple[str, ...], list] = {}
     for row in recorded_rows():
         # flash-attn 4 changes a step of 8B by less than the same step takes on another GPU.
-        if not row.out_of_memory and not row.memory_was_full and not row.prediction.scenario.flash_attention_4:
+        if not row.out_of_memory and not row.memory_was_full and not row.prediction.scenario.flash_attention:
             key = (row.file, row.row.get("row", ""), row.row["model"], row.prediction.scenario.mode)
             by_run.setdefault(key, []).append(row)
     compared = [rows for rows in by_run.values() if len(rows) > 1]
@@ -405,9 +406,20 @@ def test_all_products_of_the_head_in_fp8_gain_and_hold_more_than_two():
 
 
 def test_flash_attention_4_shortens_attention_alone():
-    plain, flash = step_time(scenario(), Rates()), step_time(scenario(flash_attention_4=True), Rates())
-    assert flash.attention_s == pytest.approx(plain.attention_s / FLASH4_SPEED_UP)
+    plain, flash = step_time(scenario(), Rates()), step_time(scenario(flash_attention=FLASH_ATTENTION_4), Rates())
+    assert flash.attention_s == pytest.approx(plain.attention_s / FLASH_SPEED_UP[FLASH_ATTENTION_4])
     assert dataclasses.replace(flash, attention_s=plain.attention_s) == plain
+
+
+def test_flash_attention_without_a_measured_rate_is_predicted_as_cudnns_and_the_prediction_says_so(monkeypatch):
+    asked = scenario(flash_attention=FLASH_ATTENTION_3)
+    monkeypatch.delitem(FLASH_SPEED_UP, FLASH_ATTENTION_3, raising=False)
+    assert step_time(asked, Rates()) == step_time(scenario(), Rates())
+    notes = [predict(of, known_gpu(CALIBRATED_GPU)).notes for of in (asked, scenario())]
+    assert [any("--attn_implementation flash_attention_3 is predicted at" in note for note in found) for found in notes] == [
+        True,
+        False,
+    ]
 
 
 def test_an_optimizer_of_8_bit_moments_takes_the_time_of_its_own_kernel():
@@ -737,7 +749,7 @@ def test_options_of_the_kernels_reach_the_command(run_command, tmp_path):
     code, printed, said = run_command(*EIGHT_B, *flags)
     assert code == 0, said
     for row in json.loads(path.read_text())["rows"]:
-        asked = scenario(recipe=row["recipe"], fp8_lm_head="all", flash_attention_4=True)
+        asked = scenario(recipe=row["recipe"], fp8_lm_head="all", flash_attention=FLASH_ATTENTION_4)
         assert row["step_time_s"] == predict(asked, known_gpu(CALIBRATED_GPU)).step_time_s
 
 

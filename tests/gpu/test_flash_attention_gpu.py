@@ -2,120 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
-import torch.nn.functional as F
 
-import te_llama
-from llm_fp8.flash_attention import HEAD_DIMS, flash_attention
-from llm_fp8.flash_attention_package import PACKAGE, VERSION
-from llm_fp8.kernels import gemm_kernels, record_kernels, time_by_class
-from llm_fp8.parity import check_parity, relative_difference
-from llm_fp8.provenance import package_version
-from tests.batches import S, packed_batch
-from tests.families import family_config
+from llm_fp8.flash_attention_package import FLASH_ATTENTION_4
+from tests import flash_attention_checks as checks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(package_version(PACKAGE) != VERSION, reason=f"needs flash-attn-4 {VERSION}"),
-]
-
-ROOT = Path(__file__).resolve().parents[2]
-LENGTHS = {"short": (1, 2, 7, 16, 63, 64, 65, 127, 128, 129, 200, 1), "long": (1500, 3, 545), "one": (1024,)}
-ROUNDING = 4e-3
-"""Relative error that bf16 operands and results leave; cuDNN's is up to 3.4e-3. A wrong gradient is off by as much as itself."""
+pytestmark = checks.marks_of(FLASH_ATTENTION_4)
 
 
-def reference(q, k, v, bounds, scale, window):
-    """In fp32, document by document."""
-    outputs = []
-    for start, stop in itertools.pairwise(bounds):
-        distance = torch.arange(stop - start, device=q.device)[:, None] - torch.arange(stop - start, device=q.device)
-        seen = (distance >= 0) & (distance < (window or stop))
-        heads = [x[start:stop].transpose(0, 1)[None] for x in (q, k, v)]
-        outputs.append(F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1))
-    return torch.cat(outputs)
-
-
-def results(function, tensors, gradient):
-    """Output and the three gradients."""
-    leaves = [x.clone().requires_grad_() for x in tensors]
-    output = function(*leaves)
-    output.backward(gradient.to(output.dtype))
-    return dict(zip(("output", "q", "k", "v"), (output.detach(), *(x.grad for x in leaves)), strict=True))
-
-
-@pytest.mark.parametrize("window", [None, 100], ids=["all", "window"])
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("heads", [(32, 8), (24, 8), (28, 4), (40, 8), (8, 8)], ids=str)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@checks.every_shape
 def test_output_and_gradients(head_dim, heads, lengths, window, device, record_property):
-    torch.manual_seed(0)
-    bounds = [0, *itertools.accumulate(LENGTHS[lengths])]
-    tensors = [
-        torch.randn(bounds[-1], number, head_dim, device=device, dtype=torch.bfloat16)
-        for number in (heads[0], heads[1], heads[1])
-    ]
-    gradient = torch.randn(bounds[-1], heads[0], head_dim, device=device, dtype=torch.bfloat16)
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
-    scale = 0.7 * head_dim**-0.5  # as YaRN's factor makes it
-    found = results(lambda q, k, v: flash_attention(q, k, v, cu_seqlens, max(LENGTHS[lengths]), scale, window), tensors, gradient)
-    exact = results(lambda q, k, v: reference(q, k, v, bounds, scale, window), [x.float() for x in tensors], gradient.float())
-    errors = {name: relative_difference(found[name], exact[name]) for name in exact}
-    record_property("errors", errors)
-    assert max(errors.values()) < ROUNDING, errors
+    checks.check_output_and_gradients(FLASH_ATTENTION_4, head_dim, heads, lengths, window, device, record_property)
 
 
-@pytest.mark.parametrize("family", ["llama3_rope_gqa", "mistral_window", "qwen3_qk_norm_head_dim", "llama_yarn"])
+@pytest.mark.parametrize("family", checks.FAMILIES)
 def test_layers_are_hugging_faces(family, device, record_property):
-    model = te_llama.build_te_model(family_config(family), torch.bfloat16, device, flash_attention=True)
-    te_llama.initialize_weights_(model, torch.Generator(device=device).manual_seed(0))
-    report = check_parity(model, packed_batch(device), S, torch.bfloat16)
-    record_property("report", report.describe())
-    assert report.num_layers == 3 and report.difference <= report.limit
+    checks.check_layers(FLASH_ATTENTION_4, family, device, record_property)
 
 
 def test_a_run_says_so_and_is_certified(tmp_path, record_property):
-    """One command; the kernels of its recorded step are those that it names."""
-    done = subprocess.run(
-        [
-            sys.executable, "train_fp8.py", "--model_name", "Llama-57M", "--random_init", "--use_te", "--mixed_precision", "fp8",
-            "--attn_implementation", "flash_attention_4", "--max_seq_length", "256", "--batch_size", "4", "--max_steps", "6", "--no_export",
-            "--gradient_accumulation_steps", "2", "--output_dir", str(tmp_path / "run"),
-        ],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "attention: flash-attn 4" in done.stdout
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    record_property("certificate", summary["certificate"])
-    assert summary["attention_backend"] == summary["certificate"]["attention"] == "flash-attn 4"
-    assert summary["certificate"]["verdict"] == "certified"
+    checks.check_run(FLASH_ATTENTION_4, tmp_path, record_property)
 
 
 def test_its_kernels_are_known_as_attention_and_as_no_gemm(device, record_property):
-    model = te_llama.build_te_model(family_config("llama3_rope_gqa"), torch.bfloat16, device, flash_attention=True)
-    te_llama.initialize_weights_(model, torch.Generator(device=device).manual_seed(0))
-    batch = packed_batch(device)
-
-    def attend() -> None:
-        model(
-            input_ids=batch.input_ids, cu_seq_lens_q=batch.cu_seqlens, max_length_q=batch.max_seqlen,
-            attention_mask=torch.empty(0, 0, 0, 0, device=device), labels=batch.input_ids,
-        ).loss.backward()  # fmt: skip
-
-    attend()
-    with record_kernels() as recorded:
-        attend()
-    names = time_by_class(recorded)["attention"].names
-    record_property("kernels", list(names))
-    for part in ("flash_fwd", "flash_bwd_sm90", "flash_bwd_preprocess", "flash_bwd_postprocess"):
-        assert any(part in name for name in names), part
-    assert not any("flash" in name for group in gemm_kernels(recorded).values() for name in group.names)
-    assert "unknown" not in gemm_kernels(recorded)
+    parts = ("flash_fwd", "flash_bwd_sm90", "flash_bwd_preprocess", "flash_bwd_postprocess")
+    checks.check_kernels(FLASH_ATTENTION_4, parts, device, record_property)
