@@ -19,7 +19,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from llm_fp8.flash_attention_package import FLASH_ATTENTION_4
+from llm_fp8.flash_attention_package import FLASH_ATTENTION_3, FLASH_ATTENTION_4
 
 if TYPE_CHECKING:
     from llm_fp8.ceilings import Ceilings
@@ -34,7 +34,7 @@ DIAGONAL_TOKENS = 970
 """Causal attention over documents of l tokens takes the time of l + this: the tiles on the diagonal are computed whole, and some of its kernels
 pass over the tokens once, whatever l is. From the class `attention` of row 8b against row 8b_s8192: 992, 975 and 938 by arm, cuDNN's."""
 
-FLASH_SPEED_UP = {FLASH_ATTENTION_4: 1.14}
+FLASH_SPEED_UP = {FLASH_ATTENTION_3: 1.20, FLASH_ATTENTION_4: 1.14}
 """Over cuDNN's attention, time of the class, by value of --attn_implementation. flash-attn 4: 1.16 (1b), 1.11 (8b), 1.16 (8b_s8192), with `:flash4` against without."""
 
 GAP_S = 0.027
