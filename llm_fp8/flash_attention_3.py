@@ -45,14 +45,14 @@ def load_operators() -> None:
 
 
 def _load_cuda_runtime() -> None:
-    """Load the CUDA 12 runtime, torch's or the system's before that of its package. Raises OSError without any."""
+    """Load the CUDA 12 runtime, torch's or the system's before that of its package; the operators then find it by its name. Raises OSError without any."""
     try:
-        ctypes.CDLL(_CUDA_RUNTIME, mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(_CUDA_RUNTIME)
     except OSError:
         path = _file_of(CUDA_RUNTIME_PACKAGE, f"nvidia/cuda_runtime/lib/{_CUDA_RUNTIME}")
         if path is None:
             raise
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(path))
 
 
 def _file_of(package: str, name: str) -> Path | None:

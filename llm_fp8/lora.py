@@ -31,7 +31,7 @@ from llm_fp8.adapter_names import is_adapter, name_without_adapter
 from llm_fp8.config import ALL_LINEAR, DECODER_LINEARS, LoraConfig
 from llm_fp8.errors import UserError
 from llm_fp8.models import decoder_layers
-from llm_fp8.precision import prefer_torchs_cudnn
+from llm_fp8.precision import prefer_torchs_libraries
 from llm_fp8.shards import is_te_model, row_block
 
 DEFAULT_SCALING = 2.0
@@ -92,7 +92,7 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
 
 def require_peft(why: str) -> None:
     """Raise a `UserError` that starts with `why` where PEFT cannot be imported."""
-    prefer_torchs_cudnn()  # PEFT imports Transformer Engine where that is installed
+    prefer_torchs_libraries()  # PEFT imports Transformer Engine where that is installed
     try:
         import peft  # noqa: F401
     except ImportError as error:

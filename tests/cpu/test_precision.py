@@ -10,7 +10,7 @@ import torch
 
 from llm_fp8.config import PrecisionConfig
 from llm_fp8.errors import UserError
-from llm_fp8.precision import Precision, require_te, resolve_precision
+from llm_fp8.precision import Precision, prefer_torchs_libraries, require_te, resolve_precision
 
 CPU = torch.device("cpu")
 
@@ -93,3 +93,17 @@ def test_transformer_engine_is_pointed_at_torchs_cudnn(environment, expected, tm
             os.environ.pop(name, None)
     torchs = str(tmp_path / "nvidia" / "cudnn")
     assert looked_in == ([torchs] if expected == "torchs" else ["/mine"])
+
+
+@pytest.mark.parametrize(
+    ("version", "asked", "expected"),
+    [("13.0", None, "libcudart.so.13"), ("12.8", None, "libcudart.so.12"), ("13.0", "mine.so", "mine.so"), (None, None, None)],
+)
+def test_transformer_engines_cudnn_is_pointed_at_torchs_cuda_runtime(version, asked, expected, monkeypatch):
+    name = "CUDNN_FRONTEND_CUDART_LIB_NAME"
+    monkeypatch.setenv(name, asked or "unset after this test")
+    if asked is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.version, "cuda", version)
+    prefer_torchs_libraries()
+    assert os.environ.get(name) == expected

@@ -636,7 +636,8 @@ def test_the_readmes_speeds_are_those_of_the_table():
     text = " ".join((RESULTS.parents[1] / "README.md").read_text().split())
     table = {(row["row"], row["arm"]): row for row in json.loads((RESULTS / "speed_table_h200.json").read_text())["rows"]}
     sizes = ("1b", "3b", "8b", "8b_s8192")
-    ours = ("bf16", "block", "current", "delayed", "delayed:fp8head_all", "delayed:fp8head_all:flash4")
+    ours = ("bf16", "block", "current", "delayed", "delayed:fp8head_all")
+    ours += ("delayed:fp8head_all:flash3", "delayed:fp8head_all:flash4")
     arms = ("hf_bf16", "hf_bf16_compiled", "accelerate_te", "torchao_tensorwise", "torchao_rowwise", *ours)
 
     lines = documented_table("README.md", "| | 1B, 16 rows |")
@@ -656,6 +657,8 @@ def test_the_readmes_speeds_are_those_of_the_table():
             max(RIVALS, key=lambda name: table[size, name]["tokens_per_s"] if (size, name) in table else 0)
             == "torchao_tensorwise"
         )
+    large = [table[f"{size}_128k", "delayed:fp8head_all:flash3"]["tokens_per_s"] for size in ("1b", "8b")]
+    assert "Steps of 128k tokens take 1B to {:,.0f} and 8B to {:,.0f} tokens/s".format(*large) in text
     of_14b = [table["14b", f"delayed:adamw_8bit:fp8head_all{more}"] for more in ("", ":flash4")]
     told = "{:,.0f} with `--fp8_lm_head all`, {:,.0f} with flash-attn 4 besides, {:.0f} GiB"
     assert told.format(*(row["tokens_per_s"] for row in of_14b), of_14b[0]["peak_memory_gib"]) in text
