@@ -33,6 +33,7 @@ from llm_fp8.optim import OptimizerKind
 from llm_fp8.parallel.choice import default_optimizer
 from llm_fp8.parallel.engine import Engine
 from llm_fp8.parallel.fp8_params import check_fp8_params, check_masters, keep_weights_in_fp8, master_of
+from llm_fp8.parallel.reduce_scatter import ReduceScatterInOnePool
 from llm_fp8.precision import Precision
 from llm_fp8.torchao_fp8 import plain_rows, refresh_scales_
 from llm_fp8.wgrad_accumulation import WgradAccumulation
@@ -106,6 +107,11 @@ class FsdpEngine(Engine):
         for layer in layers:
             fully_shard(layer, reshard_after_forward=self.mode != "fsdp_grad", **shared)
         fully_shard(model, reshard_after_forward=False, **shared)
+        if self.parameter_device.type == "cuda" and self.mesh.ndim == 1:
+            exchange = ReduceScatterInOnePool(torch.cuda.current_stream())
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_reduce_scatter(exchange)
         if self.caches_weight_casts:
             _let_te_keep_casts(model)
         model.register_forward_hook(_split_again_without_backward)
