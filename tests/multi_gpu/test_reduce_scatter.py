@@ -28,4 +28,4 @@ def test_the_steps_are_those_of_fsdp2_with_less_memory_reserved(arm, record_prop
     rows_gib = 4 / 2 * bundled_size("Llama-3.2-1B").num_parameters / 2**30
     beside = {name: one["peak_reserved_memory_gib"] - one["peak_memory_gib"] for name, one in found.items()}
     if ":sync" not in arm:  # there the rows are at the peak already
-        assert beside["ours"] < beside["fsdp2s"] - 0.7 * rows_gib and beside["ours"] < rows_gib
+        assert beside["ours"] < beside["fsdp2s"] - 0.5 * rows_gib and beside["ours"] < rows_gib
