@@ -495,6 +495,7 @@ def test_the_speed_ups_with_adapters_in_the_document():
             expected = ["not measured", "not measured", "-"]
             if row := measured.get(kind):
                 expected = [*(f"{row['tokens_per_s'][precision]:,.0f}" for precision in ("bf16", "delayed")), with_range(row)]
+                assert told[model, kind][3].partition(",")[0] == (row["guides"] or "-")
             assert told[model, kind][:3] == expected, (model, kind)
 
 
