@@ -61,7 +61,7 @@ mapped anew within steps. Their times jump (rows 8b_x2 and 8b_s8192_x2, fsdp_gra
 MODES = ("single", "ddp", "fsdp_grad", "fsdp_full")
 """One GPU and the sharding modes, with recorded runs that the constants were fitted to."""
 
-MEASURED_GPUS = {"ddp": (2,), "fsdp_grad": (4,), "fsdp_full": (2, 4)}
+MEASURED_GPUS = {"ddp": (2,), "fsdp_grad": (2, 4), "fsdp_full": (2, 4)}
 """By mode: GPUs of one host in the records of today's code, but for steps whose memory was full."""
 MAX_GPUS = 8
 """Of one host; several hosts exchange over a network that no record has."""

@@ -50,7 +50,7 @@ class Memory:
     head_gib: float
     """Logits, final hidden states and the gradient of the output head."""
     other_streams_gib: float = 0.0
-    """What the allocator reserves for FSDP's own streams and holds empty at the peak."""
+    """What the allocator reserves for FSDP's own stream and holds empty at the peak."""
 
     @property
     def total_gib(self) -> float:
@@ -102,16 +102,13 @@ def _gathered_bytes(scenario: Scenario) -> float:
     return _BF16 * outer + (1 if scenario.fp8_weights else _BF16) * model.layer_linear
 
 
-def _other_streams_bytes(scenario: Scenario, shards_at_peak: bool) -> float:
-    """What FSDP2's streams hold beside the peak: shards of the gradients, and the outermost unit as it is gathered with this GPU's part of it before."""
+def _other_streams_bytes(scenario: Scenario) -> float:
+    """What FSDP2's stream of gathers holds beside the peak: the outermost unit as it is gathered, with this GPU's part of it before."""
     if not scenario.sharded:
         return 0.0
     model = scenario.model
     outer = model.head * (1 if model.spec.tied_embeddings else 2)
-    shards = (
-        0.0 if shards_at_peak else bytes_per_parameter(scenario.optimizer).gradient / scenario.num_gpus * model.num_parameters
-    )
-    return shards + _BF16 * outer * (1 + 1 / scenario.num_gpus)
+    return _BF16 * outer * (1 + 1 / scenario.num_gpus)
 
 
 def peak_memory(scenario: Scenario) -> Memory:
@@ -142,6 +139,4 @@ def peak_memory(scenario: Scenario) -> Memory:
     if not has_gradients and whole_gradients + tokens * per_layer > state + activations + head:
         state, activations, head = whole_gradients, tokens * per_layer, 0.0
         has_gradients = True
-    shards_at_peak = has_gradients and not keeps_whole_gradients(scenario.mode, scenario.config())
-    streams = _other_streams_bytes(scenario, shards_at_peak)
-    return Memory(state / GIB, casts / GIB, activations / GIB, head / GIB, streams / GIB)
+    return Memory(state / GIB, casts / GIB, activations / GIB, head / GIB, _other_streams_bytes(scenario) / GIB)

@@ -28,7 +28,7 @@ FILES = (
 """Under benchmarks/results. Other levers_*.json were recorded with a part of today's kernels, or with variables that their arms do not name."""
 
 TODAYS_SINCE = "2026-11-22"
-"""Of a file's `time_utc`. Those before it were recorded with the decoder as it was before its fused kernels (docs/performance_log.md), and those on several
+"""Of a row's `time_utc`. Those before it were recorded with the decoder as it was before its fused kernels (docs/performance_log.md), and those on several
 GPUs also before GEMMs added up their gradients and `fsdp_grad` kept weights for a step."""
 
 _FITTED_RECIPES: dict[tuple[str, str | None], tuple[str, ...]] = {
@@ -47,8 +47,13 @@ class Recorded:
     arm: str
     row: dict[str, Any]
     prediction: Prediction
-    todays: bool
-    """Recorded with the code that is predicted, not its slower predecessor."""
+    measured_utc: str
+    """When its first round was measured."""
+
+    @property
+    def todays(self) -> bool:
+        """Whether it was recorded with the code that is predicted, not its slower predecessor."""
+        return self.measured_utc >= TODAYS_SINCE
 
     @property
     def num_gpus(self) -> int:
@@ -175,6 +180,7 @@ def _all_rows(folder: Path) -> tuple[Recorded, ...]:
         for row in record["rows"]:
             measured = "tokens_per_s" in row and "peak_memory_gib" in row
             if (measured or _ran_out(row)) and (scenario := scenario_of(row)):
-                todays = record["provenance"]["time_utc"] >= TODAYS_SINCE
-                found.append(Recorded(path.name, row["arm"], row, predict(scenario, gpu), todays))
+                runs = record.get("runs", [record["provenance"]])
+                first = (row.get("rounds") or [{}])[0].get("run", 0)
+                found.append(Recorded(path.name, row["arm"], row, predict(scenario, gpu), runs[first]["time_utc"]))
     return tuple(found)

@@ -51,6 +51,8 @@ TIME_ERROR, TIME_ERRORS_BEFORE = 0.035, (-0.07, 0.02)
 TIME_ERROR_SEVERAL = 0.025
 """On several GPUs. No sum of kernels knows which GPUs a run gets: the same GEMMs of the same arm took 2.37 s in row 8b_x2 and 2.25 s in row
 8b_s8192_x2, and constants of either are wrong for the other."""
+ONE_POOL_SINCE = "2026-11-22T16"
+"""Of a row's time: those before took the gradients' rows from another stream's memory than the backward pass's."""
 MEMORY_ERROR = 0.005
 """Of the peak memory."""
 MEMORY_BEYOND = {
@@ -118,13 +120,17 @@ def test_where_the_first_gpu_needs_more_it_is_a_copy_of_every_parameter():
 
 
 def test_what_the_allocator_reserves_under_fsdp():
-    """Above what is counted are its gaps, below it the GPU's end; and the prediction finds the rows that are not scored."""
+    """Above what is counted are its gaps, below it the GPU's end. Before, the gradients' rows were on another stream, which filled the GPU in rows that are not scored."""
     rows = [r for r in recorded_rows() if r.todays and r.prediction.scenario.sharded]
-    assert len(rows) >= 13 and {r.num_gpus for r in rows} == {2, 4}
+    assert len(rows) >= 15 and {r.num_gpus for r in rows} == {2, 4}
+    assert {r.num_gpus for r in rows if r.measured_utc >= ONE_POOL_SINCE} == {2}
     for record in rows:
         times = record.row["rounds"][0]["step_times_s"]
-        assert record.prediction.tight == record.memory_was_full == (max(times) > 1.1 * min(times))
-        gaps = record.reserved_gib - record.row["peak_memory_gib"] - record.prediction.memory.other_streams_gib
+        assert not record.prediction.tight and record.memory_was_full == (max(times) > 1.1 * min(times))
+        beside = record.prediction.memory.other_streams_gib
+        if record.measured_utc < ONE_POOL_SINCE:
+            beside += 4 / record.num_gpus * record.prediction.scenario.model.num_parameters / 2**30
+        gaps = record.reserved_gib - record.row["peak_memory_gib"] - beside
         assert gaps < 0 if record.memory_was_full else 0 < gaps < 1.2 < FITS_RESERVE_GIB
     full = [record for record in rows if record.memory_was_full]
     assert {(r.row["row"], r.prediction.scenario.mode) for r in full} == {("8b_x2", "fsdp_grad"), ("8b_s8192_x2", "fsdp_grad")}
@@ -140,12 +146,12 @@ def test_memory_of_the_streams_that_does_not_fit_is_told(mode, instead):
         assert found.fits
         return [note for note in found.notes if "the allocator will free and map memory within steps" in note]
 
-    tokens = {"fsdp_grad": 8192, "fsdp_full": 12288}[mode]
+    tokens = {"fsdp_grad": 12288, "fsdp_full": 14336}[mode]
     assert len(notes(tokens)) == 1 and notes(tokens)[0].endswith(f"take a smaller --batch_size or {instead}")
     assert notes(tokens // 2) == []
 
 
-def test_streams_of_fsdp_hold_the_shards_that_come_after_the_peak():
+def test_the_stream_of_gathers_holds_the_largest_of_them():
     def beside(**of) -> float:
         return peak_memory(scenario(optimizer="adamw_fp32", **of)).other_streams_gib * 2**30
 
@@ -153,11 +159,10 @@ def test_streams_of_fsdp_hold_the_shards_that_come_after_the_peak():
     gathered = {n: 2 * 2 * model.head * (1 + 1 / n) for n in (2, 4)}
     for mode in ("fsdp_full", "fsdp_grad"):
         for n in (2, 4):
-            assert beside(mode=mode, num_gpus=n) == pytest.approx(4 / n * model.num_parameters + gathered[n])
-            assert beside(mode=mode, num_gpus=n, sync_every_micro_batch=True) == pytest.approx(gathered[n]), "there at the peak"
+            assert beside(mode=mode, num_gpus=n) == pytest.approx(gathered[n])
     assert beside() == beside(mode="ddp", num_gpus=4) == 0
     tied = bundled_size("Llama-3.2-1B")
-    few = beside(model="Llama-3.2-1B", mode="fsdp_full", num_gpus=2, sync_every_micro_batch=True)
+    few = beside(model="Llama-3.2-1B", mode="fsdp_full", num_gpus=2)
     assert few == pytest.approx(2 * tied.head * 1.5)
 
 
@@ -166,14 +171,6 @@ def test_memory_of_rows_on_several_gpus_before_gemms_added_up_gradients(record):
     names = (record.file, record.arm, record.row["model"])
     beyond = MEMORY_BEYOND.get(names[:2], MEMORY_BEYOND.get(names, 0.0))
     assert record.prediction.peak_memory_gib == pytest.approx(record.row["peak_memory_gib"] - beyond, rel=MEMORY_ERROR)
-
-
-def test_memory_that_is_nearly_full_is_told_and_was_slow():
-    rows = {r.arm: r for r in rows_for_memory_alone() if r.file == "multi_gpu_throughput_8b_s1024_x2.json"}
-    full, grad = rows["fsdp_full:bf16"], rows["fsdp_grad:bf16"]
-    assert grad.prediction.tight and grad.prediction.step_time_s < full.prediction.step_time_s
-    assert grad.step_time_s > full.step_time_s, "what the word is for"
-    assert [r.arm for r in rows.values() if r.prediction.tight] == ["fsdp_grad:bf16"]
 
 
 def test_the_exchange_of_steps_before_gemms_added_up_gradients():
@@ -223,9 +220,9 @@ def test_the_slowest_gpu_is_the_farther_off_the_more_there_are():
         if record.todays and record.prediction.scenario.mode in ("ddp", "fsdp_grad"):
             work = record.row["rounds"][0]["recorded_step"]["work_s_by_rank"]
             more[record.num_gpus].append(max(work) / statistics.mean(work) - 1)
-    assert {n: len(rows) for n, rows in more.items()} == {2: 8, 4: 4}
+    assert {n: len(rows) for n, rows in more.items()} == {2: 10, 4: 4}
     for n, rows in more.items():
-        # Two GPUs are either much alike or not: a mean of eight rows says little.
+        # Two GPUs are either much alike or not: a mean of ten rows says little.
         assert statistics.mean(rows) == pytest.approx(waiting_share(n), abs=0.007) and max(rows) < 0.03
 
 

@@ -14,11 +14,12 @@ import pytest
 
 from llm_fp8.ceilings import Ceilings
 from llm_fp8.throughput.arms import OLD_NAMES, PRECISIONS, parse_arm
-from llm_fp8.throughput.setups import RIVALS
+from llm_fp8.throughput.setups import RIVALS, OurArm
 from llm_fp8.throughput.table import gemm_floor_s
 from scripts.lora_study import ADAPTERS, FULL, WORKLOADS, arms_of
 from tests.documented_commands import readme_commands
 from tests.families import FAMILIES
+from tests.multi_gpu.test_reduce_scatter import check_outcome
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 FROM_GPU = (
@@ -64,7 +65,11 @@ def test_gpu_tests_ran_and_passed():
     ((_, record),) = load("gpu_tests.json")
     for name, test in record["tests"].items():
         assert len(test["commit"]) == 40
-        assert test["outcome"] == "passed" or "two GPUs each need four" in test["reason"], name
+        if test["outcome"] == "failed":  # on a bound that was halved behind the run: what it measured is held against today's
+            (arm,) = re.findall(r"test_reduce_scatter\.py::\w+\[(.*)\]", name)
+            check_outcome(arm, test["properties"]["found"])
+        else:
+            assert test["outcome"] == "passed" or "two GPUs each need four" in test["reason"], name
     folders = [name.split("/")[1] for name in record["tests"]]
     assert folders.count("gpu") >= 130 and folders.count("multi_gpu") >= 50
     assert max(len(run["provenance"]["gpus"]) for run in (record, *record["earlier_runs"])) >= 2
@@ -142,7 +147,7 @@ def test_every_broken_set_up_was_caught():
 def test_throughput_rows(name):
     rows = json.loads((RESULTS / name).read_text())["rows"]
     arms = {row["arm"] for row in rows}
-    assert {"hf_bf16", "bf16"} <= arms, "a rival and ours, in one run"
+    assert "hf_bf16" in arms and any(isinstance(parse_arm(arm).what, OurArm) for arm in arms), "a rival and ours, in one run"
     for row in rows:
         if row.get("out_of_memory") or "failed" in row:  # the former until rows gave their reason
             continue
@@ -718,6 +723,7 @@ def speed_and_memory(row: dict | None) -> str:
                 "fsdp_full:delayed:fp8_params",
                 "fsdp_grad:delayed",
                 "fsdp_grad:delayed:fp8_params",
+                "fsdp_grad:delayed:fp8_params:fp8head_all:flash3",
                 "fsdp_grad:delayed:fp8_params:fp8head_all:flash4",
             ),
         ),
@@ -760,7 +766,12 @@ def test_what_is_said_of_several_gpus_is_that_of_the_files():
     (crowded,) = rows["8b_x2", best]["rounds"]
     times = crowded["step_times_s"]
     assert f"anything from {min(times):.2f} to {max(times):.2f} s" in text
-    assert f"{crowded['peak_memory_gib']:.0f} GiB in tensors and {crowded['peak_reserved_memory_gib']:.0f} reserved" in text
+    assert f"{crowded['peak_reserved_memory_gib']:.0f} GiB were reserved" in text
+    now = best.replace("flash4", "flash3")
+    told = "keeps {:.0%} of one GPU's speed then, {:.0%} with rows of 8,192"
+    assert told.format(*(scaling[name, now] for name in ("8b_x2", "8b_s8192_x2"))) in text
+    (roomy,) = rows["8b_x2", now]["rounds"]
+    assert f"{roomy['peak_memory_gib']:.0f} GiB in tensors and {roomy['peak_reserved_memory_gib']:.0f} reserved" in text
     before = json.loads((RESULTS / "multi_gpu_throughput_8b_s8192_x4.json").read_text())["rows"]
     speeds = {row["arm"]: f"{row['tokens_per_s_per_gpu']:,.0f}" for row in before}
     told = "{hf_fsdp2_bf16}, `fsdp_full` {fsdp_full:bf16} in bf16, {fsdp_full:current} in `current` and {fsdp_full:delayed} in `delayed`, `fsdp_grad` in `delayed` {fsdp_grad:delayed}"
@@ -894,8 +905,8 @@ def test_how_the_gpu_tests_ended_is_what_the_documents_say():
     assert said in evidence and said in readme
     commits = Counter(test["commit"][:7] for test in record["tests"].values())
     assert re.findall(r"(\d+) at ([0-9a-f]{7})\b", evidence) == [(str(count), commit) for commit, count in commits.most_common()]
-    earliest = commits.most_common()[-1][0]
-    told = [name.partition("::")[2] for name, test in record["tests"].items() if test["commit"][:7] == earliest]
+    fewest = commits.most_common()[-1][0]
+    told = {name.partition("::")[2].partition("[")[0] for name, test in record["tests"].items() if test["commit"][:7] == fewest}
     assert told and all(f"`{name}`" in evidence for name in told)
 
 
