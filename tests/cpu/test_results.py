@@ -351,6 +351,29 @@ def test_every_rival_was_measured_beside_our_recipes():
         assert claim["speed_ratio"] == pytest.approx(1, abs=0.1)
 
 
+def test_accelerates_fp8_is_transformer_engines_in_short_steps_too():
+    ((_, record),) = load("accelerate_claim_57m.json")
+    (claim,) = record["claims"]
+    assert claim["first_loss_difference"] == 0 and claim["speeds_overlap"]
+    step_s = {row["batch_size"] * row["seq_length"] / row["tokens_per_s"] for row in record["rows"]}
+    (rounded,) = {f"{value:.3f}" for value in step_s}
+    told = f"in steps of {rounded} s, with 57M parameters, the ratio is {claim['speed_ratio']:.3f}"
+    assert told in (RESULTS.parents[1] / "docs" / "accelerate.md").read_text()
+
+
+def test_the_table_of_torchaos_recipes_is_that_of_the_file():
+    rows = {row["arm"]: row for row in load("throughput_1b_torchao.json")[0][1]["rows"]}
+    table = documented_table("docs/torchao.md", "| without `--use_te` | tokens/s |")
+    arms = ("hf_bf16", "delayed:swap", "tensorwise:swap", "rowwise:swap", "rowwise_with_gw_hp:swap")
+    for (_label, *cells), arm in zip(table, arms, strict=True):
+        row, of_baseline = rows[arm], rows[arm]["tokens_per_s"] / rows["hf_bf16"]["tokens_per_s"]
+        assert cells == [f"{row['tokens_per_s']:,.0f}", f"{of_baseline:.2f}", f"{row['peak_memory_gib']:.1f} GiB"]
+    quick = {row["arm"]: row["tokens_per_s"] for row in load("throughput_1b_quick.json")[0][1]["rows"]}
+    told = f"takes {quick['delayed']:,.0f} in `delayed`"
+    text = (RESULTS.parents[1] / "docs" / "torchao.md").read_text()
+    assert told in text and f"{quick['delayed'] / quick['hf_bf16']:.2f} times its `hf_bf16`" in text
+
+
 @pytest.mark.parametrize("name", [name for name, _ in load("ceilings_*.json")])
 def test_ceilings(name):
     record = json.loads((RESULTS / name).read_text())
