@@ -16,8 +16,9 @@ What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, 
     output of fc1 (2 f)                           bf16
     input of fc2 (f)                              bf16, or one fp8 copy; with block scaling both layouts
 
-Under FSDP the allocator reserves more than that. It keeps memory by stream, and what a tensor of one stream leaves free serves no other: the shards of the
-gradients, which come on the stream of the reduction after the peak, and the buffer of the largest gather, on the stream of the gathers.
+Under FSDP the allocator reserves more than that. It keeps memory by stream, and what a tensor of one stream leaves free serves no other: the buffer of the
+largest gather, on the stream of the gathers, lies empty at the peak. The shards of the gradients come after the peak, in what the backward pass left free
+(llm_fp8/parallel/reduce_scatter.py).
 """
 
 from __future__ import annotations
