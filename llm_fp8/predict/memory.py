@@ -16,8 +16,8 @@ What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, 
     output of fc1 (2 f)                           bf16
     input of fc2 (f)                              bf16, or one fp8 copy; with block scaling both layouts
 
-Under FSDP the allocator reserves more than that. It keeps memory by stream, and what a tensor of one stream leaves free serves no other: the shards of the
-gradients, which come on the stream of the reduction after the peak, and the buffer of the largest gather, on the stream of the gathers.
+Under FSDP the allocator reserves more than that. It keeps memory by stream, and what a tensor of one stream leaves free serves no other: the buffer of the
+largest gather, on the stream of the gathers. The shards of the gradients take what the backward pass left free (llm_fp8/parallel/reduce_scatter.py).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Memory:
     activations_gib: float
     head_gib: float
     """Logits, final hidden states and the gradient of the output head."""
-    other_streams_gib: float = 0.0
-    """What the allocator reserves for FSDP's own stream and holds empty at the peak."""
+    gather_stream_gib: float = 0.0
+    """What the allocator reserves for FSDP2's stream of gathers and holds empty at the peak."""
 
     @property
     def total_gib(self) -> float:
@@ -60,7 +60,7 @@ class Memory:
     @property
     def reserved_gib(self) -> float:
         """What the allocator takes from the GPU, its gaps left out."""
-        return self.total_gib + self.other_streams_gib
+        return self.total_gib + self.gather_stream_gib
 
 
 def saved_bytes(spec: DecoderSpec, recipe: str) -> float:
@@ -102,7 +102,7 @@ def _gathered_bytes(scenario: Scenario) -> float:
     return _BF16 * outer + (1 if scenario.fp8_weights else _BF16) * model.layer_linear
 
 
-def _other_streams_bytes(scenario: Scenario) -> float:
+def _gather_stream_bytes(scenario: Scenario) -> float:
     """What FSDP2's stream of gathers holds beside the peak: the outermost unit as it is gathered, with this GPU's part of it before."""
     if not scenario.sharded:
         return 0.0
@@ -139,4 +139,4 @@ def peak_memory(scenario: Scenario) -> Memory:
     if not has_gradients and whole_gradients + tokens * per_layer > state + activations + head:
         state, activations, head = whole_gradients, tokens * per_layer, 0.0
         has_gradients = True
-    return Memory(state / GIB, casts / GIB, activations / GIB, head / GIB, _other_streams_bytes(scenario) / GIB)
+    return Memory(state / GIB, casts / GIB, activations / GIB, head / GIB, _gather_stream_bytes(scenario) / GIB)
