@@ -650,8 +650,10 @@ def export_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def attention_backend(model: PreTrainedModel | None = None) -> str | None:
-    """The kernels of packed rows' attention: of `model` flash-attn 3's or 4's where it was built with them; else those that TE chose for the call that it ran last, fused
-    (cuDNN), flash-attn or unfused; None before any."""
+    """The kernels of packed rows' attention: of `model` flash-attn 3's or 4's where it was built with them.
+
+    Else those that TE chose for the call that it ran last: fused (cuDNN), flash-attn or unfused; None before any.
+    """
     flash = spec_of(model).flash_attention if model is not None else None
     if flash is not None:
         return FLASH_ATTENTION_PACKAGES[flash].name

@@ -1,11 +1,11 @@
-"""Attention of flash-attn 3 or 4 over packed documents, in place of Transformer Engine's choice (--attn_implementation flash_attention_3, flash_attention_4).
+"""Attention of flash-attn 3 or 4 over packed documents, in place of Transformer Engine's choice.
 
-Both are called directly. Transformer Engine has a way to flash-attn 4 too (NVTE_FUSED_ATTN=0, which forbids cuDNN's attention), but for every head dimension that
-flash-attn lets pass; on an H200 the gradient of the queries was wrong for one of 80, and right for those of `HEAD_DIMS` (tests/gpu/test_flash_attention_gpu.py).
-So `keep_from_transformer_engine` bars that way for others.
+The options are --attn_implementation flash_attention_3 and flash_attention_4. Both are called directly. Transformer Engine has a way to flash-attn 4 too
+(NVTE_FUSED_ATTN=0, which forbids cuDNN's attention), but for every head dimension that flash-attn lets pass; on an H200 the gradient of the queries was
+wrong for one of 80, and right for those of `HEAD_DIMS` (tests/gpu/test_flash_attention_gpu.py). So `keep_from_transformer_engine` bars that way for others.
 
-What they gain and cost: docs/precision.md. Of flash-attn 4 with grouped queries the gradients of keys and values are sums in an order that changes from run to run; of
-flash-attn 3 those of the queries are too, and without grouped queries as well.
+What they gain and cost: docs/precision.md. Of flash-attn 4 with grouped queries the gradients of keys and values are sums in an order that changes from run
+to run; of flash-attn 3 those of the queries are too, and without grouped queries as well.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def keep_from_transformer_engine(head_dim: int) -> None:
 
 
 def check_flash_attention(which: str, head_dim: int, attention_dropout: float) -> None:
-    """Raise `UserError` where `which`, a value of --attn_implementation, cannot serve a model with heads of `head_dim` elements, or has not been shown to be right for it."""
+    """Raise `UserError` where flash-attn cannot serve a model with heads of `head_dim` elements, or has not been shown to be right for it.
+
+    `which`: a value of --attn_implementation, flash_attention_3 or flash_attention_4.
+    """
     asked = f"--attn_implementation {which}"
     if head_dim not in HEAD_DIMS:
         raise UserError(
@@ -46,7 +49,10 @@ def check_flash_attention(which: str, head_dim: int, attention_dropout: float) -
 
 
 def require_flash_attention(which: str, capability: tuple[int, int]) -> None:
-    """Raise `UserError` where `which`, a value of --attn_implementation, is not installed or does not load, or was not compared on a GPU of this compute capability."""
+    """Raise `UserError` where flash-attn is not the version that was compared, or flash-attn 3's operators do not load, or this is no `HOPPER`.
+
+    `which`: a value of --attn_implementation, flash_attention_3 or flash_attention_4. `capability`: the GPU's compute capability, major and minor.
+    """
     asked = f"--attn_implementation {which}"
     if capability != HOPPER:
         major, minor = capability

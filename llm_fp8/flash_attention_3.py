@@ -1,7 +1,8 @@
 """flash-attn 3's two operators: where they are loaded from, and attention with gradients made of them.
 
-They come from one file of the package xformers, built on torch's stable ABI, so that it loads in later versions of torch than the one xformers was built for. xformers itself is not
-imported: its other parts are not of that kind. The file is linked with the runtime of CUDA 12, also where torch has that of CUDA 13.
+They come from one file of the package xformers, built on torch's stable ABI, so that it loads in later versions of torch than the one xformers was built
+for. xformers itself is not imported: its other parts are not of that kind. The file is linked with the runtime of CUDA 12, also where torch has that of
+CUDA 13.
 
 Which attention is taken, and for what it is refused: llm_fp8/flash_attention.py.
 """
@@ -27,7 +28,10 @@ _CUDA_RUNTIME = "libcudart.so.12"
 
 @functools.cache
 def load_operators() -> None:
-    """Register `torch.ops.flash_attn_3`; once per process. Raises `UserError` where they, or the CUDA runtime that they need, are not there or do not load."""
+    """Register `torch.ops.flash_attn_3`; once per process.
+
+    Raises `UserError` where they, or the CUDA runtime that they need, are not there or do not load, and where others of that name are registered already.
+    """
     asked = f"--attn_implementation {FLASH_ATTENTION_3}"
     if hasattr(torch.ops.flash_attn_3, "fwd"):
         raise UserError(

@@ -6,8 +6,9 @@
 
 Everything is this project's TE decoder with random weights and is measured by scripts/benchmark.py: the arms take turns, each in a process
 of its own. Of one workload they are bf16 and --recipe, and both with each of --adapters: loraN are adapters of rank N on all linear layers,
-loraNqv on q and v alone. The same command with --resume goes on from what its --output holds; with another --recipe bf16 is not measured again. The table gives the speed-up of fp8 over bf16 for the same adapters, and beside it what the guides that this project
-started from say. Out of memory is a row that says so. See docs/lora.md.
+loraNqv on q and v alone. The same command with --resume goes on from what its --output holds; with another --recipe bf16 is not measured
+again. The table gives the speed-up of fp8 over bf16 for the same adapters, and beside it what the guides that this project started from
+say. Out of memory is a row that says so. See docs/lora.md.
 """
 
 from __future__ import annotations

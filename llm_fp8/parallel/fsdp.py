@@ -17,6 +17,7 @@ Inputs of a unit are not cast (`cast_forward_inputs`): the table of rotary angle
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,10 +34,11 @@ from llm_fp8.optim import OptimizerKind
 from llm_fp8.parallel.choice import default_optimizer
 from llm_fp8.parallel.engine import Engine
 from llm_fp8.parallel.fp8_params import check_fp8_params, check_masters, keep_weights_in_fp8, master_of
-from llm_fp8.parallel.reduce_scatter import ReduceScatterInOnePool
 from llm_fp8.precision import Precision
 from llm_fp8.torchao_fp8 import plain_rows, refresh_scales_
 from llm_fp8.wgrad_accumulation import WgradAccumulation
+
+logger = logging.getLogger(__name__)
 
 
 class FsdpEngine(Engine):
@@ -108,10 +110,7 @@ class FsdpEngine(Engine):
             fully_shard(layer, reshard_after_forward=self.mode != "fsdp_grad", **shared)
         fully_shard(model, reshard_after_forward=False, **shared)
         if self.parameter_device.type == "cuda" and self.mesh.ndim == 1:
-            exchange = ReduceScatterInOnePool(torch.cuda.current_stream())
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_custom_reduce_scatter(exchange)
+            _exchange_in_one_pool(model, say=self.accelerator.is_main_process)
         if self.caches_weight_casts:
             _let_te_keep_casts(model)
         model.register_forward_hook(_split_again_without_backward)
@@ -149,6 +148,27 @@ class FsdpEngine(Engine):
     def local_tensor(self, parameter: Tensor) -> Tensor:
         """See `Engine.local_tensor`."""
         return super().local_tensor(plain_rows(master_of(parameter)))
+
+
+def _exchange_in_one_pool(model: nn.Module, say: bool) -> None:
+    """Let every unit take its gradients' rows from the memory of the current stream, that of the backward pass.
+
+    FSDP2's own exchange stays where torch has nothing to build on, with a warning if `say`.
+    """
+    try:
+        from llm_fp8.parallel.reduce_scatter import ReduceScatterInOnePool
+    except ImportError as error:  # it builds on a private class, as torch 2.11 and 2.13 have it
+        if say:
+            logger.warning(
+                "FSDP2 of torch %s keeps gradients' rows in memory of their own, up to 4 bytes more for each parameter of a GPU's part: %s",
+                torch.__version__,
+                error,
+            )
+        return
+    exchange = ReduceScatterInOnePool(torch.cuda.current_stream())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(exchange)
 
 
 def _let_te_keep_casts(model: nn.Module) -> None:

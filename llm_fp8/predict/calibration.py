@@ -4,9 +4,9 @@ They are rates *in training*, which are not the ceilings of llm_fp8/ceilings.py:
 GPU every rate is scaled by the ratio of the two GPUs' measured ceilings.
 
 Where no other record is named, a constant comes from the rows 1b, 8b and 8b_s8192 of benchmarks/results/speed_table_h200.json, arms bf16 and delayed with and
-without :fp8head_all, :flash3 and :flash4, the first round of each. Their recorded steps have the time of each class of kernels (llm_fp8/kernels.py): the FLOPs or bytes that
-step_time.py counts for a class, over its time, the mean of the rows, rounded. The table's other rows of one GPU were left out: arms current and block of these,
-3b, text_1b, and 14b but for its optimizer.
+without :fp8head_all, :flash3 and :flash4, the first round of each. Their recorded steps have the time of each class of kernels (llm_fp8/kernels.py): the
+FLOPs or bytes that step_time.py counts for a class, over its time, the mean of the rows, rounded. The table's other rows of one GPU were left out: arms
+current and block of these, 3b, text_1b, 1b_128k, 8b_128k, and 14b but for its optimizer.
 
 On several GPUs `exchange_tb_s` and `WAIT_SPREAD` come from row 8b_x4 (8B, four GPUs of one host, seven arms of fsdp_full and fsdp_grad), `fsdp_tb_s` from it and what is
 named there. Rows on two GPUs, with 8,192 tokens in a document, of other models and under ddp were left out. `MEASURED_GPUS`, and the notes of prediction.py, follow from
@@ -19,7 +19,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from llm_fp8.flash_attention_package import FLASH_ATTENTION_3, FLASH_ATTENTION_4
+from llm_fp8.flash_attention_package import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FlashAttention
 
 if TYPE_CHECKING:
     from llm_fp8.ceilings import Ceilings
@@ -34,9 +34,9 @@ DIAGONAL_TOKENS = 970
 """Causal attention over documents of l tokens takes the time of l + this: the tiles on the diagonal are computed whole, and some of its kernels
 pass over the tokens once, whatever l is. From the class `attention` of row 8b against row 8b_s8192: 992, 975 and 938 by arm, cuDNN's."""
 
-FLASH_SPEED_UP = {FLASH_ATTENTION_3: 1.20, FLASH_ATTENTION_4: 1.14}
-"""Over cuDNN's attention, time of the class, by value of --attn_implementation. With `:flash3` or `:flash4` against without, for 1b, 8b and 8b_s8192: 1.18, 1.17 and 1.24
-of flash-attn 3, 1.16, 1.11 and 1.16 of flash-attn 4."""
+FLASH_SPEED_UP: dict[FlashAttention, float] = {FLASH_ATTENTION_3: 1.20, FLASH_ATTENTION_4: 1.14}
+"""Over cuDNN's attention, time of the class, by value of --attn_implementation. With `:flash3` or `:flash4` against without, for 1b, 8b and 8b_s8192:
+1.18, 1.17 and 1.24 of flash-attn 3, 1.16, 1.11 and 1.16 of flash-attn 4."""
 
 GAP_S = 0.027
 """Seconds of a step in which no kernel of it runs: the step less the sum of the classes, 18 to 32 ms and much the same for four and eight micro-batches; 37 and 49 ms
@@ -51,8 +51,8 @@ MEASURED_TOKENS = (4096, 16384)
 """Fewest and most tokens of a micro-batch in the records."""
 
 FITS_RESERVE_GIB = 2.0
-"""Beyond the peak of the tensors, and what FSDP's streams hold beside it: CUDA's context and the allocator's gaps. The fullest recorded run (speed_table_h200.json, 8b, delayed:fp8head_all)
-peaked at 137.5 of 139.8 GiB."""
+"""Beyond the peak of the tensors, and what FSDP's stream of gathers holds beside it: CUDA's context and the allocator's gaps. The fullest recorded run
+(speed_table_h200.json, 8b, delayed:fp8head_all) peaked at 137.5 of 139.8 GiB."""
 
 FULL_SHARE = 0.98
 """Of a GPU's memory: a recorded FSDP step whose allocator reserved as much had none left for a stream that asked for more, so that blocks of other streams were freed and

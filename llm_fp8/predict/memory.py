@@ -50,8 +50,8 @@ class Memory:
     activations_gib: float
     head_gib: float
     """Logits, final hidden states and the gradient of the output head."""
-    other_streams_gib: float = 0.0
-    """What the allocator reserves for FSDP's own stream and holds empty at the peak."""
+    gather_stream_gib: float = 0.0
+    """What the allocator reserves for FSDP2's stream of gathers and holds empty at the peak."""
 
     @property
     def total_gib(self) -> float:
@@ -61,7 +61,7 @@ class Memory:
     @property
     def reserved_gib(self) -> float:
         """What the allocator takes from the GPU, its gaps left out."""
-        return self.total_gib + self.other_streams_gib
+        return self.total_gib + self.gather_stream_gib
 
 
 def saved_bytes(spec: DecoderSpec, recipe: str) -> float:
@@ -103,7 +103,7 @@ def _gathered_bytes(scenario: Scenario) -> float:
     return _BF16 * outer + (1 if scenario.fp8_weights else _BF16) * model.layer_linear
 
 
-def _other_streams_bytes(scenario: Scenario) -> float:
+def _gather_stream_bytes(scenario: Scenario) -> float:
     """What FSDP2's stream of gathers holds beside the peak: the outermost unit as it is gathered, with this GPU's part of it before."""
     if not scenario.sharded:
         return 0.0
@@ -140,4 +140,4 @@ def peak_memory(scenario: Scenario) -> Memory:
     if not has_gradients and whole_gradients + tokens * per_layer > state + activations + head:
         state, activations, head = whole_gradients, tokens * per_layer, 0.0
         has_gradients = True
-    return Memory(state / GIB, casts / GIB, activations / GIB, head / GIB, _other_streams_bytes(scenario) / GIB)
+    return Memory(state / GIB, casts / GIB, activations / GIB, head / GIB, _gather_stream_bytes(scenario) / GIB)

@@ -17,7 +17,6 @@ from llm_fp8.metrics import GIB
 from llm_fp8.predict.calibration import (
     CALIBRATED_GPU,
     FITS_RESERVE_GIB,
-    FLASH_SPEED_UP,
     GPU_MEMORY_GIB,
     MEASURED_GPUS,
     MEASURED_TOKENS,
@@ -163,10 +162,6 @@ class Prediction:
             found += [f"{what} on several GPUs is worked out, no recorded run has it" for what in self._unrecorded_on_several()]
         if scenario.fp8_head_products == 2:
             found.append("--fp8_lm_head gradients is worked out, no recorded run has it")
-        if scenario.flash_attention is not None and scenario.flash_attention not in FLASH_SPEED_UP:
-            found.append(
-                f"--attn_implementation {scenario.flash_attention} is predicted at the rate of cuDNN's attention, no recorded run has it"
-            )
         memory = self.gpu.memory_gib
         if memory is not None and self.tight and self.fits:
             instead = "--sharding_mode fsdp_full" if scenario.mode == "fsdp_grad" else "more GPUs"

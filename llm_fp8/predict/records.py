@@ -13,7 +13,7 @@ from llm_fp8.ceilings import RESULTS
 from llm_fp8.config import ModelConfig
 from llm_fp8.models import load_config, resolve_source
 from llm_fp8.parallel.choice import default_optimizer
-from llm_fp8.predict.calibration import CALIBRATED_GPU, FLASH_SPEED_UP, FULL_SHARE, MODES
+from llm_fp8.predict.calibration import CALIBRATED_GPU, FULL_SHARE, MODES
 from llm_fp8.predict.prediction import Prediction, known_gpu, predict
 from llm_fp8.predict.scenario import RECIPES, ModelSize, Scenario
 from llm_fp8.throughput.arms import FLASH_ATTENTIONS, HEADS
@@ -126,8 +126,7 @@ def scenario_of(row: dict[str, Any]) -> Scenario | None:
     words = row["arm"].split(":")
     mode, recipe, *options = ["single", *words] if words[0] in RECIPES else [*words, ""]
     options = [option for option in options if option]
-    flash = {option: which for option, which in FLASH_ATTENTIONS.items() if which in FLASH_SPEED_UP}
-    known = {"sync", "fp8_params", "recompute", "adamw_8bit", *flash, *HEADS}
+    known = {"sync", "fp8_params", "recompute", "adamw_8bit", *FLASH_ATTENTIONS, *HEADS}
     if mode not in MODES or recipe not in RECIPES or not known >= set(options):
         return None
     mean_length = row["seq_length"]
@@ -151,7 +150,7 @@ def scenario_of(row: dict[str, Any]) -> Scenario | None:
         sync_every_micro_batch="sync" in options,
         recomputed_layers=model.spec.num_layers if "recompute" in options else 0,
         fp8_lm_head=next((HEADS[option] for option in options if option in HEADS), "none"),
-        flash_attention=next((flash[option] for option in options if option in flash), None),
+        flash_attention=next((FLASH_ATTENTIONS[option] for option in options if option in FLASH_ATTENTIONS), None),
         fp8_params="fp8_params" in options,
     )
 

@@ -85,7 +85,7 @@ class Scenario:
     fp8_lm_head: Literal["none", "gradients", "all"] = "none"
     """As the option; without effect in bf16."""
     flash_attention: FlashAttention | None = None
-    """In place of cuDNN's attention, a value of --attn_implementation; predicted as cuDNN's where `calibration.FLASH_SPEED_UP` has none."""
+    """In place of cuDNN's attention, a value of --attn_implementation."""
     fp8_params: bool = False
     """As the option; without effect in recipes that have no such weights (bf16, block)."""
 

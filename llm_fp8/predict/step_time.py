@@ -237,7 +237,7 @@ def step_time(scenario: Scenario, rates: Rates) -> StepTime:
     attention = (6 + 2 * again_share) * spec.q_size * (scenario.mean_length + DIAGONAL_TOKENS) * step_tokens * layers
     attention_rate = rates.attention_rate(spec.head_dim)
     if scenario.flash_attention is not None:
-        attention_rate *= FLASH_SPEED_UP.get(scenario.flash_attention, 1.0)
+        attention_rate *= FLASH_SPEED_UP[scenario.flash_attention]
 
     def of_layers(seconds: Callable[..., float]) -> float:
         """Of the step, `seconds` being those of a layer and token: recomputed layers run the forward part again."""

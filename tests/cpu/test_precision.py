@@ -104,6 +104,7 @@ def test_transformer_engines_cudnn_is_pointed_at_torchs_cuda_runtime(version, as
     monkeypatch.setenv(name, asked or "unset after this test")
     if asked is None:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("CUDNN_HOME", "/mine")  # or this process would load and remember a cuDNN that is there
     monkeypatch.setattr(torch.version, "cuda", version)
     prefer_torchs_libraries()
     assert os.environ.get(name) == expected

@@ -17,7 +17,7 @@ from llm_fp8.architectures import bundled_architectures
 from llm_fp8.ceilings import RESULTS, Ceilings, known_ceilings
 from llm_fp8.config import Config, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from llm_fp8.errors import UserError, run_script
-from llm_fp8.flash_attention_package import FLASH_ATTENTION_3, FLASH_ATTENTION_4
+from llm_fp8.flash_attention_package import FLASH_ATTENTION_4, FLASH_ATTENTION_PACKAGES
 from llm_fp8.metrics import DecoderSize, StepTokens, speed_metrics
 from llm_fp8.models import count_parameters, load_config, resolve_source
 from llm_fp8.predict import prediction
@@ -127,7 +127,7 @@ def test_what_the_allocator_reserves_under_fsdp():
     for record in rows:
         times = record.row["rounds"][0]["step_times_s"]
         assert not record.prediction.tight and record.memory_was_full == (max(times) > 1.1 * min(times))
-        beside = record.prediction.memory.other_streams_gib
+        beside = record.prediction.memory.gather_stream_gib
         if record.measured_utc < ONE_POOL_SINCE:
             beside += 4 / record.num_gpus * record.prediction.scenario.model.num_parameters / 2**30
         gaps = record.reserved_gib - record.row["peak_memory_gib"] - beside
@@ -153,7 +153,7 @@ def test_memory_of_the_streams_that_does_not_fit_is_told(mode, instead):
 
 def test_the_stream_of_gathers_holds_the_largest_of_them():
     def beside(**of) -> float:
-        return peak_memory(scenario(optimizer="adamw_fp32", **of)).other_streams_gib * 2**30
+        return peak_memory(scenario(optimizer="adamw_fp32", **of)).gather_stream_gib * 2**30
 
     model = bundled_size("Llama-3.1-8B")
     gathered = {n: 2 * 2 * model.head * (1 + 1 / n) for n in (2, 4)}
@@ -403,21 +403,11 @@ def test_all_products_of_the_head_in_fp8_gain_and_hold_more_than_two():
     assert step_s(three) < step_s(two) and gib(three) > gib(two)
 
 
-def test_flash_attention_4_shortens_attention_alone():
-    plain, flash = step_time(scenario(), Rates()), step_time(scenario(flash_attention=FLASH_ATTENTION_4), Rates())
-    assert flash.attention_s == pytest.approx(plain.attention_s / FLASH_SPEED_UP[FLASH_ATTENTION_4])
+@pytest.mark.parametrize("which", FLASH_ATTENTION_PACKAGES)
+def test_flash_attention_shortens_attention_alone(which):
+    plain, flash = step_time(scenario(), Rates()), step_time(scenario(flash_attention=which), Rates())
+    assert flash.attention_s == pytest.approx(plain.attention_s / FLASH_SPEED_UP[which])
     assert dataclasses.replace(flash, attention_s=plain.attention_s) == plain
-
-
-def test_flash_attention_without_a_measured_rate_is_predicted_as_cudnns_and_the_prediction_says_so(monkeypatch):
-    asked = scenario(flash_attention=FLASH_ATTENTION_3)
-    monkeypatch.delitem(FLASH_SPEED_UP, FLASH_ATTENTION_3, raising=False)
-    assert step_time(asked, Rates()) == step_time(scenario(), Rates())
-    notes = [predict(of, known_gpu(CALIBRATED_GPU)).notes for of in (asked, scenario())]
-    assert [any("--attn_implementation flash_attention_3 is predicted at" in note for note in found) for found in notes] == [
-        True,
-        False,
-    ]
 
 
 def test_an_optimizer_of_8_bit_moments_takes_the_time_of_its_own_kernel():

@@ -1,4 +1,6 @@
-"""Trains 1B for three steps on two GPUs with the exchange of `llm_fp8.parallel.reduce_scatter` and with FSDP2's own: rank 0 prints losses and memory of each as JSON.
+"""Trains 1B for three steps on two GPUs with the exchange of `llm_fp8.parallel.reduce_scatter` and with FSDP2's own.
+
+Rank 0 prints losses and memory of each as JSON.
 
 torchrun --nproc_per_node=2 tests/multi_gpu/reduce_scatter_check.py fsdp_grad:delayed
 """
@@ -20,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from llm_fp8.parallel import fsdp
+from llm_fp8.parallel import reduce_scatter
 from llm_fp8.process_group import start_process_group
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.throughput.arms import parse_arm
@@ -44,8 +46,8 @@ def main() -> None:
     start_process_group(ranks)
     device = torch.device("cuda", torch.cuda.current_device())
     work, found = Workload.parse(WORKLOAD, NUM_STEPS), {}
-    for name, exchange in (("ours", fsdp.ReduceScatterInOnePool), ("fsdp2s", Fsdp2s)):
-        fsdp.ReduceScatterInOnePool = exchange  # type: ignore[misc]
+    for name, exchange in (("ours", reduce_scatter.ReduceScatterInOnePool), ("fsdp2s", Fsdp2s)):
+        reduce_scatter.ReduceScatterInOnePool = exchange  # type: ignore[misc]
         measured = measure(work, parse_arm(sys.argv[1]), 1, device)
         gc.collect()  # the model is part of a cycle
         found[name] = {key: measured[key] for key in ("losses", "peak_memory_gib", "peak_reserved_memory_gib")}
