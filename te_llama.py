@@ -524,7 +524,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         """
         batch, length = fused.shape[:2]
         num_documents = cu_seqlens.shape[0] - 1
-        takes_flash = batch == 1 and fused.dtype in (torch.bfloat16, torch.float16)
+        takes_flash = batch == 1 and fused.dtype == torch.bfloat16
         flash = self.spec.flash_attention if takes_flash else None
         packed = flash is not None or self.context_size > 1 or (batch == 1 and num_documents != batch)
         if packed:

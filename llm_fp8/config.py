@@ -460,7 +460,10 @@ def _check_attention(config: Config) -> None:
     flag = f"--attn_implementation {asked}"
     _require(use_te, f"{flag} is attention of the TE decoder; add --use_te, or choose flash_attention_2.")
     _require(config.packing, f"{flag} is for packed rows; drop --no_packing, or {flag}.")
-    _require(config.precision.mixed_precision != "no", f"{flag} computes in bf16 or fp16; drop it, or --mixed_precision no.")
+    mixed = config.precision.mixed_precision
+    _require(
+        mixed not in ("no", "fp16"), f"{flag}: its gradients were compared in bf16 alone; drop it, or --mixed_precision {mixed}."
+    )
     _require(
         config.parallel.context_parallel_size == 1,
         f"{flag} cannot share a row between GPUs; drop it, or --context_parallel_size {config.parallel.context_parallel_size}.",

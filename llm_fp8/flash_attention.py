@@ -11,6 +11,8 @@ to run; of flash-attn 3 those of the queries are too, and without grouped querie
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -66,6 +68,11 @@ def require_flash_attention(which: str, capability: tuple[int, int]) -> None:
         raise UserError(f"{asked} needs {package.package} {package.version}, {found}; run: {package.install}")
     if which == FLASH_ATTENTION_3:
         load_operators()
+        return
+    try:
+        _function_of_flash_attention_4()
+    except ImportError as error:
+        raise UserError(f"{asked}: {package.package} does not load ({error}); run: {package.install}") from error
 
 
 def flash_attention(
@@ -75,7 +82,7 @@ def flash_attention(
 
     Args:
         which: a value of --attn_implementation, flash_attention_3 or flash_attention_4.
-        q: bf16 or fp16 [T, heads, d], on the GPU.
+        q: bf16 [T, heads, d], on the GPU.
         k, v: [T, kv_heads, d].
         cu_seqlens: int32 [n + 1], where documents begin, and T.
         max_seqlen: tokens of the longest.
@@ -89,12 +96,16 @@ def flash_attention(
     return attend(q, k, v, cu_seqlens, max_seqlen, softmax_scale, window)
 
 
+def _function_of_flash_attention_4() -> Callable[..., Any]:
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    return flash_attn_varlen_func
+
+
 def _flash_attention_4(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, softmax_scale: float, window: int | None
 ) -> Tensor:
-    from flash_attn.cute.interface import flash_attn_varlen_func
-
-    output = flash_attn_varlen_func(
+    output = _function_of_flash_attention_4()(
         q,
         k,
         v,

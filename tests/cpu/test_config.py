@@ -230,6 +230,7 @@ def test_what_the_parser_refuses_is_one_sentence(capsys, argv, named):
         ["--attn_implementation", "flash_attention_4"],
         ["--attn_implementation", "flash_attention_4", "--use_te", "--no_packing"],
         ["--attn_implementation", "flash_attention_4", "--use_te", "--mixed_precision", "no"],
+        ["--attn_implementation", "flash_attention_3", "--use_te", "--mixed_precision", "fp16"],
         ["--max_seq_length", "100", "--batch_size", "3", "--packing"],
         ["--max_seq_length", "100", "--batch_size", "3", "--mixed_precision", "fp8"],
     ],

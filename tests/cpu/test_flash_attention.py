@@ -176,10 +176,21 @@ def test_what_was_not_compared_is_refused(which, monkeypatch):
     with pytest.raises(UserError, match=r"and 4\.0\.0 is installed; run: pip install"):
         require_flash_attention(which, HOPPER)
     loaded = []
-    monkeypatch.setattr(flash_attention, "load_operators", lambda: loaded.append(which))
+    loader = "load_operators" if which == FLASH_ATTENTION_3 else "_function_of_flash_attention_4"
+    monkeypatch.setattr(flash_attention, loader, lambda: loaded.append(which))
     monkeypatch.setattr(flash_attention, "package_version", lambda name: package.version)
     require_flash_attention(which, HOPPER)
-    assert loaded == [FLASH_ATTENTION_3] * (which == FLASH_ATTENTION_3)
+    assert loaded == [which]
+
+
+def test_flash_attn_4_that_does_not_load_is_one_sentence(monkeypatch):
+    """Found before any weight is loaded; the CPU has the package's version alone."""
+    package = FLASH_ATTENTION_PACKAGES[FLASH_ATTENTION_4]
+    monkeypatch.setattr(flash_attention, "package_version", lambda name: package.version)
+    with pytest.raises(
+        UserError, match=r"flash_attention_4: flash-attn-4 does not load \(No module named .*\); run: pip install"
+    ):
+        require_flash_attention(FLASH_ATTENTION_4, HOPPER)
 
 
 # --- the operators of flash-attn 3 ------------------------------------------------------------------------------------------
