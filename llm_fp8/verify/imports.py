@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import sys
+from collections.abc import Callable
 
 from llm_fp8.flash_attention_package import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FLASH_ATTENTION_PACKAGES
 from llm_fp8.verify.result import Problems, Result
@@ -38,23 +39,23 @@ def try_import(name: str) -> str | None:
 
 def try_transformer_engine() -> str | None:
     """As `try_import`, as a run loads it: with torch's cuDNN."""
-    from llm_fp8.errors import UserError
     from llm_fp8.precision import require_te
 
-    try:
-        require_te("fp8")
-    except UserError as error:
-        return str(error)
-    return None
+    return _what_a_run_says(lambda: require_te("fp8"))
 
 
 def try_flash_attention_3() -> str | None:
     """As `try_import`, of flash-attn 3's operators as a run loads them: without the package that they lie in."""
-    from llm_fp8.errors import UserError
     from llm_fp8.flash_attention_3 import load_operators
 
+    return _what_a_run_says(load_operators)
+
+
+def _what_a_run_says(load: Callable[[], object]) -> str | None:
+    from llm_fp8.errors import UserError
+
     try:
-        load_operators()
+        load()
     except UserError as error:
         return str(error)
     return None

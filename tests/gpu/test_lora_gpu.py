@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import te_llama
-from llm_fp8.certificate import Promise, certify
+from llm_fp8.certificate import Certificate, Promise, certify
 from llm_fp8.config import LoraConfig, OptimConfig
 from llm_fp8.lora import adapters_of, add_adapters, initialize_adapters_, needs_split_mlp, products_per_weight
 from llm_fp8.models import decoder_layers, fill_te_model
@@ -73,6 +73,17 @@ def draw_b_(model) -> None:
             adapter.b.copy_(0.02 * torch.randn(adapter.b.shape, generator=torch.Generator().manual_seed(number)))
 
 
+def certificate_of_step(model, precision, promise: Promise, device) -> Certificate:
+    """Of a recorded step, whose kernels are held against `promise`."""
+    return certify(
+        promise,
+        recorded_step(model, precision, device),
+        precision.module_state(),
+        num_micro_batches=MICRO_BATCHES,
+        recipe_inside_modules=precision.seen_inside,
+    )
+
+
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("targets", [ALL, ATTENTION, LAST])
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
@@ -84,13 +95,7 @@ def test_the_kernels_are_those_that_the_certificate_expects(scenario, use_te, ta
     again = enable_gradient_checkpointing(layers, 1, uses_te=use_te or scenario is not None) if recomputed else ()
     model.train()
     promise = Promise.of_model(precision, census, again, products)
-    certificate = certify(
-        promise,
-        recorded_step(model, precision, device),
-        precision.module_state(),
-        num_micro_batches=MICRO_BATCHES,
-        recipe_inside_modules=precision.seen_inside,
-    )
+    certificate = certificate_of_step(model, precision, promise, device)
     record_property("certificate", certificate.to_dict())
     assert certificate.verdict == "certified", certificate.reasons
     if scenario is None:
@@ -114,13 +119,7 @@ def test_a_frozen_output_head_in_fp8(mode, use_te, targets, device, record_prope
     model.train()
     promise = Promise.of_model(precision, census, (), products)
     assert promise.num_fp8_head_products == NUM_PRODUCTS[mode] - 1
-    certificate = certify(
-        promise,
-        recorded_step(model, precision, device),
-        precision.module_state(),
-        num_micro_batches=MICRO_BATCHES,
-        recipe_inside_modules=precision.seen_inside,
-    )
+    certificate = certificate_of_step(model, precision, promise, device)
     record_property("certificate", certificate.to_dict())
     assert certificate.verdict == "certified", certificate.reasons
     assert certificate.num_fp8_gemm_kernels == promise.num_fp8_gemms(MICRO_BATCHES)
