@@ -46,7 +46,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from llm_fp8.flash_attention_package import FLASH_ATTENTION_PACKAGES
+from llm_fp8.flash_attention_package import FLASH_ATTENTION_PACKAGES, FlashAttention
 from llm_fp8.te_activation import fuse_swiglu_backward
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -80,7 +80,7 @@ class DecoderSpec:
     """Per layer: number of most recent positions attended to, itself included; None for all."""
     split_mlp: bool = False
     """fc1 and fc2 are modules of their own, so that what lies between them can be reached; slower than LayerNormMLP."""
-    flash_attention: str | None = None
+    flash_attention: FlashAttention | None = None
     """The value of --attn_implementation whose attention (`llm_fp8.flash_attention`) packed documents take; None: Transformer Engine's choice."""
 
     @property
@@ -94,7 +94,7 @@ class DecoderSpec:
         return self.num_kv_heads * self.head_dim
 
 
-def decoder_spec(config: PretrainedConfig, split_mlp: bool = False, flash_attention: str | None = None) -> DecoderSpec:
+def decoder_spec(config: PretrainedConfig, split_mlp: bool = False, flash_attention: FlashAttention | None = None) -> DecoderSpec:
     """Read a `DecoderSpec` from a Hugging Face config; raises `UnsupportedArchitecture` on what TE cannot express."""
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise UnsupportedArchitecture(
@@ -587,7 +587,7 @@ def build_te_model(
     *,
     table_device: torch.device | str | None = None,
     split_mlp: bool = False,
-    flash_attention: str | None = None,
+    flash_attention: FlashAttention | None = None,
 ) -> PreTrainedModel:
     """A Hugging Face causal LM with TE decoder layers, parameters of `dtype` allocated on `device` and not yet filled.
 

@@ -23,7 +23,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from llm_fp8.errors import OneSentenceParser, UserError
-from llm_fp8.flash_attention_package import FLASH_ATTENTION_PACKAGES
+from llm_fp8.flash_attention_package import FLASH_ATTENTION_PACKAGES, FlashAttention
 
 EMBEDDED = "embedded"
 """Name of the model and of the dataset that the repository carries."""
@@ -81,6 +81,12 @@ class ModelConfig:
         "Compare the TE decoder with the Hugging Face one on the first real batch before training and refuse to train on a "
         "difference. Default: on with --use_te when weights were loaded.",
     )
+
+    @property
+    def flash_attention(self) -> FlashAttention | None:
+        """--attn_implementation where it is one of the TE decoder's own (`llm_fp8.flash_attention`), else None."""
+        package = FLASH_ATTENTION_PACKAGES.get(self.attn_implementation)
+        return None if package is None else package.option
 
 
 @dataclass(frozen=True)
@@ -451,7 +457,7 @@ def _require(condition: bool, sentence: str) -> None:
 def _check_attention(config: Config) -> None:
     """Raise `UserError` where --attn_implementation cannot go with other options."""
     asked, use_te = config.model.attn_implementation, config.model.use_te
-    if asked not in FLASH_ATTENTION_PACKAGES:
+    if config.model.flash_attention is None:
         _require(
             not use_te or asked == "auto",
             f"--attn_implementation {asked} has no effect with --use_te, whose attention is Transformer Engine's, {' or '.join(FLASH_ATTENTION_PACKAGES)}; drop one.",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llm_fp8.errors import UserError
 from llm_fp8.flash_attention_3 import flash_attention_3, load_operators
-from llm_fp8.flash_attention_package import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FLASH_ATTENTION_PACKAGES
+from llm_fp8.flash_attention_package import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FLASH_ATTENTION_PACKAGES, FlashAttention
 from llm_fp8.provenance import package_version
 
 HEAD_DIMS = (64, 128)
@@ -33,7 +33,7 @@ def keep_from_transformer_engine(head_dim: int) -> None:
         os.environ["NVTE_FLASH_ATTN_V4"] = "0"
 
 
-def check_flash_attention(which: str, head_dim: int, attention_dropout: float) -> None:
+def check_flash_attention(which: FlashAttention, head_dim: int, attention_dropout: float) -> None:
     """Raise `UserError` where flash-attn cannot serve a model with heads of `head_dim` elements, or has not been shown to be right for it.
 
     `which`: a value of --attn_implementation, flash_attention_3 or flash_attention_4.
@@ -50,7 +50,7 @@ def check_flash_attention(which: str, head_dim: int, attention_dropout: float) -
         )
 
 
-def require_flash_attention(which: str, capability: tuple[int, int]) -> None:
+def require_flash_attention(which: FlashAttention, capability: tuple[int, int]) -> None:
     """Raise `UserError` where flash-attn is not the version that was compared, or flash-attn 3's operators do not load, or this is no `HOPPER`.
 
     `which`: a value of --attn_implementation, flash_attention_3 or flash_attention_4. `capability`: the GPU's compute capability, major and minor.
@@ -76,7 +76,14 @@ def require_flash_attention(which: str, capability: tuple[int, int]) -> None:
 
 
 def flash_attention(
-    which: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, softmax_scale: float, window: int | None
+    which: FlashAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    softmax_scale: float,
+    window: int | None,
 ) -> Tensor:
     """Causal attention inside packed documents.
 

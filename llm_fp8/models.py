@@ -43,7 +43,6 @@ from llm_fp8.architectures import bundled_config
 from llm_fp8.config import EMBEDDED, Config, ModelConfig
 from llm_fp8.errors import UserError
 from llm_fp8.flash_attention import check_flash_attention, keep_from_transformer_engine, require_flash_attention
-from llm_fp8.flash_attention_package import FLASH_ATTENTION_PACKAGES
 from llm_fp8.hf_limits import what_changes_logits, what_mixes_documents
 from llm_fp8.metrics import DecoderSize
 from llm_fp8.norm_backend import choose_norm_backend
@@ -172,7 +171,7 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
             raise UserError(
                 f"--use_te cannot build {name}: {error}. Drop --use_te to train it with its linear layers swapped."
             ) from error
-        flash = _flash_attention(config.model)
+        flash = config.model.flash_attention
         if flash is not None:
             check_flash_attention(flash, spec.head_dim, spec.attention_dropout)
 
@@ -290,12 +289,6 @@ def fill_sharded(model: PreTrainedModel, options: ModelConfig, source: ModelSour
     return True
 
 
-def _flash_attention(options: ModelConfig) -> str | None:
-    """The value of --attn_implementation where the TE decoder's attention is one of `llm_fp8.flash_attention`; None where Transformer Engine chooses."""
-    asked = options.attn_implementation
-    return asked if asked in FLASH_ATTENTION_PACKAGES else None
-
-
 def choose_attention(requested: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
     """The attention implementation of the Hugging Face path.
 
@@ -330,7 +323,7 @@ def require_te_decoder(device: torch.device, options: ModelConfig) -> None:
     if device.type != "cuda":
         raise UserError("--use_te needs an NVIDIA GPU, and none is found; --use_te=false trains on the CPU.")
     require_te("--use_te")
-    flash = _flash_attention(options)
+    flash = options.flash_attention
     if flash is not None:
         require_flash_attention(flash, torch.cuda.get_device_capability(device))
 
@@ -358,7 +351,7 @@ def _build_te_decoder(
         device if with_memory else "meta",
         table_device=device,
         split_mlp=split_mlp,
-        flash_attention=_flash_attention(options),
+        flash_attention=options.flash_attention,
     )
 
 

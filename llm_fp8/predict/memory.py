@@ -98,18 +98,19 @@ def _gathered_bytes(scenario: Scenario) -> float:
     """Whole weights under fsdp_full at the peak: the outermost unit (embedding, head) in bf16, and the last layer, gathered ahead of its backward pass."""
     if scenario.mode != "fsdp_full":
         return 0.0
-    model = scenario.model
-    outer = model.head * (1 if model.spec.tied_embeddings else 2)
-    return _BF16 * outer + (1 if scenario.fp8_weights else _BF16) * model.layer_linear
+    return _outermost_bytes(scenario) + (1 if scenario.fp8_weights else _BF16) * scenario.model.layer_linear
 
 
 def _gather_stream_bytes(scenario: Scenario) -> float:
     """What FSDP2's stream of gathers holds beside the peak: the outermost unit as it is gathered, with this GPU's part of it before."""
     if not scenario.sharded:
         return 0.0
-    model = scenario.model
-    outer = model.head * (1 if model.spec.tied_embeddings else 2)
-    return _BF16 * outer * (1 + 1 / scenario.num_gpus)
+    return _outermost_bytes(scenario) * (1 + 1 / scenario.num_gpus)
+
+
+def _outermost_bytes(scenario: Scenario) -> int:
+    """Embedding and head in bf16, one matrix where they are tied."""
+    return _BF16 * scenario.model.head * (1 if scenario.model.spec.tied_embeddings else 2)
 
 
 def peak_memory(scenario: Scenario) -> Memory:

@@ -9,7 +9,6 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from llm_fp8.config import Config
-from llm_fp8.flash_attention_package import FLASH_ATTENTION_PACKAGES
 from llm_fp8.json_files import read_json, read_metrics
 from llm_fp8.medians import measured_steps, throughput_summary
 from llm_fp8.metrics import DecoderSize
@@ -66,7 +65,6 @@ def run_prediction(
     size = DecoderSize.from_config(hf_config)
     layers = size.num_layers
     precision = config.precision
-    flash = FLASH_ATTENTION_PACKAGES.get(config.model.attn_implementation)
     scenario = Scenario(
         model=ModelSize.from_config(hf_config),
         recipe=recipe,
@@ -82,7 +80,7 @@ def run_prediction(
         else 0,
         bf16_layers=precision.fp8_first_bf16_layers + precision.fp8_last_bf16_layers if recipe != "bf16" else 0,
         fp8_lm_head=precision.fp8_lm_head,
-        flash_attention=None if flash is None else flash.option,
+        flash_attention=config.model.flash_attention,
         fp8_params=options.fp8_params,
     )
     peak = steps[-1].get("peak_memory_gib_max_rank", steps[-1]["peak_memory_gib"])

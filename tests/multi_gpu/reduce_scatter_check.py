@@ -2,7 +2,7 @@
 
 Rank 0 prints losses and memory of each as JSON.
 
-torchrun --nproc_per_node=2 tests/multi_gpu/reduce_scatter_check.py fsdp_grad:delayed
+    torchrun --nproc_per_node=2 tests/multi_gpu/reduce_scatter_check.py fsdp_grad:delayed
 """
 
 from __future__ import annotations
