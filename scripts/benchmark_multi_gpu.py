@@ -11,8 +11,11 @@ GPUs) has tokens of its own. A workload is MODEL:ROWSxLENGTHxMICRO_BATCHES, per 
   stand :swap (the Hugging Face decoder, its linear layers swapped in fp8), :recompute (gradient checkpointing), :fp8_params, :sync (gradients
   exchanged in each micro-batch), and before it cpN: (N GPUs share the tokens of a row).
 - ddp:RIVAL and fsdp_full:RIVAL: transformers' model under Accelerate's DDP, or its FSDP2 plugin; RIVAL is hf_bf16, hf_bf16_compiled,
-  accelerate_te, te_autocast, torchao_tensorwise or torchao_rowwise (llm_fp8/throughput/rival.py). Files recorded before these names have hf_ddp_bf16 and
-  hf_fsdp2_bf16 for ddp:hf_bf16 and fsdp_full:hf_bf16.
+  accelerate_te, te_autocast, torchao_tensorwise or torchao_rowwise (llm_fp8/throughput/rival.py); deepspeed_1:RIVAL to deepspeed_3:RIVAL, its
+  DeepSpeed plugin, with the first two. Files recorded before these names have hf_ddp_bf16 and hf_fsdp2_bf16 for ddp:hf_bf16 and fsdp_full:hf_bf16.
+
+--deepspeed_config takes another file for the arms under DeepSpeed. Ours are checked as a run is, a rival has what the file says: so it is seen
+what an entry costs that a run refuses. The file's entries are in the rows.
 
 Throughput is the tokens of all GPUs over the median step of the slowest one, after `--warmup` steps; memory is that of the GPU that needs most.
 One more step is recorded, for the kernels that ran and the share of communication.
@@ -46,10 +49,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.parallel.deepspeed_config import read_file
 from llm_fp8.process_group import start_process_group
 from llm_fp8.quiet import quiet_libraries
 from llm_fp8.ranks import LaunchRanks, first_to_say
-from llm_fp8.throughput.arms import Arm, parse_arms
+from llm_fp8.throughput.arms import DEEPSPEED_MODES, Arm, parse_arms
 from llm_fp8.throughput.figures import describe_gemms, speed
 from llm_fp8.throughput.measure import describe_failure, header, measure
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
@@ -71,10 +75,26 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="comma-separated MODEL:ROWSxLENGTHxMICRO_BATCHES (default %(default)s)",
     )
     parser.add_argument("--arms", default=DEFAULT_ARMS, help="comma-separated, see the head of this file (default %(default)s)")
+    parser.add_argument(
+        "--deepspeed_config", type=Path, help="DeepSpeed's file for arms under it (default configs/ds_z1.json to ds_z3.json)"
+    )
     add_measuring_options(parser, steps=6, warmup=3, arm_timeout_s=120)
     options = parser.parse_args(argv)
     check_measuring_options(options)
     return options
+
+
+def arms_of(options: argparse.Namespace) -> list[Arm]:
+    """The arms, those under DeepSpeed with the file that is named. Raises `UserError`."""
+    arms = parse_arms(options.arms)
+    if options.deepspeed_config is None:
+        return arms
+    if not any(arm.mode in DEEPSPEED_MODES for arm in arms):
+        raise UserError(
+            f"--deepspeed_config {options.deepspeed_config}: no arm is under DeepSpeed; add one such as deepspeed_1:bf16, or drop it."
+        )
+    read_file(options.deepspeed_config)
+    return [arm.with_deepspeed_config(options.deepspeed_config) for arm in arms]
 
 
 def subject_of(work: Workload, arm: Arm, num_gpus: int) -> dict[str, Any]:
@@ -86,6 +106,7 @@ def subject_of(work: Workload, arm: Arm, num_gpus: int) -> dict[str, Any]:
         "mode": arm.mode,
         "context_parallel_size": arm.context_size,
         "num_gpus": num_gpus,
+        **({"deepspeed_config": read_file(arm.deepspeed_file)} if arm.deepspeed_file else {}),
     }
 
 
@@ -189,7 +210,7 @@ def main() -> int:
             "the benchmark runs in the processes of one host: torchrun --nproc_per_node=NUMBER_OF_GPUS scripts/benchmark_multi_gpu.py ..."
         )
     works = parse_workloads(options.workloads, options.steps)
-    arms = parse_arms(options.arms)
+    arms = arms_of(options)
     plan = [(work, arm) for work in works for arm in arms]
     for work, arm in plan:
         arm.check(work, ranks)

@@ -55,13 +55,14 @@ class _Plugin(DeepSpeedPlugin):
 
 def accelerator_arguments(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
     """What `Accelerator(mixed_precision="no", ...)` is given in a deepspeed mode; arguments and errors as of `deepspeed_plugin`."""
+    return arguments_of(deepspeed_plugin(config, mode, compute_name, num_processes))
+
+
+def arguments_of(plugin: DeepSpeedPlugin) -> dict[str, Any]:
+    """What `Accelerator` is given beside mixed_precision, so that it trains with `plugin`."""
     # With cpu=True Accelerate would leave DeepSpeed out; without a backend it would see one process where there are no GPUs.
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    return {
-        "cpu": False,
-        "deepspeed_plugin": deepspeed_plugin(config, mode, compute_name, num_processes),
-        "kwargs_handlers": [InitProcessGroupKwargs(backend=backend)],
-    }
+    return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": [InitProcessGroupKwargs(backend=backend)]}
 
 
 def deepspeed_plugin(config: Config, mode: str, compute_name: str, num_processes: int) -> DeepSpeedPlugin:
@@ -71,13 +72,17 @@ def deepspeed_plugin(config: Config, mode: str, compute_name: str, num_processes
         UserError: DeepSpeed is missing, or its file cannot stand (see `deepspeed_settings`).
     """
     load_deepspeed()
-    settings = deepspeed_settings(config, mode, compute_name, num_processes)
+    return plugin_of(deepspeed_settings(config, mode, compute_name, num_processes))
+
+
+def plugin_of(settings: dict[str, Any]) -> DeepSpeedPlugin:
+    """Accelerate's plugin with these settings, which name stage, micro-batches and clipping. After `load_deepspeed`."""
     # Every argument is given: what is left out, Accelerate reads from the environment.
     return _Plugin(
         hf_ds_config=settings,
         gradient_accumulation_steps=settings["gradient_accumulation_steps"],
         gradient_clipping=settings["gradient_clipping"],
-        zero_stage=zero_stage(mode),
+        zero_stage=settings["zero_optimization"]["stage"],
         is_train_batch_min=True,
         offload_optimizer_device="none",
         offload_param_device="none",

@@ -10,7 +10,7 @@
     delayed:lora16                with LoRA: adapters of rank 16 on all linear layers; lora16qv: on q and v alone
     fsdp_full:delayed             several GPUs, --sharding_mode fsdp_full
     cp4:fsdp_full:delayed:sync    4 GPUs share the tokens of a row; gradients exchanged in each micro-batch
-    fsdp_full:hf_bf16             a rival (llm_fp8/throughput/rival.py) under Accelerate's FSDP2; ddp: its DDP
+    fsdp_full:hf_bf16             a rival (llm_fp8/throughput/rival.py) under Accelerate's FSDP2; ddp: its DDP; deepspeed_1: its DeepSpeed
 
 WHAT is one of our precisions or a rival. MODE belongs to several GPUs, and is left out on one.
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from llm_fp8.config import SHARDING_MODES, TORCHAO_SCENARIOS, LoraConfig, ParallelConfig, PrecisionConfig, check_config
@@ -46,8 +47,9 @@ TORCHAO_PRECISIONS = {
     for name in TORCHAO_SCENARIOS
 }
 """Always with the option `swap`."""
-RIVAL_MODES = ("ddp", "fsdp_full")
-"""How a rival can be spread over several GPUs."""
+DEEPSPEED_MODES = tuple(mode for mode in SHARDING_MODES if mode.startswith("deepspeed_"))
+RIVAL_MODES = ("ddp", "fsdp_full", *DEEPSPEED_MODES)
+"""How a rival can be spread over several GPUs; under DeepSpeed in bf16 alone."""
 OLD_NAMES = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
 """In files that were recorded before one grammar named all arms."""
 
@@ -85,6 +87,16 @@ class Arm:
         return ":".join(word for word in words if word not in _OPTIONS_OF_SEVERAL)
 
     @property
+    def deepspeed_file(self) -> Path | None:
+        """DeepSpeed's file, in a mode that has one."""
+        from llm_fp8.parallel.deepspeed_config import default_file
+
+        if self.mode is None or self.mode not in DEEPSPEED_MODES:
+            return None
+        named = self.what.deepspeed_config if isinstance(self.what, Rival) else self.what.parallel.deepspeed_config
+        return Path(named) if named else default_file(self.mode)
+
+    @property
     def context_size(self) -> int:
         """Processes that share the tokens of a row."""
         return self.what.parallel.context_parallel_size if isinstance(self.what, OurArm) else 1
@@ -109,6 +121,10 @@ class Arm:
         if isinstance(self.what, Rival):
             if self.mode == "fsdp_full" and not torch.cuda.is_available():
                 raise UserError(f"--arms {self.name}: Accelerate's FSDP2 needs NVIDIA GPUs, and none is found; drop it.")
+            if self.mode in DEEPSPEED_MODES:
+                from llm_fp8.parallel.deepspeed_config import load_deepspeed
+
+                load_deepspeed()
             return
         config = self.what.config(work)
         try:
@@ -127,8 +143,17 @@ class Arm:
         from llm_fp8.throughput.rival import HfTraining
 
         if isinstance(self.what, Rival):
-            return HfTraining(work, self.what, fsdp2=self.mode == "fsdp_full")
+            return HfTraining(work, self.what, self.mode)
         return OurTraining(work, self.what)
+
+    def with_deepspeed_config(self, path: Path) -> Arm:
+        """The same with this file for DeepSpeed; itself in a mode without it."""
+        if self.mode not in DEEPSPEED_MODES:
+            return self
+        if isinstance(self.what, Rival):
+            return dataclasses.replace(self, what=dataclasses.replace(self.what, deepspeed_config=str(path)))
+        parallel = dataclasses.replace(self.what.parallel, deepspeed_config=str(path))
+        return dataclasses.replace(self, what=dataclasses.replace(self.what, parallel=parallel))
 
 
 def parse_arm(name: str) -> Arm:
@@ -142,6 +167,8 @@ def parse_arm(name: str) -> Arm:
     adapters = next((match for option in options if (match := LORA.fullmatch(option))), None)
     allowed = _OPTIONS if mode is not None else _OPTIONS_OF_ONE_GPU
     if what in RIVALS and not options and not context and mode in (None, *RIVAL_MODES):
+        if RIVALS[what].computes_in_fp8 and mode in DEEPSPEED_MODES:
+            raise UserError(f"--arms {name}: a rival under DeepSpeed computes in bf16; write {mode}:hf_bf16.")
         return Arm(name, RIVALS[what], mode)
     if (
         what not in (*PRECISIONS, *TORCHAO_PRECISIONS)

@@ -14,12 +14,15 @@ All with torch's fused AdamW at our learning rate, betas and weight decay, the l
 
     one process, DDP   bf16 weights and no master: lighter than ours
     FSDP2              Accelerate's plugin, wrapped per decoder layer: fp32 weights and moments, split; gathered and reduced in bf16
+    DeepSpeed          Accelerate's plugin: bf16 weights, fp32 masters and moments, split by ZeRO's stage. Its file goes to DeepSpeed as it is, also
+                       with entries that our own runs refuse
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ from llm_fp8.data.collate import IGNORED
 from llm_fp8.loop import StepClock
 from llm_fp8.models import decoder_layers
 from llm_fp8.optim import not_optimised
+from llm_fp8.parallel.deepspeed_config import default_file, read_file, zero_stage
 from llm_fp8.precision import require_te, resolve_precision
 from llm_fp8.process_group import own_device
 from llm_fp8.ranks import LaunchRanks
@@ -44,7 +48,7 @@ from llm_fp8.torchao_fp8 import build_config, compile_layers, is_converted, requ
 
 
 class HfTraining:
-    """A rival arm, built; in several processes with DDP, or split by FSDP2.
+    """A rival arm, built; in several processes with DDP, or split by FSDP2 or DeepSpeed.
 
     Raises `UserError` where a package is missing.
 
@@ -56,11 +60,15 @@ class HfTraining:
         facts: what a reader should know of the arm.
     """
 
-    def __init__(self, work: Workload, rival: Rival, fsdp2: bool = False) -> None:
+    def __init__(self, work: Workload, rival: Rival, mode: str | None = None) -> None:
         _require_packages(rival)
+        fsdp2, deepspeed = mode == "fsdp_full", mode is not None and mode.startswith("deepspeed_")
         config = work.hf_config()
         inputs = work.hf_inputs(config.vocab_size, LaunchRanks.from_environment(os.environ).rank)
-        self.accelerator = accelerator = _accelerator(len(inputs), rival, fsdp2)
+        if mode is not None and deepspeed:
+            self.accelerator = accelerator = _accelerator_with_deepspeed(work, rival, mode)
+        else:
+            self.accelerator = accelerator = _accelerator(len(inputs), rival, fsdp2)
         name, weights = ("fp32", torch.float32) if fsdp2 else ("bf16", torch.bfloat16)
         with accelerator.device:
             model: Any = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation="sdpa")
@@ -77,6 +85,7 @@ class HfTraining:
             weight_decay=OPTIMISATION.weight_decay,
             fused=True,
         )
+        counted = _census(model) if deepspeed else None  # its third stage empties weights
         self._model, self._optimizer = accelerator.prepare(model, optimizer)
         self.model = accelerator.unwrap_model(self._model)
         layers = decoder_layers(self.model)
@@ -92,10 +101,11 @@ class HfTraining:
         self.recorder = Recorder()
         self.facts: dict[str, Any] = {
             "attention": "sdpa",
-            "optimizer": f"torch fused AdamW on {name} weights",
+            "optimizer": "torch fused AdamW on DeepSpeed's fp32 masters" if deepspeed else f"torch fused AdamW on {name} weights",
             "compiled": rival.compiled,
-            "census": _census(self.model).to_dict(),
-            "parameters_not_in_the_optimizer": not_optimised(self.model, self._optimizer),
+            "census": (counted or _census(self.model)).to_dict(),
+            # DeepSpeed's optimizer holds one long tensor of its own for each group.
+            "parameters_not_in_the_optimizer": None if deepspeed else not_optimised(self.model, self._optimizer),
             **work.text_facts(padded=True),
         }
 
@@ -151,6 +161,25 @@ def _accelerator(num_micro_batches: int, rival: Rival, fsdp2: bool) -> Accelerat
         gradient_accumulation_steps=num_micro_batches,
         fsdp_plugin=plugin,
         kwargs_handlers=handlers,
+    )
+
+
+def _accelerator_with_deepspeed(work: Workload, rival: Rival, mode: str) -> Accelerator:
+    """Accelerate with its DeepSpeed plugin. Of the file it fills in what its own documentation writes as "auto"."""
+    from llm_fp8.parallel.deepspeed import arguments_of, plugin_of
+
+    file = read_file(Path(rival.deepspeed_config) if rival.deepspeed_config else default_file(mode))
+    settings = {
+        **file,
+        "zero_optimization": {**file["zero_optimization"], "stage": zero_stage(mode)},
+        "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": work.batch_size,
+        "gradient_accumulation_steps": work.micro_batches,
+        "gradient_clipping": OPTIMISATION.max_grad_norm,
+        "zero_allow_untested_optimizer": True,  # torch's, as in the other arms
+    }
+    return Accelerator(
+        mixed_precision="bf16", gradient_accumulation_steps=work.micro_batches, **arguments_of(plugin_of(settings))
     )
 
 

@@ -74,6 +74,8 @@ class Rival:
     torchao_recipe: str | None = None
     accelerate_te: bool = False
     te_autocast: bool = False
+    deepspeed_config: str = ""
+    """DeepSpeed's file under a deepspeed mode; empty: ours."""
 
     @property
     def computes_in_fp8(self) -> bool:

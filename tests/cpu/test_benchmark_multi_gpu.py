@@ -58,7 +58,8 @@ def ended(process: subprocess.Popen[str]) -> str:
 def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, architecture, start):
     """The TE decoder needs a GPU, so its arm fails; the one after it is measured by the processes of the second start."""
     path = tmp_path / "result.json"
-    arms = "fsdp_full:bf16:swap,fsdp_full:bf16,ddp:bf16:swap,ddp:hf_bf16,deepspeed_1:bf16:swap,deepspeed_3:bf16:swap"
+    ours = "fsdp_full:bf16:swap,fsdp_full:bf16,ddp:bf16:swap,ddp:hf_bf16,deepspeed_1:bf16:swap,deepspeed_3:bf16:swap"
+    arms = f"{ours},deepspeed_1:hf_bf16,deepspeed_3:hf_bf16"
     printed = ended(
         start(path, f"--workloads={architecture}:2x64x2", f"--arms={arms}", "--steps=4", "--warmup=1", max_restarts=1)
     )
@@ -66,7 +67,7 @@ def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, archi
     assert record["measuring"] is None and record["provenance"]["command"][0] == "scripts/benchmark_multi_gpu.py"
     rows = record["rows"]
     assert [row["arm"] for row in rows] == arms.split(",")
-    assert [row["mode"] for row in rows] == ["fsdp_full", "fsdp_full", "ddp", "ddp", "deepspeed_1", "deepspeed_3"]
+    assert [row["mode"] for row in rows] == ["fsdp_full", "fsdp_full", "ddp", "ddp", *["deepspeed_1", "deepspeed_3"] * 2]
     failed = rows.pop(1)
     assert "--use_te needs an NVIDIA GPU" in failed["failed"] and "tokens_per_s" not in failed
     assert printed.count("failed: --use_te needs") == 1
@@ -86,6 +87,31 @@ def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, archi
         assert by_arm[f"{mode}:bf16:swap"] == pytest.approx(by_arm["ddp:bf16:swap"], rel=2e-3), (
             "the same training but for rounding"
         )
+    assert by_arm["deepspeed_1:hf_bf16"] == pytest.approx(by_arm["deepspeed_3:hf_bf16"], rel=1e-4)
+    assert by_arm["deepspeed_1:hf_bf16"][0] == by_arm["ddp:hf_bf16"][0], "the same weights and tokens"
+
+
+def test_a_file_for_deepspeed(tmp_path, architecture, start):
+    """Ours is refused what a run refuses; the rival has it, and DeepSpeed then exchanges fp32. What ours may have is in its row, and harmless."""
+    work, path = f"--workloads={architecture}:2x64x2", tmp_path / "result.json"
+    file = tmp_path / "ds.json"
+    sums = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}}
+    traffic = {"zero_optimization": {"stage": 2}, "communication_data_type": "fp32"}
+    losses = {}
+    for settings in (sums, traffic):
+        file.write_text(json.dumps(settings))
+        arms = "--arms=deepspeed_2:hf_bf16,deepspeed_2:bf16:swap"
+        process = start(path, work, arms, "--steps=4", "--warmup=1", f"--deepspeed_config={file}", max_restarts=1)
+        ended(process)
+        rival, ours = json.loads(path.read_text())["rows"]
+        assert rival["deepspeed_config"] == ours["deepspeed_config"] == settings
+        assert "DeepSpeed" in rival["optimizer"] and rival["losses"][0] == pytest.approx(6.93, abs=0.1)
+        losses[list(settings)[1]] = rival["losses"]
+        if settings is sums:
+            assert ours["losses"][0] == pytest.approx(6.93, abs=0.1)
+        else:
+            assert "communication_data_type" in ours["failed"] and "losses" not in ours
+    assert losses["data_types"] == pytest.approx(losses["communication_data_type"], rel=1e-3)
 
 
 def test_an_arm_that_takes_too_long_and_one_that_is_killed(tmp_path, architecture, start):
@@ -125,6 +151,9 @@ def test_mistakes_are_one_sentence(tmp_path, architecture, monkeypatch):
     assert "--warmup 6 must leave some" in said("--warmup=6")
     assert "names Llama-3.2-1B:1x16x1 twice" in said("--workloads=Llama-3.2-1B:1x16x1,Llama-3.2-1B:1x16x1")
     assert "can be written" in said("--output=/proc/none/r.json")
+    work = f"--workloads={architecture}:1x16x1"
+    assert "no arm is under DeepSpeed" in said(work, "--arms=ddp:bf16:swap", "--deepspeed_config=configs/ds_z1.json")
+    assert "cannot be read" in said(work, "--arms=deepspeed_1:hf_bf16", f"--deepspeed_config={tmp_path / 'none.json'}")
     monkeypatch.delenv("WORLD_SIZE")
     assert "torchrun --nproc_per_node" in said()
 
@@ -161,6 +190,11 @@ def test_names_of_arms():
         "hf_bf16",
         "bf16",
     ]
+    with pytest.raises(UserError, match="a rival under DeepSpeed computes in bf16; write deepspeed_3:hf_bf16"):
+        parse_arm("deepspeed_3:accelerate_te")
+    with_file = parse_arm("deepspeed_3:hf_bf16").with_deepspeed_config(Path("a.json"))
+    assert with_file.deepspeed_file == Path("a.json") and parse_arm("deepspeed_3:hf_bf16").deepspeed_file.name == "ds_z3.json"
+    assert parse_arm("ddp:bf16").with_deepspeed_config(Path("a.json")) == parse_arm("ddp:bf16")
     rival = parse_arm("ddp:torchao_rowwise")
     assert (rival.mode, rival.what.torchao_recipe, rival.what.compiled, rival.computes_in_fp8) == ("ddp", "rowwise", True, True)
     assert [parse_arm(name).computes_in_fp8 for name in ("bf16", "hf_bf16", "accelerate_te")] == [False, False, True]
