@@ -17,7 +17,6 @@ Inputs of a unit are not cast (`cast_forward_inputs`): the table of rotary angle
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -109,9 +108,6 @@ class FsdpEngine(Engine):
         }
         for layer in layers:
             fully_shard(layer, reshard_after_forward=self.mode != "fsdp_grad", **shared)
-        for layer, following in itertools.pairwise(layers):
-            # Asked for when the layer begins, and not when the host has come through it: with few tokens it is no faster than the GPU.
-            layer.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
         fully_shard(model, reshard_after_forward=False, **shared)
         if self.parameter_device.type == "cuda" and self.mesh.ndim == 1:
             _exchange_in_one_pool(model, say=self.accelerator.is_main_process)
