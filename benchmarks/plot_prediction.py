@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draw predicted against measured tokens/s for every recorded row that a prediction is made for, but those whose memory was full.
+"""Draw predicted against measured tokens/s for every recorded row that a prediction is made for, but those whose time is not scored.
 
 python benchmarks/plot_prediction.py benchmarks/plots/prediction.png
 """
@@ -33,7 +33,7 @@ def per_gpu(record: Recorded) -> tuple[float, float]:
 
 def draw(path: Path) -> None:
     """Left, throughput on the diagonal; right, the errors of time and memory of the same rows."""
-    records = [record for record in recorded_rows() if not (record.out_of_memory or record.memory_was_full)]
+    records = [record for record in recorded_rows() if not (record.out_of_memory or record.not_scored)]
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.2), layout="constrained")
     for record in records:
         scenario = record.prediction.scenario

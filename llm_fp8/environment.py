@@ -72,8 +72,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "slower",
-        "is for tensor parallelism, which is not used here; on one GPU it made no difference that could be told from chance, on several, where it can "
-        "make FSDP's exchanges wait behind compute, it was not measured",
+        "is for tensor parallelism, which is not used here; on one GPU and on two it made no difference that could be told from chance, but it can "
+        "make FSDP's exchanges wait behind compute",
         "1",
     ),
     Rule("CUDA_LAUNCH_BLOCKING", "harmful", "makes the CPU wait for every kernel, so the GPU idles between them", "[1-9]"),

@@ -58,11 +58,15 @@ FULL_SHARE = 0.98
 """Of a GPU's memory: a recorded FSDP step whose allocator reserved as much had none left for a stream that asked for more, so that blocks of other streams were freed and
 mapped anew within steps. Their times jump (rows 8b_x2 and 8b_s8192_x2, fsdp_grad), and no sum of kernels can say by how much: they are neither fitted nor scored."""
 
+WAITED_SHARE = 0.15
+"""Of a recorded step on several GPUs: where nothing but communication ran for as long, GPUs waited for each other, each for a host that launched its kernels too slowly. How
+fast a host is differs from machine to machine, so these steps too are neither fitted nor scored."""
+
 MODES = ("single", "ddp", "fsdp_grad", "fsdp_full")
 """One GPU and the sharding modes, with recorded runs that the constants were fitted to."""
 
 MEASURED_GPUS = {"ddp": (2,), "fsdp_grad": (2, 4), "fsdp_full": (2, 4)}
-"""By mode: GPUs of one host in the records of today's code, but for steps whose memory was full."""
+"""By mode: GPUs of one host in the records of today's code, but for steps that are not scored."""
 MAX_GPUS = 8
 """Of one host; several hosts exchange over a network that no record has."""
 

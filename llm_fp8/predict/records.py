@@ -13,7 +13,7 @@ from llm_fp8.ceilings import RESULTS
 from llm_fp8.config import ModelConfig
 from llm_fp8.models import load_config, resolve_source
 from llm_fp8.parallel.choice import default_optimizer
-from llm_fp8.predict.calibration import CALIBRATED_GPU, FULL_SHARE, MODES
+from llm_fp8.predict.calibration import CALIBRATED_GPU, FULL_SHARE, MODES, WAITED_SHARE
 from llm_fp8.predict.prediction import Prediction, known_gpu, predict
 from llm_fp8.predict.scenario import RECIPES, ModelSize, Scenario
 from llm_fp8.throughput.arms import FLASH_ATTENTIONS, HEADS
@@ -74,7 +74,7 @@ class Recorded:
     @property
     def reserved_gib(self) -> float | None:
         """What the allocator of the GPU that needs most took from it; None in records that do not say."""
-        rounds = self.row.get("rounds") or [{}]
+        rounds = self.row.get("rounds") or [self.row]
         return max((one["peak_reserved_memory_gib"] for one in rounds if "peak_reserved_memory_gib" in one), default=None)
 
     @property
@@ -84,6 +84,25 @@ class Recorded:
         if not self.prediction.scenario.sharded or memory is None or reserved is None:
             return False
         return reserved >= FULL_SHARE * memory
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What was measured, of several rounds the first; empty where memory ran out."""
+        found: dict[str, Any] = (self.row.get("rounds") or [self.row])[0]
+        return {} if self.out_of_memory else found
+
+    @property
+    def waited(self) -> bool:
+        """Whether GPUs waited for each other for a large part of the recorded step: see `calibration.WAITED_SHARE`."""
+        step = self.measured.get("recorded_step", {})
+        if self.num_gpus == 1 or "exposed_communication_s" not in step:
+            return False
+        return bool(step["exposed_communication_s"] >= WAITED_SHARE * step["span_s"])
+
+    @property
+    def not_scored(self) -> str | None:
+        """Why its time says nothing of the constants; None where it does."""
+        return "memory full" if self.memory_was_full else "waited" if self.waited else None
 
     @property
     def out_of_memory(self) -> bool:

@@ -81,7 +81,7 @@ def _accuracy(records: list[Recorded]) -> str:
             measured = ["out of memory", f"{found.step_time_s:.3f}", "", "", expected, ""]
             rows.append([name, row["model"], shape, gpus, record.arm, *measured])
             continue
-        error = f"{record.time_error:+.1%}" + (" (memory full)" if record.memory_was_full else "")
+        error = f"{record.time_error:+.1%}" + (f" ({record.not_scored})" if record.not_scored else "")
         measured = [f"{record.step_time_s:.3f}", f"{found.step_time_s:.3f}", error, f"{row['peak_memory_gib']:.1f}", expected]
         rows.append([name, row["model"], shape, gpus, record.arm, *measured, f"{record.memory_error:+.1%}"])
     columns = ("step s", "predicted", "error", "GiB", "predicted", "error")
@@ -90,7 +90,7 @@ def _accuracy(records: list[Recorded]) -> str:
 
 
 def bounds() -> str:
-    """The errors of the recorded rows by kind, the times of those whose memory was full left out."""
+    """The errors of the recorded rows by kind, the times of those that are not scored left out."""
     measured = [record for record in recorded_rows() if not record.out_of_memory]
     groups: dict[str, list[Recorded]] = {
         f"{'held out' if held_out else 'fitted'}, {'several GPUs' if several else 'one GPU'}": [
@@ -104,7 +104,7 @@ def bounds() -> str:
     for name, records in groups.items():
         if not records:
             continue
-        times = [record.time_error for record in records if not record.memory_was_full]
+        times = [record.time_error for record in records if not record.not_scored]
         memory = [abs(record.memory_error) for record in records]
         errors = [
             f"{statistics.median(times):+.1%}",
