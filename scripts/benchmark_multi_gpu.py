@@ -53,11 +53,12 @@ from llm_fp8.parallel.deepspeed_config import read_file
 from llm_fp8.process_group import start_process_group
 from llm_fp8.quiet import quiet_libraries
 from llm_fp8.ranks import LaunchRanks, first_to_say
-from llm_fp8.throughput.arms import DEEPSPEED_MODES, Arm, parse_arms
+from llm_fp8.throughput.arms import Arm, parse_arms
 from llm_fp8.throughput.figures import describe_gemms, speed
 from llm_fp8.throughput.measure import describe_failure, header, measure
 from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
 from llm_fp8.throughput.results import ENDED_IN_SILENCE, ResultsFile
+from llm_fp8.throughput.setups import DEEPSPEED_MODES
 from llm_fp8.throughput.workload import Workload, parse_workloads
 
 EXIT_ARM_FAILED = 3

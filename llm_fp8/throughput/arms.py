@@ -29,7 +29,7 @@ from llm_fp8.config import SHARDING_MODES, TORCHAO_SCENARIOS, LoraConfig, Parall
 from llm_fp8.errors import UserError
 from llm_fp8.flash_attention_package import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FlashAttention
 from llm_fp8.ranks import LaunchRanks
-from llm_fp8.throughput.setups import RIVALS, OurArm, Rival
+from llm_fp8.throughput.setups import DEEPSPEED_MODES, RIVAL_MODES, RIVALS, OurArm, Rival
 
 if TYPE_CHECKING:
     from llm_fp8.throughput.ours import OurTraining
@@ -47,9 +47,6 @@ TORCHAO_PRECISIONS = {
     for name in TORCHAO_SCENARIOS
 }
 """Always with the option `swap`."""
-DEEPSPEED_MODES = tuple(mode for mode in SHARDING_MODES if mode.startswith("deepspeed_"))
-RIVAL_MODES = ("ddp", "fsdp_full", *DEEPSPEED_MODES)
-"""How a rival can be spread over several GPUs; under DeepSpeed in bf16 alone."""
 OLD_NAMES = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
 """In files that were recorded before one grammar named all arms."""
 

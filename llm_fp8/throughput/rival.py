@@ -41,7 +41,7 @@ from llm_fp8.precision import require_te, resolve_precision
 from llm_fp8.process_group import own_device
 from llm_fp8.ranks import LaunchRanks
 from llm_fp8.swap import SIZE_MULTIPLE, Census, convert_with_torchao, take_census
-from llm_fp8.throughput.setups import OPTIMISATION, Rival
+from llm_fp8.throughput.setups import DEEPSPEED_MODES, OPTIMISATION, Rival
 from llm_fp8.throughput.weights import draw_weights_
 from llm_fp8.throughput.workload import Recorder, Workload
 from llm_fp8.torchao_fp8 import build_config, compile_layers, is_converted, require_torchao
@@ -62,13 +62,10 @@ class HfTraining:
 
     def __init__(self, work: Workload, rival: Rival, mode: str | None = None) -> None:
         _require_packages(rival)
-        fsdp2, deepspeed = mode == "fsdp_full", mode is not None and mode.startswith("deepspeed_")
+        fsdp2, deepspeed = mode == "fsdp_full", mode in DEEPSPEED_MODES
         config = work.hf_config()
         inputs = work.hf_inputs(config.vocab_size, LaunchRanks.from_environment(os.environ).rank)
-        if mode is not None and deepspeed:
-            self.accelerator = accelerator = _accelerator_with_deepspeed(work, rival, mode)
-        else:
-            self.accelerator = accelerator = _accelerator(len(inputs), rival, fsdp2)
+        self.accelerator = accelerator = _accelerator(work, len(inputs), rival, mode)
         name, weights = ("fp32", torch.float32) if fsdp2 else ("bf16", torch.bfloat16)
         with accelerator.device:
             model: Any = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation="sdpa")
@@ -85,9 +82,11 @@ class HfTraining:
             weight_decay=OPTIMISATION.weight_decay,
             fused=True,
         )
-        counted = _census(model) if deepspeed else None  # its third stage empties weights
+        census = _census(model)
         self._model, self._optimizer = accelerator.prepare(model, optimizer)
         self.model = accelerator.unwrap_model(self._model)
+        if rival.accelerate_te:
+            census = _census(self.model)  # Accelerate has converted it; DeepSpeed's third stage has left no weights to count
         layers = decoder_layers(self.model)
         if fsdp2 and not isinstance(layers[0], FSDPModule):
             raise RuntimeError("Accelerate did not wrap the decoder layers")
@@ -103,7 +102,7 @@ class HfTraining:
             "attention": "sdpa",
             "optimizer": "torch fused AdamW on DeepSpeed's fp32 masters" if deepspeed else f"torch fused AdamW on {name} weights",
             "compiled": rival.compiled,
-            "census": (counted or _census(self.model)).to_dict(),
+            "census": census.to_dict(),
             # DeepSpeed's optimizer holds one long tensor of its own for each group.
             "parameters_not_in_the_optimizer": None if deepspeed else not_optimised(self.model, self._optimizer),
             **work.text_facts(padded=True),
@@ -140,9 +139,11 @@ def _require_packages(rival: Rival) -> None:
         require_torchao(f"--arms {rival.name}")
 
 
-def _accelerator(num_micro_batches: int, rival: Rival, fsdp2: bool) -> Accelerator:
+def _accelerator(work: Workload, num_micro_batches: int, rival: Rival, mode: str | None) -> Accelerator:
+    if mode is not None and mode in DEEPSPEED_MODES:
+        return _accelerator_with_deepspeed(work, rival, mode)
     plugin = None
-    if fsdp2:
+    if mode == "fsdp_full":
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=True,

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Literal
 
 from llm_fp8.config import (
+    SHARDING_MODES,
     Config,
     DataConfig,
     LoraConfig,
@@ -83,6 +84,9 @@ class Rival:
         return self.accelerate_te or self.te_autocast or self.torchao_recipe is not None
 
 
+DEEPSPEED_MODES = tuple(mode for mode in SHARDING_MODES if mode.startswith("deepspeed_"))
+RIVAL_MODES = ("ddp", "fsdp_full", *DEEPSPEED_MODES)
+"""How a rival can be spread over several GPUs; under DeepSpeed in bf16 alone."""
 BASELINE = "hf_bf16"
 """The usual set-up: the arm that others are compared with, where it is measured."""
 RIVALS = {
