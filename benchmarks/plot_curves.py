@@ -19,17 +19,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.colours import PRECISION_COLOURS
 from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import read_json, require_writable
 
-COLOURS = {
-    "bf16": "#444444",
-    "delayed": "#d1495b",
-    "current": "#00798c",
-    "block": "#edae49",
-    "delayed_fp8head": "#7b4b94",
-    "delayed_fp8head_all": "#3d8b37",
-}
+COLOURS = PRECISION_COLOURS | {"delayed_fp8head": "#7b4b94", "delayed_fp8head_all": "#3d8b37"}
 LINES = {"": "-", "fsdp_full": "--", "ddp": ":"}
 """By sharding mode."""
 

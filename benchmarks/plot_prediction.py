@@ -16,11 +16,11 @@ import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.colours import PRECISION_COLOURS
 from llm_fp8.errors import OneSentenceParser, run_script
 from llm_fp8.json_files import require_writable
 from llm_fp8.predict.records import Recorded, recorded_rows
 
-COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
 MARKERS = {1: "o", 2: "^", 4: "s"}
 """By number of GPUs."""
 
@@ -38,9 +38,9 @@ def draw(path: Path) -> None:
     for record in records:
         scenario = record.prediction.scenario
         style = {
-            "color": COLOURS[scenario.recipe],
+            "color": PRECISION_COLOURS[scenario.recipe],
             "marker": MARKERS[record.num_gpus],
-            "markerfacecolor": COLOURS[scenario.recipe] if record.todays else "none",
+            "markerfacecolor": PRECISION_COLOURS[scenario.recipe] if record.todays else "none",
             "linestyle": "",
             "alpha": 0.8,
         }
@@ -55,7 +55,7 @@ def draw(path: Path) -> None:
     right.set(
         xlabel="error of the step time (%)", ylabel="error of the peak memory (%)", title="predicted over measured, less one"
     )
-    for recipe, colour in COLOURS.items():
+    for recipe, colour in PRECISION_COLOURS.items():
         left.plot([], [], "o", color=colour, label=recipe)
     for num_gpus in sorted({record.num_gpus for record in records}):
         left.plot([], [], MARKERS[num_gpus], color="#888888", label=f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}")

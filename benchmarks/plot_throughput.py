@@ -23,12 +23,12 @@ import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.colours import colours_of
 from llm_fp8.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.json_files import require_writable
 
-COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
-"""Of our precisions, as in plot_curves.py; other arms take PALE in order."""
-PALE = ("#bbbbbb", "#8fb8de", "#b8a1d9", "#9ccfa0", "#e0b7a0", "#7d9aa5", "#c9c27c", "#d8a7c4")
+FEWEST_BARS = 3
+"""Room for so many even where there are fewer, so that titles and the target's name have theirs."""
 BARS_OF_A_LINE = 26
 """So many stand side by side at most before the next group begins a new line of panels."""
 
@@ -76,7 +76,7 @@ def panels(widths: list[int], height: float, ratios: tuple[int, ...] = (1,)) -> 
     """A figure with a column of axes per group of bars, wrapped into lines.
 
     Args:
-        widths: bars of each group.
+        widths: of each group, in bars.
         height: of a line, inches.
         ratios: heights of the axes of a column, from the top.
 
@@ -105,20 +105,18 @@ def panels(widths: list[int], height: float, ratios: tuple[int, ...] = (1,)) -> 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """A column of panels per group, each with a scale of its own: tokens/s above, memory below."""
     groups = list(dict.fromkeys(group_of(row) for row in rows))
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
-    others = [arm for arm in arms if arm not in COLOURS]
-    colours = COLOURS | {arm: PALE[number % len(PALE)] for number, arm in enumerate(others)}
-    longest = max(len(arm) for arm in arms)
+    longest = max(len(row["arm"]) for row in rows)
     of_groups = [[row for row in rows if group_of(row) == group] for group in groups]
-    figure, columns = panels([len(found) for found in of_groups], 7 + 0.06 * longest, (2, 1))
-    for (speeds, memories), group, found in zip(columns, groups, of_groups, strict=True):
-        for place, row in enumerate(found):
+    widths = [max(len(found), FEWEST_BARS) for found in of_groups]
+    figure, columns = panels(widths, 7 + 0.06 * longest, (2, 1))
+    for (speeds, memories), group, found, width in zip(columns, groups, of_groups, widths, strict=True):
+        for place, (row, colour) in enumerate(zip(found, colours_of([row["arm"] for row in found]), strict=True)):
             if reason := reason_not_measured(row):
                 for axis in (speeds, memories):
                     axis.text(place, 0, f" {reason}", rotation=90, ha="center", va="bottom", fontsize=8, color="#888888")
                 continue
             middle, start, end = tokens_per_s(row)
-            bar = {"color": colours[row["arm"]], "width": 0.8}
+            bar: dict[str, Any] = {"color": colour, "width": 0.8}
             speeds.bar(place, middle, yerr=[[middle - start], [end - middle]], capsize=4, ecolor="black", **bar)
             speeds.annotate(
                 f"{middle:,.0f}", (place, end), (0, 4), textcoords="offset points", ha="center", va="bottom", fontsize=8,
@@ -132,11 +130,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 )  # fmt: skip
         if target := found[0].get("target_tokens_per_s_per_gpu"):
             speeds.axhline(target, color="black", linestyle="--", linewidth=1)
-            speeds.annotate(f"target {target:,.0f}", (-0.55, target), (0, 2), textcoords="offset points", fontsize=8)
+            end_of_axis = (width - 0.45, target)
+            speeds.annotate(f"target {target:,.0f}", end_of_axis, (0, 2), textcoords="offset points", ha="right", fontsize=8)
         speeds.set_title(group, fontsize=10)
         memories.set_xticks(range(len(found)), [row["arm"] for row in found], rotation=45, ha="right")
         for axis in (speeds, memories):
-            axis.set_xlim(-0.6, len(found) - 0.4)
+            axis.set_xlim(-0.6, width - 0.4)
             axis.margins(y=0.12)
             axis.set_ylim(bottom=0)
             axis.grid(axis="y", alpha=0.3)
@@ -145,7 +144,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for axis, label in zip(columns[0], ("tokens/s per GPU", "peak memory (GiB)"), strict=True):
         axis.set_ylabel(label)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
     plt.close(figure)
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from matplotlib.colors import to_rgb
 
+from benchmarks.colours import colours_of, trained_in
 from benchmarks.plot_throughput import draw, group_of, read_rows, reason_not_measured, tokens_per_s
+from llm_fp8.throughput.arms import PRECISIONS, TORCHAO_PRECISIONS
+from llm_fp8.throughput.setups import RIVALS
 from tests.scripts_as_main import ROOT, run_as_main
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -26,6 +30,21 @@ def test_every_recorded_row_is_understood(path):
         if reason_not_measured(row) is None:
             middle, start, end = tokens_per_s(row)
             assert 0 < start <= middle <= end
+
+
+def test_an_arms_colour_is_what_it_trains_in():
+    (one, variant, several, bf16) = colours_of(["delayed", "delayed:fp8head_all", "fsdp_full:delayed:sync", "bf16"])
+    assert (
+        one == pytest.approx(to_rgb("#d1495b"))
+        and sum(one) < sum(variant) < sum(several)
+        and bf16 == pytest.approx(to_rgb("#444444"))
+    )
+    assert colours_of(["hf_ddp_bf16"]) == colours_of(["fsdp_full:hf_bf16"]), (
+        "an old name, and the same rival spread in another way"
+    )
+    assert len({trained_in(name) for name in (*PRECISIONS, *TORCHAO_PRECISIONS, *RIVALS)}) == len(PRECISIONS) + len(
+        TORCHAO_PRECISIONS
+    ) + len(RIVALS)
 
 
 def test_spread_and_reasons():

@@ -1,0 +1,41 @@
+"""The colours of the plots: one for what an arm trains in, on one GPU and on several."""
+
+from __future__ import annotations
+
+from matplotlib.colors import to_rgb
+
+from llm_fp8.throughput.arms import OLD_NAMES
+
+PRECISION_COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
+"""Of our precisions with Transformer Engine."""
+_COLOURS = PRECISION_COLOURS | {
+    "tensorwise": "#b8a1d9",
+    "rowwise": "#9a7fc7",
+    "rowwise_with_gw_hp": "#7d5fb3",
+    "hf_bf16": "#b0b7c3",
+    "hf_bf16_compiled": "#8a93a3",
+    "accelerate_te": "#8fb8de",
+    "te_autocast": "#5f93c4",
+    "torchao_tensorwise": "#9ccfa0",
+    "torchao_rowwise": "#6fae75",
+}
+_PALER = 0.17
+"""Share of white by which each further arm of a colour is paler than the one before it."""
+
+
+def trained_in(arm: str) -> str:
+    """The precision of an arm of ours, or the rival, without how it is spread and its options; raises StopIteration for what is no arm."""
+    return next(word for word in OLD_NAMES.get(arm, arm).split(":") if word in _COLOURS)
+
+
+def colours_of(arms: list[str]) -> list[tuple[float, float, float]]:
+    """Of arms that stand side by side: those of one precision or rival in one colour, each paler than the one before it."""
+    seen: list[str] = []
+    found = []
+    for arm in arms:
+        name = trained_in(arm)
+        white = min(0.7, _PALER * seen.count(name))
+        red, green, blue = (white + (1 - white) * part for part in to_rgb(_COLOURS[name]))
+        found.append((red, green, blue))
+        seen.append(name)
+    return found
