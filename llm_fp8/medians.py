@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
+from typing import Any
 
+from llm_fp8.json_files import read_json, read_metrics
 from llm_fp8.metrics import RECORDED_STEP
 
 WARMUP_STEPS = 10
@@ -24,6 +27,14 @@ MEDIANS = (
 
 INTERVAL_MEDIANS = ("energy_j_per_million_tokens", "gpu_power_w")
 """The same for figures that not every step has, over those that have."""
+
+
+def own_steps(metrics_path: Path) -> list[dict[str, Any]]:
+    """The optimizer steps of the process that wrote last to a metrics.jsonl: one before it may have had other GPUs or micro-batches."""
+    run_record = metrics_path.with_name("run.json")
+    resumes = read_json(run_record).get("resumes") if run_record.exists() else None
+    begun = resumes[-1]["resumed_after_step"] if resumes else 0
+    return [record for record in read_metrics(metrics_path) if "step_time_s" in record and record["step"] > begun]
 
 
 def measured_steps(steps: list[dict[str, float]], warmup_steps: int = WARMUP_STEPS) -> list[dict[str, float]]:

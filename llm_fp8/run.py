@@ -25,6 +25,7 @@ from llm_fp8.failures import explained_failures
 from llm_fp8.first_scales import PASSES, find_first_scales, prepare_with_scales, supervised_tokens_per_process
 from llm_fp8.fp8_config_keys import idle_sentences
 from llm_fp8.generation import check_positions
+from llm_fp8.gpu_waiting import describe_waiting, gpu_waiting
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.launch_env import apply_launch_settings
 from llm_fp8.loop import LoopOptions, Trainer
@@ -431,6 +432,7 @@ class Run(RunParts):
             "attention_backend": self.attention_backend,
             **self.parallel_record(),
             "recorded_step": None if self.recorded is None else self.recorded.to_dict(),
+            "gpu_waiting": self._gpu_waiting(),
             "certificate": None if self.certificate is None else self.certificate.to_dict(),
             "tokens_seen": trainer.tokens_seen,
             "num_parameters": self.num_parameters,
@@ -441,6 +443,12 @@ class Run(RunParts):
             "phases_s": {**self.clock.seconds, "first_step": trainer.first_step_s},
             "wall_time_s": time.time() - started,
         }
+
+    def _gpu_waiting(self) -> dict[str, float] | None:
+        """How much of a step the GPU waits; None where no step was recorded, and on other processes than the main one."""
+        if self.recorded is None or not self.accelerator.is_main_process:
+            return None
+        return gpu_waiting(self.recorded, self.folder / "metrics.jsonl")
 
     def _prediction(self) -> dict[str, Any] | None:
         """Step time and memory as predicted for this run and as they came out; None where nothing predicts it."""
@@ -461,6 +469,10 @@ class Run(RunParts):
         self.say(f"done: {summary['steps']} steps in {summary['wall_time_s']:.0f} s, precision {self.plan.name}")
         if summary["prediction"] is not None:
             self.say(describe_comparison(summary["prediction"]))
+        if summary["gpu_waiting"] is not None and (
+            waits := describe_waiting(summary["gpu_waiting"], self.accelerator.num_processes)
+        ):
+            self.say(waits)
         if self.certificate is not None:
             self.say(self.certificate.describe())
         elif self.certifies:

@@ -9,8 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from llm_fp8.config import Config
-from llm_fp8.json_files import read_json, read_metrics
-from llm_fp8.medians import measured_steps, throughput_summary
+from llm_fp8.medians import measured_steps, own_steps, throughput_summary
 from llm_fp8.metrics import DecoderSize
 from llm_fp8.optim import OptimizerKind
 from llm_fp8.predict.calibration import MAX_GPUS, MODES
@@ -21,14 +20,6 @@ from llm_fp8.predict.scenario import RECIPES, ModelSize, Scenario
 def mean_length(size: DecoderSize, model_flops_per_token: float) -> float:
     """The token-averaged document length that gives so many model FLOPs per token: `metrics.model_flops_per_token` solved for it."""
     return (model_flops_per_token / 6 - size.num_linear_parameters) / (size.num_layers * size.attention_width)
-
-
-def own_steps(metrics_path: Path) -> list[dict[str, Any]]:
-    """The optimizer steps of the process that wrote last to a metrics.jsonl: one before it may have had other GPUs or micro-batches."""
-    run_record = metrics_path.with_name("run.json")
-    resumes = read_json(run_record).get("resumes") if run_record.exists() else None
-    begun = resumes[-1]["resumed_after_step"] if resumes else 0
-    return [record for record in read_metrics(metrics_path) if "step_time_s" in record and record["step"] > begun]
 
 
 def run_prediction(

@@ -15,6 +15,7 @@ import llm_fp8.loop as loop
 from llm_fp8.certificate import Promise, attention_library, certify, worst
 from llm_fp8.config import PrecisionConfig, parse_config
 from llm_fp8.errors import FailedCheck, UserError, run_script
+from llm_fp8.gpu_waiting import WORTH_A_WORD, describe_waiting, gpu_waiting
 from llm_fp8.kernels import gemm_kernels, time_by_class
 from llm_fp8.loop import NonFiniteLoss
 from llm_fp8.medians import throughput_summary
@@ -340,6 +341,27 @@ def test_figures_of_a_recorded_step():
     assert "kernels" not in two.to_dict()
 
 
+def test_how_much_of_a_step_the_gpu_waits(tmp_path):
+    metrics, two = tmp_path / "metrics.jsonl", step_profile(FP8_STEP, num_ranks=2)
+
+    def waiting(step_time_s: float, profile=two):
+        metrics.write_text("".join(json.dumps({"step": number, "step_time_s": step_time_s}) + "\n" for number in range(1, 5)))
+        return gpu_waiting(profile, metrics)
+
+    two.work_s_by_rank = [0.04, 0.06]
+    late = waiting(0.1)
+    assert late == {"work_s": 0.06, "step_time_s": 0.1, "share": pytest.approx(0.4)}, "of the GPU that has most to do"
+    assert "waits for its host or other GPUs during 40% of a step" in describe_waiting(late, 2)
+    assert "fsdp_grad" in describe_waiting(late, 2) and "fsdp_grad" not in describe_waiting(late, 1)
+    busy = waiting(0.05)
+    assert busy["share"] == 0.0 and describe_waiting(busy, 2) is None, (
+        "recorded kernels may take longer than a step that was not recorded"
+    )
+    assert waiting(0.1, StepProfile()) is None
+    metrics.write_text("")
+    assert gpu_waiting(two, metrics) is None
+
+
 def test_the_recorded_step_is_in_no_median():
     taken = [{"step": number, "step_time_s": 1.0} for number in range(1, 7)]
     taken[4] |= {"step_time_s": 50.0, **step_profile(FP8_STEP).figures()}
@@ -381,6 +403,9 @@ def test_a_certified_run_says_so(tiny_model, rows, tmp_path, monkeypatch, capsys
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert stored == summary["certificate"] and stored["verdict"] == "certified" and stored["num_micro_batches"] == 1
     assert summary["recorded_step"]["gemm_kernels"] == {"bf16": 390}
+    waiting, median_s = summary["gpu_waiting"], summary["throughput"]["median_step_time_s"]
+    assert waiting == {"work_s": 0.1, "step_time_s": median_s, "share": max(0.0, 1 - 0.1 / median_s)}
+    assert ("the GPU waits for its host" in printed) == (waiting["share"] >= WORTH_A_WORD)
     assert ["num_gemm_kernels" in record for record in steps(tmp_path / "run")] == [number == 5 for number in range(1, 8)]
     # A process that continues the run records a step of its own, also where there are fewer steps than it would wait.
     again = options(tiny_model, rows, tmp_path / "run", "--max_steps=8", "--resume_from=latest")

@@ -176,17 +176,18 @@ def test_spreads_of_older_files():
 def test_every_recorded_file_is_understood_and_no_regression_against_itself(path):
     measured = read(path)
     ratios = [
-        ratio_in(measured, workload, arm, rival)
+        (arm, ratio_in(measured, workload, arm, rival))
         for workload, rows in measured.workloads.items()
         for arm in rows
         if check_regression.is_ours(arm) and (rival := check_regression.rival_of(arm, "hf_bf16", rows))
     ]
-    assert all(ratio is None or 0.9 < ratio.value < 12 for ratio in ratios)
-    if any(ratios):
+    for arm, ratio in ratios:  # DeepSpeed's third stage has no rival under it, and loses to FSDP2 in bf16
+        assert ratio is None or (0.7 if arm.startswith("deepspeed_3:") else 0.9) < ratio.value < 12
+    if any(ratio for _, ratio in ratios):
         found = compare(measured, [measured], "hf_bf16", 0.0)
         # Of two GPUs whose memory was full the steps scatter too much.
         scattered = sum("scatter too much to tell" in note for note in found.notes)
-        assert found.regressions == [] and found.num_compared + scattered == sum(ratio is not None for ratio in ratios)
+        assert found.regressions == [] and found.num_compared + scattered == sum(ratio is not None for _, ratio in ratios)
         assert scattered == (2 if path.stem == "speed_table_h200" else 0)
     for entry in json.loads(path.read_text())["rows"]:
         assert entry["model"] in workload_of(entry, [])

@@ -101,6 +101,7 @@ def test_the_run_says_what_ran_and_exports_a_hugging_face_model(model_folder, tm
         assert (run["requested_scenario"], run["effective_scenario"]) == ("mxfp8", "delayed")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["recipe_inside_modules"] == ("DelayedScaling" if run["fallback_reason"] else "MXFP8BlockScaling")
+    assert summary["gpu_waiting"]["work_s"] > 0 and 0 <= summary["gpu_waiting"]["share"] < 1
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
