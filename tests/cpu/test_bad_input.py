@@ -451,8 +451,8 @@ def test_out_of_memory_in_a_step_is_a_sentence(tmp_path, common, monkeypatch):
     assert "15.0 of 16.0 GiB were in use at the peak" in sentence and "train_multi_gpu.py --sharding_mode fsdp_full" in sentence
 
 
-WITHOUT_OPTIONS = {"container_requirements", "made_up_math", "moment_dtypes", "grad_accumulation"}
-"""Part of the image's build, a module, and two computations that stand by themselves."""
+WITHOUT_OPTIONS = {"container_requirements", "made_up_math", "colours", "moment_dtypes", "grad_accumulation"}
+"""Part of the image's build, two modules, and two computations that stand by themselves."""
 PROGRAMS = [
     "train_fp8.py",
     "train_multi_gpu.py",
