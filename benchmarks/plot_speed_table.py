@@ -24,8 +24,8 @@ import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.plot_throughput import FEWEST_BARS, group_of, panels, read_rows, require_png, tokens_per_s
 from benchmarks.plot_throughput import draw as draw_speeds
+from benchmarks.plot_throughput import group_of, panels, read_rows, require_png, save, tokens_per_s
 from llm_fp8.errors import OneSentenceParser, run_script
 from llm_fp8.kernels import KERNEL_CLASSES
 from llm_fp8.throughput.arms import parse_arm
@@ -49,10 +49,9 @@ def draw_kernels(rows: list[Row], path: Path) -> bool:
             groups.setdefault(group_of(row), []).append(row)
     if not groups:
         return False
-    widths = [max(len(found), FEWEST_BARS) for found in groups.values()]
-    figure, columns = panels(widths, 6)
+    figure, columns = panels([len(found) for found in groups.values()], 6)
     colours = dict(zip((*KERNEL_CLASSES, GAP), (*plt.get_cmap("tab20").colors[: len(KERNEL_CLASSES)], "#eeeeee"), strict=True))
-    for (axis,), (group, found), width in zip(columns, groups.items(), widths, strict=True):
+    for (axis,), (group, found) in zip(columns, groups.items(), strict=True):
         for place, row in enumerate(found):
             bottom = 0.0
             for name, time_ms in step_parts(row).items():
@@ -62,13 +61,13 @@ def draw_kernels(rows: list[Row], path: Path) -> bool:
                 axis.hlines(row["step"]["gemm_floor_s"] * 1e3, place - 0.4, place + 0.4, color="black", linewidth=2)
         axis.set_title(group, fontsize=10)
         axis.set_xticks(range(len(found)), [row["arm"] for row in found], rotation=45, ha="right")
-        axis.set_xlim(-0.6, width - 0.4)
         axis.spines[["top", "right"]].set_visible(False)
     columns[0][0].set_ylabel("one step (ms); black: GEMMs at the ceilings")
     used = [name for name in colours if any(name in step_parts(row) for found in groups.values() for row in found)]
     handles = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in used]
     figure.legend(handles[::-1], used[::-1], loc="outside right center", fontsize=8)
-    return _save(figure, path)
+    save(figure, path)
+    return True
 
 
 def scaling_lines(rows: list[Row]) -> dict[str, dict[str, list[tuple[int, float]]]]:
@@ -113,13 +112,7 @@ def draw_scaling(rows: list[Row], path: Path) -> bool:
         axis.legend(fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("tokens/s per GPU")
-    return _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> bool:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
+    save(figure, path)
     return True
 
 

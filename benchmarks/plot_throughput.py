@@ -72,11 +72,11 @@ def tokens_per_s(row: dict[str, Any]) -> tuple[float, float, float]:
     return middle, start, end
 
 
-def panels(widths: list[int], height: float, ratios: tuple[int, ...] = (1,)) -> tuple[Any, list[list[Any]]]:
+def panels(numbers_of_bars: list[int], height: float, ratios: tuple[int, ...] = (1,)) -> tuple[Any, list[list[Any]]]:
     """A figure with a column of axes per group of bars, wrapped into lines.
 
     Args:
-        widths: of each group, in bars.
+        numbers_of_bars: of each group; they stand at 0, 1, ...
         height: of a line, inches.
         ratios: heights of the axes of a column, from the top.
 
@@ -84,7 +84,7 @@ def panels(widths: list[int], height: float, ratios: tuple[int, ...] = (1,)) -> 
         The figure; for each group its axes, from the top.
     """
     lines: list[list[int]] = [[]]
-    for width in widths:
+    for width in (max(number, FEWEST_BARS) for number in numbers_of_bars):
         if lines[-1] and sum(lines[-1]) + width > BARS_OF_A_LINE:
             lines.append([])
         lines[-1].append(width)
@@ -98,7 +98,9 @@ def panels(widths: list[int], height: float, ratios: tuple[int, ...] = (1,)) -> 
         axes = part.subplots(len(ratios), len(shares), sharex="col", squeeze=False, width_ratios=shares, height_ratios=ratios)
         for axis in axes[:, len(line) :].flat:
             axis.set_axis_off()
-        columns += [list(axes[:, number]) for number in range(len(line))]
+        for number, width in enumerate(line):
+            axes[0, number].set_xlim(-0.6, width - 0.4)  # those of a column share it
+            columns.append(list(axes[:, number]))
     return figure, columns
 
 
@@ -107,9 +109,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     groups = list(dict.fromkeys(group_of(row) for row in rows))
     longest = max(len(row["arm"]) for row in rows)
     of_groups = [[row for row in rows if group_of(row) == group] for group in groups]
-    widths = [max(len(found), FEWEST_BARS) for found in of_groups]
-    figure, columns = panels(widths, 7 + 0.06 * longest, (2, 1))
-    for (speeds, memories), group, found, width in zip(columns, groups, of_groups, widths, strict=True):
+    figure, columns = panels([len(found) for found in of_groups], 7 + 0.06 * longest, (2, 1))
+    for (speeds, memories), group, found in zip(columns, groups, of_groups, strict=True):
         for place, (row, colour) in enumerate(zip(found, colours_of([row["arm"] for row in found]), strict=True)):
             if reason := reason_not_measured(row):
                 for axis in (speeds, memories):
@@ -130,12 +131,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 )  # fmt: skip
         if target := found[0].get("target_tokens_per_s_per_gpu"):
             speeds.axhline(target, color="black", linestyle="--", linewidth=1)
-            end_of_axis = (width - 0.45, target)
+            end_of_axis = (speeds.get_xlim()[1] - 0.05, target)
             speeds.annotate(f"target {target:,.0f}", end_of_axis, (0, 2), textcoords="offset points", ha="right", fontsize=8)
         speeds.set_title(group, fontsize=10)
         memories.set_xticks(range(len(found)), [row["arm"] for row in found], rotation=45, ha="right")
         for axis in (speeds, memories):
-            axis.set_xlim(-0.6, width - 0.4)
             axis.margins(y=0.12)
             axis.set_ylim(bottom=0)
             axis.grid(axis="y", alpha=0.3)
@@ -143,6 +143,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             axis.spines[["top", "right"]].set_visible(False)
     for axis, label in zip(columns[0], ("tokens/s per GPU", "peak memory (GiB)"), strict=True):
         axis.set_ylabel(label)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure with many panels as PNG, and let go of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
     plt.close(figure)

@@ -6,25 +6,24 @@ launching, and a step takes what the host takes: fp8 then gains nothing. How sma
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from llm_fp8.medians import own_steps, throughput_summary
+from llm_fp8.medians import throughput_summary
 from llm_fp8.parallel.profile import StepProfile
 
 WORTH_A_WORD = 0.2
 """Share of a step from which on a run says so."""
 
 
-def gpu_waiting(profile: StepProfile, metrics_path: Path) -> dict[str, float] | None:
-    """The entry `gpu_waiting` of a run's summary; None where no kernel was recorded or no step was measured.
+def gpu_waiting(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, float] | None:
+    """The entry `gpu_waiting` of a run's summary, `steps` being its own; None where no kernel was recorded or no step was measured.
 
     Kernels are those of the recorded step: recording slows the host down and leaves them as long as they are. The step is the median of those that
     were measured, which nothing recorded.
 
     Returns: work_s, in which kernels other than communication run on the GPU that has most of them; step_time_s; share, of the step, in which none does.
     """
-    step_time_s = throughput_summary(own_steps(metrics_path)).get("median_step_time_s")
+    step_time_s = throughput_summary(steps).get("median_step_time_s")
     work_s = max(profile.work_s_by_rank, default=0.0)
     if not work_s or not step_time_s:
         return None

@@ -30,6 +30,7 @@ from llm_fp8.json_files import write_json_atomic
 from llm_fp8.launch_env import apply_launch_settings
 from llm_fp8.loop import LoopOptions, Trainer
 from llm_fp8.lora import num_adapter_parameters, scaling_of
+from llm_fp8.medians import own_steps
 from llm_fp8.memory import MemoryUse, out_of_memory_advice
 from llm_fp8.metrics import GIB, device_peak_tflops
 from llm_fp8.models import (
@@ -426,31 +427,27 @@ class Run(RunParts):
         return folder
 
     def _summary(self, census: Census, trainer: Trainer, exported: Path | None, started: float) -> dict[str, Any]:
+        on_gpu = self.device.type == "cuda" or self.recorded is not None
+        steps = own_steps(self.folder / "metrics.jsonl") if on_gpu and self.accelerator.is_main_process else []
         return {
             "precision": self._precision_record(census),
             "recipe_inside_modules": self.precision.seen_inside,
             "attention_backend": self.attention_backend,
             **self.parallel_record(),
             "recorded_step": None if self.recorded is None else self.recorded.to_dict(),
-            "gpu_waiting": self._gpu_waiting(),
+            "gpu_waiting": None if self.recorded is None else gpu_waiting(self.recorded, steps),
             "certificate": None if self.certificate is None else self.certificate.to_dict(),
             "tokens_seen": trainer.tokens_seen,
             "num_parameters": self.num_parameters,
             "num_trainable_parameters": self.num_trainable_parameters,
             "no_energy_because": trainer.energy.no_counter,
             "exported": None if exported is None else str(exported),
-            "prediction": self._prediction(),
+            "prediction": self._prediction(steps),
             "phases_s": {**self.clock.seconds, "first_step": trainer.first_step_s},
             "wall_time_s": time.time() - started,
         }
 
-    def _gpu_waiting(self) -> dict[str, float] | None:
-        """How much of a step the GPU waits; None where no step was recorded, and on other processes than the main one."""
-        if self.recorded is None or not self.accelerator.is_main_process:
-            return None
-        return gpu_waiting(self.recorded, self.folder / "metrics.jsonl")
-
-    def _prediction(self) -> dict[str, Any] | None:
+    def _prediction(self, steps: list[dict[str, Any]]) -> dict[str, Any] | None:
         """Step time and memory as predicted for this run and as they came out; None where nothing predicts it."""
         if not self.accelerator.is_main_process or self.device.type != "cuda" or self.config.lora.lora_rank:
             return None
@@ -462,7 +459,7 @@ class Run(RunParts):
             self.engine.mode,
             self.accelerator.num_processes,
             torch.cuda.get_device_name(self.device),
-            self.folder / "metrics.jsonl",
+            steps,
         )
 
     def _closing_words(self, summary: dict[str, Any], exported: Path | None) -> None:

@@ -90,6 +90,11 @@ def default_file(mode: str) -> Path:
     return CONFIGS_FOLDER / f"ds_z{zero_stage(mode)}.json"
 
 
+def file_of(named: str | None, mode: str) -> Path:
+    """The file `named` by --deepspeed_config; without one the mode's own."""
+    return Path(named) if named else default_file(mode)
+
+
 def zero_stage(mode: str) -> int:
     """1, 2 or 3 of deepspeed_1, deepspeed_2 and deepspeed_3."""
     return int(mode.removeprefix("deepspeed_"))
@@ -123,7 +128,7 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
     Raises:
         UserError: the file is missing, is no JSON, or has an entry that contradicts the run or cannot take effect.
     """
-    path = Path(config.parallel.deepspeed_config) if config.parallel.deepspeed_config else default_file(mode)
+    path = file_of(config.parallel.deepspeed_config, mode)
     settings, wanted = read_file(path), _wanted(config, mode, num_processes)
     for key, why in file_problems(settings, wanted, mode, compute_name):
         raise UserError(f"--deepspeed_config {path}, {key}: {why}.")

@@ -74,8 +74,7 @@ class Recorded:
     @property
     def reserved_gib(self) -> float | None:
         """What the allocator of the GPU that needs most took from it; None in records that do not say."""
-        rounds = self.row.get("rounds") or [self.row]
-        return max((one["peak_reserved_memory_gib"] for one in rounds if "peak_reserved_memory_gib" in one), default=None)
+        return max((one["peak_reserved_memory_gib"] for one in self._rounds if "peak_reserved_memory_gib" in one), default=None)
 
     @property
     def memory_was_full(self) -> bool:
@@ -88,8 +87,13 @@ class Recorded:
     @property
     def measured(self) -> dict[str, Any]:
         """What was measured, of several rounds the first; empty where memory ran out."""
-        found: dict[str, Any] = (self.row.get("rounds") or [self.row])[0]
-        return {} if self.out_of_memory else found
+        return {} if self.out_of_memory else self._rounds[0]
+
+    @property
+    def _rounds(self) -> list[dict[str, Any]]:
+        """A launch on several GPUs that is measured once has its figures in the row itself."""
+        rounds: list[dict[str, Any]] = self.row.get("rounds") or [self.row]
+        return rounds
 
     @property
     def waited(self) -> bool:

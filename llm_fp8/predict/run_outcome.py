@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from llm_fp8.config import Config
-from llm_fp8.medians import measured_steps, own_steps, throughput_summary
+from llm_fp8.medians import measured_steps, throughput_summary
 from llm_fp8.metrics import DecoderSize
 from llm_fp8.optim import OptimizerKind
 from llm_fp8.predict.calibration import MAX_GPUS, MODES
@@ -30,9 +29,9 @@ def run_prediction(
     mode: str,
     num_gpus: int,
     gpu_name: str,
-    metrics_path: Path,
+    steps: list[dict[str, Any]],
 ) -> dict[str, Any] | None:
-    """The entry `prediction` of a run's summary; None where there is nothing to predict it with.
+    """The entry `prediction` of a run's summary, `steps` being its own; None where there is nothing to predict it with.
 
     That is: a GPU without constants, a decoder that is not TE's, a sharding mode, recipe or option that no constant was fitted for, or no step.
     Tokens and lengths are those of the steps that were measured, padding included.
@@ -46,7 +45,6 @@ def run_prediction(
         return None
     if num_gpus > MAX_GPUS or (num_gpus > 1 and not gpu.calibrated):
         return None
-    steps = own_steps(metrics_path)
     throughput, measured = throughput_summary(steps), measured_steps(steps)
     if not measured or "peak_memory_gib" not in steps[-1]:
         return None

@@ -86,12 +86,12 @@ class Arm:
     @property
     def deepspeed_file(self) -> Path | None:
         """DeepSpeed's file, in a mode that has one."""
-        from llm_fp8.parallel.deepspeed_config import default_file
+        from llm_fp8.parallel.deepspeed_config import file_of
 
         if self.mode is None or self.mode not in DEEPSPEED_MODES:
             return None
         named = self.what.deepspeed_config if isinstance(self.what, Rival) else self.what.parallel.deepspeed_config
-        return Path(named) if named else default_file(self.mode)
+        return file_of(named, self.mode)
 
     @property
     def context_size(self) -> int:

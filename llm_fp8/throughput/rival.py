@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from llm_fp8.data.collate import IGNORED
 from llm_fp8.loop import StepClock
 from llm_fp8.models import decoder_layers
 from llm_fp8.optim import not_optimised
-from llm_fp8.parallel.deepspeed_config import default_file, read_file, zero_stage
+from llm_fp8.parallel.deepspeed_config import file_of, read_file, zero_stage
 from llm_fp8.precision import require_te, resolve_precision
 from llm_fp8.process_group import own_device
 from llm_fp8.ranks import LaunchRanks
@@ -169,7 +168,7 @@ def _accelerator_with_deepspeed(work: Workload, rival: Rival, mode: str) -> Acce
     """Accelerate with its DeepSpeed plugin. Of the file it fills in what its own documentation writes as "auto"."""
     from llm_fp8.parallel.deepspeed import arguments_of, plugin_of
 
-    file = read_file(Path(rival.deepspeed_config) if rival.deepspeed_config else default_file(mode))
+    file = read_file(file_of(rival.deepspeed_config, mode))
     settings = {
         **file,
         "zero_optimization": {**file["zero_optimization"], "stage": zero_stage(mode)},

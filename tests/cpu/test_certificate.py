@@ -18,7 +18,7 @@ from llm_fp8.errors import FailedCheck, UserError, run_script
 from llm_fp8.gpu_waiting import WORTH_A_WORD, describe_waiting, gpu_waiting
 from llm_fp8.kernels import gemm_kernels, time_by_class
 from llm_fp8.loop import NonFiniteLoss
-from llm_fp8.medians import throughput_summary
+from llm_fp8.medians import own_steps, throughput_summary
 from llm_fp8.module_state import ModuleState
 from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.precision import Precision, PrecisionPlan
@@ -346,7 +346,7 @@ def test_how_much_of_a_step_the_gpu_waits(tmp_path):
 
     def waiting(step_time_s: float, profile=two):
         metrics.write_text("".join(json.dumps({"step": number, "step_time_s": step_time_s}) + "\n" for number in range(1, 5)))
-        return gpu_waiting(profile, metrics)
+        return gpu_waiting(profile, own_steps(metrics))
 
     two.work_s_by_rank = [0.04, 0.06]
     late = waiting(0.1)
@@ -359,7 +359,7 @@ def test_how_much_of_a_step_the_gpu_waits(tmp_path):
     )
     assert waiting(0.1, StepProfile()) is None
     metrics.write_text("")
-    assert gpu_waiting(two, metrics) is None
+    assert gpu_waiting(two, own_steps(metrics)) is None
 
 
 def test_the_recorded_step_is_in_no_median():

@@ -18,6 +18,7 @@ from llm_fp8.ceilings import RESULTS, Ceilings, known_ceilings
 from llm_fp8.config import Config, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from llm_fp8.errors import UserError, run_script
 from llm_fp8.flash_attention_package import FLASH_ATTENTION_4, FLASH_ATTENTION_PACKAGES
+from llm_fp8.medians import own_steps
 from llm_fp8.metrics import DecoderSize, StepTokens, speed_metrics
 from llm_fp8.models import count_parameters, load_config, resolve_source
 from llm_fp8.predict import prediction
@@ -615,7 +616,7 @@ def run_config(**more) -> Config:
 def outcome(
     path: Path, config: Config, recipe: str = "delayed", mode: str = "single", num_gpus: int = 1, gpu: str = CALIBRATED_GPU
 ):
-    return run_prediction(config, hf_config("Llama-3.2-1B"), recipe, "adamw_master", mode, num_gpus, gpu, path)
+    return run_prediction(config, hf_config("Llama-3.2-1B"), recipe, "adamw_master", mode, num_gpus, gpu, own_steps(path))
 
 
 def test_a_run_is_held_against_the_tokens_it_had(tmp_path):
