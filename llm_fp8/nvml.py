@@ -21,6 +21,11 @@ class NoNvml(Exception):
     """NVML knows nothing of this device; the message says why."""
 
 
+def gpu_uuid(device: torch.device | int) -> str:
+    """The name that NVML and `nvidia-smi -L` have for this very board, whatever CUDA_VISIBLE_DEVICES leaves of the host's GPUs."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
 def open_nvml(device: torch.device) -> tuple[Any, Any]:
     """The module `pynvml`, initialised, and its handle of `device`. Raises `NoNvml` for a CPU, without NVML, and for a GPU that it does not show."""
     if device.type != "cuda":
@@ -30,7 +35,7 @@ def open_nvml(device: torch.device) -> tuple[Any, Any]:
     except ImportError as error:
         raise NoNvml("the nvidia-ml-py package is not installed") from error
     # NVML numbers all GPUs of the host, CUDA those that CUDA_VISIBLE_DEVICES leaves, in an order of its own.
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    uuid = gpu_uuid(device)
     try:
         pynvml.nvmlInit()
         return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)

@@ -17,6 +17,7 @@ import torch
 
 from llm_fp8.config import Config
 from llm_fp8.metrics import GIB
+from llm_fp8.nvml import gpu_uuid
 from llm_fp8.programs import output_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -137,6 +138,8 @@ def collect_provenance(argv: list[str]) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "driver": _driver_version(),
         "gpus": _gpus(),
+        # Not within `gpus`: runs beside each other on GPUs of one kind ran on the same hardware.
+        "gpu_uuids": [gpu_uuid(index) for index in range(torch.cuda.device_count())],
         "cpu": {"model": _cpu_model(), "num_cores": os.cpu_count()},
         "os": platform.platform(),
         "environment": relevant_environment(dict(os.environ)),

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llm_fp8.ceilings import Ceilings, KnownCeilings, shares
+from llm_fp8.nvml import NoNvml, open_nvml
 from llm_fp8.verify.result import Problems, Result
 from llm_fp8.verify.setup import Setup
 
@@ -73,14 +74,12 @@ def state_under_load(setup: Setup) -> tuple[list[str], list[str]]:
     import torch
 
     try:
-        import pynvml
-    except ImportError:
-        return [], ["why is not known: the nvidia-ml-py package is not installed"]
+        pynvml, handle = open_nvml(setup.device)
+    except NoNvml as error:
+        return [], [f"why is not known: {error}"]
     left = torch.randn(8192, 8192, device=setup.device, dtype=torch.bfloat16)
     result = torch.empty_like(left)
     try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(setup.device).uuid}")
         for _ in range(400):  # queued without waiting: half a second's work or more, of which the middle is looked at
             torch.mm(left, left, out=result)
         time.sleep(0.2)

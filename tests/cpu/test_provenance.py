@@ -31,8 +31,22 @@ def test_provenance_names_versions_hardware_and_command() -> None:
     assert str(found["packages"]["torch"]).split("+")[0] == torch.__version__.split("+")[0]
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert found["time_utc"].endswith("+00:00")
-    assert len(found["gpus"]) == torch.cuda.device_count()
+    assert len(found["gpus"]) == len(set(found["gpu_uuids"])) == torch.cuda.device_count()
     assert (found["cuda"] is None) == (torch.version.cuda is None)
+
+
+def test_each_board_is_named_as_nvidia_smi_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        name, total_memory, major, minor = "NVIDIA H200", 1 << 37, 9, 0
+
+        def __init__(self, index: int) -> None:
+            self.uuid = f"00000000-0000-0000-0000-00000000000{index}"
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
+    found = collect_provenance(["x"])
+    assert found["gpu_uuids"] == ["GPU-00000000-0000-0000-0000-000000000000", "GPU-00000000-0000-0000-0000-000000000001"]
+    assert found["gpus"][0] == found["gpus"][1], "runs on two boards of one kind differ in nothing here"
 
 
 def test_the_command_is_that_of_the_repository_s_root(monkeypatch, tmp_path) -> None:
