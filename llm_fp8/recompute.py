@@ -4,10 +4,11 @@ The recomputation encloses a layer's forward function, inside whatever wraps the
 pass and the recomputation uses them. TE's checkpoint restores the fp8 context and the scales of the forward pass; torch's would recompute
 in bf16.
 
-Delayed scaling takes its scales from the maxima of past passes, and a layer that is computed again is no further pass. TE's checkpoint opens
-an autocast for each such layer, whose end TE takes for the end of a forward pass: it moves the histories of all modules on by one and exchanges
-their maxima with the other ranks, once for every layer (`FP8GlobalStateManager.autocast_exit`, seen in 2.20). Here it finds itself inside another
-autocast, so that only the model's own counts.
+Delayed scaling is done with a pass when the autocast around it ends: the maxima of all modules are put together, exchanged between the ranks and
+turned into scales (`FP8GlobalStateManager.autocast_exit`, seen in Transformer Engine 2.20). TE's checkpoint opens an autocast for each layer that it
+computes again, at whose end the same happens though there is nothing new, so ranks wait for each other in every layer. Here it finds itself
+inside another autocast, and the model's own end is the only one. The reentrant kind keeps its ends: it counts on them to know which module's
+backward pass is to do the same for the gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import nn
 
 from llm_fp8.precision import require_te
 
@@ -33,7 +34,7 @@ def enable_gradient_checkpointing(
 
     Args:
         layers: the decoder's.
-        every: one layer in so many is recomputed, the first among them; 1 for all.
+        every: one layer in so many is recomputed; 1 for all.
         uses_te: whether they hold Transformer Engine modules.
         reentrant: the recomputation has a backward pass of its own, within the backward pass of the model.
     """
@@ -41,12 +42,13 @@ def enable_gradient_checkpointing(
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
     if uses_te:
         te = require_te("--gradient_checkpointing")
-        checkpoint = functools.partial(te.checkpoint, context_fn=functools.partial(_te_contexts, te))
+        checkpoint = te.checkpoint
+        if not reentrant:
+            checkpoint = functools.partial(checkpoint, context_fn=functools.partial(_te_contexts, te))
     for layer in recomputed:
-        forward = functools.partial(_that_updates_nothing, layer.forward) if uses_te and reentrant else layer.forward
-        layer.forward = functools.partial(_recomputed, layer, functools.partial(checkpoint, use_reentrant=reentrant), forward)
-    if uses_te and reentrant:
-        recomputed[0].register_forward_pre_hook(_update_behind_backward)
+        layer.forward = functools.partial(
+            _recomputed, layer, functools.partial(checkpoint, use_reentrant=reentrant), layer.forward
+        )
     return recomputed
 
 
@@ -58,7 +60,7 @@ def _recomputed(layer: nn.Module, checkpoint: Callable[..., Any], forward: Calla
 
 
 def _te_contexts(te: Any) -> Contexts:
-    """Nothing around the forward pass, and around the recomputation an autocast, whose end moves nothing on because it is off.
+    """Nothing around the forward pass, and around the recomputation an autocast that is off, so that its end is not that of a pass either.
 
     The checkpoint opens its own inside, with the recipe of the forward pass.
     """
@@ -67,24 +69,3 @@ def _te_contexts(te: Any) -> Contexts:
     if not FP8GlobalStateManager.is_fp8_enabled():
         return contextlib.nullcontext(), contextlib.nullcontext()
     return contextlib.nullcontext(), te.autocast(enabled=False, recipe=FP8GlobalStateManager.get_fp8_recipe())
-
-
-# Maxima of gradients count when the backward pass of that module is over which ran first in the forward pass and is marked for it. The reentrant kind
-# builds each layer's graph in the recomputation, whose modules would all be marked.
-
-
-def _that_updates_nothing(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`forward` without the mark."""
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    FP8GlobalStateManager.is_first_fp8_module()  # asking takes it away
-    return forward(*args, **kwargs)
-
-
-def _update_behind_backward(layer: nn.Module, args: tuple[Any, ...]) -> None:
-    """Before the first layer's forward pass: the maxima of gradients count when the gradient of its input is there."""
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    hidden: Tensor = args[0]
-    if hidden.requires_grad and FP8GlobalStateManager.is_fp8_enabled():
-        hidden.register_hook(lambda _: FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False))

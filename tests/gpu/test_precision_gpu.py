@@ -176,17 +176,28 @@ def test_gradient_checkpointing_gives_the_same_gradients(scenario, use_te, devic
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
-def test_layers_computed_again_are_no_further_passes_to_delayed_scaling(use_te, every, reentrant, device):
-    """Each micro-batch leaves one row in every history, of the maxima that it leaves there without recomputation."""
+def test_recomputation_leaves_the_scales_as_they_are_without(use_te, every, reentrant, device, monkeypatch):
+    """Each micro-batch leaves one row in every history, and exchanges its maxima behind the forward pass and behind the backward pass."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    exchanges: list[bool] = []
+    exchange = FP8GlobalStateManager.reduce_and_update_fp8_tensors
+    monkeypatch.setattr(
+        FP8GlobalStateManager,
+        "reduce_and_update_fp8_tensors",
+        lambda forward=True: (exchanges.append(forward), exchange(forward=forward)),
+    )
     states = []
     for interval in (0, every):
         model, precision, _ = build(fp8(amax_history_len=8), device, use_te)
         if interval:
             enable_gradient_checkpointing(decoder_layers(model.model), interval, uses_te=True, reentrant=reentrant)
         model.train()
+        exchanges.clear()
         for _ in range(3):
             step(model, precision, packed_batch(device), num_micro_batches=2)
         states.append({name: tensor.clone() for name, tensor in precision.state_tensors().items()})
+        assert reentrant or exchanges == [True, False] * 6
     kept, recomputed = states
     assert kept.keys() == recomputed.keys() and kept
     for name, tensor in kept.items():
