@@ -287,7 +287,7 @@ def test_the_records_hold_every_kind_of_row():
         if row.held_out and "row" in row.row and row.num_gpus == 1
     }
     others = {*((name, "current") for name in ("1b", "3b", "8b")), ("1b", "block"), ("3b", "block")}
-    others |= {("1b_128k", "delayed"), ("8b_128k", "delayed"), ("8b_256k", "delayed")}
+    others |= {(row, "delayed") for row in ("1b_128k", "1b_256k", "8b_128k", "8b_256k")}
     assert on_one == {*others, ("3b", "bf16"), ("3b", "delayed"), ("14b", "delayed"), ("text_1b", "bf16"), ("text_1b", "delayed")}
     assert {row.file for row in todays if not row.held_out} == {"speed_table_h200.json", "levers_8b_first_scales.json"}
     assert not any("hf_" in row.arm or "cp4" in row.arm or "deepspeed" in row.arm for row in rows + rows_for_memory_alone())
