@@ -21,7 +21,8 @@ train_on_one_gpu() {
 }
 
 # train_on_all_gpus PRECISION PAIR NAME [options of train_multi_gpu.py]: in place of this shell, one process per GPU. The mode is named,
-# because the one that is chosen by memory (auto) might not be the same in both precisions. --dry_run as the first option prints the command.
+# because the one that is chosen by memory (auto) might not be the same in both precisions: ddp, for sharding a model as small as the pair's
+# costs the host more than the GPUs have to do. --dry_run as the first option prints the command.
 train_on_all_gpus() {
     local options launcher=("$repository/scripts/launch_multi_node.sh")
     pair_options "$@"
@@ -29,5 +30,5 @@ train_on_all_gpus() {
         launcher+=(--dry_run)
         set -- "${@:1:3}" "${@:5}"
     fi
-    exec bash "${launcher[@]}" "${options[@]}" --sharding_mode fsdp_full "${@:4}"
+    exec bash "${launcher[@]}" "${options[@]}" --sharding_mode ddp "${@:4}"
 }

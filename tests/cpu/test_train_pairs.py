@@ -79,7 +79,7 @@ def test_options_behind_a_script_win_and_keep_their_blanks(script, stand_in):
 def test_the_twins_train_the_pair_of_one_gpu(stand_in):
     """So that what several GPUs bring can be told: everything but the sharding is the same."""
     one, several = config_of("train_fp8", stand_in), config_of("train_fp8_multi_gpu", stand_in)
-    assert several.parallel.sharding_mode == "fsdp_full"
+    assert several.parallel.sharding_mode == "ddp"
     run = dataclasses.replace(several.run, output_dir=one.run.output_dir)
     assert dataclasses.replace(several, parallel=one.parallel, run=run) == one
 
