@@ -7,7 +7,8 @@ same buffer, which Transformer Engine's linear modules offer as `fuse_wgrad_accu
 - In the first micro-batch of a step the modules do as ever: autograd takes the tensor that the GEMM wrote as `.grad`. So no buffer is
   set to zero or kept between steps, and a step of one micro-batch is what it was.
 - In the others a weight whose `.grad` is there has it as `main_grad` too. The GEMM adds to it and Transformer Engine gives autograd
-  None for the weight. Behind the micro-batch `main_grad` is taken away again, or it would keep the memory of dropped gradients.
+  None for the weight. `main_grad` is taken away again behind the micro-batch, or when a GPU's part of the sum is exchanged before, for it would keep
+  the memory of dropped gradients.
 - Where parameters are split over GPUs the sum stands elsewhere than in `.grad`: whoever keeps it says where (`FindSum`).
 
 On an H200 (cuBLAS 13) a sum in bf16 has the bits of autograd's: the GEMM rounds its product to bf16 before it adds. Into a sum in fp32
@@ -59,19 +60,34 @@ class WgradAccumulation:
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
         """Encloses forward and backward of a micro-batch; gradients are then where they would be without it, whoever added them."""
-        found = ((module, [self._find_sum(weight) for weight in weights]) for module, weights in self._trained)
-        adding = [(module, sums) for module, sums in found if all(_can_be_added_to(total) for _, total in sums)]
+        adding: list[tuple[Any, list[Tensor]]] = []
         try:
-            for module, sums in adding:
-                module.fuse_wgrad_accumulation = True
-                for weight, total in sums:
-                    weight.main_grad = total  # type: ignore[attr-defined]
+            for module, weights in self._trained:
+                self._lend_sums(module, weights, adding)
             yield
         finally:
-            for module, sums in adding:
+            for module, weights in adding:
                 module.fuse_wgrad_accumulation = False
-                for weight, _ in sums:
-                    vars(weight).pop("main_grad", None)  # of a weight that two modules share once
+                for weight in weights:
+                    let_go_of_sum(weight)
+
+    def _lend_sums(self, module: Any, weights: list[Tensor], adding: list[tuple[Any, list[Tensor]]]) -> None:
+        """Let `module` add to the sums of its weights, if it can to all of them, and note it in `adding`, with the tensors that have the sums.
+
+        Nothing else may hold on to a sum until the micro-batch is over: an exchange lets go of it before (`let_go_of_sum`).
+        """
+        sums = [self._find_sum(weight) for weight in weights]
+        if not all(_can_be_added_to(total) for _, total in sums):
+            return
+        adding.append((module, [weight for weight, _ in sums]))
+        module.fuse_wgrad_accumulation = True
+        for weight, total in sums:
+            weight.main_grad = total  # type: ignore[attr-defined]
+
+
+def let_go_of_sum(weight: Tensor) -> None:
+    """Take away what a module added to the gradient of `weight` by, if it is there: its backward pass is over."""
+    vars(weight).pop("main_grad", None)
 
 
 def _can_be_added_to(total: Tensor | None) -> bool:

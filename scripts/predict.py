@@ -159,6 +159,7 @@ def figures(predictions: list[Prediction]) -> list[dict[str, Any]]:
             "peak_memory_gib": found.peak_memory_gib,
             "fits": found.fits,
             "tight": found.tight,
+            "host_s": found.host_s,
             "parts_s": dataclasses.asdict(found.time),
             "notes": found.notes,
         }
@@ -178,7 +179,7 @@ def table(predictions: list[Prediction], title: str) -> Table:
             f"{found.tokens_per_s:,.0f}",
             f"{speed_up(found, predictions):.2f}",
             f"{found.peak_memory_gib:.1f}",
-            {True: "yes", False: "no", None: "not known"}[found.fits],
+            "tight" if found.fits and found.tight else {True: "yes", False: "no", None: "not known"}[found.fits],
         )
     return result
 

@@ -109,8 +109,8 @@ class FsdpEngine(Engine):
         for layer in layers:
             fully_shard(layer, reshard_after_forward=self.mode != "fsdp_grad", **shared)
         fully_shard(model, reshard_after_forward=False, **shared)
-        if self.parameter_device.type == "cuda" and self.mesh.ndim == 1:
-            _exchange_in_one_pool(model, say=self.accelerator.is_main_process)
+        one_pool = self.parameter_device.type == "cuda" and self.mesh.ndim == 1
+        _exchange_with_less_memory(model, one_pool, say=self.accelerator.is_main_process)
         if self.caches_weight_casts:
             _let_te_keep_casts(model)
         model.register_forward_hook(_split_again_without_backward)
@@ -150,25 +150,25 @@ class FsdpEngine(Engine):
         return super().local_tensor(plain_rows(master_of(parameter)))
 
 
-def _exchange_in_one_pool(model: nn.Module, say: bool) -> None:
-    """Let every unit take its gradients' rows from the memory of the current stream, that of the backward pass.
+def _exchange_with_less_memory(model: nn.Module, one_pool: bool, say: bool) -> None:
+    """Let every unit give up its whole gradients when it exchanges them, and with `one_pool` take its rows from the memory of the current stream, that of the backward pass.
 
     FSDP2's own exchange stays where torch has nothing to build on, with a warning if `say`.
     """
     try:
-        from llm_fp8.parallel.reduce_scatter import ReduceScatterInOnePool
+        from llm_fp8.parallel.reduce_scatter import GradientExchange
     except ImportError as error:  # it builds on a private class, as torch 2.11 and 2.13 have it
         if say:
             logger.warning(
-                "FSDP2 of torch %s keeps gradients' rows in memory of their own, up to 4 bytes more for each parameter of a GPU's part: %s",
+                "FSDP2 of torch %s keeps gradients' rows in memory of their own, beside the whole gradients, up to 4 bytes more for each parameter of a GPU's part: %s",
                 torch.__version__,
                 error,
             )
         return
-    exchange = ReduceScatterInOnePool(torch.cuda.current_stream())
+    stream = torch.cuda.current_stream() if one_pool else None
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(exchange)
+            module.set_custom_reduce_scatter(GradientExchange([entry for _, entry in _entries_of(module)], stream))
 
 
 def _let_te_keep_casts(model: nn.Module) -> None:
@@ -214,12 +214,18 @@ def _would_lose_sum(module: Any) -> bool:
 def _split_parameters(model: nn.Module) -> Iterator[tuple[Tensor, Any]]:
     """Each split parameter, as its module has it between steps, with what FSDP2 knows of it."""
     for module in model.modules():
-        state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for entry in (entry for group in groups for entry in getattr(group, "fsdp_params", ())):
-            owner = getattr(entry, "_module_info", None)
-            if owner is not None:
-                yield getattr(owner.module, owner.param_name), entry
+        if isinstance(module, FSDPModule):
+            yield from _entries_of(module)
+
+
+def _entries_of(unit: FSDPModule) -> Iterator[tuple[Tensor, Any]]:
+    """The split parameters of one unit."""
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    for entry in (entry for group in groups for entry in getattr(group, "fsdp_params", ())):
+        owner = getattr(entry, "_module_info", None)
+        if owner is not None:
+            yield getattr(owner.module, owner.param_name), entry
 
 
 def _split_again_without_backward(model: nn.Module, *_: Any) -> None:

@@ -65,6 +65,14 @@ fast a host is differs from machine to machine, so these steps too are neither f
 MODES = ("single", "ddp", "fsdp_grad", "fsdp_full")
 """One GPU and the sharding modes, with recorded runs that the constants were fitted to."""
 
+HOST_S_PER_LAYER = {
+    **dict.fromkeys(("single", "ddp"), (0.0049, 0.0084)),
+    **dict.fromkeys(("fsdp_grad", "fsdp_full"), (0.0114, 0.0127)),
+}
+"""Seconds of the host for a decoder layer of a micro-batch in fp8, forward and backward, on the slowest recorded machines: with activations kept, and computed again. From
+levers_3b_recompute_*.json and documented_3b_x2.json, where GPUs had work for less than a fifth of a step, and `fsdp_full:delayed` of multi_gpu_throughput_8b_engines_x2.json. The
+fastest recorded machine took 0.0088 under fsdp_full with recomputation (levers_3b_x2_recompute_*.json)."""
+
 MEASURED_GPUS = {"ddp": (2,), "fsdp_grad": (2, 4), "fsdp_full": (2, 4)}
 """By mode: GPUs of one host in the records of today's code, but for steps that are not scored."""
 MAX_GPUS = 8

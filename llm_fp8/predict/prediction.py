@@ -18,6 +18,7 @@ from llm_fp8.predict.calibration import (
     CALIBRATED_GPU,
     FITS_RESERVE_GIB,
     GPU_MEMORY_GIB,
+    HOST_S_PER_LAYER,
     MEASURED_GPUS,
     MEASURED_TOKENS,
     Rates,
@@ -130,6 +131,14 @@ class Prediction:
         return self.scenario.sharded and memory is not None and self.memory.reserved_gib + FITS_RESERVE_GIB > memory
 
     @property
+    def host_s(self) -> float:
+        """What the host took to launch the kernels of so many layers and micro-batches on the slowest recorded machine: see `HOST_S_PER_LAYER`."""
+        scenario = self.scenario
+        kept_s, recomputed_s = HOST_S_PER_LAYER[scenario.mode]
+        kept = scenario.model.spec.num_layers - scenario.recomputed_layers
+        return scenario.micro_batches * (kept * kept_s + scenario.recomputed_layers * recomputed_s)
+
+    @property
     def notes(self) -> list[str]:
         """Sentences on what the figures leave out."""
         scenario, found = self.scenario, []
@@ -142,16 +151,17 @@ class Prediction:
             found.append(
                 f"recorded micro-batches have {fewest:,} to {most:,} tokens, and this one has {scenario.micro_batch_tokens:,}"
             )
-        if scenario.micro_batch_tokens < fewest:
+        if self.host_s > self.step_time_s:
             found.append(
-                "the host's time to launch kernels is not in it: with small micro-batches the GPU waits, and steps take longer"
+                f"the host's time to launch kernels is not in it, and can be longer: on the slowest recorded machine {self.host_s:.2g} s for these layers and "
+                "micro-batches, however short the kernels are, so fp8 gains less or nothing; larger micro-batches, and fewer, help"
             )
         if scenario.num_gpus > 1 and scenario.num_gpus not in (counts := MEASURED_GPUS[scenario.mode]):
             found.append(
                 f"recorded runs of today's code under {scenario.mode} have {' and '.join(map(str, counts))} GPUs of one host"
             )
         if scenario.recomputed_layers:
-            found.append("gradient checkpointing is worked out, no recorded run has it")
+            found.append("gradient checkpointing is worked out; recorded runs have it with 512 tokens in a micro-batch alone")
         if scenario.model.spec.qk_norm:
             found.append("norms of queries and keys (Qwen3) are worked out, no recorded run has them")
         if scenario.num_gpus > 1:

@@ -1,4 +1,7 @@
-"""The memory of FSDP2's exchange, with stand-ins for CUDA's streams: on whose stream it is asked for, and what a torch without the class does."""
+"""The memory of FSDP2's exchange, with stand-ins for CUDA's streams: on whose stream it is asked for, and what a torch without the class does.
+
+That an exchange lets go of sums is in test_sharded_wgrad.py, with the real FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, _fully_shard
 
 from llm_fp8.parallel import fsdp
-from llm_fp8.parallel.reduce_scatter import ReduceScatterInOnePool
+from llm_fp8.parallel.reduce_scatter import GradientExchange
 
 BACKWARD, EXCHANGE = "stream of the backward pass", "stream of the exchange"
 
@@ -46,12 +49,18 @@ def streams(monkeypatch):
 
 @pytest.mark.parametrize(("asking", "recorded"), [(BACKWARD, []), (EXCHANGE, [EXCHANGE])])
 def test_memory_is_the_backward_passes_and_kept_while_the_exchange_uses_it(asking, recorded, streams):
-    exchange = ReduceScatterInOnePool(BACKWARD)
+    exchange = GradientExchange([], BACKWARD)
     with streams.use(asking):
         found = exchange.allocate((6,), dtype=torch.float32, device=torch.device("cpu"))
         assert streams.current == asking
     assert found.shape == (6,) and found.dtype == torch.float32
     assert streams.allocated == [BACKWARD] and streams.recorded == recorded
+
+
+def test_without_a_stream_memory_is_where_fsdp2_has_it(streams):
+    with streams.use(EXCHANGE):
+        GradientExchange([], None).allocate((6,), dtype=torch.float32, device=torch.device("cpu"))
+    assert streams.allocated == [EXCHANGE] and streams.recorded == []
 
 
 class Unit(FSDPModule, nn.Module):
@@ -62,21 +71,30 @@ class Unit(FSDPModule, nn.Module):
 
     exchange = None
 
+    def _get_fsdp_state(self) -> None:
+        """Nothing is split."""
+
     def set_custom_reduce_scatter(self, comm) -> None:
         self.exchange = comm
 
 
-def test_every_unit_has_the_same_exchange(streams):
+@pytest.mark.parametrize(("one_pool", "allocated"), [(True, BACKWARD), (False, EXCHANGE)])
+def test_every_unit_has_an_exchange(one_pool, allocated, streams):
     units = [Unit(), Unit()]
-    fsdp._exchange_in_one_pool(nn.Sequential(*units, nn.Linear(1, 1)), say=True)
-    assert isinstance(units[0].exchange, ReduceScatterInOnePool) and units[0].exchange is units[1].exchange
+    fsdp._exchange_with_less_memory(nn.Sequential(*units, nn.Linear(1, 1)), one_pool, say=True)
+    assert all(isinstance(unit.exchange, GradientExchange) for unit in units)
+    streams.allocated.clear()
+    with streams.use(EXCHANGE):
+        for unit in units:
+            unit.exchange.allocate((6,), dtype=torch.float32, device=torch.device("cpu"))
+    assert streams.allocated == [allocated] * 2
 
 
 @pytest.mark.parametrize("say", [True, False])
 def test_a_torch_without_the_class_keeps_its_own_exchange_and_one_rank_says_so(say, monkeypatch, caplog):
     monkeypatch.delattr(_fully_shard._fsdp_collectives, "DefaultReduceScatter")
-    monkeypatch.delitem(sys.modules, ReduceScatterInOnePool.__module__)
+    monkeypatch.delitem(sys.modules, GradientExchange.__module__)
     unit = Unit()
-    fsdp._exchange_in_one_pool(unit, say)
+    fsdp._exchange_with_less_memory(unit, True, say)
     assert unit.exchange is None
     assert [torch.__version__ in line and "DefaultReduceScatter" in line for line in caplog.messages] == [True] * say

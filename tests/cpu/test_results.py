@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from llm_fp8.ceilings import Ceilings
+from llm_fp8.predict.records import bundled_size
 from llm_fp8.throughput.arms import OLD_NAMES, PRECISIONS, parse_arm
 from llm_fp8.throughput.setups import RIVALS
 from llm_fp8.throughput.table import gemm_floor_s
@@ -460,6 +461,10 @@ def test_the_documented_command_of_two_gpus():
     said = "{:.2f} and {:.2f} times".format(*ratios)
     for name in ("README.md", "docs/when_fp8_pays.md", "docs/guides.md"):
         assert said in (RESULTS.parents[1] / name).read_text(), name
+        # What is behind docs/performance_log.md's entry on whole sums: those of q, k and v are FSDP2's own in fp8.
+        spec = bundled_size("Llama-3.2-3B").spec
+        sums_gib = 4 * spec.num_layers * spec.hidden_size * (spec.q_size + 2 * spec.kv_size) / 2**30
+        assert bf16["peak_memory_gib"] - fp8["peak_memory_gib"] == pytest.approx(sums_gib, abs=0.01)
     assert max(busy) < 0.25
 
 

@@ -5,6 +5,7 @@ Transformer Engine is stood in for, by modules that keep its rules for `main_gra
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -18,6 +19,7 @@ from llm_fp8.config import ParallelConfig
 from llm_fp8.models import decoder_layers
 from llm_fp8.parallel.engine import Engine
 from llm_fp8.parallel.fsdp import FsdpEngine, WholeGradients, _would_lose_sum
+from llm_fp8.parallel.reduce_scatter import GradientExchange
 from llm_fp8.parity import relative_difference
 from tests import stand_in_te
 from tests.counted_gather import CountedAllGather
@@ -59,6 +61,22 @@ def train(rank: int, mode: str, dtype: torch.dtype, in_gemms: bool, sync_every_m
             return backward(ctx, gradient)
 
         patch.setattr(stand_in_te._FusedWgrad, "backward", staticmethod(counted))
+        lent: list[weakref.ref[torch.Tensor]] = []
+        still_there: list[int] = []
+        find, exchange = WholeGradients.find, GradientExchange.__call__
+
+        def lending(self: WholeGradients, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            whole, total = find(self, weight)
+            lent.extend([] if total is None else [weakref.ref(total)])
+            return whole, total
+
+        def exchanging(self: GradientExchange, *args: Any, **kwargs: Any) -> Any:
+            result = exchange(self, *args, **kwargs)
+            still_there.append(len({id(total) for found in lent if (total := found()) is not None}))
+            return result
+
+        patch.setattr(WholeGradients, "find", lending)
+        patch.setattr(GradientExchange, "__call__", exchanging)
         if not in_gemms:
             patch.setattr(WholeGradients, "find", lambda _, weight: (weight, None))
         model = model_of()
@@ -81,7 +99,14 @@ def train(rank: int, mode: str, dtype: torch.dtype, in_gemms: bool, sync_every_m
                 gradients = {name: engine.full_tensor(p.grad).clone() for name, p in named}
             engine.step(optimizer, list(model.parameters()), max_norm=0.0)
         left = [name for name, p in model.named_parameters() if p.grad is not None or hasattr(p, "main_grad")]
-        return {"losses": losses, "gradients": gradients, "fused": fused, "gathers": len(gathers.sent_bytes), "left": left}
+        return {
+            "losses": losses,
+            "gradients": gradients,
+            "fused": fused,
+            "gathers": len(gathers.sent_bytes),
+            "left": left,
+            "still_there": still_there,
+        }
 
 
 MODES = ("ddp", "fsdp_grad", "fsdp_full")
@@ -124,6 +149,16 @@ def test_gemms_add_in_micro_batches_that_exchange_nothing(runs, mode):
         synchronised = runs(mode, sync_every_micro_batch=True)
         assert [sum(result["fused"].values()) for result in synchronised] == [0] * RANKS
         assert synchronised[0]["losses"] == pytest.approx(runs(mode)[0]["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", ["fsdp_grad", "fsdp_full"])
+def test_whole_sums_are_gone_when_their_layer_has_been_exchanged(runs, mode, dtype):
+    """So that the rows that come of it can have their memory: a layer after the other, the last one first, and behind them the outermost unit."""
+    num_layers = tiny_config().num_hidden_layers
+    # FSDP2 itself holds the last one of a layer until the call of its exchange is over.
+    of_a_step = [WEIGHTS_OF_LAYER * layers + 1 for layers in reversed(range(num_layers))] + [0]
+    assert [result["still_there"] for result in runs(mode, dtype)] == [of_a_step * STEPS] * RANKS
 
 
 @pytest.mark.parametrize("mode", ["fsdp_grad", "fsdp_full"])

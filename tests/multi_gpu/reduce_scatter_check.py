@@ -11,7 +11,9 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # As in the scripts; and attention that is deterministic, so that equal sums give equal losses.
 os.environ |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
@@ -36,7 +38,7 @@ NUM_STEPS = 3
 class Fsdp2s(DefaultReduceScatter):
     """FSDP2's own, made as ours is."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, entries: Sequence[Any], stream: torch.cuda.Stream | None) -> None:
         super().__init__()
 
 
@@ -46,8 +48,8 @@ def main() -> None:
     start_process_group(ranks)
     device = torch.device("cuda", torch.cuda.current_device())
     work, found = Workload.parse(WORKLOAD, NUM_STEPS), {}
-    for name, exchange in (("ours", reduce_scatter.ReduceScatterInOnePool), ("fsdp2s", Fsdp2s)):
-        reduce_scatter.ReduceScatterInOnePool = exchange  # type: ignore[misc]
+    for name, exchange in (("ours", reduce_scatter.GradientExchange), ("fsdp2s", Fsdp2s)):
+        reduce_scatter.GradientExchange = exchange  # type: ignore[misc]
         measured = measure(work, parse_arm(sys.argv[1]), 1, device)
         gc.collect()  # the model is part of a cycle
         found[name] = {key: measured[key] for key in ("losses", "peak_memory_gib", "peak_reserved_memory_gib")}

@@ -1,4 +1,4 @@
-"""Gradients' rows from the backward pass's own memory: the steps are FSDP2's, and as much less is reserved."""
+"""Gradients' rows from the backward pass's own memory, where whole gradients were: the steps are FSDP2's, and as much less is reserved."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_the_steps_are_those_of_fsdp2_with_less_memory_reserved(arm, record_prop
     record_property("found", found)
     ours, fsdp2s = found["ours"], found["fsdp2s"]
     assert ours["losses"] == fsdp2s["losses"] and len(set(ours["losses"])) == len(ours["losses"])
-    assert ours["peak_memory_gib"] == pytest.approx(fsdp2s["peak_memory_gib"], rel=0.01)
+    assert ours["peak_memory_gib"] < 1.01 * fsdp2s["peak_memory_gib"]
     rows_gib = 4 / 2 * bundled_size("Llama-3.2-1B").num_parameters / 2**30
-    beside = {name: one["peak_reserved_memory_gib"] - one["peak_memory_gib"] for name, one in found.items()}
     if ":sync" not in arm:  # there the rows are at the peak already
-        assert beside["ours"] < beside["fsdp2s"] - 0.5 * rows_gib and beside["ours"] < rows_gib
+        assert ours["peak_reserved_memory_gib"] < fsdp2s["peak_reserved_memory_gib"] - 0.5 * rows_gib
+        assert ours["peak_reserved_memory_gib"] - ours["peak_memory_gib"] < rows_gib
