@@ -21,8 +21,8 @@ train_on_one_gpu() {
 }
 
 # train_on_all_gpus PRECISION PAIR NAME [options of train_multi_gpu.py]: in place of this shell, one process per GPU. The mode is named,
-# because the one that is chosen by memory (auto) might not be the same in both precisions: ddp, for sharding a model as small as the pair's
-# costs the host more than the GPUs have to do. --dry_run as the first option prints the command.
+# because the one that is chosen by memory (auto) might not be the same in both precisions: ddp, for the pair's model fits on each
+# GPU, and weights that are not split need no gathering. --dry_run as the first option prints the command.
 train_on_all_gpus() {
     local options launcher=("$repository/scripts/launch_multi_node.sh")
     pair_options "$@"

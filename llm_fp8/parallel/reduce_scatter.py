@@ -4,8 +4,9 @@ PyTorch's allocator keeps memory by CUDA stream: what one stream leaves free, no
 for every parameter on N ranks, on the stream of its exchanges, when the backward pass's own stream has already left free what its whole gradients and
 activations took. Both then stay reserved. Asked for on the stream of the backward pass, the rows take the place of these.
 
-They can take the place of whole gradients only if nobody holds on to them. FSDP2 drops a unit's when it has copied them for the exchange; the sums that
-GEMMs added to (`llm_fp8.wgrad_accumulation`) are let go of here, at the same moment.
+They can take the place of whole gradients only if nobody holds on to them. FSDP2 drops a unit's between the two buffers that it asks for: the one that it
+copies them to for the exchange, and the rows. The sums that GEMMs added to (`llm_fp8.wgrad_accumulation`) are let go of here, with the first, when FSDP2
+alone still has to have them.
 
 Importing this raises ImportError in a torch that has no such class: its name is private, and was found in torch 2.11 and 2.13.
 """
@@ -40,6 +41,10 @@ class GradientExchange(DefaultReduceScatter):
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """As FSDP2's: a tensor of `size`, contents undefined."""
+        for entry in self._entries:
+            whole = getattr(entry, "_unsharded_param", None)
+            if whole is not None:
+                let_go_of_sum(whole)
         if self._stream is None:
             return super().allocate(size, dtype=dtype, device=device)
         asking = torch.cuda.current_stream(device)
@@ -48,11 +53,3 @@ class GradientExchange(DefaultReduceScatter):
         if asking != self._stream:
             found.record_stream(asking)  # rows that are added to earlier ones are dropped while that stream still reads them
         return found
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As FSDP2's, which has copied the unit's gradients before it calls this."""
-        for entry in self._entries:
-            whole = getattr(entry, "_unsharded_param", None)
-            if whole is not None:
-                let_go_of_sum(whole)
-        return super().__call__(*args, **kwargs)

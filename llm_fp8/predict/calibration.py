@@ -47,8 +47,8 @@ WAIT_SPREAD = 0.021
 which is the farther off the more there are (`waiting_share` in step_time.py). From `work_s_by_rank` of row 8b_x4, fsdp_grad, three arms: the slowest of four is 1.9% to
 2.4% over the mean. Under fsdp_full, whose GPUs wait for each other in every layer, the record cannot tell."""
 
-MEASURED_TOKENS = (4096, 16384)
-"""Fewest and most tokens of a micro-batch in the records."""
+MEASURED_TOKENS = (4096, 65536)
+"""Fewest and most tokens of a micro-batch in the records that predictions are compared with (records.py)."""
 
 FITS_RESERVE_GIB = 2.0
 """Beyond the peak of the tensors, and what FSDP's stream of gathers holds beside it: CUDA's context and the allocator's gaps. The fullest recorded run
@@ -70,8 +70,9 @@ HOST_S_PER_LAYER = {
     **dict.fromkeys(("fsdp_grad", "fsdp_full"), (0.0114, 0.0127)),
 }
 """Seconds of the host for a decoder layer of a micro-batch in fp8, forward and backward, on the slowest recorded machines: with activations kept, and computed again. From
-levers_3b_recompute_*.json and documented_3b_x2.json, where GPUs had work for less than a fifth of a step, and `fsdp_full:delayed` of multi_gpu_throughput_8b_engines_x2.json. The
-fastest recorded machine took 0.0088 under fsdp_full with recomputation (levers_3b_x2_recompute_*.json)."""
+levers_3b_recompute_*.json and documented_3b_x2.json, where GPUs had work for less than a fifth of a step, and `fsdp_full:delayed` of multi_gpu_throughput_8b_engines_x2.json;
+`ddp` is taken to be like one GPU and `fsdp_grad` like `fsdp_full`. The fastest recorded machine took 0.0088 under fsdp_full with recomputation
+(levers_3b_x2_recompute_*.json)."""
 
 MEASURED_GPUS = {"ddp": (2,), "fsdp_grad": (2, 4), "fsdp_full": (2, 4)}
 """By mode: GPUs of one host in the records of today's code, but for steps that are not scored."""

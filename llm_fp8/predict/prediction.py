@@ -131,9 +131,11 @@ class Prediction:
         return self.scenario.sharded and memory is not None and self.memory.reserved_gib + FITS_RESERVE_GIB > memory
 
     @property
-    def host_s(self) -> float:
-        """What the host took to launch the kernels of so many layers and micro-batches on the slowest recorded machine: see `HOST_S_PER_LAYER`."""
+    def host_s(self) -> float | None:
+        """What the host took in fp8 to launch the kernels of so many layers and micro-batches on the slowest recorded machine: see `HOST_S_PER_LAYER`. None for bf16."""
         scenario = self.scenario
+        if scenario.recipe == "bf16":
+            return None
         kept_s, recomputed_s = HOST_S_PER_LAYER[scenario.mode]
         kept = scenario.model.spec.num_layers - scenario.recomputed_layers
         return scenario.micro_batches * (kept * kept_s + scenario.recomputed_layers * recomputed_s)
@@ -149,12 +151,12 @@ class Prediction:
             )
         if not fewest <= scenario.micro_batch_tokens <= most:
             found.append(
-                f"recorded micro-batches have {fewest:,} to {most:,} tokens, and this one has {scenario.micro_batch_tokens:,}"
+                f"the rows that show how good this is have {fewest:,} to {most:,} tokens in a micro-batch, and this one has {scenario.micro_batch_tokens:,}"
             )
-        if self.host_s > self.step_time_s:
+        if self.host_s is not None and self.host_s > self.step_time_s:
             found.append(
-                f"the host's time to launch kernels is not in it, and can be longer: on the slowest recorded machine {self.host_s:.2g} s for these layers and "
-                "micro-batches, however short the kernels are, so fp8 gains less or nothing; larger micro-batches, and fewer, help"
+                f"the host's time to launch kernels is not in it, and can be longer: in fp8 {self.host_s:.3g} s for these layers and micro-batches on the slowest "
+                "recorded machine, however short the kernels are, so fp8 gains less or nothing; larger micro-batches, and fewer, help"
             )
         if scenario.num_gpus > 1 and scenario.num_gpus not in (counts := MEASURED_GPUS[scenario.mode]):
             found.append(

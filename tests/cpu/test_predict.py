@@ -29,6 +29,7 @@ from llm_fp8.predict.calibration import (
     GAP_S,
     HOST_S_PER_LAYER,
     MEASURED_GPUS,
+    MEASURED_TOKENS,
     Rates,
 )
 from llm_fp8.predict.memory import peak_memory, saved_bytes
@@ -73,7 +74,7 @@ MEMORY_BEYOND = {
     ("multi_gpu_throughput_8b_engines_x2.json", "fsdp_full:delayed"): 0.53,
 }
 """GiB that rows have beyond what is counted. The first: tensors that were not found out. The second is two bytes for every parameter, as in `first_rank_more`. The others
-have 4,096 tokens in a micro-batch and are of code that kept whole gradients beside the rows that came of them, so that the peak was later."""
+have 4,096 tokens in a micro-batch and are of code that kept whole gradients beside the rows that came of them, which by the count explains it."""
 RESERVED_BEYOND = ("multi_gpu_throughput_8b_b4_x2.json", "multi_gpu_throughput_8b_engines_x2.json")
 """Their rows, with 4,096 tokens in a micro-batch under fsdp_full, have 6 to 9 GiB reserved beyond what is counted: rows for which whole gradients made no room."""
 
@@ -192,12 +193,20 @@ def test_a_step_that_the_host_can_make_longer_is_told():
 
     sharded = {"mode": "fsdp_full", "num_gpus": 2, "optimizer": "adamw_fp32"}
     (note,) = told(model="Llama-3.2-3B", tokens=512, recomputed_layers=28, **sharded)
-    assert f"{4 * 28 * HOST_S_PER_LAYER['fsdp_full'][1]:.2g} s for these layers" in note
+    assert f"{4 * 28 * HOST_S_PER_LAYER['fsdp_full'][1]:.3g} s for these layers" in note and " in fp8 " in note
     (note,) = told(model="Llama-3.2-3B", tokens=512, recomputed_layers=14)
-    assert f"{4 * 14 * sum(HOST_S_PER_LAYER['single']):.2g} s for these layers" in note
+    assert f"{4 * 14 * sum(HOST_S_PER_LAYER['single']):.3g} s for these layers" in note
     assert told(tokens=4096, **sharded), "one machine took 1.45 s, another 1.21"
     assert told(model="Llama-3.2-1B", tokens=8192, **sharded) and not told(model="Llama-3.2-1B", tokens=8192)
     assert not told() and not told(**sharded)
+    bf16 = scenario(model="Llama-3.2-3B", tokens=512, recomputed_layers=28, recipe="bf16", **sharded)
+    assert predict(bf16, known_gpu(CALIBRATED_GPU)).host_s is None, "less, and how much is recorded for few of the set-ups"
+    assert not told(model="Llama-3.2-3B", tokens=512, recipe="bf16")
+
+
+def test_the_fewest_and_most_tokens_are_those_of_the_records():
+    tokens = [record.prediction.scenario.micro_batch_tokens for record in recorded_rows() if record.todays]
+    assert (min(tokens), max(tokens)) == MEASURED_TOKENS
 
 
 @pytest.mark.parametrize(("mode", "instead"), [("fsdp_grad", "--sharding_mode fsdp_full"), ("fsdp_full", "more GPUs")])
