@@ -166,9 +166,8 @@ def _exchange_with_less_memory(model: nn.Module, one_pool: bool, say: bool) -> N
             )
         return
     stream = torch.cuda.current_stream() if one_pool else None
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(GradientExchange([entry for _, entry in _entries_of(module)], stream))
+    for unit in _units_of(model):
+        unit.set_custom_reduce_scatter(GradientExchange([entry for _, entry in _entries_of(unit)], stream))
 
 
 def _let_te_keep_casts(model: nn.Module) -> None:
@@ -213,9 +212,13 @@ def _would_lose_sum(module: Any) -> bool:
 
 def _split_parameters(model: nn.Module) -> Iterator[tuple[Tensor, Any]]:
     """Each split parameter, as its module has it between steps, with what FSDP2 knows of it."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield from _entries_of(module)
+    for unit in _units_of(model):
+        yield from _entries_of(unit)
+
+
+def _units_of(model: nn.Module) -> Iterator[FSDPModule]:
+    """The outermost unit and the decoder layers."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def _entries_of(unit: FSDPModule) -> Iterator[tuple[Tensor, Any]]:
@@ -235,9 +238,8 @@ def _split_again_without_backward(model: nn.Module, *_: Any) -> None:
     """
     if torch.is_grad_enabled():
         return
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for unit in _units_of(model):
+        unit.reshard()
 
 
 def materialize_(model: nn.Module, parameter_device: torch.device, buffer_device: torch.device) -> None:
