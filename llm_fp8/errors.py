@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -15,6 +16,8 @@ EXIT_NO_GPU = 3
 """Of the scripts that check a GPU, where there is none: they did what they could."""
 EXIT_INTERRUPTED = 130
 """What a shell reports for a program that SIGINT ended."""
+STDERR_DESCRIPTOR = 2
+"""Of the process, whatever `sys.stderr` stands for: a crash can write to nothing else."""
 
 
 class UserError(Exception):
@@ -45,8 +48,10 @@ class OneSentenceParser(argparse.ArgumentParser):
 def run_script(main: Callable[[], int]) -> None:
     """Run `main` and exit with its code, with one sentence and code 2 on a `UserError` or 1 on a `FailedCheck`, or with 130 on Ctrl-C.
 
-    Of the processes of one launch that make the same mistake, one says it.
+    Of the processes of one launch that make the same mistake, one says it. A crash inside a native library ends the process by its signal,
+    as it would anyway, but first prints where Python was.
     """
+    faulthandler.enable(file=STDERR_DESCRIPTOR)
     try:
         code = main()
     except (UserError, FailedCheck) as error:

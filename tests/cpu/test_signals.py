@@ -80,3 +80,21 @@ def test_old_handlers_come_back():
         raise ValueError("from inside")
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
     assert stop.requested is None and stop.exit_code == 0
+
+
+def test_a_crash_in_a_native_library_says_where_python_was():
+    """And ends the process by its signal, which is what a launcher and the other ranks look at."""
+    script = """
+        import ctypes
+        from llm_fp8.errors import run_script
+
+        def reads_the_null_pointer():
+            return ctypes.string_at(0)
+
+        run_script(reads_the_null_pointer)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=REPOSITORY, capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in done.stderr and "in reads_the_null_pointer" in done.stderr
