@@ -75,6 +75,8 @@ class Record:
         self._runs: list[dict[str, Any]] = []
         self._others: dict[str, list[dict[str, Any]]] = {"comparisons": [], "rows": []}
         """Of rows that are not measured this time."""
+        self._places: dict[str, int] = {}
+        """Row -> its place in the file as it was found, which it keeps."""
         self._answers: dict[tuple[str, str], list[Answer]] = {}
         self.left_out: list[dict[str, str]] = []
         if path is not None and path.exists():
@@ -85,6 +87,7 @@ class Record:
         try:
             record = read_json(path)
             settings, found, self._runs = record["settings"], record["rows"], record["runs"]
+            self._places = {name: place for place, name in enumerate(dict.fromkeys(entry["row"] for entry in found))}
             for name, others in self._others.items():
                 others += [entry for entry in record[name] if entry["row"] not in self._rows]
             # Absent where no measurement has come so far as to say where it runs.
@@ -162,10 +165,16 @@ class Record:
                     "left_out": [
                         one for one in self.left_out if one["row"] not in {entry["row"] for entry in self._others["rows"]}
                     ],
-                    "comparisons": [*self._others["comparisons"], *self._comparisons()],
-                    "rows": [*self._others["rows"], *(found for row in self._rows.values() for found in self.rows_of(row))],
+                    "comparisons": self._in_place([*self._others["comparisons"], *self._comparisons()]),
+                    "rows": self._in_place(
+                        [*self._others["rows"], *(found for row in self._rows.values() for found in self.rows_of(row))]
+                    ),
                 },
             )
+
+    def _in_place(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What was in the file where it was, so that a later call changes nothing but what it measures; what is new behind it."""
+        return sorted(entries, key=lambda entry: self._places.get(entry["row"], len(self._places)))
 
     def _comparisons(self) -> list[dict[str, Any]]:
         return [found for row in self._rows.values() if (found := self.comparison(row))]

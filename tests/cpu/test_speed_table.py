@@ -275,6 +275,10 @@ def test_rows_that_are_not_measured_this_time_stay(tmp_path):
     assert after["rows"][:4] == before["rows"] and after["comparisons"][0] == before["comparisons"][0]
     assert [row["row"] for row in after["rows"][4:]] == ["other", "other"] and len(after["comparisons"]) == 2
     assert after["left_out"] == [{"row": "8b_x8", "reason": "it needs 8 GPUs"}]
+    measure_table([one], Record(path, [one], SETTINGS), Turns(2, ("delayed",)), fake, Limit(0.0), ["0"])
+    again = json.loads(path.read_text())
+    assert [(row["row"], row["arm"]) for row in again["rows"]] == [(row["row"], row["arm"]) for row in after["rows"]]
+    assert [entry["row"] for entry in again["comparisons"]] == ["1b", "other"] and again["rows"][4:] == after["rows"][4:]
 
 
 def test_a_file_that_was_made_otherwise_is_refused(tmp_path):
