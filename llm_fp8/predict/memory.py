@@ -49,7 +49,7 @@ class Memory:
     """Under fsdp_full and --fp8_params a layer's casts and transposes go with its pass, and at the peak the head runs: those of an fp8 head alone."""
     activations_gib: float
     head_gib: float
-    """Logits, final hidden states and the gradient of the output head."""
+    """Logits, final hidden states and the gradient of the output head; or a layer that is computed again, where that is more."""
     gather_stream_gib: float = 0.0
     """What the allocator reserves for FSDP2's stream of gathers and holds empty at the peak."""
 
@@ -119,8 +119,7 @@ def peak_memory(scenario: Scenario) -> Memory:
     kept = spec.num_layers - scenario.recomputed_layers
     in_fp8 = scenario.fp8_layers / spec.num_layers
     per_layer = in_fp8 * saved_bytes(spec, scenario.recipe) + (1 - in_fp8) * saved_bytes(spec, "bf16")
-    inputs_only = _BF16 * spec.hidden_size * scenario.recomputed_layers
-    activations = tokens * (kept * per_layer + inputs_only + (per_layer if scenario.recomputed_layers else 0))
+    activations = tokens * (kept * per_layer + _BF16 * spec.hidden_size * scenario.recomputed_layers)
     chunk = default_chunk_tokens(tokens, spec.vocab_size, torch.bfloat16)
     # In one chunk the weight's gradient is bf16; in several it is summed in fp32 and then rounded beside it.
     head_gradient = _BF16 * scenario.model.head if tokens <= chunk else (_FP32 + _BF16) * scenario.model.head
@@ -132,6 +131,8 @@ def peak_memory(scenario: Scenario) -> Memory:
         # At the cast of the logits' gradient there are three bytes for each and no gradient of the head or of its input yet; at the weight's product one byte.
         summed = 0 if tokens <= chunk else _FP32 * scenario.model.head
         head = max(3 * logits + summed + 3 * hidden, logits + head_gradient + 4 * hidden)
+    if scenario.recomputed_layers:  # the first of them when the head is done
+        head = max(head, tokens * per_layer)
     cast_layers = scenario.fp8_layers if scenario.keeps_casts else 0
     head_copies = max(0, scenario.fp8_head_products - 1)  # one layout of the weight, or both
     casts = 2 * cast_layers * scenario.model.layer_linear + head_copies * scenario.model.head

@@ -14,6 +14,7 @@ import torch
 from llm_fp8.ceilings import KNOWN_FILES, RESULTS, Ceilings, known_ceilings, measure_ceilings
 from llm_fp8.errors import UserError
 from llm_fp8.metrics import GIB
+from llm_fp8.parallel.fp8_params import SCENARIOS
 from llm_fp8.predict.calibration import (
     CALIBRATED_GPU,
     FITS_RESERVE_GIB,
@@ -162,8 +163,10 @@ class Prediction:
             found.append(
                 f"recorded runs of today's code under {scenario.mode} have {' and '.join(map(str, counts))} GPUs of one host"
             )
-        if scenario.recomputed_layers:
-            found.append("gradient checkpointing is worked out; recorded runs have it with 512 tokens in a micro-batch alone")
+        if scenario.recomputed_layers and scenario.recipe != "bf16":
+            found.append(
+                f"{scenario.recipe}: gradient checkpointing is worked out; recorded runs in fp8 have it with 512 tokens in a micro-batch alone"
+            )
         if scenario.model.spec.qk_norm:
             found.append("norms of queries and keys (Qwen3) are worked out, no recorded run has them")
         if scenario.num_gpus > 1:
@@ -176,20 +179,28 @@ class Prediction:
             found.append("--fp8_lm_head gradients is worked out, no recorded run has it")
         memory = self.gpu.memory_gib
         if memory is not None and self.tight and self.fits:
-            instead = "--sharding_mode fsdp_full" if scenario.mode == "fsdp_grad" else "more GPUs"
             found.append(
                 f"{scenario.recipe}: FSDP's streams cannot use each other's free memory and ask for about {self.memory.reserved_gib:.0f} of {memory:.1f} GiB, CUDA's own "
-                "beside them, so the allocator will free and map memory within steps, which get longer than this and uneven: take a smaller "
-                f"--batch_size or {instead}"
+                "beside them, so the allocator will free and map memory within steps, which get longer than this, or memory runs out: take "
+                f"{' or '.join(self._ways_to_less_memory())}"
             )
         return found
+
+    def _ways_to_less_memory(self) -> list[str]:
+        """What to do where an FSDP mode needs too much."""
+        ways = ["a smaller --batch_size"]
+        if self.scenario.mode != "fsdp_grad":
+            return [*ways, "more GPUs"]
+        if self.scenario.recipe in SCENARIOS and not self.scenario.fp8_params:
+            ways.append("--fp8_params")
+        return [*ways, "--sharding_mode fsdp_full"]
 
     def _unrecorded_on_several(self) -> list[str]:
         """What the scenario has that no recorded run on several GPUs does."""
         scenario = self.scenario
         found = {
             "block": scenario.recipe == "block",
-            f"{scenario.recipe} under fsdp_grad": scenario.recipe in ("bf16", "current") and scenario.mode == "fsdp_grad",
+            f"{scenario.recipe} under fsdp_grad": scenario.recipe == "current" and scenario.mode == "fsdp_grad",
             "current with --fp8_params": scenario.recipe == "current" and scenario.fp8_weights > 0,
             f"--fp8_lm_head all under {scenario.mode}": scenario.fp8_head_products == 3 and scenario.mode != "fsdp_grad",
             "--sync_every_micro_batch": scenario.sync_every_micro_batch,

@@ -22,6 +22,8 @@ FILES = (
     "speed_table_h200.json",
     "levers_*_softmax_fused.json",
     "levers_*_first_scales.json",
+    "levers_8b_x2_sums_let_go.json",
+    "levers_8b_x2_recompute.json",
     "throughput_*.json",
     "multi_gpu_throughput_*.json",
 )

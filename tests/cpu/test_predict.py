@@ -77,6 +77,8 @@ MEMORY_BEYOND = {
 have 4,096 tokens in a micro-batch and are of code that kept whole gradients beside the rows that came of them, which by the count explains it."""
 RESERVED_BEYOND = ("multi_gpu_throughput_8b_b4_x2.json", "multi_gpu_throughput_8b_engines_x2.json")
 """Their rows, with 4,096 tokens in a micro-batch under fsdp_full, have 6 to 9 GiB reserved beyond what is counted: rows for which whole gradients made no room."""
+SUMS_LET_GO = ("levers_8b_x2_sums_let_go.json", "levers_8b_x2_recompute.json")
+"""Their rows have it no more."""
 
 
 def hf_config(model: str):
@@ -119,7 +121,7 @@ def memory_beyond(record) -> float:
 )
 def test_recorded_row(record):
     if record.out_of_memory:
-        assert record.prediction.fits is False
+        assert record.prediction.fits is False or record.prediction.tight
         return
     assert record.prediction.fits
     expected = record.row["peak_memory_gib"] - first_rank_more(record) - memory_beyond(record)
@@ -134,9 +136,8 @@ def test_recorded_row(record):
 
 def test_where_the_first_gpu_needs_more_it_is_a_copy_of_every_parameter():
     """Of which nobody knows what holds it, and when: so it is told in the document and not predicted."""
-    more = {
-        r.row["row"] + " " + r.arm: (first_rank_more(r), r) for r in recorded_rows() if r.todays and first_rank_more(r) > 0.01
-    }
+    measured = [(first_rank_more(r), r) for r in recorded_rows() if r.todays and not r.out_of_memory]
+    more = {r.row["row"] + " " + r.arm: (gib_more, r) for gib_more, r in measured if gib_more > 0.01}
     assert set(more) == {"3b_x2 ddp:bf16", "1b_x2 ddp:current"}
     for gib_more, record in more.values():
         assert gib_more == pytest.approx(2 * record.prediction.scenario.model.num_parameters / 2**30, rel=0.01)
@@ -144,12 +145,15 @@ def test_where_the_first_gpu_needs_more_it_is_a_copy_of_every_parameter():
 
 def test_what_the_allocator_reserves_under_fsdp():
     """Above what is counted are its gaps, below it the GPU's end. Before, the gradients' rows were on another stream, which filled the GPU in rows that are not scored."""
-    rows = [r for r in recorded_rows() if r.todays and r.prediction.scenario.sharded]
-    assert len(rows) >= 15 and {r.num_gpus for r in rows} == {2, 4}
+    rows = [r for r in recorded_rows() if r.todays and r.prediction.scenario.sharded and not r.out_of_memory]
+    assert len(rows) >= 24 and {r.num_gpus for r in rows} == {2, 4}
     assert {r.num_gpus for r in rows if r.measured_utc >= ONE_POOL_SINCE} == {2}
     for record in rows:
         times = record.measured["step_times_s"]
-        assert not record.prediction.tight and record.memory_was_full == (max(times) > 1.1 * min(times))
+        if record.measured_utc >= ONE_POOL_SINCE:
+            assert record.memory_was_full == record.prediction.tight
+        else:
+            assert not record.prediction.tight and record.memory_was_full == (max(times) > 1.1 * min(times))
         beside = record.prediction.memory.gather_stream_gib
         if record.measured_utc < ONE_POOL_SINCE:
             beside += 4 / record.num_gpus * record.prediction.scenario.model.num_parameters / 2**30
@@ -157,7 +161,7 @@ def test_what_the_allocator_reserves_under_fsdp():
         if record.file in RESERVED_BEYOND:
             assert 5.5 < gaps < 8.5 < 4 / record.num_gpus * record.prediction.scenario.model.num_parameters / 2**30
             continue
-        assert gaps < 0 if record.memory_was_full else 0 < gaps < 1.2 < FITS_RESERVE_GIB
+        assert gaps < 0 if record.memory_was_full else 0 < gaps < 1.8 < FITS_RESERVE_GIB
     full = [record for record in rows if record.memory_was_full]
     assert {(r.row["row"], r.prediction.scenario.mode) for r in full} == {("8b_x2", "fsdp_grad"), ("8b_s8192_x2", "fsdp_grad")}
     one_gpu = [r for r in recorded_rows() if r.num_gpus == 1 and (r.reserved_gib or 0) > 137]
@@ -237,6 +241,15 @@ def test_the_stream_of_gathers_holds_the_largest_of_them():
     assert few == pytest.approx(2 * tied.head * 1.5)
 
 
+def test_few_tokens_computed_again_need_what_comes_later():
+    """3B with 512 tokens: the gradients of a tied matrix as embedding and as head, and of FSDP's exchange a layer's copy, are not counted."""
+    gpu = known_gpu(CALIBRATED_GPU)
+    for name in ("levers_3b_recompute_after.json", "levers_3b_x2_sums_let_go.json"):
+        for row in json.loads((RESULTS / name).read_text())["rows"]:
+            beyond = row["peak_memory_gib"] - predict(scenario_of(row), gpu).peak_memory_gib
+            assert 0.4 < beyond < 0.7, (name, row["arm"])
+
+
 @pytest.mark.parametrize("record", rows_for_memory_alone(), ids=lambda r: f"{r.file}-{r.row['model']}-{r.arm}")
 def test_memory_of_rows_on_several_gpus_before_gemms_added_up_gradients(record):
     expected = record.row["peak_memory_gib"] - memory_beyond(record)
@@ -265,21 +278,20 @@ def test_the_exchange_of_steps_before_gemms_added_up_gradients():
 
 @pytest.mark.parametrize(
     "record",
-    [r for r in recorded_rows() if r.todays and r.num_gpus > 1],
+    [r for r in recorded_rows() if r.todays and r.num_gpus > 1 and not r.out_of_memory],
     ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row.get('row')}-{r.arm}",
 )
 def test_kernels_of_several_gpus_take_what_their_parts_and_the_exchange_do(record):
     """While the exchange runs, others' kernels take longer, each by a few percent. The prediction has that in `exchange_s` and not in their parts.
 
-    Under fsdp_full the exchange runs all the time, and GEMMs take up to 8% longer. A GPU may be 2% faster than the rates, which are of the mean of others.
+    Under fsdp_full the exchange runs all the time, and GEMMs take up to 8% longer, of few tokens 9%. A GPU may be 2% faster than the rates, which are of the mean of others.
     """
     step = record.measured["recorded_step"]
     classes, time = step["time_s_by_class"], record.prediction.time
-    most = 0.08 if record.prediction.scenario.mode == "fsdp_full" else 0.05
+    few = record.prediction.scenario.micro_batch_tokens <= 4096
+    most = (0.09 if few else 0.08) if record.prediction.scenario.mode == "fsdp_full" else 0.05
     assert -0.035 <= classes["gemm"] / time.gemm_s - 1 <= most
-    attention = (
-        0.2 if record.prediction.scenario.micro_batch_tokens <= 4096 else 0.08
-    )  # few documents leave a part of the GPU without work
+    attention = 0.2 if few else 0.08  # few documents leave a part of the GPU without work
     assert time.attention_s == pytest.approx(classes["attention"], rel=attention)
     # Not the sum of the classes: what is copied into buffers for a gather runs beside the others.
     beyond = statistics.mean(step["work_s_by_rank"]) - (time.total_s - time.exchange_s - time.gap_s)
@@ -290,12 +302,12 @@ def test_the_slowest_gpu_is_the_farther_off_the_more_there_are():
     assert waiting_share(1) == 0 < waiting_share(2) < waiting_share(4) < waiting_share(8)
     more: dict[int, list[float]] = {2: [], 4: []}
     for record in recorded_rows():
-        if record.todays and record.prediction.scenario.mode in ("ddp", "fsdp_grad"):
+        if record.todays and record.prediction.scenario.mode in ("ddp", "fsdp_grad") and not record.out_of_memory:
             work = record.measured["recorded_step"]["work_s_by_rank"]
             more[record.num_gpus].append(max(work) / statistics.mean(work) - 1)
-    assert {n: len(rows) for n, rows in more.items()} == {2: 10, 4: 4}
+    assert {n: len(rows) for n, rows in more.items()} == {2: 14, 4: 4}
     for n, rows in more.items():
-        # Two GPUs are either much alike or not: a mean of ten rows says little.
+        # Two GPUs are either much alike or not: a mean of fourteen rows says little.
         assert statistics.mean(rows) == pytest.approx(waiting_share(n), abs=0.007) and max(rows) < 0.03
 
 
@@ -329,7 +341,9 @@ def test_the_records_hold_every_kind_of_row():
     counts = {mode: {row.num_gpus for row in scored if row.prediction.scenario.mode == mode} for mode in MEASURED_GPUS}
     assert counts == {mode: set(numbers) for mode, numbers in MEASURED_GPUS.items()}
     by_row = {(row.row.get("row", row.file), row.held_out) for row in several}
-    held_out = {(name, True) for name in ("8b_x2", "8b_s8192_x2", "8b_s8192_x4", "3b_x2", "1b_x2", *RESERVED_BEYOND)}
+    held_out = {
+        (name, True) for name in ("8b_x2", "8b_s8192_x2", "8b_s8192_x4", "3b_x2", "1b_x2", *RESERVED_BEYOND, *SUMS_LET_GO)
+    }
     assert by_row == {("8b_x4", False), *held_out}, "others are news to the notes and to calibration.py"
     for row in several:  # that no note calls a recorded run unrecorded
         assert not [note for note in row.prediction.notes if "no recorded run" in note and row.todays]
@@ -342,7 +356,15 @@ def test_the_records_hold_every_kind_of_row():
     }
     others = {*((name, "current") for name in ("1b", "3b", "8b")), ("1b", "block"), ("3b", "block")}
     others |= {(row, "delayed") for row in ("1b_128k", "1b_256k", "8b_128k", "8b_256k")}
-    assert on_one == {*others, ("3b", "bf16"), ("3b", "delayed"), ("14b", "delayed"), ("text_1b", "bf16"), ("text_1b", "delayed")}
+    assert on_one == {
+        *others,
+        ("3b", "bf16"),
+        ("3b", "delayed"),
+        ("14b", "bf16"),
+        ("14b", "delayed"),
+        ("text_1b", "bf16"),
+        ("text_1b", "delayed"),
+    }
     assert {row.file for row in todays if not row.held_out} == {"speed_table_h200.json", "levers_8b_first_scales.json"}
     assert not any("hf_" in row.arm or "cp4" in row.arm or "deepspeed" in row.arm for row in rows + rows_for_memory_alone())
     assert any(row.prediction.scenario.fp8_params for row in several)
@@ -432,9 +454,12 @@ def test_recomputation_trades_time_for_memory():
     assert step_s(kept) < step_s(half) < step_s(all_again) < 4 / 3 * step_s(kept)
     assert gib(kept) > gib(half) > gib(all_again)
     spec = kept.model.spec
-    # What is left of 32 layers: their inputs, and one layer in full.
-    left = 8192 * (2 * spec.hidden_size * 32 + saved_bytes(spec, "delayed")) / 2**30
-    assert peak_memory(all_again).activations_gib == pytest.approx(left)
+    # What is left of 32 layers: their inputs, and one layer in full when the head, which takes more, is done.
+    assert peak_memory(all_again).activations_gib == pytest.approx(8192 * 2 * spec.hidden_size * 32 / 2**30)
+    assert peak_memory(all_again).head_gib == peak_memory(kept).head_gib > 8192 * saved_bytes(spec, "delayed") / 2**30
+    model = dataclasses.replace(all_again.model, spec=dataclasses.replace(spec, vocab_size=1024))
+    one_layer = peak_memory(dataclasses.replace(all_again, model=model)).head_gib
+    assert one_layer == pytest.approx(8192 * saved_bytes(spec, "delayed") / 2**30)
 
 
 def test_norms_of_queries_and_keys_cost_time_and_memory():
@@ -831,6 +856,8 @@ def test_memory_that_is_there_and_still_too_little_is_tight(run_command):
     _, printed, _ = run_command("--model_name", "Llama-3.1-8B", "--batch_size", "8", "--max_seq_length", "1024", *flags)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line.startswith("│")]
     assert {row[0]: row[-1] for row in rows} == {"bf16": "yes", "delayed": "tight", "current": "tight", "block": "no"}
+    (note,) = (line for line in printed.splitlines() if line.startswith("note: delayed: FSDP's streams"))
+    assert note.endswith("take a smaller --batch_size or --fp8_params or --sharding_mode fsdp_full")
 
 
 def test_a_head_size_that_flash_attention_4_does_not_take_is_refused(run_command, tmp_path):

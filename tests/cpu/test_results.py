@@ -452,20 +452,22 @@ def test_the_documented_command_of_two_gpus():
     ratios, busy = [], []
     spec = bundled_size("Llama-3.2-3B").spec
     sums_gib = 4 * spec.num_layers * spec.hidden_size * (spec.q_size + 2 * spec.kv_size) / 2**30
-    for name in ("documented_3b_x2.json", "documented_3b_x2_again.json"):
+    for name in ("documented_3b_x2.json", "documented_3b_x2_again.json", "levers_3b_x2_sums_let_go.json"):
         ((_, record),) = load(name)
         rows = {row["arm"]: row for row in record["rows"]}
         fp8, bf16 = (rows[f"fsdp_full:{recipe}:recompute"] for recipe in ("delayed", "bf16"))
         ratios.append(fp8["tokens_per_s"] / bf16["tokens_per_s"])
-        # What is behind docs/performance_log.md's entry on whole sums: those of q, k and v are FSDP2's own in fp8.
-        assert bf16["peak_memory_gib"] - fp8["peak_memory_gib"] == pytest.approx(sums_gib, abs=0.01)
+        # What is behind docs/performance_log.md's entry on whole sums: those of q, k and v were FSDP2's own in fp8, and all are now.
+        kept_gib = sums_gib if name.startswith("documented") else 0.0
+        assert bf16["peak_memory_gib"] - fp8["peak_memory_gib"] == pytest.approx(kept_gib, abs=0.01 if kept_gib else 0.1)
         for row in (fp8, bf16):
             classes = row["recorded_step"]["time_s_by_class"]
             busy.append((sum(classes.values()) - classes["communication"]) / statistics.median(row["step_times_s"]))
-    said = "{:.2f} and {:.2f} times".format(*ratios)
+    said = "{:.2f}, {:.2f} and {:.2f} times".format(*ratios)
     for name in ("README.md", "docs/when_fp8_pays.md", "docs/guides.md"):
         assert said in (RESULTS.parents[1] / name).read_text(), name
-    assert max(busy) < 0.25
+    shares = f"run in {100 * min(busy):.0f} to {max(busy):.0%} of a step"
+    assert shares in (RESULTS.parents[1] / "docs" / "when_fp8_pays.md").read_text()
 
 
 def test_the_pair_of_8b():
@@ -484,7 +486,7 @@ def test_the_pair_of_8b():
 def test_environment_variables(name):
     ((_, record),) = load(name)
     rows = {row["setting"]: row for row in record["rows"]}
-    assert "none" in rows and len(rows) >= 5
+    assert "none" in rows and len(rows) >= 2
     assert all(row["tokens_per_s"] > 0 for row in rows.values() if "failed" not in row)
 
 
@@ -872,6 +874,8 @@ def speed_and_memory(row: dict | None) -> str:
                 "fsdp_full:current",
                 "fsdp_full:delayed",
                 "fsdp_full:delayed:fp8_params",
+                "fsdp_grad:bf16",
+                "fsdp_grad:current",
                 "fsdp_grad:delayed",
                 "fsdp_grad:delayed:fp8_params",
                 "fsdp_grad:delayed:fp8_params:fp8head_all:flash3",
@@ -919,7 +923,7 @@ def test_what_is_said_of_several_gpus_is_that_of_the_files():
     assert f"anything from {min(times):.2f} to {max(times):.2f} s" in text
     assert f"{crowded['peak_reserved_memory_gib']:.0f} GiB were reserved" in text
     now = best.replace("flash4", "flash3")
-    told = "keeps {:.0%} of one GPU's speed then, {:.0%} with rows of 8,192"
+    told = "keeps {:.0%} of one GPU's speed, {:.0%} with rows of 8,192"
     assert told.format(*(scaling[name, now] for name in ("8b_x2", "8b_s8192_x2"))) in text
     (roomy,) = rows["8b_x2", now]["rounds"]
     assert f"{roomy['peak_memory_gib']:.0f} GiB in tensors and {roomy['peak_reserved_memory_gib']:.0f} reserved" in text
