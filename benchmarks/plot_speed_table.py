@@ -97,7 +97,7 @@ def draw_scaling(rows: list[Row], path: Path) -> bool:
     lines = scaling_lines(rows)
     if not lines:
         return False
-    figure, axes = plt.subplots(1, len(lines), figsize=(6.5 * len(lines), 5), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(1, len(lines), figsize=(6.5 * len(lines), 7), layout="constrained", squeeze=False)
     for axis, (title, of_arms) in zip(axes[0], lines.items(), strict=True):
         for arm, points in of_arms.items():
             axis.plot(*zip(*points, strict=True), marker="o", label=arm)
@@ -109,7 +109,7 @@ def draw_scaling(rows: list[Row], path: Path) -> bool:
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("GPUs")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12))  # below, where no line runs
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("tokens/s per GPU")
     save(figure, path)
