@@ -173,7 +173,7 @@ class Record:
             )
 
     def _in_place(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What was in the file where it was, so that a later call changes nothing but what it measures; what is new behind it."""
+        """Rows that were in the file where they were, so that a later call changes nothing but what it measures; new ones behind them."""
         return sorted(entries, key=lambda entry: self._places.get(entry["row"], len(self._places)))
 
     def _comparisons(self) -> list[dict[str, Any]]:

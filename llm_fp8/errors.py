@@ -17,7 +17,7 @@ EXIT_NO_GPU = 3
 EXIT_INTERRUPTED = 130
 """What a shell reports for a program that SIGINT ended."""
 STDERR_DESCRIPTOR = 2
-"""Of the process, whatever `sys.stderr` stands for: a crash can write to nothing else."""
+"""Of the process. `sys.stderr` may be an object without a descriptor, which a crash cannot write to."""
 
 
 class UserError(Exception):
@@ -51,7 +51,8 @@ def run_script(main: Callable[[], int]) -> None:
     Of the processes of one launch that make the same mistake, one says it. A crash inside a native library ends the process by its signal,
     as it would anyway, but first prints where Python was.
     """
-    faulthandler.enable(file=STDERR_DESCRIPTOR)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=STDERR_DESCRIPTOR)
     try:
         code = main()
     except (UserError, FailedCheck) as error:

@@ -1,7 +1,8 @@
 """Peak memory of a GPU's tensors, by part.
 
 The peak is at the start of the last micro-batch's backward pass: every layer's saved tensors, the logits and the gradient of the output head
-exist at once, beside weights, optimizer state and the gradients of earlier micro-batches. With a single micro-batch there are no such gradients
+exist at once, beside weights, optimizer state and the gradients of earlier micro-batches. Of layers that are computed again there are the inputs
+alone; one of them in full follows when what the head took is free. With a single micro-batch there are no such gradients
 yet, and the end of the backward pass, with all gradients and no activations, may be the peak instead.
 
 What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc), in elements:
@@ -131,7 +132,7 @@ def peak_memory(scenario: Scenario) -> Memory:
         # At the cast of the logits' gradient there are three bytes for each and no gradient of the head or of its input yet; at the weight's product one byte.
         summed = 0 if tokens <= chunk else _FP32 * scenario.model.head
         head = max(3 * logits + summed + 3 * hidden, logits + head_gradient + 4 * hidden)
-    if scenario.recomputed_layers:  # the first of them when the head is done
+    if scenario.recomputed_layers:  # one after the other, when what the head took is free
         head = max(head, tokens * per_layer)
     cast_layers = scenario.fp8_layers if scenario.keeps_casts else 0
     head_copies = max(0, scenario.fp8_head_products - 1)  # one layout of the weight, or both

@@ -127,7 +127,7 @@ class Prediction:
 
     @property
     def tight(self) -> bool:
-        """Whether FSDP's allocator will run into the end of the memory and slow the steps down, which the time does not hold."""
+        """Whether FSDP's allocator will run into the end of the memory and slow the steps down, which the time does not hold, or run out of it."""
         memory = self.gpu.memory_gib
         return self.scenario.sharded and memory is not None and self.memory.reserved_gib + FITS_RESERVE_GIB > memory
 
@@ -163,9 +163,9 @@ class Prediction:
             found.append(
                 f"recorded runs of today's code under {scenario.mode} have {' and '.join(map(str, counts))} GPUs of one host"
             )
-        if scenario.recomputed_layers and scenario.recipe != "bf16":
+        if scenario.recomputed_layers and (scenario.recipe, scenario.mode) != ("bf16", "fsdp_full"):
             found.append(
-                f"{scenario.recipe}: gradient checkpointing is worked out; recorded runs in fp8 have it with 512 tokens in a micro-batch alone"
+                "gradient checkpointing is worked out; recorded runs with more than 512 tokens in a micro-batch have it in bf16 under fsdp_full alone"
             )
         if scenario.model.spec.qk_norm:
             found.append("norms of queries and keys (Qwen3) are worked out, no recorded run has them")
@@ -182,18 +182,16 @@ class Prediction:
             found.append(
                 f"{scenario.recipe}: FSDP's streams cannot use each other's free memory and ask for about {self.memory.reserved_gib:.0f} of {memory:.1f} GiB, CUDA's own "
                 "beside them, so the allocator will free and map memory within steps, which get longer than this, or memory runs out: take "
-                f"{' or '.join(self._ways_to_less_memory())}"
+                f"{self._ways_to_less_memory()}"
             )
         return found
 
-    def _ways_to_less_memory(self) -> list[str]:
+    def _ways_to_less_memory(self) -> str:
         """What to do where an FSDP mode needs too much."""
-        ways = ["a smaller --batch_size"]
         if self.scenario.mode != "fsdp_grad":
-            return [*ways, "more GPUs"]
-        if self.scenario.recipe in SCENARIOS and not self.scenario.fp8_params:
-            ways.append("--fp8_params")
-        return [*ways, "--sharding_mode fsdp_full"]
+            return "a smaller --batch_size or more GPUs"
+        in_fp8 = ", --fp8_params" if self.scenario.recipe in SCENARIOS and not self.scenario.fp8_params else ""
+        return f"a smaller --batch_size{in_fp8} or --sharding_mode fsdp_full"
 
     def _unrecorded_on_several(self) -> list[str]:
         """What the scenario has that no recorded run on several GPUs does."""

@@ -27,7 +27,7 @@ FILES = (
     "throughput_*.json",
     "multi_gpu_throughput_*.json",
 )
-"""Under benchmarks/results. Other levers_*.json were recorded with a part of today's kernels, or with variables that their arms do not name."""
+"""Under benchmarks/results. Other levers_*.json were recorded with a part of today's kernels, with variables that their arms do not name, or with so few tokens that the host decides."""
 
 TODAYS_SINCE = "2026-11-22"
 """Of a row's `time_utc`. Those before it were recorded with the decoder as it was before its fused kernels (docs/performance_log.md), and those on several

@@ -59,7 +59,7 @@ DOCUMENT = ROOT / "docs" / "when_fp8_pays.md"
 TIME_ERROR, TIME_ERRORS_BEFORE = 0.035, (-0.07, 0.02)
 """Largest error allowed of the step time, which has to hold how far GPUs of one kind differ; least and most for rows of the decoder before, which was slower."""
 TIME_ERROR_SEVERAL = 0.035
-"""On several GPUs. No sum of kernels knows which GPUs a run gets: the same GEMMs of the same arm took 2.37 s in row 8b_x2 and 2.25 s in row
+"""On several GPUs. No sum of kernels knows which GPUs a run gets: the same GEMMs of the arm flash4 took 2.37 s in row 8b_x2 and 2.25 s in row
 8b_s8192_x2, and constants of either are wrong for the other."""
 ONE_POOL_SINCE = "2026-11-22T16"
 """Of a row's time: those before took the gradients' rows from another stream's memory than the backward pass's."""
@@ -78,7 +78,7 @@ have 4,096 tokens in a micro-batch and are of code that kept whole gradients bes
 RESERVED_BEYOND = ("multi_gpu_throughput_8b_b4_x2.json", "multi_gpu_throughput_8b_engines_x2.json")
 """Their rows, with 4,096 tokens in a micro-batch under fsdp_full, have 6 to 9 GiB reserved beyond what is counted: rows for which whole gradients made no room."""
 SUMS_LET_GO = ("levers_8b_x2_sums_let_go.json", "levers_8b_x2_recompute.json")
-"""Their rows have it no more."""
+"""Rows of such shapes whose whole gradients are let go of: nothing of theirs is beyond the count."""
 
 
 def hf_config(model: str):
@@ -161,9 +161,12 @@ def test_what_the_allocator_reserves_under_fsdp():
         if record.file in RESERVED_BEYOND:
             assert 5.5 < gaps < 8.5 < 4 / record.num_gpus * record.prediction.scenario.model.num_parameters / 2**30
             continue
-        assert gaps < 0 if record.memory_was_full else 0 < gaps < 1.8 < FITS_RESERVE_GIB
+        # Layers that are computed again take their blocks anew in every pass, of other sizes than the forward pass left.
+        most = 1.8 if record.prediction.scenario.recomputed_layers else 1.2
+        assert gaps < 0 if record.memory_was_full else 0 < gaps < most < FITS_RESERVE_GIB
     full = [record for record in rows if record.memory_was_full]
-    assert {(r.row["row"], r.prediction.scenario.mode) for r in full} == {("8b_x2", "fsdp_grad"), ("8b_s8192_x2", "fsdp_grad")}
+    filling = ("fsdp_grad:delayed", "fsdp_grad:delayed:fp8_params:fp8head_all:flash4")
+    assert {(r.row["row"], r.arm) for r in full} == {(row, arm) for row in ("8b_x2", "8b_s8192_x2") for arm in filling}
     one_gpu = [r for r in recorded_rows() if r.num_gpus == 1 and (r.reserved_gib or 0) > 137]
     assert one_gpu and not any(r.memory_was_full for r in one_gpu), "one stream has what it needs from the first step on"
 
@@ -284,14 +287,14 @@ def test_the_exchange_of_steps_before_gemms_added_up_gradients():
 def test_kernels_of_several_gpus_take_what_their_parts_and_the_exchange_do(record):
     """While the exchange runs, others' kernels take longer, each by a few percent. The prediction has that in `exchange_s` and not in their parts.
 
-    Under fsdp_full the exchange runs all the time, and GEMMs take up to 8% longer, of few tokens 9%. A GPU may be 2% faster than the rates, which are of the mean of others.
+    Under fsdp_full the exchange runs all the time, and GEMMs take up to 8.3% longer. A GPU may be 2% faster than the rates, which are of the mean of others.
     """
     step = record.measured["recorded_step"]
     classes, time = step["time_s_by_class"], record.prediction.time
-    few = record.prediction.scenario.micro_batch_tokens <= 4096
-    most = (0.09 if few else 0.08) if record.prediction.scenario.mode == "fsdp_full" else 0.05
+    most = 0.083 if record.prediction.scenario.mode == "fsdp_full" else 0.05
     assert -0.035 <= classes["gemm"] / time.gemm_s - 1 <= most
-    attention = 0.2 if few else 0.08  # few documents leave a part of the GPU without work
+    few = record.prediction.scenario.micro_batch_tokens <= 4096  # documents, which leave a part of the GPU without work
+    attention = 0.2 if few else 0.08
     assert time.attention_s == pytest.approx(classes["attention"], rel=attention)
     # Not the sum of the classes: what is copied into buffers for a gather runs beside the others.
     beyond = statistics.mean(step["work_s_by_rank"]) - (time.total_s - time.exchange_s - time.gap_s)
@@ -460,6 +463,15 @@ def test_recomputation_trades_time_for_memory():
     model = dataclasses.replace(all_again.model, spec=dataclasses.replace(spec, vocab_size=1024))
     one_layer = peak_memory(dataclasses.replace(all_again, model=model)).head_gib
     assert one_layer == pytest.approx(8192 * saved_bytes(spec, "delayed") / 2**30)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode", "worked_out"), [("bf16", "fsdp_full", 0), ("delayed", "fsdp_full", 1), ("bf16", "fsdp_grad", 1)]
+)
+def test_recomputation_that_no_record_has_is_told(recipe, mode, worked_out):
+    asked = scenario(recipe=recipe, mode=mode, num_gpus=2, optimizer="adamw_fp32", recomputed_layers=32)
+    notes = predict(asked, known_gpu(CALIBRATED_GPU)).notes
+    assert sum(note.startswith("gradient checkpointing is worked out") for note in notes) == worked_out
 
 
 def test_norms_of_queries_and_keys_cost_time_and_memory():
@@ -857,7 +869,7 @@ def test_memory_that_is_there_and_still_too_little_is_tight(run_command):
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line.startswith("│")]
     assert {row[0]: row[-1] for row in rows} == {"bf16": "yes", "delayed": "tight", "current": "tight", "block": "no"}
     (note,) = (line for line in printed.splitlines() if line.startswith("note: delayed: FSDP's streams"))
-    assert note.endswith("take a smaller --batch_size or --fp8_params or --sharding_mode fsdp_full")
+    assert note.endswith("take a smaller --batch_size, --fp8_params or --sharding_mode fsdp_full")
 
 
 def test_a_head_size_that_flash_attention_4_does_not_take_is_refused(run_command, tmp_path):

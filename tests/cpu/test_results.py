@@ -463,9 +463,10 @@ def test_the_documented_command_of_two_gpus():
         for row in (fp8, bf16):
             classes = row["recorded_step"]["time_s_by_class"]
             busy.append((sum(classes.values()) - classes["communication"]) / statistics.median(row["step_times_s"]))
-    said = "{:.2f}, {:.2f} and {:.2f} times".format(*ratios)
+    said = "{:.2f}, {:.2f} and {:.2f} ".format(*ratios)
     for name in ("README.md", "docs/when_fp8_pays.md", "docs/guides.md"):
-        assert said in (RESULTS.parents[1] / name).read_text(), name
+        text = (RESULTS.parents[1] / name).read_text()
+        assert text.count(said) == text.count("`documented_3b_x2_again.json`") > 0, name
     shares = f"run in {100 * min(busy):.0f} to {max(busy):.0%} of a step"
     assert shares in (RESULTS.parents[1] / "docs" / "when_fp8_pays.md").read_text()
 
@@ -486,7 +487,7 @@ def test_the_pair_of_8b():
 def test_environment_variables(name):
     ((_, record),) = load(name)
     rows = {row["setting"]: row for row in record["rows"]}
-    assert "none" in rows and len(rows) >= 2
+    assert "none" in rows and len(rows) >= (2 if "affinity" in name else 5)
     assert all(row["tokens_per_s"] > 0 for row in rows.values() if "failed" not in row)
 
 

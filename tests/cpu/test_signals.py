@@ -1,5 +1,6 @@
 """Real signals to real processes."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def test_old_handlers_come_back():
     assert stop.requested is None and stop.exit_code == 0
 
 
-def test_a_crash_in_a_native_library_says_where_python_was():
+def test_a_crash_in_a_native_library_says_where_python_was(tmp_path):
     """And ends the process by its signal, which is what a launcher and the other ranks look at."""
     script = """
         import ctypes
@@ -93,8 +94,14 @@ def test_a_crash_in_a_native_library_says_where_python_was():
 
         run_script(reads_the_null_pointer)
     """
+    # In a folder of its own, where the system may leave a core file.
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], cwd=REPOSITORY, capture_output=True, text=True, timeout=20
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=20,
     )
     assert done.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in done.stderr and "in reads_the_null_pointer" in done.stderr
