@@ -53,6 +53,9 @@ class Hooks(Protocol):
     def after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> None:
         """Called after the step that `LoopOptions.profile_step` names, which took so many micro-batches on each rank; on every rank."""
 
+    def after_report(self, step: int) -> None:
+        """Called when the numbers of all steps up to `step` are reported, which --log_every asked for or what follows; on every rank."""
+
     def evaluate(self, step: int) -> None:
         """Evaluate and report; all numbers so far are read and finite."""
 
@@ -163,6 +166,7 @@ class Trainer:
             save = self._due(options.save_every) or stopping or (last and options.save_every > 0)
             if self._due(options.log_every) or evaluate or save or last:
                 self._read_pending()
+                hooks.after_report(self.step)
             if evaluate:
                 hooks.evaluate(self.step)
             if save:

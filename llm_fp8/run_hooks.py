@@ -13,8 +13,10 @@ from llm_fp8.data import PreparedData
 from llm_fp8.errors import FailedCheck
 from llm_fp8.evaluate import evaluate_loss
 from llm_fp8.exact_match import ExactMatchEvaluation
+from llm_fp8.gpu_waiting import describe_waiting, gpu_waiting
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.loop import Trainer
+from llm_fp8.medians import WARMUP_STEPS, own_steps
 from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.run_parts import RunParts
 from llm_fp8.run_state import RunState
@@ -48,6 +50,19 @@ class RunHooks:
         self.run.recorded = profile
         self.trainer.reporter.print(profile.describe())
         self._judge(profile, num_micro_batches)
+
+    def after_report(self, step: int) -> None:
+        """Once, when there are steps to tell it by: say if the GPU waits. The run says so at its end too, which may be hours away."""
+        run, options = self.run, self.trainer.options
+        enough = options.profile_step + WARMUP_STEPS <= step < options.total_steps
+        if run.recorded is None or run.has_looked_for_waiting or not enough:
+            return
+        run.has_looked_for_waiting = True
+        if not run.accelerator.is_main_process:
+            return
+        waiting = gpu_waiting(run.recorded, own_steps(run.folder / "metrics.jsonl"))
+        if waiting is not None and (waits := describe_waiting(waiting, run.accelerator.num_processes)):
+            self.trainer.reporter.print(f"so far {waits}")
 
     def evaluate(self, step: int) -> None:
         """Held-out loss and, where asked for, exact match, reported."""

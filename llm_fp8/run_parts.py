@@ -57,6 +57,7 @@ class RunParts:
         self.attention_backend: str | None = None
         self.recorded: StepProfile | None = None
         self.certificate: Certificate | None = None
+        self.has_looked_for_waiting = False
         self.resident_gib = 0.0
         self.idle_fp8_keys: list[str] = []
         """What the launcher's fp8_config asked for and nothing here acts on, in sentences."""

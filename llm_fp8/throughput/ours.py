@@ -39,6 +39,9 @@ class _NoHooks:
     def after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> None:
         """Never due."""
 
+    def after_report(self, step: int) -> None:
+        """Nothing."""
+
     def evaluate(self, step: int) -> None:
         """Never due."""
 

@@ -318,8 +318,8 @@ def test_fp8_weights_are_counted_by_matrix_and_by_recomputed_layer():
 # --- in a run ---------------------------------------------------------------------------------------------------------------
 
 
-def step_profile(kernels, num_ranks: int = 1) -> StepProfile:
-    profile = StepProfile(span_s=0.1, work_s_by_rank=[0.1] * num_ranks, peak_memory_gib_by_rank=[1.0] * num_ranks)
+def step_profile(kernels, num_ranks: int = 1, work_s: float = 0.1) -> StepProfile:
+    profile = StepProfile(span_s=0.1, work_s_by_rank=[work_s] * num_ranks, peak_memory_gib_by_rank=[1.0] * num_ranks)
     profile.kernels = kernels
     gemms = gemm_kernels(kernels)
     profile.gemm_kernels = {kind: found.count for kind, found in gemms.items()}
@@ -376,12 +376,12 @@ def _a_program_of_its_own() -> None:
     forget_accelerator()
 
 
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, float]]) -> None:
-    """Let a run on the CPU record these kernels, as if they were those of its step."""
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, float]], work_s: float = 0.1) -> None:
+    """Let a run on the CPU record these kernels, as if they were those of its step and the GPU had been at work for so long."""
 
     @contextlib.contextmanager
     def profiled(_):
-        yield step_profile(kernels)
+        yield step_profile(kernels, work_s=work_s)
 
     monkeypatch.setattr(loop, "profiled", profiled)
     monkeypatch.setattr("llm_fp8.run_parts.certifies", lambda wanted, device: wanted is not False)
@@ -411,6 +411,20 @@ def test_a_certified_run_says_so(tiny_model, rows, tmp_path, monkeypatch, capsys
     again = options(tiny_model, rows, tmp_path / "run", "--max_steps=8", "--resume_from=latest")
     assert run_training(parse_config(again)) == 0
     assert "num_gemm_kernels" in steps(tmp_path / "run")[-1]
+
+
+@pytest.mark.parametrize(("work_s", "waits"), [(1e-6, True), (1e6, False)])
+def test_a_run_says_early_that_its_gpu_waits(work_s, waits, tiny_model, rows, tmp_path, monkeypatch, capsys):
+    """Once, ten steps behind the recorded one, and again at its end."""
+    pretend_gpu(monkeypatch, BF16_STEP, work_s)
+    reports = [word for word in options(tiny_model, rows, tmp_path / "run", "--max_steps=20") if "log_every" not in word]
+    assert run_training(parse_config([*reports, "--log_every=2"])) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("the GPU waits for its host") == 2 * waits and printed.count("so far the GPU waits") == waits
+    if waits:
+        before, _, behind = printed.partition("so far the GPU waits")
+        assert "step 16/20" in before and "step 18/20" not in before
+        assert "step 18/20" in behind and "done: 20 steps" in behind
 
 
 def test_a_run_of_one_step_is_certified(tiny_model, rows, tmp_path, monkeypatch, capsys):
