@@ -56,7 +56,7 @@ FITS_RESERVE_GIB = 2.0
 
 FULL_SHARE = 0.98
 """Of a GPU's memory: a recorded FSDP step whose allocator reserved as much had none left for a stream that asked for more, so that blocks of other streams were freed and
-mapped anew within steps. They take longer, and jump in some (`flash4` of rows 8b_x2 and 8b_s8192_x2), and no sum of kernels can say by how much: they are neither fitted nor scored."""
+mapped anew within steps. Such steps take longer, in some by turns (`flash4` of rows 8b_x2 and 8b_s8192_x2), and no sum of kernels can say by how much: they are neither fitted nor scored."""
 
 WAITED_SHARE = 0.15
 """Of a recorded step on several GPUs: where nothing but communication ran for as long, GPUs waited for each other, each for a host that launched its kernels too slowly. How
