@@ -405,6 +405,16 @@ def test_the_document_holds_what_the_functions_give():
     assert text == with_tables(text), "run: python -m llm_fp8.predict.tables docs/when_fp8_pays.md"
 
 
+def test_what_14b_needs_on_two_gpus_is_what_the_document_says():
+    two = {"tokens": 4096, "micro_batches": 16, "mode": "fsdp_full", "num_gpus": 2, "optimizer": "adamw_fp32"}
+    ways = ({}, {"sync_every_micro_batch": True}, {"sync_every_micro_batch": True, "recomputed_layers": 48})
+    summed, exchanged, recomputed = (gib(scenario("Qwen2.5-14B", **two, **way)) for way in ways)
+    text = " ".join((ROOT / "docs" / "multi_gpu.md").read_text(encoding="utf-8").split())
+    assert (
+        f"says {summed:.0f} GiB, {exchanged:.0f} with gradients exchanged in every micro-batch, and {recomputed:.0f} with" in text
+    )
+
+
 # --- the sizes --------------------------------------------------------------------------------------------------------------
 
 
