@@ -30,5 +30,5 @@ def test_the_cache_is_emptied_every_so_many_steps(
     loop._take_step = lambda *_: setattr(loop, "step", loop.step + 1)
     emptied: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(loop.step))
-    Trainer.train(loop, SimpleNamespace(after_first_step=nothing), lambda: False)
+    Trainer.train(loop, SimpleNamespace(after_first_step=nothing, after_report=nothing), lambda: False)
     assert loop.step == 7 and emptied == emptied_after
