@@ -30,9 +30,9 @@ def gpu_waiting(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, 
     return {"work_s": work_s, "step_time_s": step_time_s, "share": max(0.0, 1 - work_s / step_time_s)}
 
 
-def describe_waiting(waiting: dict[str, Any], num_ranks: int) -> str | None:
-    """What a run says of it, with what helps; None where it is not worth a word."""
-    if waiting["share"] < WORTH_A_WORD:
+def describe_waiting(waiting: dict[str, Any] | None, num_ranks: int) -> str | None:
+    """What a run says of it, with what helps; None where it is not worth a word, or not known."""
+    if waiting is None or waiting["share"] < WORTH_A_WORD:
         return None
     on_what, less = "its host to launch kernels", ""
     if num_ranks > 1:

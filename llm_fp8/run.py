@@ -466,9 +466,7 @@ class Run(RunParts):
         self.say(f"done: {summary['steps']} steps in {summary['wall_time_s']:.0f} s, precision {self.plan.name}")
         if summary["prediction"] is not None:
             self.say(describe_comparison(summary["prediction"]))
-        if summary["gpu_waiting"] is not None and (
-            waits := describe_waiting(summary["gpu_waiting"], self.accelerator.num_processes)
-        ):
+        if waits := describe_waiting(summary["gpu_waiting"], self.accelerator.num_processes):
             self.say(waits)
         if self.certificate is not None:
             self.say(self.certificate.describe())

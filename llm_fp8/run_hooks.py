@@ -61,7 +61,7 @@ class RunHooks:
         if not run.accelerator.is_main_process:
             return
         waiting = gpu_waiting(run.recorded, own_steps(run.folder / "metrics.jsonl"))
-        if waiting is not None and (waits := describe_waiting(waiting, run.accelerator.num_processes)):
+        if waits := describe_waiting(waiting, run.accelerator.num_processes):
             self.trainer.reporter.print(f"so far {waits}")
 
     def evaluate(self, step: int) -> None:
