@@ -161,7 +161,7 @@ def test_what_the_allocator_reserves_under_fsdp():
         if record.file in RESERVED_BEYOND:
             assert 5.5 < gaps < 8.5 < 4 / record.num_gpus * record.prediction.scenario.model.num_parameters / 2**30
             continue
-        # Layers that are computed again take their blocks anew in every pass, of other sizes than the forward pass left.
+        # One row has its layers computed again, and larger gaps; what makes them was not looked into.
         most = 1.8 if record.prediction.scenario.recomputed_layers else 1.2
         assert gaps < 0 if record.memory_was_full else 0 < gaps < most < FITS_RESERVE_GIB
     full = [record for record in rows if record.memory_was_full]
