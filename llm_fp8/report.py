@@ -249,7 +249,7 @@ class RunReporter:
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Write summary.json: what the run ended with, medians of its speed, and the entries of `summary`; returns it."""
-        steps = self._own_steps()
+        steps = self.own_steps()
         whole = {
             "steps": self._last_step,
             "total_steps": self._total_steps,
@@ -269,8 +269,8 @@ class RunReporter:
                     )
         return whole
 
-    def _own_steps(self) -> list[dict[str, float]]:
-        """The steps of this process with the figures that the summary is made from; empty where this is not the main one.
+    def own_steps(self) -> list[dict[str, float]]:
+        """The steps of this process so far with the figures that the summary is made from; empty where this is not the main one.
 
         They are read back from metrics.jsonl, because kept in memory they would grow with the run.
         """

@@ -16,7 +16,7 @@ from llm_fp8.exact_match import ExactMatchEvaluation
 from llm_fp8.gpu_waiting import describe_waiting, gpu_waiting
 from llm_fp8.json_files import write_json_atomic
 from llm_fp8.loop import Trainer
-from llm_fp8.medians import WARMUP_STEPS, own_steps
+from llm_fp8.medians import WARMUP_STEPS
 from llm_fp8.parallel.profile import StepProfile
 from llm_fp8.run_parts import RunParts
 from llm_fp8.run_state import RunState
@@ -58,9 +58,7 @@ class RunHooks:
         if run.recorded is None or run.has_looked_for_waiting or not enough:
             return
         run.has_looked_for_waiting = True
-        if not run.accelerator.is_main_process:
-            return
-        waiting = gpu_waiting(run.recorded, own_steps(run.folder / "metrics.jsonl"))
+        waiting = gpu_waiting(run.recorded, self.trainer.reporter.own_steps())
         if waits := describe_waiting(waiting, run.accelerator.num_processes):
             self.trainer.reporter.print(f"so far {waits}")
 
