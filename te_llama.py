@@ -5,13 +5,13 @@ layers, final norm and rotary table are replaced. Embedding, `lm_head`, `generat
 
     hidden [B, S, h]
       ├─ LayerNormLinear    RMSNorm + one fused QKV GEMM -> [B, S, (heads + 2 * kv_heads) * head_dim]
-      │   split into q, k and v, and RoPE with fp32 angles: one kernel (`llm_fp8.rope_kernel`)
+      │   split into q, k and v, and RoPE with fp32 angles: one kernel (`llm_fp8.kernels.rope_triton`)
       │       (Qwen3 has an RMSNorm of every q and k head between; there, and under context parallelism, TE's RoPE)
       │   DotProductAttention   cuDNN or flash-attn, causal, GQA, sliding window
       │   Linear                output projection
       ├─ + residual
       ├─ LayerNormMLP       RMSNorm + fc1 (gate, then up) + SwiGLU + fc2; SwiGLU's backward pass in one kernel with the cast to fp8
-      │                     (`llm_fp8.te_activation`)
+      │                     (`llm_fp8.kernels.swiglu`)
       └─ + residual
 
 Why: TE's fused modules quantise an activation once per GEMM group, keep the norm next to the cast and have fp8 kernels for
@@ -46,8 +46,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from llm_fp8.flash_attention_package import FLASH_ATTENTION_PACKAGES, FlashAttention
-from llm_fp8.te_activation import fuse_swiglu_backward
+from llm_fp8.config.attention_packages import FLASH_ATTENTION_PACKAGES, FlashAttention
+from llm_fp8.kernels.swiglu import fuse_swiglu_backward
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -81,7 +81,7 @@ class DecoderSpec:
     split_mlp: bool = False
     """fc1 and fc2 are modules of their own, so that what lies between them can be reached; slower than LayerNormMLP."""
     flash_attention: FlashAttention | None = None
-    """The value of --attn_implementation whose attention (`llm_fp8.flash_attention`) packed documents take; None: Transformer Engine's choice."""
+    """The value of --attn_implementation whose attention (`llm_fp8.kernels.flash_attention`) packed documents take; None: Transformer Engine's choice."""
 
     @property
     def q_size(self) -> int:
@@ -216,86 +216,6 @@ def _listed(names: Iterable[str]) -> str:
     """The first few of the names, for an error message."""
     found = sorted(names)
     return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
-
-
-@dataclass(frozen=True)
-class RowBlock:
-    """Rows of a parameter that is split along dim 0: `data` [n, ...] holds its rows `start` to `start + n`; n may be 0."""
-
-    data: Tensor
-    start: int
-
-
-class PartFiller:
-    """Fills parameters from the Hugging Face tensors they are made of, which arrive one by one, in any order, with no second copy in memory.
-
-    Use: `fill_rows` (or `fill`, with the whole tensor) for each tensor of each file, then `finish()`. Each Hugging Face tensor must come
-    exactly once.
-    Raises `UnsupportedArchitecture` that names the tensor on anything unexpected, doubled, missing or of another shape.
-
-    Args:
-        entries: parameter name -> its parts, as `parameter_map` gives them.
-        blocks: parameter name -> the rows to fill.
-    """
-
-    def __init__(self, entries: Mapping[str, tuple[Part, ...]], blocks: Mapping[str, RowBlock]) -> None:
-        if entries.keys() != blocks.keys():
-            raise UnsupportedArchitecture(f"parameter map and model differ in {_listed(entries.keys() ^ blocks.keys())}")
-        self._targets = {part.hf_name: (blocks[name], part) for name, parts in entries.items() for part in parts}
-        self._missing = set(self._targets)
-
-    def resolve(self, hf_name: str) -> str | None:
-        """The name under which the map knows a tensor of a checkpoint; None for one to pass over."""
-        return hf_name
-
-    def fill(self, hf_name: str, tensor: Tensor) -> None:
-        """`fill_rows` from a whole tensor."""
-        self.fill_rows(hf_name, tuple(tensor.shape), tensor)
-
-    def fill_rows(self, hf_name: str, shape: tuple[int, ...], rows: Any) -> None:
-        """Copy what is wanted of one Hugging Face tensor to its place, cast to the parameter's dtype.
-
-        `rows[a:b]` gives rows a to b of dim 0: the tensor itself, or a slice of a safetensors file, of which nothing else is then read.
-        """
-        known_name = self.resolve(hf_name)
-        if known_name is None:
-            return
-        if known_name not in self._targets:
-            raise UnsupportedArchitecture(f"the checkpoint holds '{hf_name}', which this architecture does not have")
-        if known_name not in self._missing:
-            raise UnsupportedArchitecture(f"the checkpoint holds '{hf_name}' twice")
-        block, part = self._targets[known_name]
-        if shape != part.shape:
-            raise UnsupportedArchitecture(
-                f"'{hf_name}' has shape {list(shape)} in the checkpoint and {list(part.shape)} in the config"
-            )
-        first, last = max(part.start, block.start), min(part.stop, block.start + len(block.data))
-        if first < last:
-            with torch.no_grad():
-                block.data[first - block.start : last - block.start].copy_(rows[first - part.start : last - part.start])
-        self._missing.discard(known_name)
-
-    def finish(self) -> None:
-        """Raise unless every parameter was filled."""
-        if self._missing:
-            raise UnsupportedArchitecture(f"the checkpoint lacks {_listed(self._missing)}")
-
-
-class WeightFiller(PartFiller):
-    """A `PartFiller` of TE parameters, whole (tensors) or in part (`RowBlock`s)."""
-
-    def __init__(self, spec: DecoderSpec, te_parameters: Mapping[str, Tensor | RowBlock]) -> None:
-        blocks = {name: value if isinstance(value, RowBlock) else RowBlock(value, 0) for name, value in te_parameters.items()}
-        super().__init__(parameter_map(spec), blocks)
-        self._tied = spec.tied_embeddings
-
-    def resolve(self, hf_name: str) -> str | None:
-        """See `PartFiller.resolve`."""
-        if hf_name == "lm_head.weight" and self._tied:
-            return None  # Some checkpoints store the tied matrix a second time.
-        if hf_name.endswith("rotary_emb.inv_freq"):
-            return None  # Llama 2 checkpoints carry this buffer; the frequencies come from the config.
-        return hf_name
 
 
 def hf_state_dict(spec: DecoderSpec, te_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -481,7 +401,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return (self.q_norm(q), self.k_norm(k), v) if spec.qk_norm else (q, k, v)
 
     def _one_kernel_rotates(self, fused: Tensor) -> bool:
-        """Whether `llm_fp8.rope_kernel` takes this projection. Under context parallelism, and where a norm comes between split and RoPE, it does not.
+        """Whether `llm_fp8.kernels.rope_triton` takes this projection. Under context parallelism, and where a norm comes between split and RoPE, it does not.
 
         It needs triton, which Transformer Engine needs too.
         """
@@ -493,7 +413,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q and k after RoPE, and v, contiguous. Packed with `cu_seqlens`: [T, size] -> [T, heads, d]; else [B, S, size] -> [B, S, heads, d]."""
         if self._one_kernel_rotates(fused):
-            from llm_fp8.rope_kernel import split_rope
+            from llm_fp8.kernels.rope_triton import split_rope
 
             return split_rope(fused, angles, self.spec.num_heads, self.spec.num_kv_heads, cu_seqlens)
         from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
@@ -532,7 +452,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         else:
             q, k, v = self._split_and_rotate(fused, angles, None, None)
         if flash is not None:
-            from llm_fp8.flash_attention import flash_attention
+            from llm_fp8.kernels.flash_attention import flash_attention
 
             longest = length if max_seqlen is None else max_seqlen
             window = self.spec.windows[self.layer]

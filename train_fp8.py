@@ -13,21 +13,21 @@ from __future__ import annotations
 import os
 import sys
 
-from llm_fp8.phases import IMPORTED_S, PhaseClock  # before the other imports, which are timed
+from llm_fp8.utils.phases import IMPORTED_S, PhaseClock  # before the other imports, which are timed
 
 # Read by torch when CUDA starts. Growing segments leave less unusable memory between blocks of many sizes.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-from llm_fp8.config import parse_config
-from llm_fp8.errors import run_script
-from llm_fp8.launch_env import require_single_process
+from llm_fp8.config.accelerate_env import require_single_process
+from llm_fp8.config.parser import parse_config
+from llm_fp8.utils.errors import run_script
 
 
 def main() -> int:
     """Parse the command line, train, and return the exit code."""
     config = parse_config(sys.argv[1:], prog="train_fp8.py", description=(__doc__ or "").split("\n\n")[0])
     require_single_process(os.environ)
-    from llm_fp8.run import run_training  # after the parser: --help and mistakes answer without loading the rest
+    from llm_fp8.train.run import run_training  # after the parser: --help and mistakes answer without loading the rest
 
     return run_training(config, PhaseClock(IMPORTED_S))
 

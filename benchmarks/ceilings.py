@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Record what this GPU multiplies and copies, for llm_fp8/ceilings.py's table of known GPUs.
+"""Record what this GPU multiplies and copies, for llm_fp8/tools/gemm_rates.py's table of known GPUs.
 
     python benchmarks/ceilings.py --rounds 3 --output benchmarks/results/ceilings_h200.json
 
@@ -18,11 +18,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.ceilings import KNOWN_FILES, Ceilings, measure_ceilings
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import write_json_atomic
-from llm_fp8.provenance import collect_provenance
-from llm_fp8.verify.output_folder import try_to_write
+from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.tools.gemm_rates import KNOWN_FILES, Ceilings, measure_ceilings
+from llm_fp8.tools.verify.output_folder import try_to_write
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import write_json_atomic
 
 
 def median_of(rounds: list[Ceilings]) -> Ceilings:

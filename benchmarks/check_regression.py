@@ -31,10 +31,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
-from llm_fp8.provenance import REPOSITORY
-from llm_fp8.throughput.arms import OLD_NAMES, parse_arm
-from llm_fp8.throughput.setups import BASELINE, RIVALS, Rival
+from llm_fp8.tools.bench.variant_names import OLD_NAMES, parse_arm
+from llm_fp8.tools.bench.variants import BASELINE, RIVALS, Rival
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
+from llm_fp8.utils.packages import REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 RECORDED = ("speed_table_*.json", "throughput_*.json", "multi_gpu_throughput_*.json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.colors import to_rgb
 
-from llm_fp8.throughput.arms import OLD_NAMES
+from llm_fp8.tools.bench.variant_names import OLD_NAMES
 
 PRECISION_COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
 """Of our precisions with Transformer Engine."""

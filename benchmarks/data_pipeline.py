@@ -37,17 +37,18 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.made_up_math import SPLIT, write_split
-from llm_fp8.config import EMBEDDED, Config, ModelConfig, parse_config
+from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
+from llm_fp8.config.parser import parse_config
 from llm_fp8.data import Batch, PreparedData, prepare_data
 from llm_fp8.data.load import load_split, open_source
 from llm_fp8.data.pack import pack
 from llm_fp8.data.tokenise import TokeniseOptions, arrow_table, tokenise
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import require_writable, write_json_atomic
-from llm_fp8.metrics import GIB
-from llm_fp8.models import load_tokenizer, resolve_source
-from llm_fp8.provenance import collect_provenance
-from llm_fp8.quiet import quiet_libraries
+from llm_fp8.models.source import load_tokenizer, resolve_source
+from llm_fp8.observability.metrics import GIB
+from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.utils.console import quiet_libraries
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
 TARGET_TOKENS_PER_S = 150_000
 """What a rank's loader should deliver at least: more than an H200 trains of the smallest model here."""

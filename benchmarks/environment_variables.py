@@ -7,7 +7,7 @@
 
 A setting is one or several NAME=VALUE. Each is measured in processes of its own, in turns with the others and with none, so that what slows
 the machine for a while does not fall on one. No process has a variable of another setting, or one of them from this shell. Steps before
---warmup are left out. The file holds, beside the figures, what the table of llm_fp8/environment.py says of each setting.
+--warmup are left out. The file holds, beside the figures, what the table of llm_fp8/tools/verify/environment_rules.py says of each setting.
 What acts on exchanges between GPUs is seen with --num_gpus alone, whose default settings are others.
 """
 
@@ -25,14 +25,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8 import environment
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import write_json_atomic
-from llm_fp8.ranks import LaunchRanks
-from llm_fp8.throughput.arms import Arm, parse_arm
-from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
-from llm_fp8.throughput.worker import measure_apart, take_header
-from llm_fp8.throughput.workload import Workload
+from llm_fp8.tools.bench.variant_names import Arm, parse_arm
+from llm_fp8.tools.bench.worker import add_measuring_options, check_measuring_options, measure_apart, take_header
+from llm_fp8.tools.bench.workload import Workload
+from llm_fp8.tools.verify import environment_rules as environment
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import write_json_atomic
+from llm_fp8.utils.ranks import LaunchRanks
 from scripts.benchmark import EXIT_TERMINATED, print_round, speeds_overlap, summarise
 
 NONE = "none"

@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from llm_fp8.errors import OneSentenceParser
-from llm_fp8.json_files import read_metrics, write_json_atomic
-from llm_fp8.models import EMBEDDED_MODEL
-from llm_fp8.provenance import collect_provenance
+from llm_fp8.models.source import EMBEDDED_MODEL
+from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.utils.errors import OneSentenceParser
+from llm_fp8.utils.json_files import read_metrics, write_json_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "first_updates.json"

@@ -30,15 +30,17 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
 
-from llm_fp8 import fp8_head, softmax
-from llm_fp8.config import parse_config
-from llm_fp8.errors import OneSentenceParser
-from llm_fp8.fp8_head import E4M3, E5M2, Fp8Head
-from llm_fp8.json_files import read_metrics, write_json_atomic
-from llm_fp8.parity import relative_difference
-from llm_fp8.precision import Precision
-from llm_fp8.provenance import REPOSITORY, collect_provenance
-from llm_fp8.run import run_training
+from llm_fp8.config.parser import parse_config
+from llm_fp8.kernels import fp8_lm_head as fp8_head
+from llm_fp8.kernels import softmax
+from llm_fp8.kernels.fp8_lm_head import E4M3, E5M2, Fp8Head
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.precision.context import Precision
+from llm_fp8.train.run import run_training
+from llm_fp8.utils.errors import OneSentenceParser
+from llm_fp8.utils.json_files import read_metrics, write_json_atomic
+from llm_fp8.utils.packages import REPOSITORY
 
 RESULT = REPOSITORY / "benchmarks" / "results" / "fp8_head_rounding.json"
 VOCABULARY, WIDTH, TOKENS = 128_256, 64, 256

@@ -29,10 +29,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import require_writable, write_json_atomic
-from llm_fp8.provenance import collect_provenance
-from llm_fp8.visible_gpus import visible_gpus
+from llm_fp8.observability.provenance import collect_provenance, visible_gpus
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
 NEEDS_MACHINE = "whole_machine or (exclusive and multi_gpu)"
 """pytest's expression for the tests beside which nothing may run."""

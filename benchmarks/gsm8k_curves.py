@@ -36,11 +36,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from llm_fp8.errors import FailedCheck, OneSentenceParser, UserError, run_script  # noqa: E402
-from llm_fp8.json_files import read_json, read_metrics, require_writable, write_json_atomic  # noqa: E402
-from llm_fp8.programs import torchrun  # noqa: E402
-from llm_fp8.provenance import collect_provenance  # noqa: E402
-from llm_fp8.visible_gpus import visible_gpus  # noqa: E402
+from llm_fp8.observability.provenance import collect_provenance, visible_gpus  # noqa: E402
+from llm_fp8.utils.errors import FailedCheck, OneSentenceParser, UserError, run_script  # noqa: E402
+from llm_fp8.utils.json_files import read_json, read_metrics, require_writable, write_json_atomic  # noqa: E402
+from llm_fp8.utils.subprocesses import torchrun  # noqa: E402
 
 ARMS = {
     "bf16": ["--mixed_precision", "bf16"],

@@ -30,14 +30,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from transformers import AutoTokenizer
 
-from llm_fp8.embedded import DATASET_DIR, MODEL_DIR
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import read_json, read_jsonl, read_metrics, write_json_atomic, write_jsonl_atomic
-from llm_fp8.provenance import collect_provenance
-from llm_fp8.throughput.figures import speed
-from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
-from llm_fp8.throughput.workload import Workload
-from llm_fp8.verify.processes import Started
+from llm_fp8.data.embedded import DATASET_DIR, MODEL_DIR
+from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.tools.bench.measure import speed
+from llm_fp8.tools.bench.worker import add_measuring_options, check_measuring_options
+from llm_fp8.tools.bench.workload import Workload
+from llm_fp8.tools.verify.processes import Started
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import read_json, read_jsonl, read_metrics, write_json_atomic, write_jsonl_atomic
 
 TRAINER_ARMS = {"trainer_bf16": "bf16", "trainer_fp8": "fp8"}
 OUR_ARMS = {"train_fp8": "fp8", "train_bf16": "bf16"}

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llm_fp8.embedded import DATASET_DIR
-from llm_fp8.json_files import read_jsonl
+from llm_fp8.data.embedded import DATASET_DIR
+from llm_fp8.utils.json_files import read_jsonl
 
 SPLIT = "train_1M"
 ANSWERS_PER_PROBLEM = 4

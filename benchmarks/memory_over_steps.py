@@ -24,8 +24,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_fp8
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import require_writable, write_json_atomic
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
 SAMPLES = 200
 LEFT_OUT_SHARE = 0.1
@@ -102,7 +102,7 @@ def training_options(given: Sequence[str], num_steps: int, folder: Path) -> list
 
 def train_and_sample(words: Sequence[str]) -> list[Sample]:
     """Run train_fp8.py with these options in this process; what it held whenever it had read its numbers."""
-    from llm_fp8.report import RunReporter
+    from llm_fp8.observability.reporter import RunReporter
 
     samples: list[Sample] = []
     report = RunReporter.steps
@@ -129,7 +129,9 @@ def main() -> int:
     if options.steps < 20:
         raise UserError(f"--steps must be at least 20, not {options.steps}: growth is a line through the samples.")
     require_writable("--output", options.output)
-    from llm_fp8.provenance import collect_provenance  # after the parser: --help and mistakes answer without loading torch
+    from llm_fp8.observability.provenance import (
+        collect_provenance,  # after the parser: --help and mistakes answer without loading torch
+    )
 
     record: dict[str, Any] = {"provenance": collect_provenance(sys.argv), "steps": options.steps}
     with tempfile.TemporaryDirectory() as scratch:

@@ -20,8 +20,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.colours import PRECISION_COLOURS
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import read_json, require_writable
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import read_json, require_writable
 
 COLOURS = PRECISION_COLOURS | {"delayed_fp8head": "#7b4b94", "delayed_fp8head_all": "#3d8b37"}
 LINES = {"": "-", "fsdp_full": "--", "ddp": ":"}

@@ -17,9 +17,9 @@ import matplotlib.pyplot as plt
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.colours import PRECISION_COLOURS
-from llm_fp8.errors import OneSentenceParser, run_script
-from llm_fp8.json_files import require_writable
-from llm_fp8.predict.records import Recorded, recorded_rows
+from benchmarks.prediction_records import Recorded, recorded_rows
+from llm_fp8.utils.errors import OneSentenceParser, run_script
+from llm_fp8.utils.json_files import require_writable
 
 MARKERS = {1: "o", 2: "^", 4: "s"}
 """By number of GPUs."""

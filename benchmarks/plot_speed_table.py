@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.plot_throughput import draw as draw_speeds
 from benchmarks.plot_throughput import group_of, panels, read_rows, require_png, save, tokens_per_s
-from llm_fp8.errors import OneSentenceParser, run_script
-from llm_fp8.kernels import KERNEL_CLASSES
-from llm_fp8.throughput.arms import parse_arm
+from llm_fp8.observability.kernel_trace import KERNEL_CLASSES
+from llm_fp8.tools.bench.variant_names import parse_arm
+from llm_fp8.utils.errors import OneSentenceParser, run_script
 
 Row = dict[str, Any]
 GAP = "no kernel"

@@ -24,8 +24,8 @@ import matplotlib.pyplot as plt
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.colours import colours_of
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import require_writable
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import require_writable
 
 FEWEST_BARS = 3
 """Room for so many even where there are fewer, so that titles and the target's name have theirs."""

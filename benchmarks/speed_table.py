@@ -34,14 +34,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.ceilings import known_ceilings
-from llm_fp8.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import read_json, write_json_atomic
-from llm_fp8.throughput.arms import Arm
-from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
-from llm_fp8.throughput.table import TableRow, gemm_floor_s, read_table
-from llm_fp8.throughput.worker import STOPPED, measure_apart, take_header
-from llm_fp8.visible_gpus import visible_gpus
+from benchmarks.speed_table_rows import TableRow, gemm_floor_s, read_table
+from llm_fp8.observability.provenance import visible_gpus
+from llm_fp8.tools.bench.variant_names import Arm
+from llm_fp8.tools.bench.worker import STOPPED, add_measuring_options, check_measuring_options, measure_apart, take_header
+from llm_fp8.tools.gemm_rates import known_ceilings
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import read_json, write_json_atomic
 from scripts.benchmark import EXIT_TERMINATED, print_round, summarise
 
 TABLE = Path(__file__).with_suffix(".json")

@@ -21,11 +21,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.architectures import bundled_architectures
-from llm_fp8.config import ModelConfig
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import require_writable, write_json_atomic
-from llm_fp8.programs import torchrun
+from llm_fp8.config.options import ModelConfig
+from llm_fp8.models.architectures import bundled_architectures
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import require_writable, write_json_atomic
+from llm_fp8.utils.subprocesses import torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
 POLL_S = 0.1
@@ -36,7 +36,7 @@ def write_model_folder(model: str, folder: Path) -> float:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from llm_fp8.models import EMBEDDED_MODEL, load_config, resolve_source
+    from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 
     options = ModelConfig(model_name=model, random_init=True)
     config = load_config(options, resolve_source(options))
@@ -96,7 +96,9 @@ def main() -> int:
         if getattr(options, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}.")
     require_writable("--output", options.output)
-    from llm_fp8.provenance import collect_provenance  # after the parser: --help and mistakes answer without loading torch
+    from llm_fp8.observability.provenance import (
+        collect_provenance,  # after the parser: --help and mistakes answer without loading torch
+    )
 
     launch = [sys.executable, "train_fp8.py"]
     if options.num_gpus > 1:

@@ -34,9 +34,9 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.embedded import DATASET_DIR, MODEL_DIR
-from llm_fp8.errors import UserError, run_script
-from llm_fp8.trainer_callback import CertificateCallback
+from llm_fp8.data.embedded import DATASET_DIR, MODEL_DIR
+from llm_fp8.tools.hf_trainer_callback import CertificateCallback
+from llm_fp8.utils.errors import UserError, run_script
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """Fine-tuning of Llama, Qwen and Mistral models in FP8, MXFP8 and BF16: what both training scripts share."""
 
+from __future__ import annotations
+
 import logging
 
 

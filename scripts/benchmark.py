@@ -35,17 +35,22 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import read_json, write_json_atomic
-from llm_fp8.ranks import LaunchRanks
-from llm_fp8.throughput.arms import PRECISIONS, Arm, parse_arms
-from llm_fp8.throughput.figures import describe_gemms, speed
-from llm_fp8.throughput.options import add_measuring_options, add_resuming_option, check_measuring_options
-from llm_fp8.throughput.setups import BASELINE, RIVALS
-from llm_fp8.throughput.worker import measure_apart, take_header
+from llm_fp8.tools.bench.measure import describe_gemms, speed
+from llm_fp8.tools.bench.variant_names import PRECISIONS, Arm, parse_arms
+from llm_fp8.tools.bench.variants import BASELINE, RIVALS
+from llm_fp8.tools.bench.worker import (
+    add_measuring_options,
+    add_resuming_option,
+    check_measuring_options,
+    measure_apart,
+    take_header,
+)
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import read_json, write_json_atomic
+from llm_fp8.utils.ranks import LaunchRanks
 
 if TYPE_CHECKING:
-    from llm_fp8.throughput.workload import Workload
+    from llm_fp8.tools.bench.workload import Workload
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
 CLAIM = ("accelerate_te", "te_autocast")
@@ -299,7 +304,7 @@ def measure_and_print(options: argparse.Namespace, arms: list[Arm]) -> list[dict
     """
     import torch  # here, like the next: --help and mistakes in options answer without loading models
 
-    from llm_fp8.throughput.workload import parse_workloads
+    from llm_fp8.tools.bench.workload import parse_workloads
 
     works = parse_workloads(options.workloads, options.steps)
     ranks = LaunchRanks.from_environment(os.environ)

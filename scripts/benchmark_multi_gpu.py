@@ -11,7 +11,7 @@ GPUs) has tokens of its own. A workload is MODEL:ROWSxLENGTHxMICRO_BATCHES, per 
   stand :swap (the Hugging Face decoder, its linear layers swapped in fp8), :recompute (gradient checkpointing), :fp8_params, :sync (gradients
   exchanged in each micro-batch), and before it cpN: (N GPUs share the tokens of a row).
 - ddp:RIVAL and fsdp_full:RIVAL: transformers' model under Accelerate's DDP, or its FSDP2 plugin; RIVAL is hf_bf16, hf_bf16_compiled,
-  accelerate_te, te_autocast, torchao_tensorwise or torchao_rowwise (llm_fp8/throughput/rival.py); deepspeed_1:RIVAL to deepspeed_3:RIVAL, its
+  accelerate_te, te_autocast, torchao_tensorwise or torchao_rowwise (llm_fp8/tools/bench/baselines.py); deepspeed_1:RIVAL to deepspeed_3:RIVAL, its
   DeepSpeed plugin, with the first two. Files recorded before these names have hf_ddp_bf16 and hf_fsdp2_bf16 for ddp:hf_bf16 and fsdp_full:hf_bf16.
 
 --deepspeed_config takes another file for the arms under DeepSpeed. Ours are checked as a run is, a rival has what the file says: so it is seen
@@ -48,18 +48,16 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.parallel.deepspeed_config import read_file
-from llm_fp8.process_group import start_process_group
-from llm_fp8.quiet import quiet_libraries
-from llm_fp8.ranks import LaunchRanks, first_to_say
-from llm_fp8.throughput.arms import Arm, parse_arms
-from llm_fp8.throughput.figures import describe_gemms, speed
-from llm_fp8.throughput.measure import describe_failure, header, measure
-from llm_fp8.throughput.options import add_measuring_options, check_measuring_options
-from llm_fp8.throughput.results import ENDED_IN_SILENCE, ResultsFile
-from llm_fp8.throughput.setups import DEEPSPEED_MODES
-from llm_fp8.throughput.workload import Workload, parse_workloads
+from llm_fp8.distributed.deepspeed_config import read_file
+from llm_fp8.distributed.process_group import start_process_group
+from llm_fp8.tools.bench.measure import describe_failure, describe_gemms, header, measure, speed
+from llm_fp8.tools.bench.variant_names import Arm, parse_arms
+from llm_fp8.tools.bench.variants import DEEPSPEED_MODES
+from llm_fp8.tools.bench.worker import ENDED_IN_SILENCE, ResultsFile, add_measuring_options, check_measuring_options
+from llm_fp8.tools.bench.workload import Workload, parse_workloads
+from llm_fp8.utils.console import quiet_libraries
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.ranks import LaunchRanks, first_to_say
 
 EXIT_ARM_FAILED = 3
 SAYING_S = 5.0

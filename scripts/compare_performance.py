@@ -24,18 +24,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from llm_fp8.compare.arms import ARMS, REFERENCE, parse_arms
-from llm_fp8.compare.comparison import Failure, compare
-from llm_fp8.compare.launch import Interrupted, claim_folder, default_folder, launch, make_slots, plan_runs
-from llm_fp8.compare.page import render_page
-from llm_fp8.compare.run_record import RunRecord, read_run_folder
-from llm_fp8.compare.text import print_comparison
-from llm_fp8.compare.wandb_runs import read_wandb
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import write_json_atomic
-from llm_fp8.provenance import REPOSITORY
-from llm_fp8.signals import exit_code
-from llm_fp8.visible_gpus import visible_gpus
+from llm_fp8.observability.provenance import visible_gpus
+from llm_fp8.tools.compare.arms import ARMS, REFERENCE, parse_arms
+from llm_fp8.tools.compare.launch import Interrupted, claim_folder, default_folder, launch, make_slots, plan_runs
+from llm_fp8.tools.compare.page import render_page
+from llm_fp8.tools.compare.report import Failure, compare, print_comparison
+from llm_fp8.tools.compare.run_record import RunRecord, read_run_folder, read_wandb
+from llm_fp8.train.graceful_stop import exit_code
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import write_json_atomic
+from llm_fp8.utils.packages import REPOSITORY
 
 EXIT_RUN_FAILED = 1
 PAIR = tuple(REPOSITORY / "runs" / name for name in ("train_bf16", "train_fp8"))

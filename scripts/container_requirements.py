@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.verify.setup import REPOSITORY
-from llm_fp8.verify.versions import REQUIREMENTS, TE_PARTS, Installed, installed, pins_of, read_pins
+from llm_fp8.tools.verify.versions import REQUIREMENTS, TE_PARTS, Installed, installed, pins_of, read_pins
+from llm_fp8.utils.packages import REPOSITORY
 
 KEPT = ("torch", "torchvision", "torchaudio", "torchao", "triton", "pytorch-triton", "numpy", "flash-attn", *TE_PARTS)
 """Stay as the image has them: torch, and what is compiled against it or it against them."""

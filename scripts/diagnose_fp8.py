@@ -19,9 +19,9 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.config import parse_config
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import require_writable, write_json_atomic
+from llm_fp8.config.parser import parse_config
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
 
 def own_parser() -> OneSentenceParser:
@@ -59,8 +59,8 @@ def main() -> int:
 
     from rich.console import Console  # after the parser: --help and mistakes answer without loading the rest
 
-    from llm_fp8.diagnose.render import render
-    from llm_fp8.diagnose.session import diagnose
+    from llm_fp8.tools.diagnose.render import render
+    from llm_fp8.tools.diagnose.session import diagnose
 
     found = diagnose(config, own.warmup_steps, own.trace)
     # A pipe or a log file has no width to fit into; tables that are folded to 80 columns could not be read there.

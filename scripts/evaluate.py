@@ -20,9 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.config import GENERATION_BATCH_SIZE, DataConfig, RunConfig
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import write_json_atomic
+from llm_fp8.config.options import GENERATION_BATCH_SIZE, DataConfig, RunConfig
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import write_json_atomic
 
 DATA_OPTIONS: dict[str, type] = {
     "dataset_name": str,
@@ -66,7 +66,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def output_file(options: argparse.Namespace) -> Path | None:
     """Where the JSON goes, which can be written to; None for nowhere."""
-    from llm_fp8.evaluate_folder import run_of
+    from llm_fp8.tools.evaluate_checkpoint import run_of
 
     run = run_of(options.model_name)
     if options.output is None and run is None:
@@ -89,11 +89,11 @@ def main() -> int:
     """Evaluate, print, write."""
     options = parse(sys.argv[1:])
     # After the parser: --help and mistakes answer without loading torch.
-    from llm_fp8.evaluate_folder import data_options, evaluate_exact_match_folder
-    from llm_fp8.generation import generation_dtype
-    from llm_fp8.process_group import own_device
-    from llm_fp8.provenance import collect_provenance
-    from llm_fp8.quiet import quiet_libraries
+    from llm_fp8.distributed.process_group import own_device
+    from llm_fp8.observability.provenance import collect_provenance
+    from llm_fp8.tools.evaluate_checkpoint import data_options, evaluate_exact_match_folder
+    from llm_fp8.train.generate import generation_dtype
+    from llm_fp8.utils.console import quiet_libraries
 
     quiet_libraries()
     path, started = output_file(options), time.perf_counter()

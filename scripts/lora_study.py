@@ -21,10 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import write_json_atomic
-from llm_fp8.throughput.arms import HEADS, LORA, PRECISIONS, Arm, parse_arms
-from llm_fp8.throughput.options import add_measuring_options, add_resuming_option, check_measuring_options
+from llm_fp8.tools.bench.variant_names import HEADS, LORA, PRECISIONS, Arm, parse_arms
+from llm_fp8.tools.bench.worker import add_measuring_options, add_resuming_option, check_measuring_options
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import write_json_atomic
 from scripts.benchmark import measure_and_print
 
 BASELINE = "bf16"

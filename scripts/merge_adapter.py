@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.config import ModelConfig
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.config.options import ModelConfig
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -36,10 +36,10 @@ def main() -> int:
     # After the parser: --help and mistakes answer without loading these.
     import torch
 
-    from llm_fp8.adapter_folder import base_of, load_merged
-    from llm_fp8.export import export_hf
-    from llm_fp8.models import load_tokenizer, resolve_source, stored_dtype
-    from llm_fp8.quiet import quiet_libraries
+    from llm_fp8.models.export import export_hf
+    from llm_fp8.models.source import load_tokenizer, resolve_source, stored_dtype
+    from llm_fp8.tools.evaluate_checkpoint import base_of, load_merged
+    from llm_fp8.utils.console import quiet_libraries
 
     quiet_libraries()
     named = base_of(options.adapter)

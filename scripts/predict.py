@@ -21,15 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.table import Table
 
-from llm_fp8.architectures import bundled_architectures
-from llm_fp8.config import Config, ModelConfig
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.json_files import require_writable, write_json_atomic
-from llm_fp8.predict.calibration import CALIBRATED_GPU, FLASH_SPEED_UP, MAX_GPUS, MODES
+from llm_fp8.config.options import Config, ModelConfig
+from llm_fp8.models.architectures import bundled_architectures
+from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, FLASH_SPEED_UP, MAX_GPUS, MODES
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
 if TYPE_CHECKING:
-    from llm_fp8.predict.prediction import Prediction
-    from llm_fp8.predict.scenario import Scenario
+    from llm_fp8.tools.predict.prediction import Prediction
+    from llm_fp8.tools.predict.workload import Scenario
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -102,11 +102,11 @@ def check(options: argparse.Namespace) -> None:
 
 def scenario_of(options: argparse.Namespace) -> Scenario:
     """What the command line describes, in bf16."""
-    from llm_fp8.flash_attention import check_flash_attention
-    from llm_fp8.models import load_config, resolve_source
-    from llm_fp8.parallel.choice import default_optimizer
-    from llm_fp8.parallel.fp8_params import check_masters
-    from llm_fp8.predict.scenario import ModelSize, Scenario
+    from llm_fp8.distributed.fp8_params import check_masters
+    from llm_fp8.distributed.sharding_mode import default_optimizer
+    from llm_fp8.kernels.flash_attention import check_flash_attention
+    from llm_fp8.models.source import load_config, resolve_source
+    from llm_fp8.tools.predict.workload import ModelSize, Scenario
 
     model_name = options.model_name
     bundled = model_name.rpartition("/")[2].replace("Meta-Llama", "Llama") in bundled_architectures()
@@ -189,11 +189,11 @@ def main() -> int:
     options = parse(sys.argv[1:])
     check(options)
     # After the parser: --help and mistakes answer without loading torch.
-    from llm_fp8.parallel.fp8_params import SCENARIOS
-    from llm_fp8.precision import TOKEN_MULTIPLE
-    from llm_fp8.predict.prediction import can_predict, gpu_by_name, predict
-    from llm_fp8.predict.scenario import RECIPES
-    from llm_fp8.provenance import collect_provenance
+    from llm_fp8.distributed.fp8_params import SCENARIOS
+    from llm_fp8.observability.provenance import collect_provenance
+    from llm_fp8.precision.recipes import TOKEN_MULTIPLE
+    from llm_fp8.tools.predict.prediction import can_predict, gpu_by_name, predict
+    from llm_fp8.tools.predict.workload import RECIPES
 
     gpu = gpu_by_name(options.gpu)
     scenario = scenario_of(options)

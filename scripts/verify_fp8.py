@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.errors import run_script
-from llm_fp8.verify.command import main
+from llm_fp8.tools.verify.cli import main
+from llm_fp8.utils.errors import run_script
 
 if __name__ == "__main__":
     run_script(lambda: main(sys.argv[1:], __doc__ or ""))

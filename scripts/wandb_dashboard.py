@@ -6,7 +6,7 @@
     python scripts/wandb_dashboard.py --offline runs                                          # what offline runs hold, and how to send them
 
 Each call makes a new saved view of the project's workspace; it shows training runs, those of one W&B group with --group. The layout is
-llm_fp8/dashboard.py, the keys are explained in docs/wandb.md. With --offline the runs' files are read on this machine: it lists them, says which
+llm_fp8/tools/wandb_dashboard.py, the keys are explained in docs/wandb.md. With --offline the runs' files are read on this machine: it lists them, says which
 of the dashboard's figures they lack, and prints the commands that send them to W&B.
 
 The project's tests build the view with W&B's own client and check what is sent to a stand-in of the server on this machine, not on wandb.ai.
@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.table import Table
 
-from llm_fp8.config import RunConfig
-from llm_fp8.dashboard import SECTIONS, Bars, Curve, build_workspace, missing_keys
-from llm_fp8.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.provenance import package_version
-from llm_fp8.wandb_files import WandbRun, offline_runs
-from llm_fp8.wandb_login import wandb_login_state
+from llm_fp8.config.options import RunConfig
+from llm_fp8.observability.tracker_labels import wandb_login_state
+from llm_fp8.tools.compare.run_record import WandbRun, offline_runs
+from llm_fp8.tools.wandb_dashboard import SECTIONS, Bars, Curve, build_workspace, missing_keys
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.packages import package_version
 
 SCRIPT = "scripts/wandb_dashboard.py"
 SERVER_TIMEOUT_S = 30

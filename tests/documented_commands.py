@@ -8,8 +8,9 @@ import re
 import shlex
 from pathlib import Path
 
-from llm_fp8.config import Config, parse_config
-from llm_fp8.embedded import DATASET_DIR
+from llm_fp8.config.options import Config
+from llm_fp8.config.parser import parse_config
+from llm_fp8.data.embedded import DATASET_DIR
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from llm_fp8.checkpoint import CheckpointManager
-from llm_fp8.errors import EXIT_USER_ERROR
+from llm_fp8.train.checkpoint import CheckpointManager
+from llm_fp8.utils.errors import EXIT_USER_ERROR
 from tests.launches import Launch, Torchrun
 from tests.processes import wait_until
 from tests.small import run_json, steps

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 
 import te_llama
-from llm_fp8.flash_attention import HEAD_DIMS, flash_attention
-from llm_fp8.flash_attention_package import FLASH_ATTENTION_PACKAGES
-from llm_fp8.kernels import gemm_kernels, record_kernels, time_by_class
-from llm_fp8.parity import check_parity, relative_difference
-from llm_fp8.provenance import package_version
+from llm_fp8.config.attention_packages import FLASH_ATTENTION_PACKAGES
+from llm_fp8.kernels.flash_attention import HEAD_DIMS, flash_attention
+from llm_fp8.models.parity import check_parity, relative_difference
+from llm_fp8.observability.kernel_trace import gemm_kernels, record_kernels, time_by_class
+from llm_fp8.utils.packages import package_version
 from tests.batches import S, packed_batch
 from tests.families import family_config
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llm_fp8.fp8_head import Fp8Head
-from llm_fp8.loss import linear_cross_entropy_sum
-from llm_fp8.softmax import IGNORE_INDEX
+from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
+from llm_fp8.kernels.fp8_lm_head import Fp8Head
+from llm_fp8.kernels.softmax import IGNORE_INDEX
 
 Mode = Literal["gradients", "all"]
 

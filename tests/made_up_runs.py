@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from llm_fp8.compare.run_record import RunRecord
-from llm_fp8.config import parse_config
+from llm_fp8.config.parser import parse_config
+from llm_fp8.tools.compare.run_record import RunRecord
 
 NUM_STEPS = 60
 PROVENANCE = {

@@ -10,7 +10,7 @@ import transformers.generation
 import transformers.models.llama.modeling_llama
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-import llm_fp8.run
+import llm_fp8.train.run
 
 get_checkpoint_conversion_mapping("llama")  # of every family, kept: it compiles a thousand patterns
 gc.collect()

@@ -16,8 +16,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
-from llm_fp8.config import parse_config
-from llm_fp8.errors import run_script
+from llm_fp8.config.parser import parse_config
+from llm_fp8.utils.errors import run_script
 from tests.forking import can_fork
 
 CONTEXT: Any = multiprocessing.get_context("forkserver" if can_fork() else "spawn")
@@ -39,7 +39,7 @@ def _train(
     os.dup2(file, 2)
 
     def main() -> int:
-        from llm_fp8.run import run_training
+        from llm_fp8.train.run import run_training
 
         return run_training(parse_config(options, parallel=bool(launch)))
 

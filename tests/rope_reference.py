@@ -1,4 +1,4 @@
-"""What `llm_fp8.rope_kernel.split_rope` computes, in plain torch and by autograd, and the cases in which both are compared."""
+"""What `llm_fp8.kernels.rope_triton.split_rope` computes, in plain torch and by autograd, and the cases in which both are compared."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ GRADIENT_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def assert_rounding_apart(value: Tensor, reference: Tensor, pairs: Tensor) -> None:
-    """The bound of `llm_fp8.rope_kernel`; `pairs` |x| + |y| in the shape of both."""
+    """The bound of `llm_fp8.kernels.rope_triton`; `pairs` |x| + |y| in the shape of both."""
     assert (value.dtype, value.shape) == (reference.dtype, reference.shape)
     unit = 0.0 if value.dtype == torch.float32 else torch.finfo(value.dtype).eps
     allowed = unit * reference.float().abs() + 2.0**-21 * pairs

@@ -11,11 +11,11 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
-from llm_fp8.config import parse_config
-from llm_fp8.embedded import DATASET_DIR
-from llm_fp8.json_files import read_jsonl
-from llm_fp8.models import EMBEDDED_MODEL
-from llm_fp8.run import run_training
+from llm_fp8.config.parser import parse_config
+from llm_fp8.data.embedded import DATASET_DIR
+from llm_fp8.models.source import EMBEDDED_MODEL
+from llm_fp8.train.run import run_training
+from llm_fp8.utils.json_files import read_jsonl
 
 
 def tiny_config(model_type: str = "llama", **changes: Any) -> PretrainedConfig:

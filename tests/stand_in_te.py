@@ -196,5 +196,5 @@ def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, module)
-    for place in ("llm_fp8.models", "llm_fp8.run"):
+    for place in ("llm_fp8.models.build", "llm_fp8.train.run"):
         monkeypatch.setattr(f"{place}.require_te_decoder", lambda *_: None)

@@ -4,6 +4,8 @@
 (collate.py).
 """
 
+from __future__ import annotations
+
 from llm_fp8.data.collate import IGNORED, Batch
 from llm_fp8.data.loader import EvalLoader, TrainLoader
 from llm_fp8.data.prepare import PreparedData, prepare_data

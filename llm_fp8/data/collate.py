@@ -16,7 +16,7 @@ Every row begins at a multiple of max_seq_length. A segment is a document, or th
 `position_ids` begin at 0 again and every label is -100, so it attends to itself alone and teaches nothing. Reshaping
 [1, T] to [batch_size, max_seq_length] gives one row to a line.
 
-With context parallelism over C processes a batch is still made whole and then split (`SplitCollate`, llm_fp8.parallel.context). Every
+With context parallelism over C processes a batch is still made whole and then split (`SplitCollate`, llm_fp8.distributed.context_parallel). Every
 document is cut into 2 C pieces of equal length, so it is padded on the right to a multiple of that, and the padding counts as part of
 its segment. That is harmless: attention is causal, so no token of the document sees its padding, and the padding's labels are -100, so
 nothing comes back from it either.
@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 
 from llm_fp8.data.tokenise import Document
-from llm_fp8.metrics import StepTokens
+from llm_fp8.observability.metrics import StepTokens
 
 IGNORED = -100
 """Label of a position that predicts nothing."""

@@ -25,9 +25,9 @@ from datasets.data_files import get_data_patterns
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
 from huggingface_hub import snapshot_download
 
-from llm_fp8.config import EMBEDDED
-from llm_fp8.embedded import DATASET_DIR
-from llm_fp8.errors import UserError
+from llm_fp8.config.options import EMBEDDED
+from llm_fp8.data.embedded import DATASET_DIR
+from llm_fp8.utils.errors import UserError
 
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 DEFAULT_SPLITS = ("train_1M", "train")

@@ -20,16 +20,14 @@ import numpy.typing as npt
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from llm_fp8.config import Config
+from llm_fp8.config.options import Config
 from llm_fp8.data.collate import Batch, Collate, PackedCollate, PaddedCollate, SplitCollate, document_multiple
 from llm_fp8.data.load import DatasetSource, iterate, load_split, open_source, open_split_stream, unreadable
-from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
+from llm_fp8.data.loader import EvalLoader, MapRows, Row, RowSource, Share, TrainLoader, row_readers
 from llm_fp8.data.pack import RowPlan, one_per_row, pack
-from llm_fp8.data.problems import ANSWER_COLUMN, Problem, check_answer_column, choose_problems
 from llm_fp8.data.prompt import describe_prompt_form, detect_columns
 from llm_fp8.data.report import DataReport
-from llm_fp8.data.rows import MapRows, Row, RowSource, row_readers
-from llm_fp8.data.split import held_out_mask, is_held_out
+from llm_fp8.data.split import ANSWER_COLUMN, Problem, check_answer_column, choose_problems, held_out_mask, is_held_out
 from llm_fp8.data.stream import StreamedRow, StreamRows
 from llm_fp8.data.tokenise import (
     Document,
@@ -41,7 +39,7 @@ from llm_fp8.data.tokenise import (
     tokenise,
     tokenise_rows,
 )
-from llm_fp8.errors import UserError
+from llm_fp8.utils.errors import UserError
 
 IndexArray = npt.NDArray[np.int64]
 

@@ -32,7 +32,7 @@ from typing import Any, Literal, cast
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from llm_fp8.errors import UserError
+from llm_fp8.utils.errors import UserError
 
 PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"
 """The prompt of a problem for tokenizers without a chat template; the solution follows at once."""

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from datasets import IterableDataset
 
+from llm_fp8.data.loader import GlobalBatch, Position, Row
 from llm_fp8.data.pack import RowPlan, one_per_row, pack
 from llm_fp8.data.report import DataReport
-from llm_fp8.data.rows import GlobalBatch, Position, Row
 from llm_fp8.data.tokenise import Document, Outcome
-from llm_fp8.errors import UserError
+from llm_fp8.utils.errors import UserError
 
 STREAM_BUFFER_ROWS = 8192
 """Rows of the source that are read, packed and shuffled at a time."""

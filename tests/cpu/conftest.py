@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 from xdist.scheduler import LoadScopeScheduling
 
-from llm_fp8.models import EMBEDDED_MODEL
-from llm_fp8.throughput import waiting
+from llm_fp8.models.source import EMBEDDED_MODEL
+from llm_fp8.tools.bench import waiting
 from tests.reference import NUM_ROWS
 from tests.small import tiny_config, write_model, write_rows
 from tests.warm_python import warm_python_in

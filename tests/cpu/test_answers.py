@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llm_fp8.answers import answers_equal, extract_answer
-from llm_fp8.embedded.generate import make_rows
+from llm_fp8.data.embedded.generate import make_rows
+from llm_fp8.train.answers import answers_equal, extract_answer
 
 EXTRACTED = [
     # the last box, with nested braces

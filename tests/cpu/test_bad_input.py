@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoTokenizer
 
-from llm_fp8.config import parse_config
-from llm_fp8.errors import UserError, run_script
-from llm_fp8.loop import Trainer
-from llm_fp8.models import EMBEDDED_MODEL
-from llm_fp8.output_folder import with_output_dir
-from llm_fp8.ranks import LaunchRanks
-from llm_fp8.run_hooks import RunHooks
+from llm_fp8.config.parser import parse_config
+from llm_fp8.models.source import EMBEDDED_MODEL
+from llm_fp8.train.callbacks import RunHooks
+from llm_fp8.train.loop import Trainer
+from llm_fp8.train.run_dir import with_output_dir
+from llm_fp8.utils.errors import UserError, run_script
+from llm_fp8.utils.ranks import LaunchRanks
 from tests.scripts_as_main import run_as_main
 from tests.small import records, steps, train, write_model
 

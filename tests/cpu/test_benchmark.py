@@ -18,18 +18,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import te_llama
-from llm_fp8.errors import UserError
-from llm_fp8.json_files import write_json_atomic
-from llm_fp8.provenance import REPOSITORY, recorded_command
-from llm_fp8.ranks import LaunchRanks
-from llm_fp8.throughput import rival as rival_module
-from llm_fp8.throughput.arms import parse_arm, parse_arms
-from llm_fp8.throughput.figures import speed
-from llm_fp8.throughput.measure import describe_failure, measure
-from llm_fp8.throughput.setups import RIVALS, Rival
-from llm_fp8.throughput.weights import draw_weights_
-from llm_fp8.throughput.worker import measure_apart, take_header
-from llm_fp8.throughput.workload import Workload
+from llm_fp8.observability.provenance import recorded_command
+from llm_fp8.tools.bench import baselines as rival_module
+from llm_fp8.tools.bench.measure import describe_failure, measure, speed
+from llm_fp8.tools.bench.variant_names import parse_arm, parse_arms
+from llm_fp8.tools.bench.variants import RIVALS, Rival
+from llm_fp8.tools.bench.worker import measure_apart, take_header
+from llm_fp8.tools.bench.workload import Workload, draw_weights_
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import write_json_atomic
+from llm_fp8.utils.packages import REPOSITORY
+from llm_fp8.utils.ranks import LaunchRanks
 from scripts import benchmark
 from tests.families import FAMILIES, family_config
 from tests.small import forget_accelerator
@@ -144,7 +143,7 @@ def test_torchaos_fp8_layers_round(workload):
 
 
 def uncompiled(rival: Rival, workload: str):
-    from llm_fp8.throughput.rival import HfTraining
+    from llm_fp8.tools.bench.baselines import HfTraining
 
     return HfTraining(Workload.parse(workload, 1), Rival(rival.name, torchao_recipe=rival.torchao_recipe))
 
@@ -250,7 +249,7 @@ def test_an_answer_whose_loss_is_no_number_has_it_as_a_float(num_gpus, monkeypat
         def begin(self, words: list[str]) -> None:
             write_json_atomic(Path(words[-1]), {"failed": None, **found, "provenance": {}, "peaks": None, "rows": [found]})
 
-    monkeypatch.setattr("llm_fp8.throughput.worker.take_program", lambda *_: Program())
+    monkeypatch.setattr("llm_fp8.tools.bench.worker.take_program", lambda *_: Program())
     first, second = measure_apart("Llama-3.2-1B:1x16x1", "bf16", num_gpus, 2, 1, 9.0)["losses"]
     assert first == 7.0 and math.isnan(second)
 

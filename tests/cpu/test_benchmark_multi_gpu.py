@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from llm_fp8.config import ParallelConfig
-from llm_fp8.errors import UserError
-from llm_fp8.ranks import LaunchRanks
-from llm_fp8.throughput.arms import parse_arm, parse_arms
-from llm_fp8.throughput.results import ENDED_IN_SILENCE, ResultsFile
-from llm_fp8.throughput.workload import Workload
+from llm_fp8.config.options import ParallelConfig
+from llm_fp8.tools.bench.variant_names import parse_arm, parse_arms
+from llm_fp8.tools.bench.worker import ENDED_IN_SILENCE, ResultsFile
+from llm_fp8.tools.bench.workload import Workload
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
 from scripts import benchmark_multi_gpu
 from scripts.benchmark_multi_gpu import summarise
 from tests.small import tiny_config

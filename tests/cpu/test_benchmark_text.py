@@ -8,13 +8,11 @@ import torch
 from benchmarks import hf_trainer
 from llm_fp8.data.collate import IGNORED
 from llm_fp8.data.pack import pack
-from llm_fp8.errors import UserError
-from llm_fp8.ranks import LaunchRanks
-from llm_fp8.throughput.arms import parse_arm
-from llm_fp8.throughput.figures import speed
-from llm_fp8.throughput.measure import measure
-from llm_fp8.throughput.text import TextStep
-from llm_fp8.throughput.workload import Workload
+from llm_fp8.tools.bench.measure import measure, speed
+from llm_fp8.tools.bench.variant_names import parse_arm
+from llm_fp8.tools.bench.workload import TextStep, Workload
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
 from scripts import benchmark
 
 CPU = torch.device("cpu")

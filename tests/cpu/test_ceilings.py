@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.ceilings import median_of
-from llm_fp8.ceilings import (
+from llm_fp8.tools.gemm_rates import (
     RESULTS,
     Ceilings,
     copy_tb_s,

@@ -11,22 +11,23 @@ import pytest
 import torch
 from torch import nn
 
-import llm_fp8.loop as loop
-from llm_fp8.certificate import Promise, attention_library, certify, worst
-from llm_fp8.config import PrecisionConfig, parse_config
-from llm_fp8.errors import FailedCheck, UserError, run_script
-from llm_fp8.gpu_waiting import WORTH_A_WORD, describe_waiting, gpu_waiting
-from llm_fp8.kernels import gemm_kernels, time_by_class
-from llm_fp8.loop import NonFiniteLoss
-from llm_fp8.medians import own_steps, throughput_summary
-from llm_fp8.module_state import ModuleState
-from llm_fp8.parallel.profile import StepProfile
-from llm_fp8.precision import Precision, PrecisionPlan
-from llm_fp8.recompute import enable_gradient_checkpointing
-from llm_fp8.run import run_training
-from llm_fp8.signals import GracefulStop
-from llm_fp8.te_state import read_te_state
-from llm_fp8.wandb_files import offline_runs
+import llm_fp8.train.loop as loop
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.parser import parse_config
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.observability.gpu_idle import WORTH_A_WORD, describe_waiting, gpu_waiting
+from llm_fp8.observability.kernel_trace import gemm_kernels, time_by_class
+from llm_fp8.observability.step_profile import StepProfile
+from llm_fp8.observability.step_stats import own_steps, throughput_summary
+from llm_fp8.precision.certificate import Promise, attention_library, certify, worst
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.module_state import ModuleState, read_te_state
+from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.tools.compare.run_record import offline_runs
+from llm_fp8.train.graceful_stop import GracefulStop
+from llm_fp8.train.loop import NonFiniteLoss
+from llm_fp8.train.run import run_training
+from llm_fp8.utils.errors import FailedCheck, UserError, run_script
 from tests.processes import exit_code, start_ranks
 from tests.small import forget_accelerator, steps
 
@@ -384,7 +385,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, f
         yield step_profile(kernels, work_s=work_s)
 
     monkeypatch.setattr(loop, "profiled", profiled)
-    monkeypatch.setattr("llm_fp8.run_parts.certifies", lambda wanted, device: wanted is not False)
+    monkeypatch.setattr("llm_fp8.train.setup.certifies", lambda wanted, device: wanted is not False)
 
 
 def options(model: str, rows: str, folder, *more: str) -> list[str]:
@@ -461,7 +462,7 @@ def test_a_run_that_dies_or_is_stopped_later_keeps_its_certificate(tiny_model, r
 
     pretend_gpu(monkeypatch, BF16_STEP)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr("llm_fp8.run.STEPS_BEFORE_PROFILE", 0)
+    monkeypatch.setattr("llm_fp8.train.run.STEPS_BEFORE_PROFILE", 0)
 
     def stopped(stop: GracefulStop) -> bool:
         stop.requested = "SIGTERM"

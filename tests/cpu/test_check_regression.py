@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import check_regression
 from benchmarks.check_regression import compare, ratio_in, read, spread_of, workload_of
-from llm_fp8.errors import UserError
+from llm_fp8.utils.errors import UserError
 from tests.scripts_as_main import ROOT, run_as_main
 
 RESULTS = ROOT / "benchmarks" / "results"

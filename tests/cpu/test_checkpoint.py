@@ -17,14 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from llm_fp8.checkpoint import (
-    CheckpointManager,
-    check_compatible,
-    read_meta,
-    restore_rng_state,
-    rng_state,
-)
-from llm_fp8.errors import UserError
+from llm_fp8.train.checkpoint import CheckpointManager, check_compatible, read_meta, restore_rng_state, rng_state
+from llm_fp8.utils.errors import UserError
 
 
 def make_tensors(seed=0):
@@ -306,7 +300,7 @@ def resume_and_save_forever(output_dir, connection):
 
 def test_sigkill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["llm_fp8.checkpoint"])
+    processes.set_forkserver_preload(["llm_fp8.train.checkpoint"])
     rng = random.Random(0)
     manager = CheckpointManager(tmp_path, limit=2)
     last_reported, kills_inside_a_save = 0, 0

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_fp8.compare.arms import arm_words, parse_arms
-from llm_fp8.compare.certificates import CertificateState, certificate_state
-from llm_fp8.compare.comparison import Failure, compare
-from llm_fp8.compare.differences import Difference, find_differences
-from llm_fp8.compare.figures import ArmFigures, LossGap, arm_figures
-from llm_fp8.compare.launch import (
+from llm_fp8.config.parser import parse_config
+from llm_fp8.tools.compare.arms import arm_words, parse_arms
+from llm_fp8.tools.compare.differences import Difference, find_differences
+from llm_fp8.tools.compare.figures import ArmFigures, CertificateState, LossGap, arm_figures, certificate_state
+from llm_fp8.tools.compare.launch import (
     Slot,
     claim_folder,
     command_line,
@@ -35,10 +34,10 @@ from llm_fp8.compare.launch import (
     plan_runs,
     set_aside,
 )
-from llm_fp8.compare.page import render_page
-from llm_fp8.compare.rows import table_rows
-from llm_fp8.compare.run_record import RunRecord, read_run_folder
-from llm_fp8.compare.statistics import (
+from llm_fp8.tools.compare.page import render_page
+from llm_fp8.tools.compare.report import Failure, compare, table_rows
+from llm_fp8.tools.compare.run_record import RunRecord, read_run_folder
+from llm_fp8.tools.compare.statistics import (
     Interval,
     PairedAnswers,
     first_at_or_below,
@@ -48,9 +47,8 @@ from llm_fp8.compare.statistics import (
     trailing_mean,
     two_sided_sign_test,
 )
-from llm_fp8.compare.verdict import judge
-from llm_fp8.config import parse_config
-from llm_fp8.errors import UserError
+from llm_fp8.tools.compare.verdict import judge
+from llm_fp8.utils.errors import UserError
 from tests import small
 from tests.made_up_runs import PROVENANCE, made_up_run, precision_of, write_run_folder
 
@@ -573,7 +571,7 @@ def test_runs_in_slots_of_their_own_see_their_gpu_and_a_failure_stops_no_other(t
         "(folder / 'summary.json').write_text(json.dumps({'steps': 1}))\n"
     )
     monkeypatch.setattr(
-        "llm_fp8.compare.launch.command_line",
+        "llm_fp8.tools.compare.launch.command_line",
         lambda plan, run: [sys.executable, "-c", stand_in, run.arm, str(plan.run_folder(run))],
     )
     said: list[str] = []
@@ -607,7 +605,7 @@ def test_a_signal_stops_the_runs_before_the_script_and_no_two_work_in_one_folder
         "signal.signal(signal.SIGTERM, save); (folder / 'begun').touch(); time.sleep(60)\n"
     )
     monkeypatch.setattr(
-        "llm_fp8.compare.launch.command_line", lambda plan, run: [sys.executable, "-c", stand_in, str(plan.run_folder(run))]
+        "llm_fp8.tools.compare.launch.command_line", lambda plan, run: [sys.executable, "-c", stand_in, str(plan.run_folder(run))]
     )
     script, run = load_script(), tmp_path / "runs" / "bf16-seed1"
     monkeypatch.setattr(script, "usable_gpus", lambda given: [])

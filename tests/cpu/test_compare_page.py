@@ -12,8 +12,8 @@ import pytest
 from matplotlib.image import imread
 from numpy.typing import NDArray
 
-from llm_fp8.compare.comparison import Comparison, Failure, compare
-from llm_fp8.compare.page import render_page
+from llm_fp8.tools.compare.page import render_page
+from llm_fp8.tools.compare.report import Comparison, Failure, compare
 from tests.browser import complaints_of, full_screenshot, open_browser, requests_of, set_dark, set_width
 from tests.made_up_runs import made_up_run, precision_of
 

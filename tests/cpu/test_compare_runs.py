@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 
-from llm_fp8.compare.comparison import compare
-from llm_fp8.compare.launch import claim_folder, plan_runs
-from llm_fp8.compare.run_record import read_run_folder
-from llm_fp8.compare.wandb_runs import read_wandb
-from llm_fp8.errors import UserError
+from llm_fp8.tools.compare.launch import claim_folder, plan_runs
+from llm_fp8.tools.compare.report import compare
+from llm_fp8.tools.compare.run_record import read_run_folder, read_wandb
+from llm_fp8.utils.errors import UserError
 from tests import small
 from tests.made_up_runs import made_up_run
 
@@ -179,7 +178,7 @@ class StandInApi:
 
 
 def test_a_run_of_the_server_tells_what_its_file_tells(trained):
-    from llm_fp8.wandb_files import read_wandb_file
+    from llm_fp8.tools.compare.run_record import read_wandb_file
 
     (file,) = offline_folder(trained / "runs" / "bf16-seed1").glob("*.wandb")
     stored = read_wandb_file(file)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llm_fp8.config import EMBEDDED, SECTIONS, Config, build_parser, parse_config
-from llm_fp8.errors import UserError
+from llm_fp8.config.options import EMBEDDED, SECTIONS, Config
+from llm_fp8.config.parser import build_parser, parse_config
+from llm_fp8.utils.errors import UserError
 from tests.documented_commands import COMMANDS, config_of, options_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llm_fp8.verify import versions
-from llm_fp8.verify.versions import Installed
+from llm_fp8.tools.verify import versions
+from llm_fp8.tools.verify.versions import Installed
 from scripts import container_requirements
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +89,9 @@ def test_nothing_else_reaches_the_build():
             (".git", ".venv", "runs", "checkpoints", "tests", "docs", "wandb", "llm_fp8/__pycache__", "scripts/__pycache__"),
         )
     )
-    assert not any(map(is_ignored, ("llm_fp8/verify/steps.py", "benchmarks/results/ceilings_h200.json", "configs/ds_z1.json")))
+    assert not any(
+        map(is_ignored, ("llm_fp8/tools/verify/steps.py", "benchmarks/results/ceilings_h200.json", "configs/ds_z1.json"))
+    )
     assert is_ignored("benchmarks/plots/throughput.png")
 
 

@@ -20,14 +20,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llm_fp8.config import parse_config
+from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import IGNORED, Batch, PackedCollate, PaddedCollate, SplitCollate, document_multiple
 from llm_fp8.data.loader import EvalLoader, Share
 from llm_fp8.data.pack import pack
 from llm_fp8.data.tokenise import Document
-from llm_fp8.errors import UserError
-from llm_fp8.loss import linear_cross_entropy_sum
-from llm_fp8.parallel.context import ContextGroup, check_context_parallel, slice_index
+from llm_fp8.distributed.context_parallel import ContextGroup, check_context_parallel, slice_index
+from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
+from llm_fp8.utils.errors import UserError
 
 PAD = 3
 VOCABULARY = 64
@@ -336,7 +336,7 @@ def _of_rank(rank: int, world_size: int, size: int, address: str) -> None:
 def test_consecutive_ranks_share_rows_and_count_each_token_once(tmp_path: Path) -> None:
     world_size, size = 4, 2
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["llm_fp8.parallel.context"])
+    context.set_forkserver_preload(["llm_fp8.distributed.context_parallel"])
     address = str(tmp_path / "rendezvous")
     processes = [
         context.Process(target=_of_rank, args=(rank, world_size, size, address), daemon=True) for rank in range(world_size)

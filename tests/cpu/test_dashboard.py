@@ -16,11 +16,19 @@ import pytest
 import wandb
 from accelerate.state import AcceleratorState, PartialState
 
-from llm_fp8.dashboard import COLUMNS, SECTIONS, SUMMARY_FIGURES, build_workspace, labels_used, missing_keys, panel_keys
-from llm_fp8.errors import UserError
-from llm_fp8.metrics import METRICS
-from llm_fp8.run_labels import LABELS
-from llm_fp8.wandb_files import offline_runs, read_wandb_file
+from llm_fp8.observability.metrics import METRICS
+from llm_fp8.observability.tracker_labels import LABELS
+from llm_fp8.tools.compare.run_record import offline_runs, read_wandb_file
+from llm_fp8.tools.wandb_dashboard import (
+    COLUMNS,
+    SECTIONS,
+    SUMMARY_FIGURES,
+    build_workspace,
+    labels_used,
+    missing_keys,
+    panel_keys,
+)
+from llm_fp8.utils.errors import UserError
 from scripts import wandb_dashboard
 from tests.small import train
 

@@ -18,7 +18,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from llm_fp8.data.load import iterate, load_split, open_source, open_split_stream
-from llm_fp8.errors import UserError
+from llm_fp8.utils.errors import UserError
 
 ROWS = [{"problem": f"p{i}", "generated_solution": f"s{i}"} for i in range(7)]
 

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate
-from llm_fp8.data.loader import EvalLoader, Share, TrainLoader, prefetch
+from llm_fp8.data.loader import EvalLoader, MapRows, Share, TrainLoader, prefetch, row_readers
 from llm_fp8.data.pack import one_per_row, pack
-from llm_fp8.data.rows import MapRows, row_readers
 from llm_fp8.data.tokenise import Document
-from llm_fp8.errors import UserError
+from llm_fp8.utils.errors import UserError
 
 NUM_DOCUMENTS = 45
 LENGTHS = np.random.default_rng(3).integers(2, 33, size=NUM_DOCUMENTS)

@@ -14,7 +14,7 @@ from benchmarks import data_pipeline as bench
 from benchmarks.made_up_math import ANSWERS_PER_PROBLEM, SPLIT, write_split
 from llm_fp8.data.load import load_split, open_source
 from llm_fp8.data.split import problem_key
-from llm_fp8.errors import UserError
+from llm_fp8.utils.errors import UserError
 from tests.processes import CONTEXT
 
 

@@ -15,13 +15,13 @@ import torch
 from datasets import Dataset, load_from_disk
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from llm_fp8.config import parse_config
+from llm_fp8.config.parser import parse_config
 from llm_fp8.data import PreparedData, prepare_data
 from llm_fp8.data.collate import Batch
+from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.split import is_held_out, normalise_problem, problem_key
 from llm_fp8.data.stream import StreamRows
-from llm_fp8.embedded import MODEL_DIR
-from llm_fp8.errors import UserError
+from llm_fp8.utils.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.prompt import (
     PROMPT_FORM,
     Encoded,
@@ -18,8 +19,7 @@ from llm_fp8.data.prompt import (
     format_prompt,
     problem_of,
 )
-from llm_fp8.embedded import MODEL_DIR
-from llm_fp8.errors import UserError
+from llm_fp8.utils.errors import UserError
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -12,10 +12,10 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llm_fp8.data import tokenise as module
+from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.prompt import problem_of
 from llm_fp8.data.split import problem_key
 from llm_fp8.data.tokenise import DocumentStore, Outcome, TokeniseOptions, cache_key, tokenise, tokenizer_digest
-from llm_fp8.embedded import MODEL_DIR
 
 OPTIONS = TokeniseOptions("problem_solution", max_seq_length=64)
 ROWS = [

@@ -21,16 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from llm_fp8.config import Config, parse_config
+from llm_fp8.config.options import Config
+from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import IGNORED, Batch
-from llm_fp8.errors import UserError
-from llm_fp8.models import decoder_layers
-from llm_fp8.optim import build_scheduler, learning_rate_factor, parameter_groups
-from llm_fp8.parallel.deepspeed import DeepSpeedEngine, accelerator_arguments, deepspeed_plugin
-from llm_fp8.parallel.deepspeed_config import deepspeed_settings, default_file
-from llm_fp8.process_group import start_process_group
-from llm_fp8.ranks import LaunchRanks
-from llm_fp8.recompute import enable_gradient_checkpointing
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.distributed.deepspeed import DeepSpeedEngine, accelerator_arguments, deepspeed_plugin
+from llm_fp8.distributed.deepspeed_config import deepspeed_settings, default_file
+from llm_fp8.distributed.process_group import start_process_group
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.optim.optimizers import parameter_groups
+from llm_fp8.optim.schedule import build_scheduler, learning_rate_factor
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
 from tests.processes import CONTEXT, free_port
 from tests.small import tiny_config
 
@@ -192,7 +194,7 @@ def start(case: Case, folder: Path, *options: str, seed: int = 1) -> Any:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    from llm_fp8.training_model import TrainingModel
+    from llm_fp8.models.loss_model import TrainingModel
 
     AcceleratorState._reset_state()  # of the run before; a program has one Accelerator in its life
     config = case.config(folder, *options)

@@ -13,18 +13,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from llm_fp8.config import Config, parse_config
-from llm_fp8.diagnose.layers import group_layers
-from llm_fp8.diagnose.memory_kinds import KINDS, MemoryAtPeak
-from llm_fp8.diagnose.render import render
-from llm_fp8.diagnose.result import Diagnosis, MemoryFindings, TimeFindings
-from llm_fp8.diagnose.session import diagnose
-from llm_fp8.diagnose.without_gpu import diagnose_without_gpu, planned_memory, planned_optimizer
-from llm_fp8.errors import UserError
-from llm_fp8.json_files import write_json_atomic
-from llm_fp8.metrics import GIB
-from llm_fp8.optim import bytes_per_parameter
-from llm_fp8.swap import Census
+from llm_fp8.config.options import Config
+from llm_fp8.config.parser import parse_config
+from llm_fp8.observability.metrics import GIB
+from llm_fp8.optim.optimizers import bytes_per_parameter
+from llm_fp8.precision.coverage import Census
+from llm_fp8.tools.diagnose.gemm_operands import group_layers
+from llm_fp8.tools.diagnose.memory import KINDS, MemoryAtPeak
+from llm_fp8.tools.diagnose.render import render
+from llm_fp8.tools.diagnose.result import Diagnosis, MemoryFindings, TimeFindings
+from llm_fp8.tools.diagnose.session import diagnose
+from llm_fp8.tools.diagnose.static_report import diagnose_without_gpu, planned_memory, planned_optimizer
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import write_json_atomic
 from tests.cpu.test_diagnose_losses import facts
 from tests.cpu.test_diagnose_operands import FP8, module
 from tests.small import write_model

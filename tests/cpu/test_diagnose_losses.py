@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from llm_fp8.ceilings import Ceilings
-from llm_fp8.diagnose import losses
-from llm_fp8.diagnose.losses import StepFacts, ranked_losses
-from llm_fp8.diagnose.step_time import StepTime, step_time
-from llm_fp8.kernels import KernelTime
-from llm_fp8.metrics import PeakTflops, peak_tflops
+from llm_fp8.observability.kernel_trace import KernelTime
+from llm_fp8.observability.metrics import PeakTflops, peak_tflops
+from llm_fp8.tools.diagnose import bottlenecks as losses
+from llm_fp8.tools.diagnose.bottlenecks import StepFacts, ranked_losses
+from llm_fp8.tools.diagnose.step_time import StepTime, step_time
+from llm_fp8.tools.gemm_rates import Ceilings
 from tests.recorded_kernels import recorded
 
 FP8_GEMM = "nvjet_sm90_qrtst_128x128_128x6_2x1_v_bz_coopA_algo2_TNT"
@@ -190,7 +190,7 @@ def test_unfused_attention_comes_first_whatever_its_size():
 def test_every_advice_names_options_that_exist():
     import re
 
-    from llm_fp8.config import build_parser
+    from llm_fp8.config.parser import build_parser
 
     known = set(build_parser()._option_string_actions)
     variants = [

@@ -8,13 +8,12 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import nn
 
-from llm_fp8.config import Config, DataConfig, ModelConfig, OptimConfig, PrecisionConfig
-from llm_fp8.diagnose.memory_kinds import KINDS, Mark, divide_peak, held_bytes, known_bytes
-from llm_fp8.diagnose.memory_probe import MemoryProbe
-from llm_fp8.diagnose.operands import GemmRecorder
-from llm_fp8.diagnose.workload import ConfiguredWorkload, without_output
-from llm_fp8.models import decoder_layers
-from llm_fp8.throughput.ours import OurTraining
+from llm_fp8.config.options import Config, DataConfig, ModelConfig, OptimConfig, PrecisionConfig
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.tools.bench.ours import OurTraining
+from llm_fp8.tools.diagnose.gemm_operands import GemmRecorder
+from llm_fp8.tools.diagnose.memory import KINDS, Mark, MemoryProbe, divide_peak, held_bytes, known_bytes
+from llm_fp8.tools.diagnose.session import ConfiguredWorkload, without_output
 
 CPU = torch.device("cpu")
 

@@ -10,12 +10,24 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from llm_fp8.config import PrecisionConfig
-from llm_fp8.diagnose.layers import group_layers, number_ranges
-from llm_fp8.diagnose.operands import PASSES, GemmRecorder, ModuleGemms, operand_type, te_gemm_owners
-from llm_fp8.diagnose.problems import attention_problems, left_out_problems, precision_problems, reasons_outside_fp8
-from llm_fp8.precision import PrecisionPlan
-from llm_fp8.swap import Census
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.precision.coverage import Census
+from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.tools.diagnose.gemm_operands import (
+    PASSES,
+    GemmRecorder,
+    ModuleGemms,
+    group_layers,
+    number_ranges,
+    operand_type,
+    te_gemm_owners,
+)
+from llm_fp8.tools.diagnose.result import (
+    attention_problems,
+    left_out_problems,
+    precision_problems,
+    reasons_outside_fp8,
+)
 
 FP8 = PrecisionPlan(requested="fp8", effective="fp8", requested_scenario="default", effective_scenario="delayed")
 BF16 = PrecisionPlan(requested="bf16", effective="bf16")

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm_fp8.ceilings import Ceilings
-from llm_fp8.config import parse_config
-from llm_fp8.diagnose import session
-from llm_fp8.diagnose.memory_kinds import KINDS
-from llm_fp8.diagnose.step_time import step_time
-from llm_fp8.json_files import write_json_atomic
-from llm_fp8.metrics import GIB, PeakTflops
+from llm_fp8.config.parser import parse_config
+from llm_fp8.observability.metrics import GIB, PeakTflops
+from llm_fp8.tools.diagnose import session
+from llm_fp8.tools.diagnose.memory import KINDS
+from llm_fp8.tools.diagnose.step_time import step_time
+from llm_fp8.tools.gemm_rates import Ceilings
+from llm_fp8.utils.json_files import write_json_atomic
 from tests.cpu.test_diagnose_losses import ATTENTION, BF16_GEMM
 from tests.recorded_kernels import recorded
 from tests.small import forget_accelerator

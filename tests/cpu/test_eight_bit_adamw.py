@@ -7,20 +7,21 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from llm_fp8 import eight_bit_adamw
-from llm_fp8.config import OptimConfig
-from llm_fp8.eight_bit_adamw import EightBitAdamW, round_stochastically, rounding_bits, rounding_key, update_with_torch_
-from llm_fp8.eight_bit_codes import CODE_BLOCK, code_limits, code_tables, code_values, decode, encode
-from llm_fp8.errors import UserError
-from llm_fp8.grouped_adamw import Coefficients
-from llm_fp8.optim import (
-    build_optimizer,
-    build_scheduler,
-    load_optimizer_scalars,
-    load_optimizer_tensors,
-    optimizer_scalars,
-    optimizer_tensors,
+from llm_fp8.config.options import OptimConfig
+from llm_fp8.optim import adamw_8bit as eight_bit_adamw
+from llm_fp8.optim.adamw_8bit import (
+    EightBitAdamW,
+    round_stochastically,
+    rounding_bits,
+    rounding_key,
+    update_with_torch_,
 )
+from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, code_limits, code_tables, code_values, decode, encode
+from llm_fp8.optim.adamw_base import Coefficients
+from llm_fp8.optim.optimizers import build_optimizer
+from llm_fp8.optim.schedule import build_scheduler
+from llm_fp8.optim.state import load_optimizer_scalars, load_optimizer_tensors, optimizer_scalars, optimizer_tensors
+from llm_fp8.utils.errors import UserError
 
 CPU = torch.device("cpu")
 SIGNS = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])

@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from llm_fp8.data.embedded import DATASET_DIR, MODEL_DIR
+from llm_fp8.data.embedded.problems import FAMILIES
 from llm_fp8.data.split import normalise_problem
-from llm_fp8.embedded import DATASET_DIR, MODEL_DIR
-from llm_fp8.embedded.problems import FAMILIES
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -40,7 +40,10 @@ def _files(root: Path) -> dict[str, bytes]:
 def test_regenerates_the_committed_files_byte_for_byte(tmp_path: Path, hash_seed: str) -> None:
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "LC_ALL": "C"}
     subprocess.run(
-        [sys.executable, "-m", "llm_fp8.embedded.generate", "--out", str(tmp_path)], cwd=REPOSITORY, env=environment, check=True
+        [sys.executable, "-m", "llm_fp8.data.embedded.generate", "--out", str(tmp_path)],
+        cwd=REPOSITORY,
+        env=environment,
+        check=True,
     )
     assert _files(tmp_path) == _files(MODEL_DIR.parent)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from llm_fp8.loop import LoopOptions, Trainer
+from llm_fp8.train.loop import LoopOptions, Trainer
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 
-from llm_fp8.energy import EnergyMeter, NoEnergyCounter, open_energy_counter
-from llm_fp8.metrics import METRICS
+from llm_fp8.observability.metrics import METRICS
+from llm_fp8.observability.nvml import EnergyMeter, NoEnergyCounter, open_energy_counter
 from tests.processes import exit_code, start_ranks
 from tests.small import steps, write_model, write_rows
 
@@ -116,7 +116,7 @@ def test_nvml_without_a_driver_is_a_reason_and_not_an_error(monkeypatch: pytest.
 
 def give_each_rank_a_board() -> None:
     """In a training process: a board of 100 W, or 300 W on rank 1, whose counter fails from 30 s on; each reading of the clock takes 10 s."""
-    import llm_fp8.loop
+    import llm_fp8.train.loop
 
     first = os.environ["RANK"] == "0"
     ticks = itertools.count(step=10)
@@ -130,7 +130,7 @@ def give_each_rank_a_board() -> None:
     def open_counter(device: torch.device) -> Callable[[], float]:
         return lambda: 100.0 * now_s if first else 300.0 * now_s if now_s < 30 else math.nan
 
-    llm_fp8.loop.EnergyMeter = functools.partial(EnergyMeter, open_counter=open_counter, clock=clock)  # type: ignore[misc, assignment]
+    llm_fp8.train.loop.EnergyMeter = functools.partial(EnergyMeter, open_counter=open_counter, clock=clock)  # type: ignore[misc, assignment]
 
 
 def test_the_energy_of_two_processes_is_their_sum_and_nothing_where_one_is_missing(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_fp8.environment import RULES, is_left_over, judge
+from llm_fp8.tools.verify.environment_rules import RULES, is_left_over, judge
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "multi_gpu.md"
 

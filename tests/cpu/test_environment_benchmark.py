@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from benchmarks import environment_variables as bench
-from llm_fp8.environment import RULES
-from llm_fp8.errors import UserError
-from llm_fp8.provenance import recorded_command
-from llm_fp8.throughput.arms import parse_arm
-from llm_fp8.throughput.worker import measure_apart
-from llm_fp8.throughput.workload import Workload
+from llm_fp8.observability.provenance import recorded_command
+from llm_fp8.tools.bench.variant_names import parse_arm
+from llm_fp8.tools.bench.worker import measure_apart
+from llm_fp8.tools.bench.workload import Workload
+from llm_fp8.tools.verify.environment_rules import RULES
+from llm_fp8.utils.errors import UserError
 from tests.cpu.test_environment import documented
 
 WORK = Workload.parse("Llama-3.2-1B:8x1024x4", 5)

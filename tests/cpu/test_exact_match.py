@@ -12,17 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from llm_fp8 import exact_match
-from llm_fp8.config import parse_config
+from llm_fp8.config.parser import parse_config
 from llm_fp8.data import encode_prompt, prepare_data
-from llm_fp8.data.problems import Problem
-from llm_fp8.data.split import problem_key
-from llm_fp8.embedded import DATASET_DIR
-from llm_fp8.errors import UserError
-from llm_fp8.evaluate_folder import data_options, evaluate_exact_match_folder
-from llm_fp8.exact_match import answer_problems, wilson_interval
-from llm_fp8.generation import check_positions, copy_for_generation, generate_greedy
-from llm_fp8.json_files import read_jsonl
+from llm_fp8.data.embedded import DATASET_DIR
+from llm_fp8.data.split import Problem, problem_key
+from llm_fp8.tools.evaluate_checkpoint import data_options, evaluate_exact_match_folder
+from llm_fp8.train import exact_match
+from llm_fp8.train.exact_match import answer_problems, wilson_interval
+from llm_fp8.train.generate import check_positions, copy_for_generation, generate_greedy
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import read_jsonl
 from scripts import evaluate
 from tests.processes import exit_code, start_ranks
 from tests.small import records, steps, tiny_config, train, write_model

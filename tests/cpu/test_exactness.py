@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llm_fp8.loop import Trainer
+from llm_fp8.train.loop import Trainer
 from tests.reference import NUM_ROWS, compare_with_reference, documents, mean_loss
 from tests.small import records, run_json, steps, train, write_model
 

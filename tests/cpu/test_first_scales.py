@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from llm_fp8 import run as run_module
-from llm_fp8.first_scales import PASSES, find_first_scales, prepare_with_scales
-from llm_fp8.precision import Precision
+from llm_fp8.precision.context import Precision
+from llm_fp8.train import run as run_module
+from llm_fp8.train.scale_warmup import PASSES, find_first_scales, prepare_with_scales
 from tests.processes import exit_code, start_ranks
 from tests.small import steps, train
 
@@ -101,7 +101,7 @@ def batch():
 
 def errors(num_passes: int, batch, monkeypatch, **size) -> dict[str, float]:
     """Of the first step's gradients behind so many passes: the worst relative error of the first and of the second products."""
-    monkeypatch.setattr("llm_fp8.first_scales.PASSES", num_passes)
+    monkeypatch.setattr("llm_fp8.train.scale_warmup.PASSES", num_passes)
     model = Blocks(**size)
     seam = Seam(model)
     find_first_scales(model, seam, batch, round(1 / TINY))

@@ -14,14 +14,22 @@ import torch
 import torch.nn.functional as F
 
 import te_llama
-from llm_fp8 import flash_attention, flash_attention_3, models
-from llm_fp8.config import ModelConfig, parse_config
-from llm_fp8.errors import UserError
-from llm_fp8.flash_attention import HOPPER, check_flash_attention, keep_from_transformer_engine, require_flash_attention
-from llm_fp8.flash_attention_3 import load_operators
-from llm_fp8.flash_attention_package import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FLASH_ATTENTION_PACKAGES
-from llm_fp8.throughput.arms import parse_arm
-from llm_fp8.throughput.workload import Workload
+from llm_fp8.config.attention_packages import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FLASH_ATTENTION_PACKAGES
+from llm_fp8.config.options import ModelConfig
+from llm_fp8.config.parser import parse_config
+from llm_fp8.kernels import flash_attention
+from llm_fp8.kernels import flash_attention as flash_attention_3
+from llm_fp8.kernels.flash_attention import (
+    HOPPER,
+    check_flash_attention,
+    keep_from_transformer_engine,
+    load_operators,
+    require_flash_attention,
+)
+from llm_fp8.models import build as models
+from llm_fp8.tools.bench.variant_names import parse_arm
+from llm_fp8.tools.bench.workload import Workload
+from llm_fp8.utils.errors import UserError
 from tests.small import tiny_config
 from tests.stand_in_flash_attention_3 import stand_in_operators
 from tests.stand_in_te import install_stand_in

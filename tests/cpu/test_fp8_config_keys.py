@@ -15,10 +15,10 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from torch import nn
 
-from llm_fp8.config import parse_config
-from llm_fp8.errors import UserError
-from llm_fp8.fp8_config_keys import KEYS, PREFIX, backend_elsewhere, idle_keys, idle_sentences, with_table
-from llm_fp8.launch_env import apply_launch_settings
+from llm_fp8.config.accelerate_env import apply_launch_settings
+from llm_fp8.config.accelerate_fp8_keys import KEYS, PREFIX, backend_elsewhere, idle_keys, idle_sentences, with_table
+from llm_fp8.config.parser import parse_config
+from llm_fp8.utils.errors import UserError
 from tests import made_up_te
 from tests.small import forget_accelerator, train
 
@@ -210,4 +210,4 @@ def test_the_files_for_one_gpu_give_the_run_of_the_same_options(launch):
 
 def test_the_document_holds_the_table():
     text = DOCUMENT.read_text()
-    assert text == with_table(text), "run: python -m llm_fp8.fp8_config_keys docs/accelerate.md"
+    assert text == with_table(text), "run: python -m llm_fp8.config.accelerate_fp8_keys docs/accelerate.md"

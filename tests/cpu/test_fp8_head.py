@@ -12,20 +12,24 @@ import torch.nn.functional as F
 
 from benchmarks import fp8_head_rounding
 from benchmarks.fp8_head_rounding import batch, emulated_head, excess_slope
-from llm_fp8 import fp8_head, softmax
-from llm_fp8.certificate import Promise
-from llm_fp8.config import LoraConfig, PrecisionConfig, check_config, parse_config
-from llm_fp8.errors import UserError
-from llm_fp8.fp8_head import E4M3, E5M2, Fp8Head, cast_to_fp8
-from llm_fp8.lora import add_adapters, products_per_weight
-from llm_fp8.loss import linear_cross_entropy_sum
-from llm_fp8.parallel.choice import check_mode
-from llm_fp8.parity import relative_difference
-from llm_fp8.precision import Precision, PrecisionPlan, resolve_precision
-from llm_fp8.ranks import LaunchRanks
-from llm_fp8.softmax import IGNORE_INDEX
-from llm_fp8.swap import take_census
-from llm_fp8.throughput.arms import parse_arm
+from llm_fp8.config.options import LoraConfig, PrecisionConfig
+from llm_fp8.config.parser import parse_config
+from llm_fp8.config.validation import check_config
+from llm_fp8.distributed.sharding_mode import check_mode
+from llm_fp8.kernels import fp8_lm_head as fp8_head
+from llm_fp8.kernels import softmax
+from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
+from llm_fp8.kernels.fp8_lm_head import E4M3, E5M2, Fp8Head, cast_to_fp8
+from llm_fp8.kernels.softmax import IGNORE_INDEX
+from llm_fp8.models.lora import add_adapters, products_per_weight
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.precision.certificate import Promise
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.coverage import take_census
+from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
+from llm_fp8.tools.bench.variant_names import parse_arm
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
 from tests.fp8_head_reference import GRADIENT_ERROR, MODES, exact, head_of, run
 from tests.processes import exit_code, start_ranks
 from tests.small import records, steps, tiny_config, train, write_model

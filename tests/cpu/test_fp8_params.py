@@ -21,14 +21,16 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from llm_fp8.config import OptimConfig, ParallelConfig, parse_config
-from llm_fp8.errors import UserError
-from llm_fp8.optim import build_optimizer, optimizer_tensors
-from llm_fp8.parallel.choice import check_mode
-from llm_fp8.parallel.fp8_params import check_fp8_params, master_of, requantise_, scales_of
-from llm_fp8.parallel.fsdp import FsdpEngine
-from llm_fp8.ranks import LaunchRanks
-from llm_fp8.shards import row_block
+from llm_fp8.config.options import OptimConfig, ParallelConfig
+from llm_fp8.config.parser import parse_config
+from llm_fp8.distributed.fp8_params import check_fp8_params, master_of, requantise_, scales_of
+from llm_fp8.distributed.fsdp import FsdpEngine
+from llm_fp8.distributed.sharding_mode import check_mode
+from llm_fp8.models.weight_shards import row_block
+from llm_fp8.optim.optimizers import build_optimizer
+from llm_fp8.optim.state import optimizer_tensors
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
 from tests.counted_gather import CountedAllGather
 from tests.cpu.test_sharded_weights import on_ranks
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.gpu_tests import Outcomes, dealt
-from llm_fp8.errors import UserError
+from llm_fp8.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = """

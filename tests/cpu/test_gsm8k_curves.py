@@ -11,8 +11,8 @@ import pytest
 from benchmarks import plot_curves
 from benchmarks.gsm8k_curves import ARMS, check, compare_to_one_gpu, finished_runs, make_parser, parse_arms, parse_seeds, plan
 from benchmarks.plot_curves import draw
-from llm_fp8.config import parse_config
-from llm_fp8.errors import FailedCheck, UserError
+from llm_fp8.config.parser import parse_config
+from llm_fp8.utils.errors import FailedCheck, UserError
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 

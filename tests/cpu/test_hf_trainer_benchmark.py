@@ -22,9 +22,9 @@ from benchmarks.hf_trainer import (
     write_full_rows,
     write_model_structure,
 )
-from llm_fp8.config import parse_config
-from llm_fp8.errors import UserError
-from llm_fp8.throughput.workload import Workload
+from llm_fp8.config.parser import parse_config
+from llm_fp8.tools.bench.workload import Workload
+from llm_fp8.utils.errors import UserError
 from tests.small import tiny_config, train
 
 

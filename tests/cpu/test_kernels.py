@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from llm_fp8.kernels import (
+from llm_fp8.observability.kernel_trace import (
     KERNEL_CLASSES,
     gemm_kernels,
     gemm_kind,
@@ -179,7 +179,7 @@ def test_of_a_profile_only_what_the_gpu_ran_counts():
 
 def test_events_are_read_as_torch_keeps_them(monkeypatch):
     """A real recording of the CPU, taken for one of a GPU: names and times as torch's own, slower, reading gives them."""
-    import llm_fp8.kernels as kernels
+    import llm_fp8.observability.kernel_trace as kernels
 
     monkeypatch.setattr(kernels, "_GPU", torch.autograd.DeviceType.CPU)
     with profile(activities=[ProfilerActivity.CPU]) as done:
@@ -196,7 +196,7 @@ def test_events_are_read_as_torch_keeps_them(monkeypatch):
 
 def test_recording_gives_no_warning(monkeypatch):
     """torch warns of cleared events unless it is told to keep them; here on the CPU, where CUDA has nothing to record."""
-    import llm_fp8.kernels as kernels
+    import llm_fp8.observability.kernel_trace as kernels
 
     monkeypatch.setattr(kernels, "ProfilerActivity", type("Cpu", (), {"CUDA": ProfilerActivity.CPU}))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -6,16 +6,18 @@ import json
 
 import pytest
 
-from llm_fp8.config import PrecisionConfig, check_config, parse_config
-from llm_fp8.errors import UserError
-from llm_fp8.launch_env import (
+from llm_fp8.config.accelerate_env import (
     apply_launch_settings,
     merge_launch_settings,
     require_launched,
     require_single_process,
     take_launch_settings,
 )
-from llm_fp8.launch_sharding import take_sharding_settings
+from llm_fp8.config.accelerate_sharding import take_sharding_settings
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.parser import parse_config
+from llm_fp8.config.validation import check_config
+from llm_fp8.utils.errors import UserError
 
 FP8 = {
     "ACCELERATE_MIXED_PRECISION": "fp8",

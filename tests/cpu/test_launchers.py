@@ -16,8 +16,8 @@ import pytest
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-from llm_fp8.config import parse_config
-from llm_fp8.launch_env import apply_launch_settings
+from llm_fp8.config.accelerate_env import apply_launch_settings
+from llm_fp8.config.parser import parse_config
 from tests.processes import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]

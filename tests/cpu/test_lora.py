@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CohereConfig, PhiConfig
 
 import te_llama
-from llm_fp8.config import LoraConfig, PrecisionConfig, parse_config
-from llm_fp8.errors import UserError
-from llm_fp8.lora import (
+from llm_fp8.config.options import LoraConfig, PrecisionConfig
+from llm_fp8.config.parser import parse_config
+from llm_fp8.distributed.sharding_mode import state_bytes
+from llm_fp8.models.lora import (
     adapters_of,
     add_adapters,
     initialize_adapters_,
@@ -32,11 +33,12 @@ from llm_fp8.lora import (
     require_peft,
     scaling_of,
 )
-from llm_fp8.metrics import DecoderSize, model_flops_per_token
-from llm_fp8.models import fill_te_model
-from llm_fp8.parallel.choice import state_bytes
-from llm_fp8.precision import Precision, PrecisionPlan
-from llm_fp8.swap import take_census
+from llm_fp8.models.weights import fill_te_model
+from llm_fp8.observability.metrics import DecoderSize, model_flops_per_token
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.coverage import take_census
+from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.utils.errors import UserError
 from tests.processes import exit_code, start_ranks
 from tests.reference import NUM_STEPS, OPTIONS, documents, learning_rate, mean_loss, reference_options
 from tests.small import final_weights, run_json, steps, tiny_config, train, write_model
@@ -123,7 +125,7 @@ def test_a_run_is_peft_in_a_plain_loop(tmp_path, tied_model, sixteen_rows, monke
         ended.append(model)
         return original(model, *arguments, **options)
 
-    from llm_fp8 import run
+    from llm_fp8.train import run
 
     original = run.export_adapter
     monkeypatch.setattr(run, "export_adapter", export)
@@ -200,7 +202,7 @@ def test_the_parity_gate_takes_adapters_wider_than_the_frozen_model(tmp_path, ti
 @pytest.mark.parametrize("targets", ["all-linear", "k_proj,o_proj", "up_proj"])
 def test_the_te_decoder_computes_what_hugging_faces_does(tiny_model, stand_in, targets):
     """Logits and every gradient with random A and B; the merged tensors too."""
-    from llm_fp8.export import hf_tensors
+    from llm_fp8.models.export import hf_tensors
 
     options = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, lora_targets=targets)
     hf = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
@@ -315,7 +317,7 @@ def test_no_more_products_are_expected_than_run_beside_attention(config):
 
 
 def test_a_resumed_run_takes_the_same_steps_and_its_checkpoints_hold_adapters_alone(tmp_path, tiny_model, rows):
-    from llm_fp8.checkpoint import saved_names
+    from llm_fp8.train.checkpoint import saved_names
 
     def options(folder, *more):
         return [
@@ -427,7 +429,7 @@ def test_what_is_wrong_with_an_adapters_folder_is_said(trained_adapter, tiny_mod
 
 
 def test_the_study_compares_each_kind_of_adapters_with_itself():
-    from llm_fp8.throughput.workload import Workload
+    from llm_fp8.tools.bench.workload import Workload
     from scripts.lora_study import GUIDES, arms_of, speed_ups
 
     assert [arm.name for arm in arms_of("lora8,lora16qv", "current")] == [
@@ -465,9 +467,9 @@ def test_the_study_compares_each_kind_of_adapters_with_itself():
 
 
 def test_a_benchmark_arm_trains_adapters_alone(tmp_path):
-    from llm_fp8.throughput.arms import parse_arm
-    from llm_fp8.throughput.measure import measure
-    from llm_fp8.throughput.workload import Workload
+    from llm_fp8.tools.bench.measure import measure
+    from llm_fp8.tools.bench.variant_names import parse_arm
+    from llm_fp8.tools.bench.workload import Workload
 
     tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(tmp_path)
     work = Workload.parse(f"{tmp_path}:2x32x2", 2)
@@ -570,7 +572,7 @@ def test_peft_is_imported_after_the_choice_of_cudnn_and_what_it_fails_on_is_said
 
     monkeypatch.delitem(sys.modules, "peft")
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
-    monkeypatch.setattr("llm_fp8.lora.prefer_torchs_libraries", lambda: seen.append("cuDNN"))
+    monkeypatch.setattr("llm_fp8.models.lora.prefer_torchs_libraries", lambda: seen.append("cuDNN"))
     with pytest.raises(UserError, match="--lora_rank 4 needs PEFT, .* Transformer Engine, .*: libcublas.so.13: cannot open"):
         require_peft("--lora_rank 4")
     assert seen == ["cuDNN", "peft"]

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llm_fp8.loss import default_chunk_tokens, linear_cross_entropy_sum
-from llm_fp8.softmax import IGNORE_INDEX
+from llm_fp8.kernels.cross_entropy import default_chunk_tokens, linear_cross_entropy_sum
+from llm_fp8.kernels.softmax import IGNORE_INDEX
 
 TOKENS, HIDDEN, VOCAB = 37, 24, 101
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from llm_fp8 import master_adamw
-from llm_fp8.master_adamw import Coefficients, MasterAdamW, join_master, split_master, update_with_torch_
+from llm_fp8.optim import adamw_master as master_adamw
+from llm_fp8.optim.adamw_master import Coefficients, MasterAdamW, join_master, split_master, update_with_torch_
 
 LOWER_HALVES = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from llm_fp8.config import parse_config
-from llm_fp8.memory import MemoryUse, out_of_memory_advice
+from llm_fp8.config.parser import parse_config
+from llm_fp8.train.failures import MemoryUse, out_of_memory_advice
 
 BILLION = 10**9
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.memory_over_steps import Sample, growth, training_options
-from llm_fp8.errors import UserError
+from llm_fp8.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers import PreTrainedConfig as PretrainedConfig
 
-from llm_fp8 import metrics
-from llm_fp8.metrics import (
+from llm_fp8.observability import metrics
+from llm_fp8.observability.metrics import (
     METRICS,
     DecoderSize,
     StepTokens,

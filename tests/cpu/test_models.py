@@ -12,23 +12,22 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from llm_fp8.architectures import bundled_architectures
-from llm_fp8.config import ModelConfig, parse_config
-from llm_fp8.errors import UserError
-from llm_fp8.evaluate_folder import evaluate_exact_match_folder
-from llm_fp8.export import export_hf
-from llm_fp8.models import (
+from llm_fp8.config.options import ModelConfig
+from llm_fp8.config.parser import parse_config
+from llm_fp8.models.architectures import bundled_architectures
+from llm_fp8.models.build import build_model, decoder_layers, decoder_size
+from llm_fp8.models.export import export_hf
+from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.source import (
     EMBEDDED_MODEL,
-    build_model,
     check_model,
-    decoder_layers,
-    decoder_size,
     load_config,
     load_tokenizer,
     resolve_source,
     stored_dtype,
 )
-from llm_fp8.training_model import TrainingModel
+from llm_fp8.tools.evaluate_checkpoint import evaluate_exact_match_folder
+from llm_fp8.utils.errors import UserError
 from tests.families import FAMILIES, family_config
 from tests.small import run_json, train, write_model
 

@@ -10,8 +10,8 @@ import pynvml
 import pytest
 import torch
 
-from llm_fp8 import nvml
-from llm_fp8.nvml import GpuStateSampler, NoNvml, open_nvml
+from llm_fp8.observability import nvml
+from llm_fp8.observability.nvml import GpuStateSampler, NoNvml, open_nvml
 
 CAPPED = pynvml.nvmlClocksThrottleReasonSwPowerCap
 IDLE = pynvml.nvmlClocksThrottleReasonGpuIdle

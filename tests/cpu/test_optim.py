@@ -12,27 +12,27 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
 
-from llm_fp8.config import OptimConfig
-from llm_fp8.eight_bit_adamw import EightBitAdamW
-from llm_fp8.errors import UserError
-from llm_fp8.master_adamw import MasterAdamW, join_master
-from llm_fp8.optim import (
+from llm_fp8.config.options import OptimConfig
+from llm_fp8.optim.adamw_8bit import EightBitAdamW
+from llm_fp8.optim.adamw_master import MasterAdamW, join_master
+from llm_fp8.optim.optimizers import (
     OptimizerKind,
     build_optimizer,
-    build_scheduler,
     bytes_per_parameter,
     clip_and_step,
-    effective_warmup_steps,
-    initialize_state,
-    learning_rate_factor,
-    load_optimizer_scalars,
-    load_optimizer_tensors,
-    optimizer_scalars,
-    optimizer_tensors,
     parameter_dtype,
     parameter_groups,
     resolve_optimizer,
 )
+from llm_fp8.optim.schedule import build_scheduler, effective_warmup_steps, learning_rate_factor
+from llm_fp8.optim.state import (
+    initialize_state,
+    load_optimizer_scalars,
+    load_optimizer_tensors,
+    optimizer_scalars,
+    optimizer_tensors,
+)
+from llm_fp8.utils.errors import UserError
 
 
 class TinyModel(torch.nn.Module):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from llm_fp8.config import parse_config
-from llm_fp8.errors import UserError
-from llm_fp8.memory import MemoryUse, out_of_memory_advice
-from llm_fp8.parallel.choice import check_mode, choose_mode, hybrid_shard_size, state_bytes
-from llm_fp8.parallel.profile import StepProfile, covered, length
-from llm_fp8.ranks import LaunchRanks
+from llm_fp8.config.parser import parse_config
+from llm_fp8.distributed.sharding_mode import check_mode, choose_mode, hybrid_shard_size, state_bytes
+from llm_fp8.observability.step_profile import StepProfile, covered, length
+from llm_fp8.train.failures import MemoryUse, out_of_memory_advice
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
 
 EIGHT = LaunchRanks(world_size=8, local_world_size=8, launched=True)
 TWO_HOSTS = LaunchRanks(world_size=16, local_world_size=8, launched=True)

@@ -8,9 +8,11 @@ import sys
 import pytest
 import torch
 
-from llm_fp8.config import PrecisionConfig
-from llm_fp8.errors import UserError
-from llm_fp8.precision import Precision, prefer_torchs_libraries, require_te, resolve_precision
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.plan import resolve_precision
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.te_import import prefer_torchs_libraries, require_te
 
 CPU = torch.device("cpu")
 

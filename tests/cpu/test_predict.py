@@ -13,16 +13,18 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
-from llm_fp8.architectures import bundled_architectures
-from llm_fp8.ceilings import RESULTS, Ceilings, known_ceilings
-from llm_fp8.config import Config, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
-from llm_fp8.errors import UserError, run_script
-from llm_fp8.flash_attention_package import FLASH_ATTENTION_4, FLASH_ATTENTION_PACKAGES
-from llm_fp8.medians import own_steps
-from llm_fp8.metrics import DecoderSize, StepTokens, speed_metrics
-from llm_fp8.models import count_parameters, load_config, resolve_source
-from llm_fp8.predict import prediction
-from llm_fp8.predict.calibration import (
+from benchmarks.prediction_records import bundled_size, recorded_rows, rows_for_memory_alone, scenario_of, with_tables
+from llm_fp8.config.attention_packages import FLASH_ATTENTION_4, FLASH_ATTENTION_PACKAGES
+from llm_fp8.config.options import Config, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
+from llm_fp8.models.architectures import bundled_architectures
+from llm_fp8.models.build import count_parameters
+from llm_fp8.models.source import load_config, resolve_source
+from llm_fp8.observability.metrics import DecoderSize, StepTokens, speed_metrics
+from llm_fp8.observability.step_stats import own_steps
+from llm_fp8.tools.gemm_rates import RESULTS, Ceilings, known_ceilings
+from llm_fp8.tools.predict import prediction
+from llm_fp8.tools.predict.after_run import compare, describe_comparison, mean_length, run_prediction
+from llm_fp8.tools.predict.calibration import (
     CALIBRATED_GPU,
     FITS_RESERVE_GIB,
     FLASH_SPEED_UP,
@@ -32,12 +34,9 @@ from llm_fp8.predict.calibration import (
     MEASURED_TOKENS,
     Rates,
 )
-from llm_fp8.predict.memory import peak_memory, saved_bytes
-from llm_fp8.predict.prediction import gpu_by_name, known_gpu, known_gpus, predict
-from llm_fp8.predict.records import bundled_size, recorded_rows, rows_for_memory_alone, scenario_of
-from llm_fp8.predict.run_outcome import compare, describe_comparison, mean_length, run_prediction
-from llm_fp8.predict.scenario import RECIPES, ModelSize, Scenario
-from llm_fp8.predict.step_time import (
+from llm_fp8.tools.predict.memory import peak_memory, saved_bytes
+from llm_fp8.tools.predict.prediction import gpu_by_name, known_gpu, known_gpus, predict
+from llm_fp8.tools.predict.step_time import (
     exchanged_bytes,
     fsdp_bytes,
     gemm_sum_bytes,
@@ -50,7 +49,8 @@ from llm_fp8.predict.step_time import (
     weight_bytes,
     weight_cast_bytes,
 )
-from llm_fp8.predict.tables import with_tables
+from llm_fp8.tools.predict.workload import RECIPES, ModelSize, Scenario
+from llm_fp8.utils.errors import UserError, run_script
 from scripts import predict as command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -402,7 +402,7 @@ def test_recipes_come_out_in_the_measured_order():
 def test_the_document_holds_what_the_functions_give():
     text = DOCUMENT.read_text(encoding="utf-8")
     assert text.count("<!-- table: ") == text.count("<!-- end -->") >= 8
-    assert text == with_tables(text), "run: python -m llm_fp8.predict.tables docs/when_fp8_pays.md"
+    assert text == with_tables(text), "run: python -m benchmarks.prediction_records docs/when_fp8_pays.md"
 
 
 def test_what_14b_needs_on_two_gpus_is_what_the_document_says():

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm_fp8.config import Config
-from llm_fp8.json_files import json_line, read_json, read_jsonl, read_metrics, with_floats, write_json_atomic
-from llm_fp8.provenance import REPOSITORY, collect_provenance, git_state, package_version, relevant_environment, run_record
+from llm_fp8.config.options import Config
+from llm_fp8.observability.provenance import collect_provenance, git_state, relevant_environment, run_record
+from llm_fp8.utils.json_files import json_line, read_json, read_jsonl, read_metrics, with_floats, write_json_atomic
+from llm_fp8.utils.packages import REPOSITORY, package_version
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -63,7 +64,7 @@ def test_the_command_is_that_of_the_repository_s_root(monkeypatch, tmp_path) -> 
 
 def test_provenance_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from llm_fp8.provenance import collect_provenance; collect_provenance(['x']); "
+        "import sys; from llm_fp8.observability.provenance import collect_provenance; collect_provenance(['x']); "
         "print([name for name in ('transformer_engine', 'wandb', 'flash_attn', 'datasets') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)

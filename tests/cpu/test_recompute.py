@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llm_fp8.models import decoder_layers
-from llm_fp8.recompute import enable_gradient_checkpointing
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.models.build import decoder_layers
 from tests.small import tiny_config
 
 

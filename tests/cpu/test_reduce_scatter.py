@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, _fully_shard
 
-from llm_fp8.parallel import fsdp
-from llm_fp8.parallel.reduce_scatter import GradientExchange
+from llm_fp8.distributed import fsdp
+from llm_fp8.distributed.fsdp_internals import GradientExchange
 
 BACKWARD, EXCHANGE = "stream of the backward pass", "stream of the exchange"
 

@@ -17,14 +17,16 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from rich.console import Console
 
-from llm_fp8.config import Config, parse_config
-from llm_fp8.errors import UserError
-from llm_fp8.medians import throughput_summary
-from llm_fp8.progress import ProgressDisplay, format_step
-from llm_fp8.provenance import REPOSITORY, run_record
-from llm_fp8.report import RunReporter, accelerator_tracking, check_trackers, truncate_metrics
-from llm_fp8.run_labels import LABELS, run_tags
-from llm_fp8.wandb_files import offline_runs
+from llm_fp8.config.options import Config
+from llm_fp8.config.parser import parse_config
+from llm_fp8.observability.progress import ProgressDisplay, format_step
+from llm_fp8.observability.provenance import run_record
+from llm_fp8.observability.reporter import RunReporter, accelerator_tracking, check_trackers, truncate_metrics
+from llm_fp8.observability.step_stats import throughput_summary
+from llm_fp8.observability.tracker_labels import LABELS, run_tags
+from llm_fp8.tools.compare.run_record import offline_runs
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.packages import REPOSITORY
 from tests.small import records
 
 RUN_SECTIONS = {
@@ -341,12 +343,12 @@ print(json.dumps(said))
 
 def test_only_the_first_process_is_asked_for_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("llm_fp8.report.wandb_login_state", lambda flag: pytest.fail("looked for a login"))
+    monkeypatch.setattr("llm_fp8.observability.reporter.wandb_login_state", lambda flag: pytest.fail("looked for a login"))
     check_trackers(a_config(tmp_path, "--use_wandb"))
 
 
 def test_trackers_that_nobody_asked_for_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llm_fp8.report.package_version", lambda name: pytest.fail(f"looked for {name}"))
+    monkeypatch.setattr("llm_fp8.observability.reporter.package_version", lambda name: pytest.fail(f"looked for {name}"))
     check_trackers(a_config(tmp_path))
 
 
@@ -354,7 +356,7 @@ def test_wandb_that_is_not_installed_is_named_even_beside_a_folder_of_its_name(t
     """A folder `wandb`, as W&B leaves it, imports as an empty package; an interpreter without site-packages has no other."""
     (tmp_path / "wandb").mkdir()
     code = (
-        "import sys; from llm_fp8.wandb_login import wandb_login_state; from llm_fp8.errors import run_script; "
+        "import sys; from llm_fp8.observability.tracker_labels import wandb_login_state; from llm_fp8.utils.errors import run_script; "
         "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; "
         "run_script(lambda: int(bool(wandb_login_state('--use_wandb'))))"
     )

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from llm_fp8.ceilings import Ceilings
-from llm_fp8.predict.records import bundled_size
-from llm_fp8.throughput.arms import OLD_NAMES, PRECISIONS, parse_arm
-from llm_fp8.throughput.setups import RIVALS
-from llm_fp8.throughput.table import gemm_floor_s
+from benchmarks.prediction_records import bundled_size
+from benchmarks.speed_table_rows import gemm_floor_s
+from llm_fp8.tools.bench.variant_names import OLD_NAMES, PRECISIONS, parse_arm
+from llm_fp8.tools.bench.variants import RIVALS
+from llm_fp8.tools.gemm_rates import Ceilings
 from scripts.lora_study import ADAPTERS, FULL, WORKLOADS, arms_of
 from tests.documented_commands import readme_commands
 from tests.families import FAMILIES

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from llm_fp8 import run_state
-from llm_fp8.errors import UserError
-from llm_fp8.loop import Trainer
+from llm_fp8.train import train_state as run_state
+from llm_fp8.train.loop import Trainer
+from llm_fp8.utils.errors import UserError
 from tests.processes import exit_code, start_training, wait_until
 from tests.small import final_weights, records, run_json, steps, train, write_model
 

@@ -14,8 +14,8 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import te_llama
-from llm_fp8.recompute import enable_gradient_checkpointing
-from llm_fp8.training_model import TrainingModel
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.models.loss_model import TrainingModel
 from tests.batches import BATCHES, S
 from tests.families import family_config
 from tests.rope_reference import CASES, assert_same_split, pair_sizes, positions_of, split_rope_reference
@@ -96,9 +96,9 @@ def stand_in_kernel(monkeypatch):
         calls.append((tuple(fused.shape), None if cu_seqlens is None else cu_seqlens.tolist()))
         return split_rope_reference(fused, angles, num_heads, num_kv_heads, cu_seqlens)
 
-    module = ModuleType("llm_fp8.rope_kernel")
+    module = ModuleType("llm_fp8.kernels.rope_triton")
     module.split_rope = split_rope
-    monkeypatch.setitem(sys.modules, "llm_fp8.rope_kernel", module)
+    monkeypatch.setitem(sys.modules, "llm_fp8.kernels.rope_triton", module)
     return calls
 
 

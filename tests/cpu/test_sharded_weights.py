@@ -19,25 +19,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaModel, PreTrainedModel
 
-import llm_fp8.export
-import llm_fp8.models
+import llm_fp8.models.build
+import llm_fp8.models.export
 import te_llama
-from llm_fp8.config import ModelConfig, ParallelConfig
-from llm_fp8.errors import UserError
-from llm_fp8.export import export_hf
-from llm_fp8.models import (
-    EMBEDDED_MODEL,
-    build_model,
-    build_structure,
-    count_parameters,
-    decoder_layers,
-    fill_sharded,
-    load_config,
-    load_tokenizer,
-    resolve_source,
-)
-from llm_fp8.parallel.fsdp import FsdpEngine, materialize_
-from llm_fp8.shards import row_block
+from llm_fp8.config.options import ModelConfig, ParallelConfig
+from llm_fp8.distributed.fsdp import FsdpEngine, materialize_
+from llm_fp8.models.build import build_model, build_structure, count_parameters, decoder_layers
+from llm_fp8.models.export import export_hf
+from llm_fp8.models.source import EMBEDDED_MODEL, load_config, load_tokenizer, resolve_source
+from llm_fp8.models.weight_shards import row_block
+from llm_fp8.models.weights import fill_sharded
+from llm_fp8.utils.errors import UserError
 from tests.cpu.test_models import CARD, assert_same_bits, stored_weights
 from tests.families import FAMILIES, family_config
 from tests.processes import DEADLINE_S
@@ -241,8 +233,8 @@ def load_counting_rows(rank: int, name: str) -> tuple[int, int, int]:
         def get_slice(self, name: str) -> CountedSlice:
             return CountedSlice(self.file.get_slice(name))
 
-    real_open = llm_fp8.models.safe_open
-    llm_fp8.models.safe_open = CountedFile
+    real_open = llm_fp8.models.build.safe_open
+    llm_fp8.models.build.safe_open = CountedFile
     model = sharded_model(name, engine_of())
     held = sum(len(row_block(parameter).data) * parameter[:1].numel() for parameter in model.parameters())
     return num_read, held, sum(parameter.numel() for parameter in model.parameters())
@@ -273,7 +265,7 @@ def export_watched(rank: int, name: str, out: str) -> tuple[int, list[tuple[int,
         written.append((gathered, len(tensors)))
         save_file(tensors, *args, **kwargs)
 
-    llm_fp8.export.save_file = watched_save
+    llm_fp8.models.export.save_file = watched_save
     tokenizer = load_tokenizer(ModelConfig(model_name=name), resolve_source(ModelConfig(model_name=name)))[0]
     export_hf(
         model,
@@ -413,7 +405,7 @@ def test_fused_parameters_are_filled_from_the_rows_of_several_tensors(tmp_path, 
 
     whole = te_structure(str(tmp_path / "source")).to_empty(device=CPU)
     whole.tie_weights()
-    llm_fp8.models.fill_te_model(whole, sorted((tmp_path / "source").glob("*.safetensors")))
+    llm_fp8.models.weights.fill_te_model(whole, sorted((tmp_path / "source").glob("*.safetensors")))
     expected = {name: parameter.detach() for name, parameter in whole.named_parameters()}
     for weights in results:
         assert_same_bits(weights, expected)

@@ -15,12 +15,12 @@ import torch
 from accelerate import Accelerator
 
 import te_llama
-from llm_fp8.config import ParallelConfig
-from llm_fp8.models import decoder_layers
-from llm_fp8.parallel.engine import Engine
-from llm_fp8.parallel.fsdp import FsdpEngine, WholeGradients, _would_lose_sum
-from llm_fp8.parallel.reduce_scatter import GradientExchange
-from llm_fp8.parity import relative_difference
+from llm_fp8.config.options import ParallelConfig
+from llm_fp8.distributed.fsdp import FsdpEngine
+from llm_fp8.distributed.fsdp_internals import GradientExchange, WholeGradients, _would_lose_sum
+from llm_fp8.distributed.strategy import Engine
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.parity import relative_difference
 from tests import stand_in_te
 from tests.counted_gather import CountedAllGather
 from tests.cpu.test_sharded_weights import on_ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_fp8.signals import GracefulStop, exit_code
+from llm_fp8.train.graceful_stop import GracefulStop, exit_code
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -19,16 +19,16 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import speed_table
 from benchmarks.speed_table import TABLE, Limit, Record, Turns, compare, measure_table, measurer
-from llm_fp8.ceilings import Ceilings
-from llm_fp8.errors import UserError
-from llm_fp8.fp8_head import Fp8Head
-from llm_fp8.precision import PRODUCTS_OF_TRAINED
-from llm_fp8.provenance import recorded_command
-from llm_fp8.ranks import LaunchRanks
-from llm_fp8.swap import take_census
-from llm_fp8.throughput.measure import header, measure
-from llm_fp8.throughput.table import gemm_floor_s, read_table
-from llm_fp8.throughput.worker import STOPPED, measure_apart
+from benchmarks.speed_table_rows import gemm_floor_s, read_table
+from llm_fp8.kernels.fp8_lm_head import Fp8Head
+from llm_fp8.observability.provenance import recorded_command
+from llm_fp8.precision.coverage import take_census
+from llm_fp8.precision.modules import PRODUCTS_OF_TRAINED
+from llm_fp8.tools.bench.measure import header, measure
+from llm_fp8.tools.bench.worker import STOPPED, measure_apart
+from llm_fp8.tools.gemm_rates import Ceilings
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
 from tests.processes import wait_for_the_end_of_processes_with
 from tests.scripts_as_main import run_as_main
 from tests.small import tiny_config

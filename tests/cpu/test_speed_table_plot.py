@@ -9,7 +9,7 @@ import pytest
 from benchmarks import plot_throughput
 from benchmarks.plot_speed_table import GAP, draw_kernels, draw_scaling, scaling_lines, step_parts
 from benchmarks.speed_table import describe
-from llm_fp8.throughput.table import read_table
+from benchmarks.speed_table_rows import read_table
 from tests.cpu.test_speed_table import ROW, made_up, write_table
 from tests.scripts_as_main import run_as_main
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from llm_fp8.te_activation import NAME, fuse_swiglu_backward
+from llm_fp8.kernels.swiglu import NAME, fuse_swiglu_backward
 from tests.stand_in_te import activations, dswiglu, install_stand_in, swiglu
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llm_fp8.architectures import ARCHITECTURES, bundled_architectures
-from te_llama import RowBlock, UnsupportedArchitecture, WeightFiller, decoder_spec, hf_state_dict, parameter_map
+from llm_fp8.models.architectures import ARCHITECTURES, bundled_architectures
+from llm_fp8.models.weight_shards import RowBlock, WeightFiller
+from te_llama import UnsupportedArchitecture, decoder_spec, hf_state_dict, parameter_map
 from tests.families import FAMILIES, family_config
 
 

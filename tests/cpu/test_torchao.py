@@ -11,23 +11,27 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BioGptConfig, BioGptForCausalLM
 
-from llm_fp8 import torchao_fp8
-from llm_fp8.certificate import Promise, certify
-from llm_fp8.compare.arms import ARMS, arm_words, parse_arms, requested_arm
-from llm_fp8.config import TORCHAO_SCENARIOS, Config, PrecisionConfig, parse_config
-from llm_fp8.diagnose.operands import GemmRecorder
-from llm_fp8.diagnose.problems import precision_problems
-from llm_fp8.diagnose.without_gpu import diagnose_without_gpu
-from llm_fp8.errors import UserError
-from llm_fp8.models import check_model, decoder_layers, load_config, load_tokenizer, resolve_source
-from llm_fp8.parallel.choice import check_mode
-from llm_fp8.precision import Precision, PrecisionPlan, resolve_precision
-from llm_fp8.ranks import LaunchRanks
-from llm_fp8.recompute import enable_gradient_checkpointing
-from llm_fp8.swap import convert_with_torchao, take_census
-from llm_fp8.throughput.arms import parse_arm
-from llm_fp8.throughput.setups import OurArm
-from llm_fp8.throughput.workload import Workload
+from llm_fp8.config.options import TORCHAO_SCENARIOS, Config, PrecisionConfig
+from llm_fp8.config.parser import parse_config
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.distributed.sharding_mode import check_mode
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
+from llm_fp8.precision import torchao as torchao_fp8
+from llm_fp8.precision.certificate import Promise, certify
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.convert import convert_with_torchao
+from llm_fp8.precision.coverage import take_census
+from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
+from llm_fp8.tools.bench.variant_names import parse_arm
+from llm_fp8.tools.bench.variants import OurArm
+from llm_fp8.tools.bench.workload import Workload
+from llm_fp8.tools.compare.arms import ARMS, arm_words, parse_arms, requested_arm
+from llm_fp8.tools.diagnose.gemm_operands import GemmRecorder
+from llm_fp8.tools.diagnose.result import precision_problems
+from llm_fp8.tools.diagnose.static_report import diagnose_without_gpu
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
 from tests.processes import exit_code, start_ranks
 from tests.small import final_weights, records, run_json, steps, tiny_config, train, write_model
 

@@ -19,11 +19,12 @@ from accelerate.utils.launch import setup_fp8_env
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llm_fp8.config import PrecisionConfig, parse_config
-from llm_fp8.errors import UserError
-from llm_fp8.launch_env import merge_launch_settings, take_launch_settings
-from llm_fp8.output_folder import with_output_dir
-from llm_fp8.ranks import LaunchRanks
+from llm_fp8.config.accelerate_env import merge_launch_settings, take_launch_settings
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.parser import parse_config
+from llm_fp8.train.run_dir import with_output_dir
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
 from tests.documented_commands import (
     COMMANDS,
     config_of,
@@ -98,7 +99,7 @@ def _answers_without(program: str, words: str, *modules: str) -> None:
     *_, ended, loaded = done.stdout.splitlines()
     assert ended == ("code 0" if words == "--help" else "code 2"), done.stderr
     slow = {"transformers.modeling_utils", "datasets", "pandas", "wandb", "peft", "torchao", "deepspeed", "transformer_engine"}
-    assert "llm_fp8.errors" in loaded.split()
+    assert "llm_fp8.utils.errors" in loaded.split()
     assert (slow | set(modules)) & set(loaded.split()) == set()
 
 

@@ -14,9 +14,10 @@ from types import ModuleType
 
 import pytest
 
-from llm_fp8.compare.launch import plan_runs
-from llm_fp8.config import Config, parse_config
-from llm_fp8.errors import UserError
+from llm_fp8.config.options import Config
+from llm_fp8.config.parser import parse_config
+from llm_fp8.tools.compare.launch import plan_runs
+from llm_fp8.utils.errors import UserError
 from tests.made_up_runs import made_up_run, write_run_folder
 from tests.small import run_json, steps
 

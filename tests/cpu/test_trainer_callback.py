@@ -19,10 +19,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-import llm_fp8.trainer_callback as callback_module
+import llm_fp8.tools.hf_trainer_callback as callback_module
 from examples.hf_trainer_fp8 import main as example_main
-from llm_fp8.errors import UserError
-from llm_fp8.trainer_callback import CertificateCallback, asked_precision
+from llm_fp8.tools.hf_trainer_callback import CertificateCallback, asked_precision
+from llm_fp8.utils.errors import UserError
 from tests import made_up_te
 from tests.small import forget_accelerator, run_json, steps, tiny_config, train
 

@@ -22,14 +22,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from llm_fp8 import flash_attention_3
-from llm_fp8.ceilings import Ceilings, KnownCeilings
-from llm_fp8.config import PrecisionConfig
-from llm_fp8.errors import UserError
-from llm_fp8.flash_attention_package import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FLASH_ATTENTION_PACKAGES
-from llm_fp8.precision import resolve_precision, torchao_needs
-from llm_fp8.programs import torchrun
-from llm_fp8.verify import (
+from llm_fp8.config.attention_packages import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FLASH_ATTENTION_PACKAGES
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.kernels import flash_attention as flash_attention_3
+from llm_fp8.precision.plan import resolve_precision, torchao_needs
+from llm_fp8.tools.gemm_rates import Ceilings, KnownCeilings
+from llm_fp8.tools.verify import (
     attention,
     attention_probe,
     cpu_steps,
@@ -48,13 +46,13 @@ from llm_fp8.verify import (
     variables,
     versions,
 )
-from llm_fp8.verify.command import exit_code, main, parse
-from llm_fp8.verify.output import SHOWN_DETAILS, Record, print_rows
-from llm_fp8.verify.processes import Ended, Started, shown
-from llm_fp8.verify.registry import CHECKS, Check
-from llm_fp8.verify.result import Problems, Result
-from llm_fp8.verify.runner import Row, is_hanging, run_checks
-from llm_fp8.verify.setup import Setup
+from llm_fp8.tools.verify.cli import SHOWN_DETAILS, Record, exit_code, main, parse, print_rows
+from llm_fp8.tools.verify.processes import Ended, Started, shown
+from llm_fp8.tools.verify.result import Problems, Result
+from llm_fp8.tools.verify.runner import CHECKS, Check, Row, is_hanging, run_checks
+from llm_fp8.tools.verify.setup import Setup
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.subprocesses import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHAO = PrecisionConfig(mixed_precision="fp8", fp8_backend="torchao")
@@ -90,9 +88,9 @@ def test_problems_become_one_result():
 
 def module_check(monkeypatch, name: str, function) -> Check:
     """A check whose module is made up."""
-    module = type(sys)(f"llm_fp8.verify.{name}")
+    module = type(sys)(f"llm_fp8.tools.verify.{name}")
     module.check = function
-    monkeypatch.setitem(sys.modules, f"llm_fp8.verify.{name}", module)
+    monkeypatch.setitem(sys.modules, f"llm_fp8.tools.verify.{name}", module)
     return Check(name, name)
 
 
@@ -689,7 +687,7 @@ def test_exchanges():
         "world_size": 2, "backend": "nccl", "all_reduce_right": True, "all_gather_right": True, "all_reduce_gb_s": 300.0, "all_gather_gb_s": 280.0,
         "buffer_mib": 256, "without_peer_access": [],
     }  # fmt: skip
-    command = torchrun(2, "-m", "llm_fp8.verify.nccl_probe", "nccl.json")
+    command = torchrun(2, "-m", "llm_fp8.tools.verify.nccl_probe", "nccl.json")
     assert nccl.judge(Ended(0, "", 1.0), seen, command).status == "passed"
     wrong = nccl.judge(Ended(0, "", 1.0), {**seen, "all_gather_right": False}, command)
     assert wrong.status == "failed" and "all-gather" in wrong.summary and wrong.mends[0].startswith("NCCL_DEBUG=WARN torchrun")
@@ -738,7 +736,8 @@ def test_a_mode_that_could_not_be_tried_is_said():
 
 
 def test_the_engines_options_are_those_of_the_script():
-    from llm_fp8.config import check_config, parse_config
+    from llm_fp8.config.parser import parse_config
+    from llm_fp8.config.validation import check_config
 
     config = parse_config([*engines.OPTIONS, "--sharding_mode", "ddp", "--output_dir", "x"], parallel=True)
     check_config(config)
@@ -903,7 +902,7 @@ def test_a_signal_keeps_what_was_found(monkeypatch, tmp_path, capsys):
         module_check(monkeypatch, "slow", stopped),
         Check("later", "L"),
     ]
-    monkeypatch.setattr("llm_fp8.verify.command.CHECKS", tuple(dataclasses.replace(check, limit_s=None) for check in checks))
+    monkeypatch.setattr("llm_fp8.tools.verify.cli.CHECKS", tuple(dataclasses.replace(check, limit_s=None) for check in checks))
     before = signal.getsignal(signal.SIGTERM)
     assert main(["--json", str(tmp_path / "verify.json"), "--output_dir", str(tmp_path)]) == 143
     found = json.loads((tmp_path / "verify.json").read_text())

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llm_fp8.errors import UserError
-from llm_fp8.verify import configs
-from llm_fp8.verify.command import parse
+from llm_fp8.tools.verify import configs
+from llm_fp8.tools.verify.cli import parse
+from llm_fp8.utils.errors import UserError
 
 ZERO = {"zero_optimization": {"stage": 1, "overlap_comm": False, "contiguous_gradients": True}}
 TE = {"backend": "TE", "fp8_format": "HYBRID", "amax_compute_algo": "max", "amax_history_len": 1024}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llm_fp8.throughput.waiting import dismiss_prepared, take_program
-from llm_fp8.throughput.worker import measure_apart
+from llm_fp8.tools.bench.waiting import dismiss_prepared, take_program
+from llm_fp8.tools.bench.worker import measure_apart
 from tests.processes import processes_with, wait_for_the_end_of_processes_with
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_llama
-from llm_fp8.config import LoraConfig, ParallelConfig
-from llm_fp8.lora import add_adapters, initialize_adapters_, needs_split_mlp
-from llm_fp8.models import decoder_layers
-from llm_fp8.parallel.engine import Engine
-from llm_fp8.parity import relative_difference
-from llm_fp8.recompute import enable_gradient_checkpointing
-from llm_fp8.swap import swap_linears
+from llm_fp8.config.options import LoraConfig, ParallelConfig
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.distributed.strategy import Engine
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.lora import add_adapters, initialize_adapters_, needs_split_mlp
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.precision.convert import swap_linears
 from tests import stand_in_te
 from tests.reference import NUM_ROWS, NUM_STEPS, compare_with_reference
 from tests.small import final_weights, forget_accelerator, steps, tiny_config, train, write_model, write_rows

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformer_engine.common.recipe import DelayedScaling
 
-from llm_fp8.kernels import kernel_class
-from llm_fp8.norm_backend import choose_norm_backend
-from llm_fp8.parity import relative_difference
+from llm_fp8.models.build import choose_norm_backend
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.observability.kernel_trace import kernel_class
 
 NUM_TOKENS = (16, 4096)
 EPSILON = 1e-5

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm_fp8.throughput.arms import parse_arm
-from llm_fp8.throughput.measure import measure
-from llm_fp8.throughput.workload import Workload
+from llm_fp8.tools.bench.measure import measure
+from llm_fp8.tools.bench.variant_names import parse_arm
+from llm_fp8.tools.bench.workload import Workload
 from scripts.benchmark import CLAIM
 from tests.small import tiny_config
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import te_llama
-from llm_fp8.certificate import Certificate, Promise, certify
-from llm_fp8.kernels import gemm_kernels, kernel_times, record_kernels, time_by_class
-from llm_fp8.models import decoder_layers
-from llm_fp8.module_state import ModuleState
-from llm_fp8.recompute import enable_gradient_checkpointing
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.observability.kernel_trace import gemm_kernels, kernel_times, record_kernels, time_by_class
+from llm_fp8.precision.certificate import Certificate, Promise, certify
+from llm_fp8.precision.module_state import ModuleState
 from tests.batches import packed_batch
 from tests.gpu.test_precision_gpu import BF16, SCENARIOS, build, fp8, step
 from tests.gpu.test_train_gpu import ROOT, common, model_folder, train  # noqa: F401

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from llm_fp8.config import parse_config
+from llm_fp8.config.parser import parse_config
 from llm_fp8.data import prepare_data
-from llm_fp8.embedded import MODEL_DIR
+from llm_fp8.data.embedded import MODEL_DIR
 
 pytestmark = pytest.mark.gpu
 

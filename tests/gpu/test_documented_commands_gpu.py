@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from llm_fp8.programs import torchrun
+from llm_fp8.utils.subprocesses import torchrun
 from tests.documented_commands import COMMANDS, config_of, is_multi_gpu, options_of, readme_commands, with_values, write_dataset
 
 pytestmark = [pytest.mark.gpu, pytest.mark.exclusive]

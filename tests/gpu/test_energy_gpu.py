@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from llm_fp8.energy import EnergyMeter, open_energy_counter
+from llm_fp8.observability.nvml import EnergyMeter, open_energy_counter
 from tests.gpu.test_train_gpu import common, model_folder, train
 from tests.small import steps
 

@@ -16,12 +16,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import te_llama
-from llm_fp8.config import GENERATION_BATCH_SIZE
+from llm_fp8.config.options import GENERATION_BATCH_SIZE
 from llm_fp8.data import encode_prompt
-from llm_fp8.embedded import DATASET_DIR
-from llm_fp8.generation import HEADROOM_GIB, copy_for_generation, generate_greedy, memory_needed_gib
-from llm_fp8.metrics import GIB
-from llm_fp8.models import EMBEDDED_MODEL, fill_te_model
+from llm_fp8.data.embedded import DATASET_DIR
+from llm_fp8.models.source import EMBEDDED_MODEL
+from llm_fp8.models.weights import fill_te_model
+from llm_fp8.observability.metrics import GIB
+from llm_fp8.train.generate import HEADROOM_GIB, copy_for_generation, generate_greedy, memory_needed_gib
 from tests.families import FAMILIES, family_config
 
 pytestmark = pytest.mark.gpu

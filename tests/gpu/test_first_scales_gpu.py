@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm_fp8.first_scales import find_first_scales
-from llm_fp8.parity import relative_difference
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.train.scale_warmup import find_first_scales
 from tests.batches import packed_batch
 from tests.gpu.test_precision_gpu import BF16, build, fp8
 

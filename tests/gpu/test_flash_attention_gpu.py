@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_fp8.flash_attention_package import FLASH_ATTENTION_4
+from llm_fp8.config.attention_packages import FLASH_ATTENTION_4
 from tests import flash_attention_checks as checks
 
 pytestmark = checks.marks_of(FLASH_ATTENTION_4)

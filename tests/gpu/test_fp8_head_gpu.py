@@ -10,17 +10,19 @@ import torch.nn.functional as F
 
 import te_llama
 from benchmarks.fp8_head_rounding import excess_slope
-from llm_fp8 import fp8_head, softmax
-from llm_fp8.certificate import Promise, certify
-from llm_fp8.fp8_head import E4M3, E5M2, EmulatedOperand
-from llm_fp8.kernels import gemm_kernels, kernel_times, record_kernels
-from llm_fp8.loss import linear_cross_entropy_sum
-from llm_fp8.models import decoder_layers
-from llm_fp8.parity import relative_difference
-from llm_fp8.precision import Precision, resolve_precision
-from llm_fp8.softmax import IGNORE_INDEX
-from llm_fp8.swap import take_census
-from llm_fp8.training_model import TrainingModel
+from llm_fp8.kernels import fp8_lm_head as fp8_head
+from llm_fp8.kernels import softmax
+from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
+from llm_fp8.kernels.fp8_lm_head import E4M3, E5M2, EmulatedOperand
+from llm_fp8.kernels.softmax import IGNORE_INDEX
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.observability.kernel_trace import gemm_kernels, kernel_times, record_kernels
+from llm_fp8.precision.certificate import Promise, certify
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.coverage import take_census
+from llm_fp8.precision.plan import resolve_precision
 from tests.batches import S, packed_batch
 from tests.families import family_config
 from tests.fp8_head_reference import GRADIENT_ERROR, MODES, NUM_PRODUCTS, exact, head_of, run

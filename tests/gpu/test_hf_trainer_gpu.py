@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from llm_fp8.embedded import DATASET_DIR
+from llm_fp8.data.embedded import DATASET_DIR
 from tests.gpu.test_train_gpu import ROOT, common, model_folder, train  # noqa: F401
 
 pytestmark = pytest.mark.gpu

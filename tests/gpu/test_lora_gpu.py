@@ -11,19 +11,22 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import te_llama
-from llm_fp8.certificate import Certificate, Promise, certify
-from llm_fp8.config import LoraConfig, OptimConfig
-from llm_fp8.lora import adapters_of, add_adapters, initialize_adapters_, needs_split_mlp, products_per_weight
-from llm_fp8.models import decoder_layers, fill_te_model
-from llm_fp8.optim import build_optimizer
-from llm_fp8.parity import relative_difference
-from llm_fp8.precision import Precision, resolve_precision
-from llm_fp8.recompute import enable_gradient_checkpointing
-from llm_fp8.swap import swap_linears, take_census
-from llm_fp8.throughput.arms import parse_arm
-from llm_fp8.throughput.measure import measure
-from llm_fp8.throughput.workload import Workload
-from llm_fp8.training_model import TrainingModel
+from llm_fp8.config.options import LoraConfig, OptimConfig
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_, needs_split_mlp, products_per_weight
+from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.models.weights import fill_te_model
+from llm_fp8.optim.optimizers import build_optimizer
+from llm_fp8.precision.certificate import Certificate, Promise, certify
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.convert import swap_linears
+from llm_fp8.precision.coverage import take_census
+from llm_fp8.precision.plan import resolve_precision
+from llm_fp8.tools.bench.measure import measure
+from llm_fp8.tools.bench.variant_names import parse_arm
+from llm_fp8.tools.bench.workload import Workload
 from tests.batches import S, packed_batch
 from tests.families import family_config
 from tests.fp8_head_reference import MODES, NUM_PRODUCTS

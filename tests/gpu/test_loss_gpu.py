@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llm_fp8 import softmax
-from llm_fp8.loss import linear_cross_entropy_sum
-from llm_fp8.softmax import IGNORE_INDEX
+from llm_fp8.kernels import softmax
+from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
+from llm_fp8.kernels.softmax import IGNORE_INDEX
 
 pytestmark = pytest.mark.gpu
 

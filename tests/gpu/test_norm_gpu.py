@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm_fp8.norm_backend import HOPPER, TUNED_WIDTHS
+from llm_fp8.models.build import HOPPER, TUNED_WIDTHS
 
 pytestmark = pytest.mark.gpu
 

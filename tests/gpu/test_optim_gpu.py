@@ -8,16 +8,14 @@ import json
 import pytest
 import torch
 
-from llm_fp8 import eight_bit_adamw
-from llm_fp8.config import OptimConfig
-from llm_fp8.eight_bit_codes import CODE_BLOCK, code_tables, encode
-from llm_fp8.grouped_adamw import Coefficients
-from llm_fp8.master_adamw import join_master, split_master, update_, update_with_torch_
-from llm_fp8.optim import (
-    build_optimizer,
-    build_scheduler,
-    bytes_per_parameter,
-    clip_and_step,
+from llm_fp8.config.options import OptimConfig
+from llm_fp8.optim import adamw_8bit as eight_bit_adamw
+from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, code_tables, encode
+from llm_fp8.optim.adamw_base import Coefficients
+from llm_fp8.optim.adamw_master import join_master, split_master, update_, update_with_torch_
+from llm_fp8.optim.optimizers import build_optimizer, bytes_per_parameter, clip_and_step
+from llm_fp8.optim.schedule import build_scheduler
+from llm_fp8.optim.state import (
     initialize_state,
     load_optimizer_scalars,
     load_optimizer_tensors,

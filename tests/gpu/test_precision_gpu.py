@@ -7,15 +7,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import te_llama
-from llm_fp8.config import OptimConfig, PrecisionConfig
-from llm_fp8.errors import UserError
-from llm_fp8.kernels import gemm_kernels, record_kernels
-from llm_fp8.models import decoder_layers
-from llm_fp8.optim import build_optimizer
-from llm_fp8.precision import Precision, resolve_precision
-from llm_fp8.recompute import enable_gradient_checkpointing
-from llm_fp8.swap import swap_linears, take_census
-from llm_fp8.training_model import TrainingModel
+from llm_fp8.config.options import OptimConfig, PrecisionConfig
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.observability.kernel_trace import gemm_kernels, record_kernels
+from llm_fp8.optim.optimizers import build_optimizer
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.convert import swap_linears
+from llm_fp8.precision.coverage import take_census
+from llm_fp8.precision.plan import resolve_precision
+from llm_fp8.utils.errors import UserError
 from tests.batches import S, packed_batch, padded_batch
 from tests.families import family_config
 

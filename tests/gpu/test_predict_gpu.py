@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm_fp8.ceilings import known_ceilings
-from llm_fp8.predict import prediction
-from llm_fp8.predict.calibration import CALIBRATED_GPU
-from llm_fp8.predict.records import bundled_size
-from llm_fp8.predict.scenario import Scenario
+from benchmarks.prediction_records import bundled_size
+from llm_fp8.tools.gemm_rates import known_ceilings
+from llm_fp8.tools.predict import prediction
+from llm_fp8.tools.predict.calibration import CALIBRATED_GPU
+from llm_fp8.tools.predict.workload import Scenario
 
 pytestmark = pytest.mark.gpu
 

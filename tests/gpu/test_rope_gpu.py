@@ -7,10 +7,10 @@ import torch
 from transformers import AutoConfig
 
 import te_llama
-from llm_fp8.kernels import kernel_class, kernel_times, record_kernels
-from llm_fp8.parity import relative_difference
-from llm_fp8.recompute import enable_gradient_checkpointing
-from llm_fp8.training_model import TrainingModel
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.observability.kernel_trace import kernel_class, kernel_times, record_kernels
 from tests.batches import BATCHES, S
 from tests.families import family_config
 from tests.rope_reference import CASES, GRADIENT_LAYOUTS, Case, assert_same_split, split_rope_reference
@@ -28,7 +28,7 @@ LARGER = {
 
 @pytest.fixture
 def split_rope():
-    from llm_fp8.rope_kernel import split_rope
+    from llm_fp8.kernels.rope_triton import split_rope
 
     return split_rope
 

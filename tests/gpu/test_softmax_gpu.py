@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from llm_fp8 import softmax
-from llm_fp8.kernels import kernel_class, kernel_times, record_kernels
-from llm_fp8.softmax import IGNORE_INDEX
+from llm_fp8.kernels import softmax
+from llm_fp8.kernels.softmax import IGNORE_INDEX
+from llm_fp8.observability.kernel_trace import kernel_class, kernel_times, record_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +30,7 @@ SHAPES = {
 
 @pytest.fixture
 def softmax_gradient_cast():
-    from llm_fp8.softmax_kernel import softmax_gradient_cast
+    from llm_fp8.kernels.softmax_triton import softmax_gradient_cast
 
     return softmax_gradient_cast
 

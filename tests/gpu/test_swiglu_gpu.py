@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import te_llama
-from llm_fp8.kernels import kernel_class, kernel_times, record_kernels
-from llm_fp8.parity import relative_difference
-from llm_fp8.te_activation import NAME
+from llm_fp8.kernels.swiglu import NAME
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.observability.kernel_trace import kernel_class, kernel_times, record_kernels
 from tests.batches import packed_batch
 from tests.families import family_config
 from tests.gpu.test_precision_gpu import BF16, SCENARIOS, build, fp8, step
@@ -28,7 +28,7 @@ SCALE = 512.0
 
 @pytest.fixture
 def dswiglu_cast():
-    from llm_fp8.swiglu_kernel import dswiglu_cast
+    from llm_fp8.kernels.swiglu_triton import dswiglu_cast
 
     return dswiglu_cast
 

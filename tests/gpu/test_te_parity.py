@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import te_llama
-from llm_fp8.models import fill_te_model
-from llm_fp8.parity import check_parity, relative_difference
-from llm_fp8.training_model import TrainingModel
+from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.parity import check_parity, relative_difference
+from llm_fp8.models.weights import fill_te_model
 from tests.batches import BATCHES, S, packed_batch, padded_batch
 from tests.families import FAMILIES, family_config
 
@@ -123,7 +123,7 @@ def test_generate_gives_hugging_faces_tokens(family, tmp_path, device):
 
 
 def test_gate_passes_a_right_model_and_names_what_is_wrong(tmp_path, device, record_property):
-    from llm_fp8.errors import UserError
+    from llm_fp8.utils.errors import UserError
 
     config = family_config("llama3_rope_gqa")
     randomised_hf_model(config, tmp_path)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llm_fp8.models import EMBEDDED_MODEL
+from llm_fp8.models.source import EMBEDDED_MODEL
 from tests.families import family_config
 
 pytestmark = pytest.mark.gpu

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from llm_fp8.ceilings import measure_ceilings
-from llm_fp8.config import TORCHAO_SCENARIOS
-from llm_fp8.metrics import peak_tflops
-from llm_fp8.verify import steps
+from llm_fp8.config.options import TORCHAO_SCENARIOS
+from llm_fp8.observability.metrics import peak_tflops
+from llm_fp8.tools.gemm_rates import measure_ceilings
+from llm_fp8.tools.verify import steps
 
 pytestmark = pytest.mark.gpu
 
@@ -54,7 +54,7 @@ def findings(checks: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def start_s() -> float:
     """What one start of a run's Python takes on this machine, the second time: files are cached by then."""
-    program = "import torch, transformers, accelerate, datasets; from llm_fp8.precision import require_te; require_te('')"
+    program = "import torch, transformers, accelerate, datasets; from llm_fp8.precision.context import require_te; require_te('')"
     for _ in range(2):
         began = time.perf_counter()
         subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=200)
@@ -168,11 +168,11 @@ def test_two_cudnns_are_caught(tmp_path, record_property):
 def test_absent_fp8_kernels_are_caught(tmp_path, record_property):
     """A recipe that says fp8 and runs bf16, as a lost autocast would."""
     patched = (
-        "import sys; from pathlib import Path; from llm_fp8.config import PrecisionConfig; from llm_fp8.verify import steps, steps_probe; "
+        "import sys; from pathlib import Path; from llm_fp8.config.options import PrecisionConfig; from llm_fp8.tools.verify import steps, steps_probe; "
         "steps.PRECISIONS['delayed'] = PrecisionConfig(mixed_precision='bf16'); steps_probe.main(*map(Path, sys.argv[1:3]), sys.argv[3])"
     )
     program = (
-        "import sys; from llm_fp8.verify import steps; from llm_fp8.verify.command import main; "
+        "import sys; from llm_fp8.tools.verify import steps; from llm_fp8.tools.verify.cli import main; "
         f"steps.PROBE = ('-c', {patched!r}); sys.exit(main(sys.argv[1:]))"
     )
     code, checks, _, output = verify(tmp_path / "verify.json", "--only", "steps", program=[sys.executable, "-c", program])

@@ -14,17 +14,19 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 import te_llama
-from llm_fp8.config import OptimConfig, ParallelConfig, PrecisionConfig
+from llm_fp8.config.options import OptimConfig, ParallelConfig, PrecisionConfig
 from llm_fp8.data.collate import Batch
-from llm_fp8.diagnose.operands import te_gemm_owners
-from llm_fp8.kernels import gemm_kernels, kernel_times, record_kernels
-from llm_fp8.models import decoder_layers
-from llm_fp8.optim import build_optimizer
-from llm_fp8.parallel.engine import Engine
-from llm_fp8.parity import relative_difference
-from llm_fp8.precision import Precision, linear_weights, resolve_precision
-from llm_fp8.recompute import enable_gradient_checkpointing
-from llm_fp8.training_model import TrainingModel
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.distributed.strategy import Engine
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.observability.kernel_trace import gemm_kernels, kernel_times, record_kernels
+from llm_fp8.optim.optimizers import build_optimizer
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.modules import linear_weights
+from llm_fp8.precision.plan import resolve_precision
+from llm_fp8.tools.diagnose.gemm_operands import te_gemm_owners
 from tests.batches import S, packed_batch
 from tests.families import family_config
 from tests.gpu.test_precision_gpu import BF16, SCENARIOS, build, fp8

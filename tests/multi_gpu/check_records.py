@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llm_fp8.json_files import write_json_atomic
-from llm_fp8.provenance import collect_provenance
+from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.utils.json_files import write_json_atomic
 
 _RECORDS: list[dict[str, Any]] = []
 

@@ -37,16 +37,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import te_llama
-from llm_fp8.config import PrecisionConfig
+from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate, document_multiple
 from llm_fp8.data.pack import pack
 from llm_fp8.data.tokenise import Document
-from llm_fp8.models import decoder_layers
-from llm_fp8.parallel.context import ContextGroup
-from llm_fp8.parity import relative_difference
-from llm_fp8.precision import Precision, require_te, resolve_precision
-from llm_fp8.recompute import enable_gradient_checkpointing
-from llm_fp8.training_model import TrainingModel
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.distributed.context_parallel import ContextGroup
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.plan import resolve_precision
+from llm_fp8.utils.te_import import require_te
 from tests.families import family_config
 from tests.multi_gpu.check_records import report, write_records
 

@@ -35,16 +35,16 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
 
-from llm_fp8 import run as run_module
-from llm_fp8.config import parse_config
-from llm_fp8.json_files import read_jsonl
-from llm_fp8.loop import Trainer
-from llm_fp8.models import decoder_layers
-from llm_fp8.parallel.fp8_params import master_of
-from llm_fp8.parallel.fsdp import WholeGradients
-from llm_fp8.precision import forget_delayed_scales
-from llm_fp8.process_group import start_process_group
-from llm_fp8.ranks import LaunchRanks
+from llm_fp8.config.parser import parse_config
+from llm_fp8.distributed.fp8_params import master_of
+from llm_fp8.distributed.fsdp_internals import WholeGradients
+from llm_fp8.distributed.process_group import start_process_group
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.train import run as run_module
+from llm_fp8.train.loop import Trainer
+from llm_fp8.utils.json_files import read_jsonl
+from llm_fp8.utils.ranks import LaunchRanks
+from llm_fp8.utils.te_import import forget_delayed_scales
 from tests.counted_gather import CountedAllGather
 from tests.multi_gpu.check_records import report, write_records
 from tests.multi_gpu.test_modes import write_model
@@ -287,7 +287,7 @@ def bytes_gathered(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
 def sums_in_gemms(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
     """GEMMs add to the whole fp32 gradients of the linear weights, in all micro-batches but a step's first; with fp8 parameters and without fp8 too.
 
-    Of fsdp_full in fp8 without fp8 parameters the fused projection is left out (`llm_fp8.parallel.fsdp._would_lose_sum`).
+    Of fsdp_full in fp8 without fp8 parameters the fused projection is left out (`llm_fp8.distributed.fsdp_internals._would_lose_sum`).
     """
     runs = {"plain": trainings.plain(), "fp8": trainings.fp8(), "bf16": trainings.bf16()}
     per_layer = {"plain": FP8_WEIGHTS_PER_LAYER - 1, "fp8": FP8_WEIGHTS_PER_LAYER, "bf16": FP8_WEIGHTS_PER_LAYER}

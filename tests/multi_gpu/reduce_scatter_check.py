@@ -1,4 +1,4 @@
-"""Trains 1B for three steps on two GPUs with the exchange of `llm_fp8.parallel.reduce_scatter` and with FSDP2's own.
+"""Trains 1B for three steps on two GPUs with the exchange of `llm_fp8.distributed.fsdp_internals` and with FSDP2's own.
 
 Rank 0 prints losses and memory of each as JSON.
 
@@ -24,12 +24,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from llm_fp8.parallel import reduce_scatter
-from llm_fp8.process_group import start_process_group
-from llm_fp8.ranks import LaunchRanks
-from llm_fp8.throughput.arms import parse_arm
-from llm_fp8.throughput.measure import measure
-from llm_fp8.throughput.workload import Workload
+from llm_fp8.distributed import fsdp_internals as reduce_scatter
+from llm_fp8.distributed.process_group import start_process_group
+from llm_fp8.tools.bench.measure import measure
+from llm_fp8.tools.bench.variant_names import parse_arm
+from llm_fp8.tools.bench.workload import Workload
+from llm_fp8.utils.ranks import LaunchRanks
 
 WORKLOAD = "Llama-3.2-1B:2x512x2"
 NUM_STEPS = 3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_fp8.json_files import read_jsonl
+from llm_fp8.utils.json_files import read_jsonl
 from tests.multi_gpu.test_modes import MICRO_BATCHES, NUM_STEPS, PRECISIONS, ROWS, models, train  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.multi_gpu

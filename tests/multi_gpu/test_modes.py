@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llm_fp8.json_files import read_jsonl, write_json_atomic
-from llm_fp8.models import EMBEDDED_MODEL
+from llm_fp8.models.source import EMBEDDED_MODEL
+from llm_fp8.utils.json_files import read_jsonl, write_json_atomic
 from tests.families import family_config
 from tests.fp8_head_reference import MODES, NUM_PRODUCTS
 from tests.processes import exit_code, start_ranks

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llm_fp8.predict.records import bundled_size
-from llm_fp8.programs import torchrun
+from benchmarks.prediction_records import bundled_size
+from llm_fp8.utils.subprocesses import torchrun
 
 pytestmark = pytest.mark.multi_gpu
 

@@ -1,0 +1,408 @@
+"""The recorded benchmarks beside their predictions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llm_fp8.config.options import ModelConfig
+from llm_fp8.distributed.sharding_mode import default_optimizer
+from llm_fp8.models.architectures import bundled_architectures
+from llm_fp8.models.source import load_config, resolve_source
+from llm_fp8.tools.bench.variant_names import FLASH_ATTENTIONS, HEADS
+from llm_fp8.tools.gemm_rates import RESULTS
+from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, FULL_SHARE, MODES, WAITED_SHARE
+from llm_fp8.tools.predict.prediction import Gpu, Prediction, known_gpu, predict
+from llm_fp8.tools.predict.step_time import StepTime
+from llm_fp8.tools.predict.workload import RECIPES, ModelSize, Scenario
+
+FILES = (
+    "speed_table_h200.json",
+    "levers_*_softmax_fused.json",
+    "levers_*_first_scales.json",
+    "levers_8b_x2_sums_let_go.json",
+    "levers_8b_x2_recompute.json",
+    "throughput_*.json",
+    "multi_gpu_throughput_*.json",
+)
+"""Under benchmarks/results. Other levers_*.json were recorded with a part of today's kernels, with variables that their arms do not name, or with so few tokens that the host decides."""
+
+TODAYS_SINCE = "2026-11-22"
+"""Of a row's `time_utc`. Those before it were recorded with the decoder as it was before its fused kernels (docs/performance_log.md), and those on several
+GPUs also before GEMMs added up their gradients and `fsdp_grad` kept weights for a step."""
+
+_FITTED_RECIPES: dict[tuple[str, str | None], tuple[str, ...]] = {
+    **{("speed_table_h200.json", name): ("bf16", "delayed") for name in ("1b", "8b", "8b_s8192")},
+    ("speed_table_h200.json", "8b_x4"): RECIPES,
+    ("levers_8b_first_scales.json", None): ("current",),
+}
+"""By file and name: the recipes of today's rows that constants come from; 14b gave adamw_8bit's alone (calibration.py)."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One row of a results file, predicted."""
+
+    file: str
+    arm: str
+    row: dict[str, Any]
+    prediction: Prediction
+    measured_utc: str
+    """When its first round was measured."""
+
+    @property
+    def todays(self) -> bool:
+        """Whether it was recorded with the code that is predicted, not its slower predecessor."""
+        return self.measured_utc >= TODAYS_SINCE
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that it ran on."""
+        return self.prediction.scenario.num_gpus
+
+    @property
+    def same_memory(self) -> bool:
+        """Whether it was recorded with the memory of today's code: all rows but those in which `fsdp_grad` did not keep its casts yet."""
+        scenario = self.prediction.scenario
+        return self.todays or not (scenario.sharded and scenario.keeps_casts and scenario.fp8_layers)
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the time of this row as a whole was left out of the fit."""
+        return self.prediction.scenario.recipe not in _FITTED_RECIPES.get((self.file, self.row.get("row")), ())
+
+    @property
+    def reserved_gib(self) -> float | None:
+        """What the allocator of the GPU that needs most took from it; None in records that do not say."""
+        return max((one["peak_reserved_memory_gib"] for one in self._rounds if "peak_reserved_memory_gib" in one), default=None)
+
+    @property
+    def memory_was_full(self) -> bool:
+        """Whether FSDP's allocator had nothing left to reserve, so that its work is in the steps' times: see `calibration.FULL_SHARE`."""
+        memory, reserved = self.prediction.gpu.memory_gib, self.reserved_gib
+        if not self.prediction.scenario.sharded or memory is None or reserved is None:
+            return False
+        return reserved >= FULL_SHARE * memory
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What was measured, of several rounds the first; empty where memory ran out."""
+        return {} if self.out_of_memory else self._rounds[0]
+
+    @property
+    def _rounds(self) -> list[dict[str, Any]]:
+        """A launch on several GPUs that is measured once has its figures in the row itself."""
+        rounds: list[dict[str, Any]] = self.row.get("rounds") or [self.row]
+        return rounds
+
+    @property
+    def waited(self) -> bool:
+        """Whether GPUs waited for each other for a large part of the recorded step: see `calibration.WAITED_SHARE`."""
+        step = self.measured.get("recorded_step", {})
+        if self.num_gpus == 1 or "exposed_communication_s" not in step:
+            return False
+        return bool(step["exposed_communication_s"] >= WAITED_SHARE * step["span_s"])
+
+    @property
+    def not_scored(self) -> str | None:
+        """Why its time says nothing of the constants; None where it does."""
+        return "memory full" if self.memory_was_full else "waited" if self.waited else None
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the GPU's memory was not enough."""
+        return _ran_out(self.row)
+
+    @property
+    def step_time_s(self) -> float:
+        """The median step, in seconds."""
+        return self.prediction.scenario.tokens_per_step / self.row["tokens_per_s"]
+
+    @property
+    def time_error(self) -> float:
+        """Predicted step time over the measured one, less one."""
+        return self.prediction.step_time_s / self.step_time_s - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Predicted peak memory over the measured one, less one."""
+        return self.prediction.peak_memory_gib / self.row["peak_memory_gib"] - 1
+
+
+def _ran_out(row: dict[str, Any]) -> bool:
+    return bool(row.get("out_of_memory")) or str(row.get("failed", "")).startswith("out of memory")
+
+
+@functools.cache
+def bundled_size(model: str) -> ModelSize:
+    """The sizes of a bundled architecture."""
+    options = ModelConfig(model_name=model, random_init=True)
+    return ModelSize.from_config(load_config(options, resolve_source(options)))
+
+
+def scenario_of(row: dict[str, Any]) -> Scenario | None:
+    """What a row of scripts/benchmark.py or scripts/benchmark_multi_gpu.py trained; None where nothing predicts it.
+
+    None are other people's set-ups, DeepSpeed, context parallelism, the swapped Hugging Face decoder, models that are not bundled,
+    rows padded or packed from real lengths that the row does not give.
+    """
+    words = row["arm"].split(":")
+    mode, recipe, *options = ["single", *words] if words[0] in RECIPES else [*words, ""]
+    options = [option for option in options if option]
+    known = {"sync", "fp8_params", "recompute", "adamw_8bit", *FLASH_ATTENTIONS, *HEADS}
+    if mode not in MODES or recipe not in RECIPES or not known >= set(options):
+        return None
+    mean_length = row["seq_length"]
+    if {"text", "dataset"} & set(row):
+        step = row["rounds"][0].get("step_tokens")
+        if step is None or step["num_tokens"] != row["batch_size"] * row["seq_length"] * row["micro_batches"]:
+            return None
+        mean_length = step["sum_squared_lengths"] / step["num_tokens"]
+    if row["model"] not in bundled_architectures():
+        return None
+    model = bundled_size(row["model"])
+    return Scenario(
+        model=model,
+        recipe=recipe,
+        micro_batch_tokens=row["batch_size"] * row["seq_length"],
+        micro_batches=row["micro_batches"],
+        mean_length=mean_length,
+        optimizer="adamw_8bit" if "adamw_8bit" in options else default_optimizer(mode),
+        mode=mode,
+        num_gpus=row.get("num_gpus", 1),
+        sync_every_micro_batch="sync" in options,
+        recomputed_layers=model.spec.num_layers if "recompute" in options else 0,
+        fp8_lm_head=next((HEADS[option] for option in options if option in HEADS), "none"),
+        flash_attention=next((FLASH_ATTENTIONS[option] for option in options if option in FLASH_ATTENTIONS), None),
+        fp8_params="fp8_params" in options,
+    )
+
+
+def recorded_rows(folder: Path = RESULTS) -> tuple[Recorded, ...]:
+    """Every row of `FILES` that a time is predicted for, on the calibrated GPU, that was measured or ran out of memory.
+
+    Those on several GPUs that are not today's are left out: they did other work, not the same in more time.
+    """
+    return tuple(record for record in _all_rows(folder) if record.todays or record.num_gpus == 1)
+
+
+def rows_for_memory_alone(folder: Path = RESULTS) -> tuple[Recorded, ...]:
+    """The rows that `recorded_rows` leaves out although their memory is that of today's code."""
+    return tuple(r for r in _all_rows(folder) if not r.todays and r.num_gpus > 1 and r.same_memory and not r.out_of_memory)
+
+
+@functools.cache
+def _all_rows(folder: Path) -> tuple[Recorded, ...]:
+    gpu, found = known_gpu(CALIBRATED_GPU), []
+    assert gpu is not None
+    for path in sorted(path for pattern in FILES for path in folder.glob(pattern)):
+        record = json.loads(path.read_text())
+        if record["provenance"]["gpus"][0]["name"] != CALIBRATED_GPU:
+            continue
+        for row in record["rows"]:
+            measured = "tokens_per_s" in row and "peak_memory_gib" in row
+            if (measured or _ran_out(row)) and (scenario := scenario_of(row)):
+                runs = record.get("runs", [record["provenance"]])
+                first = (row.get("rounds") or [{}])[0].get("run", 0)
+                found.append(Recorded(path.name, row["arm"], row, predict(scenario, gpu), runs[first]["time_utc"]))
+    return tuple(found)
+
+
+# --- tables ----------------------------------------------------------------------------------------------
+# The tables of docs/when_fp8_pays.md, so that the document cannot drift from the prediction.
+#
+#     python -m benchmarks.prediction_records docs/when_fp8_pays.md     # writes them anew between their marks
+#
+# A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
+
+_MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B")
+_ROW_LENGTHS = (1024, 2048, 4096, 8192, 16384)
+_MARK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def _gpu() -> Gpu:
+    gpu = known_gpu(CALIBRATED_GPU)
+    assert gpu is not None
+    return gpu
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _scenario(model: str, tokens: int, micro_batches: int, length: int) -> Scenario:
+    return Scenario(bundled_size(model), "bf16", tokens, micro_batches, length)
+
+
+def _by_recipe(scenario: Scenario) -> dict[str, Prediction]:
+    return {recipe: predict(scenario.with_recipe(recipe), _gpu()) for recipe in RECIPES}
+
+
+def accuracy() -> str:
+    """The rows of today's code with their predictions."""
+    return _accuracy([record for record in recorded_rows() if record.todays])
+
+
+def older() -> str:
+    """The rows of the decoder before, on one GPU."""
+    return _accuracy([record for record in recorded_rows() if not record.todays])
+
+
+def memory_before() -> str:
+    """The rows of several GPUs whose time is not today's, but whose memory is."""
+    rows = []
+    for record in rows_for_memory_alone():
+        row = record.row
+        shape = f"{row['batch_size']} x {row['seq_length']:,} x {row['micro_batches']}"
+        figures = [f"{row['peak_memory_gib']:.1f}", f"{record.prediction.peak_memory_gib:.1f}", f"{record.memory_error:+.1%}"]
+        rows.append([f"`{record.file}`", row["model"], shape, str(record.num_gpus), record.arm, *figures])
+    return _table(["file", "model", "rows x length x micro-batches", "GPUs", "arm", "GiB", "predicted", "error"], rows)
+
+
+def _accuracy(records: list[Recorded]) -> str:
+    rows = []
+    for record in records:
+        row, found = record.row, record.prediction
+        shape = f"{row['batch_size']} x {row['seq_length']:,} x {row['micro_batches']}"
+        gpus = str(row.get("num_gpus", 1))
+        name = (
+            f"`{record.file}`"
+            + (f", {row['row']}" if "row" in row else "")
+            + ("" if record.held_out or not record.todays else " (fitted)")
+        )
+        expected = f"{found.peak_memory_gib:.1f}"
+        if record.out_of_memory:
+            measured = ["out of memory", f"{found.step_time_s:.3f}", "", "", expected, ""]
+            rows.append([name, row["model"], shape, gpus, record.arm, *measured])
+            continue
+        error = f"{record.time_error:+.1%}" + (f" ({record.not_scored})" if record.not_scored else "")
+        measured = [f"{record.step_time_s:.3f}", f"{found.step_time_s:.3f}", error, f"{row['peak_memory_gib']:.1f}", expected]
+        rows.append([name, row["model"], shape, gpus, record.arm, *measured, f"{record.memory_error:+.1%}"])
+    columns = ("step s", "predicted", "error", "GiB", "predicted", "error")
+    header = ["file", "model", "rows x length x micro-batches", "GPUs", "arm", *columns]
+    return _table(header, rows)
+
+
+def bounds() -> str:
+    """The errors of the recorded rows by kind, the times of those that are not scored left out."""
+    measured = [record for record in recorded_rows() if not record.out_of_memory]
+    groups: dict[str, list[Recorded]] = {
+        f"{'held out' if held_out else 'fitted'}, {'several GPUs' if several else 'one GPU'}": [
+            r for r in measured if r.todays and r.held_out == held_out and (r.num_gpus > 1) == several
+        ]
+        for several in (False, True)
+        for held_out in (True, False)
+    }
+    groups["decoder before, one GPU"] = [r for r in measured if not r.todays]
+    rows = []
+    for name, records in groups.items():
+        if not records:
+            continue
+        times = [record.time_error for record in records if not record.not_scored]
+        memory = [abs(record.memory_error) for record in records]
+        errors = [
+            f"{statistics.median(times):+.1%}",
+            f"{min(times):+.1%} to {max(times):+.1%}",
+            f"{statistics.median(memory):.1%}",
+            f"{max(memory):.1%}",
+        ]
+        rows.append([name, str(len(times)), *errors])
+    return _table(["", "rows", "step time, median error", "from, to", "memory, median error", "worst"], rows)
+
+
+def _gain(own: float, bf16: float) -> str:
+    return f"{bf16 / own:.2f}"
+
+
+def models() -> str:
+    """Speed-up over bf16 by model and tokens of a micro-batch, four micro-batches a step."""
+    rows = []
+    for model in _MODELS:
+        for tokens in (4096, 8192, 16384):
+            found = _by_recipe(_scenario(model, tokens, 4, 1024))
+            gains = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in RECIPES[1:]]
+            rows.append([model, f"{tokens:,}", f"{found['bf16'].tokens_per_s:,.0f}", *gains])
+    return _table(["model", "tokens per micro-batch", "bf16 tokens/s", *RECIPES[1:]], rows)
+
+
+def lengths() -> str:
+    """Speed-up over bf16 by document length at 16,384 tokens in a micro-batch, Llama-3.1-8B."""
+    rows = []
+    for length in _ROW_LENGTHS:
+        found = _by_recipe(_scenario("Llama-3.1-8B", 16384, 4, length))
+        gains = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in RECIPES[1:]]
+        bf16 = found["bf16"].time
+        rows.append([f"{length:,}", f"{bf16.attention_s / bf16.total_s:.0%}", *gains])
+    return _table(["document length", "attention's share of bf16", *RECIPES[1:]], rows)
+
+
+def micro_batches() -> str:
+    """Speed-up over bf16 by micro-batches of a step, Llama-3.1-8B with 4,096 tokens each."""
+    rows = []
+    for number in (1, 2, 4, 8, 32):
+        found = _by_recipe(_scenario("Llama-3.1-8B", 4096, number, 1024))
+        gains = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in RECIPES[1:]]
+        bf16 = found["bf16"].time
+        rows.append([str(number), f"{bf16.weights_s / bf16.total_s:.0%}", *gains])
+    return _table(["micro-batches", "weights' share of bf16", *RECIPES[1:]], rows)
+
+
+def parts() -> str:
+    """Milliseconds of the parts of a step, 1B and 8B, 8,192 tokens in each of four micro-batches."""
+    names = [field.name for field in dataclasses.fields(StepTime) if field.name != "exchange_s"]
+    rows = []
+    for model in ("Llama-3.2-1B", "Llama-3.1-8B"):
+        for recipe, found in _by_recipe(_scenario(model, 8192, 4, 1024)).items():
+            rows.append(
+                [model, recipe, *(f"{1e3 * getattr(found.time, name):.0f}" for name in names), f"{1e3 * found.step_time_s:.0f}"]
+            )
+    return _table(["model", "recipe", *(name.removesuffix("_s") for name in names), "step"], rows)
+
+
+def adapters() -> str:
+    """Arithmetic for LoRA: a frozen base has no weight gradients, optimizer or repeated weight casts."""
+    rows = []
+    for model in _MODELS:
+        found = _by_recipe(_scenario(model, 8192, 4, 1024))
+        times = {recipe: adapter_time_s(prediction) for recipe, prediction in found.items()}
+        full = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in RECIPES[1:]]
+        rows.append([model, *full, *(_gain(times[recipe], times["bf16"]) for recipe in RECIPES[1:])])
+    return _table(["model", *(f"full, {r}" for r in RECIPES[1:]), *(f"LoRA, {r}" for r in RECIPES[1:])], rows)
+
+
+def adapter_time_s(found: Prediction) -> float:
+    """Seconds of a step that trains adapters of no size: two of three GEMMs, no work on weights; what adapters take comes on top."""
+    time = found.time
+    return 2 / 3 * time.gemm_s + time.attention_s + time.passes_s + time.casts_s + time.gap_s
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "bounds": bounds,
+    "accuracy": accuracy,
+    "older": older,
+    "memory_before": memory_before,
+    "models": models,
+    "lengths": lengths,
+    "micro_batches": micro_batches,
+    "parts": parts,
+    "adapters": adapters,
+}
+
+
+def with_tables(text: str) -> str:
+    """`text` with every table between marks made anew. Raises KeyError for a name that is none of `TABLES`."""
+    return _MARK.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], text)
+
+
+if __name__ == "__main__":
+    document = Path(sys.argv[1])
+    document.write_text(with_tables(document.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Options, their parser and validation, and what launchers put into the environment."""

@@ -1,0 +1,121 @@
+"""The command line and the `--config` file: from words to a `Config`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_type_hints
+
+import yaml
+from transformers import HfArgumentParser
+
+from llm_fp8.config.options import (
+    EMBEDDED,
+    LORA_LEARNING_RATE,
+    SCRATCH_LEARNING_RATE,
+    SECTIONS,
+    Config,
+    OptimConfig,
+    ParallelConfig,
+)
+from llm_fp8.config.validation import check_config
+from llm_fp8.utils.errors import OneSentenceParser, UserError
+
+PARALLEL_SECTION = "parallel"
+"""Name of the section whose options train_multi_gpu.py has and train_fp8.py has not."""
+
+
+def _sections(parallel: bool) -> dict[str, type]:
+    """The sections of a script's options."""
+    return {name: section for name, section in SECTIONS.items() if parallel or name != PARALLEL_SECTION}
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Help that ends with the default, unless the text itself says it, as it must where the default is None."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if action.default is None or action.default == argparse.SUPPRESS or "(default:" in text:
+            return text
+        shown = ("on" if action.default else "off") if isinstance(action.default, bool) else action.default
+        return f"{text} (default: {shown})"
+
+
+class _Parser(OneSentenceParser, HfArgumentParser):
+    """HfArgumentParser whose errors are one sentence and whose optional booleans can be bare flags."""
+
+    def __init__(self, sections: dict[str, type], **kwargs: Any) -> None:
+        kwargs = {"formatter_class": _HelpFormatter, "allow_abbrev": False, **kwargs}
+        super().__init__(list(sections.values()), **kwargs)  # type: ignore[arg-type]
+        for section in sections.values():
+            for name, hint in get_type_hints(section).items():
+                if bool in get_args(hint):
+                    self._make_flag(name)
+        for action in self._actions:
+            if action.option_strings[0].startswith("--no_"):
+                action.help, action.default = f"Turn --{action.dest} off.", argparse.SUPPRESS
+
+    def _make_flag(self, name: str) -> None:
+        """Let `--name` stand for true and add `--no_name`; argparse's default for Optional[bool] wants a value."""
+        action = next(a for a in self._actions if a.dest == name)
+        action.nargs, action.const = "?", True
+        self.add_argument(f"--no_{name}", dest=name, action="store_false")
+
+    def error(self, message: str) -> NoReturn:
+        if any(f"--{option.name}" in message.split() for option in dataclasses.fields(ParallelConfig)):
+            message += " (options of sharding belong to train_multi_gpu.py)"
+        super().error(message)
+
+
+def _yaml_arguments(path: str, sections: dict[str, type]) -> list[str]:
+    """The entries of a YAML file as command-line words, so that they are parsed and checked like typed ones."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"--config {path}: no such file.")
+    try:
+        entries = yaml.safe_load(file.read_bytes())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if entries is None:
+        return []
+    if not isinstance(entries, dict):
+        raise UserError(f"--config {path} must hold 'option: value' lines, not a {type(entries).__name__}.")
+    known = {f.name for section in sections.values() for f in dataclasses.fields(section)}
+    words: list[str] = []
+    for key, value in entries.items():
+        if key not in known:
+            raise UserError(f"--config {path}: '{key}' is not an option; --help lists them.")
+        if value is not None:
+            words.append(f"--{key}={value}")
+    return words
+
+
+def build_parser(prog: str | None = None, description: str | None = None, parallel: bool = False) -> HfArgumentParser:
+    """The command-line parser of train_fp8.py, or with `parallel` that of train_multi_gpu.py."""
+    parser = _Parser(_sections(parallel), prog=prog, description=description)
+    parser.add_argument("--config", help="YAML file of 'option: value' lines; the command line overrides it (default: none).")
+    return parser
+
+
+def parse_config(argv: list[str], prog: str | None = None, description: str | None = None, parallel: bool = False) -> Config:
+    """Parse a command line (without the program's name) into a `Config`; `parallel` adds the options of `ParallelConfig`.
+
+    Raises `UserError` on values that cannot be; argparse itself exits with code 2 on unknown options and choices.
+    """
+    parser = build_parser(prog, description, parallel)
+    path = parser.parse_known_args(argv)[0].config
+    words = _yaml_arguments(path, _sections(parallel)) if path else []
+    parser.set_defaults(learning_rate=None)  # to tell "not given" from its default
+    values = vars(parser.parse_args([*words, *argv]))
+    if values["learning_rate"] is None:
+        from_scratch = values["random_init"] or values["model_name"] == EMBEDDED
+        otherwise = LORA_LEARNING_RATE if values["lora_rank"] else OptimConfig().learning_rate
+        values["learning_rate"] = SCRATCH_LEARNING_RATE if from_scratch else otherwise
+    sections = {
+        name: section(**{f.name: values[f.name] for f in dataclasses.fields(section)})
+        for name, section in _sections(parallel).items()
+    }
+    config = Config(**sections)
+    check_config(config)
+    return config

@@ -1,0 +1,71 @@
+"""Gradient checkpointing: decoder layers whose activations are computed again in the backward pass instead of kept.
+
+The recomputation encloses a layer's forward function, inside whatever wraps the layer: FSDP gathers a layer's weights once for the backward
+pass and the recomputation uses them. TE's checkpoint restores the fp8 context and the scales of the forward pass; torch's would recompute
+in bf16.
+
+Delayed scaling is done with a pass when the autocast around it ends: the maxima of all modules are put together, exchanged between the ranks and
+turned into scales (`FP8GlobalStateManager.autocast_exit`, seen in Transformer Engine 2.20). TE's checkpoint opens an autocast for each layer that it
+computes again, at whose end the same happens though there is nothing new, so ranks wait for each other in every layer. Here it finds itself
+inside another autocast, and the model's own end is the only one. The reentrant kind keeps its ends: it counts on them to know which module's
+backward pass is to do the same for the gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.utils.checkpoint
+from torch import nn
+
+from llm_fp8.utils.te_import import require_te
+
+Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+"""Of the forward pass, and of its recomputation."""
+
+
+def enable_gradient_checkpointing(
+    layers: nn.ModuleList, every: int, uses_te: bool, reentrant: bool = False
+) -> Sequence[nn.Module]:
+    """Recompute layers in the backward pass; returns these.
+
+    Args:
+        layers: the decoder's.
+        every: one layer in so many is recomputed; 1 for all.
+        uses_te: whether they hold Transformer Engine modules.
+        reentrant: the recomputation has a backward pass of its own, within the backward pass of the model.
+    """
+    recomputed = list(layers[::every])
+    checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
+    if uses_te:
+        te = require_te("--gradient_checkpointing")
+        checkpoint = te.checkpoint
+        if not reentrant:
+            checkpoint = functools.partial(checkpoint, context_fn=functools.partial(_te_contexts, te))
+    for layer in recomputed:
+        layer.forward = functools.partial(
+            _recomputed, layer, functools.partial(checkpoint, use_reentrant=reentrant), layer.forward
+        )
+    return recomputed
+
+
+def _recomputed(layer: nn.Module, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`forward` of a layer, under `checkpoint` while it trains."""
+    if not layer.training or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, **kwargs)
+
+
+def _te_contexts(te: Any) -> Contexts:
+    """Nothing around the forward pass, and around the recomputation an autocast that is off, so that its end is not that of a pass either.
+
+    The checkpoint opens its own inside, with the recipe of the forward pass.
+    """
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    if not FP8GlobalStateManager.is_fp8_enabled():
+        return contextlib.nullcontext(), contextlib.nullcontext()
+    return contextlib.nullcontext(), te.autocast(enabled=False, recipe=FP8GlobalStateManager.get_fp8_recipe())

@@ -1,0 +1,51 @@
+"""The accelerator of a run and the engine of a mode."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+
+from llm_fp8.config.options import Config
+from llm_fp8.distributed.deepspeed import DeepSpeedEngine, accelerator_arguments
+from llm_fp8.distributed.fsdp import FsdpEngine
+from llm_fp8.distributed.sharding_mode import check_mode, hybrid_shard_size
+from llm_fp8.distributed.strategy import Engine
+from llm_fp8.observability.reporter import accelerator_tracking
+from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.utils.ranks import LaunchRanks
+
+
+def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -> Accelerator:
+    """The one Accelerator. Precision is ours (llm_fp8.precision.context), so it gets "no", or "fp16" on a GPU for its gradient scaler.
+
+    Accumulation is the loop's, which divides by tokens: without the plugin, Accelerate would divide by a number of steps that it finds
+    in the environment.
+    """
+    mode = config.parallel.sharding_mode
+    if mode.startswith("deepspeed"):
+        check_mode(config, mode, ranks, plan.compute_name)
+        return Accelerator(
+            mixed_precision="no",
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            **accelerator_arguments(config, mode, plan.compute_name, ranks.world_size),
+            **accelerator_tracking(config),
+        )
+    scales_gradients = config.precision.mixed_precision == "fp16" and torch.cuda.is_available()
+    return Accelerator(
+        cpu=not torch.cuda.is_available(),  # without it Accelerate takes processes that have no GPU for strangers
+        mixed_precision="fp16" if scales_gradients else "no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        # Buffers are tables that no rank changes; the gradients' memory is shared with the buckets that are exchanged.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        **accelerator_tracking(config),
+    )
+
+
+def build_engine(mode: str, config: Config, accelerator: Accelerator, ranks: LaunchRanks, compute_dtype: torch.dtype) -> Engine:
+    """The engine for `mode`, a value that `choice.choose_mode` gave."""
+    if mode.startswith("fsdp"):
+        return FsdpEngine(mode, accelerator, config.parallel, compute_dtype, hybrid_shard_size(config, ranks))
+    if mode.startswith("deepspeed"):
+        return DeepSpeedEngine(mode, accelerator, config.parallel)
+    return Engine(mode, accelerator, config.parallel)

@@ -1,0 +1,191 @@
+"""Context parallelism: C consecutive ranks (a context group) share the tokens of every row, for rows too long for one GPU.
+
+The ranks of a group get the same micro-batch. Each keeps 1 / C of every document and computes embedding, linear layers and loss on
+that slice alone; attention is the only place where tokens meet. There Transformer Engine passes keys and values round the ring of the
+group (`cp_comm_type="p2p"`): in C steps each rank attends with its own queries to every rank's keys, and the exchange of the next
+step runs beside the computation of the present one. In the backward pass the gradients of keys and values travel the ring to the ranks
+that own them. The loss of a batch is the sum of the ranks' losses and a gradient the sum of their gradients, as between ranks with
+different batches.
+
+Causal attention is cheap at the beginning of a document and dear at its end. So a document is cut into 2 C chunks of equal length, and rank r
+takes the chunks r and 2 C - 1 - r; with C = 2:
+
+    tokens of a document    0 1 | 2 3 | 4 5 | 6 7
+    rank                      0 |   1 |   1 |   0        rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5
+
+Every document is therefore padded to a multiple of 2 C (llm_fp8.data.collate), and the padding counts as part of the document: attention gets the
+padded lengths as the lengths.
+
+A split batch is always packed, whatever it was before. Transformer Engine refuses masks of padded rows ("bshd") under context parallelism, and
+packed documents ("thd") can say the same: a padded row is a document of S tokens, and its padding is as harmless as any.
+
+Source: Transformer Engine 2.20, pytorch/attention/dot_product_attention/context_parallel.py (`AttnFuncWithCPAndKVP2P`,
+`get_thd_partitioned_indices`), for the order of the chunks and for what the ring cannot do: sliding windows, fp32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from llm_fp8.config.options import Config
+from llm_fp8.data.collate import IGNORED, Batch, document_multiple
+from llm_fp8.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """The ranks that share this rank's rows. `ContextGroup()` is a rank that has its rows to itself."""
+
+    size: int = 1
+    rank: int = 0
+    """Of this process within the group."""
+    process_group: dist.ProcessGroup | None = None
+    """None where nothing is exchanged: in a group of one, or where batches are only split."""
+
+    @classmethod
+    def of_rank(cls, size: int, global_rank: int) -> ContextGroup:
+        """The group of a rank of the launch, without its means to communicate: enough to split batches."""
+        return cls(size, global_rank % size)
+
+    def connected(self, device_type: str) -> ContextGroup:
+        """The group with its process group on `device_type` ('cuda', 'cpu'); collective over all ranks of the launch."""
+        if self.size == 1:
+            return self
+        shape = (dist.get_world_size() // self.size, self.size)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("data", "context"))
+        return dataclasses.replace(self, process_group=mesh.get_group("context"))
+
+    def attach(self, layers: Iterable[Any]) -> None:
+        """Let the attention of TE decoder layers exchange keys and values in the group; from then on they take split batches only."""
+        if self.size == 1:
+            return
+        assert self.process_group is not None, "connected() comes first"
+        ranks = dist.get_process_group_ranks(self.process_group)
+        stream = torch.cuda.Stream()  # shared by the layers: every second step of the ring is computed on it
+        for layer in layers:
+            layer.set_context_parallel_group(self.process_group, ranks, stream)
+
+    def split(self, batch: Batch) -> Batch:
+        """This rank's slice of a whole batch, packed [1, num_tokens / size]; over the group the slices' counts add up to the batch's.
+
+        `cu_seqlens` and `max_seqlen` stay those of the whole documents, as attention wants them; `position_ids` are the tokens' places in
+        their documents. Raises `ValueError` where a document cannot be cut into 2 * size chunks.
+        """
+        if self.size == 1:
+            return batch
+        if batch.attention_mask is None and batch.num_real_tokens != batch.num_tokens:
+            raise ValueError(
+                "a packed batch with padding tells its real tokens by attention_mask (PackedCollate with context_size)"
+            )
+        cu_seqlens = batch.cu_seqlens
+        if cu_seqlens is None:
+            num_rows, width = batch.input_ids.shape
+            cu_seqlens = torch.arange(num_rows + 1, dtype=torch.int32, device=batch.input_ids.device) * width
+        index = slice_index(cu_seqlens, self.size, self.rank)
+
+        def take(tensor: Tensor) -> Tensor:
+            return tensor.reshape(1, -1)[:, index]
+
+        labels = take(batch.labels)
+        num_tokens = index.numel()
+        return dataclasses.replace(
+            batch,
+            input_ids=take(batch.input_ids),
+            labels=labels,
+            position_ids=take(batch.position_ids),
+            attention_mask=None,
+            cu_seqlens=cu_seqlens,
+            num_tokens=num_tokens,
+            num_real_tokens=num_tokens if batch.attention_mask is None else int(take(batch.attention_mask).sum()),
+            num_supervised_tokens=int((labels != IGNORED).sum()),
+            # Exact: every length is a multiple of 2 * size.
+            sum_squared_lengths=batch.sum_squared_lengths // self.size,
+        )
+
+    def on_its_own(self, batch: Batch) -> Batch:
+        """A slice as a packed batch that needs no group: what this rank has of a document counts as a document.
+
+        No longer the same text, but tokens as good as any for comparing two ways to compute a layer.
+        """
+        if self.size == 1:
+            return batch
+        assert batch.cu_seqlens is not None
+        cu_seqlens = batch.cu_seqlens // self.size
+        starts = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
+        return dataclasses.replace(
+            batch,
+            position_ids=(torch.arange(batch.num_tokens, device=starts.device) - starts)[None],
+            cu_seqlens=cu_seqlens,
+            max_seqlen=batch.max_seqlen // self.size,
+        )
+
+
+def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
+    """Which tokens of a packed line a rank of a context group takes, in its order: document by document, both chunks one after the other.
+
+    Args:
+        cu_seqlens: int [n + 1], where each document begins, and the end.
+        size: ranks of the group.
+        rank: one of them.
+
+    Returns:
+        int64 [cu_seqlens[-1] / size].
+
+    Raises:
+        ValueError: a document's length is not a multiple of 2 * size.
+    """
+    bounds = cu_seqlens.long()
+    lengths = bounds.diff()
+    if bool((lengths % (2 * size)).any()):
+        raise ValueError(f"documents of {lengths.tolist()} tokens cannot all be cut into {2 * size} chunks of equal length")
+    document = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths // size)
+    offset = torch.arange(len(document), device=bounds.device) - (bounds[:-1] // size)[document]
+    chunk = lengths[document] // (2 * size)
+    # The first chunk is number `rank` of the document; the second, which follows it here, is number 2 * size - 1 - rank.
+    chunks_before = torch.where(offset < chunk, rank, 2 * size - 2 - rank)
+    return bounds[:-1][document] + offset + chunk * chunks_before
+
+
+def check_context_parallel(config: Config, windows: Sequence[int | None], compute_name: str, token_multiple: int) -> None:
+    """Raise `UserError` where the run cannot share its rows between GPUs.
+
+    Args:
+        config: the run's.
+        windows: of the model's layers, as in `te_llama.DecoderSpec`.
+        compute_name: fp32, bf16 or fp16.
+        token_multiple: what the tokens of a micro-batch on one GPU must be a multiple of (`precision.TOKEN_MULTIPLE`; 1 outside fp8).
+    """
+    size, data = config.parallel.context_parallel_size, config.data
+    if size == 1:
+        return
+    flag = f"--context_parallel_size {size}"
+    if any(window is not None for window in windows):
+        raise UserError(
+            f"{flag} cannot go with this model's sliding-window attention (sliding_window in its config.json), which the exchange of keys and "
+            "values between GPUs does not have; drop it."
+        )
+    if compute_name not in ("bf16", "fp16"):
+        raise UserError(
+            f"{flag} needs attention in bf16, and this run computes in {compute_name}; use --mixed_precision bf16 or fp8."
+        )
+    chunks = document_multiple(size)
+    if data.max_seq_length % chunks:
+        raise UserError(
+            f"{flag} cuts every row into {chunks} chunks of equal length, and --max_seq_length {data.max_seq_length} is not a multiple of "
+            f"{chunks}; choose one that is."
+        )
+    tokens = data.batch_size * data.max_seq_length
+    if tokens % (size * token_multiple):
+        raise UserError(
+            f"{flag} leaves each GPU 1/{size} of the {tokens} tokens of --batch_size {data.batch_size} times --max_seq_length "
+            f"{data.max_seq_length}, which is not a multiple of {token_multiple} as this precision needs; choose a --max_seq_length that is a multiple "
+            f"of {size * token_multiple}."
+        )

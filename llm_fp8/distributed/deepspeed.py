@@ -1,0 +1,268 @@
+"""DeepSpeed's ZeRO stages, through Accelerate: what is split over ranks, and how it is made to compute the loop's mathematics.
+
+    deepspeed_1    fp32 masters and moments are split; weights and gradients are whole on each GPU
+    deepspeed_2    gradients are split too
+    deepspeed_3    weights too; each is gathered when its module runs, forward and backward
+
+A run in bf16 or fp8 hands bf16 parameters to DeepSpeed, which keeps an fp32 master of this rank's share and steps torch's AdamW on it. fp8 is
+Transformer Engine's (te.autocast around the forward pass), so DeepSpeed sees bf16 and nothing else.
+
+    backward       DeepSpeed divides gradients by the number of ranks, and by the number of micro-batches only where it is asked to: the
+                   first is undone here, the second not asked for, so gradients are the sum over ranks of what `backward` was given
+    accumulation   stage 1 exchanges gradients in the last micro-batch of a step; stages 2 and 3 in each, since no rank keeps whole ones
+    learning rate  belongs to the run's schedule, which acts on the AdamW inside DeepSpeed: that is the optimizer `prepare` returns
+    output head    the loss reads its weight without calling its module; stage 3 is told that the outermost module uses it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.utils import InitProcessGroupKwargs
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import AdamW, Optimizer
+
+from llm_fp8.config.options import Config, OptimConfig, ParallelConfig
+from llm_fp8.distributed.deepspeed_config import deepspeed_settings, load_deepspeed, zero_stage
+from llm_fp8.distributed.strategy import Engine
+from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.optim.optimizers import OptimizerKind, adamw_arguments, parameter_groups
+from llm_fp8.utils.errors import UserError
+
+if TYPE_CHECKING:
+    import deepspeed
+
+_TAG = "."
+"""DeepSpeed writes to folder/tag: into the folder itself."""
+
+_RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
+_EXTRA_STATE = "_extra_state"
+
+
+class _Plugin(DeepSpeedPlugin):
+    """Accelerate's, without its announcement to transformers, which would split parameters while models are built."""
+
+    def set_deepspeed_weakref(self) -> None:
+        """Called when the plugin is selected."""
+
+
+def accelerator_arguments(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
+    """What `Accelerator(mixed_precision="no", ...)` is given in a deepspeed mode; arguments and errors as of `deepspeed_plugin`."""
+    return arguments_of(deepspeed_plugin(config, mode, compute_name, num_processes))
+
+
+def arguments_of(plugin: DeepSpeedPlugin) -> dict[str, Any]:
+    """What `Accelerator` is given beside mixed_precision, so that it trains with `plugin`."""
+    # With cpu=True Accelerate would leave DeepSpeed out; without a backend it would see one process where there are no GPUs.
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": [InitProcessGroupKwargs(backend=backend)]}
+
+
+def deepspeed_plugin(config: Config, mode: str, compute_name: str, num_processes: int) -> DeepSpeedPlugin:
+    """Accelerate's plugin with the settings of `deepspeed_settings`, whose arguments these are.
+
+    Raises:
+        UserError: DeepSpeed is missing, or its file cannot stand (see `deepspeed_settings`).
+    """
+    load_deepspeed()
+    return plugin_of(deepspeed_settings(config, mode, compute_name, num_processes))
+
+
+def plugin_of(settings: dict[str, Any]) -> DeepSpeedPlugin:
+    """Accelerate's plugin with these settings, which name stage, micro-batches and clipping. After `load_deepspeed`."""
+    # Every argument is given: what is left out, Accelerate reads from the environment.
+    return _Plugin(
+        hf_ds_config=settings,
+        gradient_accumulation_steps=settings["gradient_accumulation_steps"],
+        gradient_clipping=settings["gradient_clipping"],
+        zero_stage=settings["zero_optimization"]["stage"],
+        is_train_batch_min=True,
+        offload_optimizer_device="none",
+        offload_param_device="none",
+        offload_optimizer_nvme_path="none",
+        offload_param_nvme_path="none",
+        zero3_init_flag=False,
+        zero3_save_16bit_model=False,
+        enable_msamp=False,
+        msamp_opt_level="O1",
+    )
+
+
+class DeepSpeedEngine(Engine):
+    """The modes deepspeed_1, deepspeed_2 and deepspeed_3. The accelerator was built with `accelerator_arguments`.
+
+    Weights are loaded before `prepare`, whole on each rank's device. Under deepspeed_3 parameters are empty outside of their module's forward
+    and backward pass: `full_tensor` gathers one, `local_tensor` is this rank's share.
+    """
+
+    saves_itself = True
+
+    def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig) -> None:
+        super().__init__(mode, accelerator, options)
+        self.stage = zero_stage(mode)
+        # A gathered weight is dropped after use, so a cast made in one micro-batch has nothing to belong to in the next.
+        self.caches_weight_casts = self.stage < 3
+        # Stage 3 empties weights behind each module's forward pass and gathers them before its backward pass. Transformer Engine saves the
+        # weights themselves, so a recomputation has to bring hooks of its own for the second, which only the reentrant kind does.
+        self.reentrant_te_checkpoints = self.stage == 3
+        self.settings: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
+        self._engine: deepspeed.DeepSpeedEngine | None = None
+
+    def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
+        """See `Engine.resolve_optimizer`: torch's AdamW in fp32, on masters that DeepSpeed keeps."""
+        if requested not in ("auto", "adamw_fp32"):
+            raise UserError(
+                f"--optimizer {requested} cannot go with --sharding_mode {self.mode}, where DeepSpeed keeps fp32 masters itself; use auto or adamw_fp32."
+            )
+        return "adamw_fp32"
+
+    def parameter_dtype(self, kind: OptimizerKind, compute_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the parameters that `prepare` is given: that in which they compute."""
+        return compute_dtype
+
+    def build_optimizer(
+        self, config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
+    ) -> Optimizer:
+        """torch's AdamW in the groups of `llm_fp8.optim.optimizers.parameter_groups`; before its first step fp32 masters take the parameters' place."""
+        return AdamW(parameter_groups(named_parameters, config.weight_decay), fused=True, **adamw_arguments(config))
+
+    @property
+    def _zero(self) -> deepspeed.DeepSpeedEngine:
+        assert self._engine is not None, "prepare comes first"
+        return self._engine
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
+        """DeepSpeed's engine to call, and the optimizer inside it, for the schedule.
+
+        Args:
+            model: a `TrainingModel`, its weights loaded and on the device.
+            optimizer: of `build_optimizer`; its groups hold this rank's fp32 masters afterwards.
+        """
+        assert isinstance(model, TrainingModel)
+        # Accelerate warns where its own number of micro-batches, which nothing here reads, is another than DeepSpeed's.
+        self.accelerator.gradient_accumulation_steps = self.settings["gradient_accumulation_steps"]
+        self._engine, _ = self.accelerator.prepare(model, optimizer)
+        if self.stage == 3:
+            from deepspeed.runtime.zero import register_external_parameter
+
+            register_external_parameter(model, model.model.get_output_embeddings().weight)
+        return self._zero, self._zero.basic_optimizer
+
+    @contextlib.contextmanager
+    def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
+        """See `Engine.micro_batch`."""
+        self._zero.set_gradient_accumulation_boundary(is_boundary=last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        """See `Engine.backward`."""
+        self._zero.backward(loss * self.accelerator.num_processes, scale_wrt_gas=False)
+
+    def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
+        """See `Engine.step`; infinite where a gradient was not finite, which may also have left the weights as they were."""
+        assert max_norm == self.settings["gradient_clipping"], "DeepSpeed clips to the norm that its settings name"
+        self._zero.step()
+        return torch.as_tensor(self._zero.get_global_grad_norm(), dtype=torch.float32, device=self.accelerator.device)
+
+    def full_tensor(self, parameter: Tensor) -> Tensor:
+        """See `Engine.full_tensor`; of a trained parameter the fp32 master."""
+        from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        master = safe_get_full_fp32_param(parameter)
+        if master is not None:
+            return master.detach()
+        with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            return parameter.detach().clone()
+
+    def local_tensor(self, parameter: Tensor) -> Tensor:
+        """This rank's share of a parameter as it computes with it, 1-D under deepspeed_3 and possibly empty; the whole otherwise."""
+        if not hasattr(parameter, "ds_tensor"):
+            return parameter.detach()
+        partitioned: Any = parameter
+        share: Tensor = partitioned.ds_tensor.detach()
+        # The last shares are padded, with whatever was in memory.
+        return share[: max(0, partitioned.ds_numel - self.accelerator.process_index * share.numel())]
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------------
+
+    def state_files(self) -> list[str]:
+        """The files of `save_state`, of all ranks. They hold pickles."""
+        prefix = "bf16_" if self.settings["bf16"]["enabled"] else ""
+        ranks = range(self.accelerator.num_processes)
+        weights = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in ranks]
+        return [
+            *(weights if self.stage == 3 else ["mp_rank_00_model_states.pt"]),
+            *[f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in ranks],
+        ]
+
+    def state_bytes(self) -> int:
+        """About how many bytes `save_state` writes on all ranks together: fp32 masters and moments, and weights."""
+        weights = list(self._zero.module.parameters())
+        return sum(getattr(weight, "ds_numel", weight.numel()) * (12 + weight.element_size()) for weight in weights)
+
+    def save_state(self, folder: Path) -> None:
+        """Write weights, masters and optimizer state to `folder` as `state_files`, brought to the disk; collective."""
+        self._zero.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+        rank = self.accelerator.process_index
+        own = [name for name in self.state_files() if f"pp_rank_{rank}_" in name or (rank == 0 and "pp_rank" not in name)]
+        for name in own:
+            with (folder / name).open("rb") as file:
+                os.fsync(file.fileno())
+        if self.accelerator.is_main_process:
+            # Programs that DeepSpeed adds, which need a file that is not written here.
+            for name in _RECOVERY_SCRIPTS:
+                (folder / name).unlink()
+        self.accelerator.wait_for_everyone()
+
+    def load_state(self, folder: Path) -> None:
+        """Put back what `save_state` wrote, bit for bit; collective. Learning rate, weight decay and clipping stay this run's.
+
+        Raises:
+            UserError: it was written by another number of ranks, by another stage or in another precision.
+        """
+        self._require_own_files(folder)
+        optimizer = self._zero.basic_optimizer
+        options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        path, _ = self._zero.load_checkpoint(
+            str(folder), tag=_TAG, load_lr_scheduler_states=False, custom_load_fn=_load_module_state
+        )
+        assert path is not None, f"DeepSpeed found nothing in {folder}"
+        for group, own in zip(optimizer.param_groups, options, strict=True):
+            group.update(own)
+        self._zero.optimizer.clip_grad = self.settings["gradient_clipping"]
+
+    def _require_own_files(self, folder: Path) -> None:
+        found = {path.name for path in folder.glob("*_states.pt")}
+        wanted = set(self.state_files())
+        if found == wanted:
+            return
+        saved_ranks = len([name for name in found if name.endswith("optim_states.pt")])
+        num_ranks = self.accelerator.num_processes
+        if saved_ranks and saved_ranks != num_ranks:
+            raise UserError(
+                f"--resume_from: {folder} was saved by {saved_ranks} processes under DeepSpeed, which cannot be resumed by {num_ranks}; "
+                f"use {saved_ranks} processes, or train with an fsdp mode, whose checkpoints any number can resume."
+            )
+        raise UserError(
+            f"--resume_from: {folder} was not saved by --sharding_mode {self.mode} in this precision ({min(wanted - found or found - wanted)} "
+            f"{'is missing' if wanted - found else 'is unexpected'}); resume with the --sharding_mode and --mixed_precision that it was saved with."
+        )
+
+
+def _load_module_state(src: dict[str, Tensor], dst: nn.Module) -> None:
+    """Load weights and buffers by name. What Transformer Engine adds to a state dict is left out: scales are restored elsewhere."""
+    kept = {name: value for name, value in src.items() if not name.endswith(_EXTRA_STATE)}
+    loaded = dst.load_state_dict(kept, strict=False)
+    missing = [name for name in loaded.missing_keys if not name.endswith(_EXTRA_STATE)]
+    if missing or loaded.unexpected_keys:
+        raise UserError(
+            f"--resume_from: the checkpoint holds other weights than this run: {(missing + loaded.unexpected_keys)[0]} is on one side only."
+        )

@@ -1,0 +1,280 @@
+"""The DeepSpeed file of a run: read, checked against the run's options, completed.
+
+A file under --deepspeed_config says how ZeRO exchanges and stores (bucket sizes, overlap, thresholds). What a run trains with, its
+batch, precision, optimizer, schedule and clipping, comes from the scripts' own options alone: an entry of the file that says the same, or
+"auto", is fine; one that says something else is refused, and so is one that nothing here would act on. "auto" elsewhere leaves
+DeepSpeed its default. The smallest useful file is
+
+    {"zero_optimization": {"stage": 1, "overlap_comm": false, "contiguous_gradients": true}}
+
+Reading and checking need no GPU and no process group.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llm_fp8.config.options import Config
+from llm_fp8.utils.errors import UserError
+
+CONFIGS_FOLDER = Path(__file__).resolve().parents[2] / "configs"
+
+AUTO = "auto"
+
+_ZERO = "zero_optimization"
+
+_DTYPE_NAMES = {
+    "fp32": ("fp32", "float32", "torch.float32"),
+    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+}
+"""How DeepSpeed's file may spell the dtypes in which a run computes."""
+
+_PASSED_ON = {
+    _ZERO,
+    "bf16",
+    "fp16",
+    "communication_data_type",
+    "data_types",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_allow_untested_optimizer",
+    "checkpoint",
+    "comms_logger",
+    "flops_profiler",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "steps_per_print",
+}
+"""Top-level keys that a file may have."""
+
+_REMEDIES = {
+    "fp8": "fp8 is Transformer Engine's here; remove the section and choose with --mixed_precision fp8 and --fp8_scenario",
+    "msamp": "MS-AMP is not used here; remove the section and choose with --mixed_precision fp8",
+    "amp": "precision comes from --mixed_precision; remove the section",
+    "torch_autocast": "precision comes from --mixed_precision; remove the section",
+    "optimizer": "the optimizer is AdamW from --learning_rate, --weight_decay, --adam_beta1, --adam_beta2 and --adam_epsilon; remove the section",
+    "scheduler": "the schedule comes from --lr_scheduler and --num_warmup_steps; remove the section",
+    "activation_checkpointing": "recomputation comes from --gradient_checkpointing; remove the section",
+    "tensorboard": "trackers come from --report_to; remove the section",
+    "wandb": "trackers come from --report_to; remove the section",
+}
+"""What to do about keys that people write and that cannot be passed on."""
+
+_ZERO_REFUSED = {
+    "load_from_fp32_weights": (False, "a resumed run would lose what bf16 weights cannot hold; remove it"),
+    "compute_grad_norm": (False, "every step reports the gradient norm; remove it"),
+    "zero_quantized_weights": (True, "it needs operators that DeepSpeed compiles; remove it"),
+    "zero_quantized_nontrainable_weights": (True, "it needs operators that DeepSpeed compiles; remove it"),
+    "zero_quantized_gradients": (True, "it needs operators that DeepSpeed compiles; remove it"),
+}
+"""Values of the section zero_optimization that cannot go with the rest of the run, and why."""
+
+_OFFLOADING = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", "zenflow")
+
+
+def default_file(mode: str) -> Path:
+    """The file that a deepspeed mode uses without --deepspeed_config."""
+    return CONFIGS_FOLDER / f"ds_z{zero_stage(mode)}.json"
+
+
+def file_of(named: str | None, mode: str) -> Path:
+    """The file `named` by --deepspeed_config; without one the mode's own."""
+    return Path(named) if named else default_file(mode)
+
+
+def zero_stage(mode: str) -> int:
+    """1, 2 or 3 of deepspeed_1, deepspeed_2 and deepspeed_3."""
+    return int(mode.removeprefix("deepspeed_"))
+
+
+def load_deepspeed() -> None:
+    """Import DeepSpeed for the device at hand; `UserError` with the command that installs it where it is missing."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError(
+            "The deepspeed modes need DeepSpeed, which is not installed: pip install -r requirements-deepspeed.txt; "
+            "or use --sharding_mode fsdp_full."
+        )
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    import deepspeed.ops
+
+    # The one operator that DeepSpeed would compile unasked: a faster exchange between processes on CPUs.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # torch 2.13 renames collectives that DeepSpeed calls by their old names, and says so at every parameter.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+
+
+def deepspeed_settings(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
+    """What DeepSpeed is given: the checked file with the run's own values filled in.
+
+    Args:
+        config: the run's; batch, accumulation and clipping are read from it.
+        mode: deepspeed_1, deepspeed_2 or deepspeed_3.
+        compute_name: the dtype of everything that is not fp8: fp32 or bf16.
+        num_processes: of all hosts.
+
+    Raises:
+        UserError: the file is missing, is no JSON, or has an entry that contradicts the run or cannot take effect.
+    """
+    path = file_of(config.parallel.deepspeed_config, mode)
+    settings, wanted = read_file(path), _wanted(config, mode, num_processes)
+    for key, why in file_problems(settings, wanted, mode, compute_name):
+        raise UserError(f"--deepspeed_config {path}, {key}: {why}.")
+    settings = _without_auto(settings) | wanted
+    settings[_ZERO] = {**settings[_ZERO], "stage": zero_stage(mode)}
+    if zero_stage(mode) < 3:
+        # Weights become views of one long tensor; kernels load 16 bytes at a time.
+        settings[_ZERO].setdefault("parameter_alignment", True)
+    for key, why in zero_section_problems(settings[_ZERO]):
+        raise UserError(f"--deepspeed_config {path}, {key}: {why}.")
+    # Looking for overflow costs a host synchronisation and a reduction in every step; the loop checks what it reads anyway.
+    settings["bf16"] = {"check_grad_overflow": False, **settings.get("bf16", {}), "enabled": compute_name == "bf16"}
+    settings["fp16"] = {"enabled": False}
+    settings["zero_allow_untested_optimizer"] = True
+    # DeepSpeed's own clock waits for the GPU in every micro-batch.
+    settings["timers"] = {"throughput": {"enabled": False}}
+    return settings
+
+
+def _wanted(config: Config, mode: str, num_processes: int) -> dict[str, Any]:
+    """Top-level entries whose values are the run's."""
+    batch_size, steps = config.data.batch_size, config.optim.gradient_accumulation_steps
+    return {
+        "train_micro_batch_size_per_gpu": batch_size,
+        "gradient_accumulation_steps": steps,
+        "train_batch_size": batch_size * steps * num_processes,
+        "gradient_clipping": config.optim.max_grad_norm,
+    }
+
+
+_FLAGS = {
+    "train_micro_batch_size_per_gpu": "--batch_size",
+    "gradient_accumulation_steps": "--gradient_accumulation_steps",
+    "train_batch_size": "--batch_size, --gradient_accumulation_steps and the number of processes",
+    "gradient_clipping": "--max_grad_norm",
+}
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The contents of a DeepSpeed file; `UserError` where it is none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--deepspeed_config {path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise UserError(f"--deepspeed_config {path} is not valid JSON: {error}.") from error
+    if not isinstance(values, dict) or not isinstance(values.get(_ZERO), dict):
+        raise UserError(
+            f'--deepspeed_config {path} has no section "{_ZERO}"; the smallest file is {{"{_ZERO}": {{"stage": 1}}}}.'
+        )
+    return values
+
+
+def file_problems(settings: dict[str, Any], wanted: dict[str, Any], mode: str, compute_name: str) -> Iterator[tuple[str, str]]:
+    """The entries of a file that cannot stand, as they are written there, each with the reason and what to do.
+
+    Args:
+        settings: the file's.
+        wanted: top-level entries whose values are the run's.
+        mode, compute_name: as in `deepspeed_settings`.
+    """
+    for key, value in settings.items():
+        if key not in _PASSED_ON:
+            yield f'"{key}"', _REMEDIES.get(key, "it has no effect on this training; remove it")
+        if key in wanted and value not in (AUTO, wanted[key]):
+            yield (
+                f'"{key}": {json.dumps(value)}',
+                f"this run has {wanted[key]}, from {_FLAGS[key]}; remove the entry or make it {json.dumps(AUTO)}",
+            )
+    no_sections = [name for name in (_ZERO, "bf16", "fp16", "data_types") if not isinstance(settings.get(name, {}), dict)]
+    for name in no_sections:
+        yield f'"{name}"', f"it must be a section, like {{...}}, and is {json.dumps(settings[name])}"
+    settings = {key: value for key, value in settings.items() if key not in no_sections}
+    yield from _dtype_problems(settings, zero_stage(mode), compute_name)
+    zero = settings.get(_ZERO, {})
+    stage = zero.get("stage", AUTO)
+    if stage not in (AUTO, zero_stage(mode)):
+        yield (
+            f'"{_ZERO}.stage": {json.dumps(stage)}',
+            f"the run has --sharding_mode {mode}; use --sharding_mode deepspeed_{stage} or change the file",
+        )
+    for key in _OFFLOADING:
+        value = zero.get(key)
+        device = value.get("device", "none") if isinstance(value, dict) and key != "zenflow" else value
+        if device not in (None, False, "none", AUTO):
+            yield (
+                f'"{_ZERO}.{key}"',
+                "it needs an optimizer that DeepSpeed compiles; remove it and use --sharding_mode fsdp_offload instead",
+            )
+    for key, (value, why) in _ZERO_REFUSED.items():
+        if zero.get(key) is value:
+            yield f'"{_ZERO}.{key}": {json.dumps(value)}', why
+
+
+def _dtype_problems(settings: dict[str, Any], stage: int, compute_name: str) -> Iterator[tuple[str, str]]:
+    """Everything in the file that names a dtype."""
+    enabled = {name: settings.get(name, {}).get("enabled", AUTO) for name in ("bf16", "fp16")}
+    for name, value in enabled.items():
+        if value not in (AUTO, name == compute_name):
+            yield (
+                f'"{name}.enabled": {json.dumps(value)}',
+                f"the run computes in {compute_name}, from --mixed_precision; remove the entry or make it {json.dumps(AUTO)}",
+            )
+    for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        if settings.get("bf16", {}).get(key) is True:
+            yield f'"bf16.{key}": true', "small updates would be rounded away without fp32 masters; remove it"
+    accepted = _DTYPE_NAMES[compute_name]
+    communication = settings.get("communication_data_type", AUTO)
+    if communication not in (AUTO, None, *accepted):
+        why = (
+            "gradients are exchanged in bf16, and fp32 would double that traffic"
+            if communication in _DTYPE_NAMES["fp32"]
+            else f"gradients are exchanged in {compute_name}, in which the run computes"
+        )
+        yield f'"communication_data_type": {json.dumps(communication)}', f"{why}; remove the entry"
+    data_types = settings.get("data_types", {})
+    if data_types.get("param_dtype", AUTO) not in (AUTO, None, *accepted):
+        yield (
+            f'"data_types.param_dtype": {json.dumps(data_types["param_dtype"])}',
+            f"the run computes in {compute_name}, from --mixed_precision; remove the entry",
+        )
+    accumulation = data_types.get("grad_accum_dtype", AUTO)
+    if accumulation not in (AUTO, None, *accepted) and (stage == 1 or accumulation not in _DTYPE_NAMES["fp32"]):
+        yield (
+            f'"data_types.grad_accum_dtype": {json.dumps(accumulation)}',
+            "with stage 1 DeepSpeed then keeps whole fp32 gradients on every GPU under another optimizer; remove the entry, or use "
+            "--sharding_mode deepspeed_2, which keeps its share only"
+            if stage == 1
+            else f"gradients are added up in {compute_name} or fp32; remove the entry",
+        )
+
+
+def _without_auto(value: Any) -> Any:
+    """`value` without the entries that are "auto", at any depth."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_auto(entry) for key, entry in value.items() if entry != AUTO}
+
+
+def zero_section_problems(section: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What DeepSpeed itself finds wrong with names and types of the section zero_optimization, as `file_problems`."""
+    load_deepspeed()
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    try:
+        DeepSpeedZeroConfig(**section)
+    except ValueError as error:  # pydantic's, which lists what is wrong
+        for found in error.errors():  # type: ignore[attr-defined]
+            yield f'"{".".join(map(str, (_ZERO, *found["loc"])))}"', f"DeepSpeed refuses it ({found['msg']})"

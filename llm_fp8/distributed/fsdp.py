@@ -1,0 +1,192 @@
+"""FSDP2: every decoder layer is a unit whose parameters are split over ranks along their first dimension.
+
+    between steps    each rank keeps its rows of every parameter in fp32 (the master), and their moments
+    forward          a layer's rows are gathered in the compute dtype (bf16) just before it runs and dropped after it
+    backward         gathered again; gradients are summed over ranks in fp32, each rank keeping its rows
+    accumulation     without exchange between micro-batches each rank keeps whole gradients in fp32 until the last one; GEMMs add to them
+    fsdp_grad        gathers once a step: whole weights are kept from the first forward pass to the last backward pass, and their fp8 casts with them
+
+The embedding, the final norm and the output head form the outermost unit, gathered once per micro-batch: a tied matrix must not be in two.
+
+This calls torch's `fully_shard` itself rather than through `Accelerator.prepare`, which would map the optimizer's parameters by their
+addresses: parameters that have no memory yet (so that no rank ever holds the whole model) all share one.
+
+Inputs of a unit are not cast (`cast_forward_inputs`): the table of rotary angles has to stay fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from llm_fp8.config.options import ParallelConfig
+from llm_fp8.distributed.fp8_params import check_fp8_params, check_masters, keep_weights_in_fp8, master_of
+from llm_fp8.distributed.fsdp_internals import WholeGradients, _entries_of, _let_te_keep_casts, _units_of
+from llm_fp8.distributed.sharding_mode import default_optimizer
+from llm_fp8.distributed.strategy import Engine
+from llm_fp8.distributed.wgrad_fusion import WgradAccumulation
+from llm_fp8.optim.optimizers import OptimizerKind
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.torchao import plain_rows, refresh_scales_
+
+logger = logging.getLogger(__name__)
+
+
+class FsdpEngine(Engine):
+    """The modes fsdp_grad, fsdp_full, fsdp_hybrid and fsdp_offload.
+
+    `hybrid_shard_size` ranks hold one copy of the model together (fsdp_hybrid); it divides the number of ranks.
+    """
+
+    shards_parameters = True
+
+    def __init__(
+        self,
+        mode: str,
+        accelerator: Accelerator,
+        options: ParallelConfig,
+        compute_dtype: torch.dtype,
+        hybrid_shard_size: int,
+    ) -> None:
+        super().__init__(mode, accelerator, options)
+        self.compute_dtype = compute_dtype
+        # Casts outlive a micro-batch where the weights do; fp8 parameters are cast already.
+        self.caches_weight_casts = mode == "fsdp_grad" and not options.fp8_params
+        self.mesh = self._mesh(hybrid_shard_size)
+        self._fp8_params: Precision | None = None
+
+    def _mesh(self, hybrid_shard_size: int) -> DeviceMesh:
+        num_ranks, device_type = self.accelerator.num_processes, self.accelerator.device.type
+        if self.mode != "fsdp_hybrid":
+            return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("shard",))
+        shape = (num_ranks // hybrid_shard_size, hybrid_shard_size)
+        return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+    @property
+    def num_shards(self) -> int:
+        """See `Engine.num_shards`."""
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    @property
+    def parameter_device(self) -> torch.device:
+        """Where the parts of parameters are kept between steps."""
+        return torch.device("cpu") if self.mode == "fsdp_offload" else self.accelerator.device
+
+    def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
+        """fp32 shards unless another storage was asked for."""
+        kind = super().resolve_optimizer(default_optimizer(self.mode) if requested == "auto" else requested, compute_dtype)
+        if self.options.fp8_params:
+            check_masters(kind)
+        return kind
+
+    def keep_in_fp8(self, precision: Precision) -> None:
+        """Let `prepare` turn the weights of `precision`'s fp8 modules into fp8 parameters (--fp8_params).
+
+        Call it before `shard`. Raises `UserError` where these weights cannot be.
+        """
+        check_fp8_params(precision, self.num_shards)
+        self._fp8_params = precision
+
+    def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
+        """Split the parameters of every layer, then what is left; gives memory to those that have none (contents undefined)."""
+        on_gpu = self.accelerator.device.type == "cuda"
+        shared: dict[str, Any] = {
+            "mesh": self.mesh,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=self.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
+            "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if self.mode == "fsdp_offload" else OffloadPolicy(),
+        }
+        for layer in layers:
+            fully_shard(layer, reshard_after_forward=self.mode != "fsdp_grad", **shared)
+        fully_shard(model, reshard_after_forward=False, **shared)
+        one_pool = self.parameter_device.type == "cuda" and self.mesh.ndim == 1
+        _exchange_with_less_memory(model, one_pool, say=self.accelerator.is_main_process)
+        if self.caches_weight_casts:
+            _let_te_keep_casts(model)
+        model.register_forward_hook(_split_again_without_backward)
+        materialize_(model, self.parameter_device, self.accelerator.device)
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
+        """Both as they are, the optimizer being built over the split parameters; under --fp8_params these become masters."""
+        assert self._fp8_params is not None or not self.options.fp8_params, "keep_in_fp8 comes first"
+        if self._fp8_params is not None:
+            keep_weights_in_fp8(model, self._fp8_params, optimizer)
+        if self.options.fp8_all_gather:
+            optimizer.register_step_post_hook(lambda *_: refresh_scales_(model))
+        self.wgrad_accumulation = WgradAccumulation(model, WholeGradients(model).find)
+        return model, optimizer
+
+    @contextlib.contextmanager
+    def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
+        """See `Engine.micro_batch`."""
+        assert isinstance(model, FSDPModule) and self.wgrad_accumulation is not None
+        # The last micro-batch of an accumulation also reduces what the others left.
+        model.set_requires_gradient_sync(last or self.options.sync_every_micro_batch)
+        # Nothing changes the weights before the step is over, so those that are whole serve all of its micro-batches.
+        model.set_reshard_after_backward(last or self.mode != "fsdp_grad")
+        with self.wgrad_accumulation.micro_batch():
+            yield
+
+    def full_tensor(self, parameter: Tensor) -> Tensor:
+        """See `Engine.full_tensor`; on the accelerator's device, which the collective needs."""
+        parameter = plain_rows(master_of(parameter))
+        if not isinstance(parameter, DTensor):
+            return parameter.detach()
+        sharded: DTensor = parameter.detach().to(self.accelerator.device)  # type: ignore[assignment]
+        return sharded.full_tensor()
+
+    def local_tensor(self, parameter: Tensor) -> Tensor:
+        """See `Engine.local_tensor`."""
+        return super().local_tensor(plain_rows(master_of(parameter)))
+
+
+def _exchange_with_less_memory(model: nn.Module, one_pool: bool, say: bool) -> None:
+    """Let every unit give up its whole gradients when it exchanges them, and with `one_pool` take its rows from the memory of the current stream, that of the backward pass.
+
+    FSDP2's own exchange stays where torch has nothing to build on, with a warning if `say`.
+    """
+    try:
+        from llm_fp8.distributed.fsdp_internals import GradientExchange
+    except ImportError as error:  # it builds on a private class, as torch 2.11 and 2.13 have it
+        if say:
+            logger.warning(
+                "FSDP2 of torch %s keeps gradients' rows in memory of their own, beside the whole gradients, up to 4 bytes more for each parameter of a GPU's part: %s",
+                torch.__version__,
+                error,
+            )
+        return
+    stream = torch.cuda.current_stream() if one_pool else None
+    for unit in _units_of(model):
+        unit.set_custom_reduce_scatter(GradientExchange([entry for _, entry in _entries_of(unit)], stream))
+
+
+def _split_again_without_backward(model: nn.Module, *_: Any) -> None:
+    """Let go of whole parameters that a unit keeps for its backward pass, where none will come.
+
+    The model's parameters would be these from then on, in the compute dtype: an evaluation would leave them to a checkpoint or an export.
+    """
+    if torch.is_grad_enabled():
+        return
+    for unit in _units_of(model):
+        unit.reshard()
+
+
+def materialize_(model: nn.Module, parameter_device: torch.device, buffer_device: torch.device) -> None:
+    """Give memory to parameters that have none and move the others, and the buffers, to their devices."""
+
+    def move(tensor: Tensor) -> Tensor:
+        device = parameter_device if isinstance(tensor, DTensor) else buffer_device
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    model._apply(move)

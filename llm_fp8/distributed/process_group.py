@@ -1,0 +1,70 @@
+"""The process group of a run: started once, with NCCL for what lies on GPUs and gloo for what lies in the hosts' memory."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from llm_fp8.utils.ranks import LaunchRanks, launcher_store
+
+TIMEOUT = datetime.timedelta(minutes=30)
+"""How long a rank waits for another in a collective operation: the first one may wait while the main rank tokenises a large dataset."""
+
+_LOST_PEER = re.compile(
+    r"connection (closed|reset) by peer|connection refused|broken pipe|socket closed|remote process exited|timed out waiting|"
+    r"watchdog caught collective|nccl communicator was aborted",
+    re.IGNORECASE,
+)
+
+
+def start_process_group(ranks: LaunchRanks) -> None:
+    """Join the other processes of the launch; nothing where no launcher started this one, or where it is done already."""
+    if not ranks.launched or dist.is_initialized():
+        return
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl"
+    store = launcher_store(os.environ)
+    if store is None:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+        return
+    # The launcher's store outlives a restart, and with it the addresses of processes that are gone: each attempt gets names of its own.
+    store.set_timeout(TIMEOUT)
+    store = dist.PrefixStore(f"llm_fp8/attempt-{ranks.restart_count}", store)
+    dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=ranks.rank, world_size=ranks.world_size)
+
+
+def own_device() -> torch.device:
+    """This process's GPU, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def end_process_group(accelerator: Accelerator) -> None:
+    """Leave the group, at the end of a run that ended well.
+
+    What still exchanges gradients is let go first: were DDP the last to hold the group, its destructor would wait for threads of gloo that wait
+    for Python's lock, which it holds.
+    """
+    accelerator.free_memory()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def largest(value: int) -> int:
+    """The largest `value` of all ranks; collective, between the hosts, without waiting for a GPU."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return int(tensor.item())
+
+
+def is_loss_of_a_peer(error: BaseException) -> bool:
+    """Whether a collective operation failed because another process is gone, as far as the error's text tells."""
+    return dist.is_initialized() and isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None

@@ -1,0 +1,127 @@
+"""The seam between the training loop and whatever spreads it over GPUs. The base class is one process, or DDP.
+
+The order in which a run calls an engine:
+
+    engine = build_engine(...)
+    engine.shard(model, layers)              parameters take their final form (FSDP), before weights are loaded
+    model, optimizer = engine.prepare(model, optimizer)
+    for each step:
+        for each micro-batch:
+            with engine.micro_batch(model, last=...):
+                engine.backward(loss)        loss: this rank's share of the global mean, see llm_fp8.train.loop
+        grad_norm = engine.step(optimizer, parameters, max_norm)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from llm_fp8.config.options import OptimConfig, ParallelConfig
+from llm_fp8.distributed.wgrad_fusion import WgradAccumulation
+from llm_fp8.optim.optimizers import OptimizerKind, build_optimizer, clip_and_step, parameter_dtype, resolve_optimizer
+
+
+class Engine:
+    """One process, or several with a whole model each (DDP), whose gradients are averaged.
+
+    Attributes:
+        mode: a value of --sharding_mode, or 'single' for one process.
+        shards_parameters: each rank holds a part of every parameter (DTensors); weights are then loaded part by part.
+        caches_weight_casts: whether fp8 casts of weights may serve several micro-batches.
+        wgrad_accumulation: what lets GEMMs add to the gradients of earlier micro-batches; None before `prepare` and where autograd adds them all.
+    """
+
+    shards_parameters = False
+    caches_weight_casts = True
+    reentrant_te_checkpoints = False
+    """Recomputed Transformer Engine layers need a backward pass of their own (`llm_fp8.distributed.activation_checkpoint`)."""
+    saves_itself = False
+    """Weights and optimizer state go into a checkpoint by `save_state`, not as tensors by name."""
+
+    def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig) -> None:
+        self.mode = mode
+        self.accelerator = accelerator
+        self.options = options
+        self.wgrad_accumulation: WgradAccumulation | None = None
+
+    @property
+    def num_shards(self) -> int:
+        """GPUs that hold one copy of what the mode splits together."""
+        return self.accelerator.num_processes
+
+    def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
+        """What `--optimizer` means in this mode on this machine; `UserError` where it cannot be had."""
+        return resolve_optimizer(requested, compute_dtype == torch.bfloat16, self.accelerator.device.type)
+
+    def parameter_dtype(self, kind: OptimizerKind, compute_dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which the model's parameters are made."""
+        return parameter_dtype(kind)
+
+    def build_optimizer(
+        self, config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
+    ) -> Optimizer:
+        """The optimizer that `prepare` is given."""
+        return build_optimizer(config, kind, named_parameters)
+
+    def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
+        """Give the parameters of `model`, which may have no memory yet, the form in which they are trained."""
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
+        """The model to call and the optimizer to step."""
+        prepared = self.accelerator.prepare(model, optimizer, device_placement=[True, False])
+        self.wgrad_accumulation = WgradAccumulation(prepared[0])
+        return prepared[0], prepared[1]
+
+    @contextlib.contextmanager
+    def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
+        """Encloses forward and backward of a micro-batch; gradients are exchanged in the `last` one of a step only."""
+        synchronise = last or self.options.sync_every_micro_batch
+        # Where gradients are exchanged, autograd's own sum is what starts it.
+        waits_for_autograd = synchronise and self.accelerator.num_processes > 1
+        summing = None if waits_for_autograd else self.wgrad_accumulation
+        with (
+            contextlib.nullcontext() if synchronise else self.accelerator.no_sync(model),
+            contextlib.nullcontext() if summing is None else summing.micro_batch(),
+        ):
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, this rank's share of a sum over ranks."""
+        # Exchanging gradients averages them over ranks, which this factor undoes.
+        self.accelerator.backward(loss * self.accelerator.num_processes)
+
+    def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
+        """Clip to the global norm `max_norm` (0: no clipping), take an optimizer step, drop the gradients; the norm before, fp32."""
+        self.accelerator.unscale_gradients()  # fp16 only
+        norm = clip_and_step(optimizer, parameters, max_norm)
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def full_tensor(self, parameter: Tensor) -> Tensor:
+        """The whole of a parameter, on every rank; collective where it is sharded."""
+        return parameter.detach()
+
+    def local_tensor(self, parameter: Tensor) -> Tensor:
+        """This rank's share of a parameter; the whole where it is not sharded."""
+        parameter = parameter.detach()
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+    def state_bytes(self) -> int:
+        """Bytes that `save_state` writes on all ranks together."""
+        return 0
+
+    def save_state(self, folder: Path) -> None:
+        """Write to `folder` what a checkpoint does not hold by name; collective."""
+
+    def load_state(self, folder: Path) -> None:
+        """Put back what `save_state` wrote; collective."""

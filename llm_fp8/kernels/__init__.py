@@ -1,0 +1,1 @@
+"""Triton kernels and attention code; tensors in, tensors out."""

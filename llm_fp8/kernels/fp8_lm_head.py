@@ -1,0 +1,274 @@
+"""The output head's matrix products in fp8 (--fp8_lm_head), for `llm_fp8.kernels.cross_entropy`.
+
+For hidden states `x [T, h]`, the head's weight `W [V, h]` and `g [T, V]`, the gradient with respect to the logits, a micro-batch takes
+
+    logits = x W^T  [T, V]          grad_hidden = g W  [T, h]          grad_weight = g^T x  [V, h]
+
+`gradients` computes the last two in fp8 and the logits, and so the loss, as without it; `all` computes all three in fp8. Results are in the dtype
+of the wide operands (bf16), accumulated in fp32, with Transformer Engine's fast accumulation for the logits and its split one for the gradients, as
+in its own recipes.
+
+Operands have one scale for the whole tensor:
+
+    x, W    E4M3, scaled by their own largest absolute value (current scaling)
+    g       E5M2, scaled by a bound. g = grad_output * (softmax - one_hot), and softmax - one_hot lies in [-1, 1], so |grad_output| bounds it: no pass
+            over [T, V] for a maximum. Where some token is predicted badly the bound is also nearly reached. Below the maximum it could only cost
+            exactness where values underflow, since floating point rounds relatively.
+
+E5M2 because of the softmax's range. Most of a vocabulary's probabilities are tiny: scaled so, E4M3 flushes those below 2e-6 to zero and E5M2 those below
+1e-10. With E4M3 the rows of W for tokens that are seldom predicted would get no gradient at all, which Adam, dividing by the gradient's own size, turns into
+a missing update. E5M2 rounds each entry by up to an eighth, with errors that do not add up over tokens.
+
+Shapes: V and h must be multiples of 16 (`Fp8Head` refuses others); tokens are filled up with rows of zeros, which change nothing.
+
+Memory, beside what bf16 takes: one byte per weight, two for `all`, which needs W in both layouts; kept from the first micro-batch of a step to that of the
+next, so that W is cast once a step. g comes row-wise (T V bytes) straight from the bf16 logits (2 T V), which are given back before anything else is allocated,
+and it is transposed between the two products. So at most 3 T V bytes are held, in the moment of the cast. bf16 holds 2 T V and both gradients, which is as much
+where T is at most 2 h, and less where T is more. Writing both layouts at once would save reading T V bytes and hold 4 T V for a moment.
+
+Bytes moved for g: the kernel of `llm_fp8.kernels.softmax_triton` reads 2 T V and writes T V, and the transposition reads and writes T V. There is no bf16 g.
+
+Transformer Engine computes on a GPU. Elsewhere the same rounding is emulated: torch casts the operands with the same scales and multiplies what the casts
+stand for in fp32 (or fp64). There g is first rounded to the logits' dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llm_fp8.kernels import softmax
+from llm_fp8.utils.errors import UserError
+
+SIZE_MULTIPLE = 16
+"""fp8 GEMMs need every size to be a multiple of this."""
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+OPERAND_FORMAT, GRADIENT_FORMAT = E4M3, E5M2
+
+Layout = Literal["TN", "NN", "NT"]
+"""As BLAS names it for column-major (A, B): TN is B A^T, NN is B A, NT is B^T A."""
+
+
+class Fp8Head:
+    """What stays from one micro-batch to the next.
+
+    Attributes:
+        module: the head.
+        is_first_microbatch: as for Transformer Engine's modules: True casts the weight and keeps the cast, False takes the kept one, None neither takes
+            nor keeps. `llm_fp8.precision.context.Precision.context` sets it.
+    """
+
+    def __init__(self, module: nn.Module, products: Literal["gradients", "all"]) -> None:
+        """`module` has a weight [V, h]; raises `UserError` where fp8 GEMMs cannot take its sizes."""
+        weight: Any = module.weight
+        vocabulary, width = weight.shape
+        if vocabulary % SIZE_MULTIPLE or width % SIZE_MULTIPLE:
+            raise UserError(
+                f"--fp8_lm_head {products}: the output head has {vocabulary} x {width} weights, and fp8 GEMMs need both to be multiples of {SIZE_MULTIPLE}; drop it."
+            )
+        self.module = module
+        self.computes_logits = products == "all"
+        self.is_first_microbatch: bool | None = None
+        self._kept: Any = None
+
+    def num_products(self, of: int) -> int:
+        """How many of the head's products in a micro-batch run in fp8, where it takes `of` in all: 3, or 2 where it is frozen."""
+        return of if self.computes_logits else of - 1
+
+    def start_pass(self) -> Fp8Products:
+        """The products of one forward and backward pass."""
+        return Fp8Products(self, self.is_first_microbatch)
+
+    def cast_weight(self, weight: Tensor, first_microbatch: bool | None) -> Any:
+        """`weight` in fp8, cast or kept."""
+        if first_microbatch is False and self._kept is not None:
+            return self._kept
+        self._kept = None  # its memory is free for the new one
+        cast = cast_to_fp8(weight, rowwise=self.computes_logits)
+        self._kept = None if first_microbatch is None else cast
+        return cast
+
+
+class Fp8Products:
+    """The head's products in one forward and backward pass, in the order in which these take them."""
+
+    def __init__(self, head: Fp8Head, first_microbatch: bool | None) -> None:
+        self._head = head
+        self._first_microbatch = first_microbatch
+        self._weight: Any = None
+        self._hidden: Any = None
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """`hidden @ weight.T`: [T, h], [V, h] -> [T, V] in their dtype."""
+        if not self._head.computes_logits:
+            return hidden @ weight.t()
+        self._hidden = cast_to_fp8(_whole_blocks(hidden))
+        logits = multiply(self._cast_of(weight), self._hidden, "TN", hidden.dtype)
+        return logits[: hidden.shape[0]]
+
+    def grad_logits(self, logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Any:
+        """The gradient with respect to `logits`, as `gradients` takes it; see `llm_fp8.kernels.softmax`. `logits` have no memory any more afterwards."""
+        in_fp8 = gradient_in_one_kernel if softmax.use_triton(logits) else gradient_in_two_steps
+        grad = in_fp8(logits, statistics, labels, grad_output)
+        # Autograd does not see that their memory goes; this is what makes a second backward pass an error.
+        torch.autograd.graph.increment_version(logits)
+        logits.untyped_storage().resize_(0)
+        return grad
+
+    def gradients(
+        self, grad_logits: Any, hidden: Tensor, weight: Tensor, needed: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """`grad_logits @ weight` and `grad_logits.T @ hidden`, [T, h] and [V, h] in their dtype; None for what is not `needed`.
+
+        `grad_logits` is what the method of that name returned; it is used up.
+        """
+        num_tokens, dtype = hidden.shape[0], hidden.dtype
+        grad_hidden = grad_weight = None
+        if needed[0]:
+            grad_hidden = multiply(self._cast_of(weight), grad_logits, "NN", dtype)[:num_tokens]
+        if needed[1]:
+            keep_columnwise_alone(grad_logits)
+            cast = self._hidden if self._hidden is not None else cast_to_fp8(_whole_blocks(hidden), rowwise=False)
+            grad_weight = multiply(cast, grad_logits, "NT", dtype)
+        self._hidden = None
+        return grad_hidden, grad_weight
+
+    def _cast_of(self, weight: Tensor) -> Any:
+        if self._weight is None:
+            self._weight = self._head.cast_weight(weight, self._first_microbatch)
+        return self._weight
+
+    def end(self) -> None:
+        """Give the casts of this pass back: autograd's node outlives its backward pass."""
+        self._weight = self._hidden = None
+
+
+def _whole_rows(num_tokens: int) -> int:
+    """The next multiple of `SIZE_MULTIPLE` that is not zero."""
+    return max(1, -(-num_tokens // SIZE_MULTIPLE)) * SIZE_MULTIPLE
+
+
+def _whole_blocks(rows: Tensor) -> Tensor:
+    """`rows` with rows of zeros behind them, to `_whole_rows`."""
+    missing = _whole_rows(len(rows)) - len(rows)
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+# The gradient with respect to the logits, casting and multiplying have two implementations with one contract:
+#
+#   gradient_in_...(logits [T, V], statistics, labels, grad_output)   -> an operand with T rounded up rows, row-wise alone; logits may be overwritten
+#   cast_to_fp8(tensor [n, m])                                        -> an operand
+#   multiply(A, B, layout, out_dtype)                                 -> [n, m] in out_dtype
+
+
+@dataclass(frozen=True)
+class EmulatedOperand:
+    """A tensor in fp8: `values` times `scale_inverse` is what it stands for."""
+
+    values: Tensor
+    scale_inverse: Tensor
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """In `dtype`, fp32 or wider."""
+        return self.values.to(dtype) * self.scale_inverse.to(dtype)
+
+
+def gradient_in_two_steps(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Any:
+    """Written over the logits in their dtype and cast from there, on any device and in any dtype."""
+    softmax.to_gradient_(logits, statistics, labels, grad_output)
+    return cast_to_fp8(_whole_blocks(logits), GRADIENT_FORMAT, columnwise=False, largest=grad_output.detach().abs())
+
+
+def gradient_in_one_kernel(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Any:
+    """Straight from the logits and rounded once, to fp8; where `softmax.use_triton`."""
+    from transformer_engine.pytorch.constants import DType
+    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+    from llm_fp8.kernels.softmax_triton import softmax_gradient_cast
+
+    scale = _scale(grad_output.detach().abs(), GRADIENT_FORMAT)
+    values = softmax_gradient_cast(logits, statistics, labels, grad_output, scale, _whole_rows(logits.shape[0]), GRADIENT_FORMAT)
+    return Float8TensorStorage(
+        data=values.view(torch.uint8), fp8_scale_inv=scale.reciprocal(), fp8_dtype=DType.kFloat8E5M2, fake_dtype=logits.dtype
+    )
+
+
+def cast_to_fp8(
+    tensor: Tensor,
+    fp8_format: torch.dtype = OPERAND_FORMAT,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    largest: Tensor | None = None,
+) -> Any:
+    """`tensor [n, m]` as an operand of `multiply`.
+
+    Args:
+        tensor: bf16 or fp32; on a CPU any floating-point dtype.
+        fp8_format: `E4M3` or `E5M2`.
+        rowwise, columnwise: which layouts are kept. B in TN and NN, and A in TN, are read row-wise, the others column-wise.
+        largest: 0-dim, what the format's largest value stands for; larger entries are clipped to it. Default: the tensor's largest absolute value.
+    """
+    if tensor.is_cuda:
+        return _te_cast(tensor, fp8_format, rowwise, columnwise, largest)
+    return emulated_cast(tensor, fp8_format, largest)
+
+
+def multiply(left: Any, right: Any, layout: Layout, out_dtype: torch.dtype) -> Tensor:
+    """The product of two operands in fp32 accumulation, rounded once to `out_dtype`; see `Layout`."""
+    if not isinstance(left, EmulatedOperand):
+        return _te_multiply(left, right, layout, out_dtype)
+    wide = torch.promote_types(out_dtype, torch.float32)
+    a, b = left.dequantized(wide), right.dequantized(wide)
+    product = b @ a.t() if layout == "TN" else b @ a if layout == "NN" else b.t() @ a
+    return product.to(out_dtype)
+
+
+def keep_columnwise_alone(operand: Any) -> None:
+    """Transpose what was cast row-wise, and drop the latter; in place."""
+    if not isinstance(operand, EmulatedOperand):  # which has no layout
+        operand.update_usage(rowwise_usage=False, columnwise_usage=True)
+
+
+def _scale(largest: Tensor, fp8_format: torch.dtype) -> Tensor:
+    """fp32 [1]; 1 for a tensor of zeros, as in Transformer Engine. NaN and infinity stay what they are, so that the run stops over them."""
+    largest = largest.float()
+    return torch.where(largest == 0, 1.0, torch.finfo(fp8_format).max / largest).reshape(1)
+
+
+def emulated_cast(tensor: Tensor, fp8_format: torch.dtype, largest: Tensor | None = None) -> EmulatedOperand:
+    """What Transformer Engine's cast computes, by torch: scaled in fp32, clipped to the format's range, rounded to nearest even."""
+    scale = _scale(tensor.abs().amax() if largest is None else largest, fp8_format)
+    limit = torch.finfo(fp8_format).max
+    return EmulatedOperand((tensor.float() * scale).clamp(-limit, limit).to(fp8_format), 1 / scale)
+
+
+def _te_cast(tensor: Tensor, fp8_format: torch.dtype, rowwise: bool, columnwise: bool, largest: Tensor | None) -> Any:
+    from transformer_engine.pytorch.constants import DType
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+
+    te_format = {E4M3: DType.kFloat8E4M3, E5M2: DType.kFloat8E5M2}[fp8_format]
+    quantizer: Any
+    if largest is None:
+        quantizer = Float8CurrentScalingQuantizer(te_format, tensor.device, columnwise=columnwise)
+    else:
+        # Delayed scaling's quantizer takes a given scale; the maximum that it notes meanwhile is nobody's.
+        noted = torch.zeros(1, dtype=torch.float32, device=tensor.device)
+        quantizer = Float8Quantizer(_scale(largest, fp8_format), noted, te_format, columnwise=columnwise)
+    quantizer.internal = True  # plain data, which autograd does not see
+    operand = quantizer(tensor.detach().contiguous())
+    if not rowwise:  # Transformer Engine makes the column-wise layout beside the row-wise one only
+        keep_columnwise_alone(operand)
+    return operand
+
+
+def _te_multiply(left: Any, right: Any, layout: Layout, out_dtype: torch.dtype) -> Tensor:
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    is_gradient = layout != "TN"
+    return general_gemm(left, right, out_dtype=out_dtype, layout=layout, grad=is_gradient, use_split_accumulator=is_gradient)[0]

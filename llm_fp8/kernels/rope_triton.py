@@ -1,0 +1,281 @@
+"""Split of the fused QKV projection and RoPE in one Triton kernel. Imported on a GPU alone: a torch without CUDA comes without triton.
+
+    split_rope(fused [..., (H + 2 Hkv) d], angles, H, Hkv, cu_seqlens)   ->   q [..., H, d], k and v [..., Hkv, d]
+
+Forward, one kernel reads the fused projection once and writes q and k rotated and v as it is, each contiguous, as attention wants them.
+Backward, the same kernel goes the other way: it reads the three gradients with whatever strides attention gave them and writes the gradient of
+the projection once, rotated by the negative angle, since a rotation's transpose is its inverse. Both directions move 2 (H + 2 Hkv) d elements
+per token and nothing else of that size. Nothing is kept for the backward pass but the table of angles and `cu_seqlens`.
+
+A pair (x, y) of columns i and rotary_dim / 2 + i becomes (x cos - y sin, y cos + x sin) (the rotate-half layout), in fp32, and is rounded once, to the
+dtype of `fused`. Another implementation of this formula in fp32, like Transformer Engine's, may differ in the last bits of sine, cosine and products:
+by at most 2^-21 (|x| + |y|), and in bf16 and fp16 by one unit in the last place besides. Hugging Face's differs by more in bf16, where it rounds sine,
+cosine and each product to bf16.
+
+A program takes BLOCK_ELEMENTS / (rotary_dim / 2) tokens and HEADS_PER_PROGRAM heads, so that sine and cosine are computed once for several
+heads. A token's position is found on the device, by bisection of `cu_seqlens`: no pass over the tokens, no wait of the host, and the number of
+documents is an argument that compiles nothing anew.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+BLOCK_ELEMENTS = 1024
+"""Elements of half a head that a program holds at a time: 8 for each of 128 threads, 16 bytes of bf16."""
+HEADS_PER_PROGRAM = 8
+"""More would compute fewer sines, and leave a short batch with too few programs to fill the GPU."""
+
+
+@triton.jit
+def _copy(
+    fused: tl.tensor,
+    part: tl.tensor,
+    part_stride: tl.tensor,
+    inside: tl.tensor,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BACKWARD: tl.constexpr,
+) -> None:
+    """COLUMNS columns of the rows that `fused` and `part` [tokens, 1] point to: the one to the other, or back."""
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = inside & (columns < COLUMNS)
+    if BACKWARD:
+        tl.store(fused + columns, tl.load(part + columns * part_stride, mask=mask), mask=mask)
+    else:
+        tl.store(part + columns * part_stride, tl.load(fused + columns, mask=mask), mask=mask)
+
+
+@triton.jit
+def _rotate(
+    fused: tl.tensor,
+    part: tl.tensor,
+    part_stride: tl.tensor,
+    inside: tl.tensor,
+    cosine: tl.tensor,
+    sine: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BACKWARD: tl.constexpr,
+) -> None:
+    """One head of the rows that `fused` and `part` [tokens, 1] point to; cosine and sine fp32 [tokens, BLOCK_HALF]."""
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    columns = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = inside & (columns < HALF)
+    fused_first, fused_second = fused + columns, fused + (columns + HALF)
+    part_first, part_second = part + columns * part_stride, part + (columns + HALF) * part_stride
+    dtype = fused.dtype.element_ty
+    if BACKWARD:
+        first = tl.load(part_first, mask=mask).to(tl.float32)
+        second = tl.load(part_second, mask=mask).to(tl.float32)
+        tl.store(fused_first, (first * cosine + second * sine).to(dtype), mask=mask)
+        tl.store(fused_second, (second * cosine - first * sine).to(dtype), mask=mask)
+    else:
+        first = tl.load(fused_first, mask=mask).to(tl.float32)
+        second = tl.load(fused_second, mask=mask).to(tl.float32)
+        tl.store(part_first, (first * cosine - second * sine).to(dtype), mask=mask)
+        tl.store(part_second, (second * cosine + first * sine).to(dtype), mask=mask)
+    if ROTARY_DIM < HEAD_DIM:
+        _copy(
+            fused + ROTARY_DIM, part + ROTARY_DIM * part_stride, part_stride, inside, HEAD_DIM - ROTARY_DIM, BLOCK_REST, BACKWARD
+        )
+
+
+@triton.jit(do_not_specialize=["num_documents", "num_bisections"])
+def _split_rope_kernel(
+    fused_pointer: tl.tensor,
+    q_pointer: tl.tensor,
+    k_pointer: tl.tensor,
+    v_pointer: tl.tensor,
+    angles_pointer: tl.tensor,
+    cu_seqlens_pointer: tl.tensor,
+    num_tokens: tl.tensor,
+    row_length: tl.tensor,
+    num_positions: tl.tensor,
+    num_documents: tl.tensor,
+    num_bisections: tl.tensor,
+    q_row_stride: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    q_column_stride: tl.tensor,
+    k_row_stride: tl.tensor,
+    k_token_stride: tl.tensor,
+    k_head_stride: tl.tensor,
+    k_column_stride: tl.tensor,
+    v_row_stride: tl.tensor,
+    v_token_stride: tl.tensor,
+    v_head_stride: tl.tensor,
+    v_column_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROTATED_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_HEAD: tl.constexpr,
+    BACKWARD: tl.constexpr,
+) -> None:
+    # Programs of the same tokens are neighbours, and find their angles in the cache.
+    program = tl.program_id(0)
+    group = program % GROUPS
+    tokens = (program // GROUPS) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    token_inside = tokens < num_tokens
+    inside = token_inside[:, None]
+    rows = (tokens // row_length).to(tl.int64)[:, None]
+    places = tokens % row_length
+    in_row = places.to(tl.int64)[:, None]
+    fused = fused_pointer + tokens.to(tl.int64)[:, None] * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+
+    if group >= ROTATED_GROUPS:
+        fused_v = fused + (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM
+        v = v_pointer + rows * v_row_stride + in_row * v_token_stride
+        start = ((group - ROTATED_GROUPS) * GROUP).to(tl.int64)
+        for head in range(start, tl.minimum(start + GROUP, NUM_KV_HEADS)):
+            _copy(fused_v + head * HEAD_DIM, v + head * v_head_stride, v_column_stride, inside, HEAD_DIM, BLOCK_HEAD, BACKWARD)
+    else:
+        if cu_seqlens_pointer is None:
+            positions = places
+        else:
+            # The last document that starts at or before the token: cu_seqlens[low] <= token, and document `high` starts behind it.
+            low = tl.zeros([BLOCK_TOKENS], tl.int32)
+            high = low + num_documents
+            for _ in range(num_bisections):
+                middle = (low + high) // 2
+                starts_before = tl.load(cu_seqlens_pointer + middle) <= tokens
+                low = tl.where(starts_before, middle, low)
+                high = tl.where(starts_before, high, middle)
+            positions = tokens - tl.load(cu_seqlens_pointer + low)
+        columns = tl.arange(0, BLOCK_HALF)[None, :]
+        # The table has the frequencies twice, once for each half. A position that it lacks shows as NaN.
+        known = (token_inside & (positions < num_positions))[:, None] & (columns < ROTARY_DIM // 2)
+        places_in_table = positions.to(tl.int64)[:, None] * ROTARY_DIM + columns
+        angles = tl.load(angles_pointer + places_in_table, mask=known, other=float("nan"))
+        cosine, sine = tl.cos(angles), tl.sin(angles)
+        q = q_pointer + rows * q_row_stride + in_row * q_token_stride
+        k = k_pointer + rows * k_row_stride + in_row * k_token_stride
+        start = (group * GROUP).to(tl.int64)
+        for head in range(start, tl.minimum(start + GROUP, NUM_HEADS + NUM_KV_HEADS)):
+            if head < NUM_HEADS:
+                _rotate(
+                    fused + head * HEAD_DIM, q + head * q_head_stride, q_column_stride, inside, cosine, sine,
+                    HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, BACKWARD,
+                )  # fmt: skip
+            else:
+                _rotate(
+                    fused + head * HEAD_DIM, k + (head - NUM_HEADS) * k_head_stride, k_column_stride, inside, cosine, sine,
+                    HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, BACKWARD,
+                )  # fmt: skip
+
+
+def _launch(fused: Tensor, parts: tuple[Tensor, ...], angles: Tensor, cu_seqlens: Tensor | None, backward: bool) -> None:
+    """Move `fused` [..., W], contiguous, to `parts` (q, k, v [..., heads, d] of any strides), or back where `backward`."""
+    q, k, v = parts
+    num_heads, num_kv_heads, head_dim, rotary_dim = q.shape[-2], k.shape[-2], q.shape[-1], angles.shape[-1]
+    num_tokens = fused[..., 0].numel()
+    row_length = fused.shape[-2]
+    num_documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    block_half = triton.next_power_of_2(rotary_dim // 2)
+    block_tokens = max(1, BLOCK_ELEMENTS // block_half)
+    rotated_groups = triton.cdiv(num_heads + num_kv_heads, HEADS_PER_PROGRAM)
+    groups = rotated_groups + triton.cdiv(num_kv_heads, HEADS_PER_PROGRAM)
+    # Of a tensor [tokens, heads, d] all tokens are one row.
+    strides = [stride for part in parts for stride in (0, *part.stride())[-4:]]
+    if num_tokens == 0:
+        return
+    with torch.cuda.device_of(fused):
+        _split_rope_kernel[(groups * triton.cdiv(num_tokens, block_tokens),)](
+            fused,
+            *parts,
+            angles,
+            cu_seqlens,
+            num_tokens,
+            row_length,
+            angles.shape[0],
+            num_documents,
+            max(0, num_documents - 1).bit_length(),
+            *strides,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            ROTARY_DIM=rotary_dim,
+            GROUP=HEADS_PER_PROGRAM,
+            ROTATED_GROUPS=rotated_groups,
+            GROUPS=groups,
+            BLOCK_TOKENS=block_tokens,
+            BLOCK_HALF=block_half,
+            BLOCK_REST=triton.next_power_of_2(max(1, head_dim - rotary_dim)),
+            BLOCK_HEAD=triton.next_power_of_2(head_dim),
+            BACKWARD=backward,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+
+class _SplitRope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, fused: Tensor, angles: Tensor, num_heads: int, num_kv_heads: int, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        fused = fused.contiguous()
+        head_dim = fused.shape[-1] // (num_heads + 2 * num_kv_heads)
+        parts = tuple(fused.new_empty(*fused.shape[:-1], heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads))
+        _launch(fused, parts, angles, cu_seqlens, backward=False)
+        ctx.save_for_backward(angles, cu_seqlens)
+        return parts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        angles, cu_seqlens = ctx.saved_tensors
+        q_gradient = gradients[0]
+        width = sum(gradient.shape[-2] for gradient in gradients) * q_gradient.shape[-1]
+        fused_gradient = q_gradient.new_empty(*q_gradient.shape[:-2], width)
+        _launch(fused_gradient, gradients, angles, cu_seqlens, backward=True)
+        return fused_gradient, None, None, None, None
+
+
+def split_rope(
+    fused: Tensor, angles: Tensor, num_heads: int, num_kv_heads: int, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The heads of a fused QKV projection, those of q and k rotated by their positions; differentiable with respect to `fused`, once.
+
+    Args:
+        fused: bf16, fp16 or fp32 on a GPU. Packed: [T, (num_heads + 2 num_kv_heads) d], documents behind each other. Padded: [B, S, the same],
+            where a token's position is its column.
+        angles: fp32 [positions, 1, 1, rotary_dim], contiguous, both halves of a row equal, rotary_dim <= d and even; columns from rotary_dim on are
+            copied. A position beyond the table gives NaN.
+        num_heads: of q.
+        num_kv_heads: of k, and of v.
+        cu_seqlens: int32 [n + 1] on the same GPU, contiguous, rising from 0 to T: where each document starts, which is its position 0. None: padded.
+
+    Returns:
+        q [..., num_heads, d], k and v [..., num_kv_heads, d], contiguous, of the dtype of `fused`.
+
+    Raises:
+        ValueError: on shapes or a table that do not fit this.
+    """
+    width, num_rows = fused.shape[-1], num_heads + 2 * num_kv_heads
+    if width % num_rows or fused.ndim != (3 if cu_seqlens is None else 2):
+        raise ValueError(f"a projection of shape {tuple(fused.shape)} cannot be split into {num_rows} heads")
+    rotary_dim = angles.shape[-1]
+    if angles.dtype != torch.float32 or not angles.is_contiguous() or rotary_dim % 2 or rotary_dim > width // num_rows:
+        raise ValueError(
+            f"angles have to be a contiguous fp32 table whose even width is at most the head's {width // num_rows}; "
+            f"they are {angles.dtype} of shape {tuple(angles.shape)}"
+        )
+    if cu_seqlens is not None and (cu_seqlens.dtype != torch.int32 or not cu_seqlens.is_contiguous()):
+        raise ValueError(f"cu_seqlens have to be contiguous int32; they are {cu_seqlens.dtype}")
+    q, k, v = _SplitRope.apply(fused, angles, num_heads, num_kv_heads, cu_seqlens)
+    return q, k, v

@@ -1,0 +1,225 @@
+"""The final weights as an ordinary Hugging Face checkpoint: safetensors, config, tokenizer and a model card.
+
+Written beside its place and renamed, so that `final/` is whole or absent. A TE model is written in Hugging Face's layout
+(`te_llama.parameter_map`). Tensors have the dtype of the model that training began with, so that exporting what was just loaded gives the
+same bits; the fp32 that training keeps is in the checkpoints.
+
+The files are planned from names and shapes, then parameters are gathered one by one and every file is written as soon as its tensors are
+there: host memory holds about one file of `MAX_FILE_SIZE`, the GPU one whole parameter, however large the model and however it is split.
+
+A model with adapters (llm_fp8/models/lora.py) is written with these added to its weights. `export_adapter` writes the adapters alone, as PEFT does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from llm_fp8.config.options import LoraConfig
+from llm_fp8.models.lora import adapter_tensors, adapters_of, peft_config, with_adapter
+from llm_fp8.models.weight_shards import parts_of, saved_tensors, stored_names, to_stored_layout
+from llm_fp8.models.weights import WEIGHTS_INDEX
+from llm_fp8.utils.errors import UserError
+
+MAX_FILE_SIZE = "5GB"
+"""Largest safetensors file, unless a single tensor is larger."""
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""PEFT's name for an adapter's tensors."""
+
+
+def export_hf(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    card: dict[str, Any],
+    full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
+    is_main: bool = True,
+    max_file_size: str = MAX_FILE_SIZE,
+) -> None:
+    """Write `model` and `tokenizer` to `folder` (replaced if it exists), tensors as `dtype`; `card` fills README.md.
+
+    Every rank calls it; the one with `is_main` writes and the others touch no file. `full_tensor` gives the whole of a parameter and may be
+    collective: every rank calls it for the same parameters in the same order, also where writing fails.
+    Raises `UserError`, on the main rank, where the folder cannot be written; what was there before is still there then.
+    """
+    gathered = _gathered(model, full_tensor, dtype if is_main else None)
+    if not is_main:
+        _exhaust(gathered)
+        return
+    try:
+        with _replaced(folder) as temporary:
+            _write_weights(model, gathered, temporary, dtype, max_file_size)
+            config = copy.deepcopy(model.config)
+            config.architectures = [type(model).__name__.removeprefix("FSDP")]  # which fully_shard puts in front
+            config.dtype = dtype
+            config.save_pretrained(temporary)
+            if model.can_generate():
+                model.generation_config.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            (temporary / "README.md").write_text(model_card(card))
+    finally:
+        _exhaust(gathered)  # Other ranks wait in what is left of it.
+
+
+def export_adapter(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    options: LoraConfig,
+    base_model: str,
+    card: dict[str, Any],
+    full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
+    is_main: bool = True,
+) -> None:
+    """Write the adapters of `model` to `folder` (replaced if it exists) in PEFT's form, as they were trained, with the tokenizer.
+
+    `base_model` is where PEFT finds the frozen model: a hub id or a folder. The rest is as in `export_hf`.
+    """
+    tensors = adapter_tensors(model, full_tensor)
+    if not is_main:
+        return
+    targets = {name.rpartition(".")[2] for name in adapters_of(model)}
+    described = peft_config(options, targets, base_model)
+    described.inference_mode = True
+    with _replaced(folder) as temporary:
+        save_file(tensors, temporary / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        described.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        (temporary / "README.md").write_text(model_card(card, of_adapter=True))
+
+
+def export_size_bytes(model: PreTrainedModel, dtype: torch.dtype, *, adapters_only: bool) -> int:
+    """About what an export takes on the disk: the model's tensors as `dtype`, or the adapters as they are."""
+    if adapters_only:
+        return sum(
+            matrix.numel() * matrix.element_size() for adapter in adapters_of(model).values() for matrix in (adapter.a, adapter.b)
+        )
+    return sum(math.prod(part.shape) for parts in parts_of(model).values() for part in parts) * dtype.itemsize
+
+
+@contextlib.contextmanager
+def _replaced(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which takes the place of `folder` when all is written; `UserError` where it cannot be written."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"The trained model could not be written to {folder} ({error}). Make room; if a checkpoint was saved, the same command with "
+            "--resume_from latest then writes the model from it."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _exhaust(iterator: Iterator[Any]) -> None:
+    for _ in iterator:
+        pass
+
+
+def _gathered(
+    model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor], dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of each Hugging Face tensor, with CPU memory of its own, as `dtype`; with None, takes part in the collectives and gives nothing."""
+    for name, tensor in hf_tensors(model, full_tensor):
+        if dtype is not None:
+            yield name, tensor.to("cpu", dtype, copy=True).contiguous()
+        del tensor  # before the next one takes memory
+
+
+def hf_tensors(model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of each Hugging Face tensor, whole: the model's own memory, or what `full_tensor` gathered for it.
+
+    A weight with an adapter comes with that added, in fp32.
+    Collective where `full_tensor` is. Keep no tensor while asking for the next, or all of them are in memory at once.
+    """
+    tensors = saved_tensors(model)
+    parameters = dict(model.named_parameters())
+    adapters = adapters_of(model)
+    for name, parts in parts_of(model).items():
+        whole = full_tensor(parameters[name]) if name in parameters else tensors[name]
+        for part in parts:
+            tensor = (whole if part.shape == whole.shape else whole[part.start : part.stop]).detach()
+            adapter = adapters.get(part.hf_name.removesuffix(".weight"))
+            yield part.hf_name, tensor if adapter is None else with_adapter(tensor, adapter, full_tensor)
+        del whole
+
+
+def _write_weights(
+    model: PreTrainedModel, gathered: Iterator[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, max_file_size: str
+) -> None:
+    """model.safetensors, or several files and their index, as `save_pretrained` writes them."""
+    shapes = {part.hf_name: part.shape for parts in parts_of(model).values() for part in parts}
+    empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    names = stored_names(model)
+    if names is None:
+        # Tensors that are merged or divided on their way to the files; which ones belong together is transformers' knowledge.
+        planned = to_stored_layout(model, empty)
+        gathered = iter(to_stored_layout(model, dict(gathered)).items())
+    else:
+        # In the order in which they will come, so that files are completed one after the other.
+        file_names = {name: stored_name for stored_name, name in names.items()}
+        planned = {file_names[name]: tensor for name, tensor in empty.items()}
+        gathered = ((file_names[name], tensor) for name, tensor in gathered)
+    ignored = set(model._keys_to_ignore_on_save or ())
+    planned = {name: tensor for name, tensor in planned.items() if name not in ignored}
+    split = split_torch_state_dict_into_shards(
+        planned, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_size
+    )
+    waiting: dict[str, dict[str, Tensor]] = {name: {} for name in split.filename_to_tensors}
+    for name, tensor in gathered:
+        if name in ignored:
+            continue
+        file_name = split.tensor_to_filename[name]
+        contents = waiting[file_name]
+        contents[name] = tensor
+        if len(contents) == len(split.filename_to_tensors[file_name]):
+            save_file(contents, folder / file_name, metadata={"format": "pt"})
+            del waiting[file_name], contents
+    if waiting:
+        raise AssertionError(f"planned and not written: {', '.join(waiting)}")
+    if split.is_sharded:
+        metadata = {"total_parameters": sum(tensor.numel() for tensor in planned.values()), **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def model_card(card: dict[str, Any], of_adapter: bool = False) -> str:
+    """A short README.md for the exported folder: how the model, or adapter, was trained, from run facts alone."""
+    library = "peft" if of_adapter else "transformers"
+    loading = (
+        "Load the base model with `AutoModelForCausalLM.from_pretrained`, then the adapter with `peft.PeftModel.from_pretrained(model, folder)`; the "
+        "tokenizer is in this folder.\n"
+        if of_adapter
+        else "Load it with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` on this folder.\n"
+    )
+    rows = "\n".join(f"| {key} | {value} |" for key, value in card.items())
+    return (
+        f"---\nlibrary_name: {library}\nbase_model: {card['base model']}\n---\n\n"
+        f"# {card['base model']}, fine-tuned\n\n"
+        "Trained with the llm-fp8 scripts; `run.json` and `summary.json` of the run hold the whole configuration and outcome.\n\n"
+        f"| | |\n|---|---|\n{rows}\n\n"
+        f"{loading}"
+    )

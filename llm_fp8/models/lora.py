@@ -1,0 +1,324 @@
+"""LoRA: a frozen model, and beside some of its linear layers a trained product of two thin matrices.
+
+    y = W x + scaling * B (A dropout(x))        W [out, in] frozen, A [rank, in], B [out, rank], scaling = --lora_alpha / --lora_rank
+
+(Hu et al. 2021, arXiv:2106.09685.) B starts at zero, A uniform in +-1/sqrt(in), as PEFT starts them, but each from a seed of its own made from
+--seed and the layer's name: the same numbers in every precision, decoder, layout and number of processes.
+
+Hugging Face's decoder gets its adapters from PEFT (`inject_adapter_in_model`); the linear layers inside PEFT's modules are swapped for Transformer
+Engine's afterwards (llm_fp8/precision/convert.py). PEFT does not know the fused modules of the TE decoder, so there they are ours: a module `adapters`
+in each fused one, called by a forward hook. They are one A and B for each Hugging Face layer, so that both kinds are exported
+as the same PEFT adapter, and merged in the same way.
+
+An adapter's products run in bf16 (or the run's other wide type), never in fp8.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import te_llama
+from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, LoraConfig
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.lora_names import is_adapter, name_without_adapter
+from llm_fp8.models.weight_shards import is_te_model, row_block
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.te_import import prefer_torchs_libraries
+
+DEFAULT_SCALING = 2.0
+"""--lora_alpha is twice the rank where it is not given."""
+
+MLP_TARGETS = frozenset(("gate_proj", "up_proj", "down_proj"))
+_STAGES: dict[str, int] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv"), 0),
+    **dict.fromkeys(("o_proj", "output"), 1),
+    **dict.fromkeys(("gate_proj", "up_proj", "fc1", "mlp"), 2),
+    **dict.fromkeys(("down_proj", "fc2"), 3),
+}
+"""Name of a linear layer, Hugging Face's or the TE decoder's -> its place in the order in which a decoder layer computes."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The two matrices beside one Hugging Face linear layer."""
+
+    a: nn.Parameter
+    """[rank, in]."""
+    b: nn.Parameter
+    """[out, rank]."""
+    scaling: float
+
+
+def scaling_of(options: LoraConfig) -> float:
+    """What the output of an adapter is multiplied by; --lora_rank is above 0."""
+    return DEFAULT_SCALING if options.lora_alpha is None else options.lora_alpha / options.lora_rank
+
+
+def needs_split_mlp(options: LoraConfig) -> bool:
+    """Whether the TE decoder's MLP has to be one whose inside adapters can reach."""
+    return options.lora_rank > 0 and bool(MLP_TARGETS & set(_te_targets(options)))
+
+
+def _te_targets(options: LoraConfig) -> tuple[str, ...]:
+    return DECODER_LINEARS if ALL_LINEAR in options.targets else options.targets
+
+
+# --- putting adapters in ---------------------------------------------------------------------------------------------------
+
+
+def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
+    """Freeze `model` and put adapters of `dtype` into it, in memory of the kind that its weights have (none on "meta"), with undefined values.
+
+    Raises `UserError` where a name in --lora_targets is no linear layer of the model, and where PEFT is missing.
+    """
+    require_peft(f"--lora_rank {options.lora_rank}")
+    model.requires_grad_(False)
+    if is_te_model(model):
+        _add_to_te_decoder(model, options, dtype)
+    else:
+        _add_by_peft(model, options, dtype)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+
+
+def require_peft(why: str) -> None:
+    """Raise a `UserError` that starts with `why` where PEFT cannot be imported."""
+    prefer_torchs_libraries()  # PEFT imports Transformer Engine where that is installed
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"{why} needs PEFT, which is not installed or does not load ({error}); run: pip install -r requirements.txt"
+        ) from error
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"{why} needs PEFT, which does not load, or Transformer Engine, which it imports where installed, does not: {error}"
+        ) from error
+
+
+def target_names(model: PreTrainedModel, options: LoraConfig) -> tuple[str, ...]:
+    """Names of the Hugging Face layers that --lora_targets means in `model`, before it has adapters; `UserError` for one that it has not."""
+    if is_te_model(model):
+        return _te_targets(options)
+    head = model.get_output_embeddings()
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    known = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+    if not known:
+        raise UserError(
+            f"--lora_rank {options.lora_rank}: {type(model).__name__} has no linear layer (nn.Linear) for an adapter; train it in full."
+        )
+    if ALL_LINEAR in options.targets:
+        return tuple(known)
+    unknown = [name for name in options.targets if name not in known]
+    if unknown:
+        raise UserError(
+            f"--lora_targets {', '.join(unknown)}: {type(model).__name__} has the linear layers {', '.join(known)}; choose from these."
+        )
+    return options.targets
+
+
+def peft_config(options: LoraConfig, targets: Iterable[str], base_model: str | None = None) -> Any:
+    """PEFT's own description of the adapters, as it stands in adapter_config.json."""
+    from peft import LoraConfig as PeftLoraConfig
+
+    alpha = float(scaling_of(options) * options.lora_rank)
+    return PeftLoraConfig(
+        r=options.lora_rank,
+        lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # type: ignore[arg-type]  # it divides by the rank, so a fraction works too
+        lora_dropout=options.lora_dropout,
+        target_modules=sorted(targets),
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base_model,
+    )
+
+
+def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
+    from peft import inject_adapter_in_model
+
+    on_meta = next(model.parameters()).is_meta
+    settings = peft_config(options, target_names(model, options))
+    try:
+        inject_adapter_in_model(settings, model, low_cpu_mem_usage=on_meta)
+    except ImportError as error:  # PEFT 0.18 with a newer torchao
+        raise UserError(
+            f"--lora_rank {options.lora_rank}: the installed PEFT does not go with another package ({error}); run: pip install -r requirements.txt"
+        ) from error
+    for name, module in model.named_modules():
+        if is_adapter(name):
+            module.to(dtype)
+
+
+def _add_to_te_decoder(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
+    targets = set(_te_targets(options))
+    for te_name, parts in te_llama.parameter_map(te_llama.spec_of(model)).items():
+        module_name, _, kind = te_name.rpartition(".")
+        chosen = [part for part in parts if part.hf_name.split(".")[-2] in targets]
+        if kind != "weight" or not chosen:
+            continue
+        module = model.get_submodule(module_name)
+        device = model.get_parameter(te_name).device
+        module.add_module("adapters", FusedAdapters(chosen, options, dtype, device))
+        if hasattr(module, "return_layernorm_output"):
+            module.return_layernorm_output = True  # type: ignore[assignment]  # read at each call: the hook needs what the GEMM got
+        module.register_forward_hook(_with_adapters)
+
+
+def _with_adapters(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Tensor:
+    """Forward hook of a Transformer Engine module: its output with the adapters' added."""
+    projected, seen = output if isinstance(output, tuple) else (output, inputs[0])
+    return module.adapters(seen, projected)
+
+
+class FusedAdapters(nn.Module):
+    """The adapters of a fused module, each of which adds to its own columns of the output.
+
+    Args:
+        parts: the Hugging Face weights that get an adapter, as parts of the fused weight.
+    """
+
+    def __init__(self, parts: Iterable[te_llama.Part], options: LoraConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        self.columns: list[tuple[int, int]] = []
+        self.layer_names: dict[str, str] = {}
+        """Name of a parameter -> that of the Hugging Face layer."""
+        self.rank, self.scaling, self.dropout = options.lora_rank, scaling_of(options), options.lora_dropout
+        for part in parts:
+            layer_name = part.hf_name.removesuffix(".weight")
+            name = layer_name.rpartition(".")[2]
+            out_features, in_features = part.shape
+            self.lora_A[name] = nn.Parameter(torch.empty(self.rank, in_features, dtype=dtype, device=device))
+            self.lora_B[name] = nn.Parameter(torch.empty(out_features, self.rank, dtype=dtype, device=device))
+            self.columns.append((part.start, part.stop))
+            self.layer_names[name] = layer_name
+
+    def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
+        """inputs [..., in], output [..., out of the fused module]; overwrites `output` and returns it under its new history."""
+        dtype = output.dtype
+        stacked = torch.cat([a.to(dtype) for a in self.lora_A.values()])
+        low = F.linear(F.dropout(inputs.to(dtype), self.dropout, self.training), stacked) * self.scaling
+        return _AddLowRank.apply(output, low, self.columns, *(b.to(dtype) for b in self.lora_B.values()))
+
+
+class _AddLowRank(torch.autograd.Function):
+    """output[..., start:stop] += low[..., its rank columns] @ b.T for each b [stop - start, rank], in place.
+
+    Autograd is not told that `output` changes: Transformer Engine's linear modules keep their inputs for the backward pass and never their
+    output, and a copy of it would be the most expensive part of an adapter.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, low: Tensor, columns: list[tuple[int, int]], *bs: Tensor) -> Tensor:
+        ctx.columns = columns
+        ctx.save_for_backward(low, *bs)
+        result = output.detach()
+        rows, low = result.view(-1, result.shape[-1]), low.reshape(-1, low.shape[-1])
+        for (start, stop), part, b in zip(columns, low.split(bs[0].shape[1], dim=1), bs, strict=True):
+            rows[:, start:stop].addmm_(part, b.t())
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        low, *bs = ctx.saved_tensors
+        rank = bs[0].shape[1]
+        rows, flat_low = gradient.reshape(-1, gradient.shape[-1]), low.reshape(-1, low.shape[-1])
+        grad_low = torch.empty_like(flat_low)
+        grad_bs = []
+        with torch.autocast(gradient.device.type, enabled=False):
+            for number, ((start, stop), b) in enumerate(zip(ctx.columns, bs, strict=True)):
+                part = slice(number * rank, (number + 1) * rank)
+                grad_low[:, part] = rows[:, start:stop] @ b
+                grad_bs.append(rows[:, start:stop].t() @ flat_low[:, part])
+        return gradient, grad_low.view_as(low), None, *grad_bs
+
+
+# --- their values ----------------------------------------------------------------------------------------------------------
+
+
+def adapters_of(model: nn.Module) -> dict[str, Adapter]:
+    """Name of a Hugging Face linear layer -> its adapter; empty for a model without. In the order of the model's modules."""
+    found: dict[str, Adapter] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FusedAdapters):
+            for part, layer_name in module.layer_names.items():
+                found[layer_name] = Adapter(module.lora_A[part], module.lora_B[part], module.scaling)
+        elif isinstance(getattr(module, "lora_A", None), nn.ModuleDict):
+            layer: Any = module
+            found[name] = Adapter(layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"])
+    return found
+
+
+@torch.no_grad()
+def initialize_adapters_(model: PreTrainedModel, seed: int) -> None:
+    """Give the adapters, or this process's rows of them, their first values: A uniform in +-1/sqrt(in), B zero."""
+    for name, adapter in adapters_of(model).items():
+        bound = 1 / math.sqrt(adapter.a.shape[1])
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        whole = torch.empty(adapter.a.shape).uniform_(-bound, bound, generator=generator)
+        block = row_block(adapter.a)
+        block.data.copy_(whole[block.start : block.start + len(block.data)])
+        row_block(adapter.b).data.zero_()
+
+
+def with_adapter(weight: Tensor, adapter: Adapter, full_tensor: Callable[[Tensor], Tensor]) -> Tensor:
+    """W + scaling * B A in fp32 [out, in]; `full_tensor` gives the whole of a parameter and may be collective."""
+    a, b = (full_tensor(matrix).to(weight.device, torch.float32) for matrix in (adapter.a, adapter.b))
+    return torch.addmm(weight.float(), b, a, alpha=adapter.scaling)
+
+
+def adapter_tensors(model: nn.Module, full_tensor: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """The adapters under PEFT's names for the plain Hugging Face model, whole, on the CPU; collective where `full_tensor` is."""
+    tensors: dict[str, Tensor] = {}
+    for name, adapter in adapters_of(model).items():
+        for letter, matrix in (("A", adapter.a), ("B", adapter.b)):
+            tensors[f"base_model.model.{name}.lora_{letter}.weight"] = full_tensor(matrix).to("cpu", copy=True).contiguous()
+    return tensors
+
+
+def num_adapter_parameters(model: nn.Module) -> int:
+    """Elements of all adapters."""
+    return sum(adapter.a.numel() + adapter.b.numel() for adapter in adapters_of(model).values())
+
+
+# --- what is computed ------------------------------------------------------------------------------------------------------
+
+
+def products_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:
+    """For each linear module whose weights are frozen: the GEMMs of each of them in a micro-batch, not counting recomputation.
+
+    Two, forward and gradient of the input; one where nothing that is trained lies below, so that the gradient of the input is not needed,
+    whatever is recomputed: in the decoder layers up to the first that has adapters, and in that one up to the first of these. Which layers come first
+    inside it is known of the families that te_llama builds; others may compute attention and MLP side by side, and so all of it counts one there, as
+    does what lies outside the decoder layers. That may be too few and never too many. Empty for a model without adapters, where everything is trained.
+    """
+    if not adapters_of(model):
+        return {}
+    layers, head = decoder_layers(model), model.get_output_embeddings()
+    products = {module: 2 for name, module in model.named_modules() if not is_adapter(name)}
+    inside = {module for layer in layers for module in layer.modules()}
+    products.update({module: 1 for module in products if module not in inside and module is not head})
+    in_order = model.config.model_type in te_llama.SUPPORTED_MODEL_TYPES
+    for layer in layers:
+        adapted = adapters_of(layer)
+        lowest = min((_stage(name, len(_STAGES)) for name in adapted), default=len(_STAGES)) if in_order else len(_STAGES)
+        for name, module in layer.named_modules():
+            if module in products and _stage(name_without_adapter(name), -1) <= lowest:
+                products[module] = 1
+        if adapted:
+            break
+    return products
+
+
+def _stage(name: str, otherwise: int) -> int:
+    """The place of a linear layer in its decoder layer, by the last word of its name that tells."""
+    return next((_STAGES[word] for word in reversed(name.split(".")) if word in _STAGES), otherwise)

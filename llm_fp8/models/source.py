@@ -1,0 +1,188 @@
+"""Where a model comes from: hub id, local folder or the embedded one; its config, its tokenizer, and whether it can be trained here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+import te_llama
+from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
+from llm_fp8.data.embedded import MODEL_DIR
+from llm_fp8.kernels.flash_attention import (
+    check_flash_attention,
+)
+from llm_fp8.models.architectures import bundled_config
+from llm_fp8.utils.errors import UserError
+
+_LOGIT_CHANGES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Entries of configs of transformers 5.23 by which logits, or what the output head is given, are multiplied or capped."""
+
+_MIX_DOCUMENTS = frozenset(
+    "afmoe bailing_hybrid biogpt bloom falcon falcon_h1 falcon_mamba gpt_oss inkling2_text inkling_text jamba kimi_linear lfm3 mamba minimax nemotron_h olmo_hybrid "
+    "openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text recurrent_gemma xglm zaya".split()
+)
+"""Of the types of transformers 5.23 with a list of decoder layers and a plain output head, those whose small models (eager attention) gave a
+document other hidden states behind another one in its row than alone. Types of which no small model was made are not in it."""
+
+
+def what_changes_logits(hf_config: PretrainedConfig) -> str | None:
+    """The entry by which the model's logits are more than its output head times the last hidden states; None where there is none."""
+    text_config = hf_config.get_text_config(decoder=True)
+    for name in _LOGIT_CHANGES:
+        value = getattr(text_config, name, None)
+        if value is not None and value != 1:
+            return f"{name} {value}"
+    return None
+
+
+def what_mixes_documents(hf_config: PretrainedConfig) -> str | None:
+    """The type of the model's decoder where the documents of a packed row are known to reach each other in it; None elsewhere."""
+    decoder_type: str = hf_config.get_text_config(decoder=True).model_type
+    return decoder_type if decoder_type in _MIX_DOCUMENTS else None
+
+
+EMBEDDED_MODEL = MODEL_DIR
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model's files come from: `location` is a local folder or a hub id."""
+
+    name: str
+    location: str
+    architecture_only: bool
+    """Only a config is at hand: weights are random and the tokenizer is the embedded one unless the hub gives its own."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether `location` is a folder on this machine."""
+        return Path(self.location).is_dir()
+
+
+def is_adapter_folder(folder: str | Path) -> bool:
+    """Whether `folder` holds a PEFT adapter and no model."""
+    return (Path(folder) / "adapter_config.json").is_file() and not (Path(folder) / "config.json").is_file()
+
+
+def resolve_source(options: ModelConfig) -> ModelSource:
+    """Find out what --model_name names. Raises `UserError` for a path that does not exist."""
+    name = options.model_name
+    if name == EMBEDDED:
+        return ModelSource(name, str(EMBEDDED_MODEL), architecture_only=True)
+    if is_adapter_folder(name):
+        raise UserError(
+            f"--model_name {name} holds a PEFT adapter and no model; give its base model, or a whole model made by scripts/merge_adapter.py."
+        )
+    if Path(name).is_dir():
+        return ModelSource(name, name, architecture_only=not any(Path(name).glob("*.safetensors*")) and options.random_init)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UserError(f"--model_name {name}: no such folder.")
+    bundled = bundled_config(name)
+    if options.random_init and bundled is not None:
+        return ModelSource(name, str(bundled), architecture_only=True)
+    return ModelSource(name, name, architecture_only=False)
+
+
+@contextlib.contextmanager
+def _named_errors(what: str, name: str) -> Iterator[None]:
+    """Turn what transformers and the hub raise on a bad name or file into a `UserError`."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, HfHubHTTPError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"--model_name {name}: cannot load the {what} ({first_line}). Give a local folder with config.json, tokenizer and safetensors, "
+            "or a hub id that this machine can reach (for a gated model, log in with 'hf auth login')."
+        ) from error
+
+
+def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
+    """The model's Hugging Face config."""
+    with _named_errors("config", options.model_name):
+        return AutoConfig.from_pretrained(source.location, cache_dir=options.weights_cache_dir)
+
+
+def stored_dtype(hf_config: PretrainedConfig, default: torch.dtype) -> torch.dtype:
+    """The dtype in which the model's files hold its weights, as its config says; `default` where it does not say."""
+    return hf_config.dtype if isinstance(hf_config.dtype, torch.dtype) else default
+
+
+def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTrainedTokenizerBase, str | None]:
+    """The model's tokenizer and, where it is not the model's own, a sentence that says so."""
+    if source.architecture_only and source.location.endswith(".json"):
+        note = (
+            f"--random_init {source.name}: random weights have no use for the model's own tokenizer, so the embedded one is used."
+        )
+        return AutoTokenizer.from_pretrained(EMBEDDED_MODEL), note
+    with _named_errors("tokenizer", options.model_name):
+        return AutoTokenizer.from_pretrained(source.location, cache_dir=options.weights_cache_dir), None
+
+
+def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `UserError` where the model, the tokenizer and the options cannot go together."""
+    name = config.model.model_name
+    quantised = getattr(hf_config, "quantization_config", None)
+    if quantised is not None and config.precision.mixed_precision == "fp8":
+        raise UserError(
+            f"--mixed_precision fp8 cannot go with a quantised model, and --model_name {name} is one ({_quantisation_method(quantised)} in the "
+            "quantization_config of its config.json): fp8 casts weights that are bf16 or fp32; give the unquantised model."
+        )
+    if quantised is not None:
+        raise UserError(
+            f"--model_name {name} holds quantised weights (quantization_config in its config.json), which can be neither fine-tuned in full nor "
+            "cast to fp8; give the unquantised model."
+        )
+    if changed := what_changes_logits(hf_config):
+        raise UserError(
+            f"--model_name {name} changes what its output head computes ({changed} in its config.json), which the loss here does not do, so another "
+            "model would be trained; choose a model without it, like the Llama and Qwen families."
+        )
+    if config.packing and not config.model.use_te and (mixing := what_mixes_documents(hf_config)):
+        raise UserError(
+            f"--packing cannot go with --model_name {name}: transformers' model of type '{mixing}' does not keep the documents of a packed row "
+            "apart; drop --packing."
+        )
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    if limit is not None and config.data.max_seq_length > limit:
+        raise UserError(
+            f"--max_seq_length {config.data.max_seq_length} is more than the {limit} positions of {name} (max_position_embeddings); lower it."
+        )
+    if len(tokenizer) > hf_config.vocab_size:
+        raise UserError(
+            f"--model_name {name}: the tokenizer has {len(tokenizer)} tokens and the model's embedding only {hf_config.vocab_size} rows; "
+            "give the tokenizer that belongs to the model."
+        )
+    if config.model.use_te:
+        try:
+            spec = te_llama.decoder_spec(hf_config)
+        except te_llama.UnsupportedArchitecture as error:
+            raise UserError(
+                f"--use_te cannot build {name}: {error}. Drop --use_te to train it with its linear layers swapped."
+            ) from error
+        flash = config.model.flash_attention
+        if flash is not None:
+            check_flash_attention(flash, spec.head_dim, spec.attention_dropout)
+
+
+def _quantisation_method(quantization_config: Any) -> str:
+    """bitsandbytes, gptq, awq, fp8, ...: the entry quant_method."""
+    entries = quantization_config if isinstance(quantization_config, dict) else vars(quantization_config)
+    method = entries.get("quant_method", "a method without a name")
+    return str(getattr(method, "value", method))
+
+
+def has_random_weights(options: ModelConfig, source: ModelSource) -> bool:
+    """Whether the model starts from random weights."""
+    return options.random_init or source.architecture_only

@@ -1,0 +1,143 @@
+"""Stored weights into a model: the files of a checkpoint, and what copies their tensors into the TE decoder's fused parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    PreTrainedModel,
+)
+
+import te_llama
+from llm_fp8.config.options import ModelConfig
+from llm_fp8.models.source import ModelSource, _named_errors, has_random_weights
+from llm_fp8.models.weight_shards import HfFiller, PartFiller, WeightFiller, initialize_rows_, row_block, stored_names
+from llm_fp8.utils.errors import UserError
+
+WEIGHTS_INDEX = "model.safetensors.index.json"
+"""The file that lists the shards of a model of more than one file."""
+
+
+# --- Weights in ----------------------------------------------------------------------------------------------------------
+
+
+def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
+    """Local paths of the model's safetensors files, fetched from the hub where need be."""
+
+    def fetch(file_name: str) -> Path | None:
+        if source.is_local:
+            path = Path(source.location) / file_name
+            return path if path.is_file() else None
+        try:
+            return Path(hf_hub_download(source.location, file_name, cache_dir=options.weights_cache_dir))
+        except LocalEntryNotFoundError:  # not in the cache, and the hub cannot be asked
+            if file_name == WEIGHTS_INDEX:
+                return None  # a cached model of one file has none
+            raise
+        except EntryNotFoundError:
+            return None
+
+    with _named_errors("weights", options.model_name):
+        index = fetch(WEIGHTS_INDEX)
+        if index is not None:
+            shards = _shard_names(index)
+            files = [(shard, fetch(shard)) for shard in shards]
+        else:
+            files = [("model.safetensors", fetch("model.safetensors"))]
+    for file_name, path in files:
+        if path is None:
+            raise UserError(
+                f"--model_name {options.model_name}: there is no {file_name}. Weights must be safetensors (save_pretrained writes them); "
+                "--random_init trains from random ones."
+            )
+    return [path for _, path in files if path is not None]
+
+
+def _shard_names(index: Path) -> list[str]:
+    """The file names in a model.safetensors.index.json."""
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{index} is not the index of a sharded model ({error}); fetch it again.") from error
+
+
+def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
+    """Copy the weights of `files` into a TE model, one tensor in memory at a time; of a split model, this rank's rows.
+
+    Raises `UserError` that names file and tensor.
+    """
+    blocks = {name: row_block(parameter) for name, parameter in te_llama.te_parameters(model).items()}
+    _fill(WeightFiller(te_llama.spec_of(model), blocks), files, next(model.parameters()).device)
+
+
+def _fill(filler: PartFiller, files: list[Path], device: torch.device) -> None:
+    """Hand every tensor of `files` to `filler`, in the order in which they are stored; what it takes is read to `device`."""
+    for path in files:
+        try:
+            with _open_weights(path, device) as tensors:
+                for name in tensors.offset_keys():
+                    rows = tensors.get_slice(name)
+                    filler.fill_rows(name, tuple(rows.get_shape()), rows)
+        except te_llama.UnsupportedArchitecture as error:
+            raise UserError(f"{path}: {error}.") from error
+    try:
+        filler.finish()
+    except te_llama.UnsupportedArchitecture as error:
+        raise UserError(f"{files[0].parent}: {error}.") from error
+
+
+@contextlib.contextmanager
+def _open_weights(path: Path, device: torch.device) -> Iterator[Any]:
+    """A safetensors file whose tensors are read to `device`; raises `UserError` where it is not whole."""
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise UserError(f"{path} is truncated or corrupt ({error}); fetch it again.") from error
+
+
+def fill_sharded(model: PreTrainedModel, options: ModelConfig, source: ModelSource, device: torch.device, seed: int) -> bool:
+    """Give a model of `build_structure` its weights, after its parameters were split over ranks and given memory.
+
+    From files each rank reads its rows and no others. Random weights are those of `te_llama.initialize_weights_`, drawn on `device`
+    from `seed`, and do not depend on the number of ranks. Returns whether the weights were loaded (else: random).
+    Raises `UserError` that names file and tensor where the files do not fit the model.
+    """
+    if has_random_weights(options, source):
+        initialize_rows_(model, torch.Generator(device=device).manual_seed(seed))
+        return False
+    files = weight_files(options, source)
+    if options.use_te:
+        fill_te_model(model, files)
+        return True
+    names = stored_names(model)
+    if names is None:
+        raise UserError(
+            f"--model_name {options.model_name}: its files hold tensors in another layout than its modules (a mixture of experts does), which "
+            "cannot be read in parts; use --sharding_mode ddp or a deepspeed mode."
+        )
+    checkpoint_names: list[str] = []
+    for path in files:
+        with _open_weights(path, torch.device("cpu")) as tensors:
+            checkpoint_names += tensors.keys()
+    _fill(HfFiller(model, names, checkpoint_names), files, next(model.parameters()).device)
+    return True
+
+
+def _corrupt_file(files: list[Path]) -> Path:
+    """The first of `files` that cannot be opened; the last one where all can."""
+    for path in files:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError:
+            return path
+    return files[-1]

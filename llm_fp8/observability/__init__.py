@@ -1,0 +1,1 @@
+"""What a run measures: metrics, kernel traces, energy, provenance, reporting."""

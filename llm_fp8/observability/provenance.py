@@ -1,0 +1,163 @@
+"""With what a run was made: versions, hardware, code and command, kept in its run.json.
+
+Versions come from the installed packages' metadata, so that nothing heavy is imported to ask for them. Of the environment only
+variables that change what the GPU or the launcher does are kept, by prefix, and none whose name speaks of a secret.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llm_fp8.config.options import Config
+from llm_fp8.observability.metrics import GIB
+from llm_fp8.observability.nvml import gpu_uuid
+from llm_fp8.utils.packages import REPOSITORY, package_version
+from llm_fp8.utils.subprocesses import output_of
+
+PACKAGES = (
+    "torch",
+    "transformer-engine",
+    "transformer-engine-torch",
+    "accelerate",
+    "deepspeed",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "flash-attn",
+    "flash-attn-4",
+    "xformers",
+    "peft",
+    "torchao",
+    "wandb",
+    "tensorboard",
+)
+ENVIRONMENT_PREFIXES = ("NVTE_", "NCCL_", "CUDA_", "CUDNN_", "ACCELERATE_", "TORCH_", "PYTORCH_")
+_SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit and whether files differ from it, of the git repository whose root is `folder`.
+
+    A copy without git's files (a container, a machine that got the working tree alone) can be told its commit in LLM_FP8_COMMIT;
+    `dirty` is None then. None where git is missing, `folder` is not itself such a root (a copy unpacked inside another repository would
+    otherwise take that one's commit for its own), or nothing was committed yet.
+    """
+    if told := os.environ.get("LLM_FP8_COMMIT"):
+        return {"commit": told, "dirty": None}
+    root = output_of("git", "-C", str(folder), "rev-parse", "--show-toplevel")
+    if root is None or Path(root).resolve() != folder.resolve():
+        return None
+    commit = output_of("git", "-C", str(folder), "rev-parse", "--verify", "HEAD")
+    changes = output_of("git", "-C", str(folder), "status", "--porcelain")
+    if commit is None or changes is None:
+        return None
+    return {"commit": commit, "dirty": changes != ""}
+
+
+def _gpus() -> list[dict[str, Any]]:
+    """Name, memory and compute capability of each GPU that this process sees."""
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {
+                "name": properties.name,
+                "memory_gib": round(properties.total_memory / GIB, 1),
+                "compute_capability": f"{properties.major}.{properties.minor}",
+            }
+        )
+    return gpus
+
+
+def _driver_version() -> str | None:
+    """Version of the NVIDIA driver, None without one."""
+    versions = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return versions.splitlines()[0] if versions else None
+
+
+def _cpu_model() -> str | None:
+    """The processor's name as Linux gives it, elsewhere as Python does."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or None
+
+
+def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
+    """The variables of `environment` that steer the GPU libraries or the launcher, secrets left out."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(ENVIRONMENT_PREFIXES) and not any(word in name.upper() for word in _SECRET_WORDS)
+    }
+
+
+def recorded_command(argv: list[str]) -> list[str]:
+    """`argv`, with the script's name first (`sys.argv`), as it would be called in the repository's root, wherever the clone lies.
+
+    The name of a script outside the repository stays as it is.
+    """
+    if not argv:
+        return []
+    path = Path(argv[0]).resolve()
+    return [path.relative_to(REPOSITORY).as_posix() if path.is_relative_to(REPOSITORY) else argv[0], *argv[1:]]
+
+
+def collect_provenance(argv: list[str]) -> dict[str, Any]:
+    """Everything about this process that a reader of the results would ask for, as plain JSON values.
+
+    `argv` is the command line with the script's name first (`sys.argv`), kept as `recorded_command` has it. What is absent on this machine
+    is None.
+    """
+    return {
+        "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": recorded_command(argv),
+        "git": git_state(REPOSITORY),
+        "python": platform.python_version(),
+        "packages": {name: package_version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "driver": _driver_version(),
+        "gpus": _gpus(),
+        # Not within `gpus`: runs beside each other on GPUs of one kind ran on the same hardware.
+        "gpu_uuids": [gpu_uuid(index) for index in range(torch.cuda.device_count())],
+        "cpu": {"model": _cpu_model(), "num_cores": os.cpu_count()},
+        "os": platform.platform(),
+        "environment": relevant_environment(dict(os.environ)),
+    }
+
+
+def run_record(config: Config, provenance: dict[str, Any], precision: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    """What run.json holds of a start of a run: its configuration, the precision asked for and in effect, and `provenance`.
+
+    `precision` is what the precision module reports (requested and effective recipe, census). Further keyword arguments
+    become sections of their own, for example `model={...}` or `data={...}`.
+    """
+    return {"config": config.to_dict(), "precision": precision, **sections, "provenance": provenance}
+
+
+# --- visible_gpus ----------------------------------------------------------------------------------------
+# The GPUs that a process sees, by the names that the variable CUDA_VISIBLE_DEVICES takes: numbers, or UUIDs.
+
+
+def gpu_names(num_gpus: int, visible_devices: str | None) -> list[str]:
+    """Names of the `num_gpus` GPUs that CUDA counts where the variable is `visible_devices`; CUDA leaves out what follows a name that it does not know."""
+    if not visible_devices:
+        return [str(number) for number in range(num_gpus)]
+    return [name.strip() for name in visible_devices.split(",")][:num_gpus]
+
+
+def visible_gpus() -> list[str]:
+    """Those of this process; none without a GPU."""
+    import torch
+
+    return gpu_names(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))

@@ -1,0 +1,312 @@
+"""Where the numbers of a run go: metrics.jsonl, the trackers, the screen and summary.json.
+
+The training loop hands over plain floats, several steps at a time (it synchronises with the GPU once per `log_every` steps);
+everything here happens on the main process only and never touches a tensor.
+
+    output_dir/
+      metrics.jsonl      one line per optimizer step, and one per evaluation, with the keys of `llm_fp8.observability.metrics.METRICS`
+      summary.json       written at the end: last values, medians, whatever the loop adds
+      wandb/             the W&B run's files (with --use_wandb)
+      tensorboard/       TensorBoard's event files (with --report_to tensorboard)
+
+The trackers get the same keys and steps through Accelerate's own tracker classes. A resumed run continues metrics.jsonl: what the
+interrupted process wrote beyond its last checkpoint is cut off first, because those steps are taken again. On W&B each start
+is a run of its own, in the group --wandb_group or else that of the output folder's name, since W&B cannot take back steps that it has
+seen. docs/wandb.md lists what a W&B run holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+
+from llm_fp8.config.options import Config
+from llm_fp8.observability.metrics import METRICS, RECORDED_STEP
+from llm_fp8.observability.progress import ProgressDisplay
+from llm_fp8.observability.step_stats import INTERVAL_MEDIANS, MEDIANS, throughput_summary
+from llm_fp8.observability.tracker_labels import run_labels, run_tags, wandb_login_state
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import json_line, write_json_atomic
+from llm_fp8.utils.packages import package_version
+
+
+def check_trackers(config: Config) -> None:
+    """Raise `UserError` where a tracker that was asked for cannot work, before anything expensive is done.
+
+    Only the first process of a distributed run looks: the others never talk to a tracker.
+    """
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    if "tensorboard" in config.trackers and package_version("tensorboard") is None:
+        raise UserError(
+            f"--report_to {config.run.report_to} needs the tensorboard package, which is not installed: run 'pip install tensorboard'."
+        )
+    if "wandb" in config.trackers:
+        flag = "--use_wandb" if config.run.use_wandb else f"--report_to {config.run.report_to}"
+        if wandb_login_state(flag) == "logged_out":
+            raise UserError(
+                f"{flag}: there is no W&B login on this machine; run 'wandb login', or set WANDB_MODE=offline in the environment to keep "
+                "the run's data in the output folder."
+            )
+
+
+def _output_dir(config: Config) -> Path:
+    """The run's folder, which has been chosen by the time that anything is reported."""
+    if config.run.output_dir is None:
+        raise ValueError("config.run.output_dir must be set before the run is reported.")
+    return Path(config.run.output_dir)
+
+
+def accelerator_tracking(config: Config) -> dict[str, Any]:
+    """The arguments of `Accelerator(...)` that concern trackers: `log_with` and `project_config`."""
+    folder = _output_dir(config)
+    return {
+        "log_with": config.trackers or None,
+        "project_config": ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "tensorboard")),
+    }
+
+
+def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> None:
+    """Cut from a metrics.jsonl every line of a step beyond `last_step`, and a last line that was never finished.
+
+    `keep_evaluation` False cuts the evaluation after `last_step` too, for a run that was killed behind its last step and repeats it.
+    Raises `UserError` where a line before the last is not JSON: that is not the trace of an interrupted run.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    kept = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            step = record["step"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            if number == len(lines):
+                break
+            raise UserError(
+                f"{path}: line {number} is not a metrics record; move the file away to resume without the earlier metrics."
+            ) from None
+        if step < last_step or (step == last_step and (keep_evaluation or "eval_loss" not in record)):
+            kept.append(line + "\n")
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _check_record(record: dict[str, float]) -> dict[str, float]:
+    """`record` as it is, or an error for what the loop must not hand over: unknown keys, values that are not numbers."""
+    for key, value in record.items():
+        if key not in METRICS:
+            raise ValueError(f"'{key}' is not a declared metric; add it to llm_fp8.observability.metrics.METRICS.")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"metric '{key}' must be a plain number, not {type(value).__name__}.")
+    return record
+
+
+def _flat(tree: dict[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
+    """A nested dict as one level with joined keys; values that are neither scalars nor None become text."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, separator, f"{prefix}{key}{separator}"))
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+    return flat
+
+
+def _define_axes(run: Any) -> None:
+    """Tell a W&B run what its charts can be drawn by: every figure by `step` unless another axis is chosen, and by `tokens_seen`."""
+    for axis in ("step", "tokens_seen"):
+        run.define_metric(axis)
+    run.define_metric("*", step_metric="step")
+
+
+_TRACKED_ELSEWHERE = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
+
+
+def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
+    """What of a run's summary.json belongs in its summary on W&B: scalars under flat keys, nested ones as `part/key`.
+
+    Left out is what W&B has already: the last figures and those of the recorded step, in the history, and the precision, in the configuration.
+    """
+    parts = {key: value for key, value in summary.items() if key not in _TRACKED_ELSEWHERE}
+    return {key: value for key, value in _flat({**parts, **summary.get("throughput", {})}, "/").items() if value is not None}
+
+
+class RunReporter:
+    """Takes the numbers of one run to all the places they belong; every rank makes one, only the main process writes.
+
+    As a context manager it closes everything on a normal end. After an error the files are closed but the trackers are left
+    to their own exit hooks, so that W&B shows the run as crashed and not as finished.
+    """
+
+    def __init__(self, accelerator: Accelerator, config: Config, total_steps: int, resume_step: int = 0) -> None:
+        """Open the files in `config.run.output_dir`; the trackers wait for `start_trackers`.
+
+        `accelerator` must have been made with `**accelerator_tracking(config)`. `total_steps` is the length of the whole run
+        in optimizer steps, `resume_step` how many of them the checkpoint has behind it. Without a resume an existing
+        metrics.jsonl is begun anew.
+        """
+        self._accelerator = accelerator
+        self._config = config
+        self._resume_step = resume_step
+        self._folder = _output_dir(config)
+        self._total_steps = total_steps
+        self._last_step = resume_step
+        self._last_record: dict[str, float] | None = None
+        self._last_evaluation: dict[str, float] | None = None
+        self._closed = False
+        if not accelerator.is_main_process:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / "metrics.jsonl"
+        if resume_step > 0 and path.exists():
+            truncate_metrics(path, resume_step, keep_evaluation=resume_step < total_steps)
+        # Readable too, for the summary: the file's name may be gone by then.
+        self._file = open(path, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
+        self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
+
+    def start_trackers(self, record: dict[str, Any]) -> None:
+        """Start the trackers that were asked for, before the first step; `record` is what run.json holds of this start of the run.
+
+        On W&B the run's configuration is the options, section by section, the `llm_fp8.observability.tracker_labels.LABELS`, `effective` (what the options came
+        to: precision with its census, optimizer, sharding, model, data) and `provenance`. TensorBoard gets the same as flat hparams.
+        """
+        if not self._accelerator.is_main_process or not self._accelerator.log_with:
+            return
+        labels = run_labels(record)
+        options = self._config.run
+        self._accelerator.init_trackers(
+            options.wandb_project,
+            init_kwargs={
+                "wandb": {
+                    "dir": str(self._folder),
+                    "name": options.wandb_run_name,
+                    "group": options.wandb_group or self._folder.resolve().name,
+                    "tags": run_tags(labels, self._config.wandb_tags),
+                    "job_type": "train",
+                },
+                "tensorboard": {"purge_step": self._resume_step + 1} if self._resume_step > 0 else {},
+            },
+        )
+        effective = {**record["effective"], **{section: record[section] for section in ("precision", "model", "data")}}
+        stored = {**record["config"], **labels, "effective": effective, "provenance": record["provenance"]}
+        for tracker in self._accelerator.trackers:
+            # W&B folds and searches nested values; TensorBoard's hparams are a flat table, and take no None.
+            if tracker.name == "wandb":
+                tracker.store_init_configuration(stored)
+                _define_axes(tracker.tracker)
+            else:
+                flat = _flat(stored, ".").items()
+                tracker.store_init_configuration({key: "None" if value is None else value for key, value in flat})
+
+    def steps(self, records: list[dict[str, float]]) -> None:
+        """Report optimizer steps in order; each record has `step` and any other keys of `METRICS`, as plain numbers."""
+        if not self._accelerator.is_main_process:
+            return
+        for record in records:
+            if record["step"] <= self._last_step:
+                raise ValueError(f"step {record['step']} was reported after step {self._last_step}.")
+            self._last_step = int(record["step"])
+            self._write(record)
+            self._last_record = record
+            self._display.step(record)
+
+    def evaluation(self, record: dict[str, float]) -> None:
+        """Report an evaluation made after the last reported step; `record` has that `step` and the `eval_` keys."""
+        if not self._accelerator.is_main_process:
+            return
+        if record["step"] != self._last_step:
+            raise ValueError(f"evaluation of step {record['step']} while the last reported step is {self._last_step}.")
+        self._write(record)
+        self._last_evaluation = record
+        figures = "  ".join(
+            f"{key} {value:,.0f}" if value >= 1000 else f"{key} {value:.4g}" for key, value in record.items() if key != "step"
+        )
+        self._display.print(f"evaluation at step {self._last_step}: {figures}")
+
+    def _write(self, record: dict[str, float]) -> None:
+        """One record to metrics.jsonl and the trackers."""
+        self._file.write(json_line(_check_record(record)))
+        if self._accelerator.log_with:
+            self._accelerator.log(record, step=int(record["step"]))
+
+    def print(self, text: str) -> None:
+        """Print a line on the main process, without disturbing the progress bar."""
+        if self._accelerator.is_main_process:
+            self._display.print(text)
+
+    def track(self, summary: dict[str, Any]) -> None:
+        """Put entries of the summary on W&B, where they stay if the run is killed before its end."""
+        for tracker in self._accelerator.trackers:
+            if tracker.name == "wandb":
+                tracker.tracker.summary.update(tracked_summary(summary))
+
+    def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """Write summary.json: what the run ended with, medians of its speed, and the entries of `summary`; returns it."""
+        steps = self.own_steps()
+        whole = {
+            "steps": self._last_step,
+            "total_steps": self._total_steps,
+            "last_step": self._last_record,
+            "last_evaluation": self._last_evaluation,
+            "throughput": throughput_summary(steps),
+            **next(({"energy_j": step["energy_j"]} for step in reversed(steps) if "energy_j" in step), {}),
+            **summary,
+        }
+        if self._accelerator.is_main_process:
+            write_json_atomic(self._folder / "summary.json", whole)
+            self.track(whole)
+            for tracker in self._accelerator.trackers:
+                if tracker.name != "wandb":
+                    tracker.tracker.add_text(
+                        "summary.json", f"```json\n{json.dumps(whole, indent=2, default=str)}\n```", self._last_step
+                    )
+        return whole
+
+    def own_steps(self) -> list[dict[str, float]]:
+        """The steps of this process so far with the figures that the summary is made from; empty where this is not the main one.
+
+        They are read back from metrics.jsonl, because kept in memory they would grow with the run.
+        """
+        if not self._accelerator.is_main_process:
+            return []
+        used = (*MEDIANS, *INTERVAL_MEDIANS, RECORDED_STEP, "energy_j")
+        self._file.seek(0)
+        records = map(json.loads, self._file)
+        steps = [
+            {key: record[key] for key in used if key in record}
+            for record in records
+            if record["step"] > self._resume_step and "eval_loss" not in record
+        ]
+        self._file.seek(0, os.SEEK_END)
+        return steps
+
+    def close(self) -> None:
+        """Close the files and end the trackers. May be called twice."""
+        if self._closed:
+            return
+        self._close_files()
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
+
+    def _close_files(self) -> None:
+        self._closed = True
+        if self._accelerator.is_main_process:
+            self._display.close()
+            self._file.close()
+
+    def __enter__(self) -> RunReporter:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error_type is None:
+            self.close()
+        elif not self._closed:
+            self._close_files()

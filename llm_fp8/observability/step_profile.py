@@ -1,0 +1,167 @@
+"""One recorded step of a run: which kernels it ran; on several GPUs, how much of it is communication, and which rank is slow.
+
+Kernels of NCCL are communication, all others are work. A rank that waits for another waits inside a communication kernel, so the slowest
+rank is the one whose own work takes longest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from llm_fp8.observability.kernel_trace import (
+    LOW_PRECISION,
+    GemmKind,
+    Interval,
+    KernelClass,
+    KernelTimes,
+    gemm_kernels,
+    kernel_class,
+    kernel_intervals,
+    kernel_times,
+    record_kernels,
+    time_by_class,
+)
+from llm_fp8.observability.metrics import GIB
+
+_OF_SEVERAL_RANKS = ("communication_s", "exposed_communication_s", "work_s_by_rank")
+
+
+def covered(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union of intervals as disjoint ones in order."""
+    union: list[Interval] = []
+    for start, end in sorted(intervals):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
+        else:
+            union.append((start, end))
+    return union
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Total length of disjoint intervals."""
+    return sum(end - start for start, end in intervals)
+
+
+@dataclass
+class StepProfile:
+    """What the GPUs did in one step; times in seconds. Filled when the `profiled` block ends."""
+
+    span_s: float = 0.0
+    """From the first kernel's start to the last one's end, on this rank."""
+    recording_time_s: float = 0.0
+    """What recording took of this rank's host beside the step: starting the profiler and reading what it saw."""
+    communication_s: float = 0.0
+    """In which communication kernels ran, on this rank."""
+    exposed_communication_s: float = 0.0
+    """In which communication kernels ran and no other, on this rank."""
+    work_s_by_rank: list[float] = field(default_factory=list)
+    """In which other kernels ran, of each rank."""
+    peak_memory_gib_by_rank: list[float] = field(default_factory=list)
+    gemm_kernels: dict[GemmKind, int] = field(default_factory=dict)
+    """GEMM kernels of this rank by operand type."""
+    gemm_time_s: dict[GemmKind, float] = field(default_factory=dict)
+    """Their time."""
+    time_s_by_class: dict[KernelClass, float] = field(default_factory=dict)
+    """Time of this rank's kernels by what they are there for; those that run at the same time count each."""
+
+    def __post_init__(self) -> None:
+        self.kernels: KernelTimes = {}
+        """All kernels of this rank; too many to be kept with the figures."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that took the step."""
+        return len(self.work_s_by_rank)
+
+    @property
+    def fp8_gemm_time_share(self) -> float | None:
+        """Share of the GEMMs' time in those of fp8 (or fp4); None where no GEMM was recorded."""
+        total_s = sum(self.gemm_time_s.values())
+        return sum(self.gemm_time_s.get(kind, 0.0) for kind in LOW_PRECISION) / total_s if total_s else None
+
+    @property
+    def slowest_rank(self) -> int:
+        """The rank whose own work takes longest."""
+        return max(range(len(self.work_s_by_rank)), key=self.work_s_by_rank.__getitem__)
+
+    @property
+    def lag(self) -> float:
+        """How much longer than the mean rank's the slowest one's work takes, as a share."""
+        return self.work_s_by_rank[self.slowest_rank] * len(self.work_s_by_rank) / sum(self.work_s_by_rank) - 1
+
+    def figures(self) -> dict[str, float]:
+        """Under the keys of `llm_fp8.observability.metrics.METRICS`; what the step did not show is left out."""
+        figures: dict[str, float] = {
+            "num_gemm_kernels": sum(self.gemm_kernels.values()),
+            "num_fp8_gemm_kernels": sum(self.gemm_kernels.get(kind, 0) for kind in LOW_PRECISION),
+            "num_unknown_gemm_kernels": self.gemm_kernels.get("unknown", 0),
+        }
+        if self.fp8_gemm_time_share is not None:
+            figures["fp8_gemm_time_share"] = self.fp8_gemm_time_share
+        if self.num_ranks > 1 and self.span_s > 0:
+            figures["communication_share"] = self.communication_s / self.span_s
+            figures["exposed_communication_share"] = self.exposed_communication_s / self.span_s
+            figures["slowest_rank"] = float(self.slowest_rank)
+            figures["slowest_rank_lag"] = self.lag
+        return figures
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for summary.json; of one GPU without what only several have."""
+        left_out = _OF_SEVERAL_RANKS if self.num_ranks == 1 else ()
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
+
+    def describe(self) -> str:
+        """One line for the terminal."""
+        total_s = sum(self.time_s_by_class.values())
+        parts = [f"{name} {time_s / total_s:.0%}" for name, time_s in self.time_s_by_class.items() if time_s >= 0.01 * total_s]
+        words = [
+            f"one step recorded, which took {self.recording_time_s:.1f} s more: kernels by time: {', '.join(parts) or 'none'}"
+        ]
+        figures = self.figures()
+        if "communication_share" in figures:
+            words.append(
+                f"communication runs {figures['communication_share']:.0%} of the time and alone {figures['exposed_communication_share']:.0%}"
+            )
+            words.append(f"slowest rank {self.slowest_rank} ({self.lag:.1%} over the mean)")
+            words.append(f"peak memory by rank {', '.join(f'{gib:.1f}' for gib in self.peak_memory_gib_by_rank)} GiB")
+        gemms = ", ".join(f"{count} {kind}" for kind, count in sorted(self.gemm_kernels.items()))
+        return "; ".join([*words, f"GEMM kernels: {gemms or 'none'}"])
+
+
+@contextlib.contextmanager
+def profiled(accelerator: Accelerator) -> Iterator[StepProfile]:
+    """Record the CUDA kernels of the enclosed step; collective, because the ranks' times are gathered at the end."""
+    result = StepProfile()
+    torch.cuda.synchronize()  # the GPU is some steps behind: waiting for them is not the recording's cost
+    started = time.perf_counter()
+    with record_kernels() as recorded:
+        step_started = time.perf_counter()
+        yield result
+        torch.cuda.synchronize()
+        step_ended = time.perf_counter()
+    intervals = kernel_intervals(recorded)
+    communication = covered(span for name, span in intervals if kernel_class(name) == "communication")
+    work = covered(span for name, span in intervals if kernel_class(name) != "communication")
+    everything = covered([*communication, *work])
+    if everything:
+        result.span_s = everything[-1][1] - everything[0][0]
+    result.communication_s = length(communication)
+    result.exposed_communication_s = length(everything) - length(work)
+    result.kernels = kernel_times(recorded)
+    gemms = gemm_kernels(result.kernels)
+    result.gemm_kernels = {kind: kernels.count for kind, kernels in gemms.items()}
+    result.gemm_time_s = {kind: kernels.time_s for kind, kernels in gemms.items()}
+    result.time_s_by_class = {name: kernels.time_s for name, kernels in time_by_class(result.kernels).items()}
+    own = torch.tensor([length(work), torch.cuda.max_memory_allocated() / GIB], device=accelerator.device, dtype=torch.float64)
+    result.recording_time_s = time.perf_counter() - step_ended + step_started - started
+    by_rank = accelerator.gather(own).view(-1, 2)
+    result.work_s_by_rank = by_rank[:, 0].tolist()
+    result.peak_memory_gib_by_rank = by_rank[:, 1].tolist()

@@ -1,0 +1,1 @@
+"""AdamW in its storage forms, clipping, learning-rate schedule, optimizer state."""

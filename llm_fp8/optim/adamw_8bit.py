@@ -1,0 +1,215 @@
+"""AdamW with 8-bit moments for bf16 parameters that are rounded stochastically: six bytes per parameter.
+
+    state of a parameter      dtype    bytes   what
+    (the parameter)           bf16     2       rounded up or down at random, right on average
+    exp_avg, exp_avg_sq       uint8    1 + 1   codes of m and v (`llm_fp8.optim.adamw_8bit_codes`), of the parameter's shape
+    exp_avg_scale, ..._sq_..  fp32     1 / 32  one scale per 256 elements each
+
+The step is that of `llm_fp8.optim.adamw_base`: moments are decoded, updated, used as they are and encoded again. Arithmetic and format are those of torchao
+0.18's AdamW8bit(bf16_stochastic_round=True) up to the rounding of fp32 sums and products, in one pass over the memory. As there, tensors of fewer than
+4,096 elements, or of a number that 256 does not divide, keep plain moments; here these are fp32, where torchao takes the parameter's dtype. fp32
+parameters are rounded to nearest.
+
+Stochastic rounding. 16 random bits are added below a bf16 number's last bit, and what is left of them is cut off: the number goes
+away from zero with the probability of its distance. The bits belong to the place, not to a generator: those of elements 2i and 2i + 1 are the halves of
+
+    x = i 0x9E3779B9 + key_1;   x ^= x >> 16;   x *= 0x7FEB352D;   x ^= (x >> 15) ^ key_2;   x *= 0x846CA68B;   x ^= x >> 16
+
+modulo 2^32: a Weyl sequence through the mixer "lowbias32" of Chris Wellons' hash-prospector (public domain), with a second key in
+its middle. The keys are a hash of the run's seed, the step and the parameter's number. So a resumed run continues bit for bit with no state to save,
+and ranks that hold the same parameters round them alike, without which they would drift apart.
+
+Two implementations of this one contract give the same bits: a Triton kernel for CUDA tensors (`llm_fp8.optim.adamw_8bit_triton`), and a torch one for
+other devices, which is also the reference that tests hold the kernel to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, FIRST_FACTOR, LARGEST_BITS, PAIR_STEP, SECOND_FACTOR, Key, decode, encode
+from llm_fp8.optim.adamw_base import CHUNK_ELEMENTS, Coefficients, GroupedAdamW, moments_and_update
+
+SMALLEST_ENCODED = 4096
+"""Tensors of fewer elements keep fp32 moments."""
+
+
+def rounding_key(seed: int, step: int, number: int) -> Key:
+    """The key of a step's random bits for the parameter of this number."""
+    digest = hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest()
+    first, second = struct.unpack("<ii", digest)
+    return first, second
+
+
+def rounding_bits(key: Key, start: int, count: int, device: torch.device) -> Tensor:
+    """Random numbers from 0 to 65535 for the elements from `start`, even, on: int32 [count]."""
+    x = torch.arange(start // 2, (start + count + 1) // 2, device=device)
+    x = _times(x & 0xFFFFFFFF, PAIR_STEP) + key[0] & 0xFFFFFFFF
+    x = _times(x ^ (x >> 16), FIRST_FACTOR)
+    x = _times(x ^ (x >> 15) ^ (key[1] & 0xFFFFFFFF), SECOND_FACTOR)
+    x = x ^ (x >> 16)
+    return torch.stack([x & 0xFFFF, x >> 16], dim=1).view(-1)[:count].to(torch.int32)
+
+
+def _times(x: Tensor, factor: int) -> Tensor:
+    """The lower 32 bits of the product of numbers of 32 bits, int64, which holds each half's product."""
+    return (x & 0xFFFF) * factor + ((x >> 16) * factor << 16 & 0xFFFFFFFF) & 0xFFFFFFFF
+
+
+def round_stochastically(numbers: Tensor, random: Tensor) -> Tensor:
+    """fp32 `numbers` in bf16, away from zero where `random`, int32 from 0 to 65535, carries into the upper half. NaN stays NaN."""
+    bits = numbers.view(torch.int32).clamp(max=LARGEST_BITS)
+    return ((bits + random) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def update_with_torch_(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_scale: Tensor | None,
+    exp_avg_sq: Tensor,
+    exp_avg_sq_scale: Tensor | None,
+    gradient_scale: Tensor | None,
+    key: Key,
+    coefficients: Coefficients,
+) -> None:
+    """One step of one tensor, in place, on any device.
+
+    Args:
+        weight: bf16, rounded stochastically, or fp32; contiguous, as all that follow.
+        gradient: bf16 or fp32, of the weight's shape; left as it is.
+        exp_avg: m, of the weight's shape: uint8 codes with scales, fp32 without.
+        exp_avg_scale: fp32 [elements / 256], or None.
+        exp_avg_sq: v, like m.
+        exp_avg_sq_scale: like m's, and there where m's is.
+        gradient_scale: fp32 scalar tensor on the same device that multiplies the gradient, or None.
+        key: of `rounding_key`.
+        coefficients: of this step.
+    """
+    for start in range(0, weight.numel(), CHUNK_ELEMENTS):
+        chunk, blocks = slice(start, start + CHUNK_ELEMENTS), slice(start // CODE_BLOCK, (start + CHUNK_ELEMENTS) // CODE_BLOCK)
+        _update_chunk_(
+            weight.view(-1)[chunk],
+            gradient.view(-1)[chunk],
+            exp_avg.view(-1)[chunk],
+            exp_avg_sq.view(-1)[chunk],
+            None if exp_avg_scale is None or exp_avg_sq_scale is None else (exp_avg_scale[blocks], exp_avg_sq_scale[blocks]),
+            gradient_scale,
+            key,
+            start,
+            coefficients,
+        )
+
+
+def _update_chunk_(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+    gradient_scale: Tensor | None,
+    key: Key,
+    start: int,
+    c: Coefficients,
+) -> None:
+    m, v = exp_avg, exp_avg_sq
+    if scales is not None:
+        m, v = decode(exp_avg, scales[0], signed=True), decode(exp_avg_sq, scales[1], signed=False)
+    m, v, update = moments_and_update(gradient, gradient_scale, m, v, c)
+    new_weight = weight.to(torch.float32) * c.decay - update
+    if weight.dtype == torch.bfloat16:
+        new_weight = round_stochastically(new_weight, rounding_bits(key, start, weight.numel(), weight.device))
+    weight.copy_(new_weight)
+    if scales is None:
+        exp_avg.copy_(m)
+        exp_avg_sq.copy_(v)
+        return
+    for moment, scale, new, signed in ((exp_avg, scales[0], m, True), (exp_avg_sq, scales[1], v, False)):
+        new_codes, new_scale = encode(new, signed)
+        moment.copy_(new_codes)
+        scale.copy_(new_scale)
+
+
+class EightBitAdamW(GroupedAdamW):
+    """AdamW with moments of 8 bits and stochastic rounding; see the module's docstring for state and arithmetic.
+
+    Sharded parameters (DTensor) are refused by a ValueError: blocks would straddle shards.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as in `GroupedAdamW`.
+        seed: of the random bits; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay)
+        self.seed = seed
+
+    def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"EightBitAdamW takes whole parameters, and one of shape {tuple(parameter.shape)} is sharded.")
+        count = parameter.numel()
+        encoded = count >= SMALLEST_ENCODED and count % CODE_BLOCK == 0
+        state = {}
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(parameter, dtype=torch.uint8 if encoded else torch.float32)
+            if encoded:
+                state[f"{name}_scale"] = torch.zeros(count // CODE_BLOCK, dtype=torch.float32, device=parameter.device)
+        return state
+
+    def _update_(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        state: dict[str, Tensor],
+        gradient_scale: Tensor | None,
+        coefficients: Coefficients,
+        place: tuple[int, int],
+    ) -> None:
+        update_(
+            weight,
+            gradient,
+            state["exp_avg"],
+            state.get("exp_avg_scale"),
+            state["exp_avg_sq"],
+            state.get("exp_avg_sq_scale"),
+            gradient_scale,
+            rounding_key(self.seed, *place),
+            coefficients,
+        )
+
+
+def update_(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_scale: Tensor | None,
+    exp_avg_sq: Tensor,
+    exp_avg_sq_scale: Tensor | None,
+    gradient_scale: Tensor | None,
+    key: Key,
+    coefficients: Coefficients,
+) -> None:
+    """`update_with_torch_`, by the Triton kernel where the tensors are on a CUDA device."""
+    moments = (exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
+    if weight.is_cuda:
+        from llm_fp8.optim.adamw_8bit_triton import update_with_triton_
+
+        update_with_triton_(weight, gradient, *moments, gradient_scale, key, coefficients)
+    else:
+        update_with_torch_(weight, gradient, *moments, gradient_scale, key, coefficients)

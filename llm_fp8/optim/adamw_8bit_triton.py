@@ -1,0 +1,200 @@
+"""The Triton kernel behind `EightBitAdamW` on a GPU. Imported only there: a torch without CUDA comes without triton.
+
+One program updates BLOCKS blocks of 256 elements, a warp each, so that a block's largest magnitude is found among the registers of one warp. It reads
+weight, gradient and codes once and writes all but the gradient once: 10 bytes per element. That is so little that instructions count: Triton 3.6
+makes about 117 per element of it for compute capability 9.0, and every one that is saved shows. So a number's code is not searched for in eight look-ups; each of
+the four conversions of an element, to and from m and v, is one look-up in a table of 256 numbers in shared memory:
+
+The code of x >= 0. In each decade codes are equally spaced, so that x's position among the codes is a line in x, and since a decade's slope is
+0.2 of that of the one below and neighbouring lines meet at the decade's edge, the position is the least of seven lines. It errs by 0.2 of a code at
+the edges, where the middle between two codes of different spacing is not on a line, by 0.25 below the code of 1, which has no decade, and by
+rounding. Less 0.5 and rounded down it is therefore the code or the one before, and one comparison with the exact limit between these two says which. Adding 1.5 2^23 rounds to an integer, which is then the
+lower bits of the sum. For x < 0 the code mirrors that of -x, which in bits is a complement.
+
+The launch compiles anew for another combination of: dtype, codes or plain moments, clip factor or none, a number of elements that 16 divides or not,
+alignment. Coefficients are fp32 arguments and keys are not specialised: a new step compiles nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llm_fp8.optim.adamw_8bit_codes import (
+    CODE_BLOCK,
+    FIRST_FACTOR,
+    LARGEST_BITS,
+    NUM_DECADES,
+    PAIR_STEP,
+    SECOND_FACTOR,
+    SMALLEST_SCALE,
+    Key,
+    code_tables,
+)
+from llm_fp8.optim.adamw_base import Coefficients
+from llm_fp8.optim.adamw_base_triton import moments_and_update
+
+BLOCKS = 4
+"""Blocks of 256 elements per program: 8 elements for each of 128 threads, 16 bytes of bf16."""
+
+_CODE_BLOCK = tl.constexpr(CODE_BLOCK)
+_NUM_DECADES = tl.constexpr(NUM_DECADES)
+_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+_LARGEST_BITS = tl.constexpr(LARGEST_BITS)
+_PAIR_STEP = tl.constexpr(PAIR_STEP)
+_FIRST_FACTOR = tl.constexpr(FIRST_FACTOR)
+_SECOND_FACTOR = tl.constexpr(SECOND_FACTOR)
+_TO_INTEGER = tl.constexpr(1.5 * 2**23)
+
+
+@triton.jit
+def _of_elements(of_blocks: tl.tensor) -> tl.tensor:
+    """[BLOCKS] -> [BLOCKS * 256], each repeated for the elements of its block."""
+    BLOCKS: tl.constexpr = of_blocks.shape[0]
+    return tl.reshape(tl.broadcast_to(of_blocks[:, None], (BLOCKS, _CODE_BLOCK)), (BLOCKS * _CODE_BLOCK,))
+
+
+@triton.jit
+def _decode(codes: tl.tensor, scale: tl.tensor, values: tl.tensor) -> tl.tensor:
+    """fp32 numbers of uint8 codes [BLOCKS * 256] and scales [BLOCKS]; `values` [256]."""
+    return tl.gather(values, codes.to(tl.int32), 0) * _of_elements(scale)
+
+
+@triton.jit
+def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """uint8 codes [BLOCKS * 256] and scales [BLOCKS] of fp32 numbers; `limits` [256] of the codes."""
+    # As integers magnitudes have the order of the numbers, above all of which is NaN, which a maximum of numbers would pass over.
+    magnitude = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    magnitude = tl.reshape(magnitude, (numbers.shape[0] // _CODE_BLOCK, _CODE_BLOCK))
+    scale = tl.maximum(tl.max(magnitude, axis=1).to(tl.float32, bitcast=True), _SMALLEST_SCALE, propagate_nan=tl.PropagateNan.ALL)
+    x = numbers * _of_elements(tl.div_rn(1.0, scale))
+
+    # In the lowest decade there are FINEST codes. Of a position p among the signed codes of x >= 0, 128 + floor(p - 0.5) is looked up,
+    # of one among the unsigned codes 1 + floor(p - 0.5): the second of the two codes that are possible. All lines are positive, and
+    # the least of three integers is one instruction.
+    FINEST: tl.constexpr = 1 if SIGNED else 2
+    SHIFT: tl.constexpr = (128 if SIGNED else 1) - 0.5 - 0.5 - (FINEST - 1)
+    distance = tl.abs(x) if SIGNED else x
+    position = tl.full(x.shape, 0x7FFFFFFF, tl.int32)
+    for decade in tl.static_range(_NUM_DECADES):
+        line = tl.fma(
+            distance, FINEST * 2**decade / 0.9 * 10.0 ** (_NUM_DECADES - 1 - decade), FINEST * 2**decade * 8 / 9 + SHIFT
+        )
+        position = tl.minimum(position, line.to(tl.int32, bitcast=True))
+    code = (position.to(tl.float32, bitcast=True) + _TO_INTEGER).to(tl.int32, bitcast=True)
+    if SIGNED:
+        code = code ^ (x.to(tl.int32, bitcast=True) >> 31)
+    code = code & 0xFF  # whatever x is, NaN too, the table is not left
+    return (code - (x < tl.gather(limits, code, 0)).to(tl.int32)).to(tl.uint8), scale
+
+
+@triton.jit
+def _random_bits(offsets: tl.tensor, first_key: tl.tensor, second_key: tl.tensor) -> tl.tensor:
+    """`llm_fp8.optim.adamw_8bit.rounding_bits` of elements: int32 from 0 to 65535."""
+    x = (offsets >> 1).to(tl.uint32) * _PAIR_STEP + first_key.to(tl.uint32)
+    x = (x ^ (x >> 16)) * _FIRST_FACTOR
+    x = (x ^ (x >> 15) ^ second_key.to(tl.uint32)) * _SECOND_FACTOR
+    x = x ^ (x >> 16)
+    return tl.where((offsets & 1) == 1, x >> 16, x & 0xFFFF).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["first_key", "second_key"])
+def _eight_bit_update_kernel(
+    weight_pointer: tl.tensor,
+    gradient_pointer: tl.tensor,
+    exp_avg_pointer: tl.tensor,
+    exp_avg_scale_pointer: tl.tensor,
+    exp_avg_sq_pointer: tl.tensor,
+    exp_avg_sq_scale_pointer: tl.tensor,
+    gradient_scale_pointer: tl.tensor,
+    tables_pointer: tl.tensor,
+    num_elements: tl.tensor,
+    first_key: tl.tensor,
+    second_key: tl.tensor,
+    decay: float,
+    beta1_complement: float,
+    beta2: float,
+    beta2_complement: float,
+    step_size: float,
+    inverse_root_correction2: float,
+    epsilon: float,
+    BLOCKS: tl.constexpr,
+) -> None:
+    blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCKS * _CODE_BLOCK + tl.arange(0, BLOCKS * _CODE_BLOCK)
+    inside = offsets < num_elements
+    blocks_inside = blocks * _CODE_BLOCK < num_elements
+
+    # All loads first: those behind a look-up, which waits for the whole program, would begin after it.
+    exp_avg = tl.load(exp_avg_pointer + offsets, mask=inside, other=0)
+    exp_avg_sq = tl.load(exp_avg_sq_pointer + offsets, mask=inside, other=0)
+    gradient = tl.load(gradient_pointer + offsets, mask=inside, other=0.0)
+    weight = tl.load(weight_pointer + offsets, mask=inside, other=0.0).to(tl.float32)
+    if exp_avg_scale_pointer is not None:
+        exp_avg_scale = tl.load(exp_avg_scale_pointer + blocks, mask=blocks_inside, other=0.0)
+        exp_avg_sq_scale = tl.load(exp_avg_sq_scale_pointer + blocks, mask=blocks_inside, other=0.0)
+        table = tables_pointer + tl.arange(0, 256)
+        values, limits, values_sq, limits_sq = tl.load(table), tl.load(table + 256), tl.load(table + 512), tl.load(table + 768)
+        exp_avg = _decode(exp_avg, exp_avg_scale, values)
+        exp_avg_sq = _decode(exp_avg_sq, exp_avg_sq_scale, values_sq)
+    exp_avg, exp_avg_sq, update = moments_and_update(
+        gradient,
+        gradient_scale_pointer,
+        exp_avg,
+        exp_avg_sq,
+        beta1_complement,
+        beta2,
+        beta2_complement,
+        step_size,
+        inverse_root_correction2,
+        epsilon,
+    )
+
+    weight = weight * decay - update
+    if weight_pointer.dtype.element_ty == tl.bfloat16:
+        # `round_stochastically` of llm_fp8.optim.adamw_8bit; a right shift of a signed integer keeps its sign.
+        bits = tl.minimum(weight.to(tl.int32, bitcast=True), _LARGEST_BITS) + _random_bits(offsets, first_key, second_key)
+        weight = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    tl.store(weight_pointer + offsets, weight, mask=inside)
+
+    if exp_avg_scale_pointer is not None:
+        exp_avg, exp_avg_scale = _encode(exp_avg, limits, SIGNED=True)
+        exp_avg_sq, exp_avg_sq_scale = _encode(exp_avg_sq, limits_sq, SIGNED=False)
+        tl.store(exp_avg_scale_pointer + blocks, exp_avg_scale, mask=blocks_inside)
+        tl.store(exp_avg_sq_scale_pointer + blocks, exp_avg_sq_scale, mask=blocks_inside)
+    tl.store(exp_avg_pointer + offsets, exp_avg, mask=inside)
+    tl.store(exp_avg_sq_pointer + offsets, exp_avg_sq, mask=inside)
+
+
+def update_with_triton_(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_scale: Tensor | None,
+    exp_avg_sq: Tensor,
+    exp_avg_sq_scale: Tensor | None,
+    gradient_scale: Tensor | None,
+    key: Key,
+    coefficients: Coefficients,
+) -> None:
+    """The contract of `llm_fp8.optim.adamw_8bit.update_with_torch_`, in one launch and without temporaries."""
+    num_elements = weight.numel()
+    with torch.cuda.device_of(weight):
+        _eight_bit_update_kernel[(triton.cdiv(num_elements, BLOCKS * CODE_BLOCK),)](
+            weight,
+            gradient,
+            exp_avg,
+            exp_avg_scale,
+            exp_avg_sq,
+            exp_avg_sq_scale,
+            gradient_scale,
+            code_tables(weight.device),
+            num_elements,
+            *key,
+            *coefficients,
+            BLOCKS=BLOCKS,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )

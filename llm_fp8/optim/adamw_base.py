@@ -1,0 +1,196 @@
+"""What the AdamWs of this project share: coefficients, arithmetic, the loop over parameter groups, and state that keeps its dtypes.
+
+The step t of a group, all arithmetic fp32, with g the gradient times `gradient_scale`; the order is that of torch.optim.AdamW
+(Loshchilov and Hutter, arXiv 1711.05101):
+
+    m = m + (1 - beta1) (g - m)
+    v = beta2 v + (1 - beta2) g^2
+    x = (1 - lr weight_decay) x - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+The update uses the new moments before they are rounded for storage. How x, m and v are stored is each AdamW's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+CHUNK_ELEMENTS = 2**18
+"""Elements that the torch implementations update at a time: their fp32 temporaries take a few MiB, whatever the tensor's size."""
+
+
+class Coefficients(NamedTuple):
+    """The numbers of one step of one parameter group. Computed in double precision, rounded to fp32 once, where they are used."""
+
+    decay: float
+    """1 - lr weight_decay"""
+    beta1_complement: float
+    """1 - beta1"""
+    beta2: float
+    beta2_complement: float
+    """1 - beta2"""
+    step_size: float
+    """lr / (1 - beta1^t)"""
+    inverse_root_correction2: float
+    """1 / sqrt(1 - beta2^t)"""
+    epsilon: float
+
+    @classmethod
+    def of_step(cls, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> Coefficients:
+        """The coefficients of step `step`, 1 for the first."""
+        beta1, beta2 = betas
+        return cls(
+            decay=float(1 - lr * weight_decay),
+            beta1_complement=float(1 - beta1),
+            beta2=float(beta2),
+            beta2_complement=float(1 - beta2),
+            step_size=lr / (1 - beta1**step),
+            inverse_root_correction2=1 / math.sqrt(1 - beta2**step),
+            epsilon=float(eps),
+        )
+
+
+def moments_and_update(
+    gradient: Tensor, gradient_scale: Tensor | None, m: Tensor, v: Tensor, c: Coefficients
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The new m and v, and what is taken off the decayed parameter: fp32 of one shape, as `m` and `v` are.
+
+    One operation at a time, each rounded by itself, for torch's lerp, addcmul and addcdiv may or may not fuse theirs.
+    `llm_fp8.optim.adamw_base_triton` has the same operations in Triton.
+
+    Args:
+        gradient: bf16 or fp32.
+        gradient_scale: fp32 scalar that multiplies the gradient, or None.
+    """
+    gradient = gradient.to(torch.float32)
+    if gradient_scale is not None:
+        gradient = gradient * gradient_scale
+    m = m + (gradient - m) * c.beta1_complement
+    v = v * c.beta2 + (gradient * c.beta2_complement) * gradient
+    # torch's fp32 root is off in the last bit on some CPUs; the root in double precision rounds to the right one.
+    denominator = v.to(torch.float64).sqrt().to(torch.float32) * c.inverse_root_correction2 + c.epsilon
+    return m, v, (m * c.step_size) / denominator
+
+
+class GroupedAdamW(Optimizer):
+    """AdamW over bf16 and fp32 parameters; the subclass says what the state is and updates one tensor.
+
+    Every parameter group counts its steps in `group["step"]`, an int; a parameter without gradient is left alone in a step that its
+    group counts. Parameters must be contiguous; a gradient that is not is copied first. Of sharded parameters (DTensor) each rank
+    updates its own part.
+
+    Args:
+        params: parameters or groups of them; bf16 or fp32.
+        lr: learning rate, a float, which schedules may change between steps.
+        betas: decays of the moments, in [0, 1).
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    gradient_scale: Tensor | None
+    """Multiplies every gradient of the next step as it is read: an fp32 scalar tensor on the parameters' device. Clipping by the
+    global norm then costs no pass over the gradients. `step` takes it and leaves None."""
+
+    def __init__(
+        self,
+        params: Iterable[Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                f"lr, eps and weight_decay must not be negative and betas must lie in [0, 1): {lr}, {eps}, {weight_decay}, {betas}."
+            )
+        self.gradient_scale = None
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+
+    def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
+        """The state of a parameter before its first step."""
+        raise NotImplementedError
+
+    def _update_(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        state: dict[str, Tensor],
+        gradient_scale: Tensor | None,
+        coefficients: Coefficients,
+        place: tuple[int, int],
+    ) -> None:
+        """Update a parameter's local part and its state in place; `place`: the step and the parameter's number among all of them."""
+        raise NotImplementedError
+
+    def initialize_state(self) -> None:
+        """Create the state that parameters have before their first step, where there is none: moments of zero.
+
+        Raises:
+            ValueError: a parameter is not contiguous, or neither bf16 nor fp32.
+        """
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._state_of(parameter)
+
+    def _state_of(self, parameter: Parameter) -> dict[str, Tensor]:
+        if parameter not in self.state:
+            name = type(self).__name__
+            if parameter.dtype not in (torch.bfloat16, torch.float32):
+                raise ValueError(f"{name} takes bf16 and fp32 parameters, and one is {parameter.dtype}.")
+            if not local_part(parameter).is_contiguous():
+                raise ValueError(f"{name} takes contiguous parameters, and one of shape {tuple(parameter.shape)} is not.")
+            self.state[parameter] = self._new_state(parameter)
+        return self.state[parameter]
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters that have a gradient; returns what `closure`, if given, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradient_scale, self.gradient_scale = self.gradient_scale, None
+        number = -1
+        for group in self.param_groups:
+            group["step"] += 1
+            coefficients = Coefficients.of_step(group["step"], group["lr"], group["betas"], group["eps"], group["weight_decay"])
+            for parameter in group["params"]:
+                number += 1
+                if parameter.grad is None or local_part(parameter).numel() == 0:
+                    continue
+                gradient = local_part(parameter.grad).contiguous()
+                state = {name: local_part(tensor) for name, tensor in self._state_of(parameter).items()}
+                self._update_(local_part(parameter), gradient, state, gradient_scale, coefficients, (group["step"], number))
+        return loss
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, except that state keeps its dtypes: torch casts it to the parameter's, which would ruin all but bf16."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if number in state_dict["state"]:
+                saved = state_dict["state"][number]
+                self.state[parameter] = {name: tensor.to(parameter.device, copy=True) for name, tensor in saved.items()}
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, sharing its memory; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

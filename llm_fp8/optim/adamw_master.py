@@ -1,0 +1,153 @@
+"""AdamW for bf16 parameters whose fp32 master is kept exactly, in two bytes more.
+
+    state of a parameter   dtype    bytes   what
+    (the parameter)        bf16     2       the master rounded to nearest: what the model computes with
+    remainder              int16    2       the master's lower 16 bits
+    exp_avg                bf16     2       m, the running mean of gradients
+    exp_avg_sq             fp32     4       v, the running mean of squared gradients
+
+fp32 parameters (norms and biases of some models, or whatever a user keeps in fp32) are their own master and have no remainder.
+
+The master. bf16 is the upper half of fp32, so an fp32 number x with the bits b splits into two 16-bit halves without loss:
+
+    weight    = (b + 0x8000) >> 16      the upper half, rounded to nearest; a tie goes away from zero
+    remainder =  b & 0xFFFF             the lower half as it is, stored as int16
+
+and joins again, because the addition carried into the upper half exactly when the remainder is 0x8000 or more, that is, negative as
+int16:
+
+    b = ((weight - (1 if remainder < 0 else 0)) << 16) | (remainder & 0xFFFF)
+
+This holds for every number, denormals and infinities included (a magnitude above bf16's largest by half a spacing shows as infinity
+and joins to the number that it was). Only NaN needs care: the GPU's own NaN is 0x7FFFFFFF, and the addition would carry it into the
+sign and show a weight of -0. So every NaN is split as 0x7FC00000, which shows as NaN.
+
+The step is that of `llm_fp8.optim.adamw_base`, with the master as x. m is rounded to bf16 for storage only; why it may be and v may not:
+docs/numerics.md.
+
+Two implementations of this one contract give the same bits: a Triton kernel for CUDA tensors (`llm_fp8.optim.adamw_master_triton`), which moves
+22 bytes per element and allocates nothing, and a torch one for other devices, which is also the reference that tests hold the kernel to.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from llm_fp8.optim.adamw_base import CHUNK_ELEMENTS, Coefficients, GroupedAdamW, moments_and_update
+
+FIRST_MOMENT_DTYPE = torch.bfloat16
+"""dtype of m between steps."""
+
+SECOND_MOMENT_DTYPE = torch.float32
+"""dtype of v."""
+
+
+def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 master of a bf16 `weight` and its int16 `remainder`, of any one shape; bit for bit what `split_master` was given."""
+    lower = remainder.to(torch.int32)
+    upper = weight.view(torch.int16).to(torch.int32) + (lower >> 15)  # minus one where the remainder is negative
+    return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """An fp32 `master` as a bf16 weight, rounded to nearest with ties away from zero, and its int16 remainder."""
+    bits = master.view(torch.int32)
+    bits = torch.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # every NaN; see the module's docstring
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+
+
+def update_with_torch_(
+    weight: Tensor,
+    remainder: Tensor | None,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient_scale: Tensor | None,
+    coefficients: Coefficients,
+) -> None:
+    """One step of one tensor, in place, on any device.
+
+    Args:
+        weight: bf16 with a remainder or fp32 without, contiguous; this and the next four are of one shape.
+        remainder: int16, contiguous, or None.
+        gradient: bf16 or fp32, contiguous; left as it is.
+        exp_avg: m, contiguous, rounded to its dtype.
+        exp_avg_sq: v, fp32, contiguous.
+        gradient_scale: fp32 scalar tensor on the same device that multiplies the gradient, or None.
+        coefficients: of this step.
+    """
+    for start in range(0, weight.numel(), CHUNK_ELEMENTS):
+        chunk = slice(start, start + CHUNK_ELEMENTS)
+        _update_chunk_(
+            weight.view(-1)[chunk],
+            None if remainder is None else remainder.view(-1)[chunk],
+            gradient.view(-1)[chunk],
+            exp_avg.view(-1)[chunk],
+            exp_avg_sq.view(-1)[chunk],
+            gradient_scale,
+            coefficients,
+        )
+
+
+def _update_chunk_(
+    weight: Tensor,
+    remainder: Tensor | None,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient_scale: Tensor | None,
+    c: Coefficients,
+) -> None:
+    m, v, update = moments_and_update(gradient, gradient_scale, exp_avg.to(torch.float32), exp_avg_sq, c)
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)
+    if remainder is None:
+        weight.copy_(weight * c.decay - update)
+    else:
+        new_weight, new_remainder = split_master(join_master(weight, remainder) * c.decay - update)
+        weight.copy_(new_weight)
+        remainder.copy_(new_remainder)
+
+
+class MasterAdamW(GroupedAdamW):
+    """AdamW over bf16 parameters with exact fp32 masters; see the module's docstring for the state, which is sharded like the parameter."""
+
+    def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
+        state = {
+            "exp_avg": torch.zeros_like(parameter, dtype=FIRST_MOMENT_DTYPE),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=SECOND_MOMENT_DTYPE),
+        }
+        if parameter.dtype == torch.bfloat16:
+            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+        return state
+
+    def _update_(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        state: dict[str, Tensor],
+        gradient_scale: Tensor | None,
+        coefficients: Coefficients,
+        place: tuple[int, int],
+    ) -> None:
+        update_(weight, state.get("remainder"), gradient, state["exp_avg"], state["exp_avg_sq"], gradient_scale, coefficients)
+
+
+def update_(
+    weight: Tensor,
+    remainder: Tensor | None,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient_scale: Tensor | None,
+    coefficients: Coefficients,
+) -> None:
+    """`update_with_torch_`, by the Triton kernel where the tensors are on a CUDA device."""
+    if weight.is_cuda:
+        from llm_fp8.optim.adamw_master_triton import update_with_triton_
+
+        update_with_triton_(weight, remainder, gradient, exp_avg, exp_avg_sq, gradient_scale, coefficients)
+    else:
+        update_with_torch_(weight, remainder, gradient, exp_avg, exp_avg_sq, gradient_scale, coefficients)

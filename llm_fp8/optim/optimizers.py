@@ -1,0 +1,206 @@
+"""AdamW in three storage formats, learning-rate schedules, and optimizer state as plain tensors.
+
+Why more than one AdamW. A weight of 0.02 has its bf16 neighbours 1.2e-4 away, so a bf16 weight moves only if an update
+exceeds half of that, 6e-5. AdamW's update is about the learning rate, 1e-5 in fine-tuning: plain AdamW on bf16 weights
+rounds nearly all of it away and trains only what the noise pushes over the edge. Each kind here keeps those small updates:
+
+    kind           parameters   how small updates survive                              m / v          made by
+    adamw_fp32     fp32         the parameters are fp32 (the forward pass casts)       fp32 / fp32    torch, fused
+    adamw_master   bf16         the lower 16 bits of an fp32 master are kept apart     bf16 / fp32    llm_fp8.optim.adamw_master
+    adamw_8bit     bf16         stochastic rounding: right on average                  8-bit blocks   llm_fp8.optim.adamw_8bit
+
+`bytes_per_parameter` has the bytes. AdamW itself is Loshchilov and Hutter, arXiv 1711.05101; 8-bit moments in blocks of 256
+with a shared scale are Dettmers et al., arXiv 2110.02861.
+
+Moments of adamw_master. m averages over about 1 / (1 - beta1) = 10 gradients and bears bf16's relative error of 2^-9. v
+changes by a fraction (1 - beta2) of (g^2 / v - 1) a step; at beta2 = 0.999 that is often below bf16's half spacing of
+2^-9, so a bf16 v stalls. It is fp32 here.
+
+State as tensors. `optimizer_tensors` names every state tensor "parameter_name.state_name" and hands out the tensors
+themselves, never casts: `Optimizer.load_state_dict` would turn fp32 moments of bf16 parameters into bf16 ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from llm_fp8.config.options import OptimConfig
+from llm_fp8.optim.adamw_8bit import EightBitAdamW
+from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK
+from llm_fp8.optim.adamw_base import GroupedAdamW
+from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, MasterAdamW
+from llm_fp8.optim.clipping import clip_factor, clip_gradients_, gradient_norm
+from llm_fp8.utils.errors import UserError
+
+OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
+
+
+@dataclass(frozen=True)
+class BytesPerParameter:
+    """Bytes that one trainable parameter occupies during training, by part."""
+
+    weight: float
+    gradient: float
+    master: float
+    first_moment: float
+    second_moment: float
+
+    @property
+    def total(self) -> float:
+        return self.weight + self.gradient + self.master + self.first_moment + self.second_moment
+
+
+# An 8-bit moment is one byte and its share of the fp32 scale of its block.
+_8BIT_MOMENT_BYTES = 1 + 4 / CODE_BLOCK
+
+_BYTES_PER_PARAMETER: dict[str, BytesPerParameter] = {
+    "adamw_fp32": BytesPerParameter(weight=4, gradient=4, master=0, first_moment=4, second_moment=4),
+    "adamw_master": BytesPerParameter(
+        weight=2,
+        gradient=2,
+        master=2,
+        first_moment=FIRST_MOMENT_DTYPE.itemsize,
+        second_moment=SECOND_MOMENT_DTYPE.itemsize,
+    ),
+    "adamw_8bit": BytesPerParameter(
+        weight=2, gradient=2, master=0, first_moment=_8BIT_MOMENT_BYTES, second_moment=_8BIT_MOMENT_BYTES
+    ),
+}
+
+
+def bytes_per_parameter(kind: OptimizerKind) -> BytesPerParameter:
+    """Storage per trainable parameter; casts to the compute dtype (bf16, fp8) and activations come on top."""
+    return _BYTES_PER_PARAMETER[kind]
+
+
+def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
+    """The dtype for trainable parameters: fp32 for adamw_fp32, bf16 for the others (fp32 works there too, at more bytes)."""
+    return torch.float32 if kind == "adamw_fp32" else torch.bfloat16
+
+
+def resolve_optimizer(requested: str, computes_bf16: bool, device_type: str) -> OptimizerKind:
+    """The optimizer that `--optimizer` means on this machine.
+
+    auto is adamw_master on a GPU where the run computes in bf16, and adamw_fp32 elsewhere. On a CPU adamw_master and adamw_8bit are
+    plain torch, for trials.
+
+    Args:
+        requested: value of `--optimizer`, 'auto' included.
+        computes_bf16: whether the forward pass computes in bf16, so that bf16 parameters lose nothing.
+        device_type: 'cuda', 'cpu', ...: where the parameters live.
+
+    Raises:
+        UserError: the run, the machine or the installation lacks what the requested optimizer needs.
+    """
+    on_gpu = device_type == "cuda"
+    if requested == "auto":
+        return "adamw_master" if on_gpu and computes_bf16 and _is_installed("triton") else "adamw_fp32"
+    if requested == "adamw_fp32":
+        return "adamw_fp32"
+    if requested not in ("adamw_master", "adamw_8bit"):
+        raise UserError(f"--optimizer {requested} is unknown; choose auto, adamw_fp32, adamw_master or adamw_8bit.")
+    if not computes_bf16:
+        raise UserError(
+            f"--optimizer {requested} keeps the parameters in bf16 and needs a run that computes in bf16: --mixed_precision bf16 or fp8, "
+            "or use --optimizer adamw_fp32."
+        )
+    if on_gpu and not _is_installed("triton"):
+        raise UserError(f"--optimizer {requested} needs triton on a GPU, and it is not installed: pip install triton.")
+    return "adamw_master" if requested == "adamw_master" else "adamw_8bit"
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters in at most two groups: matrices with `weight_decay`, norms and biases (at most 1-D) without.
+
+    Embeddings are matrices and decay. Frozen parameters are left out; a parameter with two names (tied weights) counts once.
+
+    Raises:
+        ValueError: nothing is trainable.
+    """
+    unique = {id(parameter): parameter for _, parameter in named_parameters if parameter.requires_grad}
+    if not unique:
+        raise ValueError("There is no trainable parameter to optimize.")
+    matrices = [parameter for parameter in unique.values() if parameter.ndim > 1]
+    norms_and_biases = [parameter for parameter in unique.values() if parameter.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": norms_and_biases, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
+    """The arguments that every AdamW takes by these names; weight decay is in the groups."""
+    return {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
+
+
+def build_optimizer(config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]) -> Optimizer:
+    """The AdamW of `kind` over the trainable parameters.
+
+    Args:
+        config: learning rate, weight decay, betas and epsilon; adamw_8bit's random bits follow from its seed.
+        kind: from `resolve_optimizer`.
+        named_parameters: e.g. `model.named_parameters(remove_duplicate=False)`; on the device already.
+
+    Raises:
+        ValueError: a parameter is neither of `parameter_dtype(kind)` nor fp32, so that its updates would be lost (bf16 under
+            adamw_fp32) or the optimizer cannot take it (fp16).
+    """
+    named = list(named_parameters)
+    wanted = parameter_dtype(kind)
+    for name, parameter in named:
+        if parameter.requires_grad and parameter.dtype not in (wanted, torch.float32):
+            raise ValueError(f"{kind} takes {wanted} parameters, and {name} is {parameter.dtype}.")
+    groups = parameter_groups(named, config.weight_decay)
+    shared = adamw_arguments(config)
+    if kind == "adamw_fp32":
+        fused = all(parameter.device.type in ("cpu", "cuda") for group in groups for parameter in group["params"])
+        return torch.optim.AdamW(groups, fused=fused, **shared)
+    if kind == "adamw_master":
+        return MasterAdamW(groups, **shared)
+    return EightBitAdamW(groups, seed=config.seed, **shared)
+
+
+def _unwrap(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside Accelerate's wrapper, whose own step may be skipped or patched."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Names of the parameters of `model` that want gradients and that no step of `optimizer` moves."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in known]
+
+
+def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
+    """Take one optimizer step with the gradients' global norm clipped to `max_norm`; returns the norm before, an fp32 scalar.
+
+    The AdamWs of this project multiply by the clip factor as they read the gradients, which stay as they are; for torch's they are
+    scaled in place first.
+
+    Args:
+        optimizer: plain or wrapped by Accelerate; fp16's gradients are unscaled already.
+        parameters: those that the norm is taken over; at least one has a gradient.
+        max_norm: 0 for no clipping.
+    """
+    inner = _unwrap(optimizer)
+    if isinstance(inner, GroupedAdamW):
+        norm = gradient_norm(parameters)
+        inner.gradient_scale = clip_factor(norm, max_norm) if max_norm > 0 else None
+    else:
+        norm = clip_gradients_(parameters, max_norm)
+    optimizer.step()
+    return norm

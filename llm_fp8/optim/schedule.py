@@ -1,0 +1,64 @@
+"""The learning rate over the steps of a run."""
+
+from __future__ import annotations
+
+import math
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from llm_fp8.config.options import OptimConfig
+from llm_fp8.optim.optimizers import _unwrap
+
+MAX_WARMUP_SHARE = 10
+"""Warm-up takes at most one part in so many of the run."""
+
+
+def effective_warmup_steps(num_warmup_steps: int, total_steps: int) -> int:
+    """Warm-up steps that a run of `total_steps` uses: what was asked for, at most a tenth of the run."""
+    return min(num_warmup_steps, total_steps // MAX_WARMUP_SHARE)
+
+
+def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: str) -> float:
+    """The learning rate of the optimizer step with index `step`, as a share of the peak.
+
+    Linear warm-up gives the w warm-up steps the shares 1/w, 2/w, ..., 1: no step runs at zero. After it, with p = (step - w)
+    / (total_steps - w):
+
+        constant   1
+        linear     1 - p
+        cosine     (1 + cos(pi p)) / 2
+
+    Args:
+        step: completed optimizer steps, 0 for the first step of the run. At `total_steps` and beyond decays give 0.
+        total_steps: optimizer steps of the whole run, resumed parts included.
+        warmup_steps: see `effective_warmup_steps`.
+        kind: 'linear', 'cosine' or 'constant'.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if kind == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    if kind == "linear":
+        return 1.0 - progress
+    if kind == "cosine":
+        return (1.0 + math.cos(math.pi * progress)) / 2
+    raise ValueError(f"Unknown learning-rate schedule {kind!r}.")
+
+
+def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int, completed_steps: int = 0) -> LambdaLR:
+    """The schedule of `config` on `optimizer`; call `.step()` once after each optimizer step.
+
+    The learning rate is a function of the number of completed steps alone, so a resumed run passes `completed_steps` and
+    needs no scheduler state. Do not hand the result to `Accelerator.prepare`: that steps it once per process.
+    """
+    optimizer = _unwrap(optimizer)
+    warmup_steps = effective_warmup_steps(config.num_warmup_steps, total_steps)
+
+    def factor(step: int) -> float:
+        return learning_rate_factor(step, total_steps, warmup_steps, config.lr_scheduler)
+
+    for group in optimizer.param_groups:
+        group["initial_lr"] = config.learning_rate
+    return LambdaLR(optimizer, factor, last_epoch=completed_steps - 1)

@@ -1,0 +1,1 @@
+"""In which precision a model computes: recipes, plan, autocast context, conversion of modules, coverage, certificate."""

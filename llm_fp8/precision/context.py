@@ -1,0 +1,225 @@
+"""In which precision a run computes: resolved once, entered at one seam.
+
+    plan = resolve_precision(config.precision, device)      # what was asked, what this machine gives, and why
+    precision = Precision(plan)
+    precision.attach(model)                                 # finds the TE modules; applies --fp8_first/last_bf16_layers
+    with precision.context(first_microbatch=True):          # the only place that enters te.autocast
+        loss = model(batch)
+
+A bf16 run and an fp8 run differ in `plan.recipe` alone: None means that te.autocast is not entered and no fp8 kernel can run.
+
+Scenarios (recipe classes of Transformer Engine 2.20):
+- delayed: per-tensor scale from the maxima of past steps; the fastest; a spike beyond what the history saw is clipped.
+- current: per-tensor scale from the tensor itself; one more pass over it.
+- block: one scale per 128 values (1 x 128 for activations, 128 x 128 for weights); Hopper with CUDA 12.9 or later.
+- mxfp8: one power-of-two scale per 32 values; Blackwell (compute capability 10).
+- nvfp4: 4-bit values with a scale per 16; Blackwell (compute capability 10).
+- default: delayed.
+
+Those of torchao (--fp8_backend torchao) are in `llm_fp8.precision.torchao`. Its modules compute in fp8 by themselves: nothing is entered for them, and the same
+argument, `plan.recipe`, decides whether there are any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.kernels.fp8_lm_head import Fp8Head
+from llm_fp8.precision import torchao as torchao_fp8
+from llm_fp8.precision.module_state import ModuleState, read_te_state
+from llm_fp8.precision.modules import PRODUCTS_OF_TRAINED, linear_weights, note_recipe_inside, te_linears
+from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.utils.errors import UserError
+
+
+def layers_kept_wide(options: PrecisionConfig, decoder_layers: nn.ModuleList) -> list[nn.Module]:
+    """The decoder layers that --fp8_first_bf16_layers and --fp8_last_bf16_layers keep out of fp8; `UserError` where these leave none in it."""
+    first, last = options.fp8_first_bf16_layers, options.fp8_last_bf16_layers
+    if first + last >= len(decoder_layers) and first + last > 0:
+        raise UserError(
+            f"--fp8_first_bf16_layers {first} and --fp8_last_bf16_layers {last} leave none of the {len(decoder_layers)} decoder layers in fp8."
+        )
+    return [*decoder_layers[:first], *decoder_layers[len(decoder_layers) - last :]]
+
+
+class Precision:
+    """The seam: gives the context of a forward pass and owns what TE keeps between passes."""
+
+    def __init__(self, plan: PrecisionPlan, options: PrecisionConfig, device: torch.device, parameter_dtype: torch.dtype) -> None:
+        self.plan = plan
+        self._options = options
+        self._device = device
+        # With parameters already in the compute dtype, torch.autocast would only add casts.
+        self._torch_autocast = parameter_dtype != plan.compute_dtype
+        self._caching_modules: list[nn.Module] = []
+        self._fp8_modules: dict[str, nn.Module] = {}
+        self._te_linears: list[nn.Module] = []
+        self._torchao_linears: dict[str, nn.Module] = {}
+        self._unseen: nn.Module | None = None
+        self._num_casts_to_come: int | None = None
+        self.fp8_head: Fp8Head | None = None
+        """What computes the output head's products in fp8; None where --fp8_lm_head is none."""
+        self.seen_inside: str | None = None
+        """The recipe's class in force inside a Transformer Engine module when it first ran, or 'none'; None before, and without such modules."""
+
+    def attach(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
+        """Find the fp8 modules of `model` and keep the first and last decoder layers in bf16 where asked to.
+
+        torchao's are converted before, or left out (`llm_fp8.precision.convert.convert_with_torchao`).
+        """
+        self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
+        self._te_linears = te_linears(model)
+        self._torchao_linears = torchao_fp8.converted_modules(model)
+        if self.plan.recipe is None:
+            self._unseen = next(iter(self._caching_modules), None)
+            return
+        if self.plan.backend == "torchao":
+            self._fp8_modules = self._torchao_linears
+            if not self._fp8_modules:
+                raise UserError(
+                    "--fp8_backend torchao: no linear layer of the model could be converted, so nothing would run in fp8."
+                )
+            return
+        from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+        kept: set[nn.Module] = set()
+        for layer in layers_kept_wide(self._options, decoder_layers):
+            kept.update(layer.modules())
+            layer.forward = functools.partial(self._without_fp8, layer.forward)
+        self._fp8_modules = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, TransformerEngineBaseModule) and linear_weights(module) and module not in kept
+        }
+        if not self._fp8_modules:
+            raise UserError("--mixed_precision fp8: the model holds no Transformer Engine module, so nothing would run in fp8.")
+        self._unseen = next(iter(self._fp8_modules.values()))
+        if self._options.fp8_lm_head != "none":
+            head: Any = model.get_output_embeddings()  # type: ignore[operator]
+            self.fp8_head = Fp8Head(head, self._options.fp8_lm_head)
+
+    def products_of_head(self, products: Mapping[nn.Module, int]) -> dict[nn.Module, int]:
+        """The output head and how many of its products in a micro-batch run in fp8; empty where none does.
+
+        `products`: `llm_fp8.models.lora.products_per_weight`.
+        """
+        if self.fp8_head is None:
+            return {}
+        head = self.fp8_head.module
+        return {head: self.fp8_head.num_products(of=products.get(head, PRODUCTS_OF_TRAINED))}
+
+    @property
+    def fp8_modules(self) -> frozenset[nn.Module]:
+        """The modules whose GEMMs run in fp8 in this run; the output head is none of them, whatever its products run in."""
+        return frozenset(self._fp8_modules.values())
+
+    @property
+    def scales_lag(self) -> bool:
+        """Whether a tensor's scale comes from earlier passes."""
+        return self.plan.effective_scenario == "delayed"
+
+    @property
+    def num_fp8_products_per_weight(self) -> int:
+        """How many of a trained weight's three products the recipe computes in fp8."""
+        return torchao_fp8.num_fp8_products(self.plan.recipe) if self.plan.backend == "torchao" else PRODUCTS_OF_TRAINED
+
+    def count_fp8_weights(self, within: Iterable[nn.Module] | None = None) -> int:
+        """Weight matrices whose GEMMs run in fp8; of the modules `within` and what they hold, or of the whole model."""
+        modules = self.fp8_modules
+        if within is not None:
+            modules &= {module for part in within for module in part.modules()}
+        return sum(len(linear_weights(module)) for module in modules)
+
+    def _note_recipe(self, name: str) -> None:
+        self.seen_inside = name
+
+    def module_state(self) -> ModuleState:
+        """What the modules say of the step behind them: those in fp8, or in a run without fp8 all linear ones of Transformer Engine or torchao."""
+        if self._torchao_linears:
+            return torchao_fp8.read_state(self._torchao_linears.values())
+        return read_te_state(self._fp8_modules.values() if self.plan.recipe is not None else self._te_linears)
+
+    def keep_casts_of_frozen_weights(self) -> None:
+        """From now on weights are cast to fp8 in the first training passes alone, because none of those in fp8 changes.
+
+        Delayed scaling knows a weight's scale when it has seen the weight once, so there the second pass casts again.
+        """
+        self._num_casts_to_come = 2 if self.scales_lag else 1
+
+    def _te_autocast(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
+        import transformer_engine.pytorch as te
+
+        return te.autocast(enabled=enabled, recipe=self.plan.te_recipe)
+
+    def _without_fp8(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._te_autocast(enabled=False):
+            return forward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def context(self, first_microbatch: bool | None) -> Iterator[None]:
+        """Enclose one forward pass of the whole model.
+
+        `first_microbatch` True casts weights to fp8 and keeps the casts for the further micro-batches of the step, which pass False. None
+        neither uses nor keeps casts: for evaluation, and for steps of a single micro-batch, where keeping costs memory and saves nothing.
+        After `keep_casts_of_frozen_weights` it makes no difference to a training pass.
+        """
+        if self._num_casts_to_come is not None and torch.is_grad_enabled():
+            first_microbatch = self._num_casts_to_come > 0
+            self._num_casts_to_come = max(0, self._num_casts_to_come - 1)
+        if self._unseen is not None and "transformer_engine" in sys.modules:
+            note_recipe_inside(self._unseen, self._note_recipe)
+            self._unseen = None
+        for module in self._caching_modules:
+            module.is_first_microbatch = first_microbatch  # type: ignore[assignment]
+        if self.fp8_head is not None:
+            self.fp8_head.is_first_microbatch = first_microbatch
+        with contextlib.ExitStack() as stack:
+            if self._torch_autocast:
+                stack.enter_context(torch.autocast(self._device.type, self.plan.compute_dtype))
+            if self.plan.te_recipe is not None:
+                stack.enter_context(self._te_autocast(enabled=True))
+            yield
+
+    # --- state between steps: scales and histories of delayed scaling, as plain tensors --------------------------------
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Scales fp32 [num_tensors] and amax histories fp32 [history, num_tensors] by module; empty for recipes without state.
+
+        The tensors are TE's own, not copies. Modules that have not run yet are initialised first, so that the names are the same
+        before and after training.
+        """
+        if not self.scales_lag:
+            return {}
+        state: dict[str, Tensor] = {}
+        # Without no_grad, leaving the autocast would count as a forward pass and shift the histories.
+        with torch.no_grad(), self._te_autocast(enabled=True):
+            for name, module in self._fp8_modules.items():
+                module.init_fp8_metadata(num_gemms=len(linear_weights(module)))  # type: ignore[operator]
+                for direction in ("scaling_fwd", "scaling_bwd"):
+                    meta: Any = module.fp8_meta[direction]  # type: ignore[index]
+                    state[f"{name}.{direction}.scale"] = meta.scale
+                    state[f"{name}.{direction}.amax_history"] = meta.amax_history
+        return state
+
+    @contextlib.contextmanager
+    def preserving_state(self) -> Iterator[None]:
+        """Keep scales and histories as they are across forward passes that are not training.
+
+        Even without gradients TE notes the largest values it meets in the first row of each history, where they would reach the next
+        training step's scale.
+        """
+        current = list(self.state_tensors().values())
+        kept = [tensor.clone() for tensor in current]
+        try:
+            yield
+        finally:
+            if current:
+                torch._foreach_copy_(current, kept)

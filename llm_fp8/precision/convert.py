@@ -1,0 +1,84 @@
+"""fp8 for Hugging Face architectures: `nn.Linear` swapped for TE's or torchao's, and the census of what computes in what.
+
+Without --use_te the decoder stays Hugging Face's and only its linear layers change. The parameters are kept as they are (the same
+objects), so tied weights stay tied, checkpoints keep their names and whoever holds the parameters holds the right ones. Left
+alone: the output head and embeddings, whose rounding would go straight into the loss, and layers whose sizes are not multiples of 16,
+which fp8 GEMMs cannot take. The census lists both, with reasons: an fp8 run that converted little should be seen at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from llm_fp8.kernels.fp8_lm_head import SIZE_MULTIPLE
+from llm_fp8.models.lora_names import is_adapter
+from llm_fp8.precision import torchao as torchao_fp8
+from llm_fp8.utils.te_import import require_te
+
+HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")
+"""Last name components of modules that produce logits; what `output_head` finds is one under any name."""
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The module that transformers calls the model's output embeddings; None where `model` has none or is not transformers'."""
+    get = getattr(model, "get_output_embeddings", None)
+    return None if get is None else get()
+
+
+def swap_linears(model: nn.Module) -> dict[str, str]:
+    """Replace the `nn.Linear` modules of `model` by TE's in place; returns name -> reason for each one left alone."""
+    te = require_te("--mixed_precision fp8")
+
+    class SwappedLinear(te.Linear):  # type: ignore[name-defined]
+        """te.Linear that is called like nn.Linear; `is_first_microbatch` is an attribute, as in te_llama.TEDecoderLayer."""
+
+        is_first_microbatch: bool | None = None
+
+        def forward(self, inputs: Any) -> Any:
+            return super().forward(inputs, is_first_microbatch=self.is_first_microbatch)
+
+    left: dict[str, str] = {}
+    head = output_head(model)
+    linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+    for name, linear in linears:
+        reason = reason_to_leave(name, linear, head)
+        if reason:
+            left[name] = reason
+            continue
+        swapped = SwappedLinear(
+            linear.in_features, linear.out_features, bias=linear.bias is not None, params_dtype=linear.weight.dtype, device="meta"
+        )
+        swapped.weight = linear.weight
+        if linear.bias is not None:
+            swapped.bias = linear.bias
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, swapped)
+    return left
+
+
+def convert_with_torchao(model: nn.Module, config: Any, kept_layers: Iterable[nn.Module] = ()) -> dict[str, str]:
+    """Replace the `nn.Linear` modules of `model` by torchao's in place, but for those in `kept_layers`; name -> reason for each one left alone.
+
+    `config` is a `Float8LinearConfig`.
+    """
+    kept = {module for layer in kept_layers for module in layer.modules()}
+    head = output_head(model)
+
+    def reason(name: str, linear: nn.Linear) -> str | None:
+        return reason_to_leave(name, linear, head) or ("first or last decoder layers" if linear in kept else None)
+
+    return torchao_fp8.convert_linears(model, config, reason)
+
+
+def reason_to_leave(name: str, linear: nn.Linear, head: nn.Module | None) -> str | None:
+    """Why an fp8 run leaves this layer as it is; None where it is swapped. `head` is the model's output head."""
+    if is_adapter(name):
+        return "adapter"
+    if linear is head or name.rpartition(".")[2] in HEAD_NAMES:
+        return "output head"
+    if linear.in_features % SIZE_MULTIPLE or linear.out_features % SIZE_MULTIPLE:
+        return f"size {linear.in_features} x {linear.out_features} is not a multiple of {SIZE_MULTIPLE}"
+    return None

@@ -1,0 +1,119 @@
+"""Fp8 coverage: which linear layers run in fp8, which do not and why, and their shares of the linear FLOPs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from llm_fp8.models.lora_names import is_adapter
+from llm_fp8.precision.convert import HEAD_NAMES, output_head
+from llm_fp8.precision.modules import PRODUCTS_OF_TRAINED, linear_weights
+
+
+@dataclass(frozen=True)
+class Census:
+    """Which linear weights compute in fp8. FLOPs per token are 2 per weight and product, so where all are trained, shares of weights are shares of FLOPs."""
+
+    num_fp8_weights: int
+    """Elements of the weights of modules in fp8; the output head is none of them, though some of its products may run in fp8."""
+    num_linear_weights: int
+    """Elements of all linear weights, the output head included (also where it is the tied embedding)."""
+    converted: dict[str, int] = field(default_factory=dict)
+    """Name pattern (layer numbers as *) -> number of modules in fp8."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Name pattern -> number of modules and the reason why they are not in fp8."""
+    fp8_flops_per_token: float = 0.0
+    """2 times the elements of a weight times its products in fp8 in a micro-batch (3, or fewer where it is frozen), summed over weights."""
+    linear_flops_per_token: float = 0.0
+    """The same of all linear weights."""
+    num_head_weights: int = 0
+    """Elements of the output head's weight."""
+    num_fp8_head_products: int = 0
+    """Of the head's products in a micro-batch (3, or 2 where it is frozen) those that --fp8_lm_head puts into fp8."""
+
+    @property
+    def fp8_linear_flop_share(self) -> float:
+        """Share of the linear layers' FLOPs that run in fp8, 0 to 1."""
+        if not self.linear_flops_per_token:
+            return self.num_fp8_weights / self.num_linear_weights
+        return self.fp8_flops_per_token / self.linear_flops_per_token
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for run.json."""
+        return {
+            "fp8_linear_flop_share": self.fp8_linear_flop_share,
+            "num_fp8_weights": self.num_fp8_weights,
+            "num_linear_weights": self.num_linear_weights,
+            "num_head_weights": self.num_head_weights,
+            "num_fp8_head_products": self.num_fp8_head_products,
+            "converted": self.converted,
+            "skipped": self.skipped,
+        }
+
+    def describe(self) -> str:
+        """A few lines for the terminal; one where nothing is in fp8."""
+        if not self.num_fp8_weights:
+            return "linear layers in fp8: none"
+        lines = [f"linear layers in fp8: {self.fp8_linear_flop_share:.1%} of linear FLOPs"]
+        lines += [f"  fp8   {pattern} x {count}" for pattern, count in self.converted.items()]
+        lines += [f"  other {pattern} x {reason}" for pattern, reason in self.skipped.items()]
+        return "\n".join(lines)
+
+
+def take_census(
+    model: nn.Module,
+    fp8_modules: Iterable[nn.Module],
+    compute: str,
+    reasons: dict[str, str],
+    products: Mapping[nn.Module, int] = MappingProxyType({}),
+    most_in_fp8: int = PRODUCTS_OF_TRAINED,
+    products_of_head: Mapping[nn.Module, int] = MappingProxyType({}),
+) -> Census:
+    """Count the linear weights of `model`; `compute` names the precision of what is not in fp8, `reasons` says why for some names.
+
+    `products`: `llm_fp8.models.lora.products_per_weight`. `most_in_fp8`: products of a weight that the recipe computes in fp8. `products_of_head`:
+    `llm_fp8.precision.context.Precision.products_of_head`.
+    """
+    in_fp8, head = set(fp8_modules), output_head(model)
+    converted: Counter[str] = Counter()
+    skipped: Counter[tuple[str, str]] = Counter()
+    num_fp8 = num_all = num_head = fp8_products = all_products = 0
+    for name, module in model.named_modules():
+        weights = linear_weights(module)
+        if not weights:
+            continue
+        size = sum(weight.numel() for weight in weights)
+        pattern = re.sub(r"\.\d+\.", ".*.", name)
+        num_all += size
+        is_head = module is head or module in products_of_head or name.rpartition(".")[2] in HEAD_NAMES
+        num_head += size * is_head
+        num_products = products.get(module, PRODUCTS_OF_TRAINED)
+        all_products += size * num_products
+        if module in in_fp8:
+            num_fp8 += size
+            fp8_products += size * min(num_products, most_in_fp8)
+            converted[pattern] += 1
+        else:
+            known = "adapter" if is_adapter(name) else "output head" if is_head else ""
+            why = reasons.get(name) or known
+            if module in products_of_head:
+                in_part = products_of_head[module]
+                fp8_products += size * in_part
+                why = f"output head, {in_part} of {num_products} products in fp8"
+            skipped[pattern, f"{compute}{f' ({why})' if why else ''}"] += 1
+    return Census(
+        num_fp8_weights=num_fp8,
+        num_linear_weights=num_all,
+        num_head_weights=num_head,
+        num_fp8_head_products=sum(products_of_head.values()),
+        fp8_flops_per_token=2.0 * fp8_products,
+        linear_flops_per_token=2.0 * all_products,
+        converted=dict(converted),
+        skipped={pattern: f"{count} {reason}" for (pattern, reason), count in skipped.items()},
+    )

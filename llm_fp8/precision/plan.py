@@ -1,0 +1,168 @@
+"""From the precision that was asked for to the one that runs, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.precision import torchao as torchao_fp8
+from llm_fp8.precision.recipes import DEFAULT_SCENARIO, MIN_FP8_CAPABILITY, TOKEN_MULTIPLE, _build_recipe, _scenario_available
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.te_import import require_te
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """What was asked for and what runs; stored in run.json, the trackers' config and the summary."""
+
+    requested: str
+    effective: str
+    """no, bf16, fp16 or fp8."""
+    requested_scenario: str | None = None
+    effective_scenario: str | None = None
+    """delayed, current, block, mxfp8 or nvfp4, of torchao tensorwise, rowwise or rowwise_with_gw_hp; None outside fp8."""
+    fallback_reason: str | None = None
+    recipe: Any = field(default=None, repr=False)
+    """Transformer Engine's recipe object or torchao's Float8LinearConfig; None outside fp8."""
+    backend: str | None = None
+    """te or torchao: whose modules compute in fp8; None outside fp8."""
+
+    @property
+    def te_recipe(self) -> Any:
+        """The recipe for te.autocast; None in a run that does not enter it."""
+        return None if self.backend == "torchao" else self.recipe
+
+    @property
+    def emulated(self) -> bool:
+        """Whether operands are rounded to fp8 and multiplied in a wider type, as torchao does on a CPU."""
+        return self.backend == "torchao" and self.recipe is not None and bool(self.recipe.emulate)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of activations between the linear layers."""
+        return {"no": torch.float32, "fp16": torch.float16}.get(self.effective, torch.bfloat16)
+
+    @property
+    def compute_name(self) -> str:
+        """What linear layers outside fp8 compute in: fp32, bf16 or fp16."""
+        return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[self.compute_dtype]
+
+    @property
+    def token_multiple(self) -> int:
+        """What the tokens of a micro-batch on one GPU must be a multiple of; 1 outside fp8."""
+        if self.backend == "torchao":
+            return torchao_fp8.TOKEN_MULTIPLE
+        return TOKEN_MULTIPLE.get(self.effective_scenario or "", 1)
+
+    @property
+    def name(self) -> str:
+        """A short name for tables: 'bf16', 'fp8 delayed', ..."""
+        return f"fp8 {self.effective_scenario}" if self.effective == "fp8" else self.effective
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for run.json."""
+        return {
+            "requested": self.requested,
+            "effective": self.effective,
+            "requested_scenario": self.requested_scenario,
+            "effective_scenario": self.effective_scenario,
+            "fallback_reason": self.fallback_reason,
+            "recipe": None if self.recipe is None else repr(self.recipe),
+            "backend": self.backend,
+            "emulated": self.emulated,
+        }
+
+
+def describe_device(device: torch.device) -> str:
+    """The device in words, for messages."""
+    if device.type != "cuda":
+        return "no CUDA GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
+
+
+def resolve_precision(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
+    """Check the request against the hardware and the installed TE. Raises `UserError`; prints nothing."""
+    requested = options.mixed_precision
+    if requested is None:
+        requested = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "no"
+    if requested != "fp8":
+        _refuse_fp8_options(options, requested)
+        if requested == "fp16" and device.type != "cuda":
+            raise UserError("--mixed_precision fp16 needs a CUDA GPU; use bf16 or no on the CPU.")
+        return PrecisionPlan(requested=requested, effective=requested)
+    if options.fp8_backend == "torchao":
+        return _resolve_torchao(options, device)
+    require_fp8_gpu(device)
+    te = require_te("--mixed_precision fp8")
+    available, reason = te.is_fp8_available(return_reason=True)
+    if not available:
+        raise UserError(f"--mixed_precision fp8: Transformer Engine says fp8 cannot run here: {reason}")
+    wanted = DEFAULT_SCENARIO if options.fp8_scenario == "default" else options.fp8_scenario
+    effective, fallback = wanted, None
+    available, reason = _scenario_available(te, wanted)
+    if not available:
+        alternatives = [name for name in TOKEN_MULTIPLE if _scenario_available(te, name)[0]]
+        fallback = f"{wanted} is not available on {describe_device(device)}: {reason} Available here: {', '.join(alternatives)}."
+        if options.fp8_strict:
+            raise UserError(f"--fp8_scenario {wanted} with --fp8_strict: {fallback}")
+        effective = DEFAULT_SCENARIO
+    return PrecisionPlan(
+        requested="fp8",
+        effective="fp8",
+        requested_scenario=options.fp8_scenario,
+        effective_scenario=effective,
+        fallback_reason=fallback,
+        recipe=_build_recipe(options, wanted, effective),
+        backend="te",
+    )
+
+
+def require_fp8_gpu(device: torch.device) -> None:
+    """Raise a `UserError` where `device` is no GPU with fp8 units."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < MIN_FP8_CAPABILITY:
+        raise UserError(
+            f"--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell); found "
+            f"{describe_device(device)}. Use --mixed_precision bf16."
+        )
+
+
+def torchao_needs(device: torch.device) -> dict[str, Callable[[], None]]:
+    """What torchao's recipes need: on a GPU their kernels, on a CPU, where they are emulated, torchao alone.
+
+    Returns: by name what raises a `UserError` where it is lacking, in the order in which they are to be asked.
+    """
+    why = "--fp8_backend torchao"
+    needs: dict[str, Callable[[], None]] = {"torchao": lambda: torchao_fp8.require_torchao(why)}
+    if device.type == "cuda":
+        needs["fp8 GPU"] = lambda: require_fp8_gpu(device)
+        needs["Triton"] = lambda: torchao_fp8.require_triton(why)
+        needs["C compiler"] = lambda: torchao_fp8.require_c_compiler(why)
+    return needs
+
+
+def _resolve_torchao(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
+    """torchao's recipes fall back to nothing: all of them run on every GPU with fp8, and emulated on a CPU."""
+    for require in torchao_needs(device).values():
+        require()
+    scenario = torchao_fp8.DEFAULT_SCENARIO if options.fp8_scenario == "default" else options.fp8_scenario
+    return PrecisionPlan(
+        requested="fp8",
+        effective="fp8",
+        requested_scenario=options.fp8_scenario,
+        effective_scenario=scenario,
+        recipe=torchao_fp8.build_config(scenario, emulate=device.type != "cuda"),
+        backend="torchao",
+    )
+
+
+def _refuse_fp8_options(options: PrecisionConfig, precision: str) -> None:
+    """Options of fp8 cannot take effect elsewhere; say so instead of ignoring them."""
+    unset = PrecisionConfig()
+    for name in vars(unset):
+        if name != "mixed_precision" and getattr(options, name) != getattr(unset, name):
+            raise UserError(f"--{name} has no effect with --mixed_precision {precision}; use --mixed_precision fp8 or drop it.")

@@ -1,0 +1,214 @@
+"""torchao's fp8 training (--fp8_backend torchao): its recipes, how a model is converted, compiled layers, and the modules' own account.
+
+torchao puts a `Float8Linear` in place of `nn.Linear`. It keeps the weight as it is and casts it, the input and the gradient of the output to
+fp8 for every product; no state is kept from one step to the next. A cast is several small kernels, which torch.compile fuses with what stands around
+them. So on a GPU each decoder layer is compiled. On a CPU the products are emulated (`Float8LinearConfig.emulate`): operands are rounded to fp8 as on a GPU and multiplied in higher precision, which shows what fp8 does to a training and nothing of its speed.
+
+    scenario             scales                                        products of a weight in fp8
+    tensorwise           one per tensor; gradients in e5m2             3
+    rowwise              one per row, powers of two; all in e4m3       3
+    rowwise_with_gw_hp   the same, but the gradient of the weight      2
+                         is computed in bf16
+
+`default` is tensorwise: it is what torchao itself does without a recipe, it calls it the fastest of the three, and it alone can be gathered in fp8 by FSDP2.
+
+Everything of torchao is imported here, when it is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from llm_fp8.config.options import TORCHAO_SCENARIOS
+from llm_fp8.precision.module_state import ModuleState
+from llm_fp8.utils.errors import UserError
+
+DEFAULT_SCENARIO = "tensorwise"
+TOKEN_MULTIPLE = 16
+"""The gradient of a weight is a product along the tokens of a micro-batch, and fp8 GEMMs need multiples of this."""
+
+INSTALL_TORCHAO = "pip install torchao"
+
+
+def require_torchao(why: str) -> None:
+    """Raise a `UserError` that starts with `why` where torchao is missing or does not load."""
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError(f"{why} needs torchao, which is not installed; run: {INSTALL_TORCHAO}")
+    try:
+        import torchao.float8  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UserError(f"{why} needs torchao, which is installed but does not load: {error}") from error
+
+
+def require_triton(why: str) -> None:
+    """Raise a `UserError` that starts with `why` where torch.compile could not make kernels for a GPU, for there is no Triton."""
+    if importlib.util.find_spec("triton") is None:
+        raise UserError(
+            f"{why} compiles the decoder layers, which needs Triton, and it is not installed; run: pip install triton"
+        )
+
+
+def require_c_compiler(why: str) -> None:
+    """The same where Triton has no C compiler."""
+    if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
+        raise UserError(
+            f"{why} compiles the decoder layers, for which Triton needs a C compiler, and none is found; install gcc, or name one in the variable CC."
+        )
+
+
+def build_config(scenario: str, emulate: bool) -> Any:
+    """torchao's `Float8LinearConfig` of a scenario."""
+    from torchao.float8 import Float8LinearConfig
+
+    return dataclasses.replace(Float8LinearConfig.from_recipe_name(scenario), emulate=emulate)
+
+
+def num_fp8_products(config: Any) -> int:
+    """How many of the three products of a weight run in fp8: forward, gradient of the input, gradient of the weight."""
+    operands = (
+        config.cast_config_input,
+        config.cast_config_grad_output,
+        config.cast_config_input_for_grad_weight,
+    )
+    return sum(operand.scaling_type.name != "DISABLED" for operand in operands)
+
+
+def convert_linears(model: nn.Module, config: Any, reason_to_leave: Callable[[str, nn.Linear], str | None]) -> dict[str, str]:
+    """Put torchao's Float8Linear in place of linear layers; parameters stay the same objects, so names and ties stay too.
+
+    Args:
+        model: is changed in place.
+        config: a `Float8LinearConfig`.
+        reason_to_leave: of a layer's name and the layer; None where it is to be converted.
+
+    Returns:
+        Name -> reason for each `nn.Linear` left alone.
+    """
+    from torchao.float8 import convert_to_float8_training
+
+    left: dict[str, str] = {}
+
+    def is_converted(module: nn.Module, name: str) -> bool:
+        if type(module) is not nn.Linear:
+            return False
+        reason = reason_to_leave(name, module)
+        if reason:
+            left[name] = reason
+        return reason is None
+
+    convert_to_float8_training(model, config=config, module_filter_fn=is_converted)
+    if config.emulate:
+        for module in converted_modules(model).values():
+            module.register_forward_pre_hook(_cast_input)
+    return left
+
+
+def _cast_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Cast the input to autocast's dtype; torchao does so itself, but asks for the GPU's autocast only."""
+    device_type = inputs[0].device.type
+    if device_type == "cuda" or not torch.is_autocast_enabled(device_type):
+        return None
+    return (inputs[0].to(torch.get_autocast_dtype(device_type)), *inputs[1:])
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether this is torchao's linear module; told by its class, so that nothing is imported."""
+    return type(module).__name__ == "Float8Linear" and type(module).__module__.startswith("torchao.")
+
+
+def converted_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> torchao's linear modules of `model`."""
+    return {name: module for name, module in model.named_modules() if is_converted(module)}
+
+
+def compile_layers(layers: Iterable[nn.Module], recomputed: bool = False) -> None:
+    """Compile each decoder layer in place; it happens when it first runs. Names of parameters stay. `recomputed`: by gradient checkpointing."""
+    if recomputed:
+        dynamo: Any = importlib.import_module("torch._dynamo").config
+        dynamo.optimize_ddp = False  # it cuts graphs at DDP's buckets, and cannot where a part is recomputed
+    for layer in layers:
+        layer.compile()
+
+
+@contextlib.contextmanager
+def uncompiled(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Run layers without their compiled code in this block, where hooks of the modules inside are called; nothing for layers that have none."""
+    kept: list[tuple[Any, Any]] = [(layer, layer._compiled_call_impl) for layer in layers]
+    for layer, _ in kept:
+        layer._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for layer, compiled in kept:
+            layer._compiled_call_impl = compiled
+
+
+def read_state(modules: Iterable[nn.Module]) -> ModuleState:
+    """What torchao's linear modules say: each that is set up to multiply in fp8 on the hardware, and by which recipe.
+
+    They keep no record of the step behind them: what is read is the configuration by which every call computes. One whose `forward` was
+    replaced, or whose products are emulated, does not count as in fp8.
+    """
+    num_modules = num_in_fp8 = num_recipe_unreadable = 0
+    recipes: Counter[str] = Counter()
+    known: dict[Any, str] | None = None
+    for module in modules:
+        num_modules += 1
+        config: Any = getattr(module, "config", None)
+        if not is_converted(module) or config is None or config.emulate or "forward" in vars(module):
+            continue
+        num_in_fp8 += 1
+        known = known or {build_config(name, emulate=False): name for name in TORCHAO_SCENARIOS}
+        recipe = known.get(dataclasses.replace(config, enable_fsdp_float8_all_gather=False))
+        if recipe is None:
+            num_recipe_unreadable += 1
+        else:
+            recipes[recipe] += 1
+    return ModuleState(
+        num_modules=num_modules,
+        num_in_fp8=num_in_fp8,
+        num_recipe_unreadable=num_recipe_unreadable,
+        recipes=dict(recipes),
+        library="torchao",
+    )
+
+
+# --- gathering weights in fp8 (--fp8_all_gather) --------------------------------------------------------------------------------
+
+
+def plain_rows(parameter: Tensor) -> Tensor:
+    """A sharded parameter as a DTensor of its fp32 rows, in the same memory, where torchao wraps them for gathering; any other as it is."""
+    local = getattr(parameter, "_local_tensor", None)
+    if not isinstance(parameter, DTensor) or type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
+        return parameter
+    rows: Tensor = local._tensor  # type: ignore[union-attr]
+    return DTensor.from_local(
+        rows.detach(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def refresh_scales_(model: nn.Module) -> None:
+    """Compute the scales by which weights are cast for gathering from the weights as they are now, with one collective for all of them.
+
+    Does nothing where no weight is gathered in fp8. Call it whenever weights were written to: scales are kept from one call to the next.
+    """
+    if any(plain_rows(module.weight) is not module.weight for module in converted_modules(model).values()):  # type: ignore[arg-type]
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        precompute_float8_dynamic_scale_for_fsdp(model)

@@ -1,0 +1,1 @@
+"""Programs around a run: verify, diagnose, predict, compare, bench; the Trainer callback, the W&B dashboard, evaluation of a checkpoint."""

@@ -1,0 +1,221 @@
+"""The usual set-ups, to be measured beside ours: transformers' model and Accelerate, written as their documentation does.
+
+    hf_bf16              Accelerate's bf16 mixed precision, sdpa attention
+    hf_bf16_compiled     the same, each decoder layer compiled
+    accelerate_te        Accelerate's own fp8: mixed_precision="fp8" with TERecipeKwargs, delayed scaling with our recipe's history and format.
+                         Accelerate puts te.Linear in place of every nn.Linear, the output head included
+    te_autocast          Transformer Engine by hand: the same layers replaced by te.Linear, the same recipe through te.autocast, and Accelerate in
+                         bf16 for the rest. What accelerate_te should come to
+    torchao_tensorwise   torchao's fp8 training, one scale per tensor; the output head stays in bf16; decoder layers compiled
+    torchao_rowwise      the same, one scale per row
+
+All with torch's fused AdamW at our learning rate, betas and weight decay, the loss as transformers computes it, and gradients accumulated by
+`accelerator.accumulate`. How they are spread:
+
+    one process, DDP   bf16 weights and no master: lighter than ours
+    FSDP2              Accelerate's plugin, wrapped per decoder layer: fp32 weights and moments, split; gathered and reduced in bf16
+    DeepSpeed          Accelerate's plugin: bf16 weights, fp32 masters and moments, split by ZeRO's stage. Its file goes to DeepSpeed as it is, also
+                       with entries that our own runs refuse
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.data.collate import IGNORED
+from llm_fp8.distributed.deepspeed_config import file_of, read_file, zero_stage
+from llm_fp8.distributed.process_group import own_device
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.optim.optimizers import not_optimised
+from llm_fp8.precision.convert import SIZE_MULTIPLE, convert_with_torchao
+from llm_fp8.precision.coverage import Census, take_census
+from llm_fp8.precision.plan import resolve_precision
+from llm_fp8.precision.torchao import build_config, compile_layers, is_converted, require_torchao
+from llm_fp8.tools.bench.variants import DEEPSPEED_MODES, OPTIMISATION, Rival
+from llm_fp8.tools.bench.workload import Recorder, Workload, draw_weights_
+from llm_fp8.train.loop import StepClock
+from llm_fp8.utils.ranks import LaunchRanks
+from llm_fp8.utils.te_import import require_te
+
+
+class HfTraining:
+    """A rival arm, built; in several processes with DDP, or split by FSDP2 or DeepSpeed.
+
+    Raises `UserError` where a package is missing.
+
+    Attributes:
+        accelerator: of this arm.
+        model: transformers' model, as Accelerate prepared it, without the wrapper of DDP.
+        recorder: times and losses of the steps so far; a loss is the mean over the step's labels on this process. (Gradients are those of the mean
+            over micro-batches, as Accelerate accumulates them.)
+        facts: what a reader should know of the arm.
+    """
+
+    def __init__(self, work: Workload, rival: Rival, mode: str | None = None) -> None:
+        _require_packages(rival)
+        fsdp2, deepspeed = mode == "fsdp_full", mode in DEEPSPEED_MODES
+        config = work.hf_config()
+        inputs = work.hf_inputs(config.vocab_size, LaunchRanks.from_environment(os.environ).rank)
+        self.accelerator = accelerator = _accelerator(work, len(inputs), rival, mode)
+        name, weights = ("fp32", torch.float32) if fsdp2 else ("bf16", torch.bfloat16)
+        with accelerator.device:
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation="sdpa")
+        draw_weights_(model, accelerator.device, is_te=False)
+        if rival.torchao_recipe is not None:
+            convert_with_torchao(model, build_config(rival.torchao_recipe, emulate=not torch.cuda.is_available()))
+        if rival.te_autocast:
+            _wrap_in_te(model, f"--arms {rival.name}")
+        optimizer: Any = torch.optim.AdamW(
+            model.parameters(),
+            lr=OPTIMISATION.learning_rate,
+            betas=(OPTIMISATION.adam_beta1, OPTIMISATION.adam_beta2),
+            eps=OPTIMISATION.adam_epsilon,
+            weight_decay=OPTIMISATION.weight_decay,
+            fused=True,
+        )
+        census = _census(model)
+        self._model, self._optimizer = accelerator.prepare(model, optimizer)
+        self.model = accelerator.unwrap_model(self._model)
+        if rival.accelerate_te:
+            census = _census(self.model)  # Accelerate has converted it; DeepSpeed's third stage has left no weights to count
+        layers = decoder_layers(self.model)
+        if fsdp2 and not isinstance(layers[0], FSDPModule):
+            raise RuntimeError("Accelerate did not wrap the decoder layers")
+        if rival.compiled:
+            compile_layers(layers)
+        self._model.train()
+        self._inputs = [{name: tensor.to(accelerator.device) for name, tensor in of_one.items()} for of_one in inputs]
+        num_labels = torch.tensor([int((of_one["labels"][:, 1:] != IGNORED).sum()) for of_one in inputs], dtype=torch.float32)
+        self._shares = (num_labels / num_labels.sum()).to(accelerator.device)
+        self._clock = StepClock(accelerator.device)
+        self.recorder = Recorder()
+        self.facts: dict[str, Any] = {
+            "attention": "sdpa",
+            "optimizer": "torch fused AdamW on DeepSpeed's fp32 masters" if deepspeed else f"torch fused AdamW on {name} weights",
+            "compiled": rival.compiled,
+            "census": census.to_dict(),
+            # DeepSpeed's optimizer holds one long tensor of its own for each group.
+            "parameters_not_in_the_optimizer": None if deepspeed else not_optimised(self.model, self._optimizer),
+            **work.text_facts(padded=True),
+        }
+
+    def take(self, num_steps: int) -> None:
+        """Take so many optimizer steps."""
+        accelerator, model, optimizer = self.accelerator, self._model, self._optimizer
+        stamps, losses = [self._clock.stamp()], []
+        for _ in range(num_steps):
+            of_step = []
+            for inputs in self._inputs:
+                with accelerator.accumulate(model):
+                    loss = model(**inputs, use_cache=False).loss
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), OPTIMISATION.max_grad_norm)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                of_step.append(loss.detach())
+            stamps.append(self._clock.stamp())
+            losses.append((torch.stack(of_step) * self._shares).sum())
+        self.recorder.losses += torch.stack(losses).tolist()  # waits for the last step
+        self.recorder.step_times_s += [
+            self._clock.seconds(start, end) for start, end in zip(stamps[:-1], stamps[1:], strict=True)
+        ]
+
+
+def _require_packages(rival: Rival) -> None:
+    """Raise `UserError` where a package is missing that only this rival needs."""
+    if rival.accelerate_te or rival.te_autocast:
+        require_te(f"--arms {rival.name}")
+    if rival.torchao_recipe is not None:
+        require_torchao(f"--arms {rival.name}")
+
+
+def _accelerator(work: Workload, num_micro_batches: int, rival: Rival, mode: str | None) -> Accelerator:
+    if mode is not None and mode in DEEPSPEED_MODES:
+        return _accelerator_with_deepspeed(work, rival, mode)
+    plugin = None
+    if mode == "fsdp_full":
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=True,
+            auto_wrap_policy="transformer_based_wrap",  # transformers names its decoder layer
+            cpu_ram_efficient_loading=False,  # nothing is loaded
+        )
+    handlers: list[Any] = []
+    if rival.accelerate_te:
+        from accelerate.utils import TERecipeKwargs
+
+        # Their defaults but for the amax: the maximum of the history, as in our recipe, so that the two rows differ in nothing else.
+        handlers = [TERecipeKwargs(fp8_format="HYBRID", amax_history_len=1024, amax_compute_algo="max")]
+    return Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="fp8" if rival.accelerate_te else "bf16",
+        gradient_accumulation_steps=num_micro_batches,
+        fsdp_plugin=plugin,
+        kwargs_handlers=handlers,
+    )
+
+
+def _accelerator_with_deepspeed(work: Workload, rival: Rival, mode: str) -> Accelerator:
+    """Accelerate with its DeepSpeed plugin. Of the file it fills in what its own documentation writes as "auto"."""
+    from llm_fp8.distributed.deepspeed import arguments_of, plugin_of
+
+    file = read_file(file_of(rival.deepspeed_config, mode))
+    settings = {
+        **file,
+        "zero_optimization": {**file["zero_optimization"], "stage": zero_stage(mode)},
+        "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": work.batch_size,
+        "gradient_accumulation_steps": work.micro_batches,
+        "gradient_clipping": OPTIMISATION.max_grad_norm,
+        "zero_allow_untested_optimizer": True,  # torch's, as in the other arms
+    }
+    return Accelerator(
+        mixed_precision="bf16", gradient_accumulation_steps=work.micro_batches, **arguments_of(plugin_of(settings))
+    )
+
+
+def _wrap_in_te(model: PreTrainedModel, why: str) -> None:
+    """Put te.Linear in place of every nn.Linear, the output head included, and the forward pass into te.autocast with delayed scaling."""
+    te = require_te(why)
+    plan = resolve_precision(PrecisionConfig(mixed_precision="fp8", fp8_scenario="delayed", fp8_strict=True), own_device())
+    linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+    for name, linear in linears:
+        if linear.in_features % SIZE_MULTIPLE or linear.out_features % SIZE_MULTIPLE:
+            continue
+        weight, bias = linear.weight, linear.bias
+        replaced = te.Linear(
+            linear.in_features, linear.out_features, bias=bias is not None, params_dtype=weight.dtype, device=weight.device
+        )
+        with torch.no_grad():
+            replaced.weight.copy_(weight)
+            if bias is not None:
+                replaced.bias.copy_(bias)
+        model.set_submodule(name, replaced)
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def in_fp8(*args: Any, **kwargs: Any) -> Any:
+        with te.autocast(enabled=True, recipe=plan.recipe):
+            return forward(*args, **kwargs)
+
+    model.forward = in_fp8
+
+
+def _census(model: PreTrainedModel) -> Census:
+    """Which linear layers were converted; told by their class, because the packages need not be installed."""
+    return take_census(model, [module for module in model.modules() if _is_converted(module)], "bf16", {})
+
+
+def _is_converted(module: nn.Module) -> bool:
+    name, origin = type(module).__name__, type(module).__module__
+    return is_converted(module) or (name == "Linear" and origin.startswith("transformer_engine."))

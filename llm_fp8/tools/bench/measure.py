@@ -1,0 +1,141 @@
+"""One arm, built, timed and recorded. Used alike by one process and by all processes of a launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from llm_fp8.observability.metrics import GIB, DecoderSize, StepTokens, device_peak_tflops, step_flops
+from llm_fp8.observability.nvml import GpuStateSampler
+from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.observability.step_profile import profiled
+from llm_fp8.tools.bench.baselines import HfTraining
+from llm_fp8.tools.bench.ours import OurTraining
+from llm_fp8.tools.bench.variant_names import Arm
+from llm_fp8.tools.bench.workload import Workload
+from llm_fp8.utils.te_import import forget_delayed_scales
+
+
+def measure(work: Workload, arm: Arm, warmup: int, device: torch.device) -> dict[str, Any]:
+    """Build an arm, time its steps, record one more, and let go of it. Collective.
+
+    Memory is counted from the first step on, so that building does not show in it; figures are of the process that has most of it.
+    The CPU keeps no count of memory and runs no kernels, so there their keys are absent.
+
+    Returns:
+        step_times_s_by_rank: those of each process, without the first `warmup` steps. losses: of all steps, in nats per token.
+        peak_memory_gib, peak_reserved_memory_gib, memory_before_gib (still held by others).
+        gpu_state: clocks and power in the timed steps (`GpuStateSampler.figures`), on this process's GPU; None without NVML.
+        gemm_kernels: of the recorded step on this process, by operand type: how many, how long (seconds), and their share of all GEMMs' time.
+        recorded_step: what else the recorded step shows, and its figures under the keys of `llm_fp8.observability.metrics.METRICS`.
+        build_s, wall_time_s, and the arm's own facts.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)  # the arms differ in what they ask of Accelerate's singletons
+    GradientState._reset_state()
+    forget_delayed_scales()
+    started = time.perf_counter()
+    memory_before = _memory_gib(device)["allocated"]
+    training = arm.build(work)
+    built = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    with GpuStateSampler(device) as sampler:
+        training.take(work.num_steps)
+    times, losses = training.recorder.step_times_s[warmup:], list(training.recorder.losses)
+    memory = _memory_gib(device)
+    figures = torch.tensor([[*times, memory["peak"], memory["reserved"], memory_before]], dtype=torch.float64, device=device)
+    by_rank = training.accelerator.gather(figures)
+    found = {**training.facts, "step_times_s_by_rank": by_rank[:, :-3].tolist(), "losses": losses}
+    if device.type == "cuda":
+        peaks = by_rank[:, -3:].amax(dim=0).tolist()
+        found.update(zip(("peak_memory_gib", "peak_reserved_memory_gib", "memory_before_gib"), peaks, strict=True))
+        found["gpu_state"] = sampler.figures(sum(times))
+        found.update(_recorded_step(training))
+    training.accelerator.free_memory()
+    return {**found, "build_s": built - started, "wall_time_s": time.perf_counter() - started}
+
+
+def _recorded_step(training: OurTraining | HfTraining) -> dict[str, Any]:
+    """The kernels of one more step."""
+    with profiled(training.accelerator) as step:
+        training.take(1)
+    total_s = sum(step.gemm_time_s.values())
+    gemms = {
+        kind: {"count": count, "time_s": step.gemm_time_s[kind], "share": step.gemm_time_s[kind] / total_s}
+        for kind, count in step.gemm_kernels.items()
+    }
+    return {"gemm_kernels": gemms, "recorded_step": step.to_dict(), **step.figures()}
+
+
+def _memory_gib(device: torch.device) -> dict[str, float]:
+    """Memory of this process's tensors on `device`; zeros on a CPU, where PyTorch keeps no count."""
+    if device.type != "cuda":
+        return dict.fromkeys(("allocated", "peak", "reserved"), 0.0)
+    return {
+        "allocated": torch.cuda.memory_allocated(device) / GIB,
+        "peak": torch.cuda.max_memory_allocated(device) / GIB,
+        "reserved": torch.cuda.max_memory_reserved(device) / GIB,
+    }
+
+
+def header(command: list[str], device: torch.device) -> dict[str, Any]:
+    """What a results file says of where it comes from; `command` with the script's name first."""
+    peak = device_peak_tflops(device)
+    return {"provenance": collect_provenance(command), "peaks": None if peak is None else dataclasses.asdict(peak)}
+
+
+def describe_failure(error: Exception) -> str:
+    """The reason for a row that has no figures."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+
+
+# --- figures ---------------------------------------------------------------------------------------------
+# What the step times of a measurement come to, and its kernels in words.
+
+if TYPE_CHECKING:
+    from llm_fp8.tools.bench.workload import Workload
+
+
+def speed(
+    work: Workload,
+    times_s: Sequence[float],
+    num_gpus: int = 1,
+    context_size: int = 1,
+    num_adapter_parameters: int = 0,
+    step_tokens: Mapping[str, int] | None = None,
+) -> dict[str, float]:
+    """What step times (seconds, at least one) come to; `num_adapter_parameters` is that of an arm with LoRA, `step_tokens` the `StepTokens` of an arm
+    on real documents.
+
+    Returns:
+        tokens_per_s: the positions of all GPUs over the median step; _slowest and _fastest: over the longest and the shortest one; _p10 and _p90:
+        between them lie the middle eight tenths of the steps. On real documents also real_tokens_per_s and so on, without padding.
+        model_tflops: model TFLOP/s of one GPU at the median step.
+    """
+    if step_tokens is not None:
+        tokens = StepTokens(**step_tokens)
+    else:
+        total = work.tokens_per_step * num_gpus // context_size
+        tokens = StepTokens(total, total, total, total * work.seq_length)
+    size = DecoderSize.from_config(work.hf_config(), num_adapter_parameters)
+    median = statistics.median(times_s)
+    tenths = statistics.quantiles(times_s, n=10, method="inclusive") if len(times_s) > 1 else list(times_s)
+    seconds = {"": median, "_slowest": max(times_s), "_p10": tenths[-1], "_p90": tenths[0], "_fastest": min(times_s)}
+    found = {f"tokens_per_s{end}": tokens.num_tokens / taken for end, taken in seconds.items()}
+    if step_tokens is not None:
+        found.update({f"real_tokens_per_s{end}": tokens.num_real_tokens / taken for end, taken in seconds.items()})
+    return {**found, "model_tflops": step_flops(size, tokens) / median / num_gpus / 1e12}
+
+
+def describe_gemms(gemm_kernels: dict[str, dict[str, float]]) -> str:
+    """The `gemm_kernels` of a measurement in words."""
+    return ", ".join(f"{kind} {found['count']} ({found['share']:.0%})" for kind, found in gemm_kernels.items()) or "none"

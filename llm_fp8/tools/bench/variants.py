@@ -1,0 +1,102 @@
+"""What is trained how, ours and the rivals', in words that options can be checked by: what trains it is in ours.py and rival.py. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Literal
+
+from llm_fp8.config.options import (
+    SHARDING_MODES,
+    Config,
+    DataConfig,
+    LoraConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+
+if TYPE_CHECKING:
+    from llm_fp8.config.attention_packages import FlashAttention
+    from llm_fp8.optim.optimizers import OptimizerKind
+    from llm_fp8.tools.bench.workload import Workload
+
+OPTIMISATION = OptimConfig(learning_rate=1e-5, lr_scheduler="constant", num_warmup_steps=0)
+"""How every arm moves its weights: the same from the first step on, so that their losses can be compared."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OurArm:
+    """How this project trains a workload."""
+
+    precision: PrecisionConfig
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    use_te: bool = True
+    flash_attention: FlashAttention | None = None
+    """Value of --attn_implementation; None: Transformer Engine's choice."""
+    gradient_checkpointing: bool = False
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    optimizer: OptimizerKind | Literal["auto"] = "auto"
+
+    @property
+    def computes_in_fp8(self) -> bool:
+        """Whether fp8 is asked for."""
+        return self.precision.mixed_precision == "fp8"
+
+    def config(self, work: Workload) -> Config:
+        """The configuration of a run that trains `work` in this way."""
+        model = dataclasses.replace(
+            work.model_options,
+            use_te=self.use_te,
+            gradient_checkpointing=self.gradient_checkpointing,
+            attn_implementation=self.flash_attention or "auto",
+        )
+        return Config(
+            model=model,
+            precision=self.precision,
+            data=DataConfig(max_seq_length=work.seq_length, batch_size=work.batch_size, packing=True),
+            optim=dataclasses.replace(
+                OPTIMISATION, gradient_accumulation_steps=work.micro_batches, max_steps=work.num_steps, optimizer=self.optimizer
+            ),
+            run=RunConfig(output_dir=os.devnull),  # nothing is written
+            lora=self.lora,
+            parallel=self.parallel,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rival:
+    """A set-up of others."""
+
+    name: str
+    compiled: bool = False
+    """Whether each decoder layer is compiled."""
+    torchao_recipe: str | None = None
+    accelerate_te: bool = False
+    te_autocast: bool = False
+    deepspeed_config: str = ""
+    """DeepSpeed's file under a deepspeed mode; empty: ours."""
+
+    @property
+    def computes_in_fp8(self) -> bool:
+        """Whether fp8 is asked for; what runs is what the recorded kernels say."""
+        return self.accelerate_te or self.te_autocast or self.torchao_recipe is not None
+
+
+DEEPSPEED_MODES = tuple(mode for mode in SHARDING_MODES if mode.startswith("deepspeed_"))
+RIVAL_MODES = ("ddp", "fsdp_full", *DEEPSPEED_MODES)
+"""How a rival can be spread over several GPUs; under DeepSpeed in bf16 alone."""
+BASELINE = "hf_bf16"
+"""The usual set-up: the arm that others are compared with, where it is measured."""
+RIVALS = {
+    rival.name: rival
+    for rival in (
+        Rival("hf_bf16"),
+        Rival("hf_bf16_compiled", compiled=True),
+        Rival("accelerate_te", accelerate_te=True),
+        Rival("te_autocast", te_autocast=True),
+        Rival("torchao_tensorwise", compiled=True, torchao_recipe="tensorwise"),
+        Rival("torchao_rowwise", compiled=True, torchao_recipe="rowwise"),
+    )
+}

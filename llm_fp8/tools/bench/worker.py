@@ -1,0 +1,272 @@
+"""One measurement in processes of its own, so that nothing of an arm outlives it: compiled code, Transformer Engine's globals, memory.
+
+    answer = measure_apart("Llama-3.2-1B:8x1024x4", "delayed", num_gpus=1, num_steps=8, warmup=3, timeout_s=300)
+    answer = measure_apart("Llama-3.1-8B:8x1024x4", "fsdp_full:delayed", num_gpus=4, num_steps=8, warmup=3, timeout_s=300)
+
+A measurement's processes import for seconds before they touch the GPU. With `next_variables` others do that meanwhile, and the next measurement
+with these variables, on as many GPUs, has them (llm_fp8/tools/bench/waiting.py).
+
+An answer is what `llm_fp8.tools.bench.measure.measure` returns, its step times under step_times_s (of a launch, the row of
+scripts/benchmark_multi_gpu.py), with its `header` and "failed": None; where it was not measured, "failed" is the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llm_fp8.observability.provenance import recorded_command
+from llm_fp8.tools.bench.waiting import dismiss_prepared, take_program
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import read_json, require_writable, write_json_atomic
+from llm_fp8.utils.packages import REPOSITORY
+
+ALONE = REPOSITORY / "llm_fp8" / "tools" / "bench" / "alone.py"
+SEVERAL = REPOSITORY / "scripts" / "benchmark_multi_gpu.py"
+"""The scripts that measure: in one process, and in those of a launch."""
+
+STOPPED = "stopped from outside"
+LAUNCH_S = 120
+"""How long a launch may take to start and to end, beside its measurement."""
+LOOK_S = 0.5
+"""How often it is looked whether a measurement is to be stopped."""
+END_S = 30
+"""How long a program may take to end itself."""
+
+
+def measure_apart(
+    workload: str,
+    arm: str,
+    num_gpus: int,
+    num_steps: int,
+    warmup: int,
+    timeout_s: float,
+    variables: Mapping[str, str | None] | None = None,
+    stopped: threading.Event | None = None,
+    next_variables: Mapping[str, str | None] | None = None,
+) -> dict[str, Any]:
+    """Measure `arm` on `workload` (both by name) and return the answer; raises nothing for what goes wrong over there.
+
+    `num_gpus`: of this host; one is measured in a process without a launcher, several in a launch of scripts/benchmark_multi_gpu.py. `variables`: of
+    the processes' environment, in place of this one's; None takes one out. `stopped`: ends the measurement when it is set. `next_variables`:
+    those of the measurement that is to follow on as many GPUs; None where none is.
+    """
+    follows = next_variables is not None and not (stopped is not None and stopped.is_set())  # none is prepared when it is to end
+    next_environment = _environment(next_variables) if follows else None
+    program = take_program(_environment(variables), None if num_gpus == 1 else num_gpus, next_environment)
+    with program.folder as folder:
+        path = Path(folder) / "answer.json"
+        if num_gpus == 1:
+            program.begin([str(ALONE), workload, arm, str(num_steps), str(warmup), str(path)])
+            return _answer_of_process(path, _outcome(program.process, timeout_s, stopped))
+        words = [str(SEVERAL), "--workloads", workload, "--arms", arm, "--steps", str(num_steps), "--warmup", str(warmup)]
+        program.begin([*words, "--arm_timeout_s", str(timeout_s), "--output", str(path)])
+        # The launch keeps the limit itself, with a row that says so; this one is for a launch that hangs before or after.
+        return _answer_of_launch(path, _outcome(program.process, timeout_s + LAUNCH_S, stopped))
+
+
+def _answer_of_process(path: Path, failed: str | None) -> dict[str, Any]:
+    if not path.exists():
+        return {"failed": failed or f"{ENDED_IN_SILENCE} (exit code 0)"}
+    answer = read_json(path)
+    if "step_times_s_by_rank" in answer:
+        (answer["step_times_s"],) = answer.pop("step_times_s_by_rank")
+    return answer
+
+
+def _answer_of_launch(path: Path, failed: str | None) -> dict[str, Any]:
+    record = read_json(path) if path.exists() else {"rows": []}
+    rows = record.pop("rows")
+    if not rows:
+        return {"failed": failed or ENDED_IN_SILENCE}
+    origin = {name: record[name] for name in ("provenance", "peaks")}
+    return {"failed": None, "header": origin, **rows[0]}
+
+
+def take_header(answer: dict[str, Any], argv: list[str]) -> dict[str, Any]:
+    """Take the header out of an answer; empty where the measurement ended before it could write one.
+
+    Its command becomes `argv`, the command line (`sys.argv`) of the program that asked for the measurement: the one to repeat.
+    """
+    header: dict[str, Any] = answer.pop("header", {})
+    if header:
+        header["provenance"]["command"] = recorded_command(argv)
+    return header
+
+
+def _environment(variables: Mapping[str, str | None] | None) -> dict[str, str]:
+    """This process's environment for a measurement, with `variables` in place of its own."""
+    # What a launcher left for Accelerate would change the rivals: ACCELERATE_FP8_BACKEND alone converts a bf16 model.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    for name, value in (variables or {}).items():
+        environment.pop(name, None)
+        if value is not None:
+            environment[name] = value
+    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # for every arm, as in the training scripts
+    return environment
+
+
+def _outcome(process: subprocess.Popen[bytes], timeout_s: float, stopped: threading.Event | None) -> str | None:
+    """Wait for a program's end; returns why it did not come to a good one, None where it did. Where it is stopped, so are those that wait."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        while (left := deadline - time.monotonic()) > 0:
+            if stopped is not None and stopped.is_set():
+                dismiss_prepared()
+                return STOPPED
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(left if stopped is None else min(left, LOOK_S))
+                return f"{ENDED_IN_SILENCE} (exit code {code})" if code else None
+        return f"took longer than {timeout_s:g} s"
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a program that still runs, with the processes that it started."""
+    if process.poll() is not None:
+        return
+    process.terminate()  # torchrun passes it on to its processes, which are in sessions of their own
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile for it
+    process.wait()
+
+
+# --- options ---------------------------------------------------------------------------------------------
+# The options that all benches of training share: how many steps are timed, how often, for how long at most, and where the results go.
+
+
+def add_measuring_options(
+    parser: argparse.ArgumentParser,
+    *,
+    steps: int,
+    warmup: int,
+    arm_timeout_s: float,
+    rounds: int | None = None,
+    output_required: bool = True,
+) -> None:
+    """Declare them with these defaults; without `rounds` each arm is measured once, and there is no --rounds."""
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=steps,
+        help="optimizer steps of a measurement, the left-out ones included (default %(default)s)",
+    )
+    parser.add_argument("--warmup", type=int, default=warmup, help="first steps of a measurement, left out (default %(default)s)")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help="how often the arms take turns (default %(default)s)")
+    parser.add_argument(
+        "--arm_timeout_s",
+        type=float,
+        default=arm_timeout_s,
+        help="a measurement that takes longer has failed (default %(default)s)",
+    )
+    parser.add_argument("--output", type=Path, required=output_required, help="JSON file for the results")
+
+
+def add_resuming_option(parser: argparse.ArgumentParser) -> None:
+    """Declare --resume, of the benches whose file is written after every measurement."""
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep what --output holds and measure the rounds and arms that it lacks, or that failed; same code, packages and kind of GPU only",
+    )
+
+
+def check_measuring_options(options: argparse.Namespace, recorded_step: int = 0) -> None:
+    """Raise `UserError` on values that measure nothing, or where nothing can be written.
+
+    `recorded_step`: one whose kernels are recorded, which must be among those left out.
+    """
+    if not 0 <= options.warmup < options.steps:
+        raise UserError(f"--warmup {options.warmup} must leave some of the {options.steps} --steps to be timed.")
+    if recorded_step and options.warmup <= recorded_step:
+        raise UserError(f"--warmup {options.warmup} must be more than {recorded_step}, the step whose kernels are recorded.")
+    if "rounds" in options and options.rounds < 1:
+        raise UserError(f"--rounds {options.rounds} measures nothing; give 1 or more.")
+    if not options.arm_timeout_s > 0:
+        raise UserError(f"--arm_timeout_s {options.arm_timeout_s:g} leaves no time to measure in; give seconds, more than 0.")
+    if options.output is None and "resume" in options and options.resume:
+        raise UserError("--resume goes on from the file of --output, and none is named.")
+    if options.output is not None:
+        require_writable("--output", options.output)
+
+
+# --- results ---------------------------------------------------------------------------------------------
+# The results file of a benchmark in several processes, one row per measurement, rewritten after each.
+#
+# A measurement can end its processes: a GPU out of memory leaves the others waiting in a collective operation, and what NCCL was doing cannot
+# be taken back. So a process that fails writes the row that says so and ends; the launcher (torchrun --max-restarts) ends the others and
+# starts all of them anew, and they go on behind the last row. The file is the only thing that outlives them.
+
+ENDED_IN_SILENCE = "a process ended without saying why: killed, or a fault in native code"
+
+
+class ResultsFile:
+    """Rows of a launch, in the order of its plan.
+
+    Args:
+        path: of the JSON file.
+        launch: the same for all processes and restarts of a launch.
+        writes: whether this is the process that writes rows of measurements. Any may write that one failed.
+
+    All processes have to wait for the one that writes before they read.
+    """
+
+    def __init__(self, path: Path, launch: str, *, writes: bool) -> None:
+        self._path = path
+        self._launch = launch
+        self._writes = writes
+        self._number = 0
+
+    def is_of_this_launch(self) -> bool:
+        """Whether the file is there and was started by this launch."""
+        return self._path.exists() and self._read().get("launch") == self._launch
+
+    def start(self, header: dict[str, Any]) -> None:
+        """A file without rows in place of any other; `header`: its entries beside them."""
+        write_json_atomic(self._path, {**header, "launch": self._launch, "measuring": None, "rows": []})
+
+    def _read(self) -> dict[str, Any]:
+        record: dict[str, Any] = json.loads(self._path.read_text())
+        return record
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows so far."""
+        rows: list[dict[str, Any]] = self._read()["rows"]
+        return rows
+
+    def interrupted(self) -> dict[str, Any] | None:
+        """What was being measured when all processes ended and no row was written."""
+        measuring: dict[str, Any] | None = self._read()["measuring"]
+        return measuring
+
+    def begin(self, subject: dict[str, Any]) -> None:
+        """Note what is measured now; `subject` becomes part of its row."""
+        self._number = len(self.rows())
+        if self._writes:
+            write_json_atomic(self._path, {**self._read(), "measuring": subject})
+
+    def add(self, row: dict[str, Any]) -> None:
+        """The row of what was measured."""
+        if self._writes:
+            record = self._read()
+            write_json_atomic(self._path, {**record, "measuring": None, "rows": [*record["rows"], row]})
+
+    def add_failure(self, subject: dict[str, Any], reason: str) -> None:
+        """The row of what could not be measured, unless it has one. One process of all calls this."""
+        record = self._read()
+        if len(record["rows"]) == self._number:
+            row = {**subject, "failed": reason}
+            write_json_atomic(self._path, {**record, "measuring": None, "rows": [*record["rows"], row]})

@@ -1,0 +1,336 @@
+"""What every arm of a benchmark trains on: full rows of random tokens, one document each, or real documents (llm_fp8/tools/bench/workload.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+import te_llama
+from llm_fp8.config.options import ModelConfig
+from llm_fp8.data.collate import IGNORED, Batch, PackedCollate, PaddedCollate, count_tokens
+from llm_fp8.data.load import DatasetSource, load_split, open_source
+from llm_fp8.data.pack import RowPlan, pack
+from llm_fp8.data.prepare import pad_token_id
+from llm_fp8.data.prompt import detect_columns
+from llm_fp8.data.tokenise import Document, TokeniseOptions, tokenise_rows
+from llm_fp8.models.architectures import bundled_architectures
+from llm_fp8.models.lora_names import is_adapter, name_without_adapter
+from llm_fp8.models.source import ModelSource, load_config, load_tokenizer, resolve_source
+from llm_fp8.models.weight_shards import WeightFiller, row_block
+from llm_fp8.observability.metrics import StepTokens
+from llm_fp8.utils.errors import UserError
+
+_NAME = re.compile(r"(.+):([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(?:@(.+))?")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The steps of one process, or under context parallelism those of one group of processes."""
+
+    model: str
+    """A bundled architecture, or a folder with a config.json."""
+    batch_size: int
+    seq_length: int
+    micro_batches: int
+    num_steps: int
+    """Steps per round, the left-out ones included."""
+    text: str | None = field(default=None, kw_only=True)
+    """Real documents instead of random tokens: a dataset as --dataset_name takes it. Ours packs them into `micro_batches` of `batch_size` rows, a
+    rival pads the same documents, one to a row of `seq_length` tokens, and takes as many micro-batches as they need."""
+
+    @classmethod
+    def parse(cls, text: str, num_steps: int, flag: str = "--workloads") -> Workload:
+        """'MODEL:ROWSxLENGTHxMICRO_BATCHES[@DATASET]' as a workload. Raises `UserError`, which names `flag`, where it is none, or the model or
+        dataset is unknown."""
+        match = _NAME.fullmatch(text)
+        if match is None:
+            raise UserError(
+                f"{flag} {text}: write MODEL:ROWSxLENGTHxMICRO_BATCHES, for example Llama-3.1-8B:8x1024x4 for 4 micro-batches of 8 rows of "
+                "1024 tokens, and @FILE.jsonl behind it for real documents."
+            )
+        model, dataset = match[1], match[5]
+        batch_size, seq_length, micro_batches = (int(match[number]) for number in (2, 3, 4))
+        work = cls(model, batch_size, seq_length, micro_batches, num_steps, text=dataset)
+        if not work.source.is_local and not work.source.location.endswith(".json"):
+            raise UserError(
+                f"{flag} {text}: {model} is unknown; give a folder with a config.json, or one of {', '.join(bundled_architectures())}."
+            )
+        if dataset is not None:
+            try:
+                work.text_step.check()
+            except UserError as error:
+                raise UserError(f"{flag} {text}: {error}") from error
+        return work
+
+    @property
+    def name(self) -> str:
+        """As `parse` reads it."""
+        shape = f"{self.model}:{self.batch_size}x{self.seq_length}x{self.micro_batches}"
+        return shape if self.text is None else f"{shape}@{self.text}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for a results file; without `text` on random tokens."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "text" or value is not None}
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions of one optimizer step of ours."""
+        return self.batch_size * self.seq_length * self.micro_batches
+
+    def step_tokens(self, padded: bool = False) -> StepTokens:
+        """The tokens of one optimizer step; `padded`: of a rival, which pads real documents."""
+        if self.text is not None:
+            return self.text_step.tokens(padded)
+        total = self.tokens_per_step
+        return StepTokens(total, total, total - self.batch_size * self.micro_batches, total * self.seq_length)
+
+    @functools.cached_property
+    def text_step(self) -> TextStep:
+        """The documents of a step with `text`."""
+        assert self.text is not None
+        return TextStep(
+            self.text, load_tokenizer(self.model_options, self.source)[0], self.batch_size, self.seq_length, self.micro_batches
+        )
+
+    @property
+    def model_options(self) -> ModelConfig:
+        """The model with random weights."""
+        return ModelConfig(model_name=self.model, random_init=True)
+
+    @functools.cached_property
+    def source(self) -> ModelSource:
+        """Where the model's config lies."""
+        return resolve_source(self.model_options)
+
+    def hf_config(self) -> PretrainedConfig:
+        """The model's config, read anew: building a model changes it."""
+        return load_config(self.model_options, self.source)
+
+    def batches(self, vocab_size: int, reader: int = 0) -> list[Batch]:
+        """The micro-batches of a step, packed; each `reader`, a process with data of its own, has others. Real documents have one reader."""
+        if self.text is not None:
+            return self.text_step.packed()
+        return [random_batch(self, vocab_size, reader * self.micro_batches + number) for number in range(self.micro_batches)]
+
+    def text_facts(self, padded: bool = False) -> dict[str, Any]:
+        """What a row of real documents says of them: `documents` and `step_tokens`, which `speed` reads; nothing for random tokens."""
+        if self.text is None:
+            return {}
+        return {"documents": self.text_step.facts(), "step_tokens": dataclasses.asdict(self.step_tokens(padded))}
+
+    def hf_inputs(self, vocab_size: int, reader: int = 0) -> list[dict[str, Tensor]]:
+        """The same step as transformers' model takes it, by micro-batch: input_ids and labels int64 [B, S], not shifted, and for real documents
+        attention_mask bool [B, S]."""
+        if self.text is not None:
+            return [_hf_rows(batch) for batch in self.text_step.padded()]
+        rows = (batch.input_ids.view(self.batch_size, -1) for batch in self.batches(vocab_size, reader))
+        return [{"input_ids": ids, "labels": ids} for ids in rows]
+
+
+def _hf_rows(batch: Batch) -> dict[str, Tensor]:
+    """A padded batch with labels that the model shifts itself: the last label of a row is none, so that rolling it to the front loses nothing."""
+    assert batch.attention_mask is not None
+    return {"input_ids": batch.input_ids, "labels": batch.labels.roll(1, dims=1), "attention_mask": batch.attention_mask}
+
+
+def parse_workloads(text: str, num_steps: int) -> list[Workload]:
+    """The workloads of a comma-separated list; raises `UserError` for one that is unknown or there twice."""
+    names = text.split(",")
+    if doubled := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise UserError(f"--workloads names {doubled[0]} twice.")
+    return [Workload.parse(name, num_steps) for name in names]
+
+
+def random_batch(work: Workload, vocab_size: int, seed: int) -> Batch:
+    """One packed micro-batch of full rows, every token but each row's last supervised."""
+    total = work.batch_size * work.seq_length
+    ids = torch.randint(vocab_size, (1, total), generator=torch.Generator().manual_seed(seed))
+    labels = ids.roll(-1, dims=1)
+    labels[0, work.seq_length - 1 :: work.seq_length] = IGNORED
+    return Batch(
+        input_ids=ids,
+        labels=labels,
+        position_ids=torch.arange(work.seq_length).repeat(work.batch_size)[None],
+        attention_mask=None,
+        cu_seqlens=torch.arange(0, total + 1, work.seq_length, dtype=torch.int32),
+        max_seqlen=work.seq_length,
+        num_tokens=total,
+        num_real_tokens=total,
+        num_supervised_tokens=total - work.batch_size,
+        sum_squared_lengths=work.batch_size * work.seq_length**2,
+        row_ids=(),
+    )
+
+
+@dataclass
+class FixedLoader:
+    """Gives the same micro-batches at every step."""
+
+    batches: list[Batch]
+    epoch: float = 0.0
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        while True:
+            yield self.batches
+
+
+@dataclass
+class Recorder:
+    """Time (seconds) and loss (nats per token) of each step; takes the place of a run's reporter."""
+
+    step_times_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    def steps(self, records: list[dict[str, Any]]) -> None:
+        """Keep what the loop reports."""
+        self.step_times_s += [record["step_time_s"] for record in records]
+        self.losses += [record["loss"] for record in records]
+
+
+# --- text ------------------------------------------------------------------------------------------------
+# Real documents for a step of a benchmark: the same ones for an arm that packs them and for one that pads them.
+#
+# Documents come in the dataset's order, by the tokenizer of the model (a bundled architecture has the embedded one), prompt included among what is
+# learnt: every token of a document but its first is predicted, in both arms, so that losses are means over the same tokens. As many are taken as
+# fit the rows of a step when packed. The padded arm gets one document to a row, padded to the length of a row, and fewer rows in its last
+# micro-batch, so that it computes no row for nothing.
+
+ROWS_AT_A_TIME = 256
+"""Of the dataset that are tokenised before it is known whether more are needed."""
+
+
+@dataclass(frozen=True)
+class TextStep:
+    """The documents of one optimizer step, packed into `micro_batches` of `batch_size` rows of `seq_length` tokens."""
+
+    dataset: str
+    """As --dataset_name takes it; its default split is read."""
+    tokenizer: PreTrainedTokenizerBase
+    batch_size: int
+    seq_length: int
+    micro_batches: int
+
+    def check(self) -> None:
+        """Raise `UserError` where there is no such dataset; its rows are not read yet."""
+        self._source.training_split(None)
+
+    @functools.cached_property
+    def _source(self) -> DatasetSource:
+        return open_source(self.dataset)
+
+    @functools.cached_property
+    def documents(self) -> list[Document]:
+        """In order, as many as the step's rows hold. Raises `UserError` where the dataset has too few."""
+        num_rows = self.batch_size * self.micro_batches
+        found = self._read(num_rows * self.seq_length)
+        lengths = [len(document.input_ids) for document in found]
+        if sum(lengths) <= num_rows * self.seq_length:
+            raise UserError(
+                f"{self.dataset} holds {sum(lengths)} tokens in {len(found)} documents of at most {self.seq_length}, and a step of {num_rows} rows "
+                f"of {self.seq_length} takes more; give a longer text or fewer rows."
+            )
+        taken = len(found) - 1
+        while len(pack(lengths[:taken], self.seq_length)) > num_rows:
+            taken -= 1
+        return found[:taken]
+
+    def _read(self, num_tokens: int) -> list[Document]:
+        """Documents from the first on, until they have more than `num_tokens` tokens or there are no more."""
+        dataset = load_split(self._source, self._source.training_split(None))
+        options = TokeniseOptions(detect_columns(dataset.column_names), self.seq_length, train_on_prompt=True)
+        found: list[Document] = []
+        total = 0
+        for first in range(0, len(dataset), ROWS_AT_A_TIME):
+            rows = list(dataset.select(range(first, min(first + ROWS_AT_A_TIME, len(dataset)))))
+            columns = tokenise_rows(rows, range(first, first + len(rows)), self.tokenizer, options)
+            for ids, supervised, row_id in zip(columns["input_ids"], columns["supervised"], columns["row_id"], strict=True):
+                if not ids:
+                    continue  # empty, or longer than a row
+                found.append(Document(np.array(ids, dtype=np.int64), np.array(supervised, dtype=bool), row_id))
+                total += len(ids)
+                if total > num_tokens:
+                    return found
+        return found
+
+    @functools.cached_property
+    def _plan(self) -> RowPlan:
+        return pack([len(document.input_ids) for document in self.documents], self.seq_length)
+
+    def packed(self) -> list[Batch]:
+        """The step's micro-batches, documents behind each other."""
+        rows = [[self.documents[index] for index in self._plan[row]] for row in range(len(self._plan))]
+        collate = PackedCollate(self.batch_size, self.seq_length, pad_token_id(self.tokenizer))
+        starts = range(0, self.batch_size * self.micro_batches, self.batch_size)
+        return [collate(rows[start : start + self.batch_size]) for start in starts]
+
+    def padded(self) -> list[Batch]:
+        """The same documents, one to a row of `seq_length` tokens."""
+        rows = [[document] for document in self.documents]
+        micro_batches = [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
+        pad = pad_token_id(self.tokenizer)
+        return [PaddedCollate(len(taken), self.seq_length, pad, pad_to_full=True)(taken) for taken in micro_batches]
+
+    def tokens(self, padded: bool) -> StepTokens:
+        """What the step counts."""
+        return count_tokens(self.padded() if padded else self.packed())
+
+    def facts(self) -> dict[str, Any]:
+        """What a reader should know of the documents; sha256 is of their tokens, and tells whether two arms trained on the same."""
+        digest = hashlib.sha256()
+        for document in self.documents:
+            digest.update(document.input_ids.tobytes())
+        num_tokens = sum(len(document.input_ids) for document in self.documents)
+        return {
+            "num_documents": len(self.documents),
+            "num_tokens": num_tokens,
+            "mean_length": num_tokens / len(self.documents),
+            "sha256": digest.hexdigest(),
+        }
+
+
+# --- weights ---------------------------------------------------------------------------------------------
+# The same random weights for every arm of a benchmark, whatever its modules are called and however it is split.
+#
+# Each Hugging Face tensor is drawn in bf16 from a seed of its own, made from its name. So arms start from equal models, and their first losses
+# show whether they compute the same thing.
+
+
+def draw_weights_(model: PreTrainedModel, device: torch.device, *, is_te: bool) -> None:
+    """Fill `model` in place: a Hugging Face model, or one of `te_llama` (`is_te`); of a split one this process's rows.
+
+    Adapters keep the values that they have. A tensor is drawn whole on `device`, one in memory at a time. The distribution is that of `te_llama.random_`.
+    """
+    std = getattr(model.config, "initializer_range", 0.02)
+    if not is_te:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if is_adapter(name):
+                    continue
+                block = row_block(parameter)
+                whole = _drawn(name_without_adapter(name), parameter.shape, std, device)
+                block.data.copy_(whole[block.start : block.start + len(block.data)])
+        return
+    spec = te_llama.spec_of(model)
+    blocks = {name: row_block(parameter) for name, parameter in te_llama.te_parameters(model).items()}
+    filler = WeightFiller(spec, blocks)
+    for parts in te_llama.parameter_map(spec).values():
+        for part in parts:
+            filler.fill(part.hf_name, _drawn(part.hf_name, part.shape, std, device))
+    filler.finish()
+
+
+def _drawn(hf_name: str, shape: Sequence[int], std: float, device: torch.device) -> Tensor:
+    whole = torch.empty(tuple(shape), dtype=torch.bfloat16, device=device)
+    te_llama.random_(whole, hf_name, std, torch.Generator(device=device).manual_seed(zlib.crc32(hf_name.encode())))
+    return whole

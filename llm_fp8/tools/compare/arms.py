@@ -1,0 +1,85 @@
+"""Names of arms: which options a run of each gets, and which arm a run that exists belongs to."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from llm_fp8.config.options import TE_SCENARIOS, TORCHAO_SCENARIOS, PrecisionConfig
+from llm_fp8.utils.errors import UserError
+
+REFERENCE = "bf16"
+"""The arm that the others are held against."""
+
+_FP8_SCENARIOS = (*TE_SCENARIOS, *TORCHAO_SCENARIOS)
+ARMS: dict[str, tuple[str, ...]] = {
+    "bf16": ("--mixed_precision", "bf16"),
+    "fp8": ("--mixed_precision", "fp8", "--fp8_scenario", "delayed"),
+    **{name: ("--mixed_precision", "fp8", "--fp8_scenario", name) for name in TE_SCENARIOS},
+    **{name: ("--mixed_precision", "fp8", "--fp8_backend", "torchao", "--fp8_scenario", name) for name in TORCHAO_SCENARIOS},
+    "no": ("--mixed_precision", "no"),
+}
+"""Name -> options. 'fp8' is another name of 'delayed'; 'no' is fp32."""
+
+_CANONICAL = {"fp8": "delayed"}
+_DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "fp8_margin")
+ARM_FIELDS = ("mixed_precision", "fp8_backend", "fp8_scenario")
+"""The options that make an arm."""
+_FP8_OPTIONS = tuple(field.name for field in dataclasses.fields(PrecisionConfig) if field.name not in ARM_FIELDS)
+
+
+def parse_arms(text: str) -> list[str]:
+    """The arms of a comma-separated list, the reference first. Raises `UserError` for an unknown or doubled one."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise UserError(f"--arms is empty; choose from {', '.join(ARMS)}.")
+    if unknown := [name for name in names if name not in ARMS]:
+        raise UserError(f"--arms: {', '.join(unknown)} is unknown; choose from {', '.join(ARMS)}.")
+    canonical = [_CANONICAL.get(name, name) for name in names]
+    if doubled := {name for name in canonical if canonical.count(name) > 1}:
+        raise UserError(f"--arms {text} names {', '.join(sorted(doubled))} twice ('fp8' is 'delayed'); name each arm once.")
+    return sorted(canonical, key=lambda name: name != REFERENCE)
+
+
+def arm_words(arm: str, words: list[str]) -> list[str]:
+    """The options `words` of a training command as `arm` takes them: its precision added, fp8 options that cannot take effect in it left out."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in _FP8_OPTIONS:
+        parser.add_argument(f"--{name}", nargs="?", const=True, default=argparse.SUPPRESS)
+    given, kept = parser.parse_known_args(words)
+    for name, value in vars(given).items():
+        is_taken = (
+            _is_fp8(arm)
+            and (name not in _DELAYED_ONLY or arm == "delayed")
+            and not (name == "fp8_format" and arm in ("nvfp4", *TORCHAO_SCENARIOS))
+        )
+        if is_taken:
+            kept += [f"--{name}"] if value is True else [f"--{name}", value]
+    return [*kept, *ARMS[arm]]
+
+
+def _is_fp8(arm: str) -> bool:
+    return "fp8" in ARMS[arm]
+
+
+def requested_arm(precision: dict[str, Any]) -> str:
+    """The arm that a run asked for, by the precision section of its run.json."""
+    if precision["requested"] != "fp8":
+        return str(precision["requested"])
+    scenario = precision.get("requested_scenario") or "default"
+    if scenario != "default":
+        return str(scenario)
+    return str(precision["effective_scenario"]) if precision.get("backend") == "torchao" else "delayed"
+
+
+def effective_precision(precision: dict[str, Any]) -> str:
+    """What ran: 'bf16', 'fp8 delayed', 'fp32', ..."""
+    if precision["effective"] != "fp8":
+        return describe_arm(str(precision["effective"]))
+    return f"fp8 {precision['effective_scenario']}"
+
+
+def describe_arm(arm: str) -> str:
+    """An arm's name in a sentence: 'bf16', 'fp8 delayed', 'fp32'."""
+    return f"fp8 {arm}" if arm in _FP8_SCENARIOS else {"no": "fp32"}.get(arm, arm)

@@ -1,0 +1,248 @@
+"""In what the runs of a comparison differ besides their arm, field by field, and what each difference spoils."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llm_fp8.tools.compare.arms import ARM_FIELDS, REFERENCE
+from llm_fp8.tools.compare.run_record import RunRecord
+
+Effect = Literal["all", "quality", "speed", "note"]
+"""What a difference makes incomparable: everything, losses and answers, speed (memory and energy too), or nothing by itself."""
+
+FIRST_LOSS_TOLERANCE = 0.05
+"""Relative difference of the first step's loss, on the same weights and rows, that rounding does not explain."""
+
+NOT_RECORDED = "not recorded"
+
+_IGNORED = {
+    *(f"config.run.{name}" for name in ("output_dir", "wandb_run_name", "wandb_group", "wandb_tags", "wandb_project")),
+    *(f"config.run.{name}" for name in ("use_wandb", "report_to", "resume_from")),
+    "config.optim.seed",
+}
+_EFFECTS: tuple[tuple[str, Effect], ...] = (
+    # The first prefix that fits decides.
+    ("config.data.data_cache_dir", "note"),
+    ("config.data.preprocessing_workers", "note"),
+    ("config.model.weights_cache_dir", "note"),
+    ("config.model.parity_check", "note"),
+    ("config.model.gradient_checkpointing", "speed"),
+    ("config.lora.lora_merge", "note"),
+    ("config.parallel.fp8_params", "all"),
+    ("config.parallel", "speed"),
+    ("config.run.eval_batches", "quality"),
+    ("config.run.eval_max_new_tokens", "quality"),
+    ("config.run", "note"),
+    ("config", "all"),
+    ("effective.sharding_mode", "speed"),
+    ("effective.num_processes", "speed"),
+    ("effective", "all"),
+    ("evaluation", "quality"),
+    ("provenance.packages.wandb", "note"),
+    ("provenance.packages.tensorboard", "note"),
+    ("provenance.packages", "all"),
+    ("provenance.git.commit", "all"),
+    ("provenance.git.dirty", "note"),
+    ("provenance.environment.CUDA_VISIBLE_DEVICES", "note"),
+    ("provenance", "speed"),
+    ("", "all"),
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One field in which runs differ, or one thing about runs that a reader must know."""
+
+    field: str
+    effect: Effect
+    values: dict[str, list[str]]
+    """Value, as text -> the runs that have it ('delayed seed 1')."""
+    arms: list[str]
+    """Arms whose comparison with the reference it concerns."""
+
+
+def label(run: RunRecord) -> str:
+    """A run's name in a comparison."""
+    return f"{run.arm} seed {run.seed}"
+
+
+def _effect(field: str) -> Effect:
+    return next(effect for prefix, effect in _EFFECTS if field.startswith(prefix))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _flat(prefix: str, tree: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}.{key}"
+        flat.update(_flat(name, value) if isinstance(value, dict) else {name: value})
+    return flat
+
+
+def _facts(run: RunRecord) -> dict[str, Any]:
+    """Everything that should be the same in all runs."""
+    sections = {name: section for name, section in run.config.items() if name != "precision"}
+    last_evaluation = run.evaluations[-1] if run.evaluations else {}
+    provenance: dict[str, Any] = {
+        name: run.provenance[name]
+        for name in ("git", "python", "packages", "cuda", "cudnn", "driver", "gpus", "cpu", "os", "environment")
+        if name in run.provenance
+    }
+    return {
+        **_flat("config", sections),
+        **_flat("effective", run.effective),
+        **_flat("data", run.data),
+        **_flat("model", run.model),
+        "optimizer": run.precision.get("optimizer", NOT_RECORDED),
+        "parameter_dtype": run.precision.get("parameter_dtype", NOT_RECORDED),
+        "num_steps": len(run.steps),
+        "last_step": run.steps[-1]["step"],
+        "evaluation.num_supervised_tokens": last_evaluation.get("eval_num_supervised_tokens", NOT_RECORDED),
+        **_flat("provenance", provenance),
+    }
+
+
+def _sections(run: RunRecord) -> set[str]:
+    return {name for name in ("effective", "data", "model", "provenance") if getattr(run, name)}
+
+
+def find_differences(runs: Sequence[RunRecord], known_overlaps: Sequence[tuple[str, str]] = ()) -> list[Difference]:
+    """All differences among `runs`, the gravest first.
+
+    `known_overlaps`: labels of runs that ran at the same time on the same hardware.
+    """
+    found = [
+        *_field_differences(runs),
+        *_precision_differences(runs),
+        *_per_seed_differences(runs),
+        *_resume_differences(runs),
+        *_remarks(runs),
+    ]
+    if known_overlaps:
+        arms = sorted({name.split(" ")[0] for pair in known_overlaps for name in pair})
+        if REFERENCE in arms:  # it spoils what every arm is held against
+            arms = sorted({run.arm for run in runs})
+        together = {f"{first} with {second}": [first, second] for first, second in known_overlaps}
+        found.append(Difference("hardware shared while running", "speed", together, arms))
+    order = ("all", "quality", "speed", "note")
+    return sorted(found, key=lambda difference: (order.index(difference.effect), difference.field))
+
+
+def _field_differences(runs: Sequence[RunRecord]) -> list[Difference]:
+    facts = [(run, _facts(run)) for run in runs]
+    shared = set.intersection(*(_sections(run) for run in runs))
+    found = []
+    for field in sorted({name for _, entries in facts for name in entries} - _IGNORED):
+        section = field.split(".")[0]
+        if section in ("effective", "data", "model", "provenance") and section not in shared:
+            continue  # told once for the whole section, by _remarks
+        values = [(run, entries.get(field)) for run, entries in facts]
+        difference = _difference(field, values)
+        if difference is not None:
+            found.append(difference)
+    return found
+
+
+def _difference(field: str, values: list[tuple[RunRecord, Any]], effect: Effect | None = None) -> Difference | None:
+    """The difference of one field, None where all runs agree."""
+    by_value: dict[str, list[RunRecord]] = defaultdict(list)
+    for run, value in values:
+        by_value[_text(value)].append(run)
+    if len(by_value) < 2:
+        return None
+    of_reference = {text for text, holders in by_value.items() if any(run.arm == REFERENCE for run in holders)}
+    if len(of_reference) > 1:  # the reference does not agree with itself
+        arms = sorted({run.arm for run, _ in values})
+    else:
+        arms = sorted({run.arm for text, holders in by_value.items() if text not in of_reference for run in holders})
+    labels = {text: [label(run) for run in holders] for text, holders in by_value.items()}
+    return Difference(field, effect or _effect(field), labels, arms)
+
+
+def _precision_differences(runs: Sequence[RunRecord]) -> list[Difference]:
+    """Within an arm every run must ask for, and get, the same precision."""
+    found: list[Difference | None] = []
+    for arm in sorted({run.arm for run in runs}):
+        own = [run for run in runs if run.arm == arm]
+        for field in sorted({name for run in own for name in run.config.get("precision", {})}):
+            if field not in ARM_FIELDS:
+                found.append(
+                    _difference(f"config.precision.{field}", [(r, r.config.get("precision", {}).get(field)) for r in own], "all")
+                )
+        found.append(_difference("effective precision", [(run, run.effective_name) for run in own], "all"))
+    return [difference for difference in found if difference is not None]
+
+
+def _per_seed_differences(runs: Sequence[RunRecord]) -> list[Difference]:
+    """Same seed, same rows in the same order, same initial weights: shown by the tokens seen after each step and by the first loss."""
+    found: list[Difference | None] = []
+    for seed in sorted({run.seed for run in runs}):
+        own = [run for run in runs if run.seed == seed]
+        reference = next((run for run in own if run.arm == REFERENCE), own[0])
+        for run in own:
+            if run is reference:
+                continue
+            number = _first_unequal(reference.token_trace, run.token_trace)
+            if number is not None:
+                traces = [(other, int(other.token_trace[number - 1])) for other in (reference, run)]
+                found.append(_difference(f"tokens seen with seed {seed} after step {number}", traces, "all"))
+            first, own_first = reference.steps[0], run.steps[0]
+            if first["step"] == own_first["step"] and not math.isclose(
+                first["loss"], own_first["loss"], rel_tol=FIRST_LOSS_TOLERANCE
+            ):
+                values = {f"{first['loss']:.4f}": [label(reference)], f"{own_first['loss']:.4f}": [label(run)]}
+                found.append(Difference(f"loss of the first step with seed {seed}", "quality", values, [run.arm]))
+    return [difference for difference in found if difference is not None]
+
+
+def _first_unequal(first: Sequence[float], second: Sequence[float]) -> int | None:
+    """Number, from 1, of the first step at which two traces part within their common length."""
+    return next((number for number, (a, b) in enumerate(zip(first, second, strict=False), start=1) if a != b), None)
+
+
+def _resume_differences(runs: Sequence[RunRecord]) -> list[Difference]:
+    """What a run that was resumed had otherwise than at its beginning, such as another driver."""
+    found = []
+    for run in runs:
+        concerned = sorted({other.arm for other in runs}) if run.arm == REFERENCE else [run.arm]
+        first = _facts(run)
+        for resume in run.resumes:
+            sections = {name: resume[name] for name in ("config", "effective", "provenance") if name in resume}
+            later = _facts(dataclasses.replace(run, **sections))
+            for field in sorted((first.keys() | later.keys()) - _IGNORED):
+                if first.get(field) != later.get(field):
+                    words = {_text(first.get(field)): [label(run)], _text(later.get(field)): [f"{label(run)}, resumed"]}
+                    found.append(Difference(f"{field} when resumed", _effect(field), words, concerned))
+    return found
+
+
+def _remarks(runs: Sequence[RunRecord]) -> list[Difference]:
+    """What is not a difference between fields and still must be said."""
+    found = []
+    for section in ("effective", "data", "model", "provenance"):
+        without = [label(run) for run in runs if section not in _sections(run)]
+        if without:
+            found.append(Difference(f"{section}: not kept by the source, so not compared", "note", {NOT_RECORDED: without}, []))
+    tests: list[tuple[str, Effect, Callable[[RunRecord], bool]]] = [
+        ("resumed during the run", "note", lambda run: bool(run.resumes)),
+        ("code had uncommitted changes", "note", lambda run: bool((run.provenance.get("git") or {}).get("dirty"))),
+    ]
+    for field, effect, holds in tests:
+        labels = [label(run) for run in runs if holds(run)]
+        if labels:
+            found.append(Difference(field, effect, {"yes": labels}, []))
+    return found
+
+
+def concerning(differences: Sequence[Difference], arm: str, *effects: Effect) -> list[Difference]:
+    """Those that concern `arm` or the reference that it is held against, with one of `effects`."""
+    return [d for d in differences if d.effect in effects and arm in d.arms]

@@ -1,0 +1,210 @@
+"""Run records -> the figures of each arm, those of quality held against the reference arm of the same seeds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics as plain
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.tools.compare.arms import ARM_FIELDS, REFERENCE, describe_arm
+from llm_fp8.tools.compare.run_record import RunRecord
+from llm_fp8.tools.compare.statistics import (
+    Interval,
+    PairedAnswers,
+    first_at_or_below,
+    pair_answers,
+    ratio_interval,
+    speed_interval,
+    spread,
+    trailing_mean,
+)
+
+SMOOTHING_SHARE = 0.05
+"""Share of a run's steps that the trailing mean of the training loss covers."""
+
+
+@dataclass(frozen=True)
+class LossGap:
+    """Held-out loss of an arm against the reference arm, in nats per token, over the seeds that both have."""
+
+    mean: float
+    by_seed: dict[int, float]
+    """Seed -> loss of the arm minus loss of the reference."""
+    reference_spread: float | None
+    """Largest minus smallest final loss of the reference's seeds; None with one seed."""
+    num_reference_seeds: int
+
+
+@dataclass(frozen=True)
+class EqualLossTime:
+    """Seconds of training until a run first has the loss that the reference run of its seed ends with."""
+
+    loss: str
+    """Which loss: 'held-out', or 'training' (trailing mean) where there is no evaluation during training."""
+    by_seed_s: dict[int, float | None]
+    """Seed -> seconds; None where the run never gets there."""
+    reference_by_seed_s: dict[int, float | None]
+
+
+@dataclass(frozen=True)
+class ArmFigures:
+    """Everything that the report says of one arm; None where there is nothing to say it from."""
+
+    arm: str
+    name: str
+    effective: list[str]
+    """What ran, each kind once: one entry in an honest comparison."""
+    fallback_reasons: list[str]
+    options: dict[str, Any]
+    """fp8 options that are not at their default."""
+    seeds: list[int]
+    num_steps_measured: int
+    tokens_per_s: Interval | None
+    speedup: Interval | None
+    peak_memory_gib: float | None
+    energy_j_per_million_tokens: float | None
+    eval_loss: dict[int, float]
+    """Seed -> final held-out loss."""
+    loss_gap: LossGap | None
+    equal_loss_time: EqualLossTime | None
+    exact_match: dict[int, float]
+    """Seed -> share of problems answered right."""
+    answers: PairedAnswers | None
+    certificate: CertificateState
+    num_failed: int = 0
+
+    @property
+    def num_seeds(self) -> int:
+        """Finished runs."""
+        return len(self.seeds)
+
+
+def by_seed(runs: Sequence[RunRecord]) -> dict[int, RunRecord]:
+    """Seed -> run."""
+    return {run.seed: run for run in runs}
+
+
+def arm_figures(arm: str, runs: Sequence[RunRecord], reference: Sequence[RunRecord], num_failed: int = 0) -> ArmFigures:
+    """The figures of `runs`, all of one arm and each of its own seed, against those of the reference arm; both in order of seed."""
+    own, base = by_seed(runs), by_seed(reference)
+    common = [seed for seed in own if seed in base]
+    is_reference = arm == REFERENCE
+    rates = [run.step_rates for run in runs if run.step_rates]
+    base_rates = [run.step_rates for run in reference if run.step_rates]
+    speedup = None
+    if rates and base_rates and not is_reference:
+        paired = list(own) == list(base) and len(rates) == len(base_rates)
+        speedup = ratio_interval(rates, base_rates, paired)
+    memory = [run.peak_memory_gib for run in runs if run.peak_memory_gib is not None]
+    return ArmFigures(
+        arm=arm,
+        name=describe_arm(arm),
+        effective=sorted({run.effective_name for run in runs}),
+        fallback_reasons=sorted({run.precision["fallback_reason"] for run in runs if run.precision.get("fallback_reason")}),
+        options=_fp8_options(runs),
+        seeds=list(own),
+        num_steps_measured=sum(len(values) for values in rates),
+        tokens_per_s=speed_interval(rates) if rates else None,
+        speedup=speedup,
+        peak_memory_gib=max(memory) if memory else None,
+        energy_j_per_million_tokens=_energy(runs),
+        eval_loss={seed: run.final_eval_loss for seed, run in own.items() if run.final_eval_loss is not None},
+        loss_gap=None if is_reference else _loss_gap(own, base),
+        equal_loss_time=_equal_loss_time(own, base, common),
+        exact_match={seed: share for seed, run in own.items() if (share := run.exact_match) is not None},
+        answers=None if is_reference else pair_answers([base[s].answers for s in common], [own[s].answers for s in common]),
+        certificate=certificate_state([run.certificate for run in runs]),
+        num_failed=num_failed,
+    )
+
+
+def _fp8_options(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    unset = dataclasses.asdict(PrecisionConfig())
+    given = runs[0].config.get("precision", {}) if runs else {}
+    return {name: value for name, value in given.items() if name not in ARM_FIELDS and value != unset.get(name)}
+
+
+def _energy(runs: Sequence[RunRecord]) -> float | None:
+    """Mean over runs of the median over measured steps, in joules per million positions; None unless every run has it."""
+    key = "energy_j_per_million_tokens"
+    values = [[step[key] for step in run.measured_steps if key in step] for run in runs]
+    return plain.mean(plain.median(run) for run in values) if values and all(values) else None
+
+
+def _loss_gap(own: dict[int, RunRecord], base: dict[int, RunRecord]) -> LossGap | None:
+    # A bf16 run that diverged says nothing about the arm.
+    reference = {seed: loss for seed, run in base.items() if (loss := run.final_eval_loss) is not None and math.isfinite(loss)}
+    gaps = {
+        seed: run.final_eval_loss - reference[seed]
+        for seed, run in own.items()
+        if run.final_eval_loss is not None and seed in reference
+    }
+    if not gaps:
+        return None
+    return LossGap(plain.mean(gaps.values()), gaps, spread(list(reference.values())), len(reference))
+
+
+def _equal_loss_time(own: dict[int, RunRecord], base: dict[int, RunRecord], common: list[int]) -> EqualLossTime | None:
+    if not common or any(math.isnan(run.wall_times_s[-1]) for seed in common for run in (own[seed], base[seed])):
+        return None
+    # One evaluation, at the end, says when nothing; then the training loss has to do, which both arms took on the same rows.
+    held_out = all(len(loss_by_time(run, True)[0]) > 1 for seed in common for run in (own[seed], base[seed]))
+    times: dict[int, float | None] = {}
+    reference_times: dict[int, float | None] = {}
+    for seed in common:
+        curve, reference_curve = (loss_by_time(run, held_out) for run in (own[seed], base[seed]))
+        target = reference_curve[0][-1]
+        times[seed], reference_times[seed] = first_at_or_below(*curve, target), first_at_or_below(*reference_curve, target)
+    return EqualLossTime("held-out" if held_out else "training", times, reference_times)
+
+
+def loss_by_time(run: RunRecord, held_out: bool) -> tuple[list[float], list[float]]:
+    """Losses and the seconds of training behind each: of the evaluations, or of the steps' trailing mean."""
+    if held_out:
+        at_step = dict(zip((step["step"] for step in run.steps), run.wall_times_s, strict=True))
+        known = [record for record in run.evaluations if record["step"] in at_step]
+        return [record["eval_loss"] for record in known], [at_step[record["step"]] for record in known]
+    return trailing_mean([step["loss"] for step in run.steps], smoothing_window(len(run.steps))), run.wall_times_s
+
+
+def smoothing_window(num_steps: int) -> int:
+    """Steps that the trailing mean of the training loss covers in a run of so many."""
+    return max(1, round(num_steps * SMOOTHING_SHARE))
+
+
+# --- certificates ----------------------------------------------------------------------------------------
+# What the certificates of an arm's runs say, in one word. A certificate is the proof from recorded kernels that a run computed as asked.
+
+State = Literal["certified", "undetermined", "failed", "missing"]
+
+
+@dataclass(frozen=True)
+class CertificateState:
+    """Of all runs of an arm: the worst verdict among them; 'missing' is worse than 'certified' and better than the others."""
+
+    state: State
+    reasons: list[str]
+    """Why it is not 'certified', of the runs that have this state."""
+
+
+_SEVERITY: tuple[State, ...] = ("certified", "missing", "undetermined", "failed")
+
+
+def certificate_state(certificates: Sequence[dict[str, Any] | None]) -> CertificateState:
+    """The state of an arm from the certificates of its runs (`llm_fp8.precision.certificate`), None for a run that has none."""
+    states: list[tuple[State, list[Any]]] = [
+        (_state(certificate), (certificate or {}).get("reasons") or []) for certificate in certificates
+    ]
+    worst: State = max((state for state, _ in states), key=_SEVERITY.index, default="missing")
+    reasons = {str(reason): None for state, given in states if state == worst for reason in given}
+    return CertificateState(worst, list(reasons))
+
+
+def _state(certificate: dict[str, Any] | None) -> State:
+    verdict = certificate.get("verdict") if certificate else None
+    # A verdict of a word that is not known here proves nothing.
+    return "missing" if verdict is None else verdict if verdict in _SEVERITY else "undetermined"

@@ -1,0 +1,466 @@
+"""One finished training run as plain values, and how it is read from its folder."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import statistics
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from llm_fp8.observability.metrics import RECORDED_STEP
+from llm_fp8.observability.step_stats import measured_steps
+from llm_fp8.tools.compare.arms import effective_precision, requested_arm
+from llm_fp8.train.answers import ANSWERS_FOLDER
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import read_json, read_jsonl, with_floats
+
+CERTIFICATE_FILE = "certificate.json"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run left behind. Sections that its source does not keep are empty."""
+
+    source: str
+    """Folder or W&B path, for messages and provenance."""
+    config: dict[str, dict[str, Any]]
+    """Sections of options, as in run.json."""
+    precision: dict[str, Any]
+    """Precision asked for and in effect, as in run.json."""
+    steps: list[dict[str, float]]
+    evaluations: list[dict[str, float]]
+    effective: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    answers: dict[str, bool] = field(default_factory=dict)
+    """Problem -> whether the run's last evaluation answered it right."""
+    certificate: dict[str, Any] | None = None
+    resumes: list[dict[str, Any]] = field(default_factory=list)
+    """What run.json holds of each further process of the run: `resumed_after_step`, and the sections in which it may differ."""
+
+    @property
+    def arm(self) -> str:
+        """The arm that was asked for."""
+        return requested_arm(self.precision)
+
+    @property
+    def effective_name(self) -> str:
+        """What ran, as 'bf16' or 'fp8 delayed'."""
+        return effective_precision(self.precision)
+
+    @property
+    def seed(self) -> int:
+        """--seed."""
+        return int(self.config["optim"]["seed"])
+
+    @cached_property
+    def _processes(self) -> list[list[dict[str, float]]]:
+        """The steps, process by process: a run that was resumed compiles and warms up anew."""
+        starts = sorted({-1, *(resume["resumed_after_step"] for resume in self.resumes)})
+        parts = [
+            [step for step in self.steps if after < step["step"] <= end]
+            for after, end in zip(starts, [*starts[1:], math.inf], strict=True)
+        ]
+        return [part for part in parts if part]
+
+    @cached_property
+    def measured_steps(self) -> list[dict[str, float]]:
+        """The steps that speed is measured on: those of `llm_fp8.observability.step_stats.measured_steps`, of each process."""
+        return [step for part in self._processes for step in measured_steps(part)]
+
+    @property
+    def step_rates(self) -> list[float]:
+        """tokens/s of each measured step (all positions, all GPUs)."""
+        return [step["tokens_per_s"] for step in self.measured_steps if "tokens_per_s" in step]
+
+    @cached_property
+    def wall_times_s(self) -> list[float]:
+        """Seconds of training until the end of each step: sums of `step_time_s`, evaluations, checkpoints and start-up left out.
+
+        A process's first step, which holds compilation, and the step whose kernels were recorded count as the median of the measured steps:
+        a run of useful length does not notice them.
+        """
+        typical = [step["step_time_s"] for step in self.measured_steps or self.steps if "step_time_s" in step]
+        median = statistics.median(typical) if typical else math.nan
+        first = {part[0]["step"] for part in self._processes}
+        own = [step["step"] not in first and RECORDED_STEP not in step for step in self.steps]
+        times = [step.get("step_time_s", math.nan) if counts else median for step, counts in zip(self.steps, own, strict=True)]
+        return list(itertools.accumulate(times))
+
+    @property
+    def final_eval_loss(self) -> float | None:
+        """Held-out loss after the last step; None without an evaluation there."""
+        last = self.steps[-1]["step"] if self.steps else None
+        found = [record["eval_loss"] for record in self.evaluations if record["step"] == last]
+        return found[-1] if found else None
+
+    @property
+    def exact_match(self) -> float | None:
+        """Share of the held-out problems that the last evaluation answered right; None where it was not asked."""
+        if self.answers:
+            return sum(self.answers.values()) / len(self.answers)
+        return self.evaluations[-1].get("eval_exact_match") if self.evaluations else None
+
+    @property
+    def peak_memory_gib(self) -> float | None:
+        """Most memory that tensors held on any GPU of the run; None on a CPU.
+
+        An evaluation of exact match puts a copy of the model beside the training and the peak keeps it from then on, so that only the steps
+        up to the first such evaluation count.
+        """
+        copies = bool(self.config.get("run", {}).get("eval_exact_match")) or any(
+            "eval_exact_match" in e for e in self.evaluations
+        )
+        last = min((evaluation["step"] for evaluation in self.evaluations), default=math.inf) if copies else math.inf
+        counted = [step for step in self.steps if step["step"] <= last]
+        values = [step[key] for step in counted for key in ("peak_memory_gib", "peak_memory_gib_max_rank") if key in step]
+        return max(values) if values else None
+
+    @property
+    def token_trace(self) -> list[float]:
+        """Tokens seen after each step: runs that read the same rows in the same order have the same trace."""
+        return [step["tokens_seen"] for step in self.steps if "tokens_seen" in step]
+
+
+def numbers(record: dict[str, Any]) -> dict[str, float]:
+    """The numeric entries of a metrics record; "NaN" and "Infinity" become floats again."""
+    entries = with_floats(record).items()
+    return {key: value for key, value in entries if isinstance(value, (int, float)) and not isinstance(value, bool)}
+
+
+def split_records(records: list[dict[str, Any]]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Records of metrics.jsonl or of a W&B history -> those of optimizer steps, those of evaluations; each in order.
+
+    W&B merges an evaluation into the row of its step; it is taken apart again.
+    """
+    steps, evaluations = [], []
+    for record in records:
+        plain = numbers(record)
+        if "step" not in plain:
+            continue
+        evaluation = {key: value for key, value in plain.items() if key.startswith("eval_")}
+        step = {key: value for key, value in plain.items() if not key.startswith("eval_")}
+        if "loss" in step:
+            steps.append(step)
+        if "eval_loss" in evaluation:
+            evaluations.append({"step": plain["step"], **evaluation})
+    return steps, evaluations
+
+
+def why_unfinished(summary: dict[str, Any]) -> str | None:
+    """Why a run with this summary.json did not finish, as a sentence; None where it did."""
+    if "stopped_by" in summary:
+        return f"the run was stopped by {summary['stopped_by']} after step {summary.get('steps')}; finish it with --resume_from latest."
+    if "failed" in summary:
+        return f"the run failed after step {summary.get('steps')}: {summary['failed']}"
+    return None
+
+
+def require_sections(where: str, config: Any, precision: Any) -> None:
+    """Raise `UserError`, beginning with `where`, unless these are the options and the precision of a run of this project's training scripts."""
+    needed = {
+        "config.optim.seed": lambda: config["optim"]["seed"],
+        "precision.requested": lambda: precision["requested"],
+        "precision.effective": lambda: precision["effective"],
+    }
+    for name, look_up in needed.items():
+        try:
+            look_up()
+        except (KeyError, TypeError):
+            raise UserError(f"{where} lacks {name}, which this project's training scripts store; give a run of theirs.") from None
+
+
+def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
+    """A finished run's record. Raises `UserError` where `folder` holds none, or one that did not finish."""
+    if not folder.is_dir():
+        raise UserError(f"{flag} {folder}: no such folder; give the --output_dir of a finished run.")
+    for name in ("run.json", "metrics.jsonl", "summary.json"):
+        if not (folder / name).is_file():
+            hint = "the run did not finish" if name == "summary.json" else "it is not a run's --output_dir"
+            raise UserError(f"{flag} {folder}: there is no {name} in it, so {hint}; give the folder of a finished run.")
+    run, summary = read_json(folder / "run.json"), read_json(folder / "summary.json")
+    if reason := why_unfinished(summary):
+        raise UserError(f"{flag} {folder}: {reason}")
+    require_sections(f"{flag} {folder}: run.json", run.get("config"), run.get("precision"))
+    steps, evaluations = split_records(read_jsonl(folder / "metrics.jsonl"))
+    if not steps:
+        raise UserError(f"{flag} {folder}: metrics.jsonl holds no optimizer step.")
+    if steps[-1]["step"] != summary.get("steps"):
+        raise UserError(
+            f"{flag} {folder}: metrics.jsonl ends at step {steps[-1]['step']:.0f} and summary.json at step {summary.get('steps')}, so they are not "
+            "of one finished run; train it anew."
+        )
+    certificate = folder / CERTIFICATE_FILE
+    return RunRecord(
+        source=str(folder),
+        config=run["config"],
+        precision=run["precision"],
+        steps=steps,
+        evaluations=evaluations,
+        effective=run.get("effective", {}),
+        data=run.get("data", {}),
+        model={key: run["model"][key] for key in ("location", "num_parameters") if key in run.get("model", {})},
+        provenance=run.get("provenance", {}),
+        summary=summary,
+        answers=_last_answers(folder / ANSWERS_FOLDER),
+        certificate=read_json(certificate) if certificate.is_file() else summary.get("certificate"),
+        resumes=run.get("resumes", []),
+    )
+
+
+def _last_answers(folder: Path) -> dict[str, bool]:
+    """Problem -> right or wrong, of the last evaluation in `folder`; empty without one."""
+    files = {
+        int(match[1]): path for path in folder.glob("step-*.jsonl") if (match := re.fullmatch(r"step-(\d+)\.jsonl", path.name))
+    }
+    if not files:
+        return {}
+    return {f"{answer['row_id']}: {answer['problem']}": bool(answer["correct"]) for answer in read_jsonl(files[max(files)])}
+
+
+# --- wandb_runs ------------------------------------------------------------------------------------------
+# A run's record from W&B: from the file that an offline run keeps on disk, or from the server through wandb's public API.
+#
+# Both hold the configuration, what it came to, the provenance and the history. The answers to the held-out problems stay in the run's folder.
+
+_FLAG = "--wandb"
+_SERVER_PATH = re.compile(r"[^/\s]+/[^/\s]+/[^/\s]+")
+_RUN_ID = re.compile(r"[\w-]+")
+_KEPT_IN = ("wandb", "runs/*/wandb", "runs/*/runs/*/wandb")
+"""Where W&B keeps runs on this machine, below the working directory: its own default, and the output folders of runs and comparisons."""
+_OPTION_SECTIONS = ("model", "precision", "data", "optim", "run", "lora", "parallel")
+
+
+def read_wandb(text: str, api: Any = None) -> RunRecord:
+    """The record of a finished run: `text` is a folder with a .wandb file where there is one of that name, else ENTITY/PROJECT/RUNID, or RUNID alone.
+
+    The last is of a run that W&B kept on this machine, in one of the folders `_KEPT_IN`. `api` is a `wandb.Api`; by default a new one, with the login
+    of this machine. Raises `UserError` where there is no such run.
+    """
+    folder = Path(text)
+    if not folder.exists():
+        if _SERVER_PATH.fullmatch(text):
+            return _read_server_run(text, api)
+        if _RUN_ID.fullmatch(text):
+            folder = _folder_of(text)
+    if not folder.is_dir():
+        raise UserError(f"{_FLAG} {text}: no such folder; give a wandb/offline-run-* folder, ENTITY/PROJECT/RUNID, or RUNID.")
+    files = sorted(folder.glob("*.wandb"))
+    if len(files) != 1:
+        raise UserError(
+            f"{_FLAG} {text}: it must hold one .wandb file, as a wandb/offline-run-* folder does, and holds {len(files)}; for a run's output "
+            "folder use --runs."
+        )
+    run = read_wandb_file(files[0])
+    if run.exit_code != 0:
+        how = "is still running or was killed" if run.exit_code is None else f"ended with exit code {run.exit_code}"
+        raise UserError(f"{_FLAG} {text}: the run {how}; give a run that finished.")
+    return _record(text, run.config, run.history, run.logged_summary)
+
+
+def _folder_of(run_id: str) -> Path:
+    """The folder in which W&B keeps the run of this id on this machine."""
+    # W&B names them offline-run-TIME-ID, or run-TIME-ID if it sent the run.
+    found = sorted({folder for kept_in in _KEPT_IN for folder in Path().glob(f"{kept_in}/*run-*-{run_id}") if folder.is_dir()})
+    if len(found) != 1:
+        told = (
+            f"several W&B runs of that id are here ({', '.join(map(str, found))})" if found else "no W&B run of that id is here"
+        )
+        raise UserError(
+            f"{_FLAG} {run_id}: {told}, in {', '.join(_KEPT_IN)}; give its wandb/offline-run-* folder, or ENTITY/PROJECT/RUNID."
+        )
+    return found[0]
+
+
+def _read_server_run(path: str, api: Any) -> RunRecord:
+    import wandb
+
+    try:
+        run = (api or wandb.Api()).run(path)
+        state, config, summary, history = run.state, dict(run.config), dict(run.summary), list(run.scan_history())
+    except (wandb.errors.Error, ValueError, OSError) as error:
+        raise UserError(f"{_FLAG} {path}: W&B did not give the run ({error}); check the path and 'wandb login'.") from error
+    if state != "finished":
+        raise UserError(f"{_FLAG} {path}: the W&B run is {state}; give a run that finished.")
+    return _record(path, config, history, summary)
+
+
+def _record(source: str, config: dict[str, Any], history: list[dict[str, Any]], summary: dict[str, Any]) -> RunRecord:
+    if reason := why_unfinished(summary):  # W&B calls a run finished that a signal stopped
+        raise UserError(f"{_FLAG} {source}: {reason}")
+    effective = dict(config.get("effective") or {})
+    precision = effective.pop("precision", None)
+    require_sections(f"{_FLAG} {source}: its configuration", config, precision)
+    steps, evaluations = split_records(_merged_by_step(history))
+    if not steps:
+        raise UserError(f"{_FLAG} {source}: its history holds no optimizer step.")
+    model, data = effective.pop("model", {}), effective.pop("data", {})
+    return RunRecord(
+        source=source,
+        config={name: config[name] for name in _OPTION_SECTIONS if name in config},
+        precision=precision,
+        steps=steps,
+        evaluations=evaluations,
+        effective=effective,
+        data=data,
+        model={key: model[key] for key in ("location", "num_parameters") if key in model},
+        provenance=config.get("provenance", {}),
+        summary=summary,
+        certificate=certificate_from_flat(summary),
+    )
+
+
+def certificate_from_flat(summary: dict[str, Any]) -> dict[str, Any] | None:
+    """The certificate in a W&B summary, whose nested entries stand under keys as 'certificate/verdict'; None without one."""
+    found = {key.removeprefix("certificate/"): value for key, value in summary.items() if key.startswith("certificate/")}
+    if isinstance(found.get("reasons"), str):  # a list becomes its text on the way to W&B
+        found["reasons"] = [] if found["reasons"] == "[]" else [found["reasons"]]
+    return found or None
+
+
+def _merged_by_step(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """History rows with those of one step joined: an evaluation may stand in the row of its step or in one of its own."""
+    by_step: dict[Any, dict[str, Any]] = {}
+    for row in history:
+        if row.get("step") is not None:
+            present = {key: value for key, value in row.items() if value is not None and not key.startswith("_")}
+            by_step.setdefault(row["step"], {}).update(present)
+    return [by_step[step] for step in sorted(by_step)]
+
+
+# --- wandb_files -----------------------------------------------------------------------------------------
+# Reads the file of a W&B run (`run-ID.wandb`) without W&B's server.
+#
+# The file is a LevelDB log (LevelDB's doc/log_format.md): a 7-byte header of W&B's own, then blocks of 32 KiB with pieces of records, each
+# piece with its checksum (4 bytes: the CRC-32 of zlib over kind and data, where LevelDB has another), length (2 bytes) and kind (1 byte: 1 whole,
+# 2 first, 3 middle, 4 last). The records are W&B's protobuf messages. wandb's Python part has no reader for it any more, only its compiled part.
+
+_BLOCK = 2**15
+_HEADER = b":W&B"
+
+
+@dataclass
+class WandbRun:
+    """What a W&B run's file holds."""
+
+    file: Path
+    run_id: str = ""
+    project: str = ""
+    entity: str = ""
+    name: str = ""
+    group: str = ""
+    job_type: str = ""
+    tags: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """One entry per W&B step, with the keys that were logged and W&B's own, which begin with an underscore."""
+    logged_summary: dict[str, Any] = field(default_factory=dict)
+    """What the run put into its summary itself; W&B adds the last value of each key of the history."""
+    axes: dict[str, str] = field(default_factory=dict)
+    """Metric, or pattern of metrics, and the one that it is drawn by ('' for a metric that is declared as an axis)."""
+    exit_code: int | None = None
+    """None for a run that is still going or was killed."""
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What W&B shows as the run's summary: the last value of each key, then what the run put there."""
+        last = {key: value for entry in self.history for key, value in entry.items() if not key.startswith("_")}
+        return {**last, **self.logged_summary}
+
+
+def _records(file: Path, data: bytes) -> Iterator[bytes]:
+    """The records of a file, in order; a last one that was never finished is left out. `UserError` for a damaged one."""
+    position, pieces = 7, b""
+    while position + 7 <= len(data):
+        if _BLOCK - position % _BLOCK < 7:  # a header does not fit any more: the rest of the block is filled up
+            position += _BLOCK - position % _BLOCK
+            continue
+        checksum, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        end = position + 7 + length
+        if kind == 0 or end > len(data):
+            return
+        if zlib.crc32(data[position + 6 : end]) != checksum:
+            raise UserError(
+                f"{file} is damaged at byte {position}; W&B may still send what comes before: 'wandb sync {file.parent}'."
+            )
+        pieces += data[position + 7 : end]
+        position = end
+        if kind in (1, 4):
+            yield pieces
+            pieces = b""
+
+
+def read_wandb_file(file: Path) -> WandbRun:
+    """Read a run's file, also one of a run that was killed. Raises `UserError` for a file that is damaged or something else."""
+    from wandb.proto import wandb_internal_pb2
+
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+    if not data:
+        raise UserError(f"{file} is empty: its run was killed before W&B wrote anything.")
+    if data[:4] != _HEADER:
+        raise UserError(f"{file} is not the file of a W&B run; give the folder that holds the run's .wandb file.")
+    run = WandbRun(file)
+    messages: Any = wandb_internal_pb2  # its stub does not say what the generated module holds
+    for record in _records(file, data):
+        _take(run, messages.Record.FromString(record))
+    return run
+
+
+def _key(item: Any) -> str:
+    return item.key or ".".join(item.nested_key)
+
+
+def _take(run: WandbRun, message: Any) -> None:
+    """Add one of W&B's messages to `run`."""
+    kind = message.WhichOneof("record_type")
+    if kind == "run":
+        stored = message.run
+        run.run_id, run.project, run.entity = stored.run_id, stored.project, stored.entity
+        run.name, run.group, run.job_type = stored.display_name, stored.run_group, stored.job_type
+        run.tags = tuple(stored.tags)
+    if kind in ("run", "config"):
+        updates = (message.run.config if kind == "run" else message.config).update
+        run.config.update({_key(item): json.loads(item.value_json) for item in updates})
+    elif kind == "history":
+        run.history.append({_key(item): json.loads(item.value_json) for item in message.history.item})
+    elif kind == "summary":
+        run.logged_summary.update({_key(item): json.loads(item.value_json) for item in message.summary.update})
+    elif kind == "metric":
+        run.axes[message.metric.name or message.metric.glob_name] = message.metric.step_metric
+    elif kind == "exit":
+        run.exit_code = message.exit.exit_code
+
+
+def offline_runs(folder: Path) -> tuple[list[WandbRun], list[str]]:
+    """The W&B runs of which `folder` or a folder below it holds the file, in order of their files' paths, and why others cannot be read.
+
+    Raises `UserError` where the folder is missing or holds none.
+    """
+    if not folder.is_dir():
+        raise UserError(f"--offline {folder} is not a folder; give an output folder, or one that holds several.")
+    # 'offline-run-*' are those that W&B has not got yet; 'run-*' were sent while they ran.
+    files = sorted(folder.rglob("offline-run-*/run-*.wandb"))
+    if not files:
+        raise UserError(
+            f"--offline {folder} holds no offline W&B run; such a run is made with --use_wandb and WANDB_MODE=offline in the environment."
+        )
+    runs, unreadable = [], []
+    for file in files:
+        try:
+            runs.append(read_wandb_file(file))
+        except UserError as error:
+            unreadable.append(str(error))
+    return runs, unreadable

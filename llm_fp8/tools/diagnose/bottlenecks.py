@@ -1,0 +1,317 @@
+"""From what was measured in a step to what costs most and the option that acts on it.
+
+What a step takes beyond its floor is lost to something, and each rule below knows one such thing. A rule is a pure function of `StepFacts`;
+it gives the seconds that its option can take away at most, or None where it has nothing to say. Losses that no option acts on (a fused
+attention kernel), and the output head's GEMMs, whose option changes what is computed (--fp8_lm_head), have no rule: the table of kernel classes shows them.
+
+Two rates are kept apart, because the first is out of reach and the second is not:
+
+    floors      model FLOPs at the vendor's dense peak of the operands' type (or the ceiling, on cards whose clocks go beyond the data sheet's);
+                none for a GPU whose peak is not known
+    ceilings    what large GEMMs reach on this GPU without a pause (llm_fp8/tools/gemm_rates.py), which is what an option is measured by. GEMMs between
+                which lies other work can be faster: a GPU at its power limit lowers its clocks
+
+An fp8 layer's forward GEMM, a third of its FLOPs, runs with fast accumulation, the two of the backward pass with split accumulation
+(Transformer Engine's recipes on Hopper). Memory-bound work has the GPU's measured copy bandwidth, bytes read plus bytes written, for its floor
+where the bytes are known:
+
+    weight casts      per fp8 weight 2 bytes read (bf16), 1 written as it is and 1 transposed
+    optimizer         weights and optimizer state read and written, gradients read
+    gradient sums     after the first micro-batch of a step: two gradients read, one written, but for those that GEMMs add
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llm_fp8.observability.metrics import PeakTflops
+from llm_fp8.precision.modules import PRODUCTS_OF_TRAINED
+from llm_fp8.tools.diagnose.step_time import StepTime
+from llm_fp8.tools.gemm_rates import Ceilings
+
+WEIGHT_CAST_BYTES = 4
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What the rules read. Weights and parameters are counts of elements, times are seconds."""
+
+    time: StepTime
+    ceilings: Ceilings
+    peak: PeakTflops | None
+    """Of the vendor; None for a GPU that is not in the table."""
+    num_fp8_weights: int
+    num_wide_weights: int
+    """Linear weights of the decoder layers that are not in fp8."""
+    num_head_weights: int
+    """Of the output head, whatever it computes in."""
+    num_tokens: int
+    """Of the step, padding included."""
+    num_micro_batches: int
+    attention_flops: float
+    """Model FLOPs of the step's attention."""
+    recomputed_share: float
+    """Share of the decoder layers whose forward pass is computed again."""
+    weight_bytes: int
+    gradient_bytes: int
+    added_gradient_bytes: int
+    """Of those, what is added up by kernels of its own: all but the gradients that their GEMMs add (`llm_fp8.distributed.wgrad_fusion`)."""
+    optimizer_bytes: int
+    scenario: str | None
+    """The fp8 recipe that runs; None outside fp8."""
+    use_te: bool
+    attention: str | None
+    """'unfused', or the name of what runs."""
+    num_fp8_head_products: int = 0
+    """Of the output head's three products in a micro-batch, those in fp8 (--fp8_lm_head): none, those of the gradients, or all."""
+    compiled: bool = False
+    """The decoder layers are compiled, as they are with torchao."""
+
+    def fp8_gemm_s(self, flops: float) -> float | None:
+        """Seconds of these model FLOPs at the fp8 ceilings; None on a GPU that has none, and for fp4, which has others."""
+        return None if self.scenario == "nvfp4" else self.ceilings.fp8_gemm_s(flops)
+
+    def bf16_gemm_s(self, flops: float) -> float:
+        """Seconds of these FLOPs at the bf16 ceiling."""
+        return self.ceilings.bf16_gemm_s(flops)
+
+    def copy_s(self, num_bytes: float) -> float:
+        """Seconds of reading and writing so many bytes in all."""
+        return num_bytes / self.ceilings.copy_tb_s / 1e12
+
+    def linear_flops(self, num_weights: int) -> float:
+        """Model FLOPs of a step in layers with so many weights: 6 per weight and token."""
+        return 6.0 * num_weights * self.num_tokens
+
+    @property
+    def gemms_at_ceilings_s(self) -> float | None:
+        """The linear layers' model FLOPs at the ceilings; None where one that is needed was not measured."""
+        fp8 = self.fp8_gemm_s(self.linear_flops(self.num_fp8_weights)) if self.num_fp8_weights else 0.0
+        head_s = self.head_gemm_s
+        return (
+            None if fp8 is None or head_s is None else self.bf16_gemm_s(self.linear_flops(self.num_wide_weights)) + head_s + fp8
+        )
+
+    @property
+    def head_gemm_s(self) -> float | None:
+        """The output head's model FLOPs at the ceilings; None where one that is needed was not measured."""
+        return self.ceilings.head_gemm_s(self.linear_flops(self.num_head_weights), self.num_fp8_head_products)
+
+    @property
+    def fp8_flops(self) -> float:
+        """Model FLOPs of a step in fp8."""
+        return self.linear_flops(self.num_fp8_weights) + self._fp8_head_flops
+
+    @property
+    def wide_flops(self) -> float:
+        """Model FLOPs of a step in linear products outside fp8."""
+        return self.linear_flops(self.num_wide_weights + self.num_head_weights) - self._fp8_head_flops
+
+    @property
+    def _fp8_head_flops(self) -> float:
+        return self.linear_flops(self.num_head_weights) * self.num_fp8_head_products / PRODUCTS_OF_TRAINED
+
+    @property
+    def gemm_floors_s(self) -> dict[str, float]:
+        """Operand type -> the least that the linear layers' model FLOPs could take; empty where a peak that is needed is not known."""
+        if self.peak is None:
+            return {}
+        floors = {"bf16": self.wide_flops / max(self.peak.bf16, self.ceilings.bf16_gemm_tflops) / 1e12}
+        if self.num_fp8_weights:
+            fast, split = self.ceilings.fp8_gemm_tflops, self.ceilings.fp8_split_gemm_tflops
+            if self.peak.fp8 is None or self.scenario == "nvfp4":
+                return {}
+            floors["fp8"] = self.fp8_flops / max(self.peak.fp8, fast or 0.0, split or 0.0) / 1e12
+        return floors
+
+    @property
+    def floors_s(self) -> dict[str, float]:
+        """Kernel class -> the least it could take, for the classes whose FLOPs or bytes are known."""
+        floors = {"optimizer": self.copy_s(2 * (self.weight_bytes + self.optimizer_bytes) + self.gradient_bytes)}
+        if self.gemm_floors_s:
+            floors["gemm"] = sum(self.gemm_floors_s.values())
+        if self.peak is not None:
+            floors["attention"] = self.attention_flops / max(self.peak.bf16, self.ceilings.bf16_gemm_tflops) / 1e12
+        return floors
+
+    @property
+    def recomputed_gemm_s(self) -> float:
+        """The part of the GEMMs' time in which forward passes were computed again: a third of a recomputed weight's model FLOPs once more."""
+        decoder = self.num_fp8_weights + self.num_wide_weights
+        again = self.recomputed_share / 3
+        # By FLOPs each weight would count alike; fp8 ones take less time than the head, which is never recomputed.
+        head_s = self.head_gemm_s or self.bf16_gemm_s(self.linear_flops(self.num_head_weights))
+        decoder_s = (self.gemms_at_ceilings_s or self.bf16_gemm_s(self.linear_flops(decoder + self.num_head_weights))) - head_s
+        return self.time.class_s("gemm") * again * decoder_s / ((1 + again) * decoder_s + head_s)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One thing that a step loses time to."""
+
+    name: str
+    lost_s: float
+    """The most that the option can take away, in seconds of this step."""
+    cause: str
+    advice: str
+    is_fault: bool = False
+    """Something is broken, rather than slow; it comes first whatever its size."""
+
+
+Rule = Callable[[StepFacts], Loss | None]
+
+
+def unfused_attention(facts: StepFacts) -> Loss | None:
+    """Attention in several kernels, with the whole score matrix in memory."""
+    if facts.attention != "unfused":
+        return None
+    lost_s = facts.time.class_s("attention") - facts.floors_s.get("attention", 0.0)
+    return Loss(
+        "unfused attention",
+        max(lost_s, 0.0),
+        "no fused kernel ran; this counts the softmax kernels alone, the matrix products of attention are among the GEMMs",
+        "let Transformer Engine use the cuDNN that torch brought: unset CUDNN_HOME, CUDNN_PATH, NVTE_FUSED_ATTN and NVTE_FLASH_ATTN, and do not put "
+        "a system cuDNN on LD_LIBRARY_PATH; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints why it is refused"
+        if facts.use_te
+        else "--attn_implementation sdpa or flash_attention_2, or --use_te",
+        is_fault=True,
+    )
+
+
+def layers_outside_fp8(facts: StepFacts) -> Loss | None:
+    """Decoder layers whose GEMMs could run at the fp8 rate."""
+    flops = facts.linear_flops(facts.num_wide_weights)
+    fp8_s = facts.fp8_gemm_s(flops)
+    if not flops or fp8_s is None:
+        return None
+    share = facts.num_wide_weights / (facts.num_wide_weights + facts.num_fp8_weights)
+    if facts.scenario is None:
+        advice = "--mixed_precision fp8 --use_te"
+    elif facts.use_te:
+        advice = "fewer --fp8_first_bf16_layers and --fp8_last_bf16_layers, if the loss stays the same"
+    else:
+        advice = "--use_te for architectures that it has; what is outside fp8 and why stands in the table of layers"
+    return Loss(
+        "linear layers outside fp8",
+        facts.bf16_gemm_s(flops) - fp8_s,
+        f"{share:.0%} of the decoder's linear FLOPs are not in fp8",
+        advice,
+    )
+
+
+def gemms_below_ceiling(facts: StepFacts) -> Loss | None:
+    """GEMMs that are slower than large square ones."""
+    reachable_s = facts.gemms_at_ceilings_s
+    if facts.attention == "unfused" or reachable_s is None:
+        return None  # attention's matrix products cannot be told from the layers'
+    lost_s = facts.time.class_s("gemm") - facts.recomputed_gemm_s - reachable_s
+    tokens = facts.num_tokens // facts.num_micro_batches
+    return Loss(
+        "GEMMs below the ceiling",
+        lost_s,
+        f"the linear layers' GEMMs take {reachable_s * 1e3:.1f} ms at the measured ceilings; a micro-batch has {tokens} tokens",
+        "more tokens in a micro-batch (--batch_size, --max_seq_length) as far as memory allows",
+    )
+
+
+def recomputation(facts: StepFacts) -> Loss | None:
+    """Forward passes computed twice."""
+    if not facts.recomputed_share:
+        return None
+    return Loss(
+        "recomputation",
+        facts.recomputed_gemm_s,
+        f"{facts.recomputed_share:.0%} of the decoder layers compute their forward pass again; this counts its GEMMs alone",
+        "drop --gradient_checkpointing, or raise --gradient_checkpointing_every, if memory allows",
+    )
+
+
+def weight_casts(facts: StepFacts) -> Loss | None:
+    """Casts of the weights to fp8, once a step."""
+    if not facts.num_fp8_weights or facts.compiled:  # torchao casts them for every product, fused with other work
+        return None
+    lost_s = min(facts.time.class_s("cast"), facts.copy_s(WEIGHT_CAST_BYTES * facts.num_fp8_weights))
+    return Loss(
+        "casts of the weights",
+        lost_s,
+        f"the weights are cast to fp8 once a step, which has {facts.num_micro_batches} micro-batches; worked out from their bytes",
+        "more micro-batches per step (--gradient_accumulation_steps)",
+    )
+
+
+def maxima_of_current_scaling(facts: StepFacts) -> Loss | None:
+    """The extra pass over every tensor that current scaling takes."""
+    if facts.scenario != "current":
+        return None
+    return Loss(
+        "maxima of current scaling",
+        facts.time.named_s("cast", "amax"),
+        "current scaling reads every tensor once more, for its largest value",
+        "--fp8_scenario delayed, which takes its scales from past steps (docs/precision.md)",
+    )
+
+
+def optimizer_step(facts: StepFacts) -> Loss | None:
+    """The optimizer, once a step."""
+    floor_ms = facts.floors_s["optimizer"] * 1e3
+    return Loss(
+        "optimizer",
+        facts.time.class_s("optimizer"),
+        f"it runs once a step of {facts.num_tokens} tokens; its bytes alone take {floor_ms:.1f} ms",
+        "more tokens per step (--gradient_accumulation_steps, --batch_size)",
+    )
+
+
+def gaps(facts: StepFacts) -> Loss | None:
+    """Time in which the GPU waits for the host."""
+    return Loss(
+        "gaps between kernels",
+        facts.time.gap_s,
+        "the GPU waits for the host to launch kernels",
+        "more work per kernel: a larger --batch_size or longer rows (--max_seq_length)",
+    )
+
+
+def unfused_pointwise(facts: StepFacts) -> Loss | None:
+    """Norms, activations, RoPE, copies and pointwise kernels of the Hugging Face decoder."""
+    if facts.use_te or facts.compiled:
+        return None
+    return Loss(
+        "unfused pointwise kernels",
+        facts.time.class_s("norm", "activation", "rope", "copy", "elementwise"),
+        "the Hugging Face decoder runs norms, activations, RoPE, copies and sums as kernels of their own",
+        "--use_te, whose modules fuse most of them",
+    )
+
+
+def gradient_sums(facts: StepFacts) -> Loss | None:
+    """Adding up the gradients of micro-batches, where it is not part of a GEMM."""
+    num_bytes = 3 * facts.added_gradient_bytes * (facts.num_micro_batches - 1)
+    lost_s = min(facts.time.class_s("elementwise"), facts.copy_s(num_bytes))
+    return Loss(
+        "sums of gradients",
+        lost_s,
+        "every micro-batch after the first adds its gradients to those before; worked out from their bytes",
+        "fewer, larger micro-batches (--batch_size) as far as memory allows",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    unfused_attention,
+    layers_outside_fp8,
+    gemms_below_ceiling,
+    recomputation,
+    weight_casts,
+    maxima_of_current_scaling,
+    optimizer_step,
+    gaps,
+    unfused_pointwise,
+    gradient_sums,
+)
+
+
+def ranked_losses(facts: StepFacts) -> list[Loss]:
+    """The losses that an option acts on: faults first, then by size; those that lose nothing are left out."""
+    found = [loss for rule in RULES if (loss := rule(facts)) is not None and (loss.is_fault or loss.lost_s > 0)]
+    return sorted(found, key=lambda loss: (not loss.is_fault, -loss.lost_s))

@@ -1,0 +1,203 @@
+"""What the GPU's memory holds when a step needs most of it.
+
+The allocator keeps one count of bytes and one maximum; neither says what the bytes are. Two things together do:
+
+- tensors that somebody holds by name are walked: parameters, `.grad`, the optimizer's state, Transformer Engine's casts of weights. A
+  quantised tensor is a shell around plain ones (data, transpose, scales), and those are counted.
+- the count is read at marks through the step, between which at most one decoder layer runs, and what no walk finds is told by when it came:
+
+    activations   held after the decoder layers ran, and given back as the backward pass reaches them
+    loss          from the last decoder layer to the first one's gradient: logits and what the loss needs beside them
+    other         everything else: inputs, tables, libraries' workspaces, tensors that live for less than one layer (what is recomputed, too)
+
+The peak lies between two marks. It is divided as the memory was at the first of them; what grew on the way to the second is counted as
+there, and the rest is of a short life ("other", or "loss" while the loss is at work).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+KnownKind = Literal["weights", "fp8_weights", "gradients", "optimizer_state"]
+KNOWN_KINDS: tuple[KnownKind, ...] = get_args(KnownKind)
+KINDS: tuple[str, ...] = (*KNOWN_KINDS, "activations", "loss", "other")
+
+HOW_FOUND = {
+    "weights": "parameters of the model, walked",
+    "fp8_weights": "Transformer Engine's casts and transposes of weights kept between micro-batches, walked",
+    "gradients": "gradients of the parameters, walked",
+    "optimizer_state": "moments and master weights, walked",
+    "activations": "allocated by the decoder layers' forward passes and still held",
+    "loss": "logits and workspace of the loss: allocated behind the last decoder layer",
+    "other": "the rest: inputs, tables, libraries' workspaces, tensors of a short life",
+}
+
+Stage = Literal["forward", "loss", "loss_backward", "backward", "step", "end"]
+
+
+def plain_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors that own the memory of `value`: itself, or what a quantised tensor (Transformer Engine's, torchao's) is made of."""
+    if type(value) in (Tensor, nn.Parameter):
+        yield value
+        return
+    inner = [item for item in getattr(value, "__dict__", {}).values() if isinstance(item, Tensor) or hasattr(item, "_quantizer")]
+    if inner:
+        for item in inner:
+            yield from plain_tensors(item)
+    elif isinstance(value, Tensor):
+        yield value
+
+
+def held_bytes(values: Iterable[Any], device: torch.device, seen: set[int]) -> int:
+    """Bytes of the memory on `device` behind `values`; memory whose address is in `seen` is left out, the rest is added to it."""
+    total = 0
+    for value in values:
+        for tensor in plain_tensors(value):
+            storage = tensor.untyped_storage()
+            if tensor.device.type == device.type and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                total += storage.nbytes()
+    return total
+
+
+def known_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> dict[KnownKind, int]:
+    """Bytes of everything that can be walked to. `optimizer` may be wrapped by Accelerate."""
+    parameters = list(model.parameters())
+    seen: set[int] = {0}  # the address of tensors without memory
+    state = getattr(optimizer, "optimizer", optimizer).state
+    casts = (cast for module in model.modules() for cast in getattr(module, "_fp8_workspaces", {}).values())
+    return {
+        "weights": held_bytes(parameters, device, seen),
+        "fp8_weights": held_bytes(casts, device, seen),
+        "gradients": held_bytes((p.grad for p in parameters if p.grad is not None), device, seen),
+        "optimizer_state": held_bytes((value for entry in state.values() for value in entry.values()), device, seen),
+    }
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The memory at one moment of a step, in bytes."""
+
+    stage: Stage
+    """What begins here."""
+    allocated: int
+    peak_before: int
+    """The most since the mark before."""
+    known: Mapping[KnownKind, int]
+
+
+@dataclass(frozen=True)
+class MemoryAtPeak:
+    """How the peak divides, in bytes; the kinds add up to `peak`."""
+
+    peak: int
+    stage: Stage
+    """In which it falls."""
+    kinds: dict[str, int]
+    """By the names of `KINDS`."""
+
+
+def divide_peak(marks: Sequence[Mark]) -> MemoryAtPeak:
+    """Find the peak of a step among its marks, in the order in which they were made, and divide it. Raises ValueError on fewer than two."""
+    if len(marks) < 2:
+        raise ValueError("a step has at least two marks")
+    number = max(range(len(marks) - 1), key=lambda mark: marks[mark + 1].peak_before)
+    begin, end = marks[number], marks[number + 1]
+    peak = end.peak_before
+    standing = marks[0].allocated - sum(marks[0].known.values())
+    kinds: dict[str, int] = dict.fromkeys(KINDS, 0) | dict(begin.known)
+    if begin.stage == "loss_backward":
+        kinds["loss"] = begin.allocated - _last_before(marks, number, "loss").allocated
+    kinds["activations"] = max(0, begin.allocated - sum(begin.known.values()) - kinds["loss"] - standing)
+    room = peak - begin.allocated
+    for kind in KNOWN_KINDS:
+        grown = min(room, max(0, end.known[kind] - begin.known[kind]))
+        kinds[kind] += grown
+        room -= grown
+    if begin.stage == "forward":
+        kept = end.allocated - begin.allocated - sum(end.known.values()) + sum(begin.known.values())
+        kinds["activations"] += min(room, max(0, kept))
+    elif begin.stage in ("loss", "loss_backward"):
+        kinds["loss"] += room
+    kinds["other"] = peak - sum(kinds.values())
+    return MemoryAtPeak(peak, begin.stage, kinds)
+
+
+def _last_before(marks: Sequence[Mark], number: int, stage: Stage) -> Mark:
+    return next(mark for mark in reversed(marks[:number]) if mark.stage == stage)
+
+
+# --- memory_probe ----------------------------------------------------------------------------------------
+# Reads the GPU's memory at marks through one optimizer step: hooks on the model and the optimizer, taken away afterwards.
+
+Meter = Callable[[], tuple[int, int]]
+"""Bytes allocated now, and the most since the call before."""
+
+
+def cuda_meter(device: torch.device) -> Meter:
+    """The meter of PyTorch's allocator on a GPU."""
+
+    def read() -> tuple[int, int]:
+        allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return allocated, peak
+
+    return read
+
+
+class MemoryProbe:
+    """Makes the marks of a step.
+
+    Args:
+        training_model: what the loop calls; its forward pass ends with the loss.
+        decoder: the part of it that ends with the last hidden states.
+        layers: its decoder layers.
+        optimizer: may be wrapped by Accelerate.
+        meter: what is read at each mark.
+    """
+
+    def __init__(
+        self,
+        training_model: nn.Module,
+        decoder: nn.Module,
+        layers: nn.ModuleList,
+        optimizer: Any,
+        device: torch.device,
+        meter: Meter,
+    ) -> None:
+        self._model, self._decoder, self._layers, self._optimizer = training_model, decoder, layers, optimizer
+        self._device, self._meter = device, meter
+        self.marks: list[Mark] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Mark the step that runs in this block."""
+        inner = getattr(self._optimizer, "optimizer", self._optimizer)
+        enter = functools.partial(functools.partial, self._enter)
+        handles: list[Any] = [
+            self._model.register_forward_pre_hook(enter("forward")),
+            self._decoder.register_forward_hook(enter("loss")),
+            self._model.register_forward_hook(enter("loss_backward")),
+            inner.register_step_pre_hook(enter("step")),
+        ]
+        for layer in self._layers:
+            handles.append(layer.register_forward_pre_hook(enter("forward")))
+            handles.append(layer.register_full_backward_pre_hook(enter("backward")))
+        self._meter()  # the peak of what ran before is nobody's
+        try:
+            yield
+            self._enter("end")
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, stage: Stage, *_: object) -> None:
+        allocated, peak = self._meter()
+        self.marks.append(Mark(stage, allocated, peak, known_bytes(self._model, self._optimizer, self._device)))

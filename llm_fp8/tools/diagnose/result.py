@@ -1,0 +1,224 @@
+"""The findings, as they go to the terminal and into the JSON file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.observability.metrics import GIB
+from llm_fp8.precision.coverage import Census
+from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.precision.torchao import num_fp8_products
+from llm_fp8.tools.diagnose.bottlenecks import Loss, StepFacts, ranked_losses
+from llm_fp8.tools.diagnose.gemm_operands import PASSES, LayerGroup, ModuleGemms, is_low_precision
+from llm_fp8.tools.diagnose.memory import HOW_FOUND, MemoryAtPeak
+from llm_fp8.tools.diagnose.step_time import StepTime
+from llm_fp8.tools.gemm_rates import Ceilings
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU
+
+SCHEMA_VERSION = 2
+
+
+@dataclass(frozen=True)
+class TimeFindings:
+    """Where the time of a step goes, the least it could be, and what it is lost to."""
+
+    step: StepTime
+    floors_s: dict[str, float]
+    """By kernel class."""
+    gemm_floors_s: dict[str, float]
+    """By operand type."""
+    ceilings: Ceilings
+    losses: list[Loss]
+    """The largest first."""
+
+    @classmethod
+    def of(cls, facts: StepFacts) -> TimeFindings:
+        """What `facts` come to."""
+        return cls(facts.time, facts.floors_s, facts.gemm_floors_s, facts.ceilings, ranked_losses(facts))
+
+
+@dataclass(frozen=True)
+class MemoryFindings:
+    """The peak of a step divided, and the peak of a step that nothing watched; bytes."""
+
+    at_peak: MemoryAtPeak
+    unwatched_peak: int
+    reserved: int
+    """What the allocator had taken from the GPU by the end of the unwatched step."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found. What needs a GPU is None where there is none."""
+
+    config: dict[str, Any]
+    provenance: dict[str, Any]
+    device: str
+    precision: dict[str, Any]
+    census: Census | None
+    outside_fp8: dict[str, str]
+    """Name pattern -> how many modules are not in fp8, and why."""
+    groups: list[LayerGroup] = field(default_factory=list)
+    modules: list[ModuleGemms] = field(default_factory=list)
+    attention: str | None = None
+    time: TimeFindings | None = None
+    memory: MemoryFindings | None = None
+    planned_memory: dict[str, int] | None = None
+    """Bytes by kind, worked out from the number of parameters; without a GPU only."""
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    has_gpu: bool = True
+
+    @property
+    def exit_code(self) -> int:
+        """0; 1 where something that was asked for is not so; 3 without a GPU."""
+        if not self.has_gpu:
+            return EXIT_NO_GPU
+        return EXIT_FAILED_CHECK if self.problems else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for the JSON file. Times are in seconds, memory in GiB."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "exit_code": self.exit_code,
+            "problems": self.problems,
+            "notes": self.notes,
+            "device": self.device,
+            "precision": self.precision,
+            "attention": self.attention,
+            "census": None if self.census is None else {**self.census.to_dict(), "outside_fp8": self.outside_fp8},
+            "layers": [
+                {
+                    "module": group.module,
+                    "layers": group.layer_ranges,
+                    "kind": group.kind,
+                    "told_by": group.told_by,
+                    **{gemm_pass: list(pairs) for gemm_pass, pairs in group.operands.items()},
+                }
+                for group in self.groups
+            ],
+            "modules": {
+                module.name: {gemm_pass: list(module.operands(gemm_pass)) for gemm_pass in module.passes}
+                for module in self.modules
+            },
+            "time": None if self.time is None else _time_dict(self.time),
+            "memory": None if self.memory is None else _memory_dict(self.memory),
+            "planned_memory_gib": None
+            if self.planned_memory is None
+            else {kind: num_bytes / GIB for kind, num_bytes in self.planned_memory.items()},
+            "config": self.config,
+            "provenance": self.provenance,
+        }
+
+
+def _time_dict(found: TimeFindings) -> dict[str, Any]:
+    step = found.step
+    return {
+        "step_time_s": step.step_s,
+        "recorded_span_s": step.recorded_span_s,
+        "busy_s": step.busy_s,
+        "gap_s": step.gap_s,
+        "overlap_s": step.overlap_s,
+        "classes": {
+            name: {"count": taken.count, "time_s": taken.time_s, "floor_s": found.floors_s.get(name)}
+            for name, taken in step.classes.items()
+        },
+        "gemms": {
+            kind: {"count": taken.count, "time_s": taken.time_s, "floor_s": found.gemm_floors_s.get(kind)}
+            for kind, taken in step.gemms.items()
+        },
+        "ceilings": dataclasses.asdict(found.ceilings),
+        "losses": [{**dataclasses.asdict(loss), "share": loss.lost_s / step.step_s} for loss in found.losses],
+    }
+
+
+def _memory_dict(found: MemoryFindings) -> dict[str, Any]:
+    return {
+        "peak_gib": found.unwatched_peak / GIB,
+        "reserved_gib": found.reserved / GIB,
+        "watched_peak_gib": found.at_peak.peak / GIB,
+        "stage": found.at_peak.stage,
+        "kinds_gib": {kind: num_bytes / GIB for kind, num_bytes in found.at_peak.kinds.items()},
+        "how_found": HOW_FOUND,
+    }
+
+
+# --- problems --------------------------------------------------------------------------------------------
+# What was asked for and is not so: the sentences that make the diagnosis end with code 1; and why layers are outside fp8.
+
+SIZE_REASON = "is not a multiple of"
+"""Part of the census's reason for a layer that fp8 GEMMs cannot take."""
+
+
+def precision_problems(
+    plan: PrecisionPlan, modules: Iterable[ModuleGemms], fp8_names: Collection[str], seen_inside: str | None
+) -> list[str]:
+    """Sentences on layers whose GEMMs are not of the precision asked for.
+
+    Args:
+        plan: of the run.
+        modules: what was recorded.
+        fp8_names: names of the modules that the census counts as fp8.
+        seen_inside: the recipe in force inside the first of them (`Precision.seen_inside`).
+    """
+    found = {module.name: module for module in modules}
+    if plan.effective != "fp8":
+        narrow = [name for name, module in found.items() if _low_precision_passes(module)]
+        return [f"{_listed(narrow)}: fp8 GEMMs in a run that asked for {plan.requested}"] if narrow else []
+    problems = []
+    if plan.fallback_reason:
+        problems.append(
+            f"--fp8_scenario {plan.requested_scenario} was asked for and {plan.effective_scenario} runs: {plan.fallback_reason}"
+        )
+    if seen_inside == "none":
+        problems.append("no fp8 recipe is in force inside Transformer Engine's modules")
+    silent = [name for name in fp8_names if name not in found]
+    if silent:
+        problems.append(f"{_listed(silent)}: no GEMM was seen")
+    in_fp8 = num_fp8_products(plan.recipe) if plan.backend == "torchao" else len(PASSES)
+    for gemm_pass in PASSES[:in_fp8]:
+        wide = [
+            name
+            for name in fp8_names
+            if name in found and not all(map(is_low_precision, found[name].passes[gemm_pass] or ["none x none"]))
+        ]
+        if wide:
+            operands = sorted({pair for name in wide for pair in found[name].operands(gemm_pass)})
+            problems.append(f"{_listed(wide)}: {gemm_pass} multiplies {', '.join(operands) or 'nothing'}, not fp8")
+    return problems
+
+
+def left_out_problems(census: Census) -> list[str]:
+    """Sentences on layers that fp8 was asked for and that cannot take it."""
+    return [f"{pattern}: {reason}, so it is not in fp8" for pattern, reason in census.skipped.items() if SIZE_REASON in reason]
+
+
+def attention_problems(attention: str | None) -> list[str]:
+    """A sentence where attention is unfused."""
+    return ["attention runs unfused"] if attention == "unfused" else []
+
+
+def reasons_outside_fp8(census: Census, options: PrecisionConfig, plan: PrecisionPlan) -> dict[str, str]:
+    """Name pattern -> how many modules are not in fp8, and why, for every pattern that the census lists as such."""
+    first, last = options.fp8_first_bf16_layers, options.fp8_last_bf16_layers
+    kept = f"kept by --fp8_first_bf16_layers {first} --fp8_last_bf16_layers {last}" if first or last else ""
+    why = {}
+    for pattern, reason in census.skipped.items():
+        if "(" not in reason:
+            added = kept if plan.effective == "fp8" else f"--mixed_precision {plan.effective} runs"
+            reason = f"{reason} ({added})" if added else reason
+        why[pattern] = reason
+    return why
+
+
+def _low_precision_passes(module: ModuleGemms) -> bool:
+    return any(is_low_precision(operands) for gemm_pass in PASSES for operands in module.passes[gemm_pass])
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,289 @@
+"""Builds the parts of a run by the run's own code, takes a few steps and measures some of them, each in one way at a time:
+
+warm-up steps      nothing is measured: kernels are compiled, scales and the allocator settle
+unwatched steps    their time
+unwatched steps    their peak of memory, from an allocator that keeps nothing of before
+one step           the operands of every GEMM
+one step           the memory at marks through the step
+one step           its kernels
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import te_llama
+from llm_fp8.config.accelerate_env import apply_launch_settings
+from llm_fp8.config.options import Config, ModelConfig, RunConfig
+from llm_fp8.config.validation import check_config
+from llm_fp8.data.collate import Batch
+from llm_fp8.distributed.process_group import own_device
+from llm_fp8.models.build import decoder_layers, require_te_decoder
+from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
+from llm_fp8.observability.kernel_trace import record_kernels
+from llm_fp8.observability.metrics import GIB, StepTokens, device_peak_tflops, step_flops
+from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.precision.plan import describe_device
+from llm_fp8.precision.torchao import uncompiled
+from llm_fp8.tools.bench.ours import OurTraining
+from llm_fp8.tools.bench.workload import Workload
+from llm_fp8.tools.diagnose.bottlenecks import StepFacts
+from llm_fp8.tools.diagnose.gemm_operands import GemmRecorder, ModuleGemms, group_layers, te_gemm_owners
+from llm_fp8.tools.diagnose.memory import MemoryProbe, cuda_meter, divide_peak, known_bytes
+from llm_fp8.tools.diagnose.result import (
+    Diagnosis,
+    MemoryFindings,
+    TimeFindings,
+    attention_problems,
+    left_out_problems,
+    precision_problems,
+    reasons_outside_fp8,
+)
+from llm_fp8.tools.diagnose.static_report import diagnose_without_gpu
+from llm_fp8.tools.diagnose.step_time import StepTime, step_time
+from llm_fp8.tools.gemm_rates import Ceilings, measure_ceilings
+from llm_fp8.utils.console import quiet_libraries
+from llm_fp8.utils.errors import UserError
+
+NUM_TIMED_STEPS = 7
+"""The first waits for the host, which starts it with nothing in its queue."""
+NUM_MEMORY_STEPS = 2
+
+
+def diagnose(config: Config, num_warmup_steps: int, trace: Path | None = None) -> Diagnosis:
+    """Diagnose the run that `config` describes; without a GPU what can be said there.
+
+    `trace` is where the recorded step is kept in Chrome's trace format. Raises `UserError` as the run itself would.
+    """
+    quiet_libraries()
+    config = apply_launch_settings(config, os.environ)
+    check_config(config)
+    if config.lora.lora_rank:
+        raise UserError(
+            f"--lora_rank {config.lora.lora_rank} is unknown to the diagnosis, whose estimates are those of full fine-tuning; drop it, or see "
+            "scripts/lora_study.py."
+        )
+    _check_model(config)
+    device = own_device()
+    if device.type != "cuda":
+        return diagnose_without_gpu(config)
+    if config.model.use_te:
+        require_te_decoder(device, config.model)
+    ceilings = measure_ceilings(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    try:
+        return _Session(config, device).diagnose(ceilings, num_warmup_steps, trace)
+    except torch.OutOfMemoryError as error:
+        raise UserError(_too_little_memory(config, device)) from error
+
+
+def _check_model(config: Config) -> None:
+    """Raise `UserError` where the run would refuse the model."""
+    source = resolve_source(config.model)
+    hf_config = load_config(config.model, source)
+    check_model(config, hf_config, load_tokenizer(config.model, source)[0])
+
+
+def _too_little_memory(config: Config, device: torch.device) -> str:
+    total, peak = torch.cuda.get_device_properties(device).total_memory / GIB, torch.cuda.max_memory_allocated(device) / GIB
+    return (
+        f"the GPU is out of memory: --batch_size {config.data.batch_size} rows of --max_seq_length {config.data.max_seq_length} do not fit, {peak:.1f} of "
+        f"{total:.1f} GiB were in use. Diagnose with a smaller --batch_size, or with --gradient_checkpointing or --optimizer adamw_8bit."
+    )
+
+
+class _Session:
+    """A run's parts and what is measured on them."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.training = OurTraining(ConfiguredWorkload.of(config), without_output(config))
+        self.plan = self.training.precision.plan
+
+    def diagnose(self, ceilings: Ceilings, num_warmup_steps: int, trace: Path | None) -> Diagnosis:
+        """Everything, in order."""
+        training, config = self.training, self.config
+        training.take(num_warmup_steps)
+        step_s = self._timed()
+        unwatched_peak, reserved = self._unwatched_memory()
+        modules = self._gemms()
+        at_peak = divide_peak(self._watched_memory().marks)
+        with record_kernels() as recorded:
+            training.take(1)
+        step = step_time(recorded, step_s)
+        if trace is not None:
+            recorded.export_chrome_trace(str(trace))
+        attention = self._attention(step)
+        facts = self._facts(step, ceilings, attention)
+        names = [name for name, module in training.model.named_modules() if module in training.precision.fp8_modules]
+        return Diagnosis(
+            config=config.to_dict(),
+            provenance=collect_provenance(sys.argv),
+            device=describe_device(self.device),
+            precision=self.plan.to_dict(),
+            census=training.census,
+            outside_fp8=reasons_outside_fp8(training.census, config.precision, self.plan),
+            groups=group_layers(modules),
+            modules=modules,
+            attention=attention,
+            time=TimeFindings.of(facts),
+            memory=MemoryFindings(at_peak, unwatched_peak, reserved),
+            problems=[
+                *precision_problems(self.plan, modules, names, training.precision.seen_inside),
+                *(left_out_problems(training.census) if self.plan.effective == "fp8" else []),
+                *attention_problems(attention),
+            ],
+            notes=self._notes(),
+        )
+
+    def _timed(self) -> float:
+        """The median time of a step in seconds."""
+        self.training.take(NUM_TIMED_STEPS)
+        return statistics.median(self.training.recorder.step_times_s[-NUM_TIMED_STEPS:])
+
+    def _unwatched_memory(self) -> tuple[int, int]:
+        """The peaks of allocated and reserved memory in bytes."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.training.take(NUM_MEMORY_STEPS)
+        return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+
+    def _gemms(self) -> list[ModuleGemms]:
+        recorder = GemmRecorder(self.training.model)
+        with recorder.recording(te_gemm_owners()), uncompiled(decoder_layers(self.training.model)):
+            self.training.take(1)
+        head = self.training.model.get_output_embeddings()
+        name = next(name for name, module in self.training.model.named_modules() if module is head)
+        recorder.note_output_head(name, self.plan.compute_dtype, fp8_products=self._num_fp8_head_products())
+        return recorder.modules()
+
+    def _watched_memory(self) -> MemoryProbe:
+        trainer, model = self.training.trainer, self.training.model
+        probe = MemoryProbe(
+            trainer.model, model.base_model, decoder_layers(model), trainer.optimizer, self.device, cuda_meter(self.device)
+        )
+        with probe.watching():
+            self.training.take(1)
+        return probe
+
+    def _attention(self, step: StepTime) -> str | None:
+        """What attention runs on; 'unfused' for several kernels."""
+        if self.config.model.use_te:
+            return te_llama.attention_backend(self.training.model)
+        return str(self.training.model.config._attn_implementation) if step.has_fused_attention else "unfused"
+
+    def _facts(self, step: StepTime, ceilings: Ceilings, attention: str | None) -> StepFacts:
+        training, config = self.training, self.config
+        trainer, census = training.trainer, training.census
+        head = training.model.get_output_embeddings().weight.numel()
+        num_micro_batches = config.optim.gradient_accumulation_steps
+        num_tokens = num_micro_batches * config.data.batch_size * config.data.max_seq_length
+        tokens = StepTokens(num_tokens, num_tokens, num_tokens, num_tokens * config.data.max_seq_length)
+        linear_flops = 6.0 * trainer.size.num_linear_parameters * num_tokens
+        layers = decoder_layers(training.model)
+        recomputed = len(layers[:: config.model.gradient_checkpointing_every]) if config.model.gradient_checkpointing else 0
+        trained = [p for p in trainer.model.parameters() if p.requires_grad]
+        accumulation = trainer.engine.wgrad_accumulation
+        added_by_gemms = set() if accumulation is None else {id(weight) for weight in accumulation.weights()}
+        known = known_bytes(trainer.model, trainer.optimizer, self.device)
+        return StepFacts(
+            time=step,
+            ceilings=ceilings,
+            peak=device_peak_tflops(self.device),
+            num_fp8_weights=census.num_fp8_weights,
+            num_wide_weights=census.num_linear_weights - census.num_fp8_weights - head,
+            num_head_weights=head,
+            num_tokens=num_tokens,
+            num_micro_batches=num_micro_batches,
+            attention_flops=step_flops(trainer.size, tokens) - linear_flops,
+            recomputed_share=recomputed / len(layers),
+            weight_bytes=known["weights"],
+            gradient_bytes=sum(p.nbytes for p in trained),
+            added_gradient_bytes=sum(p.nbytes for p in trained if id(p) not in added_by_gemms),
+            optimizer_bytes=known["optimizer_state"],
+            scenario=self.plan.effective_scenario,
+            use_te=config.model.use_te,
+            attention=attention,
+            num_fp8_head_products=self._num_fp8_head_products(),
+            compiled=self.plan.backend == "torchao",
+        )
+
+    def _num_fp8_head_products(self) -> int:
+        return sum(self.training.precision.products_of_head({}).values())
+
+    def _notes(self) -> list[str]:
+        notes = ["rows are full of random tokens, one document each"]
+        if not self.config.packing:
+            notes.append(
+                "without --packing rows of real data are padded, which costs time that this does not show: see packing_efficiency in metrics.jsonl"
+            )
+        if self.plan.backend == "torchao":
+            notes.append("operands are of a step without torch.compile, whose time and memory are in no other figure")
+        if self.config.optim.gradient_accumulation_steps == 1 and self.plan.effective == "fp8":
+            notes.append(
+                "a step of one micro-batch keeps no casts of weights; those that wait for the backward pass count as activations"
+            )
+        return notes
+
+
+# --- workload --------------------------------------------------------------------------------------------
+# What a diagnosed step trains on: full rows of random tokens, laid out as the configuration's data would be.
+
+
+@dataclass(frozen=True)
+class ConfiguredWorkload(Workload):
+    """The steps of a configuration; the model is that of its options, with its weights where it has any."""
+
+    options: ModelConfig
+    packing: bool
+
+    @classmethod
+    def of(cls, config: Config) -> ConfiguredWorkload:
+        """The workload of `config`."""
+        return cls(
+            model=config.model.model_name,
+            batch_size=config.data.batch_size,
+            seq_length=config.data.max_seq_length,
+            micro_batches=config.optim.gradient_accumulation_steps,
+            num_steps=0,
+            options=config.model,
+            packing=config.packing,
+        )
+
+    @property
+    def model_options(self) -> ModelConfig:
+        """Those of the configuration."""
+        return self.options
+
+    def batches(self, vocab_size: int, reader: int = 0) -> list[Batch]:
+        """As in `Workload`; without packing, rows side by side of which nothing is padding."""
+        batches = super().batches(vocab_size, reader)
+        return batches if self.packing else [_side_by_side(batch, self.batch_size) for batch in batches]
+
+
+def without_output(config: Config) -> Config:
+    """`config` of a run that writes nothing and sends nothing to a tracker."""
+    return dataclasses.replace(config, run=RunConfig(output_dir=os.devnull))
+
+
+def _side_by_side(batch: Batch, num_rows: int) -> Batch:
+    """A packed batch of full rows [1, T] as a padded one [B, S] without padding."""
+    rows = batch.input_ids.view(num_rows, -1)
+    return dataclasses.replace(
+        batch,
+        input_ids=rows,
+        labels=batch.labels.view_as(rows),
+        position_ids=batch.position_ids.view_as(rows),
+        attention_mask=torch.ones_like(rows, dtype=torch.bool),
+        cu_seqlens=None,
+    )

@@ -1,0 +1,105 @@
+"""What can be said of a configuration where no GPU is found: which layers fp8 would cover, and the memory that parameters alone need."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from llm_fp8.config.options import Config
+from llm_fp8.kernels.fp8_lm_head import Fp8Head
+from llm_fp8.models.build import count_parameters, decoder_layers
+from llm_fp8.models.source import load_config, resolve_source
+from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
+from llm_fp8.precision import torchao as torchao_fp8
+from llm_fp8.precision.context import layers_kept_wide
+from llm_fp8.precision.convert import reason_to_leave
+from llm_fp8.precision.coverage import Census, take_census
+from llm_fp8.precision.modules import PRODUCTS_OF_TRAINED
+from llm_fp8.precision.plan import PrecisionPlan, describe_device
+from llm_fp8.precision.recipes import DEFAULT_SCENARIO
+from llm_fp8.tools.diagnose.result import Diagnosis, reasons_outside_fp8
+
+NEEDS_GPU = "operand types, attention kernels, the time of a step and its peak of memory need an NVIDIA GPU, and none is found"
+
+
+def diagnose_without_gpu(config: Config) -> Diagnosis:
+    """The findings that need no GPU. Raises `UserError` for a model that does not exist or cannot be built."""
+    plan = asked_for(config)
+    hf_config = load_config(config.model, resolve_source(config.model))
+    notes = [NEEDS_GPU]
+    census, why = None, {}
+    if config.model.use_te:
+        notes.append(
+            "the layers of --use_te are Transformer Engine's, which exist on a GPU only; --use_te=false shows the Hugging Face path's"
+        )
+    else:
+        census = planned_census(config, hf_config, plan)
+        why = reasons_outside_fp8(census, config.precision, plan)
+    kind = planned_optimizer(config, plan)
+    notes.append(f"memory is worked out for {kind}, one GPU, without activations and fp8 casts")
+    return Diagnosis(
+        config=config.to_dict(),
+        provenance=collect_provenance(sys.argv),
+        device=describe_device(torch.device("cpu")),
+        precision={**plan.to_dict(), "checked": False},
+        census=census,
+        outside_fp8=why,
+        planned_memory=planned_memory(count_parameters(hf_config), kind),
+        notes=notes,
+        has_gpu=False,
+    )
+
+
+def asked_for(config: Config) -> PrecisionPlan:
+    """The precision that the options ask for, without the checks that need the hardware."""
+    requested = config.precision.mixed_precision or "bf16"
+    scenario = config.precision.fp8_scenario if requested == "fp8" else None
+    backend = config.precision.fp8_backend if requested == "fp8" else None
+    default = torchao_fp8.DEFAULT_SCENARIO if backend == "torchao" else DEFAULT_SCENARIO
+    return PrecisionPlan(
+        requested=requested,
+        effective=requested,
+        requested_scenario=scenario,
+        effective_scenario=default if scenario == "default" else scenario,
+        backend=backend,
+    )
+
+
+def planned_census(config: Config, hf_config: PretrainedConfig, plan: PrecisionPlan) -> Census:
+    """The census of the Hugging Face path, from the model's structure without weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+    if plan.effective != "fp8":
+        return take_census(model, (), plan.compute_name, {})
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    head: Any = model.get_output_embeddings()
+    reasons = {name: reason for name, module in linears.items() if (reason := reason_to_leave(name, module, head))}
+    kept = {module for layer in layers_kept_wide(config.precision, decoder_layers(model)) for module in layer.modules()}
+    covered = [module for name, module in linears.items() if name not in reasons and module not in kept]
+    wanted = config.precision.fp8_lm_head
+    in_part = {} if wanted == "none" else {head: Fp8Head(head, wanted).num_products(of=PRODUCTS_OF_TRAINED)}
+    return take_census(model, covered, plan.compute_name, reasons, products_of_head=in_part)
+
+
+def planned_optimizer(config: Config, plan: PrecisionPlan) -> OptimizerKind:
+    """What --optimizer means on a GPU."""
+    if config.optim.optimizer != "auto":
+        return config.optim.optimizer
+    return "adamw_master" if plan.compute_dtype == torch.bfloat16 else "adamw_fp32"
+
+
+def planned_memory(num_parameters: int, kind: OptimizerKind) -> dict[str, int]:
+    """Bytes by kind that follow from the number of parameters."""
+    each = bytes_per_parameter(kind)
+    state = each.master + each.first_moment + each.second_moment
+    return {
+        "weights": int(num_parameters * each.weight),
+        "gradients": int(num_parameters * each.gradient),
+        "optimizer_state": int(num_parameters * state),
+    }

@@ -1,0 +1,184 @@
+"""Exact match of a model on disk, on the held-out problems of the run that made it, or of any dataset.
+
+    result = evaluate_exact_match_folder(Path("runs/x/final"), num_problems=500)
+    result.share, result.interval(), result.row_ids, result.correct
+
+Which problems are held out is decided as in training, by `prepare_data` from the run's own options, so that none of them was trained on. Two
+models that are evaluated with the same options answer the same problems.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedModel
+
+from llm_fp8.config.options import GENERATION_BATCH_SIZE, Config, DataConfig, ModelConfig, RunConfig
+from llm_fp8.config.validation import check_config
+from llm_fp8.data import prepare_data
+from llm_fp8.distributed.process_group import own_device
+from llm_fp8.models.build import build_model
+from llm_fp8.models.lora import require_peft
+from llm_fp8.models.source import is_adapter_folder, load_config, load_tokenizer, resolve_source, stored_dtype
+from llm_fp8.train.exact_match import ExactMatchResult, answer_problems, encode_problems
+from llm_fp8.train.generate import check_positions, generation_dtype
+from llm_fp8.utils.errors import UserError
+
+
+def run_of(model: str | Path) -> Path | None:
+    """The folder of the run that exported `model`; None for a model from elsewhere."""
+    parent = Path(model).resolve().parent
+    return parent if Path(model).is_dir() and (parent / "run.json").is_file() else None
+
+
+def data_options(model: str | Path, changes: Mapping[str, Any]) -> DataConfig:
+    """The data options of the run that exported `model` (its last start), or the defaults, with `changes` in their place."""
+    run = run_of(model)
+    recorded: dict[str, Any] = {}
+    if run is not None:
+        try:
+            content = json.loads((run / "run.json").read_text())
+            recorded = [content, *content.get("resumes", [])][-1]["config"]["data"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{run / 'run.json'} is not the record of a run ({type(error).__name__}: {error}).") from error
+    known = {field.name for field in dataclasses.fields(DataConfig)}
+    options = {name: value for name, value in recorded.items() if name in known}
+    # How rows are batched changes nothing here, and rows are looked up by number.
+    return DataConfig(**{**options, **changes, "batch_size": 1, "packing": False, "streaming": False})
+
+
+def _refuse_run_folder(folder: str | Path) -> None:
+    """Raise `UserError` for the folder of a run in place of the one of its model."""
+    if (Path(folder) / "config.json").is_file() or is_adapter_folder(folder):
+        return
+    final = Path(folder) / "final"
+    if (final / "config.json").is_file() or is_adapter_folder(final):
+        raise UserError(f"--model {folder} is a run's folder, and its model is in {final}; give that.")
+    if (Path(folder) / "run.json").is_file():
+        raise UserError(
+            f"--model {folder} is a run's folder, and there is no model in {final}: the run did not come to its end, or had --no_export."
+        )
+
+
+def evaluate_exact_match_folder(
+    folder: str | Path,
+    *,
+    num_problems: int,
+    max_new_tokens: int = RunConfig.eval_max_new_tokens,
+    batch_size: int = GENERATION_BATCH_SIZE,
+    changes: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> ExactMatchResult:
+    """Let a Hugging Face checkpoint answer at most `num_problems` held-out problems, on the GPU in bf16, or on the CPU in fp32.
+
+    Args:
+        folder: an exported folder (runs/x/final), be it a model or a PEFT adapter, another folder with either, or the hub id of a model.
+        max_new_tokens: where an answer is cut off.
+        batch_size: problems answered at a time.
+        changes: fields of `DataConfig` to take instead of those of the run that made the folder.
+        say: gets a line on the data and what is done.
+
+    Raises `UserError` on a model, dataset or option that cannot be used, and where the GPU's memory is not enough.
+    """
+    base = base_of(folder)
+    options = ModelConfig(model_name=base or str(folder))
+    _refuse_run_folder(folder)
+    source = resolve_source(options)
+    if source.architecture_only:
+        raise UserError(f"--model_name {folder} has no weights that could be evaluated; give a folder with a trained model.")
+    device = own_device()
+    config = Config(
+        model=options,
+        data=data_options(folder, changes or {}),
+        run=RunConfig(eval_exact_match=num_problems, eval_max_new_tokens=max_new_tokens),
+    )
+    check_config(config)
+    hf_config = load_config(options, source)
+    tokenizer, _ = load_tokenizer(options, source)
+    data = prepare_data(config, tokenizer)
+    say(data.description)
+    if not data.problems:
+        raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")
+    if len(data.problems) < num_problems:
+        say(f"  {num_problems} problems were asked for, and {len(data.problems)} are held out: all of them are answered")
+    check_positions(encode_problems(data.problems, tokenizer), hf_config, max_new_tokens, "--max_new_tokens")
+    dtype = generation_dtype(device)
+    # Loaded on the CPU, where `copy_for_generation` too has its buffers computed.
+    cpu = torch.device("cpu")
+    if base is not None:
+        model = load_merged(folder, base, cpu, dtype)
+    else:
+        model, _ = build_model(options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=cpu, seed=0)
+    say(f"answering {len(data.problems)} problems in {str(dtype).removeprefix('torch.')} on {device}")
+    model.eval()
+    try:
+        nn.Module.to(model, device)
+        return answer_problems(model, tokenizer, data.problems, max_new_tokens, batch_size)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"the GPU is out of memory with --batch_size {batch_size} and --max_new_tokens {max_new_tokens}; lower one of them."
+        ) from error
+
+
+# --- adapter_folder --------------------------------------------------------------------------------------
+# A PEFT adapter on disk, and the model that it makes of its base model.
+
+
+def base_of(folder: str | Path) -> str | None:
+    """The name of the base model of the adapter in `folder`, a hub id or a folder; None where there is no adapter."""
+    if not is_adapter_folder(folder):
+        return None
+    path = Path(folder) / "adapter_config.json"
+    try:
+        base = json.loads(path.read_text())["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path} is not PEFT's description of an adapter ({type(error).__name__}: {error}); export it again."
+        ) from error
+    if not base:
+        raise UserError(f"{path} does not say which model the adapter belongs to; write its name into base_model_name_or_path.")
+    return str(base)
+
+
+def load_merged(folder: str | Path, base: str, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The base model with the adapter in `folder` added to its weights, of `dtype` (default: that of the base model's files).
+
+    Raises `UserError` where either cannot be read or they do not belong together.
+    """
+    require_peft(f"{folder}")
+    from peft import PeftModel
+
+    options = ModelConfig(model_name=base)
+    try:
+        source = resolve_source(options)
+        hf_config = load_config(options, source)
+    except UserError as error:
+        words = str(error).replace("--model_name ", "").rstrip(".")
+        raise UserError(
+            f"{folder}: its base model cannot be loaded ({words}); write another place of it into base_model_name_or_path of adapter_config.json, or "
+            "give it to scripts/merge_adapter.py with --base_model."
+        ) from error
+    dtype = dtype or stored_dtype(hf_config, default=torch.float32)
+    model, loaded = build_model(options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=device, seed=0)
+    if not loaded:
+        raise UserError(
+            f"{folder}: its base model {base} has no weights; put the trained one's name into base_model_name_or_path of adapter_config.json."
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # PEFT's use of transformers
+            adapted = PeftModel.from_pretrained(model, str(folder))  # its matrices become fp32, so that the sum is rounded once
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{folder}: the adapter cannot be put on {base} ({first_line}); export it again, or name its own base model."
+        ) from error
+    return adapted.merge_and_unload()

@@ -1,0 +1,169 @@
+"""How fast a GPU really multiplies and copies: what a step can be held against, beside the vendor's peaks (llm_fp8/observability/metrics.py).
+
+    measured = measure_ceilings(device)              # about two seconds on one GPU
+    known = known_ceilings("NVIDIA H200")            # what benchmarks/ceilings.py measured on such a GPU, None without a record
+
+GEMMs are 8192 x 8192 x 8192 on random normal data: zeros draw less power, so clocks stay higher than training sees. fp8 is e4m3 times e4m3 with one
+scale per tensor and a bf16 result, through torch._scaled_mm: once with fast accumulation, as Transformer Engine's forward pass multiplies on
+Hopper, once with split accumulation, as its backward pass does. FLOPs of a GEMM: 2 m n k. Each figure is the median over single launches
+timed with CUDA events.
+
+Known figures are read from the files `benchmarks/results/ceilings_*.json` alone; a GPU without one has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llm_fp8.precision.modules import PRODUCTS_OF_TRAINED
+from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY
+from llm_fp8.utils.packages import REPOSITORY
+
+GEMM_SIZE = 8192
+COPY_BYTES = 2**31
+"""Far beyond the caches of any GPU (an H200's L2 has 50 MB)."""
+
+WARMUP_S = 0.2
+NUM_REPEATS = 40
+
+RESULTS = REPOSITORY / "benchmarks" / "results"
+KNOWN_FILES = "ceilings_*.json"
+"""What is recorded of GPUs, by the names of its files there."""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What one GPU reached. TFLOP/s: 10**12 per second; TB/s: 10**12 bytes per second."""
+
+    bf16_gemm_tflops: float
+    fp8_gemm_tflops: float | None
+    """Fast accumulation; None on a GPU without fp8 tensor cores."""
+    fp8_split_gemm_tflops: float | None
+    """Split accumulation: partial sums are promoted to fp32 on the way."""
+    copy_tb_s: float
+    """Bytes read plus bytes written over time, copying inside the GPU's memory."""
+
+    def bf16_gemm_s(self, flops: float) -> float:
+        """Seconds of these FLOPs in bf16."""
+        return flops / self.bf16_gemm_tflops / 1e12
+
+    def fp8_gemm_s(self, flops: float, forward_in_fp8: bool = True) -> float | None:
+        """Seconds of these model FLOPs of fp8 layers, a third of them with fast accumulation (forward) and the rest split; None without fp8.
+
+        Without `forward_in_fp8` the forward third is in bf16.
+        """
+        fast, split = self.fp8_gemm_tflops, self.fp8_split_gemm_tflops
+        if fast is None or split is None:
+            return None
+        return flops * (1 / (fast if forward_in_fp8 else self.bf16_gemm_tflops) + 2 / split) / 3 / 1e12
+
+    def head_gemm_s(self, flops: float, num_fp8_products: int) -> float | None:
+        """Seconds of these model FLOPs of an output head; None where a ceiling that is needed was not measured.
+
+        `num_fp8_products`: of its three those in fp8 (--fp8_lm_head): none, those of the gradients, or all.
+        """
+        if not num_fp8_products:
+            return self.bf16_gemm_s(flops)
+        return self.fp8_gemm_s(flops, forward_in_fp8=num_fp8_products == PRODUCTS_OF_TRAINED)
+
+
+@dataclass(frozen=True)
+class KnownCeilings:
+    """What was measured on a GPU of this name, and where that is recorded."""
+
+    ceilings: Ceilings
+    source: str
+    """The file, relative to the repository."""
+
+
+def gemm_tflops(size: int, seconds: float) -> float:
+    """TFLOP/s of a GEMM of three equal sizes that takes so long: 2 size**3 / seconds / 10**12."""
+    return 2 * size**3 / seconds / 1e12
+
+
+def copy_tb_s(num_bytes: int, seconds: float) -> float:
+    """TB/s of a copy of `num_bytes`, each of which is read and written."""
+    return 2 * num_bytes / seconds / 1e12
+
+
+def fp8_operands(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Two matrices cast to e4m3 as torch._scaled_mm takes them (`right` column-major), and the scale of 1 for both."""
+    fp8 = torch.float8_e4m3fn
+    return left.to(fp8), right.t().contiguous().to(fp8).t(), torch.ones((), device=left.device)
+
+
+def fp8_gemm(left: Tensor, right: Tensor, scale: Tensor, fast: bool) -> Tensor:
+    """`left @ right` in bf16 from e4m3 operands; `fast`: fast accumulation, else split."""
+    return torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+def _median_s(launch: Callable[[], object], device: torch.device) -> float:
+    """Median time of one launch in seconds, after a warm-up that lets the clocks settle."""
+    until = time.perf_counter() + WARMUP_S
+    while time.perf_counter() < until:
+        launch()
+        torch.cuda.synchronize(device)
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(NUM_REPEATS)]
+    for start, end in events:
+        start.record()
+        launch()
+        end.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Measure this GPU, which nothing else should use meanwhile. Takes about 4 GiB of its memory for two seconds.
+
+    Raises ValueError for a device that is no CUDA GPU, torch.OutOfMemoryError where the memory is taken.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"ceilings are measured on a CUDA GPU, not on {device}")
+    with torch.cuda.device(device):
+        generator = torch.Generator(device).manual_seed(0)
+        left, right = (
+            torch.randn(GEMM_SIZE, GEMM_SIZE, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2)
+        )
+        result = torch.empty_like(left)
+        bf16 = gemm_tflops(GEMM_SIZE, _median_s(lambda: torch.mm(left, right, out=result), device))
+        fast = split = None
+        if torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY:
+            left8, right8, scale = fp8_operands(left, right)
+            fast = gemm_tflops(GEMM_SIZE, _median_s(lambda: fp8_gemm(left8, right8, scale, fast=True), device))
+            split = gemm_tflops(GEMM_SIZE, _median_s(lambda: fp8_gemm(left8, right8, scale, fast=False), device))
+        source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        copied = copy_tb_s(COPY_BYTES, _median_s(lambda: target.copy_(source), device))
+    return Ceilings(bf16, fast, split, copied)
+
+
+@functools.cache
+def _recorded(folder: Path) -> dict[str, KnownCeilings]:
+    """GPU name -> what the files of `folder` say of it."""
+    known = {}
+    for path in sorted(folder.glob(KNOWN_FILES)):
+        record = json.loads(path.read_text())
+        source = str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)
+        known[record["gpu"]] = KnownCeilings(Ceilings(**record["ceilings"]), source)
+    return known
+
+
+def known_ceilings(gpu_name: str, folder: Path = RESULTS) -> KnownCeilings | None:
+    """What was recorded of GPUs that `torch.cuda.get_device_name` calls so; None where nothing was."""
+    return _recorded(folder).get(gpu_name)
+
+
+def shares(measured: Ceilings, known: Ceilings) -> dict[str, float]:
+    """Measured over known by the names of `Ceilings`, for the figures that both have."""
+    pairs = ((field.name, getattr(measured, field.name), getattr(known, field.name)) for field in dataclasses.fields(Ceilings))
+    return {name: ours / theirs for name, ours, theirs in pairs if ours is not None and theirs is not None}

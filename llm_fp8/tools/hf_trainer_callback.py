@@ -1,0 +1,271 @@
+"""The certificate for a run of transformers' `Trainer`: add one callback, change nothing else.
+
+    trainer = Trainer(model=..., args=..., train_dataset=..., callbacks=[CertificateCallback()])
+
+It records the kernels of one optimizer step, counts the linear layers that Accelerate replaced by Transformer Engine's, and compares both with
+what was asked for. The verdict is printed, and kept in certificate.json in the output folder. A failed certificate ends the run with exit
+code 1. What the witnesses are and what they cannot see: docs/certificate.md; what Accelerate does to a Trainer: docs/accelerate.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch import nn
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from llm_fp8.config.accelerate_fp8_keys import KEYS, PREFIX, chosen_values
+from llm_fp8.config.accelerate_sharding import is_on
+from llm_fp8.observability.kernel_trace import KernelTimes, kernel_times, record_kernels
+from llm_fp8.optim.optimizers import not_optimised
+from llm_fp8.precision.certificate import Certificate, Promise, attention_library, certify, worst
+from llm_fp8.precision.convert import output_head, reason_to_leave
+from llm_fp8.precision.coverage import take_census
+from llm_fp8.precision.module_state import read_te_state
+from llm_fp8.precision.modules import linear_weights, note_recipe_inside, te_linears
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK
+from llm_fp8.utils.json_files import write_json_atomic
+
+AskedPrecision = Literal["fp8", "bf16", "fp16", "no"]
+_COMPUTE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def can_record() -> bool:
+    """Whether this machine runs kernels that can be recorded."""
+    return torch.cuda.is_available()
+
+
+class CertificateCallback(TrainerCallback):
+    """Records one optimizer step of a Trainer and judges it. On a machine without an NVIDIA GPU it says that it cannot.
+
+    Args:
+        precision: what the run was asked to compute in. None: what `accelerate launch` asked for when this object was made, else the
+            `bf16` and `fp16` of the TrainingArguments. With fp8 the scenario is MXFP8 where the launcher asked for it, else delayed scaling.
+        step: the optimizer step of this process that is recorded; the last one where there are fewer.
+    """
+
+    def __init__(self, precision: AskedPrecision | None = None, step: int = 5) -> None:
+        if step < 1:
+            raise ValueError(f"step {step}: the first optimizer step is 1")
+        self._launch = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+        self._precision = precision
+        self._step = step
+        self._recorded_step = 0
+        self._num_micro_batches = 0
+        self._recording: contextlib.ExitStack | None = None
+        self._profile: Any = None
+        self._recipe_inside: str | None = None
+        self.certificate: Certificate | None = None
+        """The verdict, once the step was recorded; the worst of all processes'."""
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Name the cause of an error of Accelerate's that comes next and does not name it."""
+        if args.n_gpu > 1 and asked_precision(self._precision, self._launch, args) == "fp8":
+            print(
+                f"WARNING: one process sees {args.n_gpu} GPUs, so the Trainer takes nn.DataParallel, for which Accelerate cannot convert a model to fp8; set "
+                "CUDA_VISIBLE_DEVICES to one GPU, or start a process for each.",
+                flush=True,
+            )
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Choose the step."""
+        self._recorded_step = min(state.global_step + self._step, state.max_steps)
+        if not can_record() and state.is_world_process_zero:
+            print("certificate: none, there is no NVIDIA GPU whose kernels could be recorded", flush=True)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Start recording."""
+        if state.global_step + 1 != self._recorded_step or self.certificate is not None or not can_record():
+            return
+        self._num_micro_batches = 1
+        layers = te_linears(kwargs["model"])
+        if layers:
+            note_recipe_inside(layers[0], self._note_recipe)
+        self._recording = contextlib.ExitStack()
+        self._profile = self._recording.enter_context(record_kernels())
+
+    def _note_recipe(self, name: str) -> None:
+        self._recipe_inside = name
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count the micro-batches of the recorded step."""
+        self._num_micro_batches += 1
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Judge the recorded step; `SystemExit` with code 1 on every process where any process's step is not what was asked for."""
+        if self._recording is None:
+            return
+        self._recording.close()
+        self._recording = None
+        asked = asked_precision(self._precision, self._launch, args)
+        own = judge_trainer_step(
+            kwargs["model"],
+            kwargs["optimizer"],
+            kernel_times(self._profile),
+            asked=asked,
+            launch=self._launch,
+            num_micro_batches=self._num_micro_batches,
+            recipe_inside_modules=self._recipe_inside,
+            rank=args.process_index,
+        )
+        self._profile = None
+        certificate = self.certificate = worst(gather_object([own]))
+        path = Path(args.output_dir or ".") / "certificate.json"
+        if state.is_world_process_zero:
+            write_json_atomic(path, certificate.to_dict())
+            _say(certificate.describe(), sys.stdout)
+        if certificate.verdict == "failed":
+            if state.is_world_process_zero:
+                sentence = certificate.failure(path, "without CertificateCallback it trains all the same")
+                _say(f"error: {sentence}", sys.stderr)
+            PartialState().wait_for_everyone()  # The launcher ends the others as soon as one is gone.
+            raise SystemExit(EXIT_FAILED_CHECK)
+        if certificate.verdict == "undetermined" and state.is_world_process_zero:
+            reasons = "; ".join(certificate.reasons)
+            _say(f"WARNING: this run could not be certified: {reasons}. See {path}.", sys.stdout)
+
+
+def _say(line: str, stream: TextIO) -> None:
+    """Print `line` on a line of its own, though the Trainer's progress bar stands on the current one."""
+    tqdm.write(line, file=stream)
+    stream.flush()
+
+
+def asked_precision(given: AskedPrecision | None, launch: Mapping[str, str], args: TrainingArguments) -> str:
+    """fp8, bf16, fp16 or no: what was given, else what the launcher asked for in `launch`, else what the TrainingArguments say."""
+    if given is not None:
+        return given
+    # The launcher exports the variables of fp8_config in an fp8 launch alone, so they tell of one whose other variable was lost.
+    lost = "fp8" if any(name.startswith(PREFIX) for name in launch) else "no"
+    launched = launch.get("ACCELERATE_MIXED_PRECISION", lost).lower()
+    if launched != "no":
+        return launched
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+
+
+def judge_trainer_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    kernels: KernelTimes,
+    *,
+    asked: str,
+    launch: Mapping[str, str],
+    num_micro_batches: int,
+    recipe_inside_modules: str | None = None,
+    rank: int = 0,
+) -> Certificate:
+    """The certificate of a recorded step of `model`, right after the step.
+
+    The promise of an fp8 run: three products in a micro-batch for each weight that Transformer Engine holds and training moves, and one more
+    where gradient checkpointing computes its layer again. Where it holds none at all, the weights that it should hold: those of every linear
+    layer whose sizes fp8 can take. A value of fp8_config that the recipe in force does not have is a failure too.
+
+    Args:
+        model: as Accelerate converted it, without the wrapper of DDP.
+        optimizer: the Trainer's.
+        kernels: what the GPU ran in the step.
+        asked: fp8, bf16, fp16 or no.
+        launch: the variables of `accelerate launch`.
+        num_micro_batches: of the step, on one GPU.
+        recipe_inside_modules: the class of the recipe in force inside a module of Transformer Engine, or 'none'.
+        rank: whose step it is.
+    """
+    layers = te_linears(model)
+    own_dtype = _COMPUTE[next(model.parameters()).dtype]
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if asked == "fp8":
+        promise = _promise_of_fp8(model, layers, launch)
+    else:
+        compute = own_dtype if asked == "no" else asked
+        promise = Promise(compute, compute)
+    certificate = certify(
+        promise,
+        kernels,
+        read_te_state(layers),
+        num_micro_batches=num_micro_batches,
+        recipe_inside_modules=recipe_inside_modules,
+        attention=f"sdpa ({attention_library(kernels)})" if attention == "sdpa" else attention,
+        rank=rank,
+    )
+    failures, remarks = _compare_recipe(layers, launch) if asked == "fp8" else ([], [])
+    remarks += _remarks_on_layers(model, optimizer, asked)
+    if not failures and not remarks:
+        return certificate
+    return dataclasses.replace(
+        certificate,
+        verdict="failed" if failures else certificate.verdict,
+        reasons=[*certificate.reasons, *failures],
+        remarks=[*certificate.remarks, *remarks],
+    )
+
+
+def _convertible(model: nn.Module) -> list[str]:
+    """Names of the linear layers of torch that fp8 could compute, the output head left out."""
+    head = output_head(model)
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and reason_to_leave(name, module, head) is None
+    ]
+
+
+def _promise_of_fp8(model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str]) -> Promise:
+    compute = "bf16"  # Accelerate's autocast around what is not in fp8
+    mxfp8 = is_on(launch.get(f"{PREFIX}USE_MXFP8_BLOCK_SCALING", "false"), "use_mxfp8_block_scaling")
+    scenario = "mxfp8" if mxfp8 else "delayed"
+    again = {
+        module
+        for layer in model.modules()
+        if getattr(layer, "gradient_checkpointing", False) is True
+        for module in layer.modules()
+    }
+    trained = {layer: sum(weight.requires_grad for weight in linear_weights(layer)) for layer in layers}
+    return Promise(
+        precision=f"fp8 {scenario}",
+        compute=compute,
+        scenario=scenario,
+        num_fp8_weights=sum(trained.values()) if layers else len(_convertible(model)),
+        num_recomputed_fp8_weights=sum(count for layer, count in trained.items() if layer in again),
+        fp8_linear_flop_share=take_census(model, layers, compute, {}).fp8_linear_flop_share,
+    )
+
+
+def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Values of fp8_config that the recipe in force does not have: those that the file chose, and those that are the launcher's defaults."""
+    recipe = next((meta["recipe"] for layer in layers if "recipe" in (meta := getattr(layer, "fp8_meta", {}))), None)
+    failures: list[str] = []
+    remarks: list[str] = []
+    chosen = chosen_values(launch)
+    for key in KEYS:
+        variable = key.variables[0]
+        if key.recipe_attribute is None or variable not in launch or not hasattr(recipe, key.recipe_attribute):
+            continue
+        value = getattr(recipe, key.recipe_attribute)
+        value = str(getattr(value, "name", value))
+        if value.lower() != launch[variable].lower():
+            told = failures if variable in chosen else remarks
+            told.append(f"fp8_config has {key.name} {launch[variable]}, and the recipe in force has {value}")
+    return failures, remarks
+
+
+def _remarks_on_layers(model: nn.Module, optimizer: torch.optim.Optimizer, asked: str) -> list[str]:
+    remarks = []
+    if asked == "fp8" and te_linears(model) and (left := _convertible(model)):
+        remarks.append(f"{len(left)} linear layers that fp8 could compute were not converted, such as {left[0]}")
+    lost = not_optimised(model, optimizer)
+    # One that holds none of the model's parameters at all holds shards or copies of them, as under DeepSpeed.
+    if lost and len(lost) < sum(parameter.requires_grad for parameter in model.parameters()):
+        remarks.append(
+            f"WARNING: the optimizer does not hold {len(lost)} of the parameters that are to be trained, such as {lost[0]}"
+        )
+    return remarks

@@ -1,0 +1,104 @@
+"""A finished run beside what was predicted for it: which runs can be, with which tokens and lengths, and the entry of summary.json."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from llm_fp8.config.options import Config
+from llm_fp8.observability.metrics import DecoderSize
+from llm_fp8.observability.step_stats import measured_steps, throughput_summary
+from llm_fp8.optim.optimizers import OptimizerKind
+from llm_fp8.tools.predict.calibration import MAX_GPUS, MODES
+from llm_fp8.tools.predict.prediction import Prediction, can_predict, known_gpu, predict
+from llm_fp8.tools.predict.workload import RECIPES, ModelSize, Scenario
+
+
+def mean_length(size: DecoderSize, model_flops_per_token: float) -> float:
+    """The token-averaged document length that gives so many model FLOPs per token: `metrics.model_flops_per_token` solved for it."""
+    return (model_flops_per_token / 6 - size.num_linear_parameters) / (size.num_layers * size.attention_width)
+
+
+def run_prediction(
+    config: Config,
+    hf_config: PretrainedConfig,
+    recipe: str,
+    optimizer: OptimizerKind,
+    mode: str,
+    num_gpus: int,
+    gpu_name: str,
+    steps: list[dict[str, Any]],
+) -> dict[str, Any] | None:
+    """The entry `prediction` of a run's summary, `steps` being its own; None where there is nothing to predict it with.
+
+    That is: a GPU without constants, a decoder that is not TE's, a sharding mode, recipe or option that no constant was fitted for, or no step.
+    Tokens and lengths are those of the steps that were measured, padding included.
+    """
+    gpu = known_gpu(gpu_name)
+    mode = "single" if num_gpus == 1 and mode == "ddp" else mode  # nothing is exchanged
+    options = config.parallel
+    if gpu is None or not config.model.use_te or recipe not in RECIPES or not can_predict(gpu, recipe):
+        return None
+    if mode not in MODES or (mode == "single") != (num_gpus == 1) or options.context_parallel_size > 1:
+        return None
+    if num_gpus > MAX_GPUS or (num_gpus > 1 and not gpu.calibrated):
+        return None
+    throughput, measured = throughput_summary(steps), measured_steps(steps)
+    if not measured or "peak_memory_gib" not in steps[-1]:
+        return None
+    micro_batches = config.optim.gradient_accumulation_steps
+    tokens = statistics.mean(step["tokens_per_s"] * step["step_time_s"] for step in measured)
+    flops_per_token = [step["model_tflops"] * 1e12 * num_gpus / step["tokens_per_s"] for step in measured]
+    size = DecoderSize.from_config(hf_config)
+    layers = size.num_layers
+    precision = config.precision
+    scenario = Scenario(
+        model=ModelSize.from_config(hf_config),
+        recipe=recipe,
+        micro_batch_tokens=max(1, round(tokens / (micro_batches * num_gpus))),
+        micro_batches=micro_batches,
+        mean_length=max(1.0, mean_length(size, statistics.mean(flops_per_token))),
+        optimizer=optimizer,
+        mode=mode,
+        num_gpus=num_gpus,
+        sync_every_micro_batch=options.sync_every_micro_batch,
+        recomputed_layers=len(range(0, layers, config.model.gradient_checkpointing_every))
+        if config.model.gradient_checkpointing
+        else 0,
+        bf16_layers=precision.fp8_first_bf16_layers + precision.fp8_last_bf16_layers if recipe != "bf16" else 0,
+        fp8_lm_head=precision.fp8_lm_head,
+        flash_attention=config.model.flash_attention,
+        fp8_params=options.fp8_params,
+    )
+    peak = steps[-1].get("peak_memory_gib_max_rank", steps[-1]["peak_memory_gib"])
+    return compare(predict(scenario, gpu), throughput["median_step_time_s"], peak)
+
+
+def compare(prediction: Prediction, step_time_s: float, peak_memory_gib: float) -> dict[str, Any]:
+    """The entry `prediction` of summary.json; `_error` is predicted over measured, less one."""
+    return {
+        "gpu": prediction.gpu.name,
+        "recipe": prediction.scenario.recipe,
+        "micro_batch_tokens": prediction.scenario.micro_batch_tokens,
+        "mean_length": prediction.scenario.mean_length,
+        "predicted_step_time_s": prediction.step_time_s,
+        "measured_step_time_s": step_time_s,
+        "step_time_error": prediction.step_time_s / step_time_s - 1,
+        "predicted_peak_memory_gib": prediction.peak_memory_gib,
+        "measured_peak_memory_gib": peak_memory_gib,
+        "peak_memory_error": prediction.peak_memory_gib / peak_memory_gib - 1,
+        "notes": prediction.notes,
+    }
+
+
+def describe_comparison(outcome: dict[str, Any]) -> str:
+    """One line for the terminal; the percentages are measured over predicted, less one."""
+    took, expected = outcome["measured_step_time_s"], outcome["predicted_step_time_s"]
+    held, room = outcome["measured_peak_memory_gib"], outcome["predicted_peak_memory_gib"]
+    line = (
+        f"predicted {expected:.3g} s a step, took {took:.3g} ({took / expected - 1:+.0%}); "
+        f"predicted {room:.1f} GiB, took {held:.1f} ({held / room - 1:+.0%})"
+    )
+    return line + "".join(f"\n  {note}" for note in outcome["notes"])

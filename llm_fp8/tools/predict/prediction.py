@@ -1,0 +1,225 @@
+"""Time and memory of a step on a GPU by name.
+
+The constants come from one GPU (`calibration.CALIBRATED_GPU`). Another GPU whose ceilings are recorded (llm_fp8/tools/gemm_rates.py), or measured now,
+gets them scaled by the ratio of the ceilings. A GPU with neither has no prediction.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import torch
+
+from llm_fp8.distributed.fp8_params import SCENARIOS
+from llm_fp8.observability.metrics import GIB
+from llm_fp8.tools.gemm_rates import KNOWN_FILES, RESULTS, Ceilings, known_ceilings, measure_ceilings
+from llm_fp8.tools.predict.calibration import (
+    CALIBRATED_GPU,
+    FITS_RESERVE_GIB,
+    GPU_MEMORY_GIB,
+    HOST_S_PER_LAYER,
+    MEASURED_GPUS,
+    MEASURED_TOKENS,
+    Rates,
+)
+from llm_fp8.tools.predict.memory import Memory, peak_memory
+from llm_fp8.tools.predict.step_time import StepTime, step_time
+from llm_fp8.tools.predict.workload import Scenario
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.packages import REPOSITORY
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that steps can be predicted for."""
+
+    name: str
+    rates: Rates
+    memory_gib: float | None
+    """None where it is not known."""
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the constants were fitted to runs on this GPU, not scaled to it."""
+        return self.name == CALIBRATED_GPU
+
+
+def known_gpus() -> list[str]:
+    """Names of the GPUs that `known_gpu` knows."""
+    recorded = {json.loads(path.read_text())["gpu"] for path in RESULTS.glob(KNOWN_FILES)}
+    reachable = {name for name in recorded if known_ceilings(CALIBRATED_GPU) is not None}
+    return sorted({CALIBRATED_GPU} | reachable)
+
+
+def known_gpu(name: str) -> Gpu | None:
+    """The GPU that `torch.cuda.get_device_name` calls so; None for one without records."""
+    if name == CALIBRATED_GPU:
+        return Gpu(name, Rates(), GPU_MEMORY_GIB[name])
+    here = known_ceilings(name)
+    if here is None:
+        return None
+    record = json.loads((REPOSITORY / here.source).read_text())
+    return _scaled(name, here.ceilings, record["provenance"]["gpus"][0]["memory_gib"])
+
+
+def _scaled(name: str, here: Ceilings, memory_gib: float | None) -> Gpu | None:
+    """A GPU by its ceilings; None where those of the calibrated GPU are not recorded, so that there is nothing to scale by."""
+    calibrated = known_ceilings(CALIBRATED_GPU)
+    return None if calibrated is None else Gpu(name, Rates().scaled(here, calibrated.ceilings), memory_gib)
+
+
+def gpu_by_name(name: str | None) -> Gpu:
+    """The GPU called `name`; None: this machine's, or without one the calibrated GPU.
+
+    A GPU of this machine that is not known is measured, which takes two seconds. Raises `UserError` for one that is neither.
+    """
+    own = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    name = name or own or CALIBRATED_GPU
+    gpu = known_gpu(name)
+    if gpu is None and name == own:
+        if known_ceilings(CALIBRATED_GPU) is None:
+            raise UserError(
+                f"--gpu {name}: a prediction for it would be scaled from {CALIBRATED_GPU}, whose ceilings are not recorded under {RESULTS}; record "
+                "them there with benchmarks/ceilings.py."
+            )
+        device = torch.device("cuda", torch.cuda.current_device())
+        memory_gib = torch.cuda.get_device_properties(device).total_memory / GIB
+        gpu = _scaled(name, measure_ceilings(device), memory_gib)
+    if gpu is None:
+        raise UserError(
+            f"--gpu {name}: nothing was measured on such a GPU and it is not this machine's, so there is no prediction; known are "
+            f"{', '.join(known_gpus())}."
+        )
+    return gpu
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step will take."""
+
+    scenario: Scenario
+    gpu: Gpu
+    time: StepTime
+    memory: Memory
+
+    @property
+    def step_time_s(self) -> float:
+        """Of an optimizer step."""
+        return self.time.total_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Positions of the step on all GPUs over its time."""
+        return self.scenario.tokens_per_step / self.time.total_s
+
+    @property
+    def peak_memory_gib(self) -> float:
+        """Of the tensors on the GPU that needs most."""
+        return self.memory.total_gib
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the GPU has that memory; None where its size is not known."""
+        if self.gpu.memory_gib is None:
+            return None
+        return self.memory.total_gib + FITS_RESERVE_GIB <= self.gpu.memory_gib
+
+    @property
+    def tight(self) -> bool:
+        """Whether FSDP's allocator will run into the end of the memory and slow the steps down, which the time does not hold, or run out of it."""
+        memory = self.gpu.memory_gib
+        return self.scenario.sharded and memory is not None and self.memory.reserved_gib + FITS_RESERVE_GIB > memory
+
+    @property
+    def host_s(self) -> float | None:
+        """What the host took in fp8 to launch the kernels of so many layers and micro-batches on the slowest recorded machine: see `HOST_S_PER_LAYER`. None for bf16."""
+        scenario = self.scenario
+        if scenario.recipe == "bf16":
+            return None
+        kept_s, recomputed_s = HOST_S_PER_LAYER[scenario.mode]
+        kept = scenario.model.spec.num_layers - scenario.recomputed_layers
+        return scenario.micro_batches * (kept * kept_s + scenario.recomputed_layers * recomputed_s)
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on what the figures leave out."""
+        scenario, found = self.scenario, []
+        fewest, most = MEASURED_TOKENS
+        if not self.gpu.calibrated:
+            found.append(
+                f"the constants are those of {CALIBRATED_GPU}, scaled by measured ceilings; no run on {self.gpu.name} checked them"
+            )
+        if not fewest <= scenario.micro_batch_tokens <= most:
+            found.append(
+                f"the rows that show how good this is have {fewest:,} to {most:,} tokens in a micro-batch, and this one has {scenario.micro_batch_tokens:,}"
+            )
+        if self.host_s is not None and self.host_s > self.step_time_s:
+            found.append(
+                f"the host's time to launch kernels is not in it, and can be longer: in fp8 {self.host_s:.3g} s for these layers and micro-batches on the slowest "
+                "recorded machine, however short the kernels are, so fp8 gains less or nothing; larger micro-batches, and fewer, help"
+            )
+        if scenario.num_gpus > 1 and scenario.num_gpus not in (counts := MEASURED_GPUS[scenario.mode]):
+            found.append(
+                f"recorded runs of today's code under {scenario.mode} have {' and '.join(map(str, counts))} GPUs of one host"
+            )
+        if scenario.recomputed_layers and (scenario.recipe, scenario.mode) != ("bf16", "fsdp_full"):
+            found.append(
+                "gradient checkpointing is worked out; recorded runs with more than 512 tokens in a micro-batch have it in bf16 under fsdp_full alone"
+            )
+        if scenario.model.spec.qk_norm:
+            found.append("norms of queries and keys (Qwen3) are worked out, no recorded run has them")
+        if scenario.num_gpus > 1:
+            found.append(
+                "several GPUs: the constants of the exchange come from one row of Llama-3.1-8B on four GPUs under fsdp modes; rows of ddp, of two GPUs and of longer "
+                "documents check them"
+            )
+            found += [f"{what} on several GPUs is worked out, no recorded run has it" for what in self._unrecorded_on_several()]
+        if scenario.fp8_head_products == 2:
+            found.append("--fp8_lm_head gradients is worked out, no recorded run has it")
+        memory = self.gpu.memory_gib
+        if memory is not None and self.tight and self.fits:
+            found.append(
+                f"{scenario.recipe}: FSDP's streams cannot use each other's free memory and ask for about {self.memory.reserved_gib:.0f} of {memory:.1f} GiB, CUDA's own "
+                "beside them, so the allocator will free and map memory within steps, which get longer than this, or memory runs out: take "
+                f"{self._ways_to_less_memory()}"
+            )
+        return found
+
+    def _ways_to_less_memory(self) -> str:
+        """What to do where an FSDP mode needs too much."""
+        if self.scenario.mode != "fsdp_grad":
+            return "a smaller --batch_size or more GPUs"
+        in_fp8 = ", --fp8_params" if self.scenario.recipe in SCENARIOS and not self.scenario.fp8_params else ""
+        return f"a smaller --batch_size{in_fp8} or --sharding_mode fsdp_full"
+
+    def _unrecorded_on_several(self) -> list[str]:
+        """What the scenario has that no recorded run on several GPUs does."""
+        scenario = self.scenario
+        found = {
+            "block": scenario.recipe == "block",
+            f"{scenario.recipe} under fsdp_grad": scenario.recipe == "current" and scenario.mode == "fsdp_grad",
+            "current with --fp8_params": scenario.recipe == "current" and scenario.fp8_weights > 0,
+            f"--fp8_lm_head all under {scenario.mode}": scenario.fp8_head_products == 3 and scenario.mode != "fsdp_grad",
+            "--sync_every_micro_batch": scenario.sync_every_micro_batch,
+        }
+        return [what for what, there in found.items() if there]
+
+
+def can_predict(gpu: Gpu, recipe: str) -> bool:
+    """Whether there are constants for a recipe on a GPU."""
+    return recipe == "bf16" or recipe in gpu.rates.fp8_gemm_tflops
+
+
+def predict(scenario: Scenario, gpu: Gpu) -> Prediction:
+    """Time and memory of a step.
+
+    Raises `UserError` for several GPUs of a kind whose exchange was never measured, and a recipe without constants on this GPU.
+    """
+    if scenario.num_gpus > 1 and not gpu.calibrated:
+        raise UserError(
+            f"--num_gpus {scenario.num_gpus}: exchange between GPUs was measured on {CALIBRATED_GPU} only; leave it out for {gpu.name}."
+        )
+    if not can_predict(gpu, scenario.recipe):
+        raise UserError(f"recipe {scenario.recipe} was never measured on {gpu.name}, so there is no prediction for it.")
+    return Prediction(scenario, gpu, step_time(scenario, gpu.rates), peak_memory(scenario))

@@ -1,0 +1,274 @@
+"""Seconds of an optimizer step, by part.
+
+    GEMMs        6 n FLOPs per token and weight matrix of n entries (8 n where its layer is recomputed), over the rate of its precision;
+                 and what sums in fp32, which weight-gradient GEMMs under FSDP add to, move beyond sums in bf16
+    attention    6 h l FLOPs per token and layer over its rate
+    passes       bytes of norms, RoPE, SwiGLU, residuals and cross entropy over their bandwidth
+    casts        bytes of fp8 casts, transposes and maxima of activations and gradients over theirs
+    weights      bytes per parameter of the optimizer, of gradients that no GEMM adds up, of FSDP's copies and of weight casts
+    exchange     bytes between GPUs by what they lengthen a step, and waiting for the slowest GPU
+    gap          a constant
+
+The GPU runs one kernel after the other, so a step is their sum. That the host may need longer to launch its kernels is not in it. Bytes are
+counted from the kernels that Transformer Engine 2.20 and this project's own launch for a layer, at 2 bytes per bf16 and 1 per fp8 element.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llm_fp8.models.build import TUNED_WIDTHS, cudnn_is_faster
+from llm_fp8.optim.optimizers import bytes_per_parameter
+from llm_fp8.tools.predict.calibration import (
+    DIAGONAL_TOKENS,
+    FLASH_SPEED_UP,
+    GAP_S,
+    SMALL_GEMM_TOKENS,
+    WAIT_SPREAD,
+    Rates,
+)
+from llm_fp8.tools.predict.workload import Scenario
+from te_llama import DecoderSpec
+
+_WEIGHT_CAST_BYTES = {"delayed": 4, "current": 6, "block": 4}
+"""Of one weight with both layouts: read in bf16, two fp8 copies written; current reads it once more for the maximum."""
+_FORWARD_CAST_BYTES = {"delayed": 3, "current": 5, "block": 3}
+"""With the layout of the forward pass alone, all that Transformer Engine makes where it keeps no casts; the backward pass casts again."""
+_MASTER_CAST_BYTES = 9
+"""--fp8_params, of one weight and step: the fp32 master read for the maximum and again for the cast, one byte written."""
+_TRANSPOSE_BYTES = 2
+"""--fp8_params, of one weight and micro-batch: for the backward pass."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of the parts of an optimizer step."""
+
+    gemm_s: float
+    attention_s: float
+    passes_s: float
+    casts_s: float
+    weights_s: float
+    exchange_s: float
+    gap_s: float
+    """No kernel runs."""
+
+    @property
+    def total_s(self) -> float:
+        """The step: one after the other."""
+        return self.gemm_s + self.attention_s + self.passes_s + self.casts_s + self.weights_s + self.exchange_s + self.gap_s
+
+
+def norm_seconds(spec: DecoderSpec, recipe: str, rates: Rates, forward_only: bool = False) -> float:
+    """Of a layer's norms per token, forward and backward, or the forward part.
+
+    Delayed scaling's write fp8 in two layouts in place of bf16, which takes as long.
+    """
+
+    def rate(width: int, forward: bool) -> float:
+        by_cudnn = cudnn_is_faster(width) and not (forward and recipe == "current")
+        return rates.pass_tb_s if by_cudnn or width in TUNED_WIDTHS else rates.general_norm_tb_s
+
+    sizes = [(2 * spec.hidden_size, spec.hidden_size)]
+    if spec.qk_norm:
+        sizes.append((spec.q_size + spec.kv_size, spec.head_dim))
+    return sum(n * (4 / rate(width, True) + (0 if forward_only else 6 / rate(width, False))) for n, width in sizes) / 1e12
+
+
+def pass_seconds(spec: DecoderSpec, recipe: str, rates: Rates, forward_only: bool = False) -> float:
+    """Of a layer's other memory-bound kernels per token, forward and backward, or the forward part, which recomputation repeats."""
+    h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
+    half = 0.5 if forward_only else 1.0
+    residuals, rope, copies = half * 2 * (6 + 6) * h, half * 8 * (q + 2 * kv), half * 8 * q  # copies: around attention
+    found = (residuals + rope + copies) / rates.pass_tb_s
+    if recipe == "delayed":  # one byte is written for each element, and in the backward pass two
+        swiglu = (5 if forward_only else 5 + 10) * f / rates.swiglu_cast_tb_s
+    else:
+        swiglu = (6 if forward_only else 6 + 10) * f / rates.pass_tb_s
+    return (found + swiglu) / 1e12
+
+
+def cast_bytes(spec: DecoderSpec, recipe: str) -> tuple[float, float]:
+    """Bytes per token and layer of casts, transposes and maxima: forward and backward."""
+    h, f, q, qkv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.q_size + 2 * spec.kv_size
+    if recipe == "bf16":
+        return 0.0, 0.0
+    # A cast with its transpose reads 2 bytes and writes 2. Gradients: of the outputs of qkv, projection, fc1 (2 f) and fc2.
+    gradients = 4 * (qkv + h + 2 * f + h)
+    if recipe == "delayed":
+        # Norms and SwiGLU have cast already, forward and backward; the fp8 outputs of the forward pass are transposed.
+        return 2 * h + 2 * h + 2 * f + 4 * q, gradients - 4 * 2 * f
+    if recipe == "block":
+        return 4 * (2 * h + q + f), gradients
+    maxima = 2 * (h + 2 * f + h + qkv)
+    return 4 * (2 * h + q) + 5 * f + 2 * q, gradients + maxima
+
+
+def head_cast_bytes(scenario: Scenario) -> float:
+    """Bytes of an optimizer step that an fp8 head's casts move: its input with a maximum, the transposed gradient of the logits, its weight."""
+    model, tokens = scenario.model, scenario.micro_batch_tokens * scenario.micro_batches
+    if not scenario.fp8_head_products:
+        return 0.0
+    weight_casts = 1 if scenario.keeps_casts else scenario.micro_batches
+    return (
+        tokens * (6 * model.spec.hidden_size + 2 * model.spec.vocab_size)
+        + weight_casts * _WEIGHT_CAST_BYTES["current"] * model.head
+    )
+
+
+def update_bytes(scenario: Scenario) -> float:
+    """Bytes that the optimizer and the gradient norm before it move on one GPU."""
+    kept = bytes_per_parameter(scenario.optimizer)
+    update = 2 * kept.total - kept.gradient  # everything is read, all but the gradient is written
+    norm_and_clip = kept.gradient * (3 if scenario.optimizer == "adamw_fp32" else 1)  # ours clip as they read
+    return scenario.model.num_parameters * (update + norm_and_clip) / (scenario.num_gpus if scenario.sharded else 1)
+
+
+def layer_weights(scenario: Scenario) -> int:
+    """Entries of the weight matrices of all decoder layers."""
+    return scenario.model.spec.num_layers * scenario.model.layer_linear
+
+
+def _summed_by_fsdp(scenario: Scenario) -> int:
+    """Entries of layers' weights whose gradients FSDP adds up although a GEMM computes them: q, k and v of fp8 layers that keep no casts.
+
+    See `_would_lose_sum` in llm_fp8/distributed/fsdp.py.
+    """
+    if scenario.keeps_casts or scenario.fp8_weights:
+        return 0
+    spec = scenario.model.spec
+    return scenario.fp8_layers * spec.hidden_size * (spec.q_size + 2 * spec.kv_size)
+
+
+def gemm_sum_bytes(scenario: Scenario) -> float:
+    """Bytes of a step that GEMMs move for sums in fp32 beyond what they move for sums in bf16, which their rates have in them."""
+    if not (scenario.sharded and scenario.accumulates):
+        return 0.0
+    return 4 * (scenario.micro_batches - 1) * (layer_weights(scenario) - _summed_by_fsdp(scenario))
+
+
+def weight_bytes(scenario: Scenario) -> float:
+    """Bytes that a step moves for its weights on one GPU beside `update_bytes` and `fsdp_bytes`: gradients added up, casts; exchange left out."""
+    kept = bytes_per_parameter(scenario.optimizer)
+    parameters, repeats = scenario.model.num_parameters, scenario.micro_batches
+    total = weight_cast_bytes(scenario)
+    if scenario.sharded:
+        # A tied embedding has two gradients.
+        return total + 6 * scenario.model.head * repeats * scenario.model.spec.tied_embeddings
+    # GEMMs add for the layers (llm_fp8/distributed/wgrad_fusion.py), but in micro-batches that DDP exchanges gradients in.
+    layers = layer_weights(scenario)
+    added = (parameters - layers) * (repeats - 1)
+    added += scenario.model.head * repeats * scenario.model.spec.tied_embeddings
+    if scenario.mode == "ddp":
+        added += layers * min(scenario.reductions, repeats - 1)
+        total += parameters * kept.gradient  # cleared
+        total += parameters * 2 * kept.gradient * scenario.reductions  # copied into buckets
+    total += added * (2 * kept.gradient + 2)
+    if scenario.optimizer == "adamw_fp32":
+        total += repeats * 6 * parameters  # the weights' casts to bf16
+    return total
+
+
+def weight_cast_bytes(scenario: Scenario) -> float:
+    """Bytes of a step's fp8 casts of the decoder's weights on one GPU."""
+    if scenario.fp8_weights:
+        per_weight = _MASTER_CAST_BYTES / scenario.num_gpus + _TRANSPOSE_BYTES * scenario.micro_batches
+        return scenario.fp8_weights * per_weight
+    casts: float = _WEIGHT_CAST_BYTES.get(scenario.recipe, 0)
+    if not scenario.keeps_casts:
+        casts = scenario.micro_batches * (casts + _FORWARD_CAST_BYTES.get(scenario.recipe, 0))
+    return casts * scenario.fp8_layers * scenario.model.layer_linear
+
+
+def fsdp_bytes(scenario: Scenario) -> float:
+    """Bytes that FSDP2's own kernels move on one GPU in a step, between the model's.
+
+    Gathered weights are copied out of the buffer. The first micro-batch's bf16 gradients become an fp32 sum, those of the others are added to it,
+    where no GEMM does, and the sum is laid out for the reduction. What is copied into buffers runs beside the computation, on a stream of its own.
+    """
+    if not scenario.sharded:
+        return 0.0
+    parameters, of_layers = scenario.model.num_parameters, layer_weights(scenario)
+    outer = parameters - of_layers
+    layer_gathers, outer_gathers = scenario.gathers
+    copies = layer_gathers * (4 * of_layers - 2 * scenario.fp8_weights) + outer_gathers * 4 * outer
+    if not scenario.accumulates:
+        shards_added = (scenario.reductions - 1) * 12 * parameters / scenario.num_gpus
+        return copies + scenario.reductions * 6 * parameters + shards_added  # cast as they are laid out
+    sums = 6 * parameters + (scenario.micro_batches - 1) * 10 * (outer + _summed_by_fsdp(scenario))
+    return copies + sums + 8 * parameters
+
+
+def exchanged_bytes(scenario: Scenario) -> float:
+    """Bytes of the whole tensors that are gathered from, or reduced over, the GPUs in a step."""
+    parameters, of_layers = scenario.model.num_parameters, layer_weights(scenario)
+    if scenario.mode == "ddp":  # an all-reduce is a reduction and a gathering
+        return parameters * 2 * bytes_per_parameter(scenario.optimizer).gradient * scenario.reductions
+    if not scenario.sharded:
+        return 0.0
+    layer_gathers, outer_gathers = scenario.gathers
+    gathered = layer_gathers * (2 * of_layers - scenario.fp8_weights) + outer_gathers * 2 * (parameters - of_layers)
+    return gathered + 4 * parameters * scenario.reductions
+
+
+def waiting_share(num_gpus: int) -> float:
+    """How much longer than the mean GPU's the step of the slowest of `num_gpus` is, over it: the largest of as many normal numbers (Blom's approximation)."""
+    return WAIT_SPREAD * statistics.NormalDist().inv_cdf((num_gpus - 0.375) / (num_gpus + 0.25))
+
+
+def step_time(scenario: Scenario, rates: Rates) -> StepTime:
+    """Predict an optimizer step on a GPU of these rates. Raises KeyError for an fp8 recipe where they have no fp8 rate."""
+    spec, tokens = scenario.model.spec, scenario.micro_batch_tokens
+    step_tokens = tokens * scenario.micro_batches
+    layers, fp8_layers, again = spec.num_layers, scenario.fp8_layers, scenario.recomputed_layers
+    small = (tokens + SMALL_GEMM_TOKENS) / tokens
+    again_share = again / layers
+    layer_flops = (6 + 2 * again_share) * scenario.model.layer_linear * step_tokens * small
+    gemm_s = (layers - fp8_layers) * layer_flops / (rates.bf16_gemm_tflops * 1e12)
+    head_flops = 6 * scenario.model.head * step_tokens * small
+    in_fp8 = scenario.fp8_head_products / 3
+    gemm_s += (1 - in_fp8) * head_flops / ((rates.bf16_head_tflops if fp8_layers else rates.bf16_gemm_tflops) * 1e12)
+    casts_s = 0.0
+    if in_fp8:
+        gemm_s += in_fp8 * head_flops / (rates.fp8_gemm_tflops[scenario.recipe] * 1e12)
+        casts_s += head_cast_bytes(scenario) / (rates.cast_tb_s["current"] * 1e12)
+    if fp8_layers:
+        gemm_s += fp8_layers * layer_flops / (rates.fp8_gemm_tflops[scenario.recipe] * 1e12)
+        forward, backward = cast_bytes(spec, scenario.recipe)
+        cast = fp8_layers * step_tokens * (forward * (1 + again_share) + backward)
+        casts_s += cast / (rates.cast_tb_s[scenario.recipe] * 1e12)
+    gemm_s += gemm_sum_bytes(scenario) / (rates.weight_tb_s * 1e12)
+    attention = (6 + 2 * again_share) * spec.q_size * (scenario.mean_length + DIAGONAL_TOKENS) * step_tokens * layers
+    attention_rate = rates.attention_rate(spec.head_dim)
+    if scenario.flash_attention is not None:
+        attention_rate *= FLASH_SPEED_UP[scenario.flash_attention]
+
+    def of_layers(seconds: Callable[..., float]) -> float:
+        """Of the step, `seconds` being those of a layer and token: recomputed layers run the forward part again."""
+        forward, whole = (
+            fp8_layers / layers * seconds(spec, scenario.recipe, rates, forward_only)
+            + (1 - fp8_layers / layers) * seconds(spec, "bf16", rates, forward_only)
+            for forward_only in (True, False)
+        )
+        return step_tokens * (layers * whole + again * forward)
+
+    # The logits are read twice and their gradient written over them, in bf16 or fp8.
+    loss_s = (5 if in_fp8 else 6) * spec.vocab_size * step_tokens / (rates.loss_tb_s * 1e12)
+    update_rate = rates.eight_bit_tb_s if scenario.optimizer == "adamw_8bit" else rates.weight_tb_s
+    weights_s = update_bytes(scenario) / (update_rate * 1e12) + weight_bytes(scenario) / (rates.weight_tb_s * 1e12)
+    alone = StepTime(
+        gemm_s=gemm_s,
+        attention_s=attention / (attention_rate * 1e12),
+        passes_s=of_layers(norm_seconds) + of_layers(pass_seconds) + loss_s,
+        casts_s=casts_s,
+        weights_s=weights_s + fsdp_bytes(scenario) / (rates.fsdp_tb_s * 1e12),
+        exchange_s=0.0,
+        gap_s=GAP_S,
+    )
+    if scenario.num_gpus == 1:
+        return alone
+    exchange_s = exchanged_bytes(scenario) / (rates.exchange_tb_s * 1e12) + waiting_share(scenario.num_gpus) * alone.total_s
+    return dataclasses.replace(alone, exchange_s=exchange_s)

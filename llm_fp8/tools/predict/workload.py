@@ -1,0 +1,160 @@
+"""What is predicted: the sizes of a model with the TE decoder, a recipe, the tokens of a step, and how it is sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers import PretrainedConfig
+
+from llm_fp8.config.attention_packages import FlashAttention
+from llm_fp8.config.options import Config, OptimConfig, ParallelConfig
+from llm_fp8.distributed.fp8_params import SCENARIOS, check_rows
+from llm_fp8.optim.optimizers import OptimizerKind
+from llm_fp8.tools.predict.calibration import MODES
+from llm_fp8.utils.errors import UserError
+from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, parameter_map
+
+RECIPES = ("bf16", "delayed", "current", "block")
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Numbers of elements of a decoder that time and memory depend on."""
+
+    spec: DecoderSpec
+    num_parameters: int
+    """Tied ones once."""
+
+    @classmethod
+    def from_config(cls, config: PretrainedConfig) -> ModelSize:
+        """Read off a Hugging Face config. Raises `UserError` where there is no TE decoder for it."""
+        try:
+            spec = decoder_spec(config)
+        except UnsupportedArchitecture as error:
+            raise UserError(f"--model_name: there is no prediction for this model, because {error}.") from error
+        shapes = (part.shape for parts in parameter_map(spec).values() for part in parts)
+        return cls(spec, sum(math.prod(shape) for shape in shapes))
+
+    def check_fp8_params(self, num_gpus: int) -> None:
+        """The training's check of --fp8_params on the weights of a decoder layer. Raises `UserError` where their rows cannot be split over so many GPUs."""
+        shapes = [
+            (sum(part.shape[0] for part in parts), parts[0].shape[1])
+            for name, parts in parameter_map(self.spec).items()
+            if name.startswith("model.layers.0.") and len(parts[0].shape) == 2
+        ]
+        check_rows(shapes, num_gpus)
+
+    @property
+    def layer_linear(self) -> int:
+        """Entries of the weight matrices of one decoder layer."""
+        spec = self.spec
+        attention = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size)
+        return attention + 3 * spec.hidden_size * spec.intermediate_size
+
+    @property
+    def head(self) -> int:
+        """Entries of the output projection, tied or not."""
+        return self.spec.hidden_size * self.spec.vocab_size
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One way to train a model."""
+
+    model: ModelSize
+    recipe: str
+    """One of `RECIPES`."""
+    micro_batch_tokens: int
+    """Positions of a micro-batch on one GPU, padding included."""
+    micro_batches: int
+    """Per optimizer step."""
+    mean_length: float
+    """Document length averaged over tokens, sum(l**2) / sum(l): the row length for rows of one document."""
+    optimizer: OptimizerKind = "adamw_master"
+    mode: str = "single"
+    """One of `MODES`."""
+    num_gpus: int = 1
+    sync_every_micro_batch: bool = False
+    recomputed_layers: int = 0
+    """Decoder layers under gradient checkpointing."""
+    bf16_layers: int = 0
+    """Decoder layers kept in bf16 in an fp8 recipe."""
+    fp8_lm_head: Literal["none", "gradients", "all"] = "none"
+    """As the option; without effect in bf16."""
+    flash_attention: FlashAttention | None = None
+    """In place of cuDNN's attention, a value of --attn_implementation."""
+    fp8_params: bool = False
+    """As the option; without effect in recipes that have no such weights (bf16, block)."""
+
+    def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ValueError(f"recipe '{self.recipe}' is none of {', '.join(RECIPES)}")
+        if self.mode not in MODES:
+            raise ValueError(f"mode '{self.mode}' is none of {', '.join(MODES)}")
+        if min(self.micro_batch_tokens, self.micro_batches, self.num_gpus, self.mean_length) < 1:
+            raise ValueError("tokens, micro-batches, GPUs and lengths are at least 1")
+        if (self.mode == "single") != (self.num_gpus == 1):
+            raise ValueError(f"mode '{self.mode}' does not go with {self.num_gpus} GPUs")
+        if self.fp8_params and not self.sharded:
+            raise ValueError(f"mode '{self.mode}' has no weights that are gathered in fp8")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are split over GPUs."""
+        return self.mode.startswith("fsdp")
+
+    @property
+    def fp8_layers(self) -> int:
+        """Decoder layers whose linear layers run in fp8."""
+        return 0 if self.recipe == "bf16" else max(0, self.model.spec.num_layers - self.bf16_layers)
+
+    @property
+    def fp8_head_products(self) -> int:
+        """How many of the output head's three products run in fp8."""
+        return 0 if self.recipe == "bf16" else {"none": 0, "gradients": 2, "all": 3}[self.fp8_lm_head]
+
+    @property
+    def fp8_weights(self) -> int:
+        """Entries of the weights that are kept, and gathered, in fp8."""
+        return self.fp8_layers * self.model.layer_linear if self.fp8_params and self.recipe in SCENARIOS else 0
+
+    @property
+    def keeps_casts(self) -> bool:
+        """Whether fp8 casts of weights stand until the end of the step: where the whole weights do, and are not fp8 themselves."""
+        return not self.sharded or (self.mode == "fsdp_grad" and not self.fp8_params)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of micro-batches are added up before they are exchanged."""
+        return self.micro_batches > 1 and not self.sync_every_micro_batch
+
+    @property
+    def reductions(self) -> int:
+        """How often a step exchanges gradients."""
+        return self.micro_batches if self.sync_every_micro_batch else 1
+
+    @property
+    def gathers(self) -> tuple[int, int]:
+        """How often a step gathers a decoder layer's weights, and the embedding's and head's."""
+        if not self.sharded:
+            return 0, 0
+        return (1, 1) if self.mode == "fsdp_grad" else (2 * self.micro_batches, self.micro_batches)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions of an optimizer step on all GPUs."""
+        return self.micro_batch_tokens * self.micro_batches * self.num_gpus
+
+    def with_recipe(self, recipe: str) -> Scenario:
+        """The same in another recipe."""
+        return dataclasses.replace(self, recipe=recipe)
+
+    def config(self) -> Config:
+        """The options that `llm_fp8.distributed.sharding_mode` reads."""
+        return Config(
+            optim=OptimConfig(gradient_accumulation_steps=self.micro_batches),
+            parallel=ParallelConfig(sync_every_micro_batch=self.sync_every_micro_batch),
+        )

@@ -1,0 +1,1 @@
+"""One run: its parts, the loop, checkpoints, evaluation, and the records it leaves."""

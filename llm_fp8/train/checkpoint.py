@@ -1,0 +1,577 @@
+"""Checkpoints that are complete or absent, whatever kills the process that writes them.
+
+    output_dir/checkpoints/
+      latest                     text: the name of the newest checkpoint's folder
+      step-00000120/             named after the completed optimizer steps
+        __0_0.distcp ...         tensors, in torch.distributed.checkpoint's format: one file per rank
+        .metadata                that format's index
+        meta.json                what is not a tensor: step, fingerprint, position in the data, the caller's own entries
+        manifest.json            every other file with its size (and SHA-256 if small); every tensor with shape and dtype
+
+A save writes all of this to `.tmp-step-00000120`, syncs files and folder to the disk, renames the folder and only then turns
+`latest` to it and deletes the oldest checkpoints beyond the limit. Renaming is atomic (POSIX rename), so a folder that is
+named `step-*` was complete when it got its name. Loading checks the manifest again all the same: disks fill, copies break off.
+
+Why torch.distributed.checkpoint: each rank writes the shards that it holds (DTensors of FSDP2) and a checkpoint can be read
+by another number of ranks; no rank ever gathers the model. Saving and loading are therefore collective: every rank calls
+`save` and `load`, with the same names. Its index is a pickle, so load only checkpoints that you trust; nothing of our own
+is pickled. Its writer runs with one thread: with several it loses the exceptions of all but the first, and a full disk
+would give a checkpoint with holes and no error.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import random
+import shutil
+import struct
+import threading
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from llm_fp8.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+"""Value of --resume_from for the newest checkpoint of the run, and name of the file that points to it."""
+
+FORMAT_VERSION = 1
+RNG_PREFIX = "rng/"
+
+MORE_STATE = "engine"
+"""Folder in a checkpoint for what an engine saves itself."""
+
+_META, _MANIFEST = "meta.json", "manifest.json"
+_STEP_PREFIX, _TEMPORARY_PREFIX, _REPLACED_PREFIX = "step-", ".tmp-", ".replaced-"
+_CHECKSUM_LIMIT_BYTES = 2**20
+_FREE_SPACE_MARGIN_BYTES = 2**20
+_DIFFERENCES_SHOWN = 3
+
+
+class MoreState(Protocol):
+    """State that is saved by its owner."""
+
+    def state_bytes(self) -> int:
+        """Bytes that `save_state` writes on all ranks together."""
+
+    def save_state(self, folder: Path) -> None:
+        """Write it to `folder`, brought to the disk; collective."""
+
+
+class CheckpointManager:
+    """Writes, finds, prunes and reads the checkpoints of one run.
+
+    Args:
+        output_dir: folder of the run; checkpoints go to its subfolder `checkpoints`.
+        limit: checkpoints kept, at least 1.
+        is_main: whether this process is the one (of all ranks) that renames, points and deletes.
+
+    One process (group) at a time may write to an `output_dir`; any number may read.
+    """
+
+    def __init__(self, output_dir: str | os.PathLike[str], limit: int, *, is_main: bool = True) -> None:
+        self.folder = Path(output_dir) / "checkpoints"
+        self.limit = limit
+        self.is_main = is_main
+        self._background: BackgroundSave | None = None
+        self._background_group: Any = None
+
+    def clean_up(self) -> None:
+        """Remove what a killed save or deletion left behind. Call it at the start of a run; `save` does so too."""
+        if not self.is_main or not self.folder.is_dir():
+            return
+        for replaced in self.folder.glob(f"{_REPLACED_PREFIX}*"):
+            original = self.folder / replaced.name.removeprefix(_REPLACED_PREFIX)
+            if original.exists():
+                shutil.rmtree(replaced)
+            else:
+                replaced.rename(original)
+        for temporary in self.folder.glob(f"{_TEMPORARY_PREFIX}*"):
+            if temporary.is_dir():
+                shutil.rmtree(temporary)
+            else:
+                temporary.unlink()
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], more: MoreState | None = None) -> Path:
+        """Write a checkpoint; collective.
+
+        Args:
+            step: completed optimizer steps.
+            tensors: name -> tensor of any dtype and device; DTensors are saved shard by shard.
+            meta: entries for `meta.json`; must be fit for JSON and is the main process's.
+            more: writes what is no tensor by name, to a folder of its own in the checkpoint.
+
+        Returns:
+            The checkpoint's folder, complete and pointed to by `latest`. A checkpoint of the same step is replaced.
+
+        Raises:
+            UserError: the disk has no room. The checkpoints that were there stay, nothing half-written does.
+        """
+        self.finish()
+        return self._save(step, tensors, meta, group=None, more=more)
+
+    def save_in_background(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
+        """As `save`, but return once the tensors are copied to the host's memory; a thread writes the copies.
+
+        An earlier save is waited for first. Errors of the writing are raised by the next call of `save_in_background` or `finish`.
+        """
+        self.finish()
+        if self._background_group is None and dist.is_initialized():
+            self._background_group = dist.new_group(backend="gloo")  # the thread's collectives must not meet training's
+        copies = {name: _host_copy(tensor) for name, tensor in tensors.items()}
+        meta = json.loads(json.dumps(meta))  # a copy too
+        self._background = BackgroundSave(lambda: self._save(step, copies, meta, self._background_group))
+        return self.folder / f"{_STEP_PREFIX}{step:08d}"
+
+    def finish(self) -> None:
+        """Wait for a save in the background, if there is one; raises what it raised."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.wait()
+
+    def _save(
+        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], group: Any, more: MoreState | None = None
+    ) -> Path:
+        final = self.folder / f"{_STEP_PREFIX}{step:08d}"
+        needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) + _FREE_SPACE_MARGIN_BYTES
+        if more is not None:
+            needed_bytes += more.state_bytes()
+        try:
+            self._write(final, needed_bytes, tensors, {**meta, "step": step}, group, more)
+        except BaseException as error:
+            if self.is_main:
+                self.clean_up()
+            explained = self._explained(error, final, needed_bytes)
+            if explained is error:
+                raise
+            raise explained from error
+        return final
+
+    def _write(
+        self,
+        final: Path,
+        needed_bytes: int,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        group: Any,
+        more: MoreState | None,
+    ) -> None:
+        temporary = self.folder / f"{_TEMPORARY_PREFIX}{final.name}"
+
+        def prepare() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.clean_up()
+            if shutil.disk_usage(self.folder).free < needed_bytes:
+                raise OSError(errno.ENOSPC, "less free space than the checkpoint needs")
+            temporary.mkdir()
+            if more is not None:
+                (temporary / MORE_STATE).mkdir()
+
+        def complete() -> None:
+            _write_json(temporary / _META, meta)
+            _write_json(temporary / _MANIFEST, _build_manifest(temporary, metadata))
+            _sync_folder(temporary)
+            self._publish(temporary, final)
+            self._prune(keep=final)
+
+        self._on_main(prepare, final, group)
+        metadata = _dcp_save(tensors, temporary, group)
+        if more is not None:
+            more.save_state(temporary / MORE_STATE)
+        self._on_main(complete, final, group)
+
+    def _on_main(self, work: Callable[[], None], final: Path, group: Any) -> None:
+        """Let the main process do `work` while the others wait; its failure is raised on all ranks."""
+        failure: BaseException | None = None
+        if self.is_main:
+            try:
+                work()
+            except BaseException as error:  # raised below, once the others know
+                failure = error
+        failed = torch.tensor([failure is not None], dtype=torch.int32)
+        if dist.is_initialized():
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+        if failure is not None:
+            raise failure
+        if failed.item():
+            raise UserError(f"The checkpoint {final} could not be written: see the main process's message.")
+
+    def _explained(self, error: BaseException, final: Path, needed_bytes: int) -> BaseException:
+        """The error to raise for a failed save: a sentence where the disk was full, Ctrl-C as itself, else the error."""
+        causes = list(_causes(error))
+        interrupt = next((cause for cause in causes if isinstance(cause, KeyboardInterrupt)), None)
+        if interrupt is not None:
+            return interrupt
+        numbers = [cause.errno for cause in causes if isinstance(cause, OSError)]
+        if errno.EFBIG in numbers:
+            return UserError(
+                f"The checkpoint {final} could not be written: a file would exceed this process's file size limit "
+                "(ulimit -f). Checkpoints saved before are intact."
+            )
+        if errno.ENOSPC in numbers or errno.EDQUOT in numbers:
+            free = _readable(shutil.disk_usage(self.folder).free)
+            return UserError(
+                f"The checkpoint {final} needs {_readable(needed_bytes)}, and its disk (or quota) has {free} free. "
+                "Checkpoints saved before are intact; free some space or choose another --output_dir."
+            )
+        return error
+
+    def _publish(self, temporary: Path, final: Path) -> None:
+        """Give a complete checkpoint its name and let `latest` point to it."""
+        replaced = self.folder / f"{_REPLACED_PREFIX}{final.name}"
+        if final.exists():
+            final.rename(replaced)  # a folder cannot be renamed onto another; `clean_up` undoes this after a kill
+        temporary.rename(final)
+        _sync_folder(self.folder)
+        pointer = self.folder / f"{_TEMPORARY_PREFIX}{LATEST}"
+        _write_synced(pointer, final.name + "\n")
+        pointer.replace(self.folder / LATEST)
+        _sync_folder(self.folder)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+
+    def _prune(self, keep: Path) -> None:
+        """Delete the oldest complete checkpoints beyond the limit, but never `keep`."""
+        others = [path for path in self._newest_first() if path != keep]
+        for path in others[self.limit - 1 :]:
+            # Renamed first, so that a kill in the middle leaves no half checkpoint under a checkpoint's name.
+            doomed = self.folder / f"{_TEMPORARY_PREFIX}deleting-{path.name}"
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+
+    def _newest_first(self) -> list[Path]:
+        """Complete checkpoints by the time of their save. Not by step: an output_dir may hold an earlier run's."""
+        found = []
+        for pattern in (f"{_STEP_PREFIX}*", f"{_REPLACED_PREFIX}{_STEP_PREFIX}*"):
+            for path in self.folder.glob(pattern):
+                try:
+                    found.append((_verify(path)["saved_unix_s"], path.name, path))
+                except UserError:
+                    continue  # incomplete: neither loaded nor counted nor deleted
+        return [path for _, _, path in sorted(found, reverse=True)]
+
+    def find(self, resume_from: str) -> Path:
+        """The complete checkpoint that `--resume_from` means.
+
+        'latest' is the one that the `latest` file names or, where that is unreadable or damaged, the newest complete one,
+        with a warning. Anything else is a checkpoint's folder.
+
+        Raises:
+            UserError: there is none, or the folder is not a complete checkpoint.
+        """
+        if resume_from != LATEST:
+            path = Path(resume_from)
+            _verify(path)
+            return path
+        try:
+            return self._pointed_to()
+        except (OSError, UserError) as error:
+            candidates = self._newest_first()
+            if not candidates:
+                raise UserError(f"--resume_from latest: there is no complete checkpoint under {self.folder}.") from error
+            logger.warning("--resume_from latest: falling back to %s, because %s", candidates[0], error)
+            return candidates[0]
+
+    def _pointed_to(self) -> Path:
+        name = (self.folder / LATEST).read_text().strip()
+        if not name.startswith(_STEP_PREFIX) or "/" in name:
+            raise UserError(f"{self.folder / LATEST} does not name a checkpoint.")
+        _verify(self.folder / name)
+        return self.folder / name
+
+    def load(self, path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Read a checkpoint into the given tensors, in place and bit for bit; collective.
+
+        Args:
+            path: 'latest' or a checkpoint's folder.
+            tensors: exactly the saved names, with the saved shapes and dtypes. Random states (names under `RNG_PREFIX`) of
+                other ranks and devices may be left out.
+
+        Returns:
+            The contents of meta.json.
+
+        Raises:
+            UserError: a file is missing or truncated, or names, shapes or dtypes differ; nothing has been changed then.
+        """
+        folder = self.find(os.fspath(path))
+        manifest = _verify(folder)
+        _require_same_tensors(folder, manifest["tensors"], tensors)
+        _dcp_load(tensors, folder)
+        return _read_json(folder / _META)
+
+
+def has_checkpoint(output_dir: str | os.PathLike[str]) -> bool:
+    """Whether a run left a complete checkpoint in its folder."""
+    return bool(CheckpointManager(output_dir, limit=1)._newest_first())
+
+
+def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """meta.json of a complete checkpoint: step and the caller's entries. Cheap; needs no model.
+
+    Raises:
+        UserError: the folder is not a complete checkpoint.
+    """
+    folder = Path(path)
+    _verify(folder)
+    return _read_json(folder / _META)
+
+
+def saved_names(path: str | os.PathLike[str]) -> list[str]:
+    """The names of the tensors in a complete checkpoint; `UserError` where it is not one."""
+    return list(_verify(Path(path))["tensors"])
+
+
+def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], may_differ: Collection[str] = ()) -> list[str]:
+    """Compare the fingerprint in a checkpoint with that of the run that wants to resume from it.
+
+    Args:
+        saved: what the checkpoint's meta holds, e.g. {"hidden_size": 2048, "optimizer": "adamw_master", ...}.
+        current: the same keys of this run; any values that JSON can hold.
+        may_differ: keys whose difference is fine but worth a line in the log (e.g. the fp8 recipe).
+
+    Returns:
+        One phrase for each difference among `may_differ`.
+
+    Raises:
+        UserError: any other key differs or is on one side only; the sentence lists all of them.
+    """
+    current = json.loads(json.dumps(current))  # tuples become lists, as they did in the file
+    different = [key for key in {**saved, **current} if (key in saved, saved.get(key)) != (key in current, current.get(key))]
+    phrases = {key: f"{key} was {_shown(saved, key)} and is {_shown(current, key)}" for key in different}
+    refused = [phrases[key] for key in different if key not in may_differ]
+    if refused:
+        raise UserError(f"--resume_from: the checkpoint does not belong to this run: {'; '.join(refused)}.")
+    return [phrases[key] for key in different]
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "absent"
+
+
+class BackgroundSave:
+    """A function that runs in a thread of its own; what it raises is raised by `wait`."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # raised again by `wait`
+            self._failure = error
+
+    def wait(self) -> None:
+        """Wait for the end."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, sharded as `tensor` is."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.to("cpu", copy=True)
+    local = tensor.to_local().to("cpu", copy=True)
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _dcp_save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> Metadata:
+    """Write this rank's part of the tensors; returns the index of all ranks' tensors."""
+    writer = dcp.FileSystemWriter(folder, thread_count=1, sync_files=True)  # one thread: see the module's docstring
+    with _without_single_process_warning():
+        return dcp.save(_detached(tensors), storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+
+
+def _dcp_load(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Copy the saved values into the tensors."""
+    with _without_single_process_warning():
+        dcp.load(_detached(tensors), storage_reader=dcp.FileSystemReader(folder), no_dist=not dist.is_initialized())
+
+
+def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+@contextmanager
+def _without_single_process_warning() -> Iterator[None]:
+    """torch warns at each save and load of a single process that it takes it for one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _build_manifest(folder: Path, metadata: Metadata) -> dict[str, Any]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {path.relative_to(folder).as_posix(): _describe_file(path) for path in paths}
+    tensors = {
+        name: {"shape": list(entry.size), "dtype": str(entry.properties.dtype)}
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    return {"format": FORMAT_VERSION, "saved_unix_s": time.time(), "files": files, "tensors": tensors}
+
+
+def _describe_file(path: Path) -> dict[str, Any]:
+    """Size of a file, and its SHA-256 if it is small: hashing 100 GB of tensors would take longer than writing them."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(path.read_bytes()).hexdigest() if size <= _CHECKSUM_LIMIT_BYTES else None
+    return {"bytes": size, "sha256": digest}
+
+
+def _verify(folder: Path) -> dict[str, Any]:
+    """The manifest of a complete checkpoint; `UserError` naming the first file that is not as it was written."""
+    if not folder.is_dir():
+        raise UserError(f"--resume_from {folder}: no such folder.")
+    if not (folder / _MANIFEST).is_file():
+        raise UserError(f"--resume_from {folder} is not a complete checkpoint: it has no {_MANIFEST}.")
+    manifest = _read_json(folder / _MANIFEST)
+    if manifest.get("format") != FORMAT_VERSION:
+        raise UserError(f"--resume_from {folder}: format {manifest.get('format')} is not {FORMAT_VERSION}, the one known here.")
+    for name, want in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"--resume_from {folder} is damaged: {name} is missing; resume from another checkpoint.")
+        have = _describe_file(path)
+        if have["bytes"] != want["bytes"]:
+            raise UserError(
+                f"--resume_from {folder} is damaged: {name} has {have['bytes']} bytes instead of {want['bytes']}; "
+                "resume from another checkpoint."
+            )
+        if have["sha256"] != want["sha256"]:
+            raise UserError(f"--resume_from {folder} is damaged: {name} has been changed; resume from another checkpoint.")
+    return manifest
+
+
+def _require_same_tensors(folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> None:
+    problems = [f"{name} is not in the checkpoint" for name in wanted if name not in saved]
+    problems += [f"{name} is in the checkpoint only" for name in saved if name not in wanted and not name.startswith(RNG_PREFIX)]
+    for name in wanted.keys() & saved.keys():
+        have = f"{saved[name]['dtype']} {saved[name]['shape']}"
+        want = f"{wanted[name].dtype} {list(wanted[name].shape)}"
+        if have != want:
+            problems.append(f"{name} is {have} in the checkpoint and {want} in this run")
+    if problems:
+        more = f"; and {len(problems) - _DIFFERENCES_SHOWN} more" if len(problems) > _DIFFERENCES_SHOWN else ""
+        raise UserError(
+            f"--resume_from {folder} holds other tensors than this run: {'; '.join(sorted(problems)[:_DIFFERENCES_SHOWN])}{more}."
+        )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, the errors of single ranks inside it, and what they were raised from."""
+    yield error
+    nested = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+    for inner in [*nested, error.__cause__, error.__context__]:
+        if inner is not None:
+            yield from _causes(inner)
+
+
+def _readable(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"--resume_from {path.parent} is damaged: {path.name} is not valid JSON.") from error
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    _write_synced(path, json.dumps(values, indent=1) + "\n")
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring the folder's entries (names) to the disk; syncing a file brings its contents only."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Random states. All as integer tensors of fixed shape, so that they can be saved and loaded in place like any other tensor.
+
+
+def rng_state(rank: int = 0) -> dict[str, Tensor]:
+    """The states of every random generator that training draws from, as tensors on the CPU.
+
+    Python's `random`, numpy's global generator, torch's CPU generator and, where CUDA is available, the current GPU's. Names
+    carry the rank, because ranks differ (dropout, data) and a checkpoint holds them all.
+    """
+    prefix = f"{RNG_PREFIX}rank-{rank}/"
+    version, internal, gauss = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    states = {
+        f"{prefix}python": torch.tensor([version, *_optional_float_bits(gauss), *internal]),
+        f"{prefix}numpy": torch.tensor(
+            [
+                numpy_state["state"]["pos"],
+                *_optional_float_bits(numpy_state["gauss"] if numpy_state["has_gauss"] else None),
+                *numpy_state["state"]["key"].tolist(),
+            ]
+        ),
+        f"{prefix}torch_cpu": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states[f"{prefix}torch_cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_rng_state(states: Mapping[str, Tensor], rank: int = 0) -> None:
+    """Put every random generator into the state that `rng_state` gave."""
+    prefix = f"{RNG_PREFIX}rank-{rank}/"
+    version, has_gauss, gauss_bits, *internal = states[f"{prefix}python"].tolist()
+    random.setstate((version, tuple(internal), _bits_float(gauss_bits) if has_gauss else None))
+    position, has_gauss, gauss_bits, *key = states[f"{prefix}numpy"].tolist()
+    np.random.set_state(
+        {
+            "bit_generator": "MT19937",
+            "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
+            "has_gauss": has_gauss,
+            "gauss": _bits_float(gauss_bits),
+        }
+    )
+    torch.set_rng_state(states[f"{prefix}torch_cpu"])
+    if torch.cuda.is_available() and f"{prefix}torch_cuda" in states:
+        torch.cuda.set_rng_state(states[f"{prefix}torch_cuda"])
+
+
+def _optional_float_bits(value: float | None) -> tuple[int, int]:
+    """Whether there is a value, and its 64 bits as an integer (0 where there is none)."""
+    return (0, 0) if value is None else (1, struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _bits_float(bits: int) -> float:
+    return struct.unpack("<d", struct.pack("<q", bits))[0]

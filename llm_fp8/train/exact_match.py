@@ -1,0 +1,185 @@
+"""Exact match: the share of held-out problems that the model answers right, and every answer it gave.
+
+The model gets a problem as training showed it (data/prompt.py), writes a solution greedily (generation.py), and the solution's final answer
+is held against the dataset's `expected_answer` (answers.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from llm_fp8.config.options import GENERATION_BATCH_SIZE
+from llm_fp8.data.prompt import encode_prompt
+from llm_fp8.data.split import Problem
+from llm_fp8.distributed.process_group import largest
+from llm_fp8.models.weight_shards import parts_of
+from llm_fp8.observability.metrics import GIB
+from llm_fp8.train.answers import ANSWERS_FOLDER, answers_equal, extract_answer
+from llm_fp8.train.generate import copy_for_generation, generate_greedy, memory_needed_gib
+from llm_fp8.utils.json_files import write_jsonl_atomic
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model made of one problem; `extracted` is None where the generated text has no final answer."""
+
+    row_id: int
+    problem: str
+    expected: str
+    generated: str
+    extracted: str | None
+    correct: bool
+
+
+@dataclass(frozen=True)
+class ExactMatchResult:
+    """The answers to a set of problems, in order of their row ids."""
+
+    answers: tuple[Answer, ...]
+
+    @property
+    def row_ids(self) -> list[int]:
+        """Rows of the problems in their split."""
+        return [answer.row_id for answer in self.answers]
+
+    @property
+    def correct(self) -> list[bool]:
+        """Whether each was answered right, in the order of `row_ids`."""
+        return [answer.correct for answer in self.answers]
+
+    @property
+    def num_correct(self) -> int:
+        """Problems answered right."""
+        return sum(self.correct)
+
+    @property
+    def share(self) -> float:
+        """`num_correct` over the number of problems."""
+        return self.num_correct / len(self.answers)
+
+    def interval(self, confidence: float = 0.95) -> tuple[float, float]:
+        """Wilson's interval of `share`."""
+        return wilson_interval(self.num_correct, len(self.answers), confidence)
+
+
+def wilson_interval(num_successes: int, num_trials: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval for a share of `num_trials` > 0 independent trials (E. B. Wilson, JASA 22, 1927), without continuity correction."""
+    z = statistics.NormalDist().inv_cdf((1 + confidence) / 2)
+    share, weight = num_successes / num_trials, z * z / num_trials
+    centre = (share + weight / 2) / (1 + weight)
+    half_width = math.sqrt(share * (1 - share) * weight + weight * weight / 4) / (1 + weight)
+    return max(0.0, centre - half_width), min(1.0, centre + half_width)
+
+
+def score(problem: Problem, generated: str) -> Answer:
+    """Hold a generated solution against the expected answer."""
+    extracted = extract_answer(generated)
+    correct = answers_equal(extracted, problem.expected_answer)
+    return Answer(problem.row_id, problem.problem, problem.expected_answer, generated, extracted, correct)
+
+
+def encode_problems(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The token ids to generate from, for each problem: those with which its training document would begin."""
+    return [encode_prompt(problem.problem, tokenizer) for problem in problems]
+
+
+def answer_problems(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    max_new_tokens: int,
+    batch_size: int = GENERATION_BATCH_SIZE,
+) -> ExactMatchResult:
+    """Let `model` answer `problems`, in this process."""
+    texts = generate_greedy(model, tokenizer, encode_problems(problems, tokenizer), max_new_tokens, batch_size)
+    return in_order(score(problem, text) for problem, text in zip(problems, texts, strict=True))
+
+
+def in_order(answers: Iterable[Answer]) -> ExactMatchResult:
+    """`answers` as a result."""
+    return ExactMatchResult(tuple(sorted(answers, key=lambda answer: answer.row_id)))
+
+
+@dataclass(frozen=True)
+class ExactMatchEvaluation:
+    """Exact match of a model in training, whatever it is made of and however it is split: each rank answers its share of the problems.
+
+    Each rank needs room for a whole copy of the model in bf16, for the time of the evaluation. Training's own model is only read: its mode,
+    the fp8 scales and the random state stay as they are.
+    """
+
+    accelerator: Accelerator
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    problems: Sequence[Problem]
+    full_tensor: Callable[[Tensor], Tensor]
+    """The whole of a parameter; may be collective."""
+    export_dtype: torch.dtype
+    max_new_tokens: int
+    folder: Path
+    """Of the run."""
+    warn: Callable[[str], None]
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The figures of `metrics.METRICS`; empty, with a warning, where a GPU's memory is not enough. Collective.
+
+        Every answer is written to eval_answers/step-<step>.jsonl in the run's folder.
+        """
+        started = time.perf_counter()
+        accelerator = self.accelerator
+        if (missing := self._missing_memory_gib()) > 0:
+            self._skip(
+                step, f"a copy of the model in bf16 and its KV cache lack {missing:.1f} GiB of GPU memory beside the training"
+            )
+            return {}
+        copied = copy_for_generation(self.model, self.full_tensor, self.export_dtype, accelerator.device)
+        own = self.problems[accelerator.process_index :: accelerator.num_processes]
+        answers: tuple[Answer, ...] | None = None
+        try:
+            answers = answer_problems(copied, self.tokenizer, own, self.max_new_tokens).answers
+        except torch.OutOfMemoryError:  # of this rank alone: generation is not collective, so that the others get as far as here
+            pass
+        del copied
+        if accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if largest(int(answers is None)):
+            self._skip(step, "generation ran out of GPU memory beside the training")
+            return {}
+        result = in_order(gather_object(list(answers or ())))
+        if accelerator.is_main_process:
+            records = [dataclasses.asdict(answer) for answer in result.answers]
+            write_jsonl_atomic(self.folder / ANSWERS_FOLDER / f"step-{step}.jsonl", records)
+        return {
+            "eval_exact_match": result.share,
+            "eval_num_problems": len(result.answers),
+            "eval_generation_time_s": time.perf_counter() - started,
+        }
+
+    def _missing_memory_gib(self) -> float:
+        """What the rank with least room lacks; 0 or less where every rank has enough, and on CPUs. Collective."""
+        device = self.accelerator.device
+        if device.type != "cuda":
+            return 0.0
+        prompt = max(map(len, encode_problems(self.problems, self.tokenizer)))
+        tokens = min(GENERATION_BATCH_SIZE, len(self.problems)) * (prompt + self.max_new_tokens)
+        num_parameters = sum(math.prod(part.shape) for parts in parts_of(self.model).values() for part in parts)
+        needed = memory_needed_gib(self.model.config, num_parameters, tokens, device)
+        torch.cuda.empty_cache()
+        return largest(math.ceil(needed * GIB - torch.cuda.mem_get_info(device)[0])) / GIB
+
+    def _skip(self, step: int, reason: str) -> None:
+        self.warn(
+            f"WARNING: no exact match at step {step}: {reason}; evaluate the exported model with scripts/evaluate.py instead."
+        )

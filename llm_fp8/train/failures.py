@@ -1,0 +1,120 @@
+"""What ends a run without being anybody's mistake in the options: said in a sentence with what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llm_fp8.config.options import Config
+from llm_fp8.distributed.process_group import is_loss_of_a_peer
+from llm_fp8.distributed.sharding_mode import keeps_whole_gradients, state_bytes
+from llm_fp8.observability.metrics import GIB
+from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
+from llm_fp8.utils.errors import UserError
+
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+@contextlib.contextmanager
+def explained_failures(folder: Path, out_of_memory_advice: Callable[[], str]) -> Iterator[None]:
+    """Turn running out of GPU memory or of disk, or losing another process, into a `UserError`.
+
+    Args:
+        folder: of the run.
+        out_of_memory_advice: called when the GPU's memory was not enough.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(out_of_memory_advice()) from error
+    except OSError as error:
+        if error.errno not in _WRITE_ERRORS:
+            raise
+        raise UserError(
+            f"{error.filename or folder}: {error.strerror}. Checkpoints saved before are intact; make room or choose another --output_dir, then "
+            "continue with --resume_from."
+        ) from error
+    except RuntimeError as error:
+        if not is_loss_of_a_peer(error):
+            raise
+        raise UserError(
+            f"another process of this run is gone (killed, out of memory, or ended by an error of its own, said above), so it cannot go on: "
+            f"{str(error).splitlines()[0][:200]}. Complete checkpoints under {folder / 'checkpoints'} are intact; continue with "
+            "--resume_from latest."
+        ) from error
+
+
+# --- memory ----------------------------------------------------------------------------------------------
+# What to say when the GPU's memory is not enough: where it went and what would fit.
+
+_RESERVE_GIB = 3.0
+"""Left to CUDA's context, libraries' workspaces and gaps between blocks."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The GPU's memory at the time of the failure."""
+
+    total_gib: float
+    peak_gib: float
+    """Most that tensors held."""
+    resident_gib: float
+    """What they held before the step: weights and, after the first step, optimizer state. 0 where training had not begun."""
+
+
+def out_of_memory_advice(
+    config: Config, kind: OptimizerKind, num_parameters: int, use: MemoryUse, mode: str = "single", num_shards: int = 1
+) -> str:
+    """A sentence or two for a `UserError`: what takes the memory, and options that would fit, as far as the failure tells.
+
+    `mode` is that of --sharding_mode in effect, or 'single'; `num_shards` as in `Engine.num_shards`; `use` is of the GPU that failed.
+    """
+    standing_gib = num_parameters * state_bytes(mode, kind, num_shards, config) / GIB
+    lean_gib = num_parameters * bytes_per_parameter("adamw_8bit").total / GIB
+    advice = _smaller_batch(config, kind, num_parameters, use, standing_gib)
+    sharded = mode not in ("single", "ddp")
+    if not config.model.gradient_checkpointing and use.resident_gib:
+        advice.append("--gradient_checkpointing")
+    if keeps_whole_gradients(mode, config):
+        advice.append("--sync_every_micro_batch")
+    if not sharded and not config.lora.lora_rank and kind != "adamw_8bit" and lean_gib + _RESERVE_GIB < use.total_gib:
+        advice.append(f"--optimizer adamw_8bit ({lean_gib:.1f} GiB in place of {standing_gib:.1f})")
+    if mode == "single":
+        advice.append("several GPUs (train_multi_gpu.py --sharding_mode fsdp_full)")
+    elif mode not in ("fsdp_full", "fsdp_offload"):
+        advice.append("--sharding_mode fsdp_full")
+    elif mode == "fsdp_full":
+        advice.append("more GPUs, --sharding_mode fsdp_offload")
+    advice.append("a smaller model, or a GPU with more memory")
+    where = "" if mode == "single" else f" per GPU under --sharding_mode {mode}"
+    return (
+        f"the GPU is out of memory: weights, gradients and optimizer state of {num_parameters / 1e9:.2f} billion parameters take "
+        f"{standing_gib:.1f} GiB{where} with --optimizer {kind}, and {use.peak_gib:.1f} of {use.total_gib:.1f} GiB were in use at the peak. "
+        f"What would lower it: {'; '.join(advice)}."
+    )
+
+
+def _smaller_batch(config: Config, kind: OptimizerKind, num_parameters: int, use: MemoryUse, standing_gib: float) -> list[str]:
+    """The largest --batch_size that may fit, at the same global batch; empty where none is known to.
+
+    The step failed before it had all it wanted, so what a row takes is at least its share of what the step had got.
+    """
+    rows_asked = config.data.batch_size
+    gradients_gib = 0.0 if config.lora.lora_rank else num_parameters * bytes_per_parameter(kind).gradient / GIB
+    activations_gib = use.peak_gib - use.resident_gib - gradients_gib
+    room_gib = use.total_gib - standing_gib - _RESERVE_GIB
+    if not use.resident_gib or room_gib <= 0:
+        return []
+    fitting = rows_asked - 1
+    if activations_gib > 0:
+        fitting = min(fitting, int(room_gib / activations_gib * rows_asked))
+    global_rows = rows_asked * config.optim.gradient_accumulation_steps
+    rows = next((rows for rows in range(fitting, 0, -1) if global_rows % rows == 0), 0)
+    if rows == 0:
+        return [f"a --max_seq_length below {config.data.max_seq_length}"]
+    return [f"--batch_size {rows} --gradient_accumulation_steps {global_rows // rows} (the same global batch)"]

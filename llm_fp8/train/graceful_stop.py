@@ -1,0 +1,81 @@
+"""Stopping a run from outside without losing work.
+
+Schedulers announce the end of a job by SIGTERM (Slurm's --signal and preemption, Kubernetes, a spot machine's notice;
+torchrun passes it on to its workers) and people press Ctrl-C (SIGINT). Python's answer to the first is to die on the spot, to
+the second an exception between any two instructions. Inside `GracefulStop` the first of either only leaves a note:
+
+    with GracefulStop() as stop:
+        for batch in loader:
+            train_step(batch)
+            if stop.requested:          # 'SIGTERM' or 'SIGINT'
+                save_checkpoint()
+                return stop.exit_code   # 143 or 130
+
+Whoever sends SIGTERM usually follows with SIGKILL after a while (torchrun and Kubernetes: 30 s by default), so a step and a
+save should fit in that. A later Ctrl-C is taken at its word: it raises KeyboardInterrupt at once. Under several ranks the signal
+may reach one of them only, so `agreed` asks all of them; it takes the place of the test of `requested` above.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+from llm_fp8.distributed.process_group import largest
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_EXIT_CODE_BASE = 128
+"""A shell reports a process ended by signal n as 128 + n; a run that a signal ended early, though cleanly, says the same."""
+
+
+def exit_code(signal_name: str) -> int:
+    """Exit code of a run that stopped because of this signal: 143 for 'SIGTERM', 130 for 'SIGINT'."""
+    return _EXIT_CODE_BASE + signal.Signals[signal_name].value
+
+
+class GracefulStop:
+    """Context manager that turns the first SIGTERM or SIGINT into `requested`; usable in the main thread only.
+
+    Attributes:
+        requested: name of the signal that came first, or None as long as none has come.
+    """
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code for the run as it stands: 0, or the requesting signal's."""
+        return 0 if self.requested is None else exit_code(self.requested)
+
+    def agreed(self) -> bool:
+        """Whether any rank was asked to stop; then `requested` is set on all of them. Collective."""
+        number = 0 if self.requested is None else signal.Signals[self.requested].value
+        number = largest(number)
+        if number and self.requested is None:
+            self.requested = signal.Signals(number).name
+        return number != 0
+
+    def __enter__(self) -> GracefulStop:
+        for number in SIGNALS:
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.requested is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        self.requested = name
+        hint = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
+        # os.write and not print: the handler may have interrupted a print, and buffered streams cannot be re-entered.
+        os.write(2, f"{name} received: finishing this step, then saving and stopping.{hint}\n".encode())

@@ -1,0 +1,304 @@
+"""The training loop, once, for one process or many.
+
+One optimizer step, in the order of the mathematics. The global batch is cut into micro-batches m = 1..M on each of R ranks; C counts the
+supervised tokens of all of them. With L_m the summed cross entropy of a micro-batch,
+
+    loss = (1 / C) * sum over ranks and m of L_m        gradient = d loss / d weights
+
+so the loss is the mean over real, supervised tokens however the batch is cut. Whatever a way of sharding divides gradients by, its
+engine (llm_fp8.distributed) undoes.
+
+Numbers stay on the device. Every `log_every` steps (and before anything is saved or evaluated) they are read at once; that read is also
+where a loss or norm that is not finite ends the run, before it can reach a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from llm_fp8.data.collate import Batch, count_tokens
+from llm_fp8.data.loader import TrainLoader
+from llm_fp8.distributed.strategy import Engine
+from llm_fp8.observability.metrics import DecoderSize, PeakTflops, StepTokens, memory_metrics, speed_metrics
+from llm_fp8.observability.nvml import EnergyMeter
+from llm_fp8.observability.reporter import RunReporter
+from llm_fp8.observability.step_profile import StepProfile, profiled
+from llm_fp8.precision.context import Precision
+from llm_fp8.utils.errors import UserError
+
+
+class NonFiniteLoss(UserError):
+    """The loss or the gradient norm was not finite; the message says at which step and in which rows."""
+
+
+class Hooks(Protocol):
+    """What the loop calls between steps."""
+
+    def after_first_step(self) -> None:
+        """Called once, when the first step of this process is submitted: what runs is known by then, its numbers are not."""
+
+    def after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> None:
+        """Called after the step that `LoopOptions.profile_step` names, which took so many micro-batches on each rank; on every rank."""
+
+    def after_report(self, step: int) -> None:
+        """Called when the numbers of all steps up to `step` are reported, which --log_every asked for or what follows; on every rank."""
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate and report; all numbers so far are read and finite."""
+
+    def save(self, step: int) -> Path:
+        """Write a checkpoint and return its folder; all numbers so far are read and finite."""
+
+
+class StepClock:
+    """Time stamps in the stream of work: CUDA events on a GPU (no synchronisation), the host's clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+
+    def stamp(self) -> Any:
+        """A stamp behind the work submitted so far."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds from one stamp to another; both must have been reached."""
+        return start.elapsed_time(end) / 1e3 if self._cuda else end - start
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """An optimizer step whose numbers are still on the device."""
+
+    step: int
+    epoch: float
+    learning_rate: float
+    loss: Tensor
+    grad_norm: Tensor
+    tokens: Tensor
+    """int64 [4]: all, real and supervised tokens and the sum of squared document lengths, over all ranks."""
+    row_ids: tuple[int, ...]
+    start: Any
+    end: Any
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """The options that the loop itself reads; each `_every` is in optimizer steps, 0 for never."""
+
+    total_steps: int
+    max_grad_norm: float
+    log_every: int
+    eval_every: int
+    save_every: int
+    empty_cache_every: int = 0
+    profile_step: int = 0
+    """The step whose kernels are recorded, 0 for none."""
+
+
+@dataclass
+class Trainer:
+    """Takes optimizer steps and keeps count. `step` and `tokens_seen` are set by whoever resumes a run."""
+
+    accelerator: Accelerator
+    engine: Engine
+    model: nn.Module
+    precision: Precision
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    loader: TrainLoader
+    reporter: RunReporter
+    options: LoopOptions
+    size: DecoderSize
+    peak: PeakTflops | None
+    fp8_linear_flop_share: float
+    step: int = 0
+    tokens_seen: int = 0
+    last_checkpoint: Path | None = None
+    first_step_s: float | None = None
+    """Of this process's first step; None until its numbers are read."""
+
+    def __post_init__(self) -> None:
+        self._clock = StepClock(self.accelerator.device)
+        self.energy = EnergyMeter(self.accelerator)
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._pending: list[PendingStep] = []
+        self._profile_figures: dict[int, dict[str, float]] = {}
+        """By step: what belongs to its record."""
+
+    def train(self, hooks: Hooks, stop_requested: Callable[[], bool]) -> None:
+        """Train to `total_steps`, or until `stop_requested()`, which saves a checkpoint too. The loader has no end of its own."""
+        options = self.options
+        if self.step >= options.total_steps:
+            return  # Resumed behind the last step, for what follows it.
+        self.model.train()
+        first = self.step + 1
+        stamp = self._restart_clocks()
+        for batches in self.loader:
+            recording = self.step + 1 == options.profile_step
+            with profiled(self.accelerator) if recording else contextlib.nullcontext() as profile:
+                stamp = self._take_step(batches, stamp)
+            if self.step == first:
+                hooks.after_first_step()
+            if profile is not None:
+                stamp = self._after_profiled_step(profile, hooks, num_micro_batches=len(batches))
+            if self._due(options.empty_cache_every) and self.accelerator.device.type == "cuda":
+                torch.cuda.empty_cache()
+            stopping = stop_requested()
+            last = self.step >= options.total_steps or stopping
+            evaluate = self._due(options.eval_every) and not last
+            save = self._due(options.save_every) or stopping or (last and options.save_every > 0)
+            if self._due(options.log_every) or evaluate or save or last:
+                self._read_pending()
+                hooks.after_report(self.step)
+            if evaluate:
+                hooks.evaluate(self.step)
+            if save:
+                self.require_finite_weights()
+                self.last_checkpoint = hooks.save(self.step)
+            if last:
+                return
+            if evaluate or save:
+                stamp = self._restart_clocks()  # Their time is not the next step's.
+
+    def _after_profiled_step(self, profile: StepProfile, hooks: Hooks, num_micro_batches: int) -> Any:
+        """Report the recorded step and hand it over; returns a new stamp, because recording is neither training's time nor its energy."""
+        self._profile_figures[self.step] = profile.figures()
+        self.energy.restart(self.step)
+        self._read_pending()  # The hook may end the run: what was trained is reported before.
+        hooks.after_profiled_step(profile, num_micro_batches)
+        return self._restart_clocks()
+
+    def _restart_clocks(self) -> Any:
+        """Let step time and energy begin here, where the GPU has nothing left to do; returns the stamp."""
+        self.energy.restart(self.step)
+        return self._clock.stamp()
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _take_step(self, batches: list[Batch], start: Any) -> Any:
+        """One optimizer step on this rank's micro-batches; returns the stamp of its end."""
+        accelerator, device, engine = self.accelerator, self.accelerator.device, self.engine
+        tokens = self._count_tokens(batches)
+        num_supervised = tokens[2].clamp(min=1)
+        loss_sum = torch.zeros((), device=device)
+        # The weight casts of the first micro-batch serve the others; with a single one there are no others.
+        caches_casts = engine.caches_weight_casts and len(batches) > 1
+        for number, batch in enumerate(batches, start=1):
+            with engine.micro_batch(self.model, last=number == len(batches)):
+                with self.precision.context(first_microbatch=number == 1 if caches_casts else None):
+                    loss = self.model(batch.to(device, non_blocking=True)) / num_supervised
+                engine.backward(loss)
+            loss_sum += loss.detach()
+        learning_rate = float(self.scheduler.get_last_lr()[0])
+        grad_norm = engine.step(self.optimizer, self._parameters, self.options.max_grad_norm)
+        self.scheduler.step()
+        self.step += 1
+        end = self._clock.stamp()
+        self._pending.append(
+            PendingStep(
+                step=self.step,
+                epoch=self.loader.epoch,
+                learning_rate=learning_rate,
+                loss=accelerator.reduce(loss_sum, reduction="sum"),
+                grad_norm=grad_norm,
+                tokens=tokens,
+                row_ids=tuple(row for batch in batches for row in batch.row_ids),
+                start=start,
+                end=end,
+            )
+        )
+        return end
+
+    def _count_tokens(self, batches: list[Batch]) -> Tensor:
+        """The token counts of the step over all micro-batches and ranks, int64 [4] as in `PendingStep`, on the device."""
+        device = self.accelerator.device
+        # From page-locked memory, as the batches: any other copy would wait for all the work that the GPU has left.
+        on_host = torch.tensor(dataclasses.astuple(count_tokens(batches)), pin_memory=device.type == "cuda")
+        return self.accelerator.reduce(on_host.to(device, non_blocking=True), reduction="sum")
+
+    def _read_pending(self) -> None:
+        """Bring the numbers of the steps since the last call to the host, check them and report them."""
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        losses = torch.stack([p.loss for p in pending]).tolist()
+        grad_norms = torch.stack([p.grad_norm for p in pending]).tolist()
+        counts = torch.stack([p.tokens for p in pending]).tolist()
+        memory = self._memory()
+        energy = self.energy.read({taken.step: count[0] for taken, count in zip(pending, counts, strict=True)})
+        fp8 = self.precision.plan.recipe is not None
+        records = []
+        for taken, loss, grad_norm, count in zip(pending, losses, grad_norms, counts, strict=True):
+            self._require_finite(taken, loss, grad_norm)
+            tokens = StepTokens(*count)
+            self.tokens_seen += tokens.num_real_tokens
+            seconds = self._clock.seconds(taken.start, taken.end)
+            if self.first_step_s is None:
+                self.first_step_s = seconds
+            records.append(
+                {
+                    "step": taken.step,
+                    "epoch": taken.epoch,
+                    "tokens_seen": self.tokens_seen,
+                    "loss": loss,
+                    "grad_norm": grad_norm,
+                    "learning_rate": taken.learning_rate,
+                    **speed_metrics(tokens, seconds, self.size, self.accelerator.num_processes, self.peak, fp8),
+                    **memory,
+                    **energy.get(taken.step, {}),
+                    **self._profile_figures.pop(taken.step, {}),
+                    "fp8_linear_flop_share": self.fp8_linear_flop_share,
+                }
+            )
+        self.reporter.steps(records)
+
+    def _memory(self) -> dict[str, float]:
+        """Peak memory of this rank and, where there are several, of the one that needs most; collective."""
+        memory = memory_metrics(self.accelerator.device)
+        if memory and self.accelerator.num_processes > 1:
+            peaks = self.accelerator.gather(torch.tensor([memory["peak_memory_gib"]], device=self.accelerator.device))
+            memory["peak_memory_gib_max_rank"] = float(peaks.max())
+        return memory
+
+    def require_finite_weights(self) -> None:
+        """Raise `NonFiniteLoss` where the update after the last finite loss left weights that are not finite; collective."""
+        local = [self.engine.local_tensor(p) for p in self._parameters]
+        total = torch.stack(torch._foreach_norm(local, 1, dtype=torch.float32)).sum()
+        if not math.isfinite(self.accelerator.reduce(total, reduction="sum").item()):
+            raise NonFiniteLoss(
+                f"step {self.step}: its update left weights that are not finite; training stopped and they are not saved. "
+                f"{self._last_good_checkpoint()} Lower --learning_rate."
+            )
+
+    def _last_good_checkpoint(self) -> str:
+        if self.last_checkpoint is None:
+            return "No checkpoint was saved before."
+        return f"The last good checkpoint is {self.last_checkpoint}."
+
+    def _require_finite(self, taken: PendingStep, loss: float, grad_norm: float) -> None:
+        # fp16's loss scaling meets overflowing gradients by design: the scaler skips such a step and lowers the scale.
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or self.accelerator.scaler is not None):
+            return
+        rows = ", ".join(map(str, taken.row_ids[:16])) + (", ..." if len(taken.row_ids) > 16 else "")
+        raise NonFiniteLoss(
+            f"step {taken.step}: the loss is {loss} and the gradient norm {grad_norm}; training stopped. The step's dataset rows: {rows}. "
+            f"{self._last_good_checkpoint()} Lower --learning_rate, look at these rows, or in fp8 keep the outer layers in bf16 (--fp8_last_bf16_layers 2)."
+        )

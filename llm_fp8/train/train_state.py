@@ -1,0 +1,177 @@
+"""What a checkpoint of a run holds, and how it is put back: weights, optimizer, scales, random states, position in the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from llm_fp8.config.options import Config
+from llm_fp8.data import PreparedData
+from llm_fp8.distributed.fp8_params import master_of, requantise_
+from llm_fp8.distributed.strategy import Engine
+from llm_fp8.models.lora import scaling_of
+from llm_fp8.models.source import has_random_weights, resolve_source
+from llm_fp8.optim.state import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.precision.torchao import plain_rows, refresh_scales_
+from llm_fp8.train.checkpoint import (
+    MORE_STATE,
+    CheckpointManager,
+    check_compatible,
+    read_meta,
+    restore_rng_state,
+    rng_state,
+    saved_names,
+)
+from llm_fp8.train.loop import Trainer
+from llm_fp8.utils.errors import UserError
+
+ARCHITECTURE_KEYS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+    "tie_word_embeddings",
+)
+"""Entries of a model's config that a checkpoint and the run that continues it must share."""
+
+_BY_NAME = "parameter name"
+"""In a fingerprint: the tensors of a checkpoint have names, so that all modes but DeepSpeed's can read them."""
+
+
+def run_fingerprint(
+    config: Config, plan: PrecisionPlan, engine: Engine, optimizer_kind: str, hf_config: PretrainedConfig
+) -> dict[str, Any]:
+    """What a checkpoint must share with the run that continues it."""
+    return {
+        **{key: getattr(hf_config, key, None) for key in ARCHITECTURE_KEYS},
+        "layout": "te" if config.model.use_te else "hf",
+        "optimizer": optimizer_kind,
+        "saved_by": engine.mode if engine.saves_itself else _BY_NAME,
+        "precision": plan.name,
+        "max_seq_length": config.data.max_seq_length,
+        "packing": config.packing,
+        **(_lora_fingerprint(config) if config.lora.lora_rank else {}),
+    }
+
+
+def _lora_fingerprint(config: Config) -> dict[str, Any]:
+    """What the adapters are, and the frozen model that a checkpoint does not hold."""
+    options = config.lora
+    base = Path(config.model.model_name).name
+    if has_random_weights(config.model, resolve_source(config.model)):
+        base += f" with random weights of seed {config.optim.seed}"
+    return {
+        "lora": {
+            "rank": options.lora_rank,
+            "scaling": scaling_of(options),
+            "dropout": options.lora_dropout,
+            "targets": sorted(options.targets),
+        },
+        "frozen_model": base,
+    }
+
+
+def find_checkpoint(checkpoints: CheckpointManager, resume_from: str | None, fingerprint: dict[str, Any]) -> Path | None:
+    """The checkpoint to resume from, None for a new run; `UserError` where it is another run's."""
+    if resume_from is None:
+        return None
+    path = checkpoints.find(resume_from)
+    saved = read_meta(path)["fingerprint"]
+    _require_readable(path, saved, fingerprint)
+    check_compatible(saved, fingerprint)
+    return path
+
+
+def _require_readable(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Raise `UserError` where DeepSpeed and the other modes would have to read each other's checkpoints, or two of its stages."""
+    was, now = saved.get("saved_by"), current["saved_by"]
+    if was == now or was is None:
+        return
+    remedy = f"--sharding_mode {was}" if was != _BY_NAME else "--sharding_mode ddp or an fsdp mode"
+    raise UserError(
+        f"--resume_from: {path} was saved under {remedy}, and what a deepspeed mode saves no other mode can read, nor the other way round; resume with {remedy}."
+    )
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Saves and restores a run whose parts are built."""
+
+    accelerator: Accelerator
+    checkpoints: CheckpointManager
+    precision: Precision
+    fingerprint: dict[str, Any]
+    model: PreTrainedModel
+    data: PreparedData
+    engine: Engine
+    background: bool = False
+    """Write checkpoints while training goes on (--async_save)."""
+
+    def _tensors(self, optimizer: Any) -> dict[str, Tensor]:
+        """Every tensor of a checkpoint but the random states, by name: the live ones, not copies."""
+        tensors: dict[str, Tensor] = {}
+        if not self.engine.saves_itself:
+            trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+            named = [(name, master_of(parameter)) for name, parameter in trained]
+            tensors |= {f"model.{name}": plain_rows(parameter).detach() for name, parameter in named}
+            tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, named).items()}
+        tensors |= {f"fp8.{name}": tensor for name, tensor in self.precision.state_tensors().items()}
+        return tensors
+
+    def save(self, trainer: Trainer) -> Path:
+        """Write a checkpoint of the run as it stands after `trainer.step`; returns its folder."""
+        scaler = self.accelerator.scaler
+        meta = {
+            "step": trainer.step,
+            "tokens_seen": trainer.tokens_seen,
+            "fingerprint": self.fingerprint,
+            "loader": self.data.train.state_dict(),
+            "optimizer": None if self.engine.saves_itself else optimizer_scalars(trainer.optimizer),
+            "fp16_scaler": None if scaler is None else scaler.state_dict(),
+        }
+        tensors = self._tensors(trainer.optimizer) | rng_state(self.accelerator.process_index)
+        if self.background:
+            return self.checkpoints.save_in_background(trainer.step, tensors, meta)
+        return self.checkpoints.save(trainer.step, tensors, meta, self.engine if self.engine.saves_itself else None)
+
+    def finish_save(self) -> None:
+        """Wait for a checkpoint that is being written in the background; collective."""
+        self.checkpoints.finish()
+
+    def restore(self, path: Path, optimizer: Any) -> tuple[int, int]:
+        """Put everything back as it was; returns the step and the tokens seen."""
+        if self.engine.saves_itself:
+            self.engine.load_state(path / MORE_STATE)
+        else:
+            initialize_state(optimizer)
+        rank = self.accelerator.process_index
+        rng = rng_state(rank)
+        # A run of more ranks than the checkpoint was written by keeps the seeds that its new ranks started with.
+        known = set(saved_names(path))
+        rng = {name: tensor for name, tensor in rng.items() if name in known}
+        meta = self.checkpoints.load(path, self._tensors(optimizer) | rng)
+        if not self.engine.saves_itself:
+            load_optimizer_scalars(optimizer, meta["optimizer"])
+            requantise_(self.model)
+            refresh_scales_(self.model)
+        self.data.train.load_state_dict(meta["loader"])
+        if self.accelerator.scaler is not None and meta["fp16_scaler"]:
+            self.accelerator.scaler.load_state_dict(meta["fp16_scaler"])
+        if rng:
+            restore_rng_state(rng, rank)
+        return meta["step"], meta["tokens_seen"]

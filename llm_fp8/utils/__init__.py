@@ -1,0 +1,1 @@
+"""Errors, JSON files, ranks, subprocesses, imports."""

@@ -1,0 +1,116 @@
+"""JSON that survives a crash and that every reader accepts, and how files of it are read.
+
+A file that is replaced whole (run.json, summary.json) is written beside its place and renamed over it, so that a reader sees
+the old or the new one and never half of one. JSON has no NaN or infinity; they are written as the strings "NaN", "Infinity" and
+"-Infinity" instead of Python's bare words, which other parsers refuse. `read_json` gives the floats again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from llm_fp8.utils.errors import UserError
+
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _plain(value: Any) -> Any:
+    """`value` with everything JSON lacks replaced: non-finite floats and paths by strings, tuples by lists."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def with_floats(value: Any) -> Any:
+    """`value`, as read from JSON, with the strings that stand for NaN and infinity replaced by these floats, in lists and objects too."""
+    if isinstance(value, dict):
+        return {key: with_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [with_floats(item) for item in value]
+    return _WORDS.get(value, value) if isinstance(value, str) else value
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """`record` as one line of a JSONL file, newline included."""
+    return json.dumps(_plain(record), allow_nan=False) + "\n"
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    """Write `value` to `path` as indented JSON, whole or not at all. Missing folders are made.
+
+    Raises TypeError for what JSON cannot hold (tensors, sets), and leaves the old file alone then.
+    """
+    _write_atomic(path, json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
+
+
+def write_jsonl_atomic(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Write `records` to `path`, a line each; otherwise as `write_json_atomic`."""
+    _write_atomic(path, "".join(map(json_line, records)))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}).") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a JSON file, NaN and infinity as floats. Raises `UserError` for a file that cannot be read or holds something else."""
+    try:
+        value = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); was it damaged?") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold one JSON object, and holds a {type(value).__name__}.")
+    return {key: with_floats(item) for key, item in value.items()}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl, NaN and infinity as floats. Raises `UserError` as `read_jsonl`."""
+    return [with_floats(record) for record in read_jsonl(path)]
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file, strings as they stand there: "Infinity" can be a problem's answer. Raises `UserError` with the line that is none."""
+    records = []
+    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}: line {number} is not valid JSON ({error}).") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{path}: line {number} is not a JSON object.")
+        records.append(record)
+    return records
+
+
+def require_writable(flag: str, path: Path) -> None:
+    """Make the folder of a file that is to be written at the end of long work, and raise `UserError` now where it could not be written then."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{flag} {path}: {error.strerror}; give a file in a folder that can be written.") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{flag} {path}: not a file that can be written; give another.")
+
+
+def _write_atomic(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
