@@ -78,7 +78,7 @@ class DecoderSpec:
     tied_embeddings: bool
     windows: tuple[int | None, ...]
     """Per layer: number of most recent positions attended to, itself included; None for all."""
-    split_mlp: bool = False
+    unfused_mlp: bool = False
     """fc1 and fc2 are modules of their own, so that what lies between them can be reached; slower than LayerNormMLP."""
     flash_attention: FlashAttention | None = None
     """The value of --attn_implementation whose attention (`llm_fp8.kernels.flash_attention`) packed documents take; None: Transformer Engine's choice."""
@@ -94,7 +94,9 @@ class DecoderSpec:
         return self.num_kv_heads * self.head_dim
 
 
-def decoder_spec(config: PretrainedConfig, split_mlp: bool = False, flash_attention: FlashAttention | None = None) -> DecoderSpec:
+def decoder_spec(
+    config: PretrainedConfig, unfused_mlp: bool = False, flash_attention: FlashAttention | None = None
+) -> DecoderSpec:
     """Read a `DecoderSpec` from a Hugging Face config; raises `UnsupportedArchitecture` on what TE cannot express."""
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise UnsupportedArchitecture(
@@ -125,7 +127,7 @@ def decoder_spec(config: PretrainedConfig, split_mlp: bool = False, flash_attent
         qk_norm=config.model_type == "qwen3",
         tied_embeddings=bool(config.tie_word_embeddings),
         windows=tuple(_window(config, layer) for layer in range(config.num_hidden_layers)),
-        split_mlp=split_mlp,
+        unfused_mlp=unfused_mlp,
         flash_attention=flash_attention,
     )
 
@@ -198,7 +200,7 @@ def parameter_map(spec: DecoderSpec) -> dict[str, tuple[Part, ...]]:
         add(f"{te}.output.weight", (f"{attention}.o_proj.weight", (h, q)))
         if spec.output_bias:
             add(f"{te}.output.bias", (f"{attention}.o_proj.bias", (h,)))
-        norm, fc1, fc2 = ("mlp.fc1.", "mlp.fc1.", "mlp.fc2.") if spec.split_mlp else ("mlp.", "mlp.fc1_", "mlp.fc2_")
+        norm, fc1, fc2 = ("mlp.fc1.", "mlp.fc1.", "mlp.fc2.") if spec.unfused_mlp else ("mlp.", "mlp.fc1_", "mlp.fc2_")
         add(f"{te}.{norm}layer_norm_weight", (f"{hf}.post_attention_layernorm.weight", (h,)))
         # TE's SwiGLU applies SiLU to the first half of fc1.
         add(f"{te}.{fc1}weight", (f"{mlp}.gate_proj.weight", (ffn, h)), (f"{mlp}.up_proj.weight", (ffn, h)))
@@ -348,7 +350,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         )
         self.output = te.Linear(spec.q_size, spec.hidden_size, bias=spec.output_bias, **shared)
         self.mlp: nn.Module
-        if spec.split_mlp:
+        if spec.unfused_mlp:
             self.mlp = SplitMLP(spec, **shared)
             return
         self.mlp = te.LayerNormMLP(
@@ -506,19 +508,19 @@ def build_te_model(
     device: torch.device | str,
     *,
     table_device: torch.device | str | None = None,
-    split_mlp: bool = False,
+    unfused_mlp: bool = False,
     flash_attention: FlashAttention | None = None,
 ) -> PreTrainedModel:
     """A Hugging Face causal LM with TE decoder layers, parameters of `dtype` allocated on `device` and not yet filled.
 
     With `device` "meta" the parameters have no memory; `table_device` (default: `device`) is then where the rotary table is.
-    `split_mlp`, `flash_attention`: see `DecoderSpec`.
+    `unfused_mlp`, `flash_attention`: see `DecoderSpec`.
     Fill them with `WeightFiller` or `initialize_weights_`. Raises `UnsupportedArchitecture`.
     """
     import transformer_engine.pytorch as te
 
     device = torch.device(device)
-    spec = decoder_spec(config, split_mlp, flash_attention)
+    spec = decoder_spec(config, unfused_mlp, flash_attention)
     # SDPA for the general path: Hugging Face then builds the masks that path needs, and none for training's (see `_documents`).
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")

@@ -19,16 +19,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.observability.provenance import collect_provenance
-from llm_fp8.tools.gemm_rates import KNOWN_FILES, Ceilings, measure_ceilings
+from llm_fp8.tools.gemm_rates import KNOWN_FILES, MeasuredRates, measure_rates
 from llm_fp8.tools.verify.output_folder import try_to_write
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import write_json_atomic
 
 
-def median_of(rounds: list[Ceilings]) -> Ceilings:
+def median_of(rounds: list[MeasuredRates]) -> MeasuredRates:
     """Figure by figure; all rounds are of one GPU, so a figure is absent in all or in none."""
-    columns = {field.name: [getattr(one, field.name) for one in rounds] for field in dataclasses.fields(Ceilings)}
-    return Ceilings(**{name: None if values[0] is None else statistics.median(values) for name, values in columns.items()})
+    columns = {field.name: [getattr(one, field.name) for one in rounds] for field in dataclasses.fields(MeasuredRates)}
+    return MeasuredRates(**{name: None if values[0] is None else statistics.median(values) for name, values in columns.items()})
 
 
 def main() -> int:
@@ -46,7 +46,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         raise UserError("this measures an NVIDIA GPU, and none is found.")
     device = torch.device("cuda", torch.cuda.current_device())
-    rounds = [measure_ceilings(device) for _ in range(options.rounds)]
+    rounds = [measure_rates(device) for _ in range(options.rounds)]
     ceilings = median_of(rounds)
     for name, value in dataclasses.asdict(ceilings).items():
         print(f"{name:24} {'-' if value is None else f'{value:,.2f}'}")

@@ -31,8 +31,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.tools.bench.variant_names import OLD_NAMES, parse_arm
-from llm_fp8.tools.bench.variants import BASELINE, RIVALS, Rival
+from llm_fp8.tools.bench.variant_names import OLD_NAMES, parse_variant
+from llm_fp8.tools.bench.variants import BASELINE, RIVALS, Baseline
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
 from llm_fp8.utils.packages import REPOSITORY
 
@@ -116,12 +116,12 @@ def is_measured(row: Row | None) -> bool:
 
 def is_ours(arm: str) -> bool:
     """Whether the arm is this project's."""
-    return not isinstance(parse_arm(arm).what, Rival)
+    return not isinstance(parse_variant(arm).what, Baseline)
 
 
-def rival_of(arm: str, rival: str, arms: Iterable[str]) -> str | None:
+def baseline_of(arm: str, rival: str, arms: Iterable[str]) -> str | None:
     """The arm with which one of ours is compared: the rival spread in the same way, else as it can be; None where none of these is there."""
-    mode = parse_arm(arm).mode
+    mode = parse_variant(arm).mode
     wanted = [rival] if mode is None else [f"{mode}:{rival}", f"fsdp_full:{rival}", f"ddp:{rival}"]
     return next((name for name in wanted if name in arms), None)
 
@@ -165,7 +165,7 @@ def compare(new: Measured, recorded: Sequence[Measured], rival: str, minimum: fl
             found.notes.append(f"{workload} is not recorded.")
             continue
         for arm in filter(is_ours, rows):
-            _compare_arm(found, new, recorded, workload, arm, rival, minimum)
+            _compare_variant(found, new, recorded, workload, arm, rival, minimum)
         of_records = {arm for one in recorded for arm in one.workloads.get(workload, {})}
         if missing := sorted(of_records - rows.keys()):
             found.notes.append(f"{workload}: recorded and not measured now: {', '.join(missing)}.")
@@ -176,11 +176,11 @@ def compare(new: Measured, recorded: Sequence[Measured], rival: str, minimum: fl
     return found
 
 
-def _compare_arm(
+def _compare_variant(
     found: Findings, new: Measured, recorded: Sequence[Measured], workload: str, arm: str, rival: str, minimum: float
 ) -> None:
     rows = new.workloads[workload]
-    against = rival_of(arm, rival, rows)
+    against = baseline_of(arm, rival, rows)
     if against is None:
         found.notes.append(f"{workload} {arm}: {rival} was not measured beside it, so it is not compared.")
         return

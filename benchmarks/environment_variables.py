@@ -25,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.tools.bench.variant_names import Arm, parse_arm
+from llm_fp8.tools.bench.variant_names import Variant, parse_variant
 from llm_fp8.tools.bench.worker import add_measuring_options, check_measuring_options, measure_apart, take_header
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.tools.verify import environment_rules as environment
@@ -86,7 +86,7 @@ def judged(setting: str) -> list[dict[str, str]]:
 
 def measure_all(
     work: Workload,
-    arm: Arm,
+    arm: Variant,
     settings: Sequence[str],
     warmup: int,
     num_rounds: int,
@@ -191,7 +191,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main() -> int:
     """Measure, print a table, write the JSON."""
     options = parse(sys.argv[1:])
-    work, arm = Workload.parse(options.workload, options.steps, "--workload"), parse_arm(options.arm)
+    work, arm = Workload.parse(options.workload, options.steps, "--workload"), parse_variant(options.arm)
     ranks = LaunchRanks.from_environment(os.environ)
     if options.num_gpus > 1:
         ranks = LaunchRanks(world_size=options.num_gpus, local_world_size=options.num_gpus, launched=True)

@@ -102,7 +102,7 @@ def parse_seeds(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def parse_arms(text: str) -> list[str]:
+def parse_variants(text: str) -> list[str]:
     """The arms of a comma-separated list. Raises `UserError`."""
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in ARMS]:
@@ -116,7 +116,7 @@ def plan(settings: argparse.Namespace) -> list[Job]:
     """The trainings of the command line."""
     seeds = parse_seeds(settings.seeds)
     if settings.num_gpus == 1:
-        return [Job(arm, seed) for seed in seeds for arm in parse_arms(settings.arms)]
+        return [Job(arm, seed) for seed in seeds for arm in parse_variants(settings.arms)]
     kinds = [(precision, mode) for mode in (None, *MODES) for precision in ("bf16", "delayed")]
     return [Job(precision, seed, mode) for seed in seeds for precision, mode in kinds]
 
@@ -251,7 +251,7 @@ def check(settings: argparse.Namespace) -> None:
         raise UserError(f"--num_gpus {settings.num_gpus} does not divide the {ROWS} rows of a micro-batch; give 1, 2, 4 or 8.")
     if settings.num_gpus > 1 and settings.arms != DEFAULT_ARMS:
         raise UserError(f"--arms {settings.arms} has no effect with --num_gpus {settings.num_gpus}; drop one of them.")
-    parse_arms(settings.arms)
+    parse_variants(settings.arms)
     for name in ("epochs", "eval_every", "parallel"):
         if getattr(settings, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(settings, name)}.")

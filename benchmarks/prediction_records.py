@@ -22,7 +22,7 @@ from llm_fp8.tools.gemm_rates import RESULTS
 from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, FULL_SHARE, MODES, WAITED_SHARE
 from llm_fp8.tools.predict.prediction import Gpu, Prediction, known_gpu, predict
 from llm_fp8.tools.predict.step_time import StepTime
-from llm_fp8.tools.predict.workload import RECIPES, ModelSize, Scenario
+from llm_fp8.tools.predict.workload import RECIPES, ModelSize, StepWorkload
 
 FILES = (
     "speed_table_h200.json",
@@ -148,7 +148,7 @@ def bundled_size(model: str) -> ModelSize:
     return ModelSize.from_config(load_config(options, resolve_source(options)))
 
 
-def scenario_of(row: dict[str, Any]) -> Scenario | None:
+def workload_of(row: dict[str, Any]) -> StepWorkload | None:
     """What a row of scripts/benchmark.py or scripts/benchmark_multi_gpu.py trained; None where nothing predicts it.
 
     None are other people's set-ups, DeepSpeed, context parallelism, the swapped Hugging Face decoder, models that are not bundled,
@@ -169,7 +169,7 @@ def scenario_of(row: dict[str, Any]) -> Scenario | None:
     if row["model"] not in bundled_architectures():
         return None
     model = bundled_size(row["model"])
-    return Scenario(
+    return StepWorkload(
         model=model,
         recipe=recipe,
         micro_batch_tokens=row["batch_size"] * row["seq_length"],
@@ -209,7 +209,7 @@ def _all_rows(folder: Path) -> tuple[Recorded, ...]:
             continue
         for row in record["rows"]:
             measured = "tokens_per_s" in row and "peak_memory_gib" in row
-            if (measured or _ran_out(row)) and (scenario := scenario_of(row)):
+            if (measured or _ran_out(row)) and (scenario := workload_of(row)):
                 runs = record.get("runs", [record["provenance"]])
                 first = (row.get("rounds") or [{}])[0].get("run", 0)
                 found.append(Recorded(path.name, row["arm"], row, predict(scenario, gpu), runs[first]["time_utc"]))
@@ -239,11 +239,11 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _scenario(model: str, tokens: int, micro_batches: int, length: int) -> Scenario:
-    return Scenario(bundled_size(model), "bf16", tokens, micro_batches, length)
+def _scenario(model: str, tokens: int, micro_batches: int, length: int) -> StepWorkload:
+    return StepWorkload(bundled_size(model), "bf16", tokens, micro_batches, length)
 
 
-def _by_recipe(scenario: Scenario) -> dict[str, Prediction]:
+def _by_recipe(scenario: StepWorkload) -> dict[str, Prediction]:
     return {recipe: predict(scenario.with_recipe(recipe), _gpu()) for recipe in RECIPES}
 
 

@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.speed_table_rows import TableRow, gemm_floor_s, read_table
 from llm_fp8.observability.provenance import visible_gpus
-from llm_fp8.tools.bench.variant_names import Arm
+from llm_fp8.tools.bench.variant_names import Variant
 from llm_fp8.tools.bench.worker import STOPPED, add_measuring_options, check_measuring_options, measure_apart, take_header
-from llm_fp8.tools.gemm_rates import known_ceilings
+from llm_fp8.tools.gemm_rates import known_rates
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 from scripts.benchmark import EXIT_TERMINATED, print_round, summarise
@@ -46,7 +46,7 @@ from scripts.benchmark import EXIT_TERMINATED, print_round, summarise
 TABLE = Path(__file__).with_suffix(".json")
 
 Answer = dict[str, Any]
-Measure = Callable[[TableRow, Arm, str], Answer]
+Measure = Callable[[TableRow, Variant, str], Answer]
 """Measures an arm of a row on its GPUs (a value of CUDA_VISIBLE_DEVICES, such as 0,1)."""
 
 
@@ -121,21 +121,21 @@ class Record:
                 failed = [{"failed": entry["failed"]}]
             self._answers[row.name, entry["arm"]] = [*entry.get("rounds", []), *([] if retry_failed else failed)]
 
-    def answers(self, row: TableRow, arm: Arm) -> list[Answer]:
+    def answers(self, row: TableRow, arm: Variant) -> list[Answer]:
         """Those of an arm so far."""
         return self._answers.get((row.name, arm.name), [])
 
-    def is_due(self, row: TableRow, arm: Arm, number: int) -> bool:
+    def is_due(self, row: TableRow, arm: Variant, number: int) -> bool:
         """Whether round `number` (from 0) of an arm is still to be measured: what failed would fail again."""
         found = self.answers(row, arm)
         return len(found) <= number and not (found and found[-1]["failed"] is not None)
 
-    def estimate_s(self, row: TableRow, arm: Arm) -> float:
+    def estimate_s(self, row: TableRow, arm: Variant) -> float:
         """How long a measurement takes: as long as the last one did, or what is guessed."""
         measured = [answer for answer in self.answers(row, arm) if answer["failed"] is None]
         return float(measured[-1]["taken_s"]) if measured else row.estimate_s(arm)
 
-    def add(self, row: TableRow, arm: Arm, answer: Answer) -> None:
+    def add(self, row: TableRow, arm: Variant, answer: Answer) -> None:
         """Keep an answer and write the file. Raises `UserError` where it comes from another kind of GPU than the file's."""
         with self._lock:
             if header := take_header(answer, sys.argv):
@@ -193,7 +193,7 @@ class Record:
         return found
 
     def _speeds_on_one_gpu(self, workload: str) -> dict[str, float]:
-        """Arm -> tokens/s, of what the file holds of this workload."""
+        """Variant -> tokens/s, of what the file holds of this workload."""
         chosen = (row for row in self._rows.values() if (row.work.name, row.num_gpus) == (workload, 1))
         rows = [*self._others["rows"], *(one for row in chosen for one in self.rows_of(row))]
         return {
@@ -214,7 +214,7 @@ def gpu_of(header: dict[str, Any]) -> str | None:
     return gpus[0]["name"] if gpus else None
 
 
-def describe(row: TableRow, arm: Arm, answers: list[Answer], gpu: str | None) -> dict[str, Any]:
+def describe(row: TableRow, arm: Variant, answers: list[Answer], gpu: str | None) -> dict[str, Any]:
     """The figures of an arm, with its target and where the time of a step went.
 
     `step` holds, for a GPU: step_s (the median step), time_s_by_class (kernels of the recorded step of the last round), gemm_floor_s (the linear
@@ -229,7 +229,7 @@ def describe(row: TableRow, arm: Arm, answers: list[Answer], gpu: str | None) ->
     last = found["rounds"][-1]
     if "recorded_step" in last:
         step_s = statistics.median(time_s for answer in found["rounds"] for time_s in answer["step_times_s"])
-        known = None if gpu is None else known_ceilings(gpu)
+        known = None if gpu is None else known_rates(gpu)
         tokens = last.get("step_tokens", {}).get("num_tokens", row.work.tokens_per_step) // arm.context_size
         found["step"] = {
             "step_s": step_s,
@@ -284,7 +284,7 @@ def compare(row: TableRow, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | N
 def measurer(warmup: int, timeout_s: float, stopped: threading.Event, another_follows: Callable[[TableRow], bool]) -> Measure:
     """Measures through the programs that do; `another_follows`: as the function of that name, of the row that is being measured."""
 
-    def measure(row: TableRow, arm: Arm, gpus: str) -> Answer:
+    def measure(row: TableRow, arm: Variant, gpus: str) -> Answer:
         started = time.perf_counter()
         what = (row.work.name, arm.name, row.num_gpus, row.work.num_steps)
         variables = {"CUDA_VISIBLE_DEVICES": gpus}
@@ -322,11 +322,11 @@ class Turns:
     only: tuple[str, ...] = ()
     """Names of arms, or words of them; all where there is none."""
 
-    def has(self, arm: Arm) -> bool:
+    def has(self, arm: Variant) -> bool:
         """Whether it takes part."""
         return not self.only or any(word == arm.name or word in arm.name.split(":") for word in self.only)
 
-    def due(self, row: TableRow, record: Record) -> Iterator[tuple[int, Arm]]:
+    def due(self, row: TableRow, record: Record) -> Iterator[tuple[int, Variant]]:
         """The rounds (from 0) and arms of a row that are still to be measured, told one by one while they are."""
         for number in range(self.num_rounds):
             for arm in row.arms:

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from llm_fp8.observability.metrics import DecoderSize, step_flops
-from llm_fp8.tools.bench.variant_names import Arm, parse_arms
-from llm_fp8.tools.bench.variants import BASELINE, Rival
+from llm_fp8.tools.bench.variant_names import Variant, parse_variants
+from llm_fp8.tools.bench.variants import BASELINE, Baseline
 from llm_fp8.tools.bench.workload import Workload
-from llm_fp8.tools.gemm_rates import Ceilings
+from llm_fp8.tools.gemm_rates import MeasuredRates
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -41,14 +41,14 @@ class TableRow:
 
     name: str
     work: Workload
-    ours: tuple[Arm, ...]
-    rivals: tuple[Arm, ...]
+    ours: tuple[Variant, ...]
+    rivals: tuple[Variant, ...]
     num_gpus: int = 1
     target_tokens_per_s_per_gpu: float | None = None
     target_times_padded: float | None = None
 
     @property
-    def arms(self) -> tuple[Arm, ...]:
+    def arms(self) -> tuple[Variant, ...]:
         """All arms, in the order of their turns."""
         return (*self.ours, *self.rivals)
 
@@ -58,14 +58,14 @@ class TableRow:
         names = ("target_tokens_per_s_per_gpu", "target_times_padded")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
-    def side(self, arm: Arm) -> str:
+    def side(self, arm: Variant) -> str:
         """Whose arm it is."""
         return "ours" if arm in self.ours else "rival"
 
     @property
-    def baseline(self) -> Arm | None:
+    def baseline(self) -> Variant | None:
         """The usual set-up among the rivals."""
-        return next((arm for arm in self.rivals if isinstance(arm.what, Rival) and arm.what.name == BASELINE), None)
+        return next((arm for arm in self.rivals if isinstance(arm.what, Baseline) and arm.what.name == BASELINE), None)
 
     def check(self) -> None:
         """Raise `UserError` where one of the arms cannot train the workload, as far as that is known beforehand."""
@@ -75,16 +75,16 @@ class TableRow:
         for arm in self.arms:
             arm.check(self.work, ranks)
 
-    def estimate_s(self, arm: Arm) -> float:
+    def estimate_s(self, arm: Variant) -> float:
         """A rough guess of how long a measurement takes, on the long side on an H200."""
-        rival = arm.what if isinstance(arm.what, Rival) else None
+        rival = arm.what if isinstance(arm.what, Baseline) else None
         tokens = self.work.step_tokens(padded=rival is not None)
         flops = step_flops(DecoderSize.from_config(self.work.hf_config()), tokens)
         step_s = flops / (FP8_TFLOPS if arm.computes_in_fp8 else BF16_TFLOPS) / 1e12
         return START_S + (COMPILE_S if rival is not None and rival.compiled else 0.0) + (self.work.num_steps + 1) * step_s
 
 
-def gemm_floor_s(answer: dict[str, Any], num_tokens: int, ceilings: Ceilings) -> float | None:
+def gemm_floor_s(answer: dict[str, Any], num_tokens: int, ceilings: MeasuredRates) -> float | None:
     """Seconds of a step's linear layers at the ceilings, from the census of an answer and the positions that a GPU computes.
 
     6 FLOPs per weight and token, at the fp8 ceilings those of fp8 layers and of the output head's products in fp8 (--fp8_lm_head).
@@ -94,7 +94,7 @@ def gemm_floor_s(answer: dict[str, Any], num_tokens: int, ceilings: Ceilings) ->
         return None
     census = answer["census"]
     in_fp8 = census["num_fp8_weights"]
-    head_products = census.get("num_fp8_head_products", 0)  # files from before it was counted hold no such head
+    head_products = census.get("num_fp8_lm_head_gemms", 0)  # files from before it was counted hold no such head
     head = census["num_head_weights"] if head_products else 0
     wide_s = ceilings.bf16_gemm_s(6.0 * (census["num_linear_weights"] - in_fp8 - head) * num_tokens)
     fp8_s = ceilings.fp8_gemm_s(6.0 * in_fp8 * num_tokens) if in_fp8 else 0.0
@@ -151,12 +151,12 @@ def _row(entry: dict[str, Any], num_steps: int, text: str | None) -> TableRow:
         workload = f"{workload.partition('@')[0]}@{text}"
     work = Workload.parse(workload, num_steps, f"row {name}: workload")
     try:
-        ours, rivals = parse_arms(",".join(entry["ours"])), parse_arms(",".join(entry["rivals"]))
+        ours, rivals = parse_variants(",".join(entry["ours"])), parse_variants(",".join(entry["rivals"]))
     except UserError as error:
         raise UserError(f"row {name}: {error}") from error
     for arm in (
-        *(arm for arm in ours if isinstance(arm.what, Rival)),
-        *(arm for arm in rivals if not isinstance(arm.what, Rival)),
+        *(arm for arm in ours if isinstance(arm.what, Baseline)),
+        *(arm for arm in rivals if not isinstance(arm.what, Baseline)),
     ):
         raise UserError(f"row {name}: {arm.name} is {'a rival' if arm in ours else 'ours'}; move it to the other list.")
     row = TableRow(

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.tools.bench.measure import describe_gemms, speed
-from llm_fp8.tools.bench.variant_names import PRECISIONS, Arm, parse_arms
+from llm_fp8.tools.bench.variant_names import PRECISIONS, Variant, parse_variants
 from llm_fp8.tools.bench.variants import BASELINE, RIVALS
 from llm_fp8.tools.bench.worker import (
     add_measuring_options,
@@ -93,7 +93,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def summarise(work: Workload, arm: Arm, rounds: list[dict[str, Any]], num_gpus: int = 1) -> dict[str, Any]:
+def summarise(work: Workload, arm: Variant, rounds: list[dict[str, Any]], num_gpus: int = 1) -> dict[str, Any]:
     """The row of an arm from its answers (`measure_apart`), one per round: figures over all timed steps of all rounds.
 
     `num_gpus`: on how many the answers were measured; of several, the step times are those of the slowest GPU.
@@ -157,7 +157,7 @@ def _joined(output: Path | None, earlier: dict[str, Any], header: dict[str, Any]
 
 def measure_all(
     works: list[Workload],
-    arms: list[Arm],
+    arms: list[Variant],
     warmup: int,
     num_rounds: int,
     arm_timeout_s: float,
@@ -239,7 +239,7 @@ def speeds_overlap(first: dict[str, Any], second: dict[str, Any]) -> bool:
     )
 
 
-def print_round(work: Workload, arm: Arm, number: int, answer: dict[str, Any], num_gpus: int = 1) -> None:
+def print_round(work: Workload, arm: Variant, number: int, answer: dict[str, Any], num_gpus: int = 1) -> None:
     """One line when a measurement is done; `num_gpus` as in `summarise`."""
     start = f"round {number + 1}  {work.name:24} {arm.name:18}"
     if answer["failed"] is not None:
@@ -297,7 +297,7 @@ def _line(row: dict[str, Any], baseline: dict[str, Any] | None) -> str:
     return line + (f"  {len(row['failed_rounds'])} round failed: {row['failed_rounds'][0]}" if "failed_rounds" in row else "")
 
 
-def measure_and_print(options: argparse.Namespace, arms: list[Arm]) -> list[dict[str, Any]]:
+def measure_and_print(options: argparse.Namespace, arms: list[Variant]) -> list[dict[str, Any]]:
     """Measure `arms` on each of --workloads and print the table; returns the rows, which --output holds.
 
     Raises `UserError` where that cannot be done here.
@@ -329,7 +329,7 @@ def measure_and_print(options: argparse.Namespace, arms: list[Arm]) -> list[dict
 def main() -> int:
     """Run every arm of every workload; print a table; write the JSON. The exit code is 1 where no arm could be measured."""
     options = parse(sys.argv[1:])
-    rows = measure_and_print(options, parse_arms(options.arms))
+    rows = measure_and_print(options, parse_variants(options.arms))
     return EXIT_FAILED_CHECK if all("failed" in row for row in rows) else 0
 
 

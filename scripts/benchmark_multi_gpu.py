@@ -51,7 +51,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llm_fp8.distributed.deepspeed_config import read_file
 from llm_fp8.distributed.process_group import start_process_group
 from llm_fp8.tools.bench.measure import describe_failure, describe_gemms, header, measure, speed
-from llm_fp8.tools.bench.variant_names import Arm, parse_arms
+from llm_fp8.tools.bench.variant_names import Variant, parse_variants
 from llm_fp8.tools.bench.variants import DEEPSPEED_MODES
 from llm_fp8.tools.bench.worker import ENDED_IN_SILENCE, ResultsFile, add_measuring_options, check_measuring_options
 from llm_fp8.tools.bench.workload import Workload, parse_workloads
@@ -83,9 +83,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def arms_of(options: argparse.Namespace) -> list[Arm]:
+def variants_of(options: argparse.Namespace) -> list[Variant]:
     """The arms, those under DeepSpeed with the file that is named. Raises `UserError`."""
-    arms = parse_arms(options.arms)
+    arms = parse_variants(options.arms)
     if options.deepspeed_config is None:
         return arms
     if not any(arm.mode in DEEPSPEED_MODES for arm in arms):
@@ -96,7 +96,7 @@ def arms_of(options: argparse.Namespace) -> list[Arm]:
     return [arm.with_deepspeed_config(options.deepspeed_config) for arm in arms]
 
 
-def subject_of(work: Workload, arm: Arm, num_gpus: int) -> dict[str, Any]:
+def subject_of(work: Workload, arm: Variant, num_gpus: int) -> dict[str, Any]:
     """What a row is about."""
     return {
         "workload": work.name,
@@ -112,14 +112,14 @@ def subject_of(work: Workload, arm: Arm, num_gpus: int) -> dict[str, Any]:
 # --- one arm --------------------------------------------------------------------------------------------------------------
 
 
-def row_of(work: Workload, arm: Arm, warmup: int, device: torch.device) -> dict[str, Any]:
+def row_of(work: Workload, arm: Variant, warmup: int, device: torch.device) -> dict[str, Any]:
     """The figures of an arm's row. Collective."""
     found = measure(work, arm, warmup, device)
     times = found.pop("step_times_s_by_rank")
     return {**summarise(work, arm, times, found.get("num_adapter_parameters", 0)), **found}
 
 
-def summarise(work: Workload, arm: Arm, step_times_s: list[list[float]], num_adapter_parameters: int = 0) -> dict[str, Any]:
+def summarise(work: Workload, arm: Variant, step_times_s: list[list[float]], num_adapter_parameters: int = 0) -> dict[str, Any]:
     """The speed of an arm from the timed steps of each process (seconds)."""
     num_gpus = len(step_times_s)
     medians = [statistics.median(times) for times in step_times_s]
@@ -209,7 +209,7 @@ def main() -> int:
             "the benchmark runs in the processes of one host: torchrun --nproc_per_node=NUMBER_OF_GPUS scripts/benchmark_multi_gpu.py ..."
         )
     works = parse_workloads(options.workloads, options.steps)
-    arms = arms_of(options)
+    arms = variants_of(options)
     plan = [(work, arm) for work in works for arm in arms]
     for work, arm in plan:
         arm.check(work, ranks)

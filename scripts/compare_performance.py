@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 
 from llm_fp8.observability.provenance import visible_gpus
-from llm_fp8.tools.compare.arms import ARMS, REFERENCE, parse_arms
+from llm_fp8.tools.compare.arms import ARMS, REFERENCE, parse_variants
 from llm_fp8.tools.compare.launch import Interrupted, claim_folder, default_folder, launch, make_slots, plan_runs
 from llm_fp8.tools.compare.page import render_page
 from llm_fp8.tools.compare.report import Failure, compare, print_comparison
@@ -112,7 +112,7 @@ def trained(
     options: argparse.Namespace, folder: Path, console: Console
 ) -> tuple[list[RunRecord], list[Failure], list[tuple[str, str]]]:
     """Run the arms; the records of those that finished, the failures, and the pairs that shared hardware."""
-    arms, num_gpus = parse_arms("bf16,fp8" if options.arms is None else options.arms), options.num_gpus or 1
+    arms, num_gpus = parse_variants("bf16,fp8" if options.arms is None else options.arms), options.num_gpus or 1
     plan = plan_runs(options.train, arms, range(1, (options.seeds or 3) + 1), num_gpus, folder)
     slots = make_slots(usable_gpus(options.gpus), num_gpus, options.parallel or 1, options.share_gpus)
     with named_if_unwritable(folder):
@@ -151,7 +151,7 @@ def main() -> int:
         folder = Path(options.output or "comparison")
         records = [read_run_folder(Path(run)) for run in options.runs or []] + [read_wandb(run) for run in options.wandb or []]
         failures, overlaps = [], []
-    order = list(ARMS) if options.arms is None else parse_arms(options.arms)
+    order = list(ARMS) if options.arms is None else parse_variants(options.arms)
     if not records:
         console.print("every run failed, so there is nothing to compare", highlight=False)
         return EXIT_RUN_FAILED

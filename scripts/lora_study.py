@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.tools.bench.variant_names import HEADS, LORA, PRECISIONS, Arm, parse_arms
+from llm_fp8.tools.bench.variant_names import HEADS, LORA, PRECISIONS, Variant, parse_variants
 from llm_fp8.tools.bench.worker import add_measuring_options, add_resuming_option, check_measuring_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import write_json_atomic
@@ -69,14 +69,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def arms_of(adapters: str, recipe: str) -> list[Arm]:
+def variants_of(adapters: str, recipe: str) -> list[Variant]:
     """The arms of a workload, bf16 and fp8 in turns."""
     names = adapters.split(",")
     if wrong := [name for name in names if not LORA.fullmatch(name)]:
         raise UserError(
             f"--adapters {wrong[0]} is unknown; give loraN (all linear layers) or loraNqv (q and v), such as {ADAPTERS}."
         )
-    return parse_arms(
+    return parse_variants(
         ",".join(f"{precision}{suffix}" for suffix in ("", *(f":{name}" for name in names)) for precision in (BASELINE, recipe))
     )
 
@@ -165,7 +165,7 @@ def print_speed_ups(entries: list[dict[str, Any]]) -> None:
 def main() -> int:
     """Measure every pair of arms; print the tables; write the JSON."""
     options = parse(sys.argv[1:])
-    rows = measure_and_print(options, arms_of(options.adapters, options.recipe))
+    rows = measure_and_print(options, variants_of(options.adapters, options.recipe))
     entries = speed_ups(rows)
     print_speed_ups(entries)
     if options.output is not None:

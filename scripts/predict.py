@@ -29,7 +29,7 @@ from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
 if TYPE_CHECKING:
     from llm_fp8.tools.predict.prediction import Prediction
-    from llm_fp8.tools.predict.workload import Scenario
+    from llm_fp8.tools.predict.workload import StepWorkload
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -100,13 +100,13 @@ def check(options: argparse.Namespace) -> None:
         require_writable("--json", options.json)
 
 
-def scenario_of(options: argparse.Namespace) -> Scenario:
+def workload_of(options: argparse.Namespace) -> StepWorkload:
     """What the command line describes, in bf16."""
     from llm_fp8.distributed.fp8_params import check_masters
     from llm_fp8.distributed.sharding_mode import default_optimizer
     from llm_fp8.kernels.flash_attention import check_flash_attention
     from llm_fp8.models.source import load_config, resolve_source
-    from llm_fp8.tools.predict.workload import ModelSize, Scenario
+    from llm_fp8.tools.predict.workload import ModelSize, StepWorkload
 
     model_name = options.model_name
     bundled = model_name.rpartition("/")[2].replace("Meta-Llama", "Llama") in bundled_architectures()
@@ -126,7 +126,7 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
     if options.fp8_params:
         model.check_fp8_params(options.num_gpus)
         check_masters(optimizer)
-    return Scenario(
+    return StepWorkload(
         model=model,
         recipe="bf16",
         micro_batch_tokens=options.batch_size * options.max_seq_length,
@@ -196,7 +196,7 @@ def main() -> int:
     from llm_fp8.tools.predict.workload import RECIPES
 
     gpu = gpu_by_name(options.gpu)
-    scenario = scenario_of(options)
+    scenario = workload_of(options)
     tokens = scenario.micro_batch_tokens
     recipes = [name for name in RECIPES if can_predict(gpu, name)]
     if scenario.fp8_params:

@@ -7,10 +7,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 from llm_fp8.config.options import Config
-from llm_fp8.distributed.deepspeed import DeepSpeedEngine, accelerator_arguments
-from llm_fp8.distributed.fsdp import FsdpEngine
+from llm_fp8.distributed.deepspeed import DeepSpeedStrategy, accelerator_arguments
+from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.distributed.sharding_mode import check_mode, hybrid_shard_size
-from llm_fp8.distributed.strategy import Engine
+from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.observability.reporter import accelerator_tracking
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.ranks import LaunchRanks
@@ -42,10 +42,12 @@ def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -
     )
 
 
-def build_engine(mode: str, config: Config, accelerator: Accelerator, ranks: LaunchRanks, compute_dtype: torch.dtype) -> Engine:
+def build_strategy(
+    mode: str, config: Config, accelerator: Accelerator, ranks: LaunchRanks, compute_dtype: torch.dtype
+) -> DistributedStrategy:
     """The engine for `mode`, a value that `choice.choose_mode` gave."""
     if mode.startswith("fsdp"):
-        return FsdpEngine(mode, accelerator, config.parallel, compute_dtype, hybrid_shard_size(config, ranks))
+        return FsdpStrategy(mode, accelerator, config.parallel, compute_dtype, hybrid_shard_size(config, ranks))
     if mode.startswith("deepspeed"):
-        return DeepSpeedEngine(mode, accelerator, config.parallel)
-    return Engine(mode, accelerator, config.parallel)
+        return DeepSpeedStrategy(mode, accelerator, config.parallel)
+    return DistributedStrategy(mode, accelerator, config.parallel)

@@ -31,7 +31,7 @@ from torch.optim import AdamW, Optimizer
 
 from llm_fp8.config.options import Config, OptimConfig, ParallelConfig
 from llm_fp8.distributed.deepspeed_config import deepspeed_settings, load_deepspeed, zero_stage
-from llm_fp8.distributed.strategy import Engine
+from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.optim.optimizers import OptimizerKind, adamw_arguments, parameter_groups
 from llm_fp8.utils.errors import UserError
@@ -95,7 +95,7 @@ def plugin_of(settings: dict[str, Any]) -> DeepSpeedPlugin:
     )
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedStrategy(DistributedStrategy):
     """The modes deepspeed_1, deepspeed_2 and deepspeed_3. The accelerator was built with `accelerator_arguments`.
 
     Weights are loaded before `prepare`, whole on each rank's device. Under deepspeed_3 parameters are empty outside of their module's forward
@@ -113,10 +113,10 @@ class DeepSpeedEngine(Engine):
         # weights themselves, so a recomputation has to bring hooks of its own for the second, which only the reentrant kind does.
         self.reentrant_te_checkpoints = self.stage == 3
         self.settings: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
-        self._engine: deepspeed.DeepSpeedEngine | None = None
+        self._engine: deepspeed.DeepSpeedStrategy | None = None
 
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
-        """See `Engine.resolve_optimizer`: torch's AdamW in fp32, on masters that DeepSpeed keeps."""
+        """See `DistributedStrategy.resolve_optimizer`: torch's AdamW in fp32, on masters that DeepSpeed keeps."""
         if requested not in ("auto", "adamw_fp32"):
             raise UserError(
                 f"--optimizer {requested} cannot go with --sharding_mode {self.mode}, where DeepSpeed keeps fp32 masters itself; use auto or adamw_fp32."
@@ -134,7 +134,7 @@ class DeepSpeedEngine(Engine):
         return AdamW(parameter_groups(named_parameters, config.weight_decay), fused=True, **adamw_arguments(config))
 
     @property
-    def _zero(self) -> deepspeed.DeepSpeedEngine:
+    def _zero(self) -> deepspeed.DeepSpeedStrategy:
         assert self._engine is not None, "prepare comes first"
         return self._engine
 
@@ -157,22 +157,22 @@ class DeepSpeedEngine(Engine):
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """See `Engine.micro_batch`."""
+        """See `DistributedStrategy.micro_batch`."""
         self._zero.set_gradient_accumulation_boundary(is_boundary=last)
         yield
 
     def backward(self, loss: Tensor) -> None:
-        """See `Engine.backward`."""
+        """See `DistributedStrategy.backward`."""
         self._zero.backward(loss * self.accelerator.num_processes, scale_wrt_gas=False)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        """See `Engine.step`; infinite where a gradient was not finite, which may also have left the weights as they were."""
+        """See `DistributedStrategy.step`; infinite where a gradient was not finite, which may also have left the weights as they were."""
         assert max_norm == self.settings["gradient_clipping"], "DeepSpeed clips to the norm that its settings name"
         self._zero.step()
         return torch.as_tensor(self._zero.get_global_grad_norm(), dtype=torch.float32, device=self.accelerator.device)
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        """See `Engine.full_tensor`; of a trained parameter the fp32 master."""
+        """See `DistributedStrategy.full_tensor`; of a trained parameter the fp32 master."""
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param
 

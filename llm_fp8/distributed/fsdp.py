@@ -31,10 +31,10 @@ from torch.optim import Optimizer
 
 from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.fp8_params import check_fp8_params, check_masters, keep_weights_in_fp8, master_of
-from llm_fp8.distributed.fsdp_internals import WholeGradients, _entries_of, _let_te_keep_casts, _units_of
+from llm_fp8.distributed.fsdp_internals import UnshardedGradients, _entries_of, _let_te_keep_casts, _units_of
 from llm_fp8.distributed.sharding_mode import default_optimizer
-from llm_fp8.distributed.strategy import Engine
-from llm_fp8.distributed.wgrad_fusion import WgradAccumulation
+from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.torchao import plain_rows, refresh_scales_
@@ -42,7 +42,7 @@ from llm_fp8.precision.torchao import plain_rows, refresh_scales_
 logger = logging.getLogger(__name__)
 
 
-class FsdpEngine(Engine):
+class FsdpStrategy(DistributedStrategy):
     """The modes fsdp_grad, fsdp_full, fsdp_hybrid and fsdp_offload.
 
     `hybrid_shard_size` ranks hold one copy of the model together (fsdp_hybrid); it divides the number of ranks.
@@ -74,7 +74,7 @@ class FsdpEngine(Engine):
 
     @property
     def num_shards(self) -> int:
-        """See `Engine.num_shards`."""
+        """See `DistributedStrategy.num_shards`."""
         return self.mesh.size(self.mesh.ndim - 1)
 
     @property
@@ -111,7 +111,7 @@ class FsdpEngine(Engine):
             fully_shard(layer, reshard_after_forward=self.mode != "fsdp_grad", **shared)
         fully_shard(model, reshard_after_forward=False, **shared)
         one_pool = self.parameter_device.type == "cuda" and self.mesh.ndim == 1
-        _exchange_with_less_memory(model, one_pool, say=self.accelerator.is_main_process)
+        _use_memory_saving_reduce_scatter(model, one_pool, say=self.accelerator.is_main_process)
         if self.caches_weight_casts:
             _let_te_keep_casts(model)
         model.register_forward_hook(_split_again_without_backward)
@@ -124,12 +124,12 @@ class FsdpEngine(Engine):
             keep_weights_in_fp8(model, self._fp8_params, optimizer)
         if self.options.fp8_all_gather:
             optimizer.register_step_post_hook(lambda *_: refresh_scales_(model))
-        self.wgrad_accumulation = WgradAccumulation(model, WholeGradients(model).find)
+        self.wgrad_accumulation = FusedWgradAccumulation(model, UnshardedGradients(model).find)
         return model, optimizer
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """See `Engine.micro_batch`."""
+        """See `DistributedStrategy.micro_batch`."""
         assert isinstance(model, FSDPModule) and self.wgrad_accumulation is not None
         # The last micro-batch of an accumulation also reduces what the others left.
         model.set_requires_gradient_sync(last or self.options.sync_every_micro_batch)
@@ -139,7 +139,7 @@ class FsdpEngine(Engine):
             yield
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        """See `Engine.full_tensor`; on the accelerator's device, which the collective needs."""
+        """See `DistributedStrategy.full_tensor`; on the accelerator's device, which the collective needs."""
         parameter = plain_rows(master_of(parameter))
         if not isinstance(parameter, DTensor):
             return parameter.detach()
@@ -147,17 +147,17 @@ class FsdpEngine(Engine):
         return sharded.full_tensor()
 
     def local_tensor(self, parameter: Tensor) -> Tensor:
-        """See `Engine.local_tensor`."""
+        """See `DistributedStrategy.local_tensor`."""
         return super().local_tensor(plain_rows(master_of(parameter)))
 
 
-def _exchange_with_less_memory(model: nn.Module, one_pool: bool, say: bool) -> None:
+def _use_memory_saving_reduce_scatter(model: nn.Module, one_pool: bool, say: bool) -> None:
     """Let every unit give up its whole gradients when it exchanges them, and with `one_pool` take its rows from the memory of the current stream, that of the backward pass.
 
     FSDP2's own exchange stays where torch has nothing to build on, with a warning if `say`.
     """
     try:
-        from llm_fp8.distributed.fsdp_internals import GradientExchange
+        from llm_fp8.distributed.fsdp_internals import MemorySavingReduceScatter
     except ImportError as error:  # it builds on a private class, as torch 2.11 and 2.13 have it
         if say:
             logger.warning(
@@ -168,7 +168,7 @@ def _exchange_with_less_memory(model: nn.Module, one_pool: bool, say: bool) -> N
         return
     stream = torch.cuda.current_stream() if one_pool else None
     for unit in _units_of(model):
-        unit.set_custom_reduce_scatter(GradientExchange([entry for _, entry in _entries_of(unit)], stream))
+        unit.set_custom_reduce_scatter(MemorySavingReduceScatter([entry for _, entry in _entries_of(unit)], stream))
 
 
 def _split_again_without_backward(model: nn.Module, *_: Any) -> None:

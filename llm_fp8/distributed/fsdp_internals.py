@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from llm_fp8.distributed.wgrad_fusion import let_go_of_sum
+from llm_fp8.distributed.wgrad_fusion import release_main_grad
 
 
-class GradientExchange(DefaultReduceScatter):
+class MemorySavingReduceScatter(DefaultReduceScatter):
     """FSDP2's own exchange of a unit's gradients, with less memory.
 
     Args:
@@ -45,7 +45,7 @@ class GradientExchange(DefaultReduceScatter):
         for entry in self._entries:
             whole = getattr(entry, "_unsharded_param", None)
             if whole is not None:
-                let_go_of_sum(whole)
+                release_main_grad(whole)
         if self._stream is None:
             return super().allocate(size, dtype=dtype, device=device)
         asking = torch.cuda.current_stream(device)
@@ -67,7 +67,7 @@ def _let_te_keep_casts(model: nn.Module) -> None:
             module._is_fsdp2 = False  # type: ignore[assignment]
 
 
-class WholeGradients:
+class UnshardedGradients:
     """Where FSDP2 keeps the gradients of a split weight while micro-batches are accumulated: whole, in fp32, on every rank.
 
     torch has no public name for it; this reads the attributes that it has in torch 2.11 and 2.13. In a torch that has others nothing is found, and
@@ -78,16 +78,16 @@ class WholeGradients:
         self._entries = {id(weight): entry for weight, entry in _split_parameters(model)}
 
     def find(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A split weight -> the whole one that stands in for it in a layer's forward pass, and the sum so far; see `FindSum`."""
+        """A split weight -> the whole one that stands in for it in a layer's forward pass, and the sum so far; see `FindMainGrad`."""
         entry = self._entries.get(id(weight))
         whole: Tensor | None = getattr(entry, "_unsharded_param", None)  # from the first forward pass on
-        if entry is None or whole is None or _would_lose_sum(entry._module_info.module):
+        if entry is None or whole is None or _would_lose_main_grad(entry._module_info.module):
             return weight, None
         total: Tensor | None = getattr(entry, "unsharded_accumulated_grad", None)
         return whole, whole.grad if total is None else total  # no sum of its own where the compute dtype is fp32 too
 
 
-def _would_lose_sum(module: Any) -> bool:
+def _would_lose_main_grad(module: Any) -> bool:
     """Whether this module would end the step with an error instead of adding to a sum.
 
     Transformer Engine 2.20's LayerNormLinear looks for the sum only where it has kept the weight that it multiplied with; under FSDP2 it drops its fp8 cast.

@@ -108,10 +108,10 @@ def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config)
     if mode == "fsdp_offload":
         return 0.0
     gathered = _GATHERED_WEIGHT_BYTES if mode == "fsdp_grad" else 0
-    return total / num_shards + gathered + (_ACCUMULATED_GRADIENT_BYTES if keeps_whole_gradients(mode, config) else 0)
+    return total / num_shards + gathered + (_ACCUMULATED_GRADIENT_BYTES if keeps_unsharded_gradients(mode, config) else 0)
 
 
-def keeps_whole_gradients(mode: str, config: Config) -> bool:
+def keeps_unsharded_gradients(mode: str, config: Config) -> bool:
     """Whether an fsdp mode keeps unsharded gradients on every GPU from one micro-batch to the next."""
     accumulates = config.optim.gradient_accumulation_steps > 1
     trains_all = config.lora.lora_rank == 0

@@ -2,7 +2,7 @@
 
 The order in which a run calls an engine:
 
-    engine = build_engine(...)
+    engine = build_strategy(...)
     engine.shard(model, layers)              parameters take their final form (FSDP), before weights are loaded
     model, optimizer = engine.prepare(model, optimizer)
     for each step:
@@ -27,11 +27,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from llm_fp8.config.options import OptimConfig, ParallelConfig
-from llm_fp8.distributed.wgrad_fusion import WgradAccumulation
+from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 from llm_fp8.optim.optimizers import OptimizerKind, build_optimizer, clip_and_step, parameter_dtype, resolve_optimizer
 
 
-class Engine:
+class DistributedStrategy:
     """One process, or several with a whole model each (DDP), whose gradients are averaged.
 
     Attributes:
@@ -52,7 +52,7 @@ class Engine:
         self.mode = mode
         self.accelerator = accelerator
         self.options = options
-        self.wgrad_accumulation: WgradAccumulation | None = None
+        self.wgrad_accumulation: FusedWgradAccumulation | None = None
 
     @property
     def num_shards(self) -> int:
@@ -79,7 +79,7 @@ class Engine:
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         """The model to call and the optimizer to step."""
         prepared = self.accelerator.prepare(model, optimizer, device_placement=[True, False])
-        self.wgrad_accumulation = WgradAccumulation(prepared[0])
+        self.wgrad_accumulation = FusedWgradAccumulation(prepared[0])
         return prepared[0], prepared[1]
 
     @contextlib.contextmanager

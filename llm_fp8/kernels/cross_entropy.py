@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from llm_fp8.kernels import softmax
-from llm_fp8.kernels.fp8_lm_head import Fp8Head, Fp8Products
+from llm_fp8.kernels.fp8_lm_head import Fp8Gemms, Fp8Head
 
 LOGITS_BUDGET_GIB = 4.0
 """Largest logits buffer that the default chunk size allows: 16,384 tokens of a 128k vocabulary in bf16 are 3.9 GiB."""
@@ -104,7 +104,7 @@ def linear_cross_entropy_sum(
     with torch.autocast(device_type, enabled=False):
         if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
             return _loss_only(hidden, weight, labels, chunk_tokens, compute_dtype)
-        products = _WideProducts() if fp8_head is None else fp8_head.start_pass()
+        products = _Bf16Gemms() if fp8_head is None else fp8_head.start_pass()
         if hidden.shape[0] <= chunk_tokens:
             return _OneChunk.apply(hidden, weight, labels, compute_dtype, products)
         return _ManyChunks.apply(hidden, weight, labels, chunk_tokens, compute_dtype, products)
@@ -128,8 +128,8 @@ def _loss_only(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int
     return loss
 
 
-class _WideProducts:
-    """The three GEMMs in the dtype of their operands; `Fp8Products` has the same methods."""
+class _Bf16Gemms:
+    """The three GEMMs in the dtype of their operands; `Fp8Gemms` has the same methods."""
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return hidden @ weight.t()
@@ -147,7 +147,7 @@ class _WideProducts:
         pass
 
 
-_Products: TypeAlias = _WideProducts | Fp8Products
+_Products: TypeAlias = _Bf16Gemms | Fp8Gemms
 
 
 class _OneChunk(torch.autograd.Function):

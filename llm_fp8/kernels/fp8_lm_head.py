@@ -76,13 +76,13 @@ class Fp8Head:
         self.is_first_microbatch: bool | None = None
         self._kept: Any = None
 
-    def num_products(self, of: int) -> int:
+    def num_gemms_of(self, of: int) -> int:
         """How many of the head's products in a micro-batch run in fp8, where it takes `of` in all: 3, or 2 where it is frozen."""
         return of if self.computes_logits else of - 1
 
-    def start_pass(self) -> Fp8Products:
+    def start_pass(self) -> Fp8Gemms:
         """The products of one forward and backward pass."""
-        return Fp8Products(self, self.is_first_microbatch)
+        return Fp8Gemms(self, self.is_first_microbatch)
 
     def cast_weight(self, weight: Tensor, first_microbatch: bool | None) -> Any:
         """`weight` in fp8, cast or kept."""
@@ -94,7 +94,7 @@ class Fp8Head:
         return cast
 
 
-class Fp8Products:
+class Fp8Gemms:
     """The head's products in one forward and backward pass, in the order in which these take them."""
 
     def __init__(self, head: Fp8Head, first_microbatch: bool | None) -> None:

@@ -91,7 +91,7 @@ def _build_te_decoder(
     device: torch.device,
     *,
     with_memory: bool,
-    split_mlp: bool,
+    unfused_mlp: bool,
 ) -> PreTrainedModel:
     """`te_llama.build_te_model` on `device`, with or without memory for parameters, attention that is known to be right and the faster norms.
 
@@ -106,7 +106,7 @@ def _build_te_decoder(
         dtype,
         device if with_memory else "meta",
         table_device=device,
-        split_mlp=split_mlp,
+        unfused_mlp=unfused_mlp,
         flash_attention=options.flash_attention,
     )
 
@@ -120,16 +120,16 @@ def build_model(
     compute_dtype: torch.dtype,
     device: torch.device,
     seed: int,
-    split_mlp: bool = False,
+    unfused_mlp: bool = False,
 ) -> tuple[PreTrainedModel, bool]:
     """The model on `device` with parameters of `parameter_dtype`, and whether its weights were loaded (else: random).
 
-    `split_mlp` is for the TE decoder: see `te_llama.DecoderSpec`.
+    `unfused_mlp` is for the TE decoder: see `te_llama.DecoderSpec`.
     """
     random_weights = has_random_weights(options, source)
     generator = torch.Generator(device=device).manual_seed(seed)
     if options.use_te:
-        model = _build_te_decoder(options, hf_config, parameter_dtype, device, with_memory=True, split_mlp=split_mlp)
+        model = _build_te_decoder(options, hf_config, parameter_dtype, device, with_memory=True, unfused_mlp=unfused_mlp)
         if random_weights:
             te_llama.initialize_weights_(model, generator)
         else:
@@ -152,14 +152,14 @@ def build_structure(
     parameter_dtype: torch.dtype,
     compute_dtype: torch.dtype,
     device: torch.device,
-    split_mlp: bool = False,
+    unfused_mlp: bool = False,
 ) -> PreTrainedModel:
     """The model of `build_model` with parameters of `parameter_dtype` that have no memory (device "meta"); buffers are on `device`, with values.
 
     Fill it with `fill_sharded`.
     """
     if options.use_te:
-        return _build_te_decoder(options, hf_config, parameter_dtype, device, with_memory=False, split_mlp=split_mlp)
+        return _build_te_decoder(options, hf_config, parameter_dtype, device, with_memory=False, unfused_mlp=unfused_mlp)
     attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
     with init_empty_weights(include_buffers=False), torch.device(device):
         model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)

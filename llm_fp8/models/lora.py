@@ -63,7 +63,7 @@ def scaling_of(options: LoraConfig) -> float:
     return DEFAULT_SCALING if options.lora_alpha is None else options.lora_alpha / options.lora_rank
 
 
-def needs_split_mlp(options: LoraConfig) -> bool:
+def needs_unfused_mlp(options: LoraConfig) -> bool:
     """Whether the TE decoder's MLP has to be one whose inside adapters can reach."""
     return options.lora_rank > 0 and bool(MLP_TARGETS & set(_te_targets(options)))
 
@@ -293,7 +293,7 @@ def num_adapter_parameters(model: nn.Module) -> int:
 # --- what is computed ------------------------------------------------------------------------------------------------------
 
 
-def products_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:
+def gemms_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:
     """For each linear module whose weights are frozen: the GEMMs of each of them in a micro-batch, not counting recomputation.
 
     Two, forward and gradient of the input; one where nothing that is trained lies below, so that the gradient of the input is not needed,

@@ -15,7 +15,7 @@ WORTH_A_WORD = 0.2
 """Share of a step from which on a run says so."""
 
 
-def gpu_waiting(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, float] | None:
+def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, float] | None:
     """The entry `gpu_waiting` of a run's summary, `steps` being its own; None where no kernel was recorded or no step was measured.
 
     Kernels are those of the recorded step: recording slows the host down and leaves them as long as they are. The step is the median of those that
@@ -30,7 +30,7 @@ def gpu_waiting(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, 
     return {"work_s": work_s, "step_time_s": step_time_s, "share": max(0.0, 1 - work_s / step_time_s)}
 
 
-def describe_waiting(waiting: dict[str, Any] | None, num_ranks: int) -> str | None:
+def describe_gpu_idle(waiting: dict[str, Any] | None, num_ranks: int) -> str | None:
     """What a run says of it, with what helps; None where it is not worth a word, or not known."""
     if waiting is None or waiting["share"] < WORTH_A_WORD:
         return None

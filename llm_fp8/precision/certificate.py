@@ -2,7 +2,7 @@
 
 Three witnesses that do not know of each other are compared:
 
-- the promise: what the options and the census say must run (`Promise`);
+- the promise: what the options and the census say must run (`ExpectedKernels`);
 - the kernels: the names of what the GPU ran, with counts and times (`llm_fp8.observability.kernel_trace`);
 - the modules: Transformer Engine's account of the recipe and the quantizers of the step (`llm_fp8.precision.module_state`), or torchao's of how they are set up
   (`llm_fp8.precision.torchao`).
@@ -32,9 +32,9 @@ from llm_fp8.observability.kernel_trace import (
     time_by_class,
 )
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.coverage import Census
+from llm_fp8.precision.coverage import Fp8Coverage
 from llm_fp8.precision.module_state import ModuleState
-from llm_fp8.precision.modules import PRODUCTS_OF_TRAINED, linear_weights
+from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights
 
 Verdict = Literal["certified", "undetermined", "failed"]
 _SEVERITY: tuple[Verdict, ...] = ("certified", "undetermined", "failed")
@@ -46,7 +46,7 @@ _RECIPES: dict[str, tuple[str, str]] = {
     "mxfp8": ("MXFP8BlockScaling", "MXFP8Quantizer"),
     "nvfp4": ("NVFP4BlockScaling", "NVFP4Quantizer"),
 }
-"""Scenario -> Transformer Engine's classes of recipe and quantizer (2.20). torchao's modules are asked for the scenario itself."""
+"""StepWorkload -> Transformer Engine's classes of recipe and quantizer (2.20). torchao's modules are asked for the scenario itself."""
 _QUANTIZERS = frozenset(quantizer for _, quantizer in _RECIPES.values())
 
 UNRECOGNISED_SHARE = 0.01
@@ -62,7 +62,7 @@ _ATTENTION_LIBRARIES = (("cudnn", "cuDNN"), ("flash", "flash"), ("fmha_cutlass",
 
 
 @dataclass(frozen=True)
-class Promise:
+class ExpectedKernels:
     """What a run says that each of its GPUs computes in one optimizer step."""
 
     precision: str
@@ -75,25 +75,25 @@ class Promise:
     """Weight matrices whose products run in fp8."""
     num_recomputed_fp8_weights: int = 0
     """Those of them whose forward product runs again in the backward pass; 0 where torch.compile decides what is computed again."""
-    num_fp8_products_per_weight: int = PRODUCTS_OF_TRAINED
+    num_fp8_gemms_per_weight: int = GEMMS_PER_WEIGHT
     fp8_linear_flop_share: float = 0.0
     """Share of the linear layers' FLOPs that these weights have: the census's."""
-    num_spared_fp8_products: int = 0
+    num_spared_fp8_gemms: int = 0
     """Products that frozen ones of them do without: the gradient of the weight, and where nothing trained lies below that of the input."""
-    num_fp8_head_products: int = 0
+    num_fp8_lm_head_gemms: int = 0
     """Products of the output head in fp8 (--fp8_lm_head)."""
 
     @classmethod
     def of_model(
         cls,
         precision: Precision,
-        census: Census,
+        census: Fp8Coverage,
         recomputed: Sequence[nn.Module] = (),
         products: Mapping[nn.Module, int] = MappingProxyType({}),
-    ) -> Promise:
+    ) -> ExpectedKernels:
         """That of the model which `precision` is attached to, whose layers `recomputed` run again in the backward pass.
 
-        `products`: `llm_fp8.models.lora.products_per_weight`.
+        `products`: `llm_fp8.models.lora.gemms_per_weight`.
         """
         plan = precision.plan
         by_torchao = plan.backend == "torchao"
@@ -103,19 +103,19 @@ class Promise:
             scenario=plan.effective_scenario,
             num_fp8_weights=precision.count_fp8_weights(),
             num_recomputed_fp8_weights=0 if by_torchao else precision.count_fp8_weights(within=recomputed),
-            num_fp8_products_per_weight=precision.num_fp8_products_per_weight,
+            num_fp8_gemms_per_weight=precision.num_fp8_gemms_per_weight,
             fp8_linear_flop_share=census.fp8_linear_flop_share,
-            num_spared_fp8_products=sum(
-                len(linear_weights(module)) * (PRODUCTS_OF_TRAINED - products.get(module, PRODUCTS_OF_TRAINED))
+            num_spared_fp8_gemms=sum(
+                len(linear_weights(module)) * (GEMMS_PER_WEIGHT - products.get(module, GEMMS_PER_WEIGHT))
                 for module in precision.fp8_modules
             ),
-            num_fp8_head_products=sum(precision.products_of_head(products).values()),
+            num_fp8_lm_head_gemms=sum(precision.lm_head_gemms(products).values()),
         )
 
     def num_fp8_gemms(self, num_micro_batches: int) -> int:
         """The least number of fp8 GEMM kernels of a step; a product may take several kernels, not less than one."""
-        own = self.num_fp8_products_per_weight * self.num_fp8_weights - self.num_spared_fp8_products
-        return num_micro_batches * (own + self.num_recomputed_fp8_weights + self.num_fp8_head_products)
+        own = self.num_fp8_gemms_per_weight * self.num_fp8_weights - self.num_spared_fp8_gemms
+        return num_micro_batches * (own + self.num_recomputed_fp8_weights + self.num_fp8_lm_head_gemms)
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Certificate:
 
 
 def certify(
-    promise: Promise,
+    promise: ExpectedKernels,
     kernels: KernelTimes,
     state: ModuleState,
     *,
@@ -316,7 +316,7 @@ def _nothing_recorded(seen: _Seen) -> str:
     return f"the profiler recorded no GEMM kernel (CUPTI is missing, or profiling is not permitted here); {seen.describe_state()}"
 
 
-def _judge_fp8(promise: Promise, seen: _Seen) -> _Findings:
+def _judge_fp8(promise: ExpectedKernels, seen: _Seen) -> _Findings:
     failures: list[str] = []
     doubts: list[str] = []
     remarks: list[str] = []
@@ -360,7 +360,7 @@ def _judge_fp8(promise: Promise, seen: _Seen) -> _Findings:
     return failures, doubts, remarks
 
 
-def _judge_without_fp8(promise: Promise, seen: _Seen) -> _Findings:
+def _judge_without_fp8(promise: ExpectedKernels, seen: _Seen) -> _Findings:
     failures: list[str] = []
     doubts: list[str] = []
     remarks: list[str] = []
@@ -385,15 +385,13 @@ def _judge_without_fp8(promise: Promise, seen: _Seen) -> _Findings:
     return failures, doubts, remarks
 
 
-def _product(promise: Promise, seen: _Seen) -> str:
+def _product(promise: ExpectedKernels, seen: _Seen) -> str:
     """How the expected number comes about."""
-    spared = f" less {promise.num_spared_fp8_products} that frozen weights spare" if promise.num_spared_fp8_products else ""
+    spared = f" less {promise.num_spared_fp8_gemms} that frozen weights spare" if promise.num_spared_fp8_gemms else ""
     again = f" and {promise.num_recomputed_fp8_weights} products computed again" if promise.num_recomputed_fp8_weights else ""
-    head = f" and {promise.num_fp8_head_products} of the output head's" if promise.num_fp8_head_products else ""
+    head = f" and {promise.num_fp8_lm_head_gemms} of the output head's" if promise.num_fp8_lm_head_gemms else ""
     micro_batches = f" in each of {seen.num_micro_batches} micro-batches" if seen.num_micro_batches > 1 else ""
-    return (
-        f"{promise.num_fp8_weights} weights x {promise.num_fp8_products_per_weight} products{spared}{again}{head}{micro_batches}"
-    )
+    return f"{promise.num_fp8_weights} weights x {promise.num_fp8_gemms_per_weight} products{spared}{again}{head}{micro_batches}"
 
 
 def _cut(name: str) -> str:

@@ -35,12 +35,12 @@ from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.kernels.fp8_lm_head import Fp8Head
 from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.precision.module_state import ModuleState, read_te_state
-from llm_fp8.precision.modules import PRODUCTS_OF_TRAINED, linear_weights, note_recipe_inside, te_linears
+from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights, note_recipe_inside, te_linears
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.errors import UserError
 
 
-def layers_kept_wide(options: PrecisionConfig, decoder_layers: nn.ModuleList) -> list[nn.Module]:
+def bf16_layers(options: PrecisionConfig, decoder_layers: nn.ModuleList) -> list[nn.Module]:
     """The decoder layers that --fp8_first_bf16_layers and --fp8_last_bf16_layers keep out of fp8; `UserError` where these leave none in it."""
     first, last = options.fp8_first_bf16_layers, options.fp8_last_bf16_layers
     if first + last >= len(decoder_layers) and first + last > 0:
@@ -91,7 +91,7 @@ class Precision:
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
         kept: set[nn.Module] = set()
-        for layer in layers_kept_wide(self._options, decoder_layers):
+        for layer in bf16_layers(self._options, decoder_layers):
             kept.update(layer.modules())
             layer.forward = functools.partial(self._without_fp8, layer.forward)
         self._fp8_modules = {
@@ -106,15 +106,15 @@ class Precision:
             head: Any = model.get_output_embeddings()  # type: ignore[operator]
             self.fp8_head = Fp8Head(head, self._options.fp8_lm_head)
 
-    def products_of_head(self, products: Mapping[nn.Module, int]) -> dict[nn.Module, int]:
+    def lm_head_gemms(self, products: Mapping[nn.Module, int]) -> dict[nn.Module, int]:
         """The output head and how many of its products in a micro-batch run in fp8; empty where none does.
 
-        `products`: `llm_fp8.models.lora.products_per_weight`.
+        `products`: `llm_fp8.models.lora.gemms_per_weight`.
         """
         if self.fp8_head is None:
             return {}
         head = self.fp8_head.module
-        return {head: self.fp8_head.num_products(of=products.get(head, PRODUCTS_OF_TRAINED))}
+        return {head: self.fp8_head.num_gemms_of(of=products.get(head, GEMMS_PER_WEIGHT))}
 
     @property
     def fp8_modules(self) -> frozenset[nn.Module]:
@@ -127,9 +127,9 @@ class Precision:
         return self.plan.effective_scenario == "delayed"
 
     @property
-    def num_fp8_products_per_weight(self) -> int:
+    def num_fp8_gemms_per_weight(self) -> int:
         """How many of a trained weight's three products the recipe computes in fp8."""
-        return torchao_fp8.num_fp8_products(self.plan.recipe) if self.plan.backend == "torchao" else PRODUCTS_OF_TRAINED
+        return torchao_fp8.num_fp8_gemms_of(self.plan.recipe) if self.plan.backend == "torchao" else GEMMS_PER_WEIGHT
 
     def count_fp8_weights(self, within: Iterable[nn.Module] | None = None) -> int:
         """Weight matrices whose GEMMs run in fp8; of the modules `within` and what they hold, or of the whole model."""

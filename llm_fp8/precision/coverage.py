@@ -13,11 +13,11 @@ from torch import nn
 
 from llm_fp8.models.lora_names import is_adapter
 from llm_fp8.precision.convert import HEAD_NAMES, output_head
-from llm_fp8.precision.modules import PRODUCTS_OF_TRAINED, linear_weights
+from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights
 
 
 @dataclass(frozen=True)
-class Census:
+class Fp8Coverage:
     """Which linear weights compute in fp8. FLOPs per token are 2 per weight and product, so where all are trained, shares of weights are shares of FLOPs."""
 
     num_fp8_weights: int
@@ -34,7 +34,7 @@ class Census:
     """The same of all linear weights."""
     num_head_weights: int = 0
     """Elements of the output head's weight."""
-    num_fp8_head_products: int = 0
+    num_fp8_lm_head_gemms: int = 0
     """Of the head's products in a micro-batch (3, or 2 where it is frozen) those that --fp8_lm_head puts into fp8."""
 
     @property
@@ -51,7 +51,7 @@ class Census:
             "num_fp8_weights": self.num_fp8_weights,
             "num_linear_weights": self.num_linear_weights,
             "num_head_weights": self.num_head_weights,
-            "num_fp8_head_products": self.num_fp8_head_products,
+            "num_fp8_lm_head_gemms": self.num_fp8_lm_head_gemms,
             "converted": self.converted,
             "skipped": self.skipped,
         }
@@ -66,19 +66,19 @@ class Census:
         return "\n".join(lines)
 
 
-def take_census(
+def measure_coverage(
     model: nn.Module,
     fp8_modules: Iterable[nn.Module],
     compute: str,
     reasons: dict[str, str],
     products: Mapping[nn.Module, int] = MappingProxyType({}),
-    most_in_fp8: int = PRODUCTS_OF_TRAINED,
-    products_of_head: Mapping[nn.Module, int] = MappingProxyType({}),
-) -> Census:
+    most_in_fp8: int = GEMMS_PER_WEIGHT,
+    lm_head_gemms: Mapping[nn.Module, int] = MappingProxyType({}),
+) -> Fp8Coverage:
     """Count the linear weights of `model`; `compute` names the precision of what is not in fp8, `reasons` says why for some names.
 
-    `products`: `llm_fp8.models.lora.products_per_weight`. `most_in_fp8`: products of a weight that the recipe computes in fp8. `products_of_head`:
-    `llm_fp8.precision.context.Precision.products_of_head`.
+    `products`: `llm_fp8.models.lora.gemms_per_weight`. `most_in_fp8`: products of a weight that the recipe computes in fp8. `lm_head_gemms`:
+    `llm_fp8.precision.context.Precision.lm_head_gemms`.
     """
     in_fp8, head = set(fp8_modules), output_head(model)
     converted: Counter[str] = Counter()
@@ -91,27 +91,27 @@ def take_census(
         size = sum(weight.numel() for weight in weights)
         pattern = re.sub(r"\.\d+\.", ".*.", name)
         num_all += size
-        is_head = module is head or module in products_of_head or name.rpartition(".")[2] in HEAD_NAMES
+        is_head = module is head or module in lm_head_gemms or name.rpartition(".")[2] in HEAD_NAMES
         num_head += size * is_head
-        num_products = products.get(module, PRODUCTS_OF_TRAINED)
-        all_products += size * num_products
+        num_gemms_of = products.get(module, GEMMS_PER_WEIGHT)
+        all_products += size * num_gemms_of
         if module in in_fp8:
             num_fp8 += size
-            fp8_products += size * min(num_products, most_in_fp8)
+            fp8_products += size * min(num_gemms_of, most_in_fp8)
             converted[pattern] += 1
         else:
             known = "adapter" if is_adapter(name) else "output head" if is_head else ""
             why = reasons.get(name) or known
-            if module in products_of_head:
-                in_part = products_of_head[module]
+            if module in lm_head_gemms:
+                in_part = lm_head_gemms[module]
                 fp8_products += size * in_part
-                why = f"output head, {in_part} of {num_products} products in fp8"
+                why = f"output head, {in_part} of {num_gemms_of} products in fp8"
             skipped[pattern, f"{compute}{f' ({why})' if why else ''}"] += 1
-    return Census(
+    return Fp8Coverage(
         num_fp8_weights=num_fp8,
         num_linear_weights=num_all,
         num_head_weights=num_head,
-        num_fp8_head_products=sum(products_of_head.values()),
+        num_fp8_lm_head_gemms=sum(lm_head_gemms.values()),
         fp8_flops_per_token=2.0 * fp8_products,
         linear_flops_per_token=2.0 * all_products,
         converted=dict(converted),

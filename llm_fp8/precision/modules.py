@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-PRODUCTS_OF_TRAINED = 3
+GEMMS_PER_WEIGHT = 3
 """GEMMs of a trained weight in a micro-batch: forward, gradient of the input, gradient of the weight."""
 
 

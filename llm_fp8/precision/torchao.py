@@ -74,7 +74,7 @@ def build_config(scenario: str, emulate: bool) -> Any:
     return dataclasses.replace(Float8LinearConfig.from_recipe_name(scenario), emulate=emulate)
 
 
-def num_fp8_products(config: Any) -> int:
+def num_fp8_gemms_of(config: Any) -> int:
     """How many of the three products of a weight run in fp8: forward, gradient of the input, gradient of the weight."""
     operands = (
         config.cast_config_input,

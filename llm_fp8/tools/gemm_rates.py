@@ -1,7 +1,7 @@
 """How fast a GPU really multiplies and copies: what a step can be held against, beside the vendor's peaks (llm_fp8/observability/metrics.py).
 
-    measured = measure_ceilings(device)              # about two seconds on one GPU
-    known = known_ceilings("NVIDIA H200")            # what benchmarks/ceilings.py measured on such a GPU, None without a record
+    measured = measure_rates(device)              # about two seconds on one GPU
+    known = known_rates("NVIDIA H200")            # what benchmarks/ceilings.py measured on such a GPU, None without a record
 
 GEMMs are 8192 x 8192 x 8192 on random normal data: zeros draw less power, so clocks stay higher than training sees. fp8 is e4m3 times e4m3 with one
 scale per tensor and a bf16 result, through torch._scaled_mm: once with fast accumulation, as Transformer Engine's forward pass multiplies on
@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llm_fp8.precision.modules import PRODUCTS_OF_TRAINED
+from llm_fp8.precision.modules import GEMMS_PER_WEIGHT
 from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY
 from llm_fp8.utils.packages import REPOSITORY
 
@@ -42,7 +42,7 @@ KNOWN_FILES = "ceilings_*.json"
 
 
 @dataclass(frozen=True)
-class Ceilings:
+class MeasuredRates:
     """What one GPU reached. TFLOP/s: 10**12 per second; TB/s: 10**12 bytes per second."""
 
     bf16_gemm_tflops: float
@@ -67,21 +67,21 @@ class Ceilings:
             return None
         return flops * (1 / (fast if forward_in_fp8 else self.bf16_gemm_tflops) + 2 / split) / 3 / 1e12
 
-    def head_gemm_s(self, flops: float, num_fp8_products: int) -> float | None:
+    def head_gemm_s(self, flops: float, num_fp8_gemms_of: int) -> float | None:
         """Seconds of these model FLOPs of an output head; None where a ceiling that is needed was not measured.
 
-        `num_fp8_products`: of its three those in fp8 (--fp8_lm_head): none, those of the gradients, or all.
+        `num_fp8_gemms_of`: of its three those in fp8 (--fp8_lm_head): none, those of the gradients, or all.
         """
-        if not num_fp8_products:
+        if not num_fp8_gemms_of:
             return self.bf16_gemm_s(flops)
-        return self.fp8_gemm_s(flops, forward_in_fp8=num_fp8_products == PRODUCTS_OF_TRAINED)
+        return self.fp8_gemm_s(flops, forward_in_fp8=num_fp8_gemms_of == GEMMS_PER_WEIGHT)
 
 
 @dataclass(frozen=True)
-class KnownCeilings:
+class KnownRates:
     """What was measured on a GPU of this name, and where that is recorded."""
 
-    ceilings: Ceilings
+    ceilings: MeasuredRates
     source: str
     """The file, relative to the repository."""
 
@@ -122,7 +122,7 @@ def _median_s(launch: Callable[[], object], device: torch.device) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
 
 
-def measure_ceilings(device: torch.device) -> Ceilings:
+def measure_rates(device: torch.device) -> MeasuredRates:
     """Measure this GPU, which nothing else should use meanwhile. Takes about 4 GiB of its memory for two seconds.
 
     Raises ValueError for a device that is no CUDA GPU, torch.OutOfMemoryError where the memory is taken.
@@ -144,26 +144,28 @@ def measure_ceilings(device: torch.device) -> Ceilings:
         source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         copied = copy_tb_s(COPY_BYTES, _median_s(lambda: target.copy_(source), device))
-    return Ceilings(bf16, fast, split, copied)
+    return MeasuredRates(bf16, fast, split, copied)
 
 
 @functools.cache
-def _recorded(folder: Path) -> dict[str, KnownCeilings]:
+def _recorded(folder: Path) -> dict[str, KnownRates]:
     """GPU name -> what the files of `folder` say of it."""
     known = {}
     for path in sorted(folder.glob(KNOWN_FILES)):
         record = json.loads(path.read_text())
         source = str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)
-        known[record["gpu"]] = KnownCeilings(Ceilings(**record["ceilings"]), source)
+        known[record["gpu"]] = KnownRates(MeasuredRates(**record["ceilings"]), source)
     return known
 
 
-def known_ceilings(gpu_name: str, folder: Path = RESULTS) -> KnownCeilings | None:
+def known_rates(gpu_name: str, folder: Path = RESULTS) -> KnownRates | None:
     """What was recorded of GPUs that `torch.cuda.get_device_name` calls so; None where nothing was."""
     return _recorded(folder).get(gpu_name)
 
 
-def shares(measured: Ceilings, known: Ceilings) -> dict[str, float]:
-    """Measured over known by the names of `Ceilings`, for the figures that both have."""
-    pairs = ((field.name, getattr(measured, field.name), getattr(known, field.name)) for field in dataclasses.fields(Ceilings))
+def shares(measured: MeasuredRates, known: MeasuredRates) -> dict[str, float]:
+    """Measured over known by the names of `MeasuredRates`, for the figures that both have."""
+    pairs = (
+        (field.name, getattr(measured, field.name), getattr(known, field.name)) for field in dataclasses.fields(MeasuredRates)
+    )
     return {name: ours / theirs for name, ours, theirs in pairs if ours is not None and theirs is not None}

@@ -28,9 +28,9 @@ from llm_fp8.config.accelerate_fp8_keys import KEYS, PREFIX, chosen_values
 from llm_fp8.config.accelerate_sharding import is_on
 from llm_fp8.observability.kernel_trace import KernelTimes, kernel_times, record_kernels
 from llm_fp8.optim.optimizers import not_optimised
-from llm_fp8.precision.certificate import Certificate, Promise, attention_library, certify, worst
+from llm_fp8.precision.certificate import Certificate, ExpectedKernels, attention_library, certify, worst
 from llm_fp8.precision.convert import output_head, reason_to_leave
-from llm_fp8.precision.coverage import take_census
+from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.module_state import read_te_state
 from llm_fp8.precision.modules import linear_weights, note_recipe_inside, te_linears
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK
@@ -184,10 +184,10 @@ def judge_trainer_step(
     own_dtype = _COMPUTE[next(model.parameters()).dtype]
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if asked == "fp8":
-        promise = _promise_of_fp8(model, layers, launch)
+        promise = _expected_in_fp8(model, layers, launch)
     else:
         compute = own_dtype if asked == "no" else asked
-        promise = Promise(compute, compute)
+        promise = ExpectedKernels(compute, compute)
     certificate = certify(
         promise,
         kernels,
@@ -219,7 +219,7 @@ def _convertible(model: nn.Module) -> list[str]:
     ]
 
 
-def _promise_of_fp8(model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str]) -> Promise:
+def _expected_in_fp8(model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str]) -> ExpectedKernels:
     compute = "bf16"  # Accelerate's autocast around what is not in fp8
     mxfp8 = is_on(launch.get(f"{PREFIX}USE_MXFP8_BLOCK_SCALING", "false"), "use_mxfp8_block_scaling")
     scenario = "mxfp8" if mxfp8 else "delayed"
@@ -230,13 +230,13 @@ def _promise_of_fp8(model: nn.Module, layers: list[nn.Module], launch: Mapping[s
         for module in layer.modules()
     }
     trained = {layer: sum(weight.requires_grad for weight in linear_weights(layer)) for layer in layers}
-    return Promise(
+    return ExpectedKernels(
         precision=f"fp8 {scenario}",
         compute=compute,
         scenario=scenario,
         num_fp8_weights=sum(trained.values()) if layers else len(_convertible(model)),
         num_recomputed_fp8_weights=sum(count for layer, count in trained.items() if layer in again),
-        fp8_linear_flop_share=take_census(model, layers, compute, {}).fp8_linear_flop_share,
+        fp8_linear_flop_share=measure_coverage(model, layers, compute, {}).fp8_linear_flop_share,
     )
 
 

@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 
 import te_llama
 from llm_fp8.data import PreparedData
-from llm_fp8.observability.gpu_idle import describe_waiting, gpu_waiting
+from llm_fp8.observability.gpu_idle import describe_gpu_idle, gpu_idle
 from llm_fp8.observability.step_profile import StepProfile
 from llm_fp8.observability.step_stats import WARMUP_STEPS
 from llm_fp8.precision.certificate import attention_library, certify, worst
@@ -58,8 +58,8 @@ class RunHooks:
         if run.recorded is None or run.has_looked_for_waiting or not enough:
             return
         run.has_looked_for_waiting = True
-        waiting = gpu_waiting(run.recorded, self.trainer.reporter.own_steps())
-        if waits := describe_waiting(waiting, run.accelerator.num_processes):
+        waiting = gpu_idle(run.recorded, self.trainer.reporter.own_steps())
+        if waits := describe_gpu_idle(waiting, run.accelerator.num_processes):
             self.trainer.reporter.print(f"so far {waits}")
 
     def evaluate(self, step: int) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from llm_fp8.config.options import Config
 from llm_fp8.distributed.process_group import is_loss_of_a_peer
-from llm_fp8.distributed.sharding_mode import keeps_whole_gradients, state_bytes
+from llm_fp8.distributed.sharding_mode import keeps_unsharded_gradients, state_bytes
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
 from llm_fp8.utils.errors import UserError
@@ -72,7 +72,7 @@ def out_of_memory_advice(
 ) -> str:
     """A sentence or two for a `UserError`: what takes the memory, and options that would fit, as far as the failure tells.
 
-    `mode` is that of --sharding_mode in effect, or 'single'; `num_shards` as in `Engine.num_shards`; `use` is of the GPU that failed.
+    `mode` is that of --sharding_mode in effect, or 'single'; `num_shards` as in `DistributedStrategy.num_shards`; `use` is of the GPU that failed.
     """
     standing_gib = num_parameters * state_bytes(mode, kind, num_shards, config) / GIB
     lean_gib = num_parameters * bytes_per_parameter("adamw_8bit").total / GIB
@@ -80,7 +80,7 @@ def out_of_memory_advice(
     sharded = mode not in ("single", "ddp")
     if not config.model.gradient_checkpointing and use.resident_gib:
         advice.append("--gradient_checkpointing")
-    if keeps_whole_gradients(mode, config):
+    if keeps_unsharded_gradients(mode, config):
         advice.append("--sync_every_micro_batch")
     if not sharded and not config.lora.lora_rank and kind != "adamw_8bit" and lean_gib + _RESERVE_GIB < use.total_gib:
         advice.append(f"--optimizer adamw_8bit ({lean_gib:.1f} GiB in place of {standing_gib:.1f})")

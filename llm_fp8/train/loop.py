@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.data.loader import TrainLoader
-from llm_fp8.distributed.strategy import Engine
+from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.observability.metrics import DecoderSize, PeakTflops, StepTokens, memory_metrics, speed_metrics
 from llm_fp8.observability.nvml import EnergyMeter
 from llm_fp8.observability.reporter import RunReporter
@@ -117,7 +117,7 @@ class Trainer:
     """Takes optimizer steps and keeps count. `step` and `tokens_seen` are set by whoever resumes a run."""
 
     accelerator: Accelerator
-    engine: Engine
+    engine: DistributedStrategy
     model: nn.Module
     precision: Precision
     optimizer: Optimizer

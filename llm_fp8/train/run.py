@@ -30,13 +30,13 @@ from llm_fp8.models.lora import num_adapter_parameters, scaling_of
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import check_parity
 from llm_fp8.models.source import ModelSource, check_model, load_config, load_tokenizer, resolve_source, stored_dtype
-from llm_fp8.observability.gpu_idle import describe_waiting, gpu_waiting
+from llm_fp8.observability.gpu_idle import describe_gpu_idle, gpu_idle
 from llm_fp8.observability.metrics import GIB, device_peak_tflops
 from llm_fp8.observability.provenance import collect_provenance, run_record
 from llm_fp8.observability.reporter import RunReporter, check_trackers
 from llm_fp8.observability.step_stats import own_steps
 from llm_fp8.optim.schedule import build_scheduler, effective_warmup_steps
-from llm_fp8.precision.coverage import Census
+from llm_fp8.precision.coverage import Fp8Coverage
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.tools.predict.after_run import describe_comparison, run_prediction
 from llm_fp8.train.callbacks import RunHooks
@@ -46,7 +46,7 @@ from llm_fp8.train.generate import check_positions
 from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.train.loop import LoopOptions, Trainer
 from llm_fp8.train.run_dir import check_free_space, is_finished, with_output_dir
-from llm_fp8.train.scale_warmup import PASSES, find_first_scales, prepare_with_scales, supervised_tokens_per_process
+from llm_fp8.train.scale_warmup import PASSES, prepare_with_scales, supervised_tokens_per_process, warm_up_delayed_scales
 from llm_fp8.train.setup import RunParts
 from llm_fp8.train.train_state import RunState, find_checkpoint, run_fingerprint
 from llm_fp8.utils.console import quiet_libraries
@@ -110,7 +110,7 @@ class Run(RunParts):
         set_seed(config.optim.seed)
         source = resolve_source(config.model)
         hf_config = self.hf_config = load_config(config.model, source)
-        self.choose_engine()
+        self.choose_strategy()
         self.describe_precision()
         tokenizer, note = load_tokenizer(config.model, source)
         if note:
@@ -143,7 +143,7 @@ class Run(RunParts):
         model, training_model, loaded, census = self.build_model(source, hf_config)
         self._choose_export(loaded)
         clock.end("weights")
-        self._parity_gate(model, data, loaded and resume_path is None)
+        self._parity_check(model, data, loaded and resume_path is None)
         clock.end("parity")
         self.context = self.context.connected(self.device.type)
         self.context.attach(decoder_layers(model))
@@ -181,7 +181,7 @@ class Run(RunParts):
         model: PreTrainedModel,
         training_model: TrainingModel,
         data: PreparedData,
-        census: Census,
+        census: Fp8Coverage,
         resume_path: Path | None,
         hf_config: PretrainedConfig,
     ) -> Trainer:
@@ -197,7 +197,7 @@ class Run(RunParts):
             self.engine,
             training_model,
             optimizer,
-            lambda: self._find_first_scales(training_model, data, resumed=resume_path is not None),
+            lambda: self._warm_up_delayed_scales(training_model, data, resumed=resume_path is not None),
         )
         self.state = RunState(
             accelerator,
@@ -245,12 +245,12 @@ class Run(RunParts):
             last_checkpoint=resume_path,
         )
 
-    def _find_first_scales(self, training_model: TrainingModel, data: PreparedData, resumed: bool) -> None:
+    def _warm_up_delayed_scales(self, training_model: TrainingModel, data: PreparedData, resumed: bool) -> None:
         if resumed or not self.precision.scales_lag:
             return
         batches = first_step(data.train)
         num_supervised = supervised_tokens_per_process(self.accelerator, batches)
-        find_first_scales(training_model, self.precision, batches[0].to(self.device), num_supervised)
+        warm_up_delayed_scales(training_model, self.precision, batches[0].to(self.device), num_supervised)
         self.say(f"delayed scaling: first scales from {PASSES} passes over the first micro-batch, whose gradients are dropped")
 
     def _profile_step(self, completed: int, total_steps: int) -> int:
@@ -310,7 +310,7 @@ class Run(RunParts):
 
     # --- gates, records, words ------------------------------------------------------------------------------------------
 
-    def _parity_gate(self, model: PreTrainedModel, data: PreparedData, default: bool) -> None:
+    def _parity_check(self, model: PreTrainedModel, data: PreparedData, default: bool) -> None:
         wanted = self.config.model.parity_check
         if wanted and not self.config.model.use_te:
             raise UserError("--parity_check compares the TE decoder with Hugging Face's and needs --use_te.")
@@ -326,7 +326,7 @@ class Run(RunParts):
         )
         self.say(report.describe())
 
-    def _precision_record(self, census: Census) -> dict[str, Any]:
+    def _precision_record(self, census: Fp8Coverage) -> dict[str, Any]:
         return {
             **self.plan.to_dict(),
             "census": census.to_dict(),
@@ -348,7 +348,7 @@ class Run(RunParts):
         }
 
     def _record_run(
-        self, source: ModelSource, model: PreTrainedModel, data: PreparedData, census: Census, trainer: Trainer
+        self, source: ModelSource, model: PreTrainedModel, data: PreparedData, census: Fp8Coverage, trainer: Trainer
     ) -> None:
         """Write run.json and start the trackers with it.
 
@@ -416,7 +416,7 @@ class Run(RunParts):
             export_hf(model, tokenizer, folder, dtype=dtype, **shared)
         return folder
 
-    def _summary(self, census: Census, trainer: Trainer, exported: Path | None, started: float) -> dict[str, Any]:
+    def _summary(self, census: Fp8Coverage, trainer: Trainer, exported: Path | None, started: float) -> dict[str, Any]:
         on_gpu = self.device.type == "cuda" or self.recorded is not None
         steps = own_steps(self.folder / "metrics.jsonl") if on_gpu and self.accelerator.is_main_process else []
         return {
@@ -425,7 +425,7 @@ class Run(RunParts):
             "attention_backend": self.attention_backend,
             **self.parallel_record(),
             "recorded_step": None if self.recorded is None else self.recorded.to_dict(),
-            "gpu_waiting": None if self.recorded is None else gpu_waiting(self.recorded, steps),
+            "gpu_waiting": None if self.recorded is None else gpu_idle(self.recorded, steps),
             "certificate": None if self.certificate is None else self.certificate.to_dict(),
             "tokens_seen": trainer.tokens_seen,
             "num_parameters": self.num_parameters,
@@ -456,7 +456,7 @@ class Run(RunParts):
         self.say(f"done: {summary['steps']} steps in {summary['wall_time_s']:.0f} s, precision {self.plan.name}")
         if summary["prediction"] is not None:
             self.say(describe_comparison(summary["prediction"]))
-        if waits := describe_waiting(summary["gpu_waiting"], self.accelerator.num_processes):
+        if waits := describe_gpu_idle(summary["gpu_waiting"], self.accelerator.num_processes):
             self.say(waits)
         if self.certificate is not None:
             self.say(self.certificate.describe())

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llm_fp8.data.collate import Batch
-from llm_fp8.distributed.strategy import Engine
+from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.precision.context import Precision
 
@@ -38,14 +38,14 @@ PASSES = 5
 def supervised_tokens_per_process(accelerator: Accelerator, batches: Sequence[Batch]) -> float:
     """Supervised tokens of a step, of which `batches` are this process's share, over the number of processes. Collective.
 
-    The number by which a summed loss is divided before its backward pass: `llm_fp8.train.loop` divides by all of them, and `Engine.backward` multiplies
+    The number by which a summed loss is divided before its backward pass: `llm_fp8.train.loop` divides by all of them, and `DistributedStrategy.backward` multiplies
     by the number of processes, whose gradients are averaged.
     """
     count = torch.tensor(float(sum(batch.num_supervised_tokens for batch in batches)), device=accelerator.device)
     return float(accelerator.reduce(count, reduction="mean"))
 
 
-def find_first_scales(model: TrainingModel, precision: Precision, batch: Batch, num_supervised: float) -> None:
+def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Batch, num_supervised: float) -> None:
     """Pass `batch` forward and backward as often as scales need; weights, gradients (there are none) and random numbers stay as they were.
 
     With `precision.scales_lag` False nothing happens. Collective where scales or parameters belong to several ranks.
@@ -77,9 +77,9 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def prepare_with_scales(
-    engine: Engine, model: TrainingModel, optimizer: Optimizer, find: Callable[[], None]
+    engine: DistributedStrategy, model: TrainingModel, optimizer: Optimizer, find: Callable[[], None]
 ) -> tuple[nn.Module, Any]:
-    """`engine.prepare`, with `find`, which calls `find_first_scales`, at the right moment.
+    """`engine.prepare`, with `find`, which calls `warm_up_delayed_scales`, at the right moment.
 
     What DDP and DeepSpeed wrap takes every backward pass for training's; parameters that FSDP splits have their final form only behind `prepare`.
     """

@@ -15,20 +15,20 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from llm_fp8.config.options import Config
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.distributed.build import build_engine
-from llm_fp8.distributed.fsdp import FsdpEngine
+from llm_fp8.distributed.build import build_strategy
+from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.distributed.sharding_mode import check_mode, choose_mode
 from llm_fp8.models.build import build_model, build_structure, count_parameters, decoder_layers
-from llm_fp8.models.lora import add_adapters, initialize_adapters_, needs_split_mlp, products_per_weight
+from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.source import ModelSource
 from llm_fp8.models.weights import fill_sharded
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.step_profile import StepProfile
-from llm_fp8.precision.certificate import Certificate, Promise
-from llm_fp8.precision.context import Precision, layers_kept_wide
+from llm_fp8.precision.certificate import Certificate, ExpectedKernels
+from llm_fp8.precision.context import Precision, bf16_layers
 from llm_fp8.precision.convert import convert_with_torchao, swap_linears
-from llm_fp8.precision.coverage import Census, take_census
+from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.torchao import compile_layers
 from llm_fp8.train.checkpoint import CheckpointManager
@@ -44,7 +44,7 @@ def certifies(wanted: bool | None, device: torch.device) -> bool:
 
 
 class RunParts:
-    """What a run is made of. `choose_engine` comes before `build_model`; `hf_config` is set before both."""
+    """What a run is made of. `choose_strategy` comes before `build_model`; `hf_config` is set before both."""
 
     hf_config: PretrainedConfig
 
@@ -81,12 +81,12 @@ class RunParts:
                 f"--max_seq_length {data.max_seq_length} is {tokens}; choose a --max_seq_length that is a multiple of {multiple}."
             )
 
-    def choose_engine(self) -> None:
+    def choose_strategy(self) -> None:
         """--sharding_mode and --optimizer for this run."""
         config, plan = self.config, self.plan
         choice = choose_mode(config, self.ranks, functools.partial(count_parameters, self.hf_config), self._gpu_memory_gib())
         check_mode(config, choice.mode, self.ranks, plan.compute_name)
-        self.engine = build_engine(choice.mode, config, self.accelerator, self.ranks, plan.compute_dtype)
+        self.engine = build_strategy(choice.mode, config, self.accelerator, self.ranks, plan.compute_dtype)
         self.optimizer_kind = self.engine.resolve_optimizer(config.optim.optimizer, plan.compute_dtype)
         self.parameter_dtype = self.engine.parameter_dtype(self.optimizer_kind, plan.compute_dtype)
         if self.ranks.world_size > 1:
@@ -126,7 +126,7 @@ class RunParts:
 
     def build_model(
         self, source: ModelSource, hf_config: PretrainedConfig
-    ) -> tuple[PreTrainedModel, TrainingModel, bool, Census]:
+    ) -> tuple[PreTrainedModel, TrainingModel, bool, Fp8Coverage]:
         """The model, what the loop calls, whether weights were loaded, and the census; the precision seam is attached to it."""
         model, loaded = self._decoder_with_adapters(source, hf_config)
         layers = decoder_layers(model)
@@ -135,19 +135,19 @@ class RunParts:
         if self.attention_implementation == "eager" and self.config.model.attn_implementation == "auto":
             self.say(f"attention: eager, which is slow: transformers has no sdpa for models of type '{hf_config.model_type}'")
         self.precision = self._attach_precision(model, layers)
-        products = products_per_weight(model)
-        census = take_census(
+        products = gemms_per_weight(model)
+        census = measure_coverage(
             model,
             self.precision.fp8_modules,
             self.plan.compute_name,
             reasons,
             products,
-            self.precision.num_fp8_products_per_weight,
-            self.precision.products_of_head(products),
+            self.precision.num_fp8_gemms_per_weight,
+            self.precision.lm_head_gemms(products),
         )
         self.say(census.describe())
         recomputed = self._checkpoint_layers(layers)
-        self.promise = Promise.of_model(self.precision, census, recomputed, products)
+        self.promise = ExpectedKernels.of_model(self.precision, census, recomputed, products)
         training_model = TrainingModel(model, self.config.data.max_seq_length, self.plan.compute_dtype, self.precision.fp8_head)
         self._shard(training_model, layers)
         if self.engine.shards_parameters:
@@ -164,7 +164,7 @@ class RunParts:
             "parameter_dtype": self.weight_dtype,
             "compute_dtype": self.plan.compute_dtype,
             "device": self.device,
-            "split_mlp": needs_split_mlp(lora),
+            "unfused_mlp": needs_unfused_mlp(lora),
         }
         loaded = False
         if self.engine.shards_parameters:
@@ -181,7 +181,7 @@ class RunParts:
         """Put the backend's linear layers into a Hugging Face decoder, for fp8; name -> reason for each one left alone."""
         if self.plan.backend == "torchao":
             recipe = dataclasses.replace(self.plan.recipe, enable_fsdp_float8_all_gather=self.config.parallel.fp8_all_gather)
-            return convert_with_torchao(model, recipe, layers_kept_wide(self.config.precision, layers))
+            return convert_with_torchao(model, recipe, bf16_layers(self.config.precision, layers))
         if self.plan.recipe is not None and not self.config.model.use_te:
             return swap_linears(model)
         return {}
@@ -209,7 +209,7 @@ class RunParts:
     def _shard(self, training_model: TrainingModel, layers: nn.ModuleList) -> None:
         """Spread the parameters over the processes, with --fp8_params in fp8."""
         if self.config.parallel.fp8_params:
-            assert isinstance(self.engine, FsdpEngine)  # check_mode saw to it
+            assert isinstance(self.engine, FsdpStrategy)  # check_mode saw to it
             self.engine.keep_in_fp8(self.precision)
         self.engine.shard(training_model, layers)
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from llm_fp8.config.options import Config
 from llm_fp8.data import PreparedData
 from llm_fp8.distributed.fp8_params import master_of, requantise_
-from llm_fp8.distributed.strategy import Engine
+from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.lora import scaling_of
 from llm_fp8.models.source import has_random_weights, resolve_source
 from llm_fp8.optim.state import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
@@ -54,7 +54,7 @@ _BY_NAME = "parameter name"
 
 
 def run_fingerprint(
-    config: Config, plan: PrecisionPlan, engine: Engine, optimizer_kind: str, hf_config: PretrainedConfig
+    config: Config, plan: PrecisionPlan, engine: DistributedStrategy, optimizer_kind: str, hf_config: PretrainedConfig
 ) -> dict[str, Any]:
     """What a checkpoint must share with the run that continues it."""
     return {
@@ -118,7 +118,7 @@ class RunState:
     fingerprint: dict[str, Any]
     model: PreTrainedModel
     data: PreparedData
-    engine: Engine
+    engine: DistributedStrategy
     background: bool = False
     """Write checkpoints while training goes on (--async_save)."""
 

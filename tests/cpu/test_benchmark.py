@@ -21,8 +21,8 @@ import te_llama
 from llm_fp8.observability.provenance import recorded_command
 from llm_fp8.tools.bench import baselines as rival_module
 from llm_fp8.tools.bench.measure import describe_failure, measure, speed
-from llm_fp8.tools.bench.variant_names import parse_arm, parse_arms
-from llm_fp8.tools.bench.variants import RIVALS, Rival
+from llm_fp8.tools.bench.variant_names import parse_variant, parse_variants
+from llm_fp8.tools.bench.variants import RIVALS, Baseline
 from llm_fp8.tools.bench.worker import measure_apart, take_header
 from llm_fp8.tools.bench.workload import Workload, draw_weights_
 from llm_fp8.utils.errors import UserError
@@ -44,7 +44,7 @@ def workload(tiny_architecture):
 
 @pytest.fixture(scope="module")
 def swap_losses(workload):
-    return measure(Workload.parse(workload, 3), parse_arm("bf16:swap"), 1, CPU)["losses"]
+    return measure(Workload.parse(workload, 3), parse_variant("bf16:swap"), 1, CPU)["losses"]
 
 
 class WithTransformerEnginesParameters:
@@ -105,7 +105,7 @@ class MadeUpTransformerEngine:
 def test_bare_transformer_engine_replaces_every_layer_and_opens_its_autocast(workload, swap_losses, monkeypatch):
     monkeypatch.setattr(rival_module, "require_te", lambda why: MadeUpTransformerEngine)
     monkeypatch.setattr(rival_module, "resolve_precision", lambda options, device: SimpleNamespace(recipe=options.fp8_scenario))
-    found = measure(Workload.parse(workload, 3), parse_arm("te_autocast"), 1, CPU)
+    found = measure(Workload.parse(workload, 3), parse_variant("te_autocast"), 1, CPU)
     assert found["losses"][0] == pytest.approx(swap_losses[0], rel=1e-3) and found["losses"][0] != swap_losses[0]
     assert found["losses"][2] < found["losses"][0] and found["parameters_not_in_the_optimizer"] == []
     assert found["census"]["converted"]["lm_head"] == 1 and sum(found["census"]["converted"].values()) == 8
@@ -116,7 +116,7 @@ def test_rivals_train_what_we_train(workload, swap_losses, name, monkeypatch):
     """From the same weights and tokens: first losses differ by rounding, of fp8 where it is used; losses fall. Uncompiled, for speed."""
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(type(self).__name__))
     compiled: list[str] = []
-    found = measure(Workload.parse(workload, 3), parse_arm(name), 1, CPU)
+    found = measure(Workload.parse(workload, 3), parse_variant(name), 1, CPU)
     assert [len(times) for times in found["step_times_s_by_rank"]] == [2], "one process, the first step left out"
     assert len(found["losses"]) == 3 and found["losses"][2] < found["losses"][0]
     assert found["losses"][0] == pytest.approx(swap_losses[0], rel=1e-3 if RIVALS[name].computes_in_fp8 else 1e-4)
@@ -134,7 +134,7 @@ def test_torchaos_fp8_layers_round(workload):
     norms = {}
     for name in ("hf_bf16", "torchao_tensorwise", "torchao_rowwise"):
         rival = RIVALS[name]
-        training = parse_arm(name).build(Workload.parse(workload, 1)) if not rival.compiled else uncompiled(rival, workload)
+        training = parse_variant(name).build(Workload.parse(workload, 1)) if not rival.compiled else uncompiled(rival, workload)
         training.model(**training._inputs[0], use_cache=False).loss.backward()
         norms[name] = training.model.model.layers[0].mlp.down_proj.weight.grad.float()
     plain = norms.pop("hf_bf16")
@@ -142,14 +142,14 @@ def test_torchaos_fp8_layers_round(workload):
     assert all(0.01 < value < 0.2 for value in off.values()) and len(set(off.values())) == 2, off
 
 
-def uncompiled(rival: Rival, workload: str):
+def uncompiled(rival: Baseline, workload: str):
     from llm_fp8.tools.bench.baselines import HfTraining
 
-    return HfTraining(Workload.parse(workload, 1), Rival(rival.name, torchao_recipe=rival.torchao_recipe))
+    return HfTraining(Workload.parse(workload, 1), Baseline(rival.name, torchao_recipe=rival.torchao_recipe))
 
 
 def test_a_layer_is_compiled_for_real(workload, swap_losses):
-    found = measure(Workload.parse(workload, 2), parse_arm("hf_bf16_compiled"), 1, CPU)
+    found = measure(Workload.parse(workload, 2), parse_variant("hf_bf16_compiled"), 1, CPU)
     assert found["compiled"] and found["losses"][0] == pytest.approx(swap_losses[0], rel=1e-4)
 
 
@@ -158,10 +158,10 @@ def test_what_is_missing_is_named(workload, monkeypatch):
     if not torch.cuda.is_available():
         for name in benchmark.CLAIM:
             with pytest.raises(UserError, match=f"--arms {name} needs Transformer Engine, .* run: pip install"):
-                parse_arm(name).build(work)
+                parse_variant(name).build(work)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="--arms torchao_rowwise needs torchao, which is not installed; run: pip install torchao"):
-        parse_arm("torchao_rowwise").build(work)
+        parse_variant("torchao_rowwise").build(work)
 
 
 def test_a_header_names_the_command_to_repeat():
@@ -188,7 +188,7 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
                 variables = {"NVTE_FP8_ALLREDUCE": "1", "NVTE_FLASH_ATTN": None}
                 return measure_apart(name, arm, num_gpus, num_steps, warmup, timeout_s, variables)
         try:
-            found = measure(Workload.parse(name, num_steps), parse_arm(arm), warmup, CPU)
+            found = measure(Workload.parse(name, num_steps), parse_variant(arm), warmup, CPU)
         except UserError as error:
             return {"failed": str(error)}
         (times,) = found.pop("step_times_s_by_rank")
@@ -196,7 +196,7 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
 
     monkeypatch.setattr(benchmark, "measure_apart", measured)
     path = tmp_path / "folder" / "r.json"
-    arms = [parse_arm(name) for name in ("bf16", "hf_bf16")]
+    arms = [parse_variant(name) for name in ("bf16", "hf_bf16")]
     rows = benchmark.measure_all([Workload.parse(workload, 3)], arms, 1, 2, 100, path)
     record = json.loads(path.read_text())
     assert started == ["hf_bf16"] and record["rows"] == rows
@@ -231,9 +231,9 @@ def test_a_loss_that_is_no_number_is_gone_on_with(tmp_path, monkeypatch, capsys)
 
     monkeypatch.setattr(benchmark, "measure_apart", measured)
     path, work = tmp_path / "r.json", Workload.parse("Llama-3.2-1B:1x16x1", 3)
-    benchmark.measure_all([work], parse_arms("accelerate_te"), 1, 1, 9, path)
+    benchmark.measure_all([work], parse_variants("accelerate_te"), 1, 1, 9, path)
     earlier = benchmark.read_earlier(path, 3, 2)
-    diverged, finite = benchmark.measure_all([work], parse_arms(",".join(benchmark.CLAIM)), 1, 1, 9, path, earlier)
+    diverged, finite = benchmark.measure_all([work], parse_variants(",".join(benchmark.CLAIM)), 1, 1, 9, path, earlier)
     assert math.isnan(diverged["first_loss"]) and diverged["last_loss"] == math.inf and finite["first_loss"] == 7.0
     benchmark.print_table([diverged, finite])
     assert "first loss: accelerate_te nan, te_autocast 7.0000" in capsys.readouterr().out
@@ -273,7 +273,7 @@ def test_a_bench_goes_on_from_its_file(tmp_path, monkeypatch, capsys):
 
     def measure_arms(names: str, num_rounds: int, warmup: int = 1) -> list[dict]:
         earlier = benchmark.read_earlier(path, 3, 3 - warmup)
-        return benchmark.measure_all([work], parse_arms(names), warmup, num_rounds, 9, path, earlier)
+        return benchmark.measure_all([work], parse_variants(names), warmup, num_rounds, 9, path, earlier)
 
     measure_arms("bf16,delayed", 1)
     rows = measure_arms("bf16,delayed,current", 2)
@@ -332,7 +332,7 @@ def test_figures_of_step_times():
 
 
 def test_rounds_that_failed_are_said():
-    work, arm = Workload.parse("Llama-3.2-1B:8x1024x4", 2), parse_arm("delayed")
+    work, arm = Workload.parse("Llama-3.2-1B:8x1024x4", 2), parse_variant("delayed")
     gemms = {"fp8": {"count": 768, "time_s": 0.3, "share": 0.75}, "bf16": {"count": 12, "time_s": 0.1, "share": 0.25}}
     good = {"failed": None, "step_times_s": [1.0], "losses": [12.0, 11.9], "peak_memory_gib": 30.0, "gemm_kernels": gemms}
     row = benchmark.summarise(work, arm, [good, {**good, "peak_memory_gib": 31.0}, {"failed": "out of memory"}])
@@ -371,7 +371,7 @@ def test_quick_gives_way_to_what_is_asked():
 
 def test_what_belongs_to_several_gpus_is_refused():
     with pytest.raises(UserError, match="spread over several GPUs, .* drop 'fsdp_full:' here"):
-        parse_arm("fsdp_full:delayed").check(Workload.parse("Llama-3.2-1B:1x16x1", 1), LaunchRanks())
+        parse_variant("fsdp_full:delayed").check(Workload.parse("Llama-3.2-1B:1x16x1", 1), LaunchRanks())
 
 
 @pytest.mark.parametrize(("rows", "code"), [([{"failed": "no"}, {"tokens_per_s": 1.0}], 0), ([{"failed": "no"}] * 2, 1)])
@@ -402,7 +402,7 @@ def test_the_claim_that_accelerates_own_fp8_equals_transformer_engine(capsys):
 
     def row(arm: str, times: list[float], loss: float) -> dict:
         answer = {"failed": None, "step_times_s": times, "losses": [loss, 9.0]}
-        return benchmark.summarise(work, parse_arm(arm), [answer])
+        return benchmark.summarise(work, parse_variant(arm), [answer])
 
     rows = [
         row("te_autocast", [1.0, 1.1, 1.2], 10.0),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llm_fp8.config.options import ParallelConfig
-from llm_fp8.tools.bench.variant_names import parse_arm, parse_arms
+from llm_fp8.tools.bench.variant_names import parse_variant, parse_variants
 from llm_fp8.tools.bench.worker import ENDED_IN_SILENCE, ResultsFile
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.utils.errors import UserError
@@ -165,53 +165,53 @@ def test_mistakes_are_one_sentence(tmp_path, architecture, monkeypatch):
 )  # fmt: skip
 def test_unknown_arms(name):
     with pytest.raises(UserError, match=f"--arms {name} is unknown; choose from bf16, delayed, .* hf_bf16, .* fsdp_full"):
-        parse_arm(name)
+        parse_variant(name)
 
 
 def test_names_of_arms():
-    arm = parse_arm("cp4:fsdp_grad:current:recompute:sync")
+    arm = parse_variant("cp4:fsdp_grad:current:recompute:sync")
     assert (arm.mode, arm.context_size, arm.computes_in_fp8) == ("fsdp_grad", 4, True)
     assert arm.what.precision.fp8_scenario == "current" and arm.what.gradient_checkpointing and arm.what.use_te
     assert arm.what.parallel.sync_every_micro_batch and not arm.what.parallel.fp8_params
-    assert not parse_arm("deepspeed_3:bf16:swap").what.use_te
-    assert parse_arm("fsdp_full:delayed:fp8_params").what.parallel.fp8_params
-    on_one = parse_arm("delayed:swap")
+    assert not parse_variant("deepspeed_3:bf16:swap").what.use_te
+    assert parse_variant("fsdp_full:delayed:fp8_params").what.parallel.fp8_params
+    on_one = parse_variant("delayed:swap")
     assert (on_one.mode, on_one.what.use_te, on_one.what.parallel) == (None, False, ParallelConfig())
-    adapted, of_qv = parse_arm("delayed:lora16"), parse_arm("ddp:bf16:recompute:lora8qv")
+    adapted, of_qv = parse_variant("delayed:lora16"), parse_variant("ddp:bf16:recompute:lora8qv")
     assert (adapted.what.lora.lora_rank, adapted.what.lora.lora_targets, on_one.what.lora.lora_rank) == (16, "all-linear", 0)
     assert (of_qv.what.lora.lora_rank, of_qv.what.lora.lora_targets, of_qv.what.gradient_checkpointing) == (
         8,
         "q_proj,v_proj",
         True,
     )
-    assert parse_arm("fsdp_grad:delayed:fp8_params:fp8head_all").on_one_gpu == "delayed:fp8head_all"
-    assert [parse_arm(name).on_one_gpu for name in ("cp4:fsdp_full:bf16:sync", "ddp:hf_bf16", "bf16")] == [
+    assert parse_variant("fsdp_grad:delayed:fp8_params:fp8head_all").on_one_gpu == "delayed:fp8head_all"
+    assert [parse_variant(name).on_one_gpu for name in ("cp4:fsdp_full:bf16:sync", "ddp:hf_bf16", "bf16")] == [
         "bf16",
         "hf_bf16",
         "bf16",
     ]
     with pytest.raises(UserError, match="a rival under DeepSpeed computes in bf16; write deepspeed_3:hf_bf16"):
-        parse_arm("deepspeed_3:accelerate_te")
-    with_file = parse_arm("deepspeed_3:hf_bf16").with_deepspeed_config(Path("a.json"))
-    assert with_file.deepspeed_file == Path("a.json") and parse_arm("deepspeed_3:hf_bf16").deepspeed_file.name == "ds_z3.json"
-    assert parse_arm("ddp:bf16").with_deepspeed_config(Path("a.json")) == parse_arm("ddp:bf16")
-    rival = parse_arm("ddp:torchao_rowwise")
+        parse_variant("deepspeed_3:accelerate_te")
+    with_file = parse_variant("deepspeed_3:hf_bf16").with_deepspeed_config(Path("a.json"))
+    assert with_file.deepspeed_file == Path("a.json") and parse_variant("deepspeed_3:hf_bf16").deepspeed_file.name == "ds_z3.json"
+    assert parse_variant("ddp:bf16").with_deepspeed_config(Path("a.json")) == parse_variant("ddp:bf16")
+    rival = parse_variant("ddp:torchao_rowwise")
     assert (rival.mode, rival.what.torchao_recipe, rival.what.compiled, rival.computes_in_fp8) == ("ddp", "rowwise", True, True)
-    assert [parse_arm(name).computes_in_fp8 for name in ("bf16", "hf_bf16", "accelerate_te")] == [False, False, True]
+    assert [parse_variant(name).computes_in_fp8 for name in ("bf16", "hf_bf16", "accelerate_te")] == [False, False, True]
     with pytest.raises(UserError, match="names bf16 twice"):
-        parse_arms("bf16,delayed,bf16")
+        parse_variants("bf16,delayed,bf16")
 
 
 def test_what_an_arm_cannot_do_is_known_beforehand(architecture):
     work, ranks = Workload.parse(f"{architecture}:2x64x2", 4), LaunchRanks(world_size=4, local_world_size=4, launched=True)
-    parse_arm("cp2:fsdp_full:delayed").check(work, ranks)
+    parse_variant("cp2:fsdp_full:delayed").check(work, ranks)
     for name, sentence in (
         ("cp3:fsdp_full:bf16", "--context_parallel_size 3 does not divide the 4 processes"),
         ("cp2:ddp:bf16", "--context_parallel_size 2 needs"),
         ("ddp:delayed:fp8_params", "--fp8_params needs an fsdp mode"),
     ):
         with pytest.raises(UserError, match=f"--arms {name} with --workloads .*: .*{sentence}"):
-            parse_arm(name).check(work, ranks)
+            parse_variant(name).check(work, ranks)
 
 
 @pytest.mark.parametrize(
@@ -227,13 +227,13 @@ def test_figures_of_an_arm():
     work = Workload.parse("Llama-3.2-1B:8x1024x4", 6)
     assert work.name == "Llama-3.2-1B:8x1024x4" and work.tokens_per_step == 32768
     times = [[1.0, 1.0, 4.0], [2.0, 1.0, 3.0]]
-    row = summarise(work, parse_arm("fsdp_full:delayed"), times)
+    row = summarise(work, parse_variant("fsdp_full:delayed"), times)
     assert (row["tokens_per_s"], row["tokens_per_s_per_gpu"]) == (32768.0, 16384.0)
     assert (row["tokens_per_s_slowest"], row["tokens_per_s_fastest"]) == (65536 / 3, 65536.0)
     assert row["step_times_s"] == times[1] and row["median_step_time_s_by_rank"] == [1.0, 2.0]
     # 6 x linear weights and 6 x layers x width x length a token: 1.236e9 weights, 16 layers of 2048.
     assert row["model_tflops"] == pytest.approx(16384 * (6 * 1.2358e9 + 6 * 16 * 2048 * 1024) / 1e12, rel=1e-3)
-    shared = summarise(work, parse_arm("cp2:fsdp_full:delayed"), times)
+    shared = summarise(work, parse_variant("cp2:fsdp_full:delayed"), times)
     assert shared["tokens_per_s"] == row["tokens_per_s"] / 2 and shared["model_tflops"] == pytest.approx(row["model_tflops"] / 2)
 
 

@@ -9,7 +9,7 @@ from benchmarks import hf_trainer
 from llm_fp8.data.collate import IGNORED
 from llm_fp8.data.pack import pack
 from llm_fp8.tools.bench.measure import measure, speed
-from llm_fp8.tools.bench.variant_names import parse_arm
+from llm_fp8.tools.bench.variant_names import parse_variant
 from llm_fp8.tools.bench.workload import TextStep, Workload
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
@@ -73,7 +73,7 @@ def test_a_rivals_labels_are_the_tokens_and_none_where_it_pads(step):
 def test_packed_and_padded_have_the_same_loss_per_token(tiny_architecture):
     """At equal weights and documents; what they gain by packing is real tokens, not a better loss."""
     work = Workload.parse(f"{tiny_architecture}:2x256x2@embedded", 3)
-    ours, theirs = (measure(work, parse_arm(name), 1, CPU) for name in ("bf16:swap", "hf_bf16"))
+    ours, theirs = (measure(work, parse_variant(name), 1, CPU) for name in ("bf16:swap", "hf_bf16"))
     assert ours["documents"] == theirs["documents"]
     assert ours["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-4)
     assert ours["losses"][2] < ours["losses"][0] and theirs["losses"][2] < theirs["losses"][0]
@@ -84,7 +84,7 @@ def test_packed_and_padded_have_the_same_loss_per_token(tiny_architecture):
     rows = []
     for name, found in (("hf_bf16", theirs), ("bf16:swap", ours)):
         answer = {"failed": None, **found, "step_times_s": [1.0, 2.0, 2.0]}
-        rows.append(benchmark.summarise(work, parse_arm(name), [answer]))
+        rows.append(benchmark.summarise(work, parse_variant(name), [answer]))
     assert [row["real_tokens_per_s"] for row in rows] == [real / 2, real / 2] and rows[0]["tokens_per_s"] > rows[1][
         "tokens_per_s"
     ]
@@ -112,7 +112,7 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
         Workload.parse(f"embedded:1x64x1@{tmp_path}/short.jsonl", 1).batches(1024)
     launch = LaunchRanks(world_size=2, local_world_size=2, launched=True)
     with pytest.raises(UserError, match="real documents are measured on one GPU alone"):
-        parse_arm("ddp:bf16:swap").check(Workload.parse("embedded:1x64x1@embedded", 1), launch)
+        parse_variant("ddp:bf16:swap").check(Workload.parse("embedded:1x64x1@embedded", 1), launch)
     monkeypatch.setattr("sys.argv", ["hf_trainer.py", "--workload=embedded:1x64x1@embedded", f"--output={tmp_path}/r.json"])
     with pytest.raises(UserError, match="rows of its own; drop @embedded"):
         hf_trainer.main()
@@ -125,8 +125,8 @@ def test_a_name_is_read_back():
 
 def test_the_8_bit_optimizer_is_an_option_of_ours():
     work = Workload.parse("Llama-3.2-1B:1x16x1", 1)
-    assert parse_arm("delayed:adamw_8bit").what.config(work).optim.optimizer == "adamw_8bit"
-    assert parse_arm("delayed").what.config(work).optim.optimizer == "auto"
+    assert parse_variant("delayed:adamw_8bit").what.config(work).optim.optimizer == "adamw_8bit"
+    assert parse_variant("delayed").what.config(work).optim.optimizer == "auto"
     launch = LaunchRanks(world_size=2, local_world_size=2, launched=True)
     with pytest.raises(UserError, match="8-bit blocks cannot be split"):
-        parse_arm("fsdp_full:delayed:adamw_8bit").check(work, launch)
+        parse_variant("fsdp_full:delayed:adamw_8bit").check(work, launch)

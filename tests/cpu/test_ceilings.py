@@ -11,17 +11,17 @@ import torch
 from benchmarks.ceilings import median_of
 from llm_fp8.tools.gemm_rates import (
     RESULTS,
-    Ceilings,
+    MeasuredRates,
     copy_tb_s,
     fp8_gemm,
     fp8_operands,
     gemm_tflops,
-    known_ceilings,
-    measure_ceilings,
+    known_rates,
+    measure_rates,
     shares,
 )
 
-FIGURES = Ceilings(bf16_gemm_tflops=700.0, fp8_gemm_tflops=1400.0, fp8_split_gemm_tflops=None, copy_tb_s=4.0)
+FIGURES = MeasuredRates(bf16_gemm_tflops=700.0, fp8_gemm_tflops=1400.0, fp8_split_gemm_tflops=None, copy_tb_s=4.0)
 
 
 def test_formulas():
@@ -41,28 +41,28 @@ def test_the_fp8_product_is_the_product():
 
 def test_a_cpu_has_no_ceilings():
     with pytest.raises(ValueError, match="CUDA GPU"):
-        measure_ceilings(torch.device("cpu"))
+        measure_rates(torch.device("cpu"))
 
 
 def test_the_table_is_what_was_recorded(tmp_path: Path):
     record = {"gpu": "NVIDIA Test", "ceilings": vars(FIGURES), "rounds": []}
     (tmp_path / "ceilings_test.json").write_text(json.dumps(record))
-    known = known_ceilings("NVIDIA Test", tmp_path)
+    known = known_rates("NVIDIA Test", tmp_path)
     assert known is not None and known.ceilings == FIGURES and known.source.endswith("ceilings_test.json")
-    assert known_ceilings("NVIDIA Test NVL", tmp_path) is None, "another GPU's figures are no guess at this one's"
+    assert known_rates("NVIDIA Test NVL", tmp_path) is None, "another GPU's figures are no guess at this one's"
 
 
 def test_recorded_files_name_each_gpu_once():
     names = [json.loads(path.read_text())["gpu"] for path in RESULTS.glob("ceilings_*.json")]
     assert len(names) == len(set(names))
     for name in names:
-        known = known_ceilings(name)
+        known = known_rates(name)
         assert known is not None and (RESULTS.parents[1] / known.source).is_file()
         assert all(value is None or value > 0 for value in vars(known.ceilings).values())
 
 
 def test_shares_and_medians_leave_out_what_is_absent():
-    slower = Ceilings(bf16_gemm_tflops=350.0, fp8_gemm_tflops=None, fp8_split_gemm_tflops=900.0, copy_tb_s=4.0)
+    slower = MeasuredRates(bf16_gemm_tflops=350.0, fp8_gemm_tflops=None, fp8_split_gemm_tflops=900.0, copy_tb_s=4.0)
     assert shares(slower, FIGURES) == {"bf16_gemm_tflops": 0.5, "copy_tb_s": 1.0}
-    faster = Ceilings(bf16_gemm_tflops=800.0, fp8_gemm_tflops=1500.0, fp8_split_gemm_tflops=None, copy_tb_s=4.2)
+    faster = MeasuredRates(bf16_gemm_tflops=800.0, fp8_gemm_tflops=1500.0, fp8_split_gemm_tflops=None, copy_tb_s=4.2)
     assert median_of([FIGURES, faster, faster]) == faster

@@ -15,11 +15,11 @@ import llm_fp8.train.loop as loop
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.observability.gpu_idle import WORTH_A_WORD, describe_waiting, gpu_waiting
+from llm_fp8.observability.gpu_idle import WORTH_A_WORD, describe_gpu_idle, gpu_idle
 from llm_fp8.observability.kernel_trace import gemm_kernels, time_by_class
 from llm_fp8.observability.step_profile import StepProfile
 from llm_fp8.observability.step_stats import own_steps, throughput_summary
-from llm_fp8.precision.certificate import Promise, attention_library, certify, worst
+from llm_fp8.precision.certificate import ExpectedKernels, attention_library, certify, worst
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.module_state import ModuleState, read_te_state
 from llm_fp8.precision.plan import PrecisionPlan
@@ -62,8 +62,8 @@ RENAMED = {f"some_new_gemm_{number}": times for number, times in enumerate(FP8_G
 NO_RULE = {f"device_kernel_{number}": times for number, times in enumerate(FP8_GEMMS.values())} | HEAD_GEMMS | OTHERS
 """The same, as if these names did not even tell that they are GEMMs."""
 
-DELAYED = Promise("fp8 delayed", "bf16", "delayed", num_fp8_weights=64, fp8_linear_flop_share=0.787)
-BF16 = Promise("bf16", "bf16")
+DELAYED = ExpectedKernels("fp8 delayed", "bf16", "delayed", num_fp8_weights=64, fp8_linear_flop_share=0.787)
+BF16 = ExpectedKernels("bf16", "bf16")
 IN_FP8 = ModuleState(
     num_modules=48, num_in_fp8=48, recipes={"DelayedScaling": 48}, quantizers={"Float8Quantizer": 320}, num_without_maxima=0
 )
@@ -113,7 +113,7 @@ FAILURES = {
         "expected at least 512 fp8 GEMM kernels (64 weights x 3 products and 64 products computed again in each of 2 micro-batches)",
     ),
     "an output head outside fp8": (
-        dict(promise=dataclasses.replace(DELAYED, num_fp8_head_products=2)),
+        dict(promise=dataclasses.replace(DELAYED, num_fp8_lm_head_gemms=2)),
         "expected at least 388 fp8 GEMM kernels (64 weights x 3 products and 2 of the output head's in each of 2 micro-batches), and 384 ran",
     ),
     "one micro-batch outside fp8": (dict(num_micro_batches=4), "expected at least 768"),
@@ -347,20 +347,20 @@ def test_how_much_of_a_step_the_gpu_waits(tmp_path):
 
     def waiting(step_time_s: float, profile=two):
         metrics.write_text("".join(json.dumps({"step": number, "step_time_s": step_time_s}) + "\n" for number in range(1, 5)))
-        return gpu_waiting(profile, own_steps(metrics))
+        return gpu_idle(profile, own_steps(metrics))
 
     two.work_s_by_rank = [0.04, 0.06]
     late = waiting(0.1)
     assert late == {"work_s": 0.06, "step_time_s": 0.1, "share": pytest.approx(0.4)}, "of the GPU that has most to do"
-    assert "waits for its host or other GPUs during 40% of a step" in describe_waiting(late, 2)
-    assert "fsdp_grad" in describe_waiting(late, 2) and "fsdp_grad" not in describe_waiting(late, 1)
+    assert "waits for its host or other GPUs during 40% of a step" in describe_gpu_idle(late, 2)
+    assert "fsdp_grad" in describe_gpu_idle(late, 2) and "fsdp_grad" not in describe_gpu_idle(late, 1)
     busy = waiting(0.05)
-    assert busy["share"] == 0.0 and describe_waiting(busy, 2) is None, (
+    assert busy["share"] == 0.0 and describe_gpu_idle(busy, 2) is None, (
         "recorded kernels may take longer than a step that was not recorded"
     )
     assert waiting(0.1, StepProfile()) is None
     metrics.write_text("")
-    assert gpu_waiting(two, own_steps(metrics)) is None
+    assert gpu_idle(two, own_steps(metrics)) is None
 
 
 def test_the_recorded_step_is_in_no_median():

@@ -179,7 +179,7 @@ def test_every_recorded_file_is_understood_and_no_regression_against_itself(path
         (arm, ratio_in(measured, workload, arm, rival))
         for workload, rows in measured.workloads.items()
         for arm in rows
-        if check_regression.is_ours(arm) and (rival := check_regression.rival_of(arm, "hf_bf16", rows))
+        if check_regression.is_ours(arm) and (rival := check_regression.baseline_of(arm, "hf_bf16", rows))
     ]
     for arm, ratio in ratios:  # DeepSpeed's third stage has no rival under it, and loses to FSDP2 in bf16
         assert ratio is None or (0.7 if arm.startswith("deepspeed_3:") else 0.9) < ratio.value < 12

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.tools.compare.arms import arm_words, parse_arms
+from llm_fp8.tools.compare.arms import parse_variants, variant_words
 from llm_fp8.tools.compare.differences import Difference, find_differences
-from llm_fp8.tools.compare.figures import ArmFigures, CertificateState, LossGap, arm_figures, certificate_state
+from llm_fp8.tools.compare.figures import CertificateState, LossGap, VariantFigures, certificate_state, variant_figures
 from llm_fp8.tools.compare.launch import (
     Slot,
     claim_folder,
@@ -130,7 +130,7 @@ def three(arm: str, rate: float, losses: list[float], **changes: Any) -> list[Ru
 def test_the_figures_of_an_arm():
     base = three("bf16", 100_000, [1.00, 1.04, 1.02])
     own = three("delayed", 130_000, [1.01, 1.05, 1.03])
-    figures = arm_figures("delayed", own, base)
+    figures = variant_figures("delayed", own, base)
     assert figures.tokens_per_s.value == pytest.approx(130_000, rel=0.01) and figures.num_steps_measured == 150
     assert 1.28 < figures.speedup.low < figures.speedup.value < figures.speedup.high < 1.32
     assert figures.peak_memory_gib == 37.0 and figures.energy_j_per_million_tokens == pytest.approx(6000 / 1.3)
@@ -138,7 +138,7 @@ def test_the_figures_of_an_arm():
     assert figures.effective == ["fp8 delayed"] and figures.certificate.state == "certified"
     # bf16's runs end at their final loss; ours ends 0.01 above, so it never gets there.
     assert figures.equal_loss_time.loss == "held-out" and list(figures.equal_loss_time.by_seed_s.values()) == [None] * 3
-    better = arm_figures("delayed", three("delayed", 130_000, [0.8, 0.8, 0.8]), base)
+    better = variant_figures("delayed", three("delayed", 130_000, [0.8, 0.8, 0.8]), base)
     reached, whole = better.equal_loss_time.by_seed_s[1], better.equal_loss_time.reference_by_seed_s[1]
     assert 0 < reached < whole == pytest.approx(60 * 8192 / 100_000, rel=0.8)
     assert reached == pytest.approx(own[0].wall_times_s[44], rel=0.02), "the evaluation after step 45 is the first at or below"
@@ -147,7 +147,7 @@ def test_the_figures_of_an_arm():
 def test_without_evaluations_during_training_the_training_loss_times_the_arms():
     final_only = [dataclasses.replace(run, evaluations=run.evaluations[-1:]) for run in three("bf16", 1e5, [1.0, 1.0, 1.0])]
     own = [dataclasses.replace(run, evaluations=[]) for run in three("delayed", 2e5, [1.0, 1.0, 1.0])]
-    figures = arm_figures("delayed", own, final_only)
+    figures = variant_figures("delayed", own, final_only)
     assert figures.equal_loss_time.loss == "training" and figures.loss_gap is None
     assert figures.equal_loss_time.by_seed_s[1] == pytest.approx(figures.equal_loss_time.reference_by_seed_s[1] / 2, rel=0.2)
     assert "not measured" in table_rows([figures])[0]
@@ -159,7 +159,7 @@ def test_what_was_not_measured_is_said_and_not_zero():
         dataclasses.replace(run, steps=[{k: v for k, v in step.items() if k not in keys} for step in run.steps], evaluations=[])
         for run in three("bf16", 1e5, [1.0, 1.0, 1.0])
     ]
-    figures = arm_figures("bf16", bare, bare)
+    figures = variant_figures("bf16", bare, bare)
     assert (
         figures.peak_memory_gib is figures.energy_j_per_million_tokens is None and figures.eval_loss == figures.exact_match == {}
     )
@@ -207,14 +207,14 @@ def test_losses_and_times_that_are_not_numbers_spoil_no_more_than_their_own():
 
 # ---- verdicts, a test per branch ----
 
-REFERENCE = arm_figures("bf16", three("bf16", 100_000, [1.00, 1.04, 1.02]), [])
-GOOD = arm_figures("delayed", three("delayed", 130_000, [1.01, 1.03, 1.02]), three("bf16", 100_000, [1.00, 1.04, 1.02]))
+REFERENCE = variant_figures("bf16", three("bf16", 100_000, [1.00, 1.04, 1.02]), [])
+GOOD = variant_figures("delayed", three("delayed", 130_000, [1.01, 1.03, 1.02]), three("bf16", 100_000, [1.00, 1.04, 1.02]))
 GAP = LossGap(mean=0.0, by_seed={1: 0.01, 2: -0.01, 3: 0.0}, reference_spread=0.04, num_reference_seeds=3)
 
 TWO_SEEDS = LossGap(mean=0.0, by_seed={1: 0.01, 2: -0.01}, reference_spread=0.04, num_reference_seeds=3)
 
 
-def verdict(differences: list[Difference] | None = None, reference: ArmFigures | None = REFERENCE, **changes: Any):
+def verdict(differences: list[Difference] | None = None, reference: VariantFigures | None = REFERENCE, **changes: Any):
     return judge(dataclasses.replace(GOOD, **changes), reference, differences or [])
 
 
@@ -488,21 +488,21 @@ def test_long_runs_are_thinned_to_means_over_all_their_steps():
 
 
 def test_arms_by_name():
-    assert parse_arms("fp8, mxfp8,bf16") == ["bf16", "delayed", "mxfp8"]
+    assert parse_variants("fp8, mxfp8,bf16") == ["bf16", "delayed", "mxfp8"]
     for text, words in (("", "is empty"), ("fp4", "fp4 is unknown"), ("fp8,delayed", "names delayed twice")):
         with pytest.raises(UserError, match=words):
-            parse_arms(text)
+            parse_variants(text)
 
 
 def test_options_of_fp8_reach_only_the_arms_in_which_they_take_effect():
     words = "--max_steps 3 --fp8_strict --amax_history_len 16 --fp8_format E4M3 --fp8_last_bf16_layers=2 --use_te".split()
     plain = ["--max_steps", "3", "--use_te"]
     fp8 = ["--fp8_strict", "--fp8_last_bf16_layers", "2"]
-    assert arm_words("bf16", words) == [*plain, "--mixed_precision", "bf16"]
+    assert variant_words("bf16", words) == [*plain, "--mixed_precision", "bf16"]
     scenario = ["--mixed_precision", "fp8", "--fp8_scenario"]
-    assert sorted(arm_words("nvfp4", words)) == sorted([*plain, *fp8, *scenario, "nvfp4"])
-    assert sorted(arm_words("mxfp8", words)) == sorted([*plain, *fp8, "--fp8_format", "E4M3", *scenario, "mxfp8"])
-    delayed = arm_words("delayed", words)
+    assert sorted(variant_words("nvfp4", words)) == sorted([*plain, *fp8, *scenario, "nvfp4"])
+    assert sorted(variant_words("mxfp8", words)) == sorted([*plain, *fp8, "--fp8_format", "E4M3", *scenario, "mxfp8"])
+    delayed = variant_words("delayed", words)
     assert parse_config(delayed).precision.amax_history_len == 16 and parse_config(delayed).precision.fp8_strict
 
 

@@ -25,7 +25,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import IGNORED, Batch
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.distributed.deepspeed import DeepSpeedEngine, accelerator_arguments, deepspeed_plugin
+from llm_fp8.distributed.deepspeed import DeepSpeedStrategy, accelerator_arguments, deepspeed_plugin
 from llm_fp8.distributed.deepspeed_config import deepspeed_settings, default_file
 from llm_fp8.distributed.process_group import start_process_group
 from llm_fp8.models.build import decoder_layers
@@ -190,7 +190,7 @@ def run_rank(rank: int, port: int, folder: str) -> None:
 
 
 def start(case: Case, folder: Path, *options: str, seed: int = 1) -> Any:
-    """Engine, prepared model, optimizer, plain model and configuration of a new run."""
+    """DistributedStrategy, prepared model, optimizer, plain model and configuration of a new run."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -205,7 +205,7 @@ def start(case: Case, folder: Path, *options: str, seed: int = 1) -> Any:
     if case.recompute:
         enable_gradient_checkpointing(decoder_layers(plain), every=1, uses_te=False)
     training_model = TrainingModel(plain, 32, case.dtype)
-    engine = DeepSpeedEngine(case.mode, accelerator, config.parallel)
+    engine = DeepSpeedStrategy(case.mode, accelerator, config.parallel)
     kind = engine.resolve_optimizer("auto", case.dtype)
     assert engine.parameter_dtype(kind, case.dtype) == case.dtype
     optimizer = engine.build_optimizer(config.optim, kind, training_model.named_parameters())
@@ -437,7 +437,7 @@ def test_bf16_weights_have_fp32_masters(outcomes, case):
 @pytest.mark.parametrize("kind", ["adamw_master", "adamw_8bit"])
 def test_other_optimizers_are_refused(kind):
     state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={}))
-    engine = DeepSpeedEngine("deepspeed_2", SimpleNamespace(state=state), Config().parallel)
+    engine = DeepSpeedStrategy("deepspeed_2", SimpleNamespace(state=state), Config().parallel)
     with pytest.raises(UserError, match=f"--optimizer {kind} cannot go with --sharding_mode deepspeed_2"):
         engine.resolve_optimizer(kind, torch.bfloat16)
 
@@ -448,7 +448,7 @@ def test_nothing_was_compiled(outcomes):
 
 def test_another_number_of_ranks_is_refused(outcomes):
     state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={"bf16": {"enabled": False}}))
-    engine = DeepSpeedEngine("deepspeed_1", SimpleNamespace(state=state, num_processes=4), Config().parallel)
+    engine = DeepSpeedStrategy("deepspeed_1", SimpleNamespace(state=state, num_processes=4), Config().parallel)
     with pytest.raises(UserError, match="saved by 2 processes .* cannot be resumed by 4; use 2 processes"):
         engine.load_state(outcomes[0] / "z1_untied_float32-checkpoint")
 

@@ -17,7 +17,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import bytes_per_parameter
-from llm_fp8.precision.coverage import Census
+from llm_fp8.precision.coverage import Fp8Coverage
 from llm_fp8.tools.diagnose.gemm_operands import group_layers
 from llm_fp8.tools.diagnose.memory import KINDS, MemoryAtPeak
 from llm_fp8.tools.diagnose.render import render
@@ -135,7 +135,7 @@ def made_up(**changes) -> Diagnosis:
         provenance={"packages": {}},
         device="NVIDIA H200 (compute capability 9.0)",
         precision=FP8.to_dict(),
-        census=Census(900, 1000, {"model.layers.*.qkv": 32}, {"lm_head": "1 bf16 (output head)"}),
+        census=Fp8Coverage(900, 1000, {"model.layers.*.qkv": 32}, {"lm_head": "1 bf16 (output head)"}),
         outside_fp8={"lm_head": "1 bf16 (output head)"},
         groups=group_layers(modules),
         modules=modules,

@@ -9,9 +9,9 @@ import pytest
 from llm_fp8.observability.kernel_trace import KernelTime
 from llm_fp8.observability.metrics import PeakTflops, peak_tflops
 from llm_fp8.tools.diagnose import bottlenecks as losses
-from llm_fp8.tools.diagnose.bottlenecks import StepFacts, ranked_losses
+from llm_fp8.tools.diagnose.bottlenecks import StepMeasurements, ranked_losses
 from llm_fp8.tools.diagnose.step_time import StepTime, step_time
-from llm_fp8.tools.gemm_rates import Ceilings
+from llm_fp8.tools.gemm_rates import MeasuredRates
 from tests.recorded_kernels import recorded
 
 FP8_GEMM = "nvjet_sm90_qrtst_128x128_128x6_2x1_v_bz_coopA_algo2_TNT"
@@ -50,7 +50,7 @@ def test_a_step_without_kernels_is_refused():
         step_time(recorded(), 1.0)
 
 
-def facts(**changes) -> StepFacts:
+def facts(**changes) -> StepMeasurements:
     """A step of 100 ms; rates are round: 1,000 bf16 and 2,000 fp8 TFLOP/s, 4 TB/s, and peaks of twice the FLOP/s."""
     classes = {
         "gemm": 60e-3,
@@ -65,7 +65,7 @@ def facts(**changes) -> StepFacts:
     step = StepTime(step_s=100e-3, recorded_span_s=150e-3, busy_s=91e-3, classes=times, gemms={"fp8": KernelTime(9, 40e-3)})
     values = dict(
         time=step,
-        ceilings=Ceilings(1000.0, 2000.0, 2000.0, 4.0),
+        ceilings=MeasuredRates(1000.0, 2000.0, 2000.0, 4.0),
         peak=PeakTflops(2000.0, 4000.0, "none"),
         num_fp8_weights=900_000_000,
         num_wide_weights=0,
@@ -82,35 +82,35 @@ def facts(**changes) -> StepFacts:
         use_te=True,
         attention="fused (cuDNN)",
     )
-    return StepFacts(**{**values, **changes})
+    return StepMeasurements(**{**values, **changes})
 
 
-def with_classes(given: StepFacts, **classes) -> StepFacts:
+def with_classes(given: StepMeasurements, **classes) -> StepMeasurements:
     times = {**given.time.classes, **{name: KernelTime(1, s, {name: s}) for name, s in classes.items()}}
     return dataclasses.replace(given, time=dataclasses.replace(given.time, classes=times))
 
 
 def test_floors():
     # fp8: 6 * 0.9e9 * 1e4 = 5.4e13 FLOPs at 2,000 TFLOP/s are 27 ms; head: 6e12 at 1,000 are 6 ms.
-    assert facts().gemms_at_ceilings_s == pytest.approx(33e-3)
+    assert facts().gemms_at_measured_rates_s == pytest.approx(33e-3)
     assert facts().gemm_floors_s == pytest.approx({"fp8": 13.5e-3, "bf16": 3e-3})
     assert facts().floors_s["gemm"] == pytest.approx(16.5e-3) and facts().floors_s["attention"] == pytest.approx(1e-3)
     assert facts().floors_s["optimizer"] == pytest.approx((2 * 10e9 + 2e9) / 4e12)
     # A third of the FLOPs at the fast rate, two at the split one.
-    split = facts(ceilings=Ceilings(1000.0, 2000.0, 1000.0, 4.0))
+    split = facts(ceilings=MeasuredRates(1000.0, 2000.0, 1000.0, 4.0))
     assert split.fp8_gemm_s(6e15) == pytest.approx(2e15 / 2e15 + 4e15 / 1e15)
-    assert facts(ceilings=Ceilings(1000.0, None, None, 4.0)).fp8_gemm_s(1.0) is None
+    assert facts(ceilings=MeasuredRates(1000.0, None, None, 4.0)).fp8_gemm_s(1.0) is None
     # No floor without the vendor's peak, nor from the fp8 one for fp4, which is twice as fast.
     for unknown in (facts(peak=None), facts(peak=PeakTflops(2000.0, None, "none")), facts(scenario="nvfp4")):
         assert unknown.gemm_floors_s == {} and "gemm" not in unknown.floors_s and "optimizer" in unknown.floors_s
-    assert losses.gemms_below_ceiling(facts(scenario="nvfp4")) is None
+    assert losses.gemms_below_measured_rate(facts(scenario="nvfp4")) is None
     # A head in fp8: two thirds of its 6 ms at twice the rate, or all; fast accumulation is for the logits.
-    gradients, whole = facts(num_fp8_head_products=2), facts(num_fp8_head_products=3)
+    gradients, whole = facts(num_fp8_lm_head_gemms=2), facts(num_fp8_lm_head_gemms=3)
     assert gradients.head_gemm_s == pytest.approx(4e-3) and whole.head_gemm_s == pytest.approx(3e-3)
-    assert gradients.gemms_at_ceilings_s == pytest.approx(31e-3) and whole.gemms_at_ceilings_s == pytest.approx(30e-3)
+    assert gradients.gemms_at_measured_rates_s == pytest.approx(31e-3) and whole.gemms_at_measured_rates_s == pytest.approx(30e-3)
     assert gradients.gemm_floors_s == pytest.approx({"fp8": 14.5e-3, "bf16": 1e-3})
     assert whole.gemm_floors_s == pytest.approx({"fp8": 15e-3, "bf16": 0.0})
-    assert facts(num_fp8_head_products=3, ceilings=Ceilings(1000.0, 2000.0, 1000.0, 4.0)).head_gemm_s == pytest.approx(5e-3)
+    assert facts(num_fp8_lm_head_gemms=3, ceilings=MeasuredRates(1000.0, 2000.0, 1000.0, 4.0)).head_gemm_s == pytest.approx(5e-3)
     # A card that multiplies faster than its data sheet says.
     low = facts(peak=PeakTflops(900.0, 1800.0, "none"))
     assert low.floors_s["gemm"] == pytest.approx(33e-3) and low.floors_s["attention"] == pytest.approx(2e-3)
@@ -120,21 +120,21 @@ def test_no_floor_lies_above_what_an_h200_took():
     """Llama-3.2-1B in delayed scaling on one H200, 2 micro-batches of 4 x 1,024: the GEMMs took 51.3 ms, faster than the ceilings of a GPU that
     multiplies without a pause, which gave 56.7."""
     step = facts(
-        ceilings=Ceilings(680.1, 1307.5, 1250.6, 4.27),
+        ceilings=MeasuredRates(680.1, 1307.5, 1250.6, 4.27),
         peak=peak_tflops("NVIDIA H200"),
         num_fp8_weights=973_078_528,
         num_head_weights=262_668_288,
         num_tokens=8192,
     )
     step = with_classes(step, gemm=51.3e-3)
-    assert step.gemms_at_ceilings_s == pytest.approx(56.7e-3, rel=1e-3)
+    assert step.gemms_at_measured_rates_s == pytest.approx(56.7e-3, rel=1e-3)
     assert step.gemm_floors_s["fp8"] < 35.1e-3 and step.gemm_floors_s["bf16"] < 16.2e-3
     assert "GEMMs below the ceiling" not in [loss.name for loss in ranked_losses(step)]
 
 
 def test_gemms_below_the_ceiling():
-    assert losses.gemms_below_ceiling(facts()).lost_s == pytest.approx(27e-3)
-    assert losses.gemms_below_ceiling(facts(attention="unfused")) is None
+    assert losses.gemms_below_measured_rate(facts()).lost_s == pytest.approx(27e-3)
+    assert losses.gemms_below_measured_rate(facts(attention="unfused")) is None
 
 
 def test_recomputation_is_taken_out_of_the_gemms():
@@ -142,7 +142,7 @@ def test_recomputation_is_taken_out_of_the_gemms():
     half = facts(recomputed_share=0.5)
     # At the ceilings: 27 ms of fp8 layers, half of them a third longer, and 6 ms of head.
     assert losses.recomputation(half).lost_s == pytest.approx(60e-3 * 4.5 / 37.5)
-    assert losses.gemms_below_ceiling(half).lost_s == pytest.approx(27e-3 - 60e-3 * 4.5 / 37.5)
+    assert losses.gemms_below_measured_rate(half).lost_s == pytest.approx(27e-3 - 60e-3 * 4.5 / 37.5)
 
 
 def test_layers_outside_fp8_name_the_option_that_fits():
@@ -153,15 +153,15 @@ def test_layers_outside_fp8_name_the_option_that_fits():
     bf16 = facts(num_fp8_weights=0, num_wide_weights=900_000_000, scenario=None)
     assert losses.layers_outside_fp8(bf16).advice.startswith("--mixed_precision fp8")
     assert losses.layers_outside_fp8(dataclasses.replace(kept, use_te=False)).advice.startswith("--use_te")
-    assert losses.layers_outside_fp8(dataclasses.replace(bf16, ceilings=Ceilings(300.0, None, None, 1.5))) is None
+    assert losses.layers_outside_fp8(dataclasses.replace(bf16, ceilings=MeasuredRates(300.0, None, None, 1.5))) is None
 
 
 def test_work_of_known_bytes():
     assert losses.weight_casts(facts()).lost_s == pytest.approx(4 * 0.9e9 / 4e12)
     assert losses.weight_casts(with_classes(facts(), cast=1e-4)).lost_s == pytest.approx(1e-4)  # never more than was seen
     assert losses.weight_casts(facts(num_fp8_weights=0)) is None
-    assert losses.gradient_sums(facts()).lost_s == pytest.approx(3 * 0.4e9 / 4e12)
-    assert losses.gradient_sums(facts(num_micro_batches=1)).lost_s == 0
+    assert losses.main_grads(facts()).lost_s == pytest.approx(3 * 0.4e9 / 4e12)
+    assert losses.main_grads(facts(num_micro_batches=1)).lost_s == 0
 
 
 def test_scaling_and_pointwise():

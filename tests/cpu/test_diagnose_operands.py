@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.precision.coverage import Census
+from llm_fp8.precision.coverage import Fp8Coverage
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.tools.diagnose.gemm_operands import (
     PASSES,
@@ -238,7 +238,7 @@ def test_problems_name_the_module_and_the_pass():
 
 
 def test_reasons_outside_fp8():
-    census = Census(
+    census = Fp8Coverage(
         0,
         1,
         {},

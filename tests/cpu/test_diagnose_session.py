@@ -14,14 +14,14 @@ from llm_fp8.observability.metrics import GIB, PeakTflops
 from llm_fp8.tools.diagnose import session
 from llm_fp8.tools.diagnose.memory import KINDS
 from llm_fp8.tools.diagnose.step_time import step_time
-from llm_fp8.tools.gemm_rates import Ceilings
+from llm_fp8.tools.gemm_rates import MeasuredRates
 from llm_fp8.utils.json_files import write_json_atomic
 from tests.cpu.test_diagnose_losses import ATTENTION, BF16_GEMM
 from tests.recorded_kernels import recorded
 from tests.small import forget_accelerator
 from tests.stand_in_te import install_stand_in
 
-CEILINGS = Ceilings(800.0, 1400.0, 1300.0, 4.0)
+CEILINGS = MeasuredRates(800.0, 1400.0, 1300.0, 4.0)
 SOFTMAX = (
     "void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 10, false, false>(c10::BFloat16*, int)"
 )
@@ -107,7 +107,7 @@ def test_too_little_memory_is_a_sentence(tiny_model, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(session, "own_device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(session, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(session, "measure_rates", lambda device: CEILINGS)
     monkeypatch.setattr(session, "_Session", fails)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"total_memory": 80 * GIB}))

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import environment_variables as bench
 from llm_fp8.observability.provenance import recorded_command
-from llm_fp8.tools.bench.variant_names import parse_arm
+from llm_fp8.tools.bench.variant_names import parse_variant
 from llm_fp8.tools.bench.worker import measure_apart
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.tools.verify.environment_rules import RULES
@@ -48,7 +48,7 @@ def measured(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure_apart", measure)
     settings = ["NVTE_FP8_ALLREDUCE=1", "CUDA_LAUNCH_BLOCKING=1", "NVTE_FUSED_ATTN=0"]
     path = tmp_path / "folder" / "r.json"
-    rows = bench.measure_all(WORK, parse_arm("delayed"), settings, 2, 2, 100, path)
+    rows = bench.measure_all(WORK, parse_variant("delayed"), settings, 2, 2, 100, path)
     assert following == [*calls[1:], None], "each is told what comes next"
     return calls, {row["setting"]: row for row in rows}, json.loads(path.read_text())
 
@@ -136,7 +136,7 @@ def test_a_launch_has_the_variables_of_its_setting(tmp_path, tiny_architecture, 
         return answer
 
     monkeypatch.setattr(bench, "measure_apart", measure)
-    work, arm = Workload.parse(f"{tiny_architecture}:2x32x2", 3), parse_arm("fsdp_full:bf16:swap")
+    work, arm = Workload.parse(f"{tiny_architecture}:2x32x2", 3), parse_variant("fsdp_full:bf16:swap")
     settings, path = ["NCCL_P2P_DISABLE=0 TORCH_DISTRIBUTED_DEBUG=DETAIL"], tmp_path / "r.json"
     none, set_ = bench.measure_all(work, arm, settings, 1, 1, 120.0, path, 2)
     names = ("NCCL_P2P_DISABLE", "TORCH_DISTRIBUTED_DEBUG", "NCCL_NVLS_ENABLE")

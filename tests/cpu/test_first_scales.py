@@ -14,7 +14,7 @@ from torch import nn
 
 from llm_fp8.precision.context import Precision
 from llm_fp8.train import run as run_module
-from llm_fp8.train.scale_warmup import PASSES, find_first_scales, prepare_with_scales
+from llm_fp8.train.scale_warmup import PASSES, prepare_with_scales, warm_up_delayed_scales
 from tests.processes import exit_code, start_ranks
 from tests.small import steps, train
 
@@ -104,7 +104,7 @@ def errors(num_passes: int, batch, monkeypatch, **size) -> dict[str, float]:
     monkeypatch.setattr("llm_fp8.train.scale_warmup.PASSES", num_passes)
     model = Blocks(**size)
     seam = Seam(model)
-    find_first_scales(model, seam, batch, round(1 / TINY))
+    warm_up_delayed_scales(model, seam, batch, round(1 / TINY))
     model.dropout.p = 0.0
     with seam.context(None):
         (model(batch) * TINY).backward()
@@ -149,7 +149,7 @@ def test_nothing_is_left_but_scales(batch):
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    find_first_scales(model, Seam(model), batch, 10)
+    warm_up_delayed_scales(model, Seam(model), batch, 10)
     assert torch.equal(torch.rand(4), expected), "dropout drew random numbers of its own"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters()) and model.num_passes == PASSES
@@ -160,7 +160,7 @@ def test_nothing_is_left_but_scales(batch):
 
 def test_other_recipes_need_none(batch):
     model = Blocks()
-    find_first_scales(model, Seam(model, scales_lag=False), batch, 10)
+    warm_up_delayed_scales(model, Seam(model, scales_lag=False), batch, 10)
     assert model.num_passes == 0
 
 
@@ -176,16 +176,16 @@ def test_scales_are_found_before_a_wrapper_and_behind_sharding(shards, order):
 
 @pytest.fixture
 def lagging(monkeypatch):
-    """A run on the CPU takes itself for one with delayed scaling; gives the calls of `find_first_scales`."""
+    """A run on the CPU takes itself for one with delayed scaling; gives the calls of `warm_up_delayed_scales`."""
     calls = []
 
     def find(*arguments):
         calls.append(arguments)
-        find_first_scales(*arguments)
+        warm_up_delayed_scales(*arguments)
 
     monkeypatch.setattr(Precision, "scales_lag", property(lambda self: True))
     monkeypatch.setattr(Precision, "state_tensors", lambda self: {})
-    monkeypatch.setattr(run_module, "find_first_scales", find)
+    monkeypatch.setattr(run_module, "warm_up_delayed_scales", find)
     return calls
 
 

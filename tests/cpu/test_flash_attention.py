@@ -27,7 +27,7 @@ from llm_fp8.kernels.flash_attention import (
     require_flash_attention,
 )
 from llm_fp8.models import build as models
-from llm_fp8.tools.bench.variant_names import parse_arm
+from llm_fp8.tools.bench.variant_names import parse_variant
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.utils.errors import UserError
 from tests.small import tiny_config
@@ -304,17 +304,17 @@ def test_flash_attn_4_is_not_taken_for_flash_attn_2(monkeypatch):
 
 @pytest.mark.parametrize(("option", "which"), [("flash3", FLASH_ATTENTION_3), ("flash4", FLASH_ATTENTION_4)])
 def test_an_arm_of_the_benchmarks(option, which):
-    arm = parse_arm(f"delayed:{option}:fp8head_all").what
+    arm = parse_variant(f"delayed:{option}:fp8head_all").what
     work = Workload("Llama-3.2-1B", 2, 64, 1, 1)
     assert arm.config(work).model == ModelConfig(
         model_name="Llama-3.2-1B", random_init=True, use_te=True, attn_implementation=which
     )
-    assert parse_arm("delayed").what.config(work).model.attn_implementation == "auto"
+    assert parse_variant("delayed").what.config(work).model.attn_implementation == "auto"
 
 
 def test_an_arm_with_two_attentions_is_refused():
     with pytest.raises(UserError, match="--arms delayed:flash4:flash3: flash4 and flash3 are two attentions"):
-        parse_arm("delayed:flash4:flash3")
+        parse_variant("delayed:flash4:flash3")
 
 
 @pytest.mark.parametrize("which", FLASH_ATTENTION_PACKAGES)

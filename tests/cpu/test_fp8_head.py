@@ -21,13 +21,13 @@ from llm_fp8.kernels import softmax
 from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
 from llm_fp8.kernels.fp8_lm_head import E4M3, E5M2, Fp8Head, cast_to_fp8
 from llm_fp8.kernels.softmax import IGNORE_INDEX
-from llm_fp8.models.lora import add_adapters, products_per_weight
+from llm_fp8.models.lora import add_adapters, gemms_per_weight
 from llm_fp8.models.parity import relative_difference
-from llm_fp8.precision.certificate import Promise
+from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.coverage import take_census
+from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
-from llm_fp8.tools.bench.variant_names import parse_arm
+from llm_fp8.tools.bench.variant_names import parse_variant
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 from tests.fp8_head_reference import GRADIENT_ERROR, MODES, exact, head_of, run
@@ -351,7 +351,7 @@ def test_the_seam_tells_the_head_which_micro_batch_it_is():
 @pytest.mark.parametrize(
     ("mode", "lora", "num_products"), [("gradients", 0, 2), ("all", 0, 3), ("gradients", 4, 1), ("all", 4, 2)]
 )
-def test_census_and_promise_count_its_products(mode, lora, num_products):
+def test_census_and_promise_count_its_products(mode, lora, num_gemms_of):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(tiny_config())
@@ -359,27 +359,27 @@ def test_census_and_promise_count_its_products(mode, lora, num_products):
         add_adapters(model, LoraConfig(lora_rank=lora), torch.float32)
     precision = Precision(PrecisionPlan("fp8", "fp8", "delayed", "delayed", backend="te"), PrecisionConfig(), CPU, torch.bfloat16)
     precision.fp8_head = Fp8Head(model.get_output_embeddings(), mode)
-    products = products_per_weight(model)
-    in_head = precision.products_of_head(products)
-    assert list(in_head.values()) == [num_products]
-    without = take_census(model, (), "bf16", {}, products)
-    census = take_census(model, (), "bf16", {}, products, products_of_head=in_head)
-    assert census.fp8_flops_per_token - without.fp8_flops_per_token == 2 * num_products * 1024 * 32
+    products = gemms_per_weight(model)
+    in_head = precision.lm_head_gemms(products)
+    assert list(in_head.values()) == [num_gemms_of]
+    without = measure_coverage(model, (), "bf16", {}, products)
+    census = measure_coverage(model, (), "bf16", {}, products, lm_head_gemms=in_head)
+    assert census.fp8_flops_per_token - without.fp8_flops_per_token == 2 * num_gemms_of * 1024 * 32
     assert census.linear_flops_per_token == without.linear_flops_per_token
-    assert census.skipped["lm_head"] == f"1 bf16 (output head, {num_products} of {2 if lora else 3} products in fp8)"
-    promise = Promise.of_model(precision, census, products=products)
-    assert promise.num_fp8_head_products == num_products and promise.num_fp8_gemms(4) == 4 * num_products
+    assert census.skipped["lm_head"] == f"1 bf16 (output head, {num_gemms_of} of {2 if lora else 3} products in fp8)"
+    promise = ExpectedKernels.of_model(precision, census, products=products)
+    assert promise.num_fp8_lm_head_gemms == num_gemms_of and promise.num_fp8_gemms(4) == 4 * num_gemms_of
 
 
 def test_arms_of_the_benchmarks():
-    assert parse_arm("delayed:fp8head").what.precision.fp8_lm_head == "gradients"
-    both = parse_arm("ddp:current:swap:fp8head_all:lora8").what
+    assert parse_variant("delayed:fp8head").what.precision.fp8_lm_head == "gradients"
+    both = parse_variant("ddp:current:swap:fp8head_all:lora8").what
     assert (both.precision.fp8_lm_head, both.precision.fp8_scenario, both.lora.lora_rank) == ("all", "current", 8)
     for name in ("bf16:fp8head", "tensorwise:swap:fp8head", "delayed:fp8head:fp8head_all"):
         with pytest.raises(
             UserError, match=f"--arms {name}: one of fp8head and fp8head_all goes with a recipe of Transformer Engine"
         ):
-            parse_arm(name)
+            parse_variant(name)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------------

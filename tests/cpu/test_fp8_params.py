@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from llm_fp8.config.options import OptimConfig, ParallelConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.distributed.fp8_params import check_fp8_params, master_of, requantise_, scales_of
-from llm_fp8.distributed.fsdp import FsdpEngine
+from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.distributed.sharding_mode import check_mode
 from llm_fp8.models.weight_shards import row_block
 from llm_fp8.optim.optimizers import build_optimizer
@@ -180,7 +180,7 @@ def train_in_fp8(rank: int, mode: str, compute_dtype: torch.dtype, sync_every_mi
     """Of four ranks two and two have the same rows, so that the mean over ranks is that of two."""
     install_stand_in()
     options = ParallelConfig(fp8_params=True, sync_every_micro_batch=sync_every_micro_batch)
-    engine = FsdpEngine(mode, Accelerator(cpu=True), options, compute_dtype, 2)
+    engine = FsdpStrategy(mode, Accelerator(cpu=True), options, compute_dtype, 2)
     model = SmallModel()
     engine.keep_in_fp8(precision_of(list(model.layers)[:-1]))
     engine.shard(model, model.layers)
@@ -327,7 +327,7 @@ def test_modes_without_fp8_parameters_are_refused(mode: str, options: list[str])
 
 
 def optimizer_kind(rank: int, requested: str) -> str:
-    engine = FsdpEngine("fsdp_full", Accelerator(cpu=True), ParallelConfig(fp8_params=True), torch.bfloat16, 1)
+    engine = FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(fp8_params=True), torch.bfloat16, 1)
     try:
         return engine.resolve_optimizer(requested, torch.bfloat16)
     except UserError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plot_curves
-from benchmarks.gsm8k_curves import ARMS, check, compare_to_one_gpu, finished_runs, make_parser, parse_arms, parse_seeds, plan
+from benchmarks.gsm8k_curves import ARMS, check, compare_to_one_gpu, finished_runs, make_parser, parse_seeds, parse_variants, plan
 from benchmarks.plot_curves import draw
 from llm_fp8.config.parser import parse_config
 from llm_fp8.utils.errors import FailedCheck, UserError
@@ -32,8 +32,8 @@ def test_on_one_gpu_every_precision_with_every_seed():
 @pytest.mark.parametrize("arms", ["bf16,fp16", "delayed", "bf16,delayed,delayed"])
 def test_arms_that_cannot_be_compared(arms):
     with pytest.raises(UserError, match="--arms"):
-        parse_arms(arms)
-    assert parse_arms("delayed_fp8head, bf16") == ["delayed_fp8head", "bf16"]
+        parse_variants(arms)
+    assert parse_variants("delayed_fp8head, bf16") == ["delayed_fp8head", "bf16"]
 
 
 @pytest.mark.parametrize("num_gpus", [2, 4, 8])

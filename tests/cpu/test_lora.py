@@ -26,17 +26,17 @@ from llm_fp8.distributed.sharding_mode import state_bytes
 from llm_fp8.models.lora import (
     adapters_of,
     add_adapters,
+    gemms_per_weight,
     initialize_adapters_,
-    needs_split_mlp,
+    needs_unfused_mlp,
     num_adapter_parameters,
-    products_per_weight,
     require_peft,
     scaling_of,
 )
 from llm_fp8.models.weights import fill_te_model
 from llm_fp8.observability.metrics import DecoderSize, model_flops_per_token
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.coverage import take_census
+from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.errors import UserError
 from tests.processes import exit_code, start_ranks
@@ -206,7 +206,7 @@ def test_the_te_decoder_computes_what_hugging_faces_does(tiny_model, stand_in, t
 
     options = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, lora_targets=targets)
     hf = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    te = te_llama.build_te_model(tiny_config(), torch.float32, "cpu", split_mlp=needs_split_mlp(options))
+    te = te_llama.build_te_model(tiny_config(), torch.float32, "cpu", unfused_mlp=needs_unfused_mlp(options))
     fill_te_model(te, [Path(tiny_model) / "model.safetensors"])
     for model in (hf, te):
         add_adapters(model, options, torch.float32)
@@ -253,14 +253,14 @@ def test_products_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use
     """In every module but a fused MLP the number that the certificate expects is the number that autograd computes."""
     options = LoraConfig(lora_rank=RANK, lora_targets=targets)
     if use_te:
-        model = te_llama.build_te_model(tiny_config(), torch.float32, "cpu", split_mlp=needs_split_mlp(options))
+        model = te_llama.build_te_model(tiny_config(), torch.float32, "cpu", unfused_mlp=needs_unfused_mlp(options))
         fill_te_model(model, [Path(tiny_model) / "model.safetensors"])
     else:
         model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    assert products_per_weight(model) == {}
+    assert gemms_per_weight(model) == {}
     add_adapters(model, options, torch.float32)
     initialize_adapters_(model, SEED)
-    products = products_per_weight(model)
+    products = gemms_per_weight(model)
     ids = torch.randint(3, 1024, (2, 24))
     with CountProducts() as counted:
         model(input_ids=ids, labels=ids).loss.backward()
@@ -272,13 +272,13 @@ def test_products_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use
                 checked += 1
     layers = tiny_config().num_hidden_layers
     assert checked == layers * (4 if use_te else 7) + 1
-    census = take_census(model, [m for m in products if m is not model.lm_head], "bf16", {}, products)
+    census = measure_coverage(model, [m for m in products if m is not model.lm_head], "bf16", {}, products)
     adapters = num_adapter_parameters(model)
     own = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "lora" not in name and "embed" not in name)
     assert census.num_linear_weights == own + adapters
     assert census.linear_flops_per_token <= 4 * own + 6 * adapters
     assert 0 < census.fp8_linear_flop_share < 1
-    described = take_census(model, [], "bf16", {}, products).skipped
+    described = measure_coverage(model, [], "bf16", {}, products).skipped
     assert (
         {pattern for pattern, why in described.items() if why.endswith("bf16 (adapter)")}
         == {pattern for pattern in described if "lora_" in pattern or "adapters" in pattern}
@@ -301,7 +301,7 @@ def test_no_more_products_are_expected_than_run_beside_attention(config):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     add_adapters(model, LoraConfig(lora_rank=RANK), torch.float32)
     initialize_adapters_(model, SEED)
-    products, ids = products_per_weight(model), torch.randint(3, 1024, (2, 24))
+    products, ids = gemms_per_weight(model), torch.randint(3, 1024, (2, 24))
     with CountProducts() as counted:
         model(input_ids=ids, labels=ids).loss.backward()
     found = {
@@ -430,14 +430,14 @@ def test_what_is_wrong_with_an_adapters_folder_is_said(trained_adapter, tiny_mod
 
 def test_the_study_compares_each_kind_of_adapters_with_itself():
     from llm_fp8.tools.bench.workload import Workload
-    from scripts.lora_study import GUIDES, arms_of, speed_ups
+    from scripts.lora_study import GUIDES, speed_ups, variants_of
 
-    assert [arm.name for arm in arms_of("lora8,lora16qv", "current")] == [
+    assert [arm.name for arm in variants_of("lora8,lora16qv", "current")] == [
         "bf16", "current", "bf16:lora8", "current:lora8", "bf16:lora16qv", "current:lora16qv",
     ]  # fmt: skip
     for wrong in ("dora", "lorax", "lora0", "lora8:swap"):
         with pytest.raises(UserError, match=f"--adapters {wrong} is unknown"):
-            arms_of(wrong, "delayed")
+            variants_of(wrong, "delayed")
     work = Workload.parse("Llama-3.1-8B:8x1024x4", 3)
 
     def row(arm, speed):
@@ -460,7 +460,7 @@ def test_the_study_compares_each_kind_of_adapters_with_itself():
     assert (eight["speed_up"], eight["over_full"]["bf16"], eight["guides"]) == (1.1, 2.0, "1.20")
     assert eight["speed_up_low"] == 210 / 210 and eight["speed_up_high"] == 230 / 190
     assert thirty_two["failed"] == "delayed: out of memory" and thirty_two["guides"] == "1.00"
-    arms = [arm.name for arm in arms_of("lora8", "delayed:fp8head_all")]
+    arms = [arm.name for arm in variants_of("lora8", "delayed:fp8head_all")]
     assert arms == ["bf16", "delayed:fp8head_all", "bf16:lora8", "delayed:fp8head_all:lora8"]
     *_, of_head = speed_ups([*rows, row("delayed:fp8head_all:lora8", 240)])
     assert (of_head["recipe"], of_head["adapters"], of_head["speed_up"]) == ("delayed:fp8head_all", "lora8", 1.2)
@@ -468,12 +468,12 @@ def test_the_study_compares_each_kind_of_adapters_with_itself():
 
 def test_a_benchmark_arm_trains_adapters_alone(tmp_path):
     from llm_fp8.tools.bench.measure import measure
-    from llm_fp8.tools.bench.variant_names import parse_arm
+    from llm_fp8.tools.bench.variant_names import parse_variant
     from llm_fp8.tools.bench.workload import Workload
 
     tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(tmp_path)
     work = Workload.parse(f"{tmp_path}:2x32x2", 2)
-    full, adapted = (measure(work, parse_arm(name), 1, torch.device("cpu")) for name in ("bf16:swap", "bf16:swap:lora8qv"))
+    full, adapted = (measure(work, parse_variant(name), 1, torch.device("cpu")) for name in ("bf16:swap", "bf16:swap:lora8qv"))
     assert adapted["losses"][0] == pytest.approx(full["losses"][0], rel=1e-3), "the same weights"
     assert (full["num_adapter_parameters"], adapted["num_adapter_parameters"]) == (0, 8 * (64 + 64) + 8 * (64 + 32))
 

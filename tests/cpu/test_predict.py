@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
-from benchmarks.prediction_records import bundled_size, recorded_rows, rows_for_memory_alone, scenario_of, with_tables
+from benchmarks.prediction_records import bundled_size, recorded_rows, rows_for_memory_alone, with_tables, workload_of
 from llm_fp8.config.attention_packages import FLASH_ATTENTION_4, FLASH_ATTENTION_PACKAGES
 from llm_fp8.config.options import Config, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from llm_fp8.models.architectures import bundled_architectures
@@ -21,7 +21,7 @@ from llm_fp8.models.build import count_parameters
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.observability.metrics import DecoderSize, StepTokens, speed_metrics
 from llm_fp8.observability.step_stats import own_steps
-from llm_fp8.tools.gemm_rates import RESULTS, Ceilings, known_ceilings
+from llm_fp8.tools.gemm_rates import RESULTS, MeasuredRates, known_rates
 from llm_fp8.tools.predict import prediction
 from llm_fp8.tools.predict.after_run import compare, describe_comparison, mean_length, run_prediction
 from llm_fp8.tools.predict.calibration import (
@@ -39,17 +39,17 @@ from llm_fp8.tools.predict.prediction import gpu_by_name, known_gpu, known_gpus,
 from llm_fp8.tools.predict.step_time import (
     exchanged_bytes,
     fsdp_bytes,
-    gemm_sum_bytes,
+    gemm_accumulator_bytes,
     head_cast_bytes,
+    idle_share,
     layer_weights,
     norm_seconds,
     step_time,
     update_bytes,
-    waiting_share,
     weight_bytes,
     weight_cast_bytes,
 )
-from llm_fp8.tools.predict.workload import RECIPES, ModelSize, Scenario
+from llm_fp8.tools.predict.workload import RECIPES, ModelSize, StepWorkload
 from llm_fp8.utils.errors import UserError, run_script
 from scripts import predict as command
 
@@ -88,15 +88,15 @@ def hf_config(model: str):
 
 def scenario(
     model: str = "Llama-3.1-8B", recipe: str = "delayed", tokens: int = 8192, micro_batches: int = 4, **more
-) -> Scenario:
-    return Scenario(bundled_size(model), recipe, tokens, micro_batches, more.pop("mean_length", 1024), **more)
+) -> StepWorkload:
+    return StepWorkload(bundled_size(model), recipe, tokens, micro_batches, more.pop("mean_length", 1024), **more)
 
 
-def step_s(of: Scenario) -> float:
+def step_s(of: StepWorkload) -> float:
     return step_time(of, Rates()).total_s
 
 
-def gib(of: Scenario) -> float:
+def gib(of: StepWorkload) -> float:
     return peak_memory(of).total_gib
 
 
@@ -249,7 +249,7 @@ def test_few_tokens_computed_again_need_what_comes_later():
     gpu = known_gpu(CALIBRATED_GPU)
     for name in ("levers_3b_recompute_after.json", "levers_3b_x2_sums_let_go.json"):
         for row in json.loads((RESULTS / name).read_text())["rows"]:
-            beyond = row["peak_memory_gib"] - predict(scenario_of(row), gpu).peak_memory_gib
+            beyond = row["peak_memory_gib"] - predict(workload_of(row), gpu).peak_memory_gib
             assert 0.4 < beyond < 0.7, (name, row["arm"])
 
 
@@ -265,17 +265,17 @@ def test_the_exchange_of_steps_before_gemms_added_up_gradients():
     assert {row["mode"] for row in rows} == {"fsdp_full", "fsdp_grad"}
     rates = Rates()
     for row in rows:
-        then = scenario_of(row)
+        then = workload_of(row)
         time = step_time(then, rates)
         layers, parameters = layer_weights(then), then.model.num_parameters
-        fsdp = 10 * gemm_sum_bytes(then) / 4  # of the same weights and micro-batches
+        fsdp = 10 * gemm_accumulator_bytes(then) / 4  # of the same weights and micro-batches
         casts = exchanged = 0
         if then.mode == "fsdp_grad":  # everything was gathered and cast in every micro-batch
             fsdp += 7 * 4 * parameters
             casts = (8 * (3 + 4) - 4) * layers
             exchanged = 7 * 2 * parameters
-        kernels = fsdp / rates.fsdp_tb_s + (casts - gemm_sum_bytes(then)) / rates.weight_tb_s
-        expected = time.total_s + (1 + waiting_share(then.num_gpus)) * kernels / 1e12 + exchanged / rates.exchange_tb_s / 1e12
+        kernels = fsdp / rates.fsdp_tb_s + (casts - gemm_accumulator_bytes(then)) / rates.weight_tb_s
+        expected = time.total_s + (1 + idle_share(then.num_gpus)) * kernels / 1e12 + exchanged / rates.exchange_tb_s / 1e12
         assert expected == pytest.approx(then.tokens_per_step / row["tokens_per_s"], rel=TIME_ERROR_SEVERAL)
 
 
@@ -302,7 +302,7 @@ def test_kernels_of_several_gpus_take_what_their_parts_and_the_exchange_do(recor
 
 
 def test_the_slowest_gpu_is_the_farther_off_the_more_there_are():
-    assert waiting_share(1) == 0 < waiting_share(2) < waiting_share(4) < waiting_share(8)
+    assert idle_share(1) == 0 < idle_share(2) < idle_share(4) < idle_share(8)
     more: dict[int, list[float]] = {2: [], 4: []}
     for record in recorded_rows():
         if record.todays and record.prediction.scenario.mode in ("ddp", "fsdp_grad") and not record.out_of_memory:
@@ -311,7 +311,7 @@ def test_the_slowest_gpu_is_the_farther_off_the_more_there_are():
     assert {n: len(rows) for n, rows in more.items()} == {2: 14, 4: 4}
     for n, rows in more.items():
         # Two GPUs are either much alike or not: a mean of fourteen rows says little.
-        assert statistics.mean(rows) == pytest.approx(waiting_share(n), abs=0.007) and max(rows) < 0.03
+        assert statistics.mean(rows) == pytest.approx(idle_share(n), abs=0.007) and max(rows) < 0.03
 
 
 @pytest.mark.parametrize(
@@ -379,9 +379,9 @@ def test_packed_rows_have_the_lengths_of_their_documents():
     for row in packed:
         step = row.row["rounds"][0]["step_tokens"]
         assert row.prediction.scenario.mean_length == step["sum_squared_lengths"] / (16 * 1024 * 4)
-        assert scenario_of({**row.row, "rounds": [{}]}) is None, "without them there is no prediction"
+        assert workload_of({**row.row, "rounds": [{}]}) is None, "without them there is no prediction"
         padded = {**row.row, "rounds": [{"step_tokens": {**step, "num_tokens": 1}}]}
-        assert scenario_of(padded) is None, "nor for other positions than the row's"
+        assert workload_of(padded) is None, "nor for other positions than the row's"
 
 
 def test_recipes_come_out_in_the_measured_order():
@@ -578,10 +578,10 @@ def test_bytes_of_fsdp():
     assert more(fsdp_bytes, "fsdp_full", fp8_params=True) == pytest.approx(2 * 2 * layers + (4 + 10) * outside)
     for options in ({}, {"fp8_params": True}):
         assert more(fsdp_bytes, "fsdp_grad", **options) == pytest.approx(10 * outside), "gathered once a step"
-        assert more(gemm_sum_bytes, "fsdp_grad", **options) == pytest.approx(4 * layers)
+        assert more(gemm_accumulator_bytes, "fsdp_grad", **options) == pytest.approx(4 * layers)
         assert more(exchanged_bytes, "fsdp_grad", **options) == 0
-    assert more(gemm_sum_bytes, "fsdp_full") == pytest.approx(4 * (layers - fused_qkv))
-    assert more(gemm_sum_bytes, "fsdp_full", sync_every_micro_batch=True) == 0
+    assert more(gemm_accumulator_bytes, "fsdp_full") == pytest.approx(4 * (layers - fused_qkv))
+    assert more(gemm_accumulator_bytes, "fsdp_full", sync_every_micro_batch=True) == 0
     assert more(exchanged_bytes, "fsdp_full") == pytest.approx(2 * 2 * layers + 2 * outside)
     assert more(exchanged_bytes, "fsdp_full", fp8_params=True) == pytest.approx(2 * layers + 2 * outside)
     assert more(exchanged_bytes, "fsdp_grad", sync_every_micro_batch=True) == pytest.approx(4 * model.num_parameters)
@@ -659,16 +659,16 @@ def test_an_unknown_gpu_has_no_prediction():
 
 @pytest.fixture
 def two_gpus(tmp_path, monkeypatch):
-    """Ceilings on record for the calibrated GPU, one that is half as fast, and one without fp8."""
-    known = Ceilings(bf16_gemm_tflops=700, fp8_gemm_tflops=1400, fp8_split_gemm_tflops=1300, copy_tb_s=4.2)
-    slow = Ceilings(bf16_gemm_tflops=350, fp8_gemm_tflops=700, fp8_split_gemm_tflops=650, copy_tb_s=2.1)
-    old = Ceilings(bf16_gemm_tflops=280, fp8_gemm_tflops=None, fp8_split_gemm_tflops=None, copy_tb_s=1.5)
+    """MeasuredRates on record for the calibrated GPU, one that is half as fast, and one without fp8."""
+    known = MeasuredRates(bf16_gemm_tflops=700, fp8_gemm_tflops=1400, fp8_split_gemm_tflops=1300, copy_tb_s=4.2)
+    slow = MeasuredRates(bf16_gemm_tflops=350, fp8_gemm_tflops=700, fp8_split_gemm_tflops=650, copy_tb_s=2.1)
+    old = MeasuredRates(bf16_gemm_tflops=280, fp8_gemm_tflops=None, fp8_split_gemm_tflops=None, copy_tb_s=1.5)
     for number, (name, ceilings) in enumerate({CALIBRATED_GPU: known, "Slow": slow, "Old": old}.items()):
         provenance = {"gpus": [{"name": name, "memory_gib": 79.0}]}
         record = {"gpu": name, "ceilings": dataclasses.asdict(ceilings), "provenance": provenance}
         (tmp_path / f"ceilings_{number}.json").write_text(json.dumps(record))
     monkeypatch.setattr(prediction, "RESULTS", tmp_path)
-    monkeypatch.setattr(prediction, "known_ceilings", functools.partial(known_ceilings, folder=tmp_path))
+    monkeypatch.setattr(prediction, "known_rates", functools.partial(known_rates, folder=tmp_path))
 
 
 def test_another_gpu_is_scaled_by_its_ceilings(two_gpus):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, _fully_shard
 
 from llm_fp8.distributed import fsdp
-from llm_fp8.distributed.fsdp_internals import GradientExchange
+from llm_fp8.distributed.fsdp_internals import MemorySavingReduceScatter
 
 BACKWARD, EXCHANGE = "stream of the backward pass", "stream of the exchange"
 
@@ -49,7 +49,7 @@ def streams(monkeypatch):
 
 @pytest.mark.parametrize(("asking", "recorded"), [(BACKWARD, []), (EXCHANGE, [EXCHANGE])])
 def test_memory_is_the_backward_passes_and_kept_while_the_exchange_uses_it(asking, recorded, streams):
-    exchange = GradientExchange([], BACKWARD)
+    exchange = MemorySavingReduceScatter([], BACKWARD)
     with streams.use(asking):
         found = exchange.allocate((6,), dtype=torch.float32, device=torch.device("cpu"))
         assert streams.current == asking
@@ -59,7 +59,7 @@ def test_memory_is_the_backward_passes_and_kept_while_the_exchange_uses_it(askin
 
 def test_without_a_stream_memory_is_where_fsdp2_has_it(streams):
     with streams.use(EXCHANGE):
-        GradientExchange([], None).allocate((6,), dtype=torch.float32, device=torch.device("cpu"))
+        MemorySavingReduceScatter([], None).allocate((6,), dtype=torch.float32, device=torch.device("cpu"))
     assert streams.allocated == [EXCHANGE] and streams.recorded == []
 
 
@@ -81,8 +81,8 @@ class Unit(FSDPModule, nn.Module):
 @pytest.mark.parametrize(("one_pool", "allocated"), [(True, BACKWARD), (False, EXCHANGE)])
 def test_every_unit_has_an_exchange(one_pool, allocated, streams):
     units = [Unit(), Unit()]
-    fsdp._exchange_with_less_memory(nn.Sequential(*units, nn.Linear(1, 1)), one_pool, say=True)
-    assert all(isinstance(unit.exchange, GradientExchange) for unit in units)
+    fsdp._use_memory_saving_reduce_scatter(nn.Sequential(*units, nn.Linear(1, 1)), one_pool, say=True)
+    assert all(isinstance(unit.exchange, MemorySavingReduceScatter) for unit in units)
     streams.allocated.clear()
     with streams.use(EXCHANGE):
         for unit in units:
@@ -93,8 +93,8 @@ def test_every_unit_has_an_exchange(one_pool, allocated, streams):
 @pytest.mark.parametrize("say", [True, False])
 def test_a_torch_without_the_class_keeps_its_own_exchange_and_one_rank_says_so(say, monkeypatch, caplog):
     monkeypatch.delattr(_fully_shard._fsdp_collectives, "DefaultReduceScatter")
-    monkeypatch.delitem(sys.modules, GradientExchange.__module__)
+    monkeypatch.delitem(sys.modules, MemorySavingReduceScatter.__module__)
     unit = Unit()
-    fsdp._exchange_with_less_memory(unit, True, say)
+    fsdp._use_memory_saving_reduce_scatter(unit, True, say)
     assert unit.exchange is None
     assert [torch.__version__ in line and "DefaultReduceScatter" in line for line in caplog.messages] == [True] * say

@@ -14,10 +14,10 @@ import pytest
 
 from benchmarks.prediction_records import bundled_size
 from benchmarks.speed_table_rows import gemm_floor_s
-from llm_fp8.tools.bench.variant_names import OLD_NAMES, PRECISIONS, parse_arm
+from llm_fp8.tools.bench.variant_names import OLD_NAMES, PRECISIONS, parse_variant
 from llm_fp8.tools.bench.variants import RIVALS
-from llm_fp8.tools.gemm_rates import Ceilings
-from scripts.lora_study import ADAPTERS, FULL, WORKLOADS, arms_of
+from llm_fp8.tools.gemm_rates import MeasuredRates
+from scripts.lora_study import ADAPTERS, FULL, WORKLOADS, variants_of
 from tests.documented_commands import readme_commands
 from tests.families import FAMILIES
 
@@ -153,7 +153,7 @@ def test_throughput_rows(name):
         assert row["peak_memory_gib"] > 0 and row["model_tflops"] > 0
         for measured in row["rounds"]:
             kernels = measured["gemm_kernels"]
-            assert ("fp8" in kernels) == parse_arm(row["arm"]).computes_in_fp8, "fp8 kernels in fp8 arms, and only there"
+            assert ("fp8" in kernels) == parse_variant(row["arm"]).computes_in_fp8, "fp8 kernels in fp8 arms, and only there"
 
 
 @pytest.mark.parametrize("name", [name for name, _ in load("speed_table*.json")])
@@ -168,7 +168,7 @@ def test_speed_table_rows(name):
         assert 0 < row["step"]["gemm_floor_s"] < row["step"]["step_s"]
         for measured in row["rounds"]:
             assert measured["run"] < len(record["runs"])
-            assert ("fp8" in measured["gemm_kernels"]) == parse_arm(row["arm"]).computes_in_fp8
+            assert ("fp8" in measured["gemm_kernels"]) == parse_variant(row["arm"]).computes_in_fp8
     for found in record["comparisons"]:
         kind = "real_tokens_per_s" if "@" in found["workload"] else "tokens_per_s"
         rows = {row["arm"]: row for row in record["rows"] if row["row"] == found["row"]}
@@ -223,7 +223,7 @@ def test_multi_gpu_throughput_rows(name):
         assert len(row["median_step_time_s_by_rank"]) == len(row["recorded_step"]["work_s_by_rank"]) == row["num_gpus"]
         assert 0 < row["peak_memory_gib"] <= row["peak_reserved_memory_gib"] and row["model_tflops"] > 0
         assert 0 <= row["exposed_communication_share"] <= row["communication_share"] < 1 and row["communication_share"] > 0
-        in_fp8 = parse_arm(OLD_NAMES.get(row["arm"], row["arm"])).computes_in_fp8
+        in_fp8 = parse_variant(OLD_NAMES.get(row["arm"], row["arm"])).computes_in_fp8
         assert ("fp8" in row["gemm_kernels"]) == in_fp8, "fp8 kernels in fp8 arms, and only there"
 
 
@@ -527,7 +527,7 @@ def measured_study(recipe: str, *, of_table: str) -> list[dict[str, dict]]:
 
 
 def steps_ms(name: str) -> dict[str, float]:
-    """Arm -> milliseconds of the median step in a record of one workload."""
+    """Variant -> milliseconds of the median step in a record of one workload."""
     return {
         row["arm"]: 1e3 * row["batch_size"] * row["seq_length"] * row["micro_batches"] / row["tokens_per_s"]
         for row in load(name)[0][1]["rows"]
@@ -535,7 +535,7 @@ def steps_ms(name: str) -> dict[str, float]:
 
 
 def bf16_gemms_ms(name: str) -> dict[str, float]:
-    """Arm -> milliseconds of matrix products in bf16 in its last recorded step."""
+    """Variant -> milliseconds of matrix products in bf16 in its last recorded step."""
     last = {row["arm"]: row["rounds"][-1] for row in load(name)[0][1]["rows"]}
     return {arm: 1e3 * answer["recorded_step"]["gemm_time_s"].get("bf16", 0.0) for arm, answer in last.items()}
 
@@ -826,7 +826,7 @@ def test_lora_study(name):
         if name == LORA_STUDIES[recipe][model]:
             told = documented_study(recipe)
             assert set(pairs) == {kind for of, kind in told if of == model and told[of, kind][0] != "not measured"}
-        expected |= {arm.name for arm in arms_of(",".join(kind for kind in pairs if kind != FULL), recipe)}
+        expected |= {arm.name for arm in variants_of(",".join(kind for kind in pairs if kind != FULL), recipe)}
     assert set(arms) == expected
     for arm, row in arms.items():
         (recorded, *_) = row["rounds"]
@@ -1103,7 +1103,7 @@ def test_the_logs_time_of_8b_is_that_of_the_file():
     text = LOG.read_text()
     rows = {row["arm"]: row for row in json.loads((RESULTS / "levers_8b_softmax_fused.json").read_text())["rows"]}
     assert set(rows) == {"delayed", "delayed:fp8head_all"}
-    ceilings = Ceilings(**json.loads((RESULTS / "ceilings_h200.json").read_text())["ceilings"])
+    ceilings = MeasuredRates(**json.loads((RESULTS / "ceilings_h200.json").read_text())["ceilings"])
     columns, floors = [], []
     for arm, row in rows.items():
         answers = row["rounds"]

@@ -23,7 +23,7 @@ import llm_fp8.models.build
 import llm_fp8.models.export
 import te_llama
 from llm_fp8.config.options import ModelConfig, ParallelConfig
-from llm_fp8.distributed.fsdp import FsdpEngine, materialize_
+from llm_fp8.distributed.fsdp import FsdpStrategy, materialize_
 from llm_fp8.models.build import build_model, build_structure, count_parameters, decoder_layers
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, load_tokenizer, resolve_source
@@ -79,11 +79,11 @@ def on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *args: 
     return [torch.load(folder / f"{rank}.result", weights_only=False) for rank in range(num_ranks)]
 
 
-def engine_of(mode: str = "fsdp_full", hybrid_shard_size: int = 1) -> FsdpEngine:
-    return FsdpEngine(mode, Accelerator(cpu=True), ParallelConfig(), torch.float32, hybrid_shard_size)
+def engine_of(mode: str = "fsdp_full", hybrid_shard_size: int = 1) -> FsdpStrategy:
+    return FsdpStrategy(mode, Accelerator(cpu=True), ParallelConfig(), torch.float32, hybrid_shard_size)
 
 
-def sharded_model(name: str, engine: FsdpEngine, seed: int = 3, **options: Any) -> PreTrainedModel:
+def sharded_model(name: str, engine: FsdpStrategy, seed: int = 3, **options: Any) -> PreTrainedModel:
     """A model as a run builds it on FSDP: structure, split, weights."""
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)

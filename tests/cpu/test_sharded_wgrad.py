@@ -16,9 +16,9 @@ from accelerate import Accelerator
 
 import te_llama
 from llm_fp8.config.options import ParallelConfig
-from llm_fp8.distributed.fsdp import FsdpEngine
-from llm_fp8.distributed.fsdp_internals import GradientExchange, WholeGradients, _would_lose_sum
-from llm_fp8.distributed.strategy import Engine
+from llm_fp8.distributed.fsdp import FsdpStrategy
+from llm_fp8.distributed.fsdp_internals import MemorySavingReduceScatter, UnshardedGradients, _would_lose_main_grad
+from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.parity import relative_difference
 from tests import stand_in_te
@@ -42,11 +42,11 @@ def tokens(step: int, micro_batch: int, rank: int) -> torch.Tensor:
     return torch.randint(3, 1024, (1, 24), generator=generator)
 
 
-def engine_of(mode: str, dtype: torch.dtype, options: ParallelConfig) -> Engine:
+def engine_of(mode: str, dtype: torch.dtype, options: ParallelConfig) -> DistributedStrategy:
     accelerator = Accelerator(cpu=True)
     if mode == "ddp":
-        return Engine(mode, accelerator, options)
-    return FsdpEngine(mode, accelerator, options, dtype, 1 if mode == "fsdp_hybrid" else RANKS)
+        return DistributedStrategy(mode, accelerator, options)
+    return FsdpStrategy(mode, accelerator, options, dtype, 1 if mode == "fsdp_hybrid" else RANKS)
 
 
 def train(rank: int, mode: str, dtype: torch.dtype, in_gemms: bool, sync_every_micro_batch: bool) -> dict[str, Any]:
@@ -63,22 +63,22 @@ def train(rank: int, mode: str, dtype: torch.dtype, in_gemms: bool, sync_every_m
         patch.setattr(stand_in_te._FusedWgrad, "backward", staticmethod(counted))
         lent: list[weakref.ref[torch.Tensor]] = []
         still_there: list[int] = []
-        find, allocate = WholeGradients.find, GradientExchange.allocate
+        find, allocate = UnshardedGradients.find, MemorySavingReduceScatter.allocate
 
-        def lending(self: WholeGradients, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def lending(self: UnshardedGradients, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             whole, total = find(self, weight)
             lent.extend([] if total is None else [weakref.ref(total)])
             return whole, total
 
-        def allocating(self: GradientExchange, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def allocating(self: MemorySavingReduceScatter, *args: Any, **kwargs: Any) -> torch.Tensor:
             result = allocate(self, *args, **kwargs)
             still_there.append(len({id(total) for found in lent if (total := found()) is not None}))
             return result
 
-        patch.setattr(WholeGradients, "find", lending)
-        patch.setattr(GradientExchange, "allocate", allocating)
+        patch.setattr(UnshardedGradients, "find", lending)
+        patch.setattr(MemorySavingReduceScatter, "allocate", allocating)
         if not in_gemms:
-            patch.setattr(WholeGradients, "find", lambda _, weight: (weight, None))
+            patch.setattr(UnshardedGradients, "find", lambda _, weight: (weight, None))
         model = model_of()
         engine = engine_of(mode, dtype, ParallelConfig(sync_every_micro_batch=sync_every_micro_batch))
         engine.shard(model, decoder_layers(model))
@@ -184,7 +184,7 @@ def kept_casts(rank: int, mode: str, fp8_params: bool) -> tuple[bool, set[bool]]
     with pytest.MonkeyPatch.context() as patch:
         stand_in_te.install_stand_in(patch)
         model = model_of()
-        engine = FsdpEngine(mode, Accelerator(cpu=True), ParallelConfig(fp8_params=fp8_params), torch.bfloat16, 1)
+        engine = FsdpStrategy(mode, Accelerator(cpu=True), ParallelConfig(fp8_params=fp8_params), torch.bfloat16, 1)
         engine.shard(model, decoder_layers(model))
         return engine.caches_weight_casts, {m.is_fsdp2 for m in model.modules() if hasattr(m, "fuse_wgrad_accumulation")}
 
@@ -198,11 +198,11 @@ def test_fp8_casts_are_kept_where_weights_are(mode, fp8_params, tmp_path):
 
 def test_a_module_that_would_lose_the_sum_is_left_to_fsdp():
     LayerNormLinear = type("LayerNormLinear", (), {"is_fsdp2": True, "fp8": True, "primary_weights_in_fp8": False})
-    assert _would_lose_sum(LayerNormLinear())
+    assert _would_lose_main_grad(LayerNormLinear())
     for change in ({"is_fsdp2": False}, {"fp8": False}, {"primary_weights_in_fp8": True}):
         module = LayerNormLinear()
         vars(module).update(change)
-        assert not _would_lose_sum(module)
+        assert not _would_lose_main_grad(module)
 
 
 def test_fsdp_grad_gathers_once_a_step_and_fsdp_full_twice_a_micro_batch(runs):

@@ -22,11 +22,11 @@ from benchmarks.speed_table import TABLE, Limit, Record, Turns, compare, measure
 from benchmarks.speed_table_rows import gemm_floor_s, read_table
 from llm_fp8.kernels.fp8_lm_head import Fp8Head
 from llm_fp8.observability.provenance import recorded_command
-from llm_fp8.precision.coverage import take_census
-from llm_fp8.precision.modules import PRODUCTS_OF_TRAINED
+from llm_fp8.precision.coverage import measure_coverage
+from llm_fp8.precision.modules import GEMMS_PER_WEIGHT
 from llm_fp8.tools.bench.measure import header, measure
 from llm_fp8.tools.bench.worker import STOPPED, measure_apart
-from llm_fp8.tools.gemm_rates import Ceilings
+from llm_fp8.tools.gemm_rates import MeasuredRates
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 from tests.processes import wait_for_the_end_of_processes_with
@@ -156,27 +156,27 @@ def test_a_table_without_sense(tmp_path):
 
 def test_the_floor_of_the_gemms():
     """6 FLOPs per weight and token: wide ones at the bf16 ceiling, fp8 ones a third fast and two thirds split."""
-    ceilings = Ceilings(bf16_gemm_tflops=100.0, fp8_gemm_tflops=300.0, fp8_split_gemm_tflops=200.0, copy_tb_s=4.0)
+    ceilings = MeasuredRates(bf16_gemm_tflops=100.0, fp8_gemm_tflops=300.0, fp8_split_gemm_tflops=200.0, copy_tb_s=4.0)
     answer = {"census": {"num_fp8_weights": 10**9, "num_linear_weights": 3 * 10**9}}
     tflop = 6 * 1000 / 1e3  # of 10**9 weights and 1000 tokens
     assert gemm_floor_s(answer, 1000, ceilings) == pytest.approx(2 * tflop / 100 + tflop / 3 / 300 + 2 * tflop / 3 / 200)
     assert gemm_floor_s({**answer, "num_adapter_parameters": 5}, 1000, ceilings) is None
-    assert gemm_floor_s(answer, 1000, Ceilings(100.0, None, None, 4.0)) is None
+    assert gemm_floor_s(answer, 1000, MeasuredRates(100.0, None, None, 4.0)) is None
 
 
 @pytest.mark.parametrize(("mode", "logits_tflops"), [("gradients", 100.0), ("all", 300.0)])
 def test_the_floor_of_a_head_in_fp8(mode, logits_tflops):
     """The census of a model in which the head's products alone are in fp8: the logits fast or in bf16, the gradients split."""
-    ceilings = Ceilings(bf16_gemm_tflops=100.0, fp8_gemm_tflops=300.0, fp8_split_gemm_tflops=200.0, copy_tb_s=4.0)
+    ceilings = MeasuredRates(bf16_gemm_tflops=100.0, fp8_gemm_tflops=300.0, fp8_split_gemm_tflops=200.0, copy_tb_s=4.0)
     model = AutoModelForCausalLM.from_config(tiny_config())
     head = model.get_output_embeddings()
-    in_head = {head: Fp8Head(head, mode).num_products(of=PRODUCTS_OF_TRAINED)}
-    census = take_census(model, (), "bf16", {}, products_of_head=in_head)
+    in_head = {head: Fp8Head(head, mode).num_gemms_of(of=GEMMS_PER_WEIGHT)}
+    census = measure_coverage(model, (), "bf16", {}, lm_head_gemms=in_head)
     rest = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)) - head.weight.numel()
     tflop = 6 * 1000 / 1e12  # of a weight and 1000 tokens
     expected = tflop * (rest / 100 + head.weight.numel() / 3 * (1 / logits_tflops + 2 / 200))
     assert gemm_floor_s({"census": census.to_dict()}, 1000, ceilings) == pytest.approx(expected)
-    assert gemm_floor_s({"census": census.to_dict()}, 1000, Ceilings(100.0, None, None, 4.0)) is None
+    assert gemm_floor_s({"census": census.to_dict()}, 1000, MeasuredRates(100.0, None, None, 4.0)) is None
 
 
 # --- going on ---------------------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_figures_targets_and_where_the_time_went(tmp_path, capsys):
     assert hf["side"] == "rival" and hf["target_tokens_per_s_per_gpu"] == 100_000 and hf["num_gpus"] == 1
     step = delayed["step"]
     assert step["step_s"] == 0.5 and step["gap_s"] == pytest.approx(0.05)
-    ceilings = Ceilings(**json.loads((ROOT / "benchmarks/results/ceilings_h200.json").read_text())["ceilings"])
+    ceilings = MeasuredRates(**json.loads((ROOT / "benchmarks/results/ceilings_h200.json").read_text())["ceilings"])
     assert step["gemm_floor_s"] == pytest.approx(gemm_floor_s(made_up(1.0), 65_536, ceilings))
     (comparison,) = record["comparisons"]
     assert comparison["best"] == "delayed" and comparison["share_of_target"] == pytest.approx(1.31072) and comparison["same_run"]

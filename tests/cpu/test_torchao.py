@@ -18,15 +18,15 @@ from llm_fp8.distributed.sharding_mode import check_mode
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
 from llm_fp8.precision import torchao as torchao_fp8
-from llm_fp8.precision.certificate import Promise, certify
+from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.convert import convert_with_torchao
-from llm_fp8.precision.coverage import take_census
+from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
-from llm_fp8.tools.bench.variant_names import parse_arm
-from llm_fp8.tools.bench.variants import OurArm
+from llm_fp8.tools.bench.variant_names import parse_variant
+from llm_fp8.tools.bench.variants import OurVariant
 from llm_fp8.tools.bench.workload import Workload
-from llm_fp8.tools.compare.arms import ARMS, arm_words, parse_arms, requested_arm
+from llm_fp8.tools.compare.arms import ARMS, parse_variants, requested_variant, variant_words
 from llm_fp8.tools.diagnose.gemm_operands import GemmRecorder
 from llm_fp8.tools.diagnose.result import precision_problems
 from llm_fp8.tools.diagnose.static_report import diagnose_without_gpu
@@ -219,7 +219,7 @@ def test_the_filter_and_the_census():
         **dict.fromkeys(("lm_head", "embed_out", "output_layer", "score", "classifier"), "output head"),
     }
     assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
-    census = take_census(model, torchao_fp8.converted_modules(model).values(), "bf16", left)
+    census = measure_coverage(model, torchao_fp8.converted_modules(model).values(), "bf16", left)
     assert census.converted == {"q_proj": 1, "output_proj": 1}
     assert census.skipped["odd_out"] == "1 bf16 (size 32 x 8 is not a multiple of 16)" and len(census.skipped) == 7
 
@@ -229,7 +229,7 @@ def test_the_output_head_stays_out_under_any_name():
     model = BioGptForCausalLM(BioGptConfig(**shape))
     left = convert_with_torchao(model, torchao_fp8.build_config("tensorwise", emulate=True))
     assert left == {"output_projection": "output head"} and type(model.get_output_embeddings()) is nn.Linear
-    census = take_census(model, torchao_fp8.converted_modules(model).values(), "bf16", left)
+    census = measure_coverage(model, torchao_fp8.converted_modules(model).values(), "bf16", left)
     assert census.num_head_weights == 32 * 96 and census.skipped == {"output_projection": "1 bf16 (output head)"}
 
 
@@ -328,10 +328,10 @@ def same_recipe(config: object, name: str) -> bool:
 @pytest.mark.parametrize(("scenario", "products"), [("tensorwise", 3), ("rowwise", 3), ("rowwise_with_gw_hp", 2)])
 def test_the_certificate_counts_the_products_of_the_recipe(scenario, products):
     model, precision, plan = converted(scenario)
-    all_in_fp8 = take_census(model, precision.fp8_modules, plan.compute_name, {}).fp8_linear_flop_share
-    census = take_census(model, precision.fp8_modules, plan.compute_name, {}, most_in_fp8=precision.num_fp8_products_per_weight)
+    all_in_fp8 = measure_coverage(model, precision.fp8_modules, plan.compute_name, {}).fp8_linear_flop_share
+    census = measure_coverage(model, precision.fp8_modules, plan.compute_name, {}, most_in_fp8=precision.num_fp8_gemms_per_weight)
     assert census.fp8_linear_flop_share == pytest.approx(all_in_fp8 * products / 3)
-    promise = Promise.of_model(precision, census, recomputed=decoder_layers(model))
+    promise = ExpectedKernels.of_model(precision, census, recomputed=decoder_layers(model))
     assert promise.num_fp8_gemms(2) == 2 * products * 14, "what torch.compile computes again is its own affair"
     expected = promise.num_fp8_gemms(2)
 
@@ -363,13 +363,13 @@ def test_another_recipe_and_torchao_in_a_bf16_run_are_failures():
     model, precision, plan = converted("rowwise")
     on_hardware(model)
     kernels = {FP8_KERNEL: (42, 0.1), BF16_KERNEL: (3, 0.1)}
-    asked = Promise("fp8 tensorwise", "bf16", "tensorwise", num_fp8_weights=14)
+    asked = ExpectedKernels("fp8 tensorwise", "bf16", "tensorwise", num_fp8_weights=14)
     found = certify(asked, kernels, precision.module_state(), num_micro_batches=1)
     assert found.verdict == "failed" and found.reasons == ["expected the recipe tensorwise, and modules computed by rowwise (14)"]
     options = PrecisionConfig(mixed_precision="bf16")
     bf16 = Precision(resolve_precision(options, CPU), options, CPU, torch.bfloat16)
     bf16.attach(model, decoder_layers(model))
-    found = certify(Promise("bf16", "bf16"), {BF16_KERNEL: (45, 0.1)}, bf16.module_state(), num_micro_batches=1)
+    found = certify(ExpectedKernels("bf16", "bf16"), {BF16_KERNEL: (45, 0.1)}, bf16.module_state(), num_micro_batches=1)
     assert found.verdict == "failed" and "expected no module in fp8, and of 14 modules of torchao 14" in found.reasons[0]
 
 
@@ -472,26 +472,26 @@ def test_fp8_that_cannot_run_is_an_error_and_never_another_precision(tiny_model,
 
 
 def test_arms_of_a_comparison():
-    assert parse_arms("rowwise,bf16,delayed") == ["bf16", "rowwise", "delayed"]
-    assert arm_words("rowwise", ["--fp8_format", "E4M3", "--fp8_last_bf16_layers", "1"]) == [
+    assert parse_variants("rowwise,bf16,delayed") == ["bf16", "rowwise", "delayed"]
+    assert variant_words("rowwise", ["--fp8_format", "E4M3", "--fp8_last_bf16_layers", "1"]) == [
         "--fp8_last_bf16_layers", "1", "--mixed_precision", "fp8", "--fp8_backend", "torchao", "--fp8_scenario", "rowwise",
     ]  # fmt: skip
     for arm in TORCHAO_SCENARIOS:
         plan = resolve_precision(parse_config(list(ARMS[arm])).precision, CPU)
-        assert requested_arm(plan.to_dict()) == arm
-    assert requested_arm(resolve_precision(parse_config(FP8).precision, CPU).to_dict()) == "tensorwise"
+        assert requested_variant(plan.to_dict()) == arm
+    assert requested_variant(resolve_precision(parse_config(FP8).precision, CPU).to_dict()) == "tensorwise"
 
 
 def test_arms_of_a_benchmark():
     with pytest.raises(
         UserError, match="--arms tensorwise: torchao converts the layers of the Hugging Face decoder; write tensorwise:swap"
     ):
-        parse_arm("tensorwise")
-    arm = parse_arm("fsdp_full:tensorwise:swap:fp8_all_gather")
-    assert isinstance(arm.what, OurArm) and not arm.what.use_te and arm.computes_in_fp8
+        parse_variant("tensorwise")
+    arm = parse_variant("fsdp_full:tensorwise:swap:fp8_all_gather")
+    assert isinstance(arm.what, OurVariant) and not arm.what.use_te and arm.computes_in_fp8
     assert arm.what.parallel.fp8_all_gather and arm.what.precision.fp8_backend == "torchao"
     work = Workload.parse("embedded:2x64x1", 1)
     ranks = LaunchRanks.from_environment({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
     arm.check(work, ranks)
     with pytest.raises(UserError, match="--fp8_all_gather gathers a weight with the one scale"):
-        parse_arm("fsdp_full:rowwise:swap:fp8_all_gather").check(work, ranks)
+        parse_variant("fsdp_full:rowwise:swap:fp8_all_gather").check(work, ranks)

@@ -26,7 +26,7 @@ from llm_fp8.config.attention_packages import FLASH_ATTENTION_3, FLASH_ATTENTION
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.kernels import flash_attention as flash_attention_3
 from llm_fp8.precision.plan import resolve_precision, torchao_needs
-from llm_fp8.tools.gemm_rates import Ceilings, KnownCeilings
+from llm_fp8.tools.gemm_rates import KnownRates, MeasuredRates
 from llm_fp8.tools.verify import (
     attention,
     attention_probe,
@@ -525,7 +525,7 @@ def test_where_torchao_lacks_nothing_a_run_on_a_gpu_is_not_emulated(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", of_capability(8, 9))
     device = torch.device("cuda", 0)
     assert recipes.torchao_lack(device) is None and not resolve_precision(TORCHAO, device).emulated
-    assert set(torchao_needs(torch.device("cpu"))) == {"torchao"} and all(map(recipes.torchao_mend, torchao_needs(device)))
+    assert set(torchao_needs(torch.device("cpu"))) == {"torchao"} and all(map(recipes.torchao_fix, torchao_needs(device)))
 
 
 @without_gpu
@@ -646,14 +646,14 @@ def test_cudnn(tmp_path):
 
 # --- rates, exchanges, engines ------------------------------------------------------------------------------------------
 
-KNOWN = KnownCeilings(Ceilings(800.0, 1400.0, 1300.0, 4.0), "benchmarks/results/ceilings_test.json")
+KNOWN = KnownRates(MeasuredRates(800.0, 1400.0, 1300.0, 4.0), "benchmarks/results/ceilings_test.json")
 
 
 def test_rates():
-    good = rates.judge(Ceilings(760.0, 1390.0, 1290.0, 4.1), KNOWN, "NVIDIA Test", [], [])
+    good = rates.judge(MeasuredRates(760.0, 1390.0, 1290.0, 4.1), KNOWN, "NVIDIA Test", [], [])
     assert good.status == "passed" and "bf16 95%" in good.summary and KNOWN.source in good.summary
     slow = rates.judge(
-        Ceilings(400.0, 1390.0, 1290.0, 4.0),
+        MeasuredRates(400.0, 1390.0, 1290.0, 4.0),
         KNOWN,
         "NVIDIA Test",
         ["application clocks are set below the maximum"],
@@ -662,7 +662,7 @@ def test_rates():
     assert slow.status == "warning" and "bf16 50%" in slow.summary
     assert "application clocks are set below the maximum" in slow.details and "process 7 (x) holds 1 MiB" in slow.details
     assert slow.mends[0] == "sudo nvidia-smi --reset-applications-clocks"
-    unknown = rates.judge(Ceilings(400.0, None, None, 2.0), None, "NVIDIA Other", [], [])
+    unknown = rates.judge(MeasuredRates(400.0, None, None, 2.0), None, "NVIDIA Other", [], [])
     assert unknown.status == "info" and "fp8" not in unknown.summary
 
 
@@ -701,7 +701,7 @@ SUMMARY = {
     "sharding_mode": "ddp", "recipe_inside_modules": "DelayedScaling", "attention_backend": "fused (cuDNN)", "recorded_step": None,
     "certificate": {"verdict": "certified", "reasons": []},
 }  # fmt: skip
-RUN = engines.EngineRun("ddp", COMMAND, Ended(0, "", 9.0), SUMMARY, [6.9, 5.2])
+RUN = engines.ShardedRun("ddp", COMMAND, Ended(0, "", 9.0), SUMMARY, [6.9, 5.2])
 
 
 @pytest.mark.parametrize(
@@ -760,7 +760,7 @@ def test_runs_side_by_side(monkeypatch, tmp_path):
     """Programs that write a run's records stand for the runs; one of them does not end."""
     monkeypatch.setattr(engines, "torchrun", lambda num, *words: [sys.executable, "-c", RUN_PROGRAM, words[-1]])
     monkeypatch.setattr(engines, "TIMEOUT_S", 2.0)
-    runs = engines.EngineRuns(("ddp", "hangs"), tmp_path, num_gpus=1)
+    runs = engines.ShardedRuns(("ddp", "hangs"), tmp_path, num_gpus=1)
     ddp, hangs = runs.wait()
     assert (ddp.mode, ddp.ended.code, ddp.losses, ddp.summary) == ("ddp", 0, [6.9, 5.2], {"sharding_mode": "ddp"})
     assert hangs.ended.code is None and hangs.losses == [6.9, 5.2], "what was recorded before the limit is evidence"
@@ -770,7 +770,7 @@ def test_runs_side_by_side(monkeypatch, tmp_path):
 
 def test_runs_that_are_no_longer_wanted_end(monkeypatch, tmp_path):
     monkeypatch.setattr(engines, "torchrun", lambda num, *words: [sys.executable, "-c", RUN_PROGRAM, words[-1]])
-    runs = engines.EngineRuns(("hangs", "hangs_too"), tmp_path, num_gpus=2)
+    runs = engines.ShardedRuns(("hangs", "hangs_too"), tmp_path, num_gpus=2)
     runs.kill()
     began = time.monotonic()
     with pytest.raises(CancelledError):

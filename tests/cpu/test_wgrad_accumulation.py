@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import te_llama
 from llm_fp8.config.options import LoraConfig, ParallelConfig
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.distributed.strategy import Engine
+from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import decoder_layers
-from llm_fp8.models.lora import add_adapters, initialize_adapters_, needs_split_mlp
+from llm_fp8.models.lora import add_adapters, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.precision.convert import swap_linears
 from tests import stand_in_te
@@ -64,7 +64,7 @@ class CountAdditions(TorchDispatchMode):
 
 def small_model(dtype=torch.float32, lora: LoraConfig | None = None, **changes):
     lora = lora or LoraConfig()
-    model = te_llama.build_te_model(tiny_config(**changes), dtype, "cpu", split_mlp=needs_split_mlp(lora))
+    model = te_llama.build_te_model(tiny_config(**changes), dtype, "cpu", unfused_mlp=needs_unfused_mlp(lora))
     te_llama.initialize_weights_(model, torch.Generator().manual_seed(0))
     if lora.lora_rank:
         add_adapters(model, lora, dtype)
@@ -75,7 +75,7 @@ def small_model(dtype=torch.float32, lora: LoraConfig | None = None, **changes):
 def prepared(model: nn.Module, summed_by: str = "gemms"):
     """An engine around the model whose gradients are summed by GEMMs or by autograd, and an optimizer."""
     forget_accelerator()
-    engine = Engine("single", Accelerator(cpu=True), ParallelConfig())
+    engine = DistributedStrategy("single", Accelerator(cpu=True), ParallelConfig())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     model, optimizer = engine.prepare(model, optimizer)
     if summed_by == "autograd":
@@ -87,7 +87,7 @@ def tokens(number: int) -> torch.Tensor:
     return torch.randint(3, 1024, (2, 24), generator=torch.Generator().manual_seed(number))
 
 
-def backward(engine: Engine, model: nn.Module, num_micro_batches: int) -> None:
+def backward(engine: DistributedStrategy, model: nn.Module, num_micro_batches: int) -> None:
     """Forward and backward of a step's micro-batches, the modules told which is the first, as the loop does."""
     for number in range(num_micro_batches):
         with engine.micro_batch(model, last=number == num_micro_batches - 1):

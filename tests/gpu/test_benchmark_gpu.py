@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llm_fp8.tools.bench.measure import measure
-from llm_fp8.tools.bench.variant_names import parse_arm
+from llm_fp8.tools.bench.variant_names import parse_variant
 from llm_fp8.tools.bench.workload import Workload
 from scripts.benchmark import CLAIM
 from tests.small import tiny_config
@@ -45,7 +45,7 @@ def workload(tmp_path_factory):
 @pytest.fixture(scope="module")
 def first_loss(workload):
     """Of the plainest arm."""
-    return measure(Workload.parse(workload, 2), parse_arm("hf_bf16"), 1, torch.device("cuda"))["losses"][0]
+    return measure(Workload.parse(workload, 2), parse_variant("hf_bf16"), 1, torch.device("cuda"))["losses"][0]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def first_loss(workload):
     + [pytest.param(name, marks=needs_torchao) for name in ("torchao_tensorwise", "torchao_rowwise")],
 )  # fmt: skip
 def test_kernels_of_an_arm(name, workload, first_loss, device, record_property):
-    arm = parse_arm(name)
+    arm = parse_variant(name)
     found = measure(Workload.parse(workload, 2), arm, 1, device)
     gemms = found["gemm_kernels"]
     record_property("gemm_kernels", gemms)
@@ -81,13 +81,13 @@ def test_kernels_of_an_arm(name, workload, first_loss, device, record_property):
 def test_accelerates_own_fp8_unties_and_freezes_a_tied_output_head(tmp_path, device):
     """What Accelerate 1.15 does, and what the row then says. Should it stop doing so, this fails and docs/benchmark.md has to change."""
     tied = write_architecture(tmp_path / "tied", tie_word_embeddings=True)
-    found = measure(Workload.parse(tied, 2), parse_arm("accelerate_te"), 1, device)
+    found = measure(Workload.parse(tied, 2), parse_variant("accelerate_te"), 1, device)
     assert found["parameters_not_in_the_optimizer"] == ["lm_head.weight"]
 
 
 def test_accelerates_own_fp8_trains_what_bare_transformer_engine_trains(workload, device):
     """The same kernels in the same number; losses differ by the order of sums in the attention's and the norm's gradients alone."""
-    own, bare = (measure(Workload.parse(workload, 4), parse_arm(name), 1, device) for name in CLAIM)
+    own, bare = (measure(Workload.parse(workload, 4), parse_variant(name), 1, device) for name in CLAIM)
     assert own["losses"][0] == pytest.approx(bare["losses"][0], rel=1e-6)
     assert own["losses"] == pytest.approx(bare["losses"], rel=1e-3)
     counts = [{kind: gemms["count"] for kind, gemms in found["gemm_kernels"].items()} for found in (own, bare)]
@@ -110,7 +110,7 @@ def test_the_script_writes_rows_with_their_spread(workload, tmp_path):
         speeds = [row[f"tokens_per_s{end}"] for end in ("_slowest", "_p10", "", "_p90", "_fastest")]
         assert speeds == sorted(speeds)
         for measured in row["rounds"]:
-            assert ("fp8" in measured["gemm_kernels"]) == parse_arm(row["arm"]).computes_in_fp8
+            assert ("fp8" in measured["gemm_kernels"]) == parse_variant(row["arm"]).computes_in_fp8
             assert measured["memory_before_gib"] == 0, "nothing of another arm is left"
     assert "first loss: hf_bf16" in done.stdout and "their first losses are at most" in done.stdout
 
@@ -141,9 +141,9 @@ def test_what_is_imported_beside_another_measurement_leaves_the_gpu_alone():
 def test_packed_documents_have_the_loss_of_padded_ones(device, record_property):
     """In Transformer Engine's decoder, whose attention must not cross documents, beside transformers' own with its padding mask."""
     work = Workload.parse("Llama-57M:4x1024x2@embedded", 4)
-    theirs = measure(work, parse_arm("hf_bf16"), 1, device)
+    theirs = measure(work, parse_variant("hf_bf16"), 1, device)
     for name, tolerance in (("bf16", 5e-4), ("delayed", 5e-3), ("current", 5e-3)):
-        ours = measure(work, parse_arm(name), 1, device)
+        ours = measure(work, parse_variant(name), 1, device)
         record_property(name, {"losses": ours["losses"], "hf_bf16": theirs["losses"]})
         assert ours["documents"] == theirs["documents"]
         assert ours["losses"][0] == pytest.approx(theirs["losses"][0], rel=tolerance)

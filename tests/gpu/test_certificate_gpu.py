@@ -15,7 +15,7 @@ import te_llama
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.observability.kernel_trace import gemm_kernels, kernel_times, record_kernels, time_by_class
-from llm_fp8.precision.certificate import Certificate, Promise, certify
+from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
 from llm_fp8.precision.module_state import ModuleState
 from tests.batches import packed_batch
 from tests.gpu.test_precision_gpu import BF16, SCENARIOS, build, fp8, step
@@ -40,7 +40,7 @@ def certified(model, precision, census, device, recomputed=()) -> Certificate:
     """The certificate of a step."""
     kernels = recorded_step(model, precision, device)
     return certify(
-        Promise.of_model(precision, census, recomputed),
+        ExpectedKernels.of_model(precision, census, recomputed),
         kernels,
         precision.module_state(),
         num_micro_batches=MICRO_BATCHES,
@@ -98,7 +98,7 @@ def test_autocast_around_plain_linear_layers_is_caught(device, record_property):
     with te.autocast(enabled=True, recipe=plan.recipe):
         kernels = recorded_step(model, precision, device)
     num_linears = sum(isinstance(m, torch.nn.Linear) for m in decoder_layers(model.model).modules())
-    promise = Promise(plan.name, plan.compute_name, plan.effective_scenario, num_linears, fp8_linear_flop_share=0.9)
+    promise = ExpectedKernels(plan.name, plan.compute_name, plan.effective_scenario, num_linears, fp8_linear_flop_share=0.9)
     certificate = certify(promise, kernels, ModuleState(), num_micro_batches=MICRO_BATCHES)
     record_property("certificate", certificate.to_dict())
     assert certificate.verdict == "failed"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llm_fp8.models.parity import relative_difference
-from llm_fp8.train.scale_warmup import find_first_scales
+from llm_fp8.train.scale_warmup import warm_up_delayed_scales
 from tests.batches import packed_batch
 from tests.gpu.test_precision_gpu import BF16, build, fp8
 
@@ -28,7 +28,7 @@ def first_gradients(options, use_te, device, find: bool) -> dict[str, torch.Tens
     model, precision, _ = build(options, device, use_te)
     batch = packed_batch(device)
     if find:
-        find_first_scales(model, precision, batch, NUM_SUPERVISED)
+        warm_up_delayed_scales(model, precision, batch, NUM_SUPERVISED)
         assert all(parameter.grad is None for parameter in model.parameters())
     with precision.context(first_microbatch=None):
         loss = model(batch) / NUM_SUPERVISED

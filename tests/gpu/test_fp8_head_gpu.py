@@ -19,9 +19,9 @@ from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.observability.kernel_trace import gemm_kernels, kernel_times, record_kernels
-from llm_fp8.precision.certificate import Promise, certify
+from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.coverage import take_census
+from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import resolve_precision
 from tests.batches import S, packed_batch
 from tests.families import family_config
@@ -236,8 +236,8 @@ def test_a_step_of_a_model_is_certified_with_its_head(mode, scenario, device):
     te_llama.initialize_weights_(model, torch.Generator(device=device).manual_seed(0))
     precision = Precision(plan, options, device, torch.bfloat16)
     precision.attach(model, decoder_layers(model))
-    in_head = precision.products_of_head({})
-    census = take_census(model, precision.fp8_modules, plan.compute_name, {}, products_of_head=in_head)
+    in_head = precision.lm_head_gemms({})
+    census = measure_coverage(model, precision.fp8_modules, plan.compute_name, {}, lm_head_gemms=in_head)
     assert list(in_head.values()) == [NUM_PRODUCTS[mode]]
     assert (census.fp8_linear_flop_share == 1) == (mode == "all")
     training_model = TrainingModel(model, S, torch.bfloat16, precision.fp8_head).train()
@@ -247,7 +247,7 @@ def test_a_step_of_a_model_is_certified_with_its_head(mode, scenario, device):
     with record_kernels() as recorded:
         step(training_model, precision, batch, num_micro_batches=2)
     certificate = certify(
-        Promise.of_model(precision, census),
+        ExpectedKernels.of_model(precision, census),
         kernel_times(recorded),
         precision.module_state(),
         num_micro_batches=2,

@@ -14,18 +14,18 @@ import te_llama
 from llm_fp8.config.options import LoraConfig, OptimConfig
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import decoder_layers
-from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_, needs_split_mlp, products_per_weight
+from llm_fp8.models.lora import adapters_of, add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.models.weights import fill_te_model
 from llm_fp8.optim.optimizers import build_optimizer
-from llm_fp8.precision.certificate import Certificate, Promise, certify
+from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.convert import swap_linears
-from llm_fp8.precision.coverage import take_census
+from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.tools.bench.measure import measure
-from llm_fp8.tools.bench.variant_names import parse_arm
+from llm_fp8.tools.bench.variant_names import parse_variant
 from llm_fp8.tools.bench.workload import Workload
 from tests.batches import S, packed_batch
 from tests.families import family_config
@@ -49,7 +49,7 @@ def build(options, device, use_te: bool, targets: str, dropout: float = 0.0, kee
     config = family_config("llama3_rope_gqa")
     reasons: dict[str, str] = {}
     if use_te:
-        model = te_llama.build_te_model(config, torch.bfloat16, device, split_mlp=needs_split_mlp(lora))
+        model = te_llama.build_te_model(config, torch.bfloat16, device, unfused_mlp=needs_unfused_mlp(lora))
         te_llama.initialize_weights_(model, torch.Generator(device=device).manual_seed(0))
     else:
         torch.manual_seed(0)
@@ -64,9 +64,9 @@ def build(options, device, use_te: bool, targets: str, dropout: float = 0.0, kee
     precision.attach(model, decoder_layers(model))
     if keep_casts:
         precision.keep_casts_of_frozen_weights()
-    products = products_per_weight(model)
-    in_head = precision.products_of_head(products)
-    census = take_census(model, precision.fp8_modules, plan.compute_name, reasons, products, products_of_head=in_head)
+    products = gemms_per_weight(model)
+    in_head = precision.lm_head_gemms(products)
+    census = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons, products, lm_head_gemms=in_head)
     return TrainingModel(model, S, torch.bfloat16, precision.fp8_head), precision, census, products
 
 
@@ -76,7 +76,7 @@ def draw_b_(model) -> None:
             adapter.b.copy_(0.02 * torch.randn(adapter.b.shape, generator=torch.Generator().manual_seed(number)))
 
 
-def certificate_of_step(model, precision, promise: Promise, device) -> Certificate:
+def certificate_of_step(model, precision, promise: ExpectedKernels, device) -> Certificate:
     """Of a recorded step, whose kernels are held against `promise`."""
     return certify(
         promise,
@@ -97,7 +97,7 @@ def test_the_kernels_are_those_that_the_certificate_expects(scenario, use_te, ta
     layers = decoder_layers(model.model)
     again = enable_gradient_checkpointing(layers, 1, uses_te=use_te or scenario is not None) if recomputed else ()
     model.train()
-    promise = Promise.of_model(precision, census, again, products)
+    promise = ExpectedKernels.of_model(precision, census, again, products)
     certificate = certificate_of_step(model, precision, promise, device)
     record_property("certificate", certificate.to_dict())
     assert certificate.verdict == "certified", certificate.reasons
@@ -120,8 +120,8 @@ def test_a_frozen_output_head_in_fp8(mode, use_te, targets, device, record_prope
     """Two products of it are left, of which `gradients` computes one in fp8; adapters below it learn as with a bf16 head."""
     model, precision, census, products = build(fp8(fp8_lm_head=mode), device, use_te, targets)
     model.train()
-    promise = Promise.of_model(precision, census, (), products)
-    assert promise.num_fp8_head_products == NUM_PRODUCTS[mode] - 1
+    promise = ExpectedKernels.of_model(precision, census, (), products)
+    assert promise.num_fp8_lm_head_gemms == NUM_PRODUCTS[mode] - 1
     certificate = certificate_of_step(model, precision, promise, device)
     record_property("certificate", certificate.to_dict())
     assert certificate.verdict == "certified", certificate.reasons
@@ -169,7 +169,7 @@ def test_the_te_decoder_computes_what_peft_does(family, targets, tmp_path, devic
     hf.save_pretrained(tmp_path)
     hf = hf.to(device)
     lora = LoraConfig(lora_rank=8, lora_targets=targets)
-    te = te_llama.build_te_model(config, torch.float32, device, split_mlp=needs_split_mlp(lora))
+    te = te_llama.build_te_model(config, torch.float32, device, unfused_mlp=needs_unfused_mlp(lora))
     fill_te_model(te, [tmp_path / "model.safetensors"])
     ids = torch.randint(3, 1024, (2, 32), generator=torch.Generator().manual_seed(0)).to(device)
     outputs = []
@@ -243,7 +243,7 @@ def test_a_resumed_run_takes_the_same_steps(precision, model_folder, tmp_path): 
 )
 def test_arms_of_the_study(name, tmp_path, device):
     tiny_config(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
-    arm = parse_arm(name)
+    arm = parse_variant(name)
     found = measure(Workload.parse(f"{tmp_path}:2x128x2", 2), arm, 1, device)
     assert ("fp8" in found["gemm_kernels"]) == arm.computes_in_fp8 and found["num_adapter_parameters"] > 0
     assert found["gemm_kernels"]["bf16"]["count"] > 0

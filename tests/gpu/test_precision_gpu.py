@@ -15,7 +15,7 @@ from llm_fp8.observability.kernel_trace import gemm_kernels, record_kernels
 from llm_fp8.optim.optimizers import build_optimizer
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.convert import swap_linears
-from llm_fp8.precision.coverage import take_census
+from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.utils.errors import UserError
 from tests.batches import S, packed_batch, padded_batch
@@ -47,7 +47,7 @@ def build(options: PrecisionConfig, device, use_te: bool = True, family: str = "
             reasons = swap_linears(model)
     precision = Precision(plan, options, device, torch.bfloat16)
     precision.attach(model, decoder_layers(model))
-    census = take_census(model, precision.fp8_modules, plan.compute_name, reasons)
+    census = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons)
     return TrainingModel(model, S, torch.bfloat16), precision, census
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from benchmarks.prediction_records import bundled_size
-from llm_fp8.tools.gemm_rates import known_ceilings
+from llm_fp8.tools.gemm_rates import known_rates
 from llm_fp8.tools.predict import prediction
 from llm_fp8.tools.predict.calibration import CALIBRATED_GPU
-from llm_fp8.tools.predict.workload import Scenario
+from llm_fp8.tools.predict.workload import StepWorkload
 
 pytestmark = pytest.mark.gpu
 
@@ -48,12 +48,12 @@ def test_a_run_says_what_was_predicted_for_it(tmp_path, precision, record_proper
 
 @pytest.mark.exclusive
 def test_a_gpu_that_is_not_known_is_measured(monkeypatch):
-    if torch.cuda.get_device_name() != CALIBRATED_GPU or known_ceilings(CALIBRATED_GPU) is None:
+    if torch.cuda.get_device_name() != CALIBRATED_GPU or known_rates(CALIBRATED_GPU) is None:
         pytest.skip(f"needs {CALIBRATED_GPU} with recorded ceilings, so that the answer is known")
     expected = prediction.gpu_by_name(None)
     monkeypatch.setattr(prediction, "known_gpu", lambda name: None)
     measured = prediction.gpu_by_name(None)
     for recipe in ("bf16", "delayed"):
-        scenario = Scenario(bundled_size("Llama-3.1-8B"), recipe, 8192, 4, 1024)
+        scenario = StepWorkload(bundled_size("Llama-3.1-8B"), recipe, 8192, 4, 1024)
         apart = prediction.predict(scenario, measured).step_time_s / prediction.predict(scenario, expected).step_time_s
         assert 0.9 < apart < 1.1, "the same kind of GPU, measured anew"

@@ -16,7 +16,7 @@ import torch
 
 from llm_fp8.config.options import TORCHAO_SCENARIOS
 from llm_fp8.observability.metrics import peak_tflops
-from llm_fp8.tools.gemm_rates import measure_ceilings
+from llm_fp8.tools.gemm_rates import measure_rates
 from llm_fp8.tools.verify import steps
 
 pytestmark = pytest.mark.gpu
@@ -186,7 +186,7 @@ def test_absent_fp8_kernels_are_caught(tmp_path, record_property):
 
 @pytest.mark.exclusive
 def test_ceilings(device, record_property):
-    measured = measure_ceilings(device)
+    measured = measure_rates(device)
     record_property("ceilings", vars(measured))
     peak = peak_tflops(torch.cuda.get_device_name(device))
     assert measured.fp8_gemm_tflops is not None and measured.fp8_split_gemm_tflops is not None
@@ -194,5 +194,5 @@ def test_ceilings(device, record_property):
     if peak is not None and peak.fp8 is not None:
         assert 0.3 * peak.bf16 < measured.bf16_gemm_tflops < peak.bf16
         assert 0.3 * peak.fp8 < measured.fp8_split_gemm_tflops < peak.fp8
-    again = measure_ceilings(device)
+    again = measure_rates(device)
     assert again.bf16_gemm_tflops == pytest.approx(measured.bf16_gemm_tflops, rel=0.1)

@@ -17,7 +17,7 @@ import te_llama
 from llm_fp8.config.options import OptimConfig, ParallelConfig, PrecisionConfig
 from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.distributed.strategy import Engine
+from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import relative_difference
@@ -66,7 +66,7 @@ def micro_batches(number: int, device) -> list[Batch]:
 def prepared(model: nn.Module, summed_by: str):
     """An engine and an optimizer; gradients are summed by 'gemms' or by 'autograd'."""
     forget_accelerator()
-    engine = Engine("single", Accelerator(mixed_precision="no"), ParallelConfig())
+    engine = DistributedStrategy("single", Accelerator(mixed_precision="no"), ParallelConfig())
     kind = "adamw_fp32" if next(model.parameters()).dtype == torch.float32 else "adamw_master"
     optimizer = build_optimizer(OptimConfig(), kind, model.named_parameters())
     model, optimizer = engine.prepare(model.train(), optimizer)
@@ -76,7 +76,7 @@ def prepared(model: nn.Module, summed_by: str):
 
 
 def backward(
-    engine: Engine, model: nn.Module, precision: Precision, batches: list[Batch], watched: WatchedSums | None = None
+    engine: DistributedStrategy, model: nn.Module, precision: Precision, batches: list[Batch], watched: WatchedSums | None = None
 ) -> int:
     """A step's gradients, as the loop computes them; returns how many weights the GEMMs of the last micro-batch added to."""
     adding = 0
@@ -144,7 +144,7 @@ class WatchedSums:
         return ours, [relative_difference(rounded, exact) for rounded, exact in zip(self.by_autograd, self.exact, strict=True)]
 
 
-def warm_up(engine: Engine, model: nn.Module, precision: Precision, batches: list[Batch]) -> None:
+def warm_up(engine: DistributedStrategy, model: nn.Module, precision: Precision, batches: list[Batch]) -> None:
     """Passes after which delayed scaling's scales stay what they are."""
     for _ in range(2):
         backward(engine, model, precision, batches)

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.distributed.fp8_params import master_of
-from llm_fp8.distributed.fsdp_internals import WholeGradients
+from llm_fp8.distributed.fsdp_internals import UnshardedGradients
 from llm_fp8.distributed.process_group import start_process_group
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.train import run as run_module
@@ -90,10 +90,10 @@ class CountedSums:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._find = WholeGradients.find
-        WholeGradients.find = lambda found, weight: self._counted(found, weight)  # type: ignore[method-assign]
+        self._find = UnshardedGradients.find
+        UnshardedGradients.find = lambda found, weight: self._counted(found, weight)  # type: ignore[method-assign]
 
-    def _counted(self, found: WholeGradients, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _counted(self, found: UnshardedGradients, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         whole, total = self._find(found, weight)
         if total is not None:
             self.counts[str(total.dtype)] += 1
@@ -287,7 +287,7 @@ def bytes_gathered(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
 def sums_in_gemms(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
     """GEMMs add to the whole fp32 gradients of the linear weights, in all micro-batches but a step's first; with fp8 parameters and without fp8 too.
 
-    Of fsdp_full in fp8 without fp8 parameters the fused projection is left out (`llm_fp8.distributed.fsdp_internals._would_lose_sum`).
+    Of fsdp_full in fp8 without fp8 parameters the fused projection is left out (`llm_fp8.distributed.fsdp_internals._would_lose_main_grad`).
     """
     runs = {"plain": trainings.plain(), "fp8": trainings.fp8(), "bf16": trainings.bf16()}
     per_layer = {"plain": FP8_WEIGHTS_PER_LAYER - 1, "fp8": FP8_WEIGHTS_PER_LAYER, "bf16": FP8_WEIGHTS_PER_LAYER}

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from llm_fp8.distributed import fsdp_internals as reduce_scatter
 from llm_fp8.distributed.process_group import start_process_group
 from llm_fp8.tools.bench.measure import measure
-from llm_fp8.tools.bench.variant_names import parse_arm
+from llm_fp8.tools.bench.variant_names import parse_variant
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -48,9 +48,9 @@ def main() -> None:
     start_process_group(ranks)
     device = torch.device("cuda", torch.cuda.current_device())
     work, found = Workload.parse(WORKLOAD, NUM_STEPS), {}
-    for name, exchange in (("ours", reduce_scatter.GradientExchange), ("fsdp2s", Fsdp2s)):
-        reduce_scatter.GradientExchange = exchange  # type: ignore[misc]
-        measured = measure(work, parse_arm(sys.argv[1]), 1, device)
+    for name, exchange in (("ours", reduce_scatter.MemorySavingReduceScatter), ("fsdp2s", Fsdp2s)):
+        reduce_scatter.MemorySavingReduceScatter = exchange  # type: ignore[misc]
+        measured = measure(work, parse_variant(sys.argv[1]), 1, device)
         gc.collect()  # the model is part of a cycle
         found[name] = {key: measured[key] for key in ("losses", "peak_memory_gib", "peak_reserved_memory_gib")}
     if ranks.rank == 0:

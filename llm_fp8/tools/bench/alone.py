@@ -14,7 +14,7 @@ import torch
 
 from llm_fp8.distributed.process_group import own_device
 from llm_fp8.tools.bench.measure import describe_failure, header, measure
-from llm_fp8.tools.bench.variant_names import parse_arm
+from llm_fp8.tools.bench.variant_names import parse_variant
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import UserError
@@ -29,7 +29,7 @@ def main() -> None:
     origin = header([], device)  # before anything can go wrong on the GPU
     found: dict[str, Any] = {}
     try:
-        found = measure(work, parse_arm(arm_name), int(warmup), device)
+        found = measure(work, parse_variant(arm_name), int(warmup), device)
         failed = None
     except UserError as error:
         failed = str(error)

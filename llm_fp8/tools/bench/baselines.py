@@ -37,10 +37,10 @@ from llm_fp8.distributed.process_group import own_device
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.convert import SIZE_MULTIPLE, convert_with_torchao
-from llm_fp8.precision.coverage import Census, take_census
+from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.precision.torchao import build_config, compile_layers, is_converted, require_torchao
-from llm_fp8.tools.bench.variants import DEEPSPEED_MODES, OPTIMISATION, Rival
+from llm_fp8.tools.bench.variants import DEEPSPEED_MODES, OPTIMISATION, Baseline
 from llm_fp8.tools.bench.workload import Recorder, Workload, draw_weights_
 from llm_fp8.train.loop import StepClock
 from llm_fp8.utils.ranks import LaunchRanks
@@ -60,7 +60,7 @@ class HfTraining:
         facts: what a reader should know of the arm.
     """
 
-    def __init__(self, work: Workload, rival: Rival, mode: str | None = None) -> None:
+    def __init__(self, work: Workload, rival: Baseline, mode: str | None = None) -> None:
         _require_packages(rival)
         fsdp2, deepspeed = mode == "fsdp_full", mode in DEEPSPEED_MODES
         config = work.hf_config()
@@ -131,7 +131,7 @@ class HfTraining:
         ]
 
 
-def _require_packages(rival: Rival) -> None:
+def _require_packages(rival: Baseline) -> None:
     """Raise `UserError` where a package is missing that only this rival needs."""
     if rival.accelerate_te or rival.te_autocast:
         require_te(f"--arms {rival.name}")
@@ -139,7 +139,7 @@ def _require_packages(rival: Rival) -> None:
         require_torchao(f"--arms {rival.name}")
 
 
-def _accelerator(work: Workload, num_micro_batches: int, rival: Rival, mode: str | None) -> Accelerator:
+def _accelerator(work: Workload, num_micro_batches: int, rival: Baseline, mode: str | None) -> Accelerator:
     if mode is not None and mode in DEEPSPEED_MODES:
         return _accelerator_with_deepspeed(work, rival, mode)
     plugin = None
@@ -165,7 +165,7 @@ def _accelerator(work: Workload, num_micro_batches: int, rival: Rival, mode: str
     )
 
 
-def _accelerator_with_deepspeed(work: Workload, rival: Rival, mode: str) -> Accelerator:
+def _accelerator_with_deepspeed(work: Workload, rival: Baseline, mode: str) -> Accelerator:
     """Accelerate with its DeepSpeed plugin. Of the file it fills in what its own documentation writes as "auto"."""
     from llm_fp8.distributed.deepspeed import arguments_of, plugin_of
 
@@ -211,9 +211,9 @@ def _wrap_in_te(model: PreTrainedModel, why: str) -> None:
     model.forward = in_fp8
 
 
-def _census(model: PreTrainedModel) -> Census:
+def _census(model: PreTrainedModel) -> Fp8Coverage:
     """Which linear layers were converted; told by their class, because the packages need not be installed."""
-    return take_census(model, [module for module in model.modules() if _is_converted(module)], "bf16", {})
+    return measure_coverage(model, [module for module in model.modules() if _is_converted(module)], "bf16", {})
 
 
 def _is_converted(module: nn.Module) -> bool:

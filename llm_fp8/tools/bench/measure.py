@@ -17,12 +17,12 @@ from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.observability.step_profile import profiled
 from llm_fp8.tools.bench.baselines import HfTraining
 from llm_fp8.tools.bench.ours import OurTraining
-from llm_fp8.tools.bench.variant_names import Arm
+from llm_fp8.tools.bench.variant_names import Variant
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.utils.te_import import forget_delayed_scales
 
 
-def measure(work: Workload, arm: Arm, warmup: int, device: torch.device) -> dict[str, Any]:
+def measure(work: Workload, arm: Variant, warmup: int, device: torch.device) -> dict[str, Any]:
     """Build an arm, time its steps, record one more, and let go of it. Collective.
 
     Memory is counted from the first step on, so that building does not show in it; figures are of the process that has most of it.

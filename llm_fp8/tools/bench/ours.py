@@ -19,12 +19,12 @@ from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.observability.step_profile import StepProfile
 from llm_fp8.optim.schedule import build_scheduler
-from llm_fp8.precision.coverage import Census
+from llm_fp8.precision.coverage import Fp8Coverage
 from llm_fp8.precision.plan import resolve_precision
-from llm_fp8.tools.bench.variants import OurArm
+from llm_fp8.tools.bench.variants import OurVariant
 from llm_fp8.tools.bench.workload import FixedLoader, Recorder, Workload, draw_weights_
 from llm_fp8.train.loop import LoopOptions, Trainer
-from llm_fp8.train.scale_warmup import find_first_scales, prepare_with_scales, supervised_tokens_per_process
+from llm_fp8.train.scale_warmup import prepare_with_scales, supervised_tokens_per_process, warm_up_delayed_scales
 from llm_fp8.train.setup import RunParts
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -55,10 +55,10 @@ class _QuietParts(RunParts):
     def say(self, text: str) -> None:
         """Nothing: the benchmark prints its own lines."""
 
-    def parts(self, work: Workload) -> tuple[PretrainedConfig, PreTrainedModel, TrainingModel, Census]:
+    def parts(self, work: Workload) -> tuple[PretrainedConfig, PreTrainedModel, TrainingModel, Fp8Coverage]:
         """Config, model, what the loop calls, and the census."""
         self.hf_config = work.hf_config()
-        self.choose_engine()
+        self.choose_strategy()
         model, training_model, loaded, census = self.build_model(work.source, self.hf_config)
         if not loaded and not self.config.parallel.fp8_params:  # which have given their fp32 values away when they are built
             draw_weights_(model, self.device, is_te=self.config.model.use_te)
@@ -76,7 +76,7 @@ class OurTraining:
         trainer: the loop; its `model` is what it calls.
     """
 
-    def __init__(self, work: Workload, arm: OurArm | Config) -> None:
+    def __init__(self, work: Workload, arm: OurVariant | Config) -> None:
         config = arm if isinstance(arm, Config) else arm.config(work)
         ranks = LaunchRanks.from_environment(os.environ)
         plan = resolve_precision(config.precision, own_device())
@@ -95,7 +95,7 @@ class OurTraining:
             run.engine,
             training_model,
             optimizer,
-            lambda: find_first_scales(training_model, run.precision, batches[0], num_supervised),
+            lambda: warm_up_delayed_scales(training_model, run.precision, batches[0], num_supervised),
         )
         self.recorder = Recorder()
         loader: Any = FixedLoader(batches)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Literal
 from llm_fp8.config.attention_packages import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FlashAttention
 from llm_fp8.config.options import SHARDING_MODES, TORCHAO_SCENARIOS, LoraConfig, ParallelConfig, PrecisionConfig
 from llm_fp8.config.validation import check_config
-from llm_fp8.tools.bench.variants import DEEPSPEED_MODES, RIVAL_MODES, RIVALS, OurArm, Rival
+from llm_fp8.tools.bench.variants import DEEPSPEED_MODES, RIVAL_MODES, RIVALS, Baseline, OurVariant
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -63,11 +63,11 @@ LORA = re.compile(r"lora([1-9]\d*)(qv)?")
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """One way to train a workload."""
 
     name: str
-    what: OurArm | Rival
+    what: OurVariant | Baseline
     mode: str | None
     """How it is spread over several GPUs: a value of --sharding_mode (for a rival the one that is most like it); None on one GPU."""
 
@@ -91,13 +91,13 @@ class Arm:
 
         if self.mode is None or self.mode not in DEEPSPEED_MODES:
             return None
-        named = self.what.deepspeed_config if isinstance(self.what, Rival) else self.what.parallel.deepspeed_config
+        named = self.what.deepspeed_config if isinstance(self.what, Baseline) else self.what.parallel.deepspeed_config
         return file_of(named, self.mode)
 
     @property
     def context_size(self) -> int:
         """Processes that share the tokens of a row."""
-        return self.what.parallel.context_parallel_size if isinstance(self.what, OurArm) else 1
+        return self.what.parallel.context_parallel_size if isinstance(self.what, OurVariant) else 1
 
     def check(self, work: Workload, ranks: LaunchRanks) -> None:
         """Raise `UserError` where it cannot train `work` in this launch, as far as that is known beforehand."""
@@ -116,7 +116,7 @@ class Arm:
             )
         if work.text is not None and self.mode is not None:
             raise UserError(f"--arms {self.name} with --workloads {work.name}: real documents are measured on one GPU alone.")
-        if isinstance(self.what, Rival):
+        if isinstance(self.what, Baseline):
             if self.mode == "fsdp_full" and not torch.cuda.is_available():
                 raise UserError(f"--arms {self.name}: Accelerate's FSDP2 needs NVIDIA GPUs, and none is found; drop it.")
             if self.mode in DEEPSPEED_MODES:
@@ -140,21 +140,21 @@ class Arm:
         from llm_fp8.tools.bench.baselines import HfTraining
         from llm_fp8.tools.bench.ours import OurTraining
 
-        if isinstance(self.what, Rival):
+        if isinstance(self.what, Baseline):
             return HfTraining(work, self.what, self.mode)
         return OurTraining(work, self.what)
 
-    def with_deepspeed_config(self, path: Path) -> Arm:
+    def with_deepspeed_config(self, path: Path) -> Variant:
         """The same with this file for DeepSpeed; itself in a mode without it."""
         if self.mode not in DEEPSPEED_MODES:
             return self
-        if isinstance(self.what, Rival):
+        if isinstance(self.what, Baseline):
             return dataclasses.replace(self, what=dataclasses.replace(self.what, deepspeed_config=str(path)))
         parallel = dataclasses.replace(self.what.parallel, deepspeed_config=str(path))
         return dataclasses.replace(self, what=dataclasses.replace(self.what, parallel=parallel))
 
 
-def parse_arm(name: str) -> Arm:
+def parse_variant(name: str) -> Variant:
     """The arm of that name; raises `UserError` where there is none."""
     words = name.split(":")
     context = re.fullmatch(r"cp([1-9]\d*)", words[0])
@@ -167,7 +167,7 @@ def parse_arm(name: str) -> Arm:
     if what in RIVALS and not options and not context and mode in (None, *RIVAL_MODES):
         if RIVALS[what].computes_in_fp8 and mode in DEEPSPEED_MODES:
             raise UserError(f"--arms {name}: a rival under DeepSpeed computes in bf16; write {mode}:hf_bf16.")
-        return Arm(name, RIVALS[what], mode)
+        return Variant(name, RIVALS[what], mode)
     if (
         what not in (*PRECISIONS, *TORCHAO_PRECISIONS)
         or not set(options) <= {*allowed, *([adapters[0]] if adapters else [])}
@@ -197,7 +197,7 @@ def parse_arm(name: str) -> Arm:
             fp8_all_gather="fp8_all_gather" in options,
             sync_every_micro_batch="sync" in options,
         )
-    ours = OurArm(
+    ours = OurVariant(
         precision,
         parallel,
         use_te="swap" not in options,
@@ -206,7 +206,7 @@ def parse_arm(name: str) -> Arm:
         lora=_lora_of(adapters),
         optimizer="adamw_8bit" if "adamw_8bit" in options else "auto",
     )
-    return Arm(name, ours, mode)
+    return Variant(name, ours, mode)
 
 
 def _lora_of(adapters: re.Match[str] | None) -> LoraConfig:
@@ -217,12 +217,12 @@ def _lora_of(adapters: re.Match[str] | None) -> LoraConfig:
     return LoraConfig(lora_rank=rank, lora_targets="q_proj,v_proj") if adapters[2] else LoraConfig(lora_rank=rank)
 
 
-def parse_arms(text: str) -> list[Arm]:
+def parse_variants(text: str) -> list[Variant]:
     """The arms of a comma-separated list; raises `UserError` for one that is unknown or there twice."""
     names = text.split(",")
     if doubled := [name for number, name in enumerate(names) if name in names[:number]]:
         raise UserError(f"--arms names {doubled[0]} twice.")
-    return [parse_arm(name) for name in names]
+    return [parse_variant(name) for name in names]
 
 
 def _choices() -> str:

@@ -27,7 +27,7 @@ OPTIMISATION = OptimConfig(learning_rate=1e-5, lr_scheduler="constant", num_warm
 
 
 @dataclasses.dataclass(frozen=True)
-class OurArm:
+class OurVariant:
     """How this project trains a workload."""
 
     precision: PrecisionConfig
@@ -66,7 +66,7 @@ class OurArm:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rival:
+class Baseline:
     """A set-up of others."""
 
     name: str
@@ -92,11 +92,11 @@ BASELINE = "hf_bf16"
 RIVALS = {
     rival.name: rival
     for rival in (
-        Rival("hf_bf16"),
-        Rival("hf_bf16_compiled", compiled=True),
-        Rival("accelerate_te", accelerate_te=True),
-        Rival("te_autocast", te_autocast=True),
-        Rival("torchao_tensorwise", compiled=True, torchao_recipe="tensorwise"),
-        Rival("torchao_rowwise", compiled=True, torchao_recipe="rowwise"),
+        Baseline("hf_bf16"),
+        Baseline("hf_bf16_compiled", compiled=True),
+        Baseline("accelerate_te", accelerate_te=True),
+        Baseline("te_autocast", te_autocast=True),
+        Baseline("torchao_tensorwise", compiled=True, torchao_recipe="tensorwise"),
+        Baseline("torchao_rowwise", compiled=True, torchao_recipe="rowwise"),
     )
 }

@@ -29,7 +29,7 @@ ARM_FIELDS = ("mixed_precision", "fp8_backend", "fp8_scenario")
 _FP8_OPTIONS = tuple(field.name for field in dataclasses.fields(PrecisionConfig) if field.name not in ARM_FIELDS)
 
 
-def parse_arms(text: str) -> list[str]:
+def parse_variants(text: str) -> list[str]:
     """The arms of a comma-separated list, the reference first. Raises `UserError` for an unknown or doubled one."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
@@ -42,7 +42,7 @@ def parse_arms(text: str) -> list[str]:
     return sorted(canonical, key=lambda name: name != REFERENCE)
 
 
-def arm_words(arm: str, words: list[str]) -> list[str]:
+def variant_words(arm: str, words: list[str]) -> list[str]:
     """The options `words` of a training command as `arm` takes them: its precision added, fp8 options that cannot take effect in it left out."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in _FP8_OPTIONS:
@@ -63,7 +63,7 @@ def _is_fp8(arm: str) -> bool:
     return "fp8" in ARMS[arm]
 
 
-def requested_arm(precision: dict[str, Any]) -> str:
+def requested_variant(precision: dict[str, Any]) -> str:
     """The arm that a run asked for, by the precision section of its run.json."""
     if precision["requested"] != "fp8":
         return str(precision["requested"])
@@ -76,10 +76,10 @@ def requested_arm(precision: dict[str, Any]) -> str:
 def effective_precision(precision: dict[str, Any]) -> str:
     """What ran: 'bf16', 'fp8 delayed', 'fp32', ..."""
     if precision["effective"] != "fp8":
-        return describe_arm(str(precision["effective"]))
+        return describe_variant(str(precision["effective"]))
     return f"fp8 {precision['effective_scenario']}"
 
 
-def describe_arm(arm: str) -> str:
+def describe_variant(arm: str) -> str:
     """An arm's name in a sentence: 'bf16', 'fp8 delayed', 'fp32'."""
     return f"fp8 {arm}" if arm in _FP8_SCENARIOS else {"no": "fp32"}.get(arm, arm)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.tools.compare.arms import ARM_FIELDS, REFERENCE, describe_arm
+from llm_fp8.tools.compare.arms import ARM_FIELDS, REFERENCE, describe_variant
 from llm_fp8.tools.compare.run_record import RunRecord
 from llm_fp8.tools.compare.statistics import (
     Interval,
@@ -51,7 +51,7 @@ class EqualLossTime:
 
 
 @dataclass(frozen=True)
-class ArmFigures:
+class VariantFigures:
     """Everything that the report says of one arm; None where there is nothing to say it from."""
 
     arm: str
@@ -88,7 +88,7 @@ def by_seed(runs: Sequence[RunRecord]) -> dict[int, RunRecord]:
     return {run.seed: run for run in runs}
 
 
-def arm_figures(arm: str, runs: Sequence[RunRecord], reference: Sequence[RunRecord], num_failed: int = 0) -> ArmFigures:
+def variant_figures(arm: str, runs: Sequence[RunRecord], reference: Sequence[RunRecord], num_failed: int = 0) -> VariantFigures:
     """The figures of `runs`, all of one arm and each of its own seed, against those of the reference arm; both in order of seed."""
     own, base = by_seed(runs), by_seed(reference)
     common = [seed for seed in own if seed in base]
@@ -100,9 +100,9 @@ def arm_figures(arm: str, runs: Sequence[RunRecord], reference: Sequence[RunReco
         paired = list(own) == list(base) and len(rates) == len(base_rates)
         speedup = ratio_interval(rates, base_rates, paired)
     memory = [run.peak_memory_gib for run in runs if run.peak_memory_gib is not None]
-    return ArmFigures(
+    return VariantFigures(
         arm=arm,
-        name=describe_arm(arm),
+        name=describe_variant(arm),
         effective=sorted({run.effective_name for run in runs}),
         fallback_reasons=sorted({run.precision["fallback_reason"] for run in runs if run.precision.get("fallback_reason")}),
         options=_fp8_options(runs),

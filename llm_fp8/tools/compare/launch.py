@@ -22,7 +22,7 @@ from pathlib import Path
 
 from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
-from llm_fp8.tools.compare.arms import ARM_FIELDS, arm_words
+from llm_fp8.tools.compare.arms import ARM_FIELDS, variant_words
 from llm_fp8.tools.compare.report import Failure
 from llm_fp8.tools.compare.run_record import why_unfinished
 from llm_fp8.train.checkpoint import has_checkpoint
@@ -101,7 +101,7 @@ def plan_runs(train: str, arms: Sequence[str], seeds: Sequence[int], num_gpus: i
     runs = []
     for seed in seeds:
         for arm in arms:
-            own = [*arm_words(arm, words), "--seed", str(seed)]
+            own = [*variant_words(arm, words), "--seed", str(seed)]
             config = _checked(own, num_gpus)
             if config.parallel.fp8_params:
                 raise UserError(

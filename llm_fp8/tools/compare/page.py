@@ -15,8 +15,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
-from llm_fp8.tools.compare.arms import REFERENCE, describe_arm
-from llm_fp8.tools.compare.figures import ArmFigures
+from llm_fp8.tools.compare.arms import REFERENCE, describe_variant
+from llm_fp8.tools.compare.figures import VariantFigures
 from llm_fp8.tools.compare.report import COLUMNS, Comparison, table_rows
 
 ASSETS = Path(__file__).parent / "assets"
@@ -37,13 +37,13 @@ def render_page(comparison: Comparison) -> str:
         facts=_facts(comparison),
         arms=arms,
         arm_names=[row[0] for row in rows],
-        verdicts=[{**dataclasses.asdict(verdict), "name": describe_arm(arm)} for arm, verdict in comparison.verdicts.items()],
+        verdicts=[{**dataclasses.asdict(verdict), "name": describe_variant(arm)} for arm, verdict in comparison.verdicts.items()],
         figures=figures,
         charts=charts,
         not_drawn=not_drawn(comparison.arms),
         differences=comparison.differences,
         effect_words=EFFECT_WORDS,
-        failures=[{**dataclasses.asdict(failure), "name": describe_arm(failure.arm)} for failure in comparison.failures],
+        failures=[{**dataclasses.asdict(failure), "name": describe_variant(failure.arm)} for failure in comparison.failures],
         sources=comparison.provenance["runs"],
         provenance=_provenance_lines(comparison.provenance["of_first_run"]),
         # '<' cannot end the script element that holds the data when it is written as an escape.
@@ -149,7 +149,7 @@ def make_charts(comparison: Comparison) -> list[Chart]:
     return [chart for chart in charts if chart is not None and chart.traces]
 
 
-def not_drawn(arms: Sequence[ArmFigures]) -> list[str]:
+def not_drawn(arms: Sequence[VariantFigures]) -> list[str]:
     """What no arm has a figure of, in words."""
     present = {
         "peak memory": any(arm.peak_memory_gib is not None for arm in arms),
@@ -263,12 +263,17 @@ def _curve_table(
     return headers, rows
 
 
-def _bar(arm: ArmFigures, value: float, shape: str, **more: Any) -> dict[str, Any]:
+def _bar(arm: VariantFigures, value: float, shape: str, **more: Any) -> dict[str, Any]:
     return {"arm": arm.arm, "name": arm.name, "kind": "bar", "x": [arm.name], "y": [value], "text": [shape.format(value)], **more}
 
 
 def _bars(
-    arms: Sequence[ArmFigures], name: str, title: str, unit: str, value_of: Callable[[ArmFigures], float | None], shape: str
+    arms: Sequence[VariantFigures],
+    name: str,
+    title: str,
+    unit: str,
+    value_of: Callable[[VariantFigures], float | None],
+    shape: str,
 ) -> Chart:
     values = [(arm, value) for arm in arms if (value := value_of(arm)) is not None]
     rows = [[arm.name, shape.format(value)] for arm, value in values]
@@ -276,7 +281,7 @@ def _bars(
     return Chart(name, title, f"{unit}; how it is computed stands below.", "", unit, traces, ["arm", unit], rows)
 
 
-def _exact_match_bars(arms: Sequence[ArmFigures]) -> Chart:
+def _exact_match_bars(arms: Sequence[VariantFigures]) -> Chart:
     traces, rows = [], []
     for arm in arms:
         if not arm.exact_match:
@@ -295,7 +300,7 @@ def _exact_match_bars(arms: Sequence[ArmFigures]) -> Chart:
     return Chart("exact-match", "Exact match", caption, "", "% of problems", traces, ["arm", "seed", "%"], rows)
 
 
-def _speed_bars(arms: Sequence[ArmFigures]) -> Chart:
+def _speed_bars(arms: Sequence[VariantFigures]) -> Chart:
     traces, rows = [], []
     for arm in arms:
         rate = arm.tokens_per_s
@@ -307,7 +312,7 @@ def _speed_bars(arms: Sequence[ArmFigures]) -> Chart:
     return Chart("speed", "Tokens per second", caption, "", "tokens/s", traces, ["arm", "tokens/s", "95% interval"], rows)
 
 
-def _gap_bars(arms: Sequence[ArmFigures]) -> Chart:
+def _gap_bars(arms: Sequence[VariantFigures]) -> Chart:
     traces: list[dict[str, Any]] = []
     rows = []
     spread = None

@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llm_fp8.tools.compare.arms import REFERENCE, describe_arm
+from llm_fp8.tools.compare.arms import REFERENCE, describe_variant
 from llm_fp8.tools.compare.differences import Difference, find_differences, label
-from llm_fp8.tools.compare.figures import ArmFigures, arm_figures, smoothing_window
+from llm_fp8.tools.compare.figures import VariantFigures, smoothing_window, variant_figures
 from llm_fp8.tools.compare.run_record import RunRecord
 from llm_fp8.tools.compare.statistics import trailing_mean
 from llm_fp8.tools.compare.verdict import Verdict, judge
@@ -38,7 +38,7 @@ class Failure:
 class Comparison:
     """The whole comparison. `arms` in the order of the report, the reference first; `verdicts` with the reference last."""
 
-    arms: list[ArmFigures]
+    arms: list[VariantFigures]
     verdicts: dict[str, Verdict]
     differences: list[Difference]
     failures: list[Failure]
@@ -73,7 +73,7 @@ def compare(
     reference = by_arm.get(REFERENCE, [])
     differences = find_differences(runs, overlaps)
     figures = [
-        arm_figures(arm, own, reference, num_failed=sum(failure.arm == arm for failure in failures))
+        variant_figures(arm, own, reference, num_failed=sum(failure.arm == arm for failure in failures))
         for arm, own in by_arm.items()
     ]
     held_against = next((arm for arm in figures if arm.arm == REFERENCE), None)
@@ -115,7 +115,7 @@ def _curves(run: RunRecord) -> dict[str, Any]:
     at = [position[record["step"]] for record in evaluated]
     return {
         "arm": run.arm,
-        "name": describe_arm(run.arm),
+        "name": describe_variant(run.arm),
         "seed": run.seed,
         "smoothed_over_steps": window,
         "grouped_steps": group,
@@ -145,47 +145,47 @@ class Column:
 
     title: str
     how: str
-    text: Callable[[ArmFigures], str]
+    text: Callable[[VariantFigures], str]
 
 
-def _arm(arm: ArmFigures) -> str:
+def _arm(arm: VariantFigures) -> str:
     return arm.name + (f" with {', '.join(f'{k}={v}' for k, v in arm.options.items())}" if arm.options else "")
 
 
-def _effective(arm: ArmFigures) -> str:
+def _effective(arm: VariantFigures) -> str:
     ran = " and ".join(arm.effective) or "nothing"
     return f"{ran} (fell back)" if arm.fallback_reasons else ran
 
 
-def _runs(arm: ArmFigures) -> str:
+def _runs(arm: VariantFigures) -> str:
     return f"{arm.num_seeds}" + (f", {arm.num_failed} failed" if arm.num_failed else "")
 
 
-def _rate(arm: ArmFigures) -> str:
+def _rate(arm: VariantFigures) -> str:
     rate = arm.tokens_per_s
     return f"{rate.value:,.0f} ({rate.low:,.0f} to {rate.high:,.0f})" if rate else NOT_MEASURED
 
 
-def _speedup(arm: ArmFigures) -> str:
+def _speedup(arm: VariantFigures) -> str:
     if arm.arm == REFERENCE:
         return "1"
     return f"{arm.speedup.value:.3f} ({arm.speedup.low:.3f} to {arm.speedup.high:.3f})" if arm.speedup else NOT_MEASURED
 
 
-def _memory(arm: ArmFigures) -> str:
+def _memory(arm: VariantFigures) -> str:
     return NOT_MEASURED if arm.peak_memory_gib is None else f"{arm.peak_memory_gib:.1f}"
 
 
-def _energy(arm: ArmFigures) -> str:
+def _energy(arm: VariantFigures) -> str:
     energy = arm.energy_j_per_million_tokens
     return NOT_MEASURED if energy is None else f"{energy:,.0f}"
 
 
-def _eval_loss(arm: ArmFigures) -> str:
+def _eval_loss(arm: VariantFigures) -> str:
     return f"{statistics.mean(arm.eval_loss.values()):.4f}" if arm.eval_loss else NOT_MEASURED
 
 
-def _gap(arm: ArmFigures) -> str:
+def _gap(arm: VariantFigures) -> str:
     if arm.arm == REFERENCE:
         values = arm.eval_loss.values()
         return f"spread {max(values) - min(values):.4f}" if len(values) > 1 else "spread unknown"
@@ -197,7 +197,7 @@ def _gap(arm: ArmFigures) -> str:
     return f"{gap.mean:+.4f} ({seeds}spread of bf16 {spread})"
 
 
-def _equal_loss(arm: ArmFigures) -> str:
+def _equal_loss(arm: VariantFigures) -> str:
     equal = arm.equal_loss_time
     if equal is None:
         return NOT_MEASURED
@@ -208,7 +208,7 @@ def _equal_loss(arm: ArmFigures) -> str:
     return f"{words}{not_all} ({equal.loss} loss)"
 
 
-def _exact_match(arm: ArmFigures) -> str:
+def _exact_match(arm: VariantFigures) -> str:
     if not arm.exact_match:
         return NOT_MEASURED
     share = f"{100 * statistics.mean(arm.exact_match.values()):.1f}"
@@ -217,7 +217,7 @@ def _exact_match(arm: ArmFigures) -> str:
     return f"{share} ({100 * arm.answers.difference:+.1f}, p = {arm.answers.p_value:.2g}, {arm.answers.num_problems} pairs)"
 
 
-def _certificate(arm: ArmFigures) -> str:
+def _certificate(arm: VariantFigures) -> str:
     reasons = f": {'; '.join(arm.certificate.reasons)}" if arm.certificate.reasons else ""
     return f"{'none' if arm.certificate.state == 'missing' else arm.certificate.state}{reasons}"
 
@@ -275,7 +275,7 @@ COLUMNS = (
 )
 
 
-def table_rows(arms: Sequence[ArmFigures]) -> list[list[str]]:
+def table_rows(arms: Sequence[VariantFigures]) -> list[list[str]]:
     """Texts of all columns, one row per arm."""
     return [[column.text(arm) for column in COLUMNS] for arm in arms]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from llm_fp8.observability.metrics import RECORDED_STEP
 from llm_fp8.observability.step_stats import measured_steps
-from llm_fp8.tools.compare.arms import effective_precision, requested_arm
+from llm_fp8.tools.compare.arms import effective_precision, requested_variant
 from llm_fp8.train.answers import ANSWERS_FOLDER
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, read_jsonl, with_floats
@@ -51,7 +51,7 @@ class RunRecord:
     @property
     def arm(self) -> str:
         """The arm that was asked for."""
-        return requested_arm(self.precision)
+        return requested_variant(self.precision)
 
     @property
     def effective_name(self) -> str:

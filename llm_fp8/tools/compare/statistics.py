@@ -48,7 +48,7 @@ def _resampled_medians(steps: Sequence[float], generator: np.random.Generator, n
     return medians
 
 
-def _arm_estimates(medians: NDArray[np.float64], chosen: NDArray[np.int64]) -> NDArray[np.float64]:
+def _variant_estimates(medians: NDArray[np.float64], chosen: NDArray[np.int64]) -> NDArray[np.float64]:
     """Mean over the drawn runs: `medians` [num_runs, num_resamples], `chosen` [num_runs, num_resamples] -> [num_resamples]."""
     return np.take_along_axis(medians, chosen, axis=0).mean(axis=0)
 
@@ -69,7 +69,7 @@ def speed_interval(runs: Sequence[Sequence[float]], num_resamples: int = NUM_RES
     generator = np.random.default_rng(0)
     medians = np.stack([_resampled_medians(steps, generator, num_resamples) for steps in runs])
     chosen = generator.integers(0, len(runs), size=medians.shape)
-    return _interval(mean_of_medians(runs), _arm_estimates(medians, chosen))
+    return _interval(mean_of_medians(runs), _variant_estimates(medians, chosen))
 
 
 def ratio_interval(
@@ -87,7 +87,7 @@ def ratio_interval(
     chosen = generator.integers(0, len(runs), size=upper.shape)
     chosen_below = chosen if paired else generator.integers(0, len(reference), size=lower.shape)
     value = mean_of_medians(runs) / mean_of_medians(reference)
-    return _interval(value, _arm_estimates(upper, chosen) / _arm_estimates(lower, chosen_below))
+    return _interval(value, _variant_estimates(upper, chosen) / _variant_estimates(lower, chosen_below))
 
 
 def spread(values: Sequence[float]) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llm_fp8.tools.compare.differences import Difference, concerning
-from llm_fp8.tools.compare.figures import ArmFigures
+from llm_fp8.tools.compare.figures import VariantFigures
 from llm_fp8.tools.compare.statistics import CONFIDENCE
 
 MIN_SEEDS = 3
@@ -51,7 +51,7 @@ class Verdict:
     sentence: str
 
 
-def judge(own: ArmFigures, reference: ArmFigures | None, differences: Sequence[Difference]) -> Verdict:
+def judge(own: VariantFigures, reference: VariantFigures | None, differences: Sequence[Difference]) -> Verdict:
     """The verdict on an arm against the reference arm (None where it has no finished run)."""
     failed = f" ({own.num_failed} of {own.num_failed + own.num_seeds} runs failed)" if own.num_failed and own.num_seeds else ""
     name = f"{own.name}{failed}"
@@ -87,7 +87,7 @@ def judge(own: ArmFigures, reference: ArmFigures | None, differences: Sequence[D
     return Verdict(conclusion, f"{name} {', '.join(clause for clause in clauses if clause)}: {_ADVICE[conclusion]}.")
 
 
-def _conclude(own: ArmFigures, speed_spoiled: bool, quality_spoiled: bool) -> Conclusion:
+def _conclude(own: VariantFigures, speed_spoiled: bool, quality_spoiled: bool) -> Conclusion:
     """The gravest thing that holds."""
     if own.certificate.state == "failed":
         return "not certified"
@@ -112,20 +112,20 @@ def _conclude(own: ArmFigures, speed_spoiled: bool, quality_spoiled: bool) -> Co
     return "use it"
 
 
-def _is_fp8(own: ArmFigures) -> bool:
+def _is_fp8(own: VariantFigures) -> bool:
     return any(name.startswith("fp8") for name in own.effective)
 
 
-def _gap(own: ArmFigures) -> float:
+def _gap(own: VariantFigures) -> float:
     return own.loss_gap.mean if own.loss_gap else 0.0
 
 
-def _loss_is_outside(own: ArmFigures) -> bool:
+def _loss_is_outside(own: VariantFigures) -> bool:
     gap = own.loss_gap
     return gap is not None and gap.reference_spread is not None and abs(gap.mean) > gap.reference_spread
 
 
-def _answers_are_worse(own: ArmFigures) -> bool:
+def _answers_are_worse(own: VariantFigures) -> bool:
     return own.answers is not None and own.answers.difference < 0 and own.answers.p_value < SIGNIFICANCE
 
 
@@ -134,7 +134,7 @@ def _fields(differences: Sequence[Difference], limit: int = 4) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _speed_words(own: ArmFigures, spoiled: Sequence[Difference]) -> str:
+def _speed_words(own: VariantFigures, spoiled: Sequence[Difference]) -> str:
     if spoiled:
         return f"cannot be compared in speed (the runs differ in {_fields(spoiled)})"
     speedup = own.speedup
@@ -148,7 +148,7 @@ def _speed_words(own: ArmFigures, spoiled: Sequence[Difference]) -> str:
     return f"is not measurably faster, at {speedup.value:.2f}x the speed {interval}"
 
 
-def _loss_words(own: ArmFigures, reference: ArmFigures, spoiled: Sequence[Difference]) -> str:
+def _loss_words(own: VariantFigures, reference: VariantFigures, spoiled: Sequence[Difference]) -> str:
     if spoiled:
         return f"its quality cannot be compared (the runs differ in {_fields(spoiled)})"
     gap = own.loss_gap
@@ -173,7 +173,7 @@ def _loss_words(own: ArmFigures, reference: ArmFigures, spoiled: Sequence[Differ
     return f"{signed}, {where} the spread of {seeds}{every}"
 
 
-def _answer_words(own: ArmFigures, spoiled: Sequence[Difference]) -> str:
+def _answer_words(own: VariantFigures, spoiled: Sequence[Difference]) -> str:
     if spoiled or own.answers is None:
         return ""
     answers = own.answers
@@ -184,7 +184,7 @@ def _p(value: float) -> str:
     return "p < 0.001" if value < 0.001 else f"p = {value:.2g}"
 
 
-def _certificate_words(own: ArmFigures) -> str:
+def _certificate_words(own: VariantFigures) -> str:
     if own.certificate.state == "failed":
         return f"and its certificate failed ({'; '.join(own.certificate.reasons)})"
     if own.certificate.state == "undetermined" and _is_fp8(own):
@@ -194,7 +194,7 @@ def _certificate_words(own: ArmFigures) -> str:
     return ""
 
 
-def _certified_reference(own: ArmFigures) -> str:
+def _certified_reference(own: VariantFigures) -> str:
     if own.certificate.state == "failed":
         return f", and its certificate failed ({'; '.join(own.certificate.reasons)})"
     return ""

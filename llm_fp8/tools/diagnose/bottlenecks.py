@@ -1,6 +1,6 @@
 """From what was measured in a step to what costs most and the option that acts on it.
 
-What a step takes beyond its floor is lost to something, and each rule below knows one such thing. A rule is a pure function of `StepFacts`;
+What a step takes beyond its floor is lost to something, and each rule below knows one such thing. A rule is a pure function of `StepMeasurements`;
 it gives the seconds that its option can take away at most, or None where it has nothing to say. Losses that no option acts on (a fused
 attention kernel), and the output head's GEMMs, whose option changes what is computed (--fp8_lm_head), have no rule: the table of kernel classes shows them.
 
@@ -26,19 +26,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llm_fp8.observability.metrics import PeakTflops
-from llm_fp8.precision.modules import PRODUCTS_OF_TRAINED
+from llm_fp8.precision.modules import GEMMS_PER_WEIGHT
 from llm_fp8.tools.diagnose.step_time import StepTime
-from llm_fp8.tools.gemm_rates import Ceilings
+from llm_fp8.tools.gemm_rates import MeasuredRates
 
 WEIGHT_CAST_BYTES = 4
 
 
 @dataclass(frozen=True)
-class StepFacts:
+class StepMeasurements:
     """What the rules read. Weights and parameters are counts of elements, times are seconds."""
 
     time: StepTime
-    ceilings: Ceilings
+    ceilings: MeasuredRates
     peak: PeakTflops | None
     """Of the vendor; None for a GPU that is not in the table."""
     num_fp8_weights: int
@@ -63,7 +63,7 @@ class StepFacts:
     use_te: bool
     attention: str | None
     """'unfused', or the name of what runs."""
-    num_fp8_head_products: int = 0
+    num_fp8_lm_head_gemms: int = 0
     """Of the output head's three products in a micro-batch, those in fp8 (--fp8_lm_head): none, those of the gradients, or all."""
     compiled: bool = False
     """The decoder layers are compiled, as they are with torchao."""
@@ -85,7 +85,7 @@ class StepFacts:
         return 6.0 * num_weights * self.num_tokens
 
     @property
-    def gemms_at_ceilings_s(self) -> float | None:
+    def gemms_at_measured_rates_s(self) -> float | None:
         """The linear layers' model FLOPs at the ceilings; None where one that is needed was not measured."""
         fp8 = self.fp8_gemm_s(self.linear_flops(self.num_fp8_weights)) if self.num_fp8_weights else 0.0
         head_s = self.head_gemm_s
@@ -96,7 +96,7 @@ class StepFacts:
     @property
     def head_gemm_s(self) -> float | None:
         """The output head's model FLOPs at the ceilings; None where one that is needed was not measured."""
-        return self.ceilings.head_gemm_s(self.linear_flops(self.num_head_weights), self.num_fp8_head_products)
+        return self.ceilings.head_gemm_s(self.linear_flops(self.num_head_weights), self.num_fp8_lm_head_gemms)
 
     @property
     def fp8_flops(self) -> float:
@@ -104,20 +104,20 @@ class StepFacts:
         return self.linear_flops(self.num_fp8_weights) + self._fp8_head_flops
 
     @property
-    def wide_flops(self) -> float:
+    def bf16_flops(self) -> float:
         """Model FLOPs of a step in linear products outside fp8."""
         return self.linear_flops(self.num_wide_weights + self.num_head_weights) - self._fp8_head_flops
 
     @property
     def _fp8_head_flops(self) -> float:
-        return self.linear_flops(self.num_head_weights) * self.num_fp8_head_products / PRODUCTS_OF_TRAINED
+        return self.linear_flops(self.num_head_weights) * self.num_fp8_lm_head_gemms / GEMMS_PER_WEIGHT
 
     @property
     def gemm_floors_s(self) -> dict[str, float]:
         """Operand type -> the least that the linear layers' model FLOPs could take; empty where a peak that is needed is not known."""
         if self.peak is None:
             return {}
-        floors = {"bf16": self.wide_flops / max(self.peak.bf16, self.ceilings.bf16_gemm_tflops) / 1e12}
+        floors = {"bf16": self.bf16_flops / max(self.peak.bf16, self.ceilings.bf16_gemm_tflops) / 1e12}
         if self.num_fp8_weights:
             fast, split = self.ceilings.fp8_gemm_tflops, self.ceilings.fp8_split_gemm_tflops
             if self.peak.fp8 is None or self.scenario == "nvfp4":
@@ -142,7 +142,9 @@ class StepFacts:
         again = self.recomputed_share / 3
         # By FLOPs each weight would count alike; fp8 ones take less time than the head, which is never recomputed.
         head_s = self.head_gemm_s or self.bf16_gemm_s(self.linear_flops(self.num_head_weights))
-        decoder_s = (self.gemms_at_ceilings_s or self.bf16_gemm_s(self.linear_flops(decoder + self.num_head_weights))) - head_s
+        decoder_s = (
+            self.gemms_at_measured_rates_s or self.bf16_gemm_s(self.linear_flops(decoder + self.num_head_weights))
+        ) - head_s
         return self.time.class_s("gemm") * again * decoder_s / ((1 + again) * decoder_s + head_s)
 
 
@@ -159,10 +161,10 @@ class Loss:
     """Something is broken, rather than slow; it comes first whatever its size."""
 
 
-Rule = Callable[[StepFacts], Loss | None]
+Rule = Callable[[StepMeasurements], Loss | None]
 
 
-def unfused_attention(facts: StepFacts) -> Loss | None:
+def unfused_attention(facts: StepMeasurements) -> Loss | None:
     """Attention in several kernels, with the whole score matrix in memory."""
     if facts.attention != "unfused":
         return None
@@ -179,7 +181,7 @@ def unfused_attention(facts: StepFacts) -> Loss | None:
     )
 
 
-def layers_outside_fp8(facts: StepFacts) -> Loss | None:
+def layers_outside_fp8(facts: StepMeasurements) -> Loss | None:
     """Decoder layers whose GEMMs could run at the fp8 rate."""
     flops = facts.linear_flops(facts.num_wide_weights)
     fp8_s = facts.fp8_gemm_s(flops)
@@ -200,9 +202,9 @@ def layers_outside_fp8(facts: StepFacts) -> Loss | None:
     )
 
 
-def gemms_below_ceiling(facts: StepFacts) -> Loss | None:
+def gemms_below_measured_rate(facts: StepMeasurements) -> Loss | None:
     """GEMMs that are slower than large square ones."""
-    reachable_s = facts.gemms_at_ceilings_s
+    reachable_s = facts.gemms_at_measured_rates_s
     if facts.attention == "unfused" or reachable_s is None:
         return None  # attention's matrix products cannot be told from the layers'
     lost_s = facts.time.class_s("gemm") - facts.recomputed_gemm_s - reachable_s
@@ -215,7 +217,7 @@ def gemms_below_ceiling(facts: StepFacts) -> Loss | None:
     )
 
 
-def recomputation(facts: StepFacts) -> Loss | None:
+def recomputation(facts: StepMeasurements) -> Loss | None:
     """Forward passes computed twice."""
     if not facts.recomputed_share:
         return None
@@ -227,7 +229,7 @@ def recomputation(facts: StepFacts) -> Loss | None:
     )
 
 
-def weight_casts(facts: StepFacts) -> Loss | None:
+def weight_casts(facts: StepMeasurements) -> Loss | None:
     """Casts of the weights to fp8, once a step."""
     if not facts.num_fp8_weights or facts.compiled:  # torchao casts them for every product, fused with other work
         return None
@@ -240,7 +242,7 @@ def weight_casts(facts: StepFacts) -> Loss | None:
     )
 
 
-def maxima_of_current_scaling(facts: StepFacts) -> Loss | None:
+def maxima_of_current_scaling(facts: StepMeasurements) -> Loss | None:
     """The extra pass over every tensor that current scaling takes."""
     if facts.scenario != "current":
         return None
@@ -252,7 +254,7 @@ def maxima_of_current_scaling(facts: StepFacts) -> Loss | None:
     )
 
 
-def optimizer_step(facts: StepFacts) -> Loss | None:
+def optimizer_step(facts: StepMeasurements) -> Loss | None:
     """The optimizer, once a step."""
     floor_ms = facts.floors_s["optimizer"] * 1e3
     return Loss(
@@ -263,7 +265,7 @@ def optimizer_step(facts: StepFacts) -> Loss | None:
     )
 
 
-def gaps(facts: StepFacts) -> Loss | None:
+def gaps(facts: StepMeasurements) -> Loss | None:
     """Time in which the GPU waits for the host."""
     return Loss(
         "gaps between kernels",
@@ -273,7 +275,7 @@ def gaps(facts: StepFacts) -> Loss | None:
     )
 
 
-def unfused_pointwise(facts: StepFacts) -> Loss | None:
+def unfused_pointwise(facts: StepMeasurements) -> Loss | None:
     """Norms, activations, RoPE, copies and pointwise kernels of the Hugging Face decoder."""
     if facts.use_te or facts.compiled:
         return None
@@ -285,7 +287,7 @@ def unfused_pointwise(facts: StepFacts) -> Loss | None:
     )
 
 
-def gradient_sums(facts: StepFacts) -> Loss | None:
+def main_grads(facts: StepMeasurements) -> Loss | None:
     """Adding up the gradients of micro-batches, where it is not part of a GEMM."""
     num_bytes = 3 * facts.added_gradient_bytes * (facts.num_micro_batches - 1)
     lost_s = min(facts.time.class_s("elementwise"), facts.copy_s(num_bytes))
@@ -300,18 +302,18 @@ def gradient_sums(facts: StepFacts) -> Loss | None:
 RULES: tuple[Rule, ...] = (
     unfused_attention,
     layers_outside_fp8,
-    gemms_below_ceiling,
+    gemms_below_measured_rate,
     recomputation,
     weight_casts,
     maxima_of_current_scaling,
     optimizer_step,
     gaps,
     unfused_pointwise,
-    gradient_sums,
+    main_grads,
 )
 
 
-def ranked_losses(facts: StepFacts) -> list[Loss]:
+def ranked_losses(facts: StepMeasurements) -> list[Loss]:
     """The losses that an option acts on: faults first, then by size; those that lose nothing are left out."""
     found = [loss for rule in RULES if (loss := rule(facts)) is not None and (loss.is_fault or loss.lost_s > 0)]
     return sorted(found, key=lambda loss: (not loss.is_fault, -loss.lost_s))

@@ -118,7 +118,7 @@ class ModuleGemms:
         return all(self.passes[name] and all(map(is_low_precision, self.passes[name])) for name in PASSES)
 
 
-class _SeenProducts(TorchDispatchMode):
+class _SeenGemms(TorchDispatchMode):
     """Calls `note(left, right)` for every torch.mm that is dispatched, in the backward pass too."""
 
     def __init__(self, note: Callable[[Any, Any], None]) -> None:
@@ -170,7 +170,7 @@ class GemmRecorder:
                 undo.callback(setattr, owner, "general_gemm", real)
                 owner.general_gemm = functools.partial(self._note, real)
             if any(is_converted(module) for module in self._modules.values()):
-                undo.enter_context(_SeenProducts(self._note_product))
+                undo.enter_context(_SeenGemms(self._note_gemm))
             for name, module in self._modules.items():
                 if type(module) is nn.Linear:
                     handle: Any = module.register_forward_pre_hook(functools.partial(self._note_torch, name))
@@ -198,7 +198,7 @@ class GemmRecorder:
             self._of(name).add(gemm_pass, f"{operand_type(left)} x {operand_type(right)}")
         return real(*args, **kwargs)
 
-    def _note_product(self, left: Any, right: Any) -> None:
+    def _note_gemm(self, left: Any, right: Any) -> None:
         """A matrix product: one of torchao's if an operand carries a role, or the wide gradient of the weight that some recipes compute."""
         roles = tuple(getattr(getattr(operand, "_gemm_input_role", None), "value", None) for operand in (left, right))
         gemm_pass = _PASS_OF_ROLES.get(roles)

@@ -31,7 +31,7 @@ def render(found: Diagnosis, console: Console) -> None:
     )
     if found.groups:
         _show(operand_table(found.groups), console)
-    _print_census(found, console)
+    _print_coverage(found, console)
     if found.time is not None:
         _show(time_table(found.time), console)
         _show(loss_table(found.time), console)
@@ -70,7 +70,7 @@ def operand_table(groups: list[LayerGroup]) -> Table:
     return table
 
 
-def _print_census(found: Diagnosis, console: Console) -> None:
+def _print_coverage(found: Diagnosis, console: Console) -> None:
     if found.census is None:
         return
     if found.precision["effective"] == "fp8":

@@ -9,14 +9,14 @@ from typing import Any
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.precision.coverage import Census
+from llm_fp8.precision.coverage import Fp8Coverage
 from llm_fp8.precision.plan import PrecisionPlan
-from llm_fp8.precision.torchao import num_fp8_products
-from llm_fp8.tools.diagnose.bottlenecks import Loss, StepFacts, ranked_losses
+from llm_fp8.precision.torchao import num_fp8_gemms_of
+from llm_fp8.tools.diagnose.bottlenecks import Loss, StepMeasurements, ranked_losses
 from llm_fp8.tools.diagnose.gemm_operands import PASSES, LayerGroup, ModuleGemms, is_low_precision
 from llm_fp8.tools.diagnose.memory import HOW_FOUND, MemoryAtPeak
 from llm_fp8.tools.diagnose.step_time import StepTime
-from llm_fp8.tools.gemm_rates import Ceilings
+from llm_fp8.tools.gemm_rates import MeasuredRates
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU
 
 SCHEMA_VERSION = 2
@@ -31,12 +31,12 @@ class TimeFindings:
     """By kernel class."""
     gemm_floors_s: dict[str, float]
     """By operand type."""
-    ceilings: Ceilings
+    ceilings: MeasuredRates
     losses: list[Loss]
     """The largest first."""
 
     @classmethod
-    def of(cls, facts: StepFacts) -> TimeFindings:
+    def of(cls, facts: StepMeasurements) -> TimeFindings:
         """What `facts` come to."""
         return cls(facts.time, facts.floors_s, facts.gemm_floors_s, facts.ceilings, ranked_losses(facts))
 
@@ -59,7 +59,7 @@ class Diagnosis:
     provenance: dict[str, Any]
     device: str
     precision: dict[str, Any]
-    census: Census | None
+    census: Fp8Coverage | None
     outside_fp8: dict[str, str]
     """Name pattern -> how many modules are not in fp8, and why."""
     groups: list[LayerGroup] = field(default_factory=list)
@@ -179,7 +179,7 @@ def precision_problems(
     silent = [name for name in fp8_names if name not in found]
     if silent:
         problems.append(f"{_listed(silent)}: no GEMM was seen")
-    in_fp8 = num_fp8_products(plan.recipe) if plan.backend == "torchao" else len(PASSES)
+    in_fp8 = num_fp8_gemms_of(plan.recipe) if plan.backend == "torchao" else len(PASSES)
     for gemm_pass in PASSES[:in_fp8]:
         wide = [
             name
@@ -192,7 +192,7 @@ def precision_problems(
     return problems
 
 
-def left_out_problems(census: Census) -> list[str]:
+def left_out_problems(census: Fp8Coverage) -> list[str]:
     """Sentences on layers that fp8 was asked for and that cannot take it."""
     return [f"{pattern}: {reason}, so it is not in fp8" for pattern, reason in census.skipped.items() if SIZE_REASON in reason]
 
@@ -202,7 +202,7 @@ def attention_problems(attention: str | None) -> list[str]:
     return ["attention runs unfused"] if attention == "unfused" else []
 
 
-def reasons_outside_fp8(census: Census, options: PrecisionConfig, plan: PrecisionPlan) -> dict[str, str]:
+def reasons_outside_fp8(census: Fp8Coverage, options: PrecisionConfig, plan: PrecisionPlan) -> dict[str, str]:
     """Name pattern -> how many modules are not in fp8, and why, for every pattern that the census lists as such."""
     first, last = options.fp8_first_bf16_layers, options.fp8_last_bf16_layers
     kept = f"kept by --fp8_first_bf16_layers {first} --fp8_last_bf16_layers {last}" if first or last else ""

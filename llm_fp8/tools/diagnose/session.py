@@ -35,7 +35,7 @@ from llm_fp8.precision.plan import describe_device
 from llm_fp8.precision.torchao import uncompiled
 from llm_fp8.tools.bench.ours import OurTraining
 from llm_fp8.tools.bench.workload import Workload
-from llm_fp8.tools.diagnose.bottlenecks import StepFacts
+from llm_fp8.tools.diagnose.bottlenecks import StepMeasurements
 from llm_fp8.tools.diagnose.gemm_operands import GemmRecorder, ModuleGemms, group_layers, te_gemm_owners
 from llm_fp8.tools.diagnose.memory import MemoryProbe, cuda_meter, divide_peak, known_bytes
 from llm_fp8.tools.diagnose.result import (
@@ -49,7 +49,7 @@ from llm_fp8.tools.diagnose.result import (
 )
 from llm_fp8.tools.diagnose.static_report import diagnose_without_gpu
 from llm_fp8.tools.diagnose.step_time import StepTime, step_time
-from llm_fp8.tools.gemm_rates import Ceilings, measure_ceilings
+from llm_fp8.tools.gemm_rates import MeasuredRates, measure_rates
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import UserError
 
@@ -77,7 +77,7 @@ def diagnose(config: Config, num_warmup_steps: int, trace: Path | None = None) -
         return diagnose_without_gpu(config)
     if config.model.use_te:
         require_te_decoder(device, config.model)
-    ceilings = measure_ceilings(device)
+    ceilings = measure_rates(device)
     gc.collect()
     torch.cuda.empty_cache()
     try:
@@ -110,7 +110,7 @@ class _Session:
         self.training = OurTraining(ConfiguredWorkload.of(config), without_output(config))
         self.plan = self.training.precision.plan
 
-    def diagnose(self, ceilings: Ceilings, num_warmup_steps: int, trace: Path | None) -> Diagnosis:
+    def diagnose(self, ceilings: MeasuredRates, num_warmup_steps: int, trace: Path | None) -> Diagnosis:
         """Everything, in order."""
         training, config = self.training, self.config
         training.take(num_warmup_steps)
@@ -164,7 +164,7 @@ class _Session:
             self.training.take(1)
         head = self.training.model.get_output_embeddings()
         name = next(name for name, module in self.training.model.named_modules() if module is head)
-        recorder.note_output_head(name, self.plan.compute_dtype, fp8_products=self._num_fp8_head_products())
+        recorder.note_output_head(name, self.plan.compute_dtype, fp8_products=self._num_fp8_lm_head_gemms())
         return recorder.modules()
 
     def _watched_memory(self) -> MemoryProbe:
@@ -182,7 +182,7 @@ class _Session:
             return te_llama.attention_backend(self.training.model)
         return str(self.training.model.config._attn_implementation) if step.has_fused_attention else "unfused"
 
-    def _facts(self, step: StepTime, ceilings: Ceilings, attention: str | None) -> StepFacts:
+    def _facts(self, step: StepTime, ceilings: MeasuredRates, attention: str | None) -> StepMeasurements:
         training, config = self.training, self.config
         trainer, census = training.trainer, training.census
         head = training.model.get_output_embeddings().weight.numel()
@@ -196,7 +196,7 @@ class _Session:
         accumulation = trainer.engine.wgrad_accumulation
         added_by_gemms = set() if accumulation is None else {id(weight) for weight in accumulation.weights()}
         known = known_bytes(trainer.model, trainer.optimizer, self.device)
-        return StepFacts(
+        return StepMeasurements(
             time=step,
             ceilings=ceilings,
             peak=device_peak_tflops(self.device),
@@ -214,12 +214,12 @@ class _Session:
             scenario=self.plan.effective_scenario,
             use_te=config.model.use_te,
             attention=attention,
-            num_fp8_head_products=self._num_fp8_head_products(),
+            num_fp8_lm_head_gemms=self._num_fp8_lm_head_gemms(),
             compiled=self.plan.backend == "torchao",
         )
 
-    def _num_fp8_head_products(self) -> int:
-        return sum(self.training.precision.products_of_head({}).values())
+    def _num_fp8_lm_head_gemms(self) -> int:
+        return sum(self.training.precision.lm_head_gemms({}).values())
 
     def _notes(self) -> list[str]:
         notes = ["rows are full of random tokens, one document each"]

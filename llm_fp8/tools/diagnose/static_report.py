@@ -17,10 +17,10 @@ from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
 from llm_fp8.precision import torchao as torchao_fp8
-from llm_fp8.precision.context import layers_kept_wide
+from llm_fp8.precision.context import bf16_layers
 from llm_fp8.precision.convert import reason_to_leave
-from llm_fp8.precision.coverage import Census, take_census
-from llm_fp8.precision.modules import PRODUCTS_OF_TRAINED
+from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
+from llm_fp8.precision.modules import GEMMS_PER_WEIGHT
 from llm_fp8.precision.plan import PrecisionPlan, describe_device
 from llm_fp8.precision.recipes import DEFAULT_SCENARIO
 from llm_fp8.tools.diagnose.result import Diagnosis, reasons_outside_fp8
@@ -39,7 +39,7 @@ def diagnose_without_gpu(config: Config) -> Diagnosis:
             "the layers of --use_te are Transformer Engine's, which exist on a GPU only; --use_te=false shows the Hugging Face path's"
         )
     else:
-        census = planned_census(config, hf_config, plan)
+        census = planned_coverage(config, hf_config, plan)
         why = reasons_outside_fp8(census, config.precision, plan)
     kind = planned_optimizer(config, plan)
     notes.append(f"memory is worked out for {kind}, one GPU, without activations and fp8 casts")
@@ -71,20 +71,20 @@ def asked_for(config: Config) -> PrecisionPlan:
     )
 
 
-def planned_census(config: Config, hf_config: PretrainedConfig, plan: PrecisionPlan) -> Census:
+def planned_coverage(config: Config, hf_config: PretrainedConfig, plan: PrecisionPlan) -> Fp8Coverage:
     """The census of the Hugging Face path, from the model's structure without weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
     if plan.effective != "fp8":
-        return take_census(model, (), plan.compute_name, {})
+        return measure_coverage(model, (), plan.compute_name, {})
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     head: Any = model.get_output_embeddings()
     reasons = {name: reason for name, module in linears.items() if (reason := reason_to_leave(name, module, head))}
-    kept = {module for layer in layers_kept_wide(config.precision, decoder_layers(model)) for module in layer.modules()}
+    kept = {module for layer in bf16_layers(config.precision, decoder_layers(model)) for module in layer.modules()}
     covered = [module for name, module in linears.items() if name not in reasons and module not in kept]
     wanted = config.precision.fp8_lm_head
-    in_part = {} if wanted == "none" else {head: Fp8Head(head, wanted).num_products(of=PRODUCTS_OF_TRAINED)}
-    return take_census(model, covered, plan.compute_name, reasons, products_of_head=in_part)
+    in_part = {} if wanted == "none" else {head: Fp8Head(head, wanted).num_gemms_of(of=GEMMS_PER_WEIGHT)}
+    return measure_coverage(model, covered, plan.compute_name, reasons, lm_head_gemms=in_part)
 
 
 def planned_optimizer(config: Config, plan: PrecisionPlan) -> OptimizerKind:

@@ -13,7 +13,7 @@ from llm_fp8.observability.step_stats import measured_steps, throughput_summary
 from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.tools.predict.calibration import MAX_GPUS, MODES
 from llm_fp8.tools.predict.prediction import Prediction, can_predict, known_gpu, predict
-from llm_fp8.tools.predict.workload import RECIPES, ModelSize, Scenario
+from llm_fp8.tools.predict.workload import RECIPES, ModelSize, StepWorkload
 
 
 def mean_length(size: DecoderSize, model_flops_per_token: float) -> float:
@@ -54,7 +54,7 @@ def run_prediction(
     size = DecoderSize.from_config(hf_config)
     layers = size.num_layers
     precision = config.precision
-    scenario = Scenario(
+    scenario = StepWorkload(
         model=ModelSize.from_config(hf_config),
         recipe=recipe,
         micro_batch_tokens=max(1, round(tokens / (micro_batches * num_gpus))),

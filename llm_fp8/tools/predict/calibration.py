@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from llm_fp8.config.attention_packages import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FlashAttention
 
 if TYPE_CHECKING:
-    from llm_fp8.tools.gemm_rates import Ceilings
+    from llm_fp8.tools.gemm_rates import MeasuredRates
 
 CALIBRATED_GPU = "NVIDIA H200"
 
@@ -44,7 +44,7 @@ in row 14b with its sixteen. It is the host's, and is not scaled for another GPU
 
 WAIT_SPREAD = 0.021
 """Standard deviation of the time that GPUs of one kind take for the same step, over that time. The rates are of the mean GPU and the others wait for the slowest,
-which is the farther off the more there are (`waiting_share` in step_time.py). From `work_s_by_rank` of row 8b_x4, fsdp_grad, three arms: the slowest of four is 1.9% to
+which is the farther off the more there are (`idle_share` in step_time.py). From `work_s_by_rank` of row 8b_x4, fsdp_grad, three arms: the slowest of four is 1.9% to
 2.4% over the mean. Under fsdp_full, whose GPUs wait for each other in every layer, the record cannot tell."""
 
 MEASURED_TOKENS = (4096, 65536)
@@ -128,7 +128,7 @@ class Rates:
         """TFLOP/s of the measured head size that is nearest."""
         return self.attention_tflops[min(self.attention_tflops, key=lambda size: abs(size - head_dim))]
 
-    def scaled(self, here: Ceilings, calibrated: Ceilings) -> Rates:
+    def scaled(self, here: MeasuredRates, calibrated: MeasuredRates) -> Rates:
         """The rates of a GPU with the ceilings `here`, these being those of one with `calibrated`.
 
         Block scaling is left out: its kernels are others on every generation.

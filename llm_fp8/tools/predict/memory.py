@@ -28,11 +28,11 @@ from dataclasses import dataclass
 
 import torch
 
-from llm_fp8.distributed.sharding_mode import keeps_whole_gradients, state_bytes
+from llm_fp8.distributed.sharding_mode import keeps_unsharded_gradients, state_bytes
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import bytes_per_parameter
-from llm_fp8.tools.predict.workload import Scenario
+from llm_fp8.tools.predict.workload import StepWorkload
 from te_llama import DecoderSpec
 
 _BF16, _FP32 = 2, 4
@@ -78,12 +78,12 @@ def saved_bytes(spec: DecoderSpec, recipe: str) -> float:
     return always + 3 * h + q + f
 
 
-def _standing_bytes(scenario: Scenario, with_gradients: bool) -> float:
+def _standing_bytes(scenario: StepWorkload, with_gradients: bool) -> float:
     """Weights, optimizer state and gradients on one GPU, in bytes, at a time when gradients exist or do not."""
     config, parameters = scenario.config(), scenario.model.num_parameters
     kept = bytes_per_parameter(scenario.optimizer)
     total: float = state_bytes(scenario.mode, scenario.optimizer, scenario.num_gpus, config) * parameters
-    if keeps_whole_gradients(scenario.mode, config):
+    if keeps_unsharded_gradients(scenario.mode, config):
         total -= kept.gradient / scenario.num_gpus * parameters  # the shards of gradients come with the reduction
     elif not with_gradients:
         total -= kept.gradient / (scenario.num_gpus if scenario.sharded else 1) * parameters
@@ -95,26 +95,26 @@ def _standing_bytes(scenario: Scenario, with_gradients: bool) -> float:
     return total
 
 
-def _gathered_bytes(scenario: Scenario) -> float:
+def _gathered_bytes(scenario: StepWorkload) -> float:
     """Whole weights under fsdp_full at the peak: the outermost unit (embedding, head) in bf16, and the last layer, gathered ahead of its backward pass."""
     if scenario.mode != "fsdp_full":
         return 0.0
     return _outermost_bytes(scenario) + (1 if scenario.fp8_weights else _BF16) * scenario.model.layer_linear
 
 
-def _gather_stream_bytes(scenario: Scenario) -> float:
+def _gather_stream_bytes(scenario: StepWorkload) -> float:
     """What FSDP2's stream of gathers holds beside the peak: the outermost unit as it is gathered, with this GPU's part of it before."""
     if not scenario.sharded:
         return 0.0
     return _outermost_bytes(scenario) * (1 + 1 / scenario.num_gpus)
 
 
-def _outermost_bytes(scenario: Scenario) -> int:
+def _outermost_bytes(scenario: StepWorkload) -> int:
     """Embedding and head in bf16, one matrix where they are tied."""
     return _BF16 * scenario.model.head * (1 if scenario.model.spec.tied_embeddings else 2)
 
 
-def peak_memory(scenario: Scenario) -> Memory:
+def peak_memory(scenario: StepWorkload) -> Memory:
     """Predict the peak on the GPU that needs most."""
     spec, tokens = scenario.model.spec, scenario.micro_batch_tokens
     kept = spec.num_layers - scenario.recomputed_layers
@@ -128,14 +128,14 @@ def peak_memory(scenario: Scenario) -> Memory:
     logits = min(tokens, chunk) * spec.vocab_size
     # Beside the logits four hidden states: the output of the last layer and of the norm, and their gradients.
     head: float = _BF16 * logits + head_gradient + 4 * hidden
-    if scenario.fp8_head_products:
+    if scenario.fp8_lm_head_gemms:
         # At the cast of the logits' gradient there are three bytes for each and no gradient of the head or of its input yet; at the weight's product one byte.
         summed = 0 if tokens <= chunk else _FP32 * scenario.model.head
         head = max(3 * logits + summed + 3 * hidden, logits + head_gradient + 4 * hidden)
     if scenario.recomputed_layers:  # one after the other, when what the head took is free
         head = max(head, tokens * per_layer)
     cast_layers = scenario.fp8_layers if scenario.keeps_casts else 0
-    head_copies = max(0, scenario.fp8_head_products - 1)  # one layout of the weight, or both
+    head_copies = max(0, scenario.fp8_lm_head_gemms - 1)  # one layout of the weight, or both
     casts = 2 * cast_layers * scenario.model.layer_linear + head_copies * scenario.model.head
     has_gradients = scenario.micro_batches > 1
     state = _standing_bytes(scenario, has_gradients) + _gathered_bytes(scenario)

@@ -13,7 +13,7 @@ import torch
 
 from llm_fp8.distributed.fp8_params import SCENARIOS
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.tools.gemm_rates import KNOWN_FILES, RESULTS, Ceilings, known_ceilings, measure_ceilings
+from llm_fp8.tools.gemm_rates import KNOWN_FILES, RESULTS, MeasuredRates, known_rates, measure_rates
 from llm_fp8.tools.predict.calibration import (
     CALIBRATED_GPU,
     FITS_RESERVE_GIB,
@@ -25,7 +25,7 @@ from llm_fp8.tools.predict.calibration import (
 )
 from llm_fp8.tools.predict.memory import Memory, peak_memory
 from llm_fp8.tools.predict.step_time import StepTime, step_time
-from llm_fp8.tools.predict.workload import Scenario
+from llm_fp8.tools.predict.workload import StepWorkload
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import REPOSITORY
 
@@ -48,7 +48,7 @@ class Gpu:
 def known_gpus() -> list[str]:
     """Names of the GPUs that `known_gpu` knows."""
     recorded = {json.loads(path.read_text())["gpu"] for path in RESULTS.glob(KNOWN_FILES)}
-    reachable = {name for name in recorded if known_ceilings(CALIBRATED_GPU) is not None}
+    reachable = {name for name in recorded if known_rates(CALIBRATED_GPU) is not None}
     return sorted({CALIBRATED_GPU} | reachable)
 
 
@@ -56,16 +56,16 @@ def known_gpu(name: str) -> Gpu | None:
     """The GPU that `torch.cuda.get_device_name` calls so; None for one without records."""
     if name == CALIBRATED_GPU:
         return Gpu(name, Rates(), GPU_MEMORY_GIB[name])
-    here = known_ceilings(name)
+    here = known_rates(name)
     if here is None:
         return None
     record = json.loads((REPOSITORY / here.source).read_text())
     return _scaled(name, here.ceilings, record["provenance"]["gpus"][0]["memory_gib"])
 
 
-def _scaled(name: str, here: Ceilings, memory_gib: float | None) -> Gpu | None:
+def _scaled(name: str, here: MeasuredRates, memory_gib: float | None) -> Gpu | None:
     """A GPU by its ceilings; None where those of the calibrated GPU are not recorded, so that there is nothing to scale by."""
-    calibrated = known_ceilings(CALIBRATED_GPU)
+    calibrated = known_rates(CALIBRATED_GPU)
     return None if calibrated is None else Gpu(name, Rates().scaled(here, calibrated.ceilings), memory_gib)
 
 
@@ -78,14 +78,14 @@ def gpu_by_name(name: str | None) -> Gpu:
     name = name or own or CALIBRATED_GPU
     gpu = known_gpu(name)
     if gpu is None and name == own:
-        if known_ceilings(CALIBRATED_GPU) is None:
+        if known_rates(CALIBRATED_GPU) is None:
             raise UserError(
                 f"--gpu {name}: a prediction for it would be scaled from {CALIBRATED_GPU}, whose ceilings are not recorded under {RESULTS}; record "
                 "them there with benchmarks/ceilings.py."
             )
         device = torch.device("cuda", torch.cuda.current_device())
         memory_gib = torch.cuda.get_device_properties(device).total_memory / GIB
-        gpu = _scaled(name, measure_ceilings(device), memory_gib)
+        gpu = _scaled(name, measure_rates(device), memory_gib)
     if gpu is None:
         raise UserError(
             f"--gpu {name}: nothing was measured on such a GPU and it is not this machine's, so there is no prediction; known are "
@@ -98,7 +98,7 @@ def gpu_by_name(name: str | None) -> Gpu:
 class Prediction:
     """What a step will take."""
 
-    scenario: Scenario
+    scenario: StepWorkload
     gpu: Gpu
     time: StepTime
     memory: Memory
@@ -175,7 +175,7 @@ class Prediction:
                 "documents check them"
             )
             found += [f"{what} on several GPUs is worked out, no recorded run has it" for what in self._unrecorded_on_several()]
-        if scenario.fp8_head_products == 2:
+        if scenario.fp8_lm_head_gemms == 2:
             found.append("--fp8_lm_head gradients is worked out, no recorded run has it")
         memory = self.gpu.memory_gib
         if memory is not None and self.tight and self.fits:
@@ -200,7 +200,7 @@ class Prediction:
             "block": scenario.recipe == "block",
             f"{scenario.recipe} under fsdp_grad": scenario.recipe == "current" and scenario.mode == "fsdp_grad",
             "current with --fp8_params": scenario.recipe == "current" and scenario.fp8_weights > 0,
-            f"--fp8_lm_head all under {scenario.mode}": scenario.fp8_head_products == 3 and scenario.mode != "fsdp_grad",
+            f"--fp8_lm_head all under {scenario.mode}": scenario.fp8_lm_head_gemms == 3 and scenario.mode != "fsdp_grad",
             "--sync_every_micro_batch": scenario.sync_every_micro_batch,
         }
         return [what for what, there in found.items() if there]
@@ -211,7 +211,7 @@ def can_predict(gpu: Gpu, recipe: str) -> bool:
     return recipe == "bf16" or recipe in gpu.rates.fp8_gemm_tflops
 
 
-def predict(scenario: Scenario, gpu: Gpu) -> Prediction:
+def predict(scenario: StepWorkload, gpu: Gpu) -> Prediction:
     """Time and memory of a step.
 
     Raises `UserError` for several GPUs of a kind whose exchange was never measured, and a recipe without constants on this GPU.

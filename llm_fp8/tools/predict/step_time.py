@@ -30,7 +30,7 @@ from llm_fp8.tools.predict.calibration import (
     WAIT_SPREAD,
     Rates,
 )
-from llm_fp8.tools.predict.workload import Scenario
+from llm_fp8.tools.predict.workload import StepWorkload
 from te_llama import DecoderSpec
 
 _WEIGHT_CAST_BYTES = {"delayed": 4, "current": 6, "block": 4}
@@ -107,10 +107,10 @@ def cast_bytes(spec: DecoderSpec, recipe: str) -> tuple[float, float]:
     return 4 * (2 * h + q) + 5 * f + 2 * q, gradients + maxima
 
 
-def head_cast_bytes(scenario: Scenario) -> float:
+def head_cast_bytes(scenario: StepWorkload) -> float:
     """Bytes of an optimizer step that an fp8 head's casts move: its input with a maximum, the transposed gradient of the logits, its weight."""
     model, tokens = scenario.model, scenario.micro_batch_tokens * scenario.micro_batches
-    if not scenario.fp8_head_products:
+    if not scenario.fp8_lm_head_gemms:
         return 0.0
     weight_casts = 1 if scenario.keeps_casts else scenario.micro_batches
     return (
@@ -119,7 +119,7 @@ def head_cast_bytes(scenario: Scenario) -> float:
     )
 
 
-def update_bytes(scenario: Scenario) -> float:
+def update_bytes(scenario: StepWorkload) -> float:
     """Bytes that the optimizer and the gradient norm before it move on one GPU."""
     kept = bytes_per_parameter(scenario.optimizer)
     update = 2 * kept.total - kept.gradient  # everything is read, all but the gradient is written
@@ -127,15 +127,15 @@ def update_bytes(scenario: Scenario) -> float:
     return scenario.model.num_parameters * (update + norm_and_clip) / (scenario.num_gpus if scenario.sharded else 1)
 
 
-def layer_weights(scenario: Scenario) -> int:
+def layer_weights(scenario: StepWorkload) -> int:
     """Entries of the weight matrices of all decoder layers."""
     return scenario.model.spec.num_layers * scenario.model.layer_linear
 
 
-def _summed_by_fsdp(scenario: Scenario) -> int:
+def _summed_by_fsdp(scenario: StepWorkload) -> int:
     """Entries of layers' weights whose gradients FSDP adds up although a GEMM computes them: q, k and v of fp8 layers that keep no casts.
 
-    See `_would_lose_sum` in llm_fp8/distributed/fsdp.py.
+    See `_would_lose_main_grad` in llm_fp8/distributed/fsdp.py.
     """
     if scenario.keeps_casts or scenario.fp8_weights:
         return 0
@@ -143,14 +143,14 @@ def _summed_by_fsdp(scenario: Scenario) -> int:
     return scenario.fp8_layers * spec.hidden_size * (spec.q_size + 2 * spec.kv_size)
 
 
-def gemm_sum_bytes(scenario: Scenario) -> float:
+def gemm_accumulator_bytes(scenario: StepWorkload) -> float:
     """Bytes of a step that GEMMs move for sums in fp32 beyond what they move for sums in bf16, which their rates have in them."""
     if not (scenario.sharded and scenario.accumulates):
         return 0.0
     return 4 * (scenario.micro_batches - 1) * (layer_weights(scenario) - _summed_by_fsdp(scenario))
 
 
-def weight_bytes(scenario: Scenario) -> float:
+def weight_bytes(scenario: StepWorkload) -> float:
     """Bytes that a step moves for its weights on one GPU beside `update_bytes` and `fsdp_bytes`: gradients added up, casts; exchange left out."""
     kept = bytes_per_parameter(scenario.optimizer)
     parameters, repeats = scenario.model.num_parameters, scenario.micro_batches
@@ -172,7 +172,7 @@ def weight_bytes(scenario: Scenario) -> float:
     return total
 
 
-def weight_cast_bytes(scenario: Scenario) -> float:
+def weight_cast_bytes(scenario: StepWorkload) -> float:
     """Bytes of a step's fp8 casts of the decoder's weights on one GPU."""
     if scenario.fp8_weights:
         per_weight = _MASTER_CAST_BYTES / scenario.num_gpus + _TRANSPOSE_BYTES * scenario.micro_batches
@@ -183,7 +183,7 @@ def weight_cast_bytes(scenario: Scenario) -> float:
     return casts * scenario.fp8_layers * scenario.model.layer_linear
 
 
-def fsdp_bytes(scenario: Scenario) -> float:
+def fsdp_bytes(scenario: StepWorkload) -> float:
     """Bytes that FSDP2's own kernels move on one GPU in a step, between the model's.
 
     Gathered weights are copied out of the buffer. The first micro-batch's bf16 gradients become an fp32 sum, those of the others are added to it,
@@ -202,7 +202,7 @@ def fsdp_bytes(scenario: Scenario) -> float:
     return copies + sums + 8 * parameters
 
 
-def exchanged_bytes(scenario: Scenario) -> float:
+def exchanged_bytes(scenario: StepWorkload) -> float:
     """Bytes of the whole tensors that are gathered from, or reduced over, the GPUs in a step."""
     parameters, of_layers = scenario.model.num_parameters, layer_weights(scenario)
     if scenario.mode == "ddp":  # an all-reduce is a reduction and a gathering
@@ -214,12 +214,12 @@ def exchanged_bytes(scenario: Scenario) -> float:
     return gathered + 4 * parameters * scenario.reductions
 
 
-def waiting_share(num_gpus: int) -> float:
+def idle_share(num_gpus: int) -> float:
     """How much longer than the mean GPU's the step of the slowest of `num_gpus` is, over it: the largest of as many normal numbers (Blom's approximation)."""
     return WAIT_SPREAD * statistics.NormalDist().inv_cdf((num_gpus - 0.375) / (num_gpus + 0.25))
 
 
-def step_time(scenario: Scenario, rates: Rates) -> StepTime:
+def step_time(scenario: StepWorkload, rates: Rates) -> StepTime:
     """Predict an optimizer step on a GPU of these rates. Raises KeyError for an fp8 recipe where they have no fp8 rate."""
     spec, tokens = scenario.model.spec, scenario.micro_batch_tokens
     step_tokens = tokens * scenario.micro_batches
@@ -229,7 +229,7 @@ def step_time(scenario: Scenario, rates: Rates) -> StepTime:
     layer_flops = (6 + 2 * again_share) * scenario.model.layer_linear * step_tokens * small
     gemm_s = (layers - fp8_layers) * layer_flops / (rates.bf16_gemm_tflops * 1e12)
     head_flops = 6 * scenario.model.head * step_tokens * small
-    in_fp8 = scenario.fp8_head_products / 3
+    in_fp8 = scenario.fp8_lm_head_gemms / 3
     gemm_s += (1 - in_fp8) * head_flops / ((rates.bf16_head_tflops if fp8_layers else rates.bf16_gemm_tflops) * 1e12)
     casts_s = 0.0
     if in_fp8:
@@ -240,7 +240,7 @@ def step_time(scenario: Scenario, rates: Rates) -> StepTime:
         forward, backward = cast_bytes(spec, scenario.recipe)
         cast = fp8_layers * step_tokens * (forward * (1 + again_share) + backward)
         casts_s += cast / (rates.cast_tb_s[scenario.recipe] * 1e12)
-    gemm_s += gemm_sum_bytes(scenario) / (rates.weight_tb_s * 1e12)
+    gemm_s += gemm_accumulator_bytes(scenario) / (rates.weight_tb_s * 1e12)
     attention = (6 + 2 * again_share) * spec.q_size * (scenario.mean_length + DIAGONAL_TOKENS) * step_tokens * layers
     attention_rate = rates.attention_rate(spec.head_dim)
     if scenario.flash_attention is not None:
@@ -270,5 +270,5 @@ def step_time(scenario: Scenario, rates: Rates) -> StepTime:
     )
     if scenario.num_gpus == 1:
         return alone
-    exchange_s = exchanged_bytes(scenario) / (rates.exchange_tb_s * 1e12) + waiting_share(scenario.num_gpus) * alone.total_s
+    exchange_s = exchanged_bytes(scenario) / (rates.exchange_tb_s * 1e12) + idle_share(scenario.num_gpus) * alone.total_s
     return dataclasses.replace(alone, exchange_s=exchange_s)

@@ -61,7 +61,7 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class Scenario:
+class StepWorkload:
     """One way to train a model."""
 
     model: ModelSize
@@ -112,7 +112,7 @@ class Scenario:
         return 0 if self.recipe == "bf16" else max(0, self.model.spec.num_layers - self.bf16_layers)
 
     @property
-    def fp8_head_products(self) -> int:
+    def fp8_lm_head_gemms(self) -> int:
         """How many of the output head's three products run in fp8."""
         return 0 if self.recipe == "bf16" else {"none": 0, "gradients": 2, "all": 3}[self.fp8_lm_head]
 
@@ -148,7 +148,7 @@ class Scenario:
         """Positions of an optimizer step on all GPUs."""
         return self.micro_batch_tokens * self.micro_batches * self.num_gpus
 
-    def with_recipe(self, recipe: str) -> Scenario:
+    def with_recipe(self, recipe: str) -> StepWorkload:
         """The same in another recipe."""
         return dataclasses.replace(self, recipe=recipe)
 

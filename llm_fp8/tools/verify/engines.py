@@ -43,7 +43,7 @@ RECIPE_CLASS = "DelayedScaling"
 
 
 @dataclass(frozen=True)
-class EngineRun:
+class ShardedRun:
     """A run that has ended."""
 
     mode: str
@@ -53,7 +53,7 @@ class EngineRun:
     losses: list[float] = field(default_factory=list)
 
 
-def judge_one(run: EngineRun, problems: Problems) -> str:
+def judge_one(run: ShardedRun, problems: Problems) -> str:
     """Judge a run; its line for the details."""
     command = shown(run.command)
     certificate = (run.summary or {}).get("certificate") or {}
@@ -85,7 +85,7 @@ def judge_one(run: EngineRun, problems: Problems) -> str:
     return f"{run.mode}: {losses}, recipe inside {inside}{verdict}, {run.ended.wall_s:.0f} s{ran}"
 
 
-def judge(runs: list[EngineRun], left_out: dict[str, str], num_gpus: int) -> Result:
+def judge(runs: list[ShardedRun], left_out: dict[str, str], num_gpus: int) -> Result:
     """All runs; `left_out`: mode -> why it was not tried."""
     problems = Problems()
     details = [judge_one(run, problems) for run in runs] + [f"{mode} not tried: {reason}" for mode, reason in left_out.items()]
@@ -103,7 +103,7 @@ def read_losses(metrics: Path) -> list[float]:
     return [float(record["loss"]) for record in records if "loss" in record]
 
 
-class EngineRuns:
+class ShardedRuns:
     """The runs of several modes under way: side by side on one GPU, on several one after another, since exchanges slow each other."""
 
     def __init__(self, modes: Sequence[str], scratch: Path, num_gpus: int, options: tuple[str, ...] = OPTIONS) -> None:
@@ -113,7 +113,7 @@ class EngineRuns:
         self._pool = ThreadPoolExecutor(max_workers=len(modes) if num_gpus == 1 else 1)
         self._runs = [self._pool.submit(self._run, mode) for mode in modes]
 
-    def _run(self, mode: str) -> EngineRun:
+    def _run(self, mode: str) -> ShardedRun:
         folder = self._scratch / f"run-{mode}"
         words = ("train_multi_gpu.py", *self._options, "--sharding_mode", mode, "--output_dir")
         command = torchrun(self._num_gpus, *words, str(folder))
@@ -126,7 +126,7 @@ class EngineRuns:
             self._started.append(process)
         ended = process.wait(TIMEOUT_S)
         summary = folder / "summary.json"
-        return EngineRun(
+        return ShardedRun(
             mode,
             torchrun(self._num_gpus, *words, f"runs/verify-{mode}"),  # the folder it used is removed with the check's
             ended,
@@ -134,7 +134,7 @@ class EngineRuns:
             read_losses(folder / "metrics.jsonl"),
         )
 
-    def wait(self) -> list[EngineRun]:
+    def wait(self) -> list[ShardedRun]:
         """All of them, ended."""
         return [run.result() for run in self._runs]
 
@@ -157,10 +157,10 @@ def left_out(modes: Sequence[str]) -> dict[str, str]:
     return {mode: reason for mode in modes if mode.startswith("deepspeed")}
 
 
-def start(setup: Setup) -> EngineRuns | None:
+def start(setup: Setup) -> ShardedRuns | None:
     """The modes of --engines that can be tried, under way; None where there are none."""
     modes = [mode for mode in setup.engines if mode not in left_out(setup.engines)]
-    return EngineRuns(modes, setup.scratch, setup.num_gpus) if modes else None
+    return ShardedRuns(modes, setup.scratch, setup.num_gpus) if modes else None
 
 
 def check(setup: Setup) -> Result:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llm_fp8.observability.nvml import NoNvml, open_nvml
-from llm_fp8.tools.gemm_rates import Ceilings, KnownCeilings, shares
+from llm_fp8.tools.gemm_rates import KnownRates, MeasuredRates, shares
 from llm_fp8.tools.verify.result import Problems, Result
 from llm_fp8.tools.verify.setup import Setup
 
@@ -39,7 +39,7 @@ def throttle_reasons(bits: int) -> list[str]:
     return [reason for bit, reason in THROTTLE_REASONS.items() if bits & bit]
 
 
-def judge(measured: Ceilings, known: KnownCeilings | None, gpu_name: str, throttling: list[str], others: list[str]) -> Result:
+def judge(measured: MeasuredRates, known: KnownRates | None, gpu_name: str, throttling: list[str], others: list[str]) -> Result:
     """Below 85% of what is recorded is a warning. Without a record the figures are said, and nothing is judged."""
     problems = Problems()
     figures = ", ".join(
@@ -105,11 +105,11 @@ def check(setup: Setup) -> Result:
     """Measure; where it is slow, ask why."""
     import torch
 
-    from llm_fp8.tools.gemm_rates import known_ceilings, measure_ceilings
+    from llm_fp8.tools.gemm_rates import known_rates, measure_rates
 
     name = torch.cuda.get_device_name(setup.device)
-    known = known_ceilings(name)
-    measured = measure_ceilings(setup.device)
+    known = known_rates(name)
+    measured = measure_rates(setup.device)
     torch.cuda.empty_cache()
     slow = known is not None and min(shares(measured, known.ceilings).values(), default=1.0) < LEAST_SHARE
     throttling, others = state_under_load(setup) if slow else ([], [])

@@ -73,11 +73,11 @@ def torchao_lack(device: torch.device) -> Lack | None:
         try:
             require()
         except UserError as error:
-            return Lack(str(error), torchao_mend(name))
+            return Lack(str(error), torchao_fix(name))
     return None
 
 
-def torchao_mend(need: str) -> str:
+def torchao_fix(need: str) -> str:
     """The command for one of `torchao_needs`."""
     return {
         "torchao": reinstall("torchao"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from llm_fp8.tools.verify.engines import EngineRuns
+    from llm_fp8.tools.verify.engines import ShardedRuns
     from llm_fp8.tools.verify.processes import Probe
 
 
@@ -33,7 +33,7 @@ class Setup:
     """For files of the checks; whoever made this object removes it."""
     probes: dict[str, Probe] = field(default_factory=dict)
     """Name of a check -> its process, started before the first check, because each takes as long as several."""
-    engine_runs: EngineRuns | None = None
+    engine_runs: ShardedRuns | None = None
     """Started before the first check, too."""
 
     @property

@@ -188,7 +188,7 @@ def take_steps(model_folder: Path, options: PrecisionConfig, *, use_te: bool, ba
 
     from llm_fp8.observability.kernel_trace import gemm_kernels, record_kernels
     from llm_fp8.tools.bench.ours import OurTraining
-    from llm_fp8.tools.bench.variants import OurArm
+    from llm_fp8.tools.bench.variants import OurVariant
     from llm_fp8.tools.bench.workload import Workload
     from llm_fp8.utils.te_import import forget_delayed_scales
 
@@ -198,7 +198,7 @@ def take_steps(model_folder: Path, options: PrecisionConfig, *, use_te: bool, ba
     if is_torchao:
         torch.compiler.reset()  # of one recipe's compiled layers nothing is left for the next to be measured against
     work = Workload(str(model_folder), batch_size=batch_size, seq_length=256, micro_batches=2, num_steps=WARM_STEPS)
-    training = OurTraining(work, OurArm(options, use_te=use_te))
+    training = OurTraining(work, OurVariant(options, use_te=use_te))
     training.take(WARM_STEPS)
     losses = list(training.recorder.losses)
     # Everything but the optimizer's step once more, so that the gradient is there to be looked at.
