@@ -1,7 +1,8 @@
 """Llama, Qwen2/2.5, Qwen3 and Mistral with decoder layers made of Transformer Engine (TE) modules.
 
-What: `build_te_model(config, ...)` returns Hugging Face's own `LlamaForCausalLM` (or `Qwen2ForCausalLM`, ...) whose decoder
-layers, final norm and rotary table are replaced. Embedding, `lm_head`, `generate`, `save_pretrained` and PEFT stay Hugging Face's.
+What: `build_te_model(config, ...)` returns Hugging Face's own `LlamaForCausalLM` (or `Qwen2ForCausalLM`, ...) whose
+decoder layers, final norm and rotary table are replaced. Embedding, `lm_head`, `generate`, `save_pretrained` and PEFT
+stay Hugging Face's.
 
     hidden [B, S, h]
       ├─ LayerNormLinear    RMSNorm + one fused QKV GEMM -> [B, S, (heads + 2 * kv_heads) * head_dim]
@@ -14,19 +15,21 @@ layers, final norm and rotary table are replaced. Embedding, `lm_head`, `generat
       │                     (`llm_fp8.kernels.swiglu`)
       └─ + residual
 
-Why: TE's fused modules quantise an activation once per GEMM group, keep the norm next to the cast and have fp8 kernels for
-forward, data gradient and weight gradient. This file knows nothing of precision: under `te.autocast` the same modules run
-in fp8, outside of it in their parameters' dtype.
+Why: TE's fused modules quantise an activation once per GEMM group, keep the norm next to the cast and have fp8 kernels
+for forward, data gradient and weight gradient. This file knows nothing of precision: under `te.autocast` the same
+modules run in fp8, outside of it in their parameters' dtype.
 
 Four ways into attention:
-- packed: `input_ids [1, T]` with `cu_seq_lens_q` int32 [n + 1]; documents do not see each other and each starts at position 0;
+- packed: `input_ids [1, T]` with `cu_seq_lens_q` int32 [n + 1]; documents do not see each other and each starts at
+  position 0;
 - padded on the right: `input_ids [B, S]` with `cu_seq_lens_q` int32 [B + 1], the running sum of the rows' real lengths;
-- shared between processes (`set_context_parallel_group`): `input_ids [1, T / C]`, a slice of the packed form, with its whole `cu_seq_lens_q`;
-- neither (generation with a KV cache, any 2-D or 4-D mask, any position ids): Hugging Face's masks and torch's SDPA. Right for
-  everything and slower; training never takes it.
+- shared between processes (`set_context_parallel_group`): `input_ids [1, T / C]`, a slice of the packed form, with its
+  whole `cu_seq_lens_q`;
+- neither (generation with a KV cache, any 2-D or 4-D mask, any position ids): Hugging Face's masks and torch's SDPA.
+  Right for everything and slower; training never takes it.
 
-The parameter map between the two layouts is declared in `parameter_map`: every TE tensor is one or more Hugging Face tensors
-stacked along dim 0, so conversion is slicing, exact in both directions, and needs no TE and no GPU.
+The parameter map between the two layouts is declared in `parameter_map`: every TE tensor is one or more Hugging Face
+tensors stacked along dim 0, so conversion is slicing, exact in both directions, and needs no TE and no GPU.
 
 Sources: TE 2.20 (`LayerNormLinear`, `LayerNormMLP`, `DotProductAttention`, `apply_rotary_pos_emb`); transformers 5
 (`modeling_llama.py` and its siblings) for the architecture and for the rotary frequencies.
@@ -81,7 +84,9 @@ class DecoderSpec:
     unfused_mlp: bool = False
     """fc1 and fc2 are modules of their own, so that what lies between them can be reached; slower than LayerNormMLP."""
     flash_attention: FlashAttention | None = None
-    """The value of --attn_implementation whose attention (`llm_fp8.kernels.flash_attention`) packed documents take; None: Transformer Engine's choice."""
+    """The value of --attn_implementation whose attention (`llm_fp8.kernels.flash_attention`) packed documents take;
+    None: Transformer Engine's choice.
+    """
 
     @property
     def q_size(self) -> int:
@@ -100,14 +105,16 @@ def decoder_spec(
     """Read a `DecoderSpec` from a Hugging Face config; raises `UnsupportedArchitecture` on what TE cannot express."""
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise UnsupportedArchitecture(
-            f"model_type '{config.model_type}' has no TE decoder here (it exists for {', '.join(SUPPORTED_MODEL_TYPES)})"
+            f"model_type '{config.model_type}' has no TE decoder here (it exists for "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)})"
         )
     if config.hidden_act != "silu":
         raise UnsupportedArchitecture(f"hidden_act '{config.hidden_act}' is not SwiGLU's 'silu'")
     rope_type = config.rope_parameters.get("rope_type", "default")
     if rope_type not in STATIC_ROPE_TYPES:
         raise UnsupportedArchitecture(
-            f"rope_type '{rope_type}' depends on the sequence length at run time (supported: {', '.join(STATIC_ROPE_TYPES)})"
+            f"rope_type '{rope_type}' depends on the sequence length at run time (supported: "
+            f"{', '.join(STATIC_ROPE_TYPES)})"
         )
     attention_bias = bool(getattr(config, "attention_bias", False))
     return DecoderSpec(
@@ -147,7 +154,8 @@ def _window(config: PretrainedConfig, layer: int) -> int | None:
     return window
 
 
-# --- Parameter map -----------------------------------------------------------------------------------------------------
+# --- Parameter map
+# -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -163,8 +171,8 @@ class Part:
 def parameter_map(spec: DecoderSpec) -> dict[str, tuple[Part, ...]]:
     """TE parameter name -> the Hugging Face tensors it is made of, stacked along dim 0 in this order.
 
-    Complete for the whole `*ForCausalLM`: parameters outside the decoder layers map to themselves. A tied `lm_head.weight` is
-    the embedding and has no entry.
+    Complete for the whole `*ForCausalLM`: parameters outside the decoder layers map to themselves. A tied
+    `lm_head.weight` is the embedding and has no entry.
     """
     h, ffn, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     entries: dict[str, tuple[Part, ...]] = {}
@@ -232,15 +240,16 @@ def hf_state_dict(spec: DecoderSpec, te_tensors: Mapping[str, Tensor]) -> dict[s
     }
 
 
-# --- Modules -----------------------------------------------------------------------------------------------------------
+# --- Modules
+# -----------------------------------------------------------------------------------------------------------
 
 
 class RotaryTable(nn.Module):
     """RoPE angles for every position, once for the whole model, in Hugging Face's frequencies.
 
-    `forward` returns `angles` fp32 [max_positions, 1, 1, rotary_dim] (frequencies repeated for both halves), the form in which TE's
-    fused kernel wants them. YaRN also scales cos and sin by `attention_scaling` a; since (a q)(a k) = a² q k it is applied as a
-    factor a² of the softmax scale instead.
+    `forward` returns `angles` fp32 [max_positions, 1, 1, rotary_dim] (frequencies repeated for both halves), the form
+    in which TE's fused kernel wants them. YaRN also scales cos and sin by `attention_scaling` a; since (a q)(a k) = a²
+    q k it is applied as a factor a² of the softmax scale instead.
     """
 
     def __init__(self, config: PretrainedConfig, hf_rotary_class: type[nn.Module], device: torch.device) -> None:
@@ -294,7 +303,9 @@ class SplitMLP(nn.Module):
 
         super().__init__()
         h, ffn = spec.hidden_size, spec.intermediate_size
-        self.fc1 = te.LayerNormLinear(h, 2 * ffn, eps=spec.norm_eps, bias=spec.mlp_bias, normalization="RMSNorm", **shared)
+        self.fc1 = te.LayerNormLinear(
+            h, 2 * ffn, eps=spec.norm_eps, bias=spec.mlp_bias, normalization="RMSNorm", **shared
+        )
         self.fc2 = te.Linear(ffn, h, bias=spec.mlp_bias, **shared)
 
     def forward(self, hidden_states: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
@@ -307,11 +318,13 @@ class SplitMLP(nn.Module):
 class TEDecoderLayer(GradientCheckpointingLayer):
     """One decoder layer; called as Hugging Face calls its own, returns hidden states [B, S, h].
 
-    `is_first_microbatch` is read on every call: True casts the weights to fp8 and keeps the casts, False reuses them, None
-    casts without keeping. It changes nothing outside fp8.
+    `is_first_microbatch` is read on every call: True casts the weights to fp8 and keeps the casts, False reuses them,
+    None casts without keeping. It changes nothing outside fp8.
     """
 
-    def __init__(self, spec: DecoderSpec, layer: int, softmax_scale: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: DecoderSpec, layer: int, softmax_scale: float, dtype: torch.dtype, device: torch.device
+    ) -> None:
         import transformer_engine.pytorch as te
 
         super().__init__()
@@ -368,7 +381,8 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     def set_context_parallel_group(
         self, group: torch.distributed.ProcessGroup, ranks: list[int], stream: torch.cuda.Stream
     ) -> None:
-        """From now on each process of `group`, whose global ranks are `ranks`, holds a slice of every document; see `_documents`.
+        """From now on each process of `group`, whose global ranks are `ranks`, holds a slice of every document; see
+        `_documents`.
 
         `stream` is where every second step of the exchange is computed. TE's ring has neither sliding windows nor fp32.
         """
@@ -386,7 +400,9 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         max_length_q: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """hidden_states [B, S, h]; `position_embeddings` is the table of `RotaryTable`; the rest as the module's docstring says."""
+        """hidden_states [B, S, h]; `position_embeddings` is the table of `RotaryTable`; the rest as the module's
+        docstring says.
+        """
         assert position_embeddings is not None
         fused = self.qkv(hidden_states, is_first_microbatch=self.is_first_microbatch)
         if cu_seq_lens_q is not None:
@@ -397,13 +413,18 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(hidden_states, is_first_microbatch=self.is_first_microbatch)
 
     def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The fused projection [..., (heads + 2 * kv_heads) * d] -> q, k, v [..., heads, d], views of it; of Qwen3 q and k normalised."""
+        """The fused projection [..., (heads + 2 * kv_heads) * d] -> q, k, v [..., heads, d], views of it; of Qwen3 q
+        and k normalised.
+        """
         spec = self.spec
-        q, k, v = fused.unflatten(-1, (-1, spec.head_dim)).split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=-2)
+        q, k, v = fused.unflatten(-1, (-1, spec.head_dim)).split(
+            (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=-2
+        )
         return (self.q_norm(q), self.k_norm(k), v) if spec.qk_norm else (q, k, v)
 
     def _one_kernel_rotates(self, fused: Tensor) -> bool:
-        """Whether `llm_fp8.kernels.rope_triton` takes this projection. Under context parallelism, and where a norm comes between split and RoPE, it does not.
+        """Whether `llm_fp8.kernels.rope_triton` takes this projection. Under context parallelism, and where a norm
+        comes between split and RoPE, it does not.
 
         It needs triton, which Transformer Engine needs too.
         """
@@ -413,7 +434,9 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     def _split_and_rotate(
         self, fused: Tensor, angles: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q and k after RoPE, and v, contiguous. Packed with `cu_seqlens`: [T, size] -> [T, heads, d]; else [B, S, size] -> [B, S, heads, d]."""
+        """q and k after RoPE, and v, contiguous. Packed with `cu_seqlens`: [T, size] -> [T, heads, d]; else [B, S,
+        size] -> [B, S, heads, d].
+        """
         if self._one_kernel_rotates(fused):
             from llm_fp8.kernels.rope_triton import split_rope
 
@@ -436,13 +459,15 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return rotate(q), rotate(k), v.contiguous()
 
     def _documents(self, fused: Tensor, angles: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
-        """Attention inside documents that each start at position 0; the fused projection [B, S, size] -> [B, S, heads * d].
+        """Attention inside documents that each start at position 0; the fused projection [B, S, size] -> [B, S, heads *
+        d].
 
-        B == 1 with more documents than rows is the packed form (TE's "thd"); else every row is one right-padded document.
+        B == 1 with more documents than rows is the packed form (TE's "thd"); else every row is one right-padded
+        document.
 
-        Under context parallelism over C processes the form is always the packed one. Tokens are then this process's: of every document,
-        whose length is a multiple of 2 C, chunks number r and 2 C - 1 - r of 2 C, for r its rank. `cu_seqlens` and `max_seqlen` are still
-        those of whole documents.
+        Under context parallelism over C processes the form is always the packed one. Tokens are then this process's: of
+        every document, whose length is a multiple of 2 C, chunks number r and 2 C - 1 - r of 2 C, for r its rank.
+        `cu_seqlens` and `max_seqlen` are still those of whole documents.
         """
         batch, length = fused.shape[:2]
         num_documents = cu_seqlens.shape[0] - 1
@@ -472,8 +497,12 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         )
         return context.reshape(batch, length, -1)
 
-    def _general(self, fused: Tensor, angles: Tensor, position_ids: Tensor | None, mask: Tensor | None, cache: Any) -> Tensor:
-        """Attention under Hugging Face's 4-D mask (None: causal) with its KV cache; the fused projection [B, S, size] -> [B, S, heads * d]."""
+    def _general(
+        self, fused: Tensor, angles: Tensor, position_ids: Tensor | None, mask: Tensor | None, cache: Any
+    ) -> Tensor:
+        """Attention under Hugging Face's 4-D mask (None: causal) with its KV cache; the fused projection [B, S,
+        size] -> [B, S, heads * d].
+        """
         batch, length = fused.shape[:2]
         assert position_ids is not None
         rows = angles[position_ids].flatten(2).unsqueeze(2)
@@ -499,7 +528,9 @@ def _te_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             state_dict = export_state_dict(self)
         base.save_pretrained(self, save_directory, state_dict=state_dict, **kwargs)
 
-    return type(base.__name__, (base,), {"__doc__": base.__doc__, "__module__": __name__, "save_pretrained": save_pretrained})
+    return type(
+        base.__name__, (base,), {"__doc__": base.__doc__, "__module__": __name__, "save_pretrained": save_pretrained}
+    )
 
 
 def build_te_model(
@@ -513,15 +544,16 @@ def build_te_model(
 ) -> PreTrainedModel:
     """A Hugging Face causal LM with TE decoder layers, parameters of `dtype` allocated on `device` and not yet filled.
 
-    With `device` "meta" the parameters have no memory; `table_device` (default: `device`) is then where the rotary table is.
-    `unfused_mlp`, `flash_attention`: see `DecoderSpec`.
+    With `device` "meta" the parameters have no memory; `table_device` (default: `device`) is then where the rotary
+    table is. `unfused_mlp`, `flash_attention`: see `DecoderSpec`.
     Fill them with `WeightFiller` or `initialize_weights_`. Raises `UnsupportedArchitecture`.
     """
     import transformer_engine.pytorch as te
 
     device = torch.device(device)
     spec = decoder_spec(config, unfused_mlp, flash_attention)
-    # SDPA for the general path: Hugging Face then builds the masks that path needs, and none for training's (see `_documents`).
+    # SDPA for the general path: Hugging Face then builds the masks that path needs, and none for training's (see
+    # `_documents`).
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
         hf_rotary_class = type(model.model.rotary_emb)
@@ -544,7 +576,9 @@ def build_te_model(
 
 
 def initialize_weights_(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Random weights as Hugging Face initialises these families: normal(0, initializer_range), norms one, biases zero."""
+    """Random weights as Hugging Face initialises these families: normal(0, initializer_range), norms one, biases
+    zero.
+    """
     for name, parameter in model.named_parameters():
         random_(parameter, name, model.config.initializer_range, generator)
 
@@ -581,5 +615,9 @@ def attention_backend(model: PreTrainedModel | None = None) -> str | None:
         return FLASH_ATTENTION_PACKAGES[flash].name
     from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends as chosen
 
-    names = {"use_fused_attention": "fused (cuDNN)", "use_flash_attention": "flash-attn", "use_unfused_attention": "unfused"}
+    names = {
+        "use_fused_attention": "fused (cuDNN)",
+        "use_flash_attention": "flash-attn",
+        "use_unfused_attention": "unfused",
+    }
     return next((name for flag, name in names.items() if chosen[flag]), None)

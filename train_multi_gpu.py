@@ -1,10 +1,12 @@
 #!/usr/bin/env python
 """Fine-tune a Llama, Qwen or Mistral model on several GPUs, of one host or of many, in FP8, MXFP8 or BF16.
 
-    torchrun --nproc_per_node=8 train_multi_gpu.py --model_name meta-llama/Llama-3.1-8B --dataset_name nvidia/OpenMathInstruct-2 \\
+    torchrun --nproc_per_node=8 train_multi_gpu.py --model_name meta-llama/Llama-3.1-8B --dataset_name
+    nvidia/OpenMathInstruct-2 \\
         --batch_size 8 --max_seq_length 1024 --use_te --mixed_precision fp8 --sharding_mode fsdp_full --use_wandb
 
-The training is that of train_fp8.py; the options it adds say how model and data are spread (docs/multi_gpu.md). `--batch_size` is per GPU.
+The training is that of train_fp8.py; the options it adds say how model and data are spread (docs/multi_gpu.md).
+`--batch_size` is per GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from llm_fp8.utils.errors import run_script
 
 def main() -> int:
     """Parse the command line, train, and return the exit code."""
-    config = parse_config(sys.argv[1:], prog="train_multi_gpu.py", description=(__doc__ or "").split("\n\n")[0], parallel=True)
+    config = parse_config(
+        sys.argv[1:], prog="train_multi_gpu.py", description=(__doc__ or "").split("\n\n")[0], parallel=True
+    )
     require_launched(os.environ)
     from llm_fp8.train.run import run_training  # after the parser: --help and mistakes answer without loading the rest
 

@@ -28,7 +28,9 @@ from llm_fp8.utils.json_files import write_json_atomic
 def median_of(rounds: list[MeasuredRates]) -> MeasuredRates:
     """Figure by figure; all rounds are of one GPU, so a figure is absent in all or in none."""
     columns = {field.name: [getattr(one, field.name) for one in rounds] for field in dataclasses.fields(MeasuredRates)}
-    return MeasuredRates(**{name: None if values[0] is None else statistics.median(values) for name, values in columns.items()})
+    return MeasuredRates(
+        **{name: None if values[0] is None else statistics.median(values) for name, values in columns.items()}
+    )
 
 
 def main() -> int:
@@ -40,9 +42,13 @@ def main() -> int:
     if options.rounds < 1:
         raise UserError(f"--rounds {options.rounds}: give 1 or more.")
     if not fnmatch.fnmatchcase(options.output.name, KNOWN_FILES):
-        raise UserError(f"--output {options.output}: its name must be {KNOWN_FILES}, by which the table of known GPUs finds it.")
+        raise UserError(
+            f"--output {options.output}: its name must be {KNOWN_FILES}, by which the table of known GPUs finds it."
+        )
     if options.output.is_dir() or (refused := try_to_write(options.output.parent)) is not None:
-        raise UserError(f"--output {options.output} cannot be written{'' if options.output.is_dir() else f': {refused}'}.")
+        raise UserError(
+            f"--output {options.output} cannot be written{'' if options.output.is_dir() else f': {refused}'}."
+        )
     if not torch.cuda.is_available():
         raise UserError("this measures an NVIDIA GPU, and none is found.")
     device = torch.device("cuda", torch.cuda.current_device())

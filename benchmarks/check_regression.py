@@ -4,17 +4,19 @@
     python benchmarks/check_regression.py NEW.json
     python benchmarks/check_regression.py NEW.json --recorded benchmarks/results/speed_table_h200.json --minimum 0.03
 
-NEW.json is a file of benchmarks/speed_table.py, scripts/benchmark.py or scripts/benchmark_multi_gpu.py. GPUs of one name differ by some per cent in
-speed, so no times are compared: for each of our arms it is the ratio of its tokens/s to those of a rival in the same file (on real documents: of
-real tokens). --recorded are files of the same kind; by default all under benchmarks/results, of which the newest with a ratio counts.
+NEW.json is a file of benchmarks/speed_table.py, scripts/benchmark.py or scripts/benchmark_multi_gpu.py. GPUs of one
+name differ by some per cent in speed, so no times are compared: for each of our arms it is the ratio of its tokens/s to
+those of a rival in the same file (on real documents: of real tokens). --recorded are files of the same kind; by default
+all under benchmarks/results, of which the newest with a ratio counts.
 
 A ratio is a regression where it is lower than the recorded one by more than
 
     minimum + sqrt(sum of the squares of four spreads)
 
-The spreads are those of ours and the rival in both files: how far the middle eight tenths of the steps reach from the median, relative. Where that
-comes to more than a tenth, a ratio within it says nothing and counts as not compared. An arm that was recorded and now fails is a regression too.
-What cannot be compared (workloads, rivals or arms that only one side has, other GPUs) is named.
+The spreads are those of ours and the rival in both files: how far the middle eight tenths of the steps reach from the
+median, relative. Where that comes to more than a tenth, a ratio within it says nothing and counts as not compared. An
+arm that was recorded and now fails is a regression too. What cannot be compared (workloads, rivals or arms that only
+one side has, other GPUs) is named.
 
 Exit code: 0; 1 with one sentence per regression; 2 for a mistake, and where nothing at all can be compared.
 """
@@ -40,8 +42,8 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 RECORDED = ("speed_table_*.json", "throughput_*.json", "multi_gpu_throughput_*.json")
 """The files of RESULTS that hold ratios."""
 MINIMUM = 0.02
-"""How much a ratio may fall without any spread. Those of two runs on other days differ by 0.4% and 0.1%: multi_gpu_throughput_8b_s1024_x4.json and
-multi_gpu_throughput_fp8_params_x4.json."""
+"""How much a ratio may fall without any spread. Those of two runs on other days differ by 0.4% and 0.1%:
+multi_gpu_throughput_8b_s1024_x4.json and multi_gpu_throughput_fp8_params_x4.json."""
 
 MOST_SCATTER = 0.1
 """Of two ratios together; where steps scatter more, the guard would pass whatever can happen to a ratio."""
@@ -93,19 +95,28 @@ def read(path: Path) -> Measured:
         gpus = origin["gpus"]
         return Measured(path, gpus[0]["name"] if gpus else "a CPU", origin["time_utc"], workloads)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no results file of a throughput benchmark ({type(error).__name__}: {error}).") from error
+        raise UserError(
+            f"{path} is no results file of a throughput benchmark ({type(error).__name__}: {error})."
+        ) from error
 
 
 def workload_of(row: Row, rows: Sequence[Row]) -> str:
-    """What a row trained, in a form that is equal where ratios can be compared: real documents are told by their tokens.
+    """What a row trained, in a form that is equal where ratios can be compared: real documents are told by their
+    tokens.
 
     `rows` are all of the file: an arm that failed trained on the documents of the others.
     """
     name = f"{row['model']}:{row['batch_size']}x{row['seq_length']}x{row['micro_batches']}"
     if row.get("text") is not None:
-        beside = (answer for other in rows if other.get("workload") == row["workload"] for answer in other.get("rounds", []))
+        beside = (
+            answer for other in rows if other.get("workload") == row["workload"] for answer in other.get("rounds", [])
+        )
         documents = next((answer["documents"] for answer in beside), None)
-        name += f"@{row['text']}" if documents is None else f"@{documents['num_documents']} documents {documents['sha256'][:8]}"
+        name += (
+            f"@{row['text']}"
+            if documents is None
+            else f"@{documents['num_documents']} documents {documents['sha256'][:8]}"
+        )
     return name if row.get("num_gpus", 1) == 1 else f"{name} on {row['num_gpus']} GPUs"
 
 
@@ -120,14 +131,18 @@ def is_ours(arm: str) -> bool:
 
 
 def baseline_of(arm: str, rival: str, arms: Iterable[str]) -> str | None:
-    """The arm with which one of ours is compared: the rival spread in the same way, else as it can be; None where none of these is there."""
+    """The arm with which one of ours is compared: the rival spread in the same way, else as it can be; None where
+    none of these is there.
+    """
     mode = parse_variant(arm).mode
     wanted = [rival] if mode is None else [f"{mode}:{rival}", f"fsdp_full:{rival}", f"ddp:{rival}"]
     return next((name for name in wanted if name in arms), None)
 
 
 def spread_of(row: Row) -> float:
-    """How far the steps reach from the median, relative; of the middle eight tenths where the file has them, else of all."""
+    """How far the steps reach from the median, relative; of the middle eight tenths where the file has them, else of
+    all.
+    """
     kind = kind_of(row)
     low, high = ("p10", "p90") if f"{kind}_p10" in row else ("slowest", "fastest")
     middle = row[kind]
@@ -172,7 +187,9 @@ def compare(new: Measured, recorded: Sequence[Measured], rival: str, minimum: fl
     if missing := sorted({workload for one in recorded for workload in one.workloads} - new.workloads.keys()):
         found.notes.append(f"recorded and not measured now: {', '.join(missing)}.")
     if not found.num_compared:
-        raise UserError(f"{new.path} has no ratio that is recorded: {' '.join(found.notes) or 'none of its arms is ours.'}")
+        raise UserError(
+            f"{new.path} has no ratio that is recorded: {' '.join(found.notes) or 'none of its arms is ours.'}"
+        )
     return found
 
 
@@ -191,7 +208,8 @@ def _compare_variant(
     elif not is_measured(rows[arm]):
         found.num_compared += 1
         found.regressions.append(
-            f"{workload} {arm} failed ({_reason(rows[arm])}), and was {before.value:.3f} times {against} ({before.source})."
+            f"{workload} {arm} failed ({_reason(rows[arm])}), and was {before.value:.3f} times {against} "
+            f"({before.source})."
         )
     elif now is None:
         found.notes.append(f"{workload} {arm}: {against} failed ({_reason(rows[against])}), so it is not compared.")
@@ -200,8 +218,8 @@ def _compare_variant(
         tolerance = minimum + scatter
         change = now.value / before.value - 1
         says = (
-            f"{workload} {arm}: {now.value:.3f} times {against}, recorded {before.value:.3f} ({before.source}): {change:+.1%}, "
-            f"with a tolerance of {tolerance:.1%}."
+            f"{workload} {arm}: {now.value:.3f} times {against}, recorded {before.value:.3f} ({before.source}): "
+            f"{change:+.1%}, with a tolerance of {tolerance:.1%}."
         )
         if change < -tolerance:
             found.num_compared += 1
@@ -236,7 +254,10 @@ def main() -> int:
         "--rival", default=BASELINE, choices=list(RIVALS), help="whose speed ours is divided by (default %(default)s)"
     )
     parser.add_argument(
-        "--minimum", type=float, default=MINIMUM, help="share by which a ratio may fall without any spread (default %(default)s)"
+        "--minimum",
+        type=float,
+        default=MINIMUM,
+        help="share by which a ratio may fall without any spread (default %(default)s)",
     )
     options = parser.parse_args()
     if not 0 <= options.minimum < 1:

@@ -24,12 +24,16 @@ _PALER = 0.17
 
 
 def trained_in(arm: str) -> str:
-    """The precision of an arm of ours, or the rival, without how it is spread and its options; raises StopIteration for what is no arm."""
+    """The precision of an arm of ours, or the rival, without how it is spread and its options; raises StopIteration
+    for what is no arm.
+    """
     return next(word for word in OLD_NAMES.get(arm, arm).split(":") if word in _COLOURS)
 
 
 def colours_of(arms: list[str]) -> list[tuple[float, float, float]]:
-    """Of arms that stand side by side: those of one precision or rival in one colour, each paler than the one before it."""
+    """Of arms that stand side by side: those of one precision or rival in one colour, each paler than the one before
+    it.
+    """
     seen: list[str] = []
     found = []
     for arm in arms:

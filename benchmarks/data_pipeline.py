@@ -1,17 +1,20 @@
 #!/usr/bin/env python
-"""What the data pipeline delivers by itself: tokenising a large split, starting from its cache, and the training loaders of all ranks at once.
+"""What the data pipeline delivers by itself: tokenising a large split, starting from its cache, and the training
+loaders of all ranks at once.
 
     python benchmarks/data_pipeline.py --output benchmarks/results/data_pipeline.json
     python benchmarks/data_pipeline.py --num_rows 20000 --seconds 3 --layouts packed:16x1024x4 --output some.json
 
-Writes a split of made-up rows (benchmarks/made_up_math.py), then takes the same way as a training run. For each length: reading the parquet files,
-tokenising with --num_proc processes, both again from the cache. For each layout (packed or padded, ROWSxLENGTHxMICRO_BATCHES): a
-whole start from the cache, packing alone, and then as many processes at once as a host has GPUs, each with the loader of one rank and no model, until
---seconds are over. Where there are GPUs the loaders are measured once more with page-locked memory and every batch copied to a GPU.
+Writes a split of made-up rows (benchmarks/made_up_math.py), then takes the same way as a training run. For each length:
+reading the parquet files, tokenising with --num_proc processes, both again from the cache. For each layout (packed or
+padded, ROWSxLENGTHxMICRO_BATCHES): a whole start from the cache, packing alone, and then as many processes at once as a
+host has GPUs, each with the loader of one rank and no model, until --seconds are over. Where there are GPUs the loaders
+are measured once more with page-locked memory and every batch copied to a GPU.
 
-Tokens are those of documents; positions count padding too. CPU times tell what other programs on the machine hide: `tokenise_cpu_s` is that of all
-tokenising processes, `cores_at_target` the share of a core that a rank's process takes at the wanted speed. `load_average` is that at the start. `batches_sha256` is the hash of rank 0's first batches, by which two versions of the code can
-be told to give the same ones.
+Tokens are those of documents; positions count padding too. CPU times tell what other programs on the machine hide:
+`tokenise_cpu_s` is that of all tokenising processes, `cores_at_target` the share of a core that a rank's process takes
+at the wanted speed. `load_average` is that at the start. `batches_sha256` is the hash of rank 0's first batches, by
+which two versions of the code can be told to give the same ones.
 """
 
 from __future__ import annotations
@@ -75,8 +78,14 @@ class Layout:
         """From `packed:ROWSxLENGTHxMICRO_BATCHES` or `padded:...`; raises `UserError` on anything else."""
         kind, _, shape = text.partition(":")
         numbers = shape.split("x")
-        if kind not in ("packed", "padded") or len(numbers) != 3 or not all(n.isdecimal() and int(n) > 0 for n in numbers):
-            raise UserError(f"--layouts {text}: write packed:ROWSxLENGTHxMICRO_BATCHES or padded:..., such as {LAYOUTS[0]}.")
+        if (
+            kind not in ("packed", "padded")
+            or len(numbers) != 3
+            or not all(n.isdecimal() and int(n) > 0 for n in numbers)
+        ):
+            raise UserError(
+                f"--layouts {text}: write packed:ROWSxLENGTHxMICRO_BATCHES or padded:..., such as {LAYOUTS[0]}."
+            )
         return cls(text, kind == "packed", *map(int, numbers))
 
 
@@ -134,7 +143,9 @@ def cpu_seconds() -> float:
 
 
 def measure_preparation(place: Place, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> dict[str, Any]:
-    """Reading and tokenising the split, the first time and from the cache. Only the first length reads the parquet files for the first time."""
+    """Reading and tokenising the split, the first time and from the cache. Only the first length reads the parquet
+    files for the first time.
+    """
     options = TokeniseOptions("problem_solution", max_seq_length)
 
     def read() -> datasets.Dataset:
@@ -188,7 +199,11 @@ def start_and_pack(place: Place, tokenizer: PreTrainedTokenizerBase, layout: Lay
     first_step_s, steps = timed(lambda: take(data, 1))
     source = load_split(open_source(str(place.rows)), SPLIT)
     tokenised = tokenise(
-        source, tokenizer, TokeniseOptions("problem_solution", layout.max_seq_length), str(place.tokenised), place.num_proc
+        source,
+        tokenizer,
+        TokeniseOptions("problem_solution", layout.max_seq_length),
+        str(place.tokenised),
+        place.num_proc,
     )
     lengths = arrow_table(tokenised).column("length").to_numpy()
     pack_s, _ = timed(lambda: pack(lengths[lengths > 0], layout.max_seq_length)) if layout.packed else (None, None)
@@ -213,7 +228,9 @@ def take(data: PreparedData, num_steps: int) -> list[list[Batch]]:
 
 
 def memory_bytes() -> dict[str, int]:
-    """Resident memory of this process by kind: its own, and that of mapped files, which processes share. Empty where the system does not say."""
+    """Resident memory of this process by kind: its own, and that of mapped files, which processes share. Empty where
+    the system does not say.
+    """
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.is_file() else []
     kinds = {"RssAnon:": "own", "RssFile:": "mapped"}
@@ -223,7 +240,9 @@ def memory_bytes() -> dict[str, int]:
 def load_as_rank(
     place: Place, layout: Layout, rank: int, num_ranks: int, to_gpu: bool, seconds: float, together: Any, results: Any
 ) -> None:
-    """What one process does: start, meet the others, and take batches until the time is over. Puts its figures, or its error, into `results`."""
+    """What one process does: start, meet the others, and take batches until the time is over. Puts its figures, or
+    its error, into `results`.
+    """
     try:
         torch.set_num_threads(1)
         tokenizer = place.settle()
@@ -274,7 +293,9 @@ def measure_loaders(place: Place, layout: Layout, num_ranks: int, to_gpu: bool, 
     """The loaders of all ranks at once, a process each. Raises `RuntimeError` where one of them fails."""
     together, results = PROCESSES.Barrier(num_ranks), PROCESSES.SimpleQueue()
     processes = [
-        PROCESSES.Process(target=load_as_rank, args=(place, layout, rank, num_ranks, to_gpu, seconds, together, results))
+        PROCESSES.Process(
+            target=load_as_rank, args=(place, layout, rank, num_ranks, to_gpu, seconds, together, results)
+        )
         for rank in range(num_ranks)
     ]
     for process in processes:
@@ -301,9 +322,10 @@ def measure_loaders(place: Place, layout: Layout, num_ranks: int, to_gpu: bool, 
 def describe_preparation(made: dict[str, Any]) -> str:
     """The line printed after a length."""
     return (
-        f"{made['num_rows']:,} rows at {made['max_seq_length']}: read in {made['load_s']:.1f} s, tokenised in {made['tokenise_s']:.1f} s "
-        f"({made['rows_per_s']:,.0f} rows/s, {made['tokens_per_s']:,.0f} tokens/s, {made['num_rows'] / made['tokenise_cpu_s']:,.0f} rows per second of a core); from the cache {made['cached_load_s']:.1f} s and "
-        f"{made['cached_tokenise_s']:.1f} s"
+        f"{made['num_rows']:,} rows at {made['max_seq_length']}: read in {made['load_s']:.1f} s, tokenised in "
+        f"{made['tokenise_s']:.1f} s ({made['rows_per_s']:,.0f} rows/s, {made['tokens_per_s']:,.0f} tokens/s, "
+        f"{made['num_rows'] / made['tokenise_cpu_s']:,.0f} rows per second of a core); from the cache "
+        f"{made['cached_load_s']:.1f} s and {made['cached_tokenise_s']:.1f} s"
     )
 
 
@@ -313,8 +335,9 @@ def describe_layout(row: dict[str, Any]) -> str:
     lines = [f"{row['layout']}: a start from the cache {row['start_s']:.2f} s{packing}"]
     for loaders in row["loaders"]:
         lines.append(
-            f"  {loaders['num_ranks']} ranks{' to the GPU' if loaders['to_gpu'] else ''}: {loaders['tokens_per_s']:,.0f} tokens/s, the slowest "
-            f"{loaders['tokens_per_s_slowest_rank']:,.0f} ({'at least' if loaders['meets_target'] else 'BELOW'} {TARGET_TOKENS_PER_S:,}); "
+            f"  {loaders['num_ranks']} ranks{' to the GPU' if loaders['to_gpu'] else ''}: "
+            f"{loaders['tokens_per_s']:,.0f} tokens/s, the slowest {loaders['tokens_per_s_slowest_rank']:,.0f} "
+            f"({'at least' if loaders['meets_target'] else 'BELOW'} {TARGET_TOKENS_PER_S:,}); "
             f"{loaders['cores_at_target']:.3f} cores per rank at that speed"
         )
     return "\n".join(lines)
@@ -331,8 +354,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=8, help="loaders at once (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of loading, per layout (default %(default)s)")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), help="default: %(default)s")
-    parser.add_argument("--model_name", default=EMBEDDED, help="hub id or folder whose tokenizer is used (default: %(default)s)")
-    parser.add_argument("--scratch", type=Path, help="folder for rows and caches (default: a temporary one, removed at the end)")
+    parser.add_argument(
+        "--model_name", default=EMBEDDED, help="hub id or folder whose tokenizer is used (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--scratch", type=Path, help="folder for rows and caches (default: a temporary one, removed at the end)"
+    )
     options = parser.parse_args(arguments)
     for name in ("num_rows", "num_proc", "ranks", "seconds"):
         if not getattr(options, name) > 0:
@@ -340,7 +367,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.layouts = [Layout.parse(text) for text in options.layouts]
     require_writable("--output", options.output)
     if options.scratch is not None and (not options.scratch.is_dir() or any(options.scratch.iterdir())):
-        raise UserError(f"--scratch {options.scratch}: give an empty folder that exists, or everything would come from a cache.")
+        raise UserError(
+            f"--scratch {options.scratch}: give an empty folder that exists, or everything would come from a cache."
+        )
     return options
 
 

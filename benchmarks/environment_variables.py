@@ -2,13 +2,15 @@
 """What the environment variables of the guides do to a training step: each setting beside none at all.
 
     python benchmarks/environment_variables.py --output benchmarks/results/environment_variables_h200.json
-    python benchmarks/environment_variables.py --settings NVTE_FUSED_ATTN=0 "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1" --rounds 1 --output some.json
+    python benchmarks/environment_variables.py --settings NVTE_FUSED_ATTN=0 "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1" --rounds 1
+    --output some.json
     python benchmarks/environment_variables.py --num_gpus 2 --arm fsdp_full:delayed --output some.json
 
-A setting is one or several NAME=VALUE. Each is measured in processes of its own, in turns with the others and with none, so that what slows
-the machine for a while does not fall on one. No process has a variable of another setting, or one of them from this shell. Steps before
---warmup are left out. The file holds, beside the figures, what the table of llm_fp8/tools/verify/environment_rules.py says of each setting.
-What acts on exchanges between GPUs is seen with --num_gpus alone, whose default settings are others.
+A setting is one or several NAME=VALUE. Each is measured in processes of its own, in turns with the others and with
+none, so that what slows the machine for a while does not fall on one. No process has a variable of another setting, or
+one of them from this shell. Steps before --warmup are left out. The file holds, beside the figures, what the table of
+llm_fp8/tools/verify/environment_rules.py says of each setting. What acts on exchanges between GPUs is seen with
+--num_gpus alone, whose default settings are others.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ SETTINGS_OF_EXCHANGES = (
     "TORCH_DISTRIBUTED_DEBUG=DETAIL",
     "ACCELERATE_DEBUG_MODE=true",
 )
-"""Those that the guides recommend for exchanges between the GPUs of a host, then those that the table says slow them."""
+"""Those that the guides recommend for exchanges between the GPUs of a host, then those that the table says slow
+them.
+"""
 
 
 def variables_of(setting: str) -> dict[str, str]:
@@ -71,7 +75,8 @@ def variables_of(setting: str) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if not equals or not name.replace("_", "").isalnum() or name in variables:
             raise UserError(
-                f"--settings '{setting}': write NAME=VALUE, several of them with blanks between in quotes, each name once."
+                f"--settings '{setting}': write NAME=VALUE, several of them with blanks between in quotes, each name "
+                "once."
             )
         variables[name] = value
     if not variables:
@@ -80,8 +85,13 @@ def variables_of(setting: str) -> dict[str, str]:
 
 
 def judged(setting: str) -> list[dict[str, str]]:
-    """What the table of environment variables says of a setting's variables; empty where it has nothing against them."""
-    return [{"name": found.name, "level": found.level, "says": found.says} for found in environment.judge(variables_of(setting))]
+    """What the table of environment variables says of a setting's variables; empty where it has nothing against
+    them.
+    """
+    return [
+        {"name": found.name, "level": found.level, "says": found.says}
+        for found in environment.judge(variables_of(setting))
+    ]
 
 
 def measure_all(
@@ -96,9 +106,10 @@ def measure_all(
 ) -> list[dict[str, Any]]:
     """Measure every setting and `NONE`, round by round; the rows, which `output` holds after each measurement as well.
 
-    Returns: per setting the row of `scripts.benchmark.summarise` with setting, num_gpus, variables, judged, and for all but NONE, where both were
-    measured, speed_ratio (tokens/s over those of NONE), speeds_overlap (whether the middle eight tenths of the steps do), first_loss_difference
-    (relative) and on a GPU memory_ratio (of the peaks).
+    Returns: per setting the row of `scripts.benchmark.summarise` with setting, num_gpus, variables, judged, and for all
+        but NONE, where both were
+    measured, speed_ratio (tokens/s over those of NONE), speeds_overlap (whether the middle eight tenths of the steps
+    do), first_loss_difference (relative) and on a GPU memory_ratio (of the peaks).
     """
     names = [NONE, *(setting for setting in settings if setting != NONE)]
     every = {name for setting in names for name in variables_of(setting)}
@@ -158,20 +169,25 @@ def line_of(row: dict[str, Any]) -> str:
         return f"{start} {row['tokens_per_s']:9,.0f} tokens/s, and nothing to compare with  (table: {said})"
     overlap = "within the spread" if row["speeds_overlap"] else "beyond the spread"
     memory = f", memory x {row['memory_ratio']:.3f}" if "memory_ratio" in row else ""
-    return f"{start} {row['tokens_per_s']:9,.0f} tokens/s  x {row['speed_ratio']:.3f}, {overlap}{memory}  (table: {said})"
+    return (
+        f"{start} {row['tokens_per_s']:9,.0f} tokens/s  x {row['speed_ratio']:.3f}, {overlap}{memory}  (table: {said})"
+    )
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line, checked. Raises `UserError`."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--settings", nargs="+", metavar="NAME=VALUE", help="default: those of the guides")
-    parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of this host that train together (default %(default)s)")
+    parser.add_argument(
+        "--num_gpus", type=int, default=1, help="GPUs of this host that train together (default %(default)s)"
+    )
     parser.add_argument(
         "--workload", default="Llama-3.2-1B:8x1024x4", help="MODEL:ROWSxLENGTHxMICRO_BATCHES (default %(default)s)"
     )
     parser.add_argument(
         "--arm",
-        help="as in scripts/benchmark.py, scripts/benchmark_multi_gpu.py (default delayed, on several GPUs fsdp_full:delayed)",
+        help="as in scripts/benchmark.py, scripts/benchmark_multi_gpu.py (default delayed, on several GPUs "
+        "fsdp_full:delayed)",
     )
     add_measuring_options(parser, steps=10, warmup=4, rounds=2, arm_timeout_s=300)
     options = parser.parse_args(argv)
@@ -204,7 +220,9 @@ def main() -> int:
         raise UserError(
             f"--num_gpus {options.num_gpus} are more than the {torch.cuda.device_count()} that are found; give fewer."
         )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # so that a measurement's process is ended first
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED)
+    )  # so that a measurement's process is ended first
     rows = measure_all(
         work,
         arm,

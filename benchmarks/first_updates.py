@@ -2,10 +2,11 @@
 
     python benchmarks/first_updates.py        (CPU, about a minute; writes benchmarks/results/first_updates.json)
 
-The same training four times: computed in fp32 or in bf16 (fp32 masters in both), from the embedded architecture's random weights as they are or
-rounded to bf16 first, as published checkpoints are. An update smaller than half a spacing of bf16 moves the masters but not the bf16 copies that
-the model computes with, until updates add up; weights that are not on bf16's grid are rounded up or down to begin with, and show the update on
-average. So only the run from rounded weights should lag behind fp32.
+The same training four times: computed in fp32 or in bf16 (fp32 masters in both), from the embedded architecture's
+random weights as they are or rounded to bf16 first, as published checkpoints are. An update smaller than half a spacing
+of bf16 moves the masters but not the bf16 copies that the model computes with, until updates add up; weights that are
+not on bf16's grid are rounded up or down to begin with, and show the update on average. So only the run from rounded
+weights should lag behind fp32.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def main() -> None:
             for weights, model in models.items()
         }
     lag = {
-        weights: [bf16 / fp32 - 1 for bf16, fp32 in zip(run["bf16"], run["fp32"], strict=True)] for weights, run in runs.items()
+        weights: [bf16 / fp32 - 1 for bf16, fp32 in zip(run["bf16"], run["fp32"], strict=True)]
+        for weights, run in runs.items()
     }
     record = {
         "provenance": collect_provenance(sys.argv),
@@ -77,7 +79,10 @@ def main() -> None:
     }
     write_json_atomic(RESULT, record)
     for weights, values in lag.items():
-        print(f"initial weights in {weights}: bf16's loss over fp32's " + ", ".join(f"{value:+.2%}" for value in values[:8]))
+        print(
+            f"initial weights in {weights}: bf16's loss over fp32's "
+            + ", ".join(f"{value:+.2%}" for value in values[:8])
+        )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
-"""What --fp8_lm_head rounds, emulated on a CPU: the gradients of one batch by format, and trainings of the embedded model.
+"""What --fp8_lm_head rounds, emulated on a CPU: the gradients of one batch by format, and trainings of the embedded
+model.
 
     python benchmarks/fp8_head_rounding.py     (CPU, some ten minutes; writes benchmarks/results/fp8_head_rounding.json)
 
-Gradients: an output head of Llama 3's vocabulary over random hidden states. Logits are normal with a standard deviation that is given, and labels are drawn
-from their softmax, so that the head is calibrated and its gradient is noise, as it nearly is late in training. Each way to compute is held
-against fp64 on the same bf16 operands:
+Gradients: an output head of Llama 3's vocabulary over random hidden states. Logits are normal with a standard deviation
+that is given, and labels are drawn from their softmax, so that the head is calibrated and its gradient is noise, as it
+nearly is late in training. Each way to compute is held against fp64 on the same bf16 operands:
 
     error         Frobenius norm of the difference over that of the exact gradient
     slope - 1     projection of the result on the exact gradient, less one: what is not noise
     flushed       share of the entries of the softmax's gradient in bf16 that are not zero and become it
     lost mass     share of the probability that these hold
 
-Training: from random weights, in bf16 with fp32 masters, the head's products in bf16, its gradients in emulated fp8, or all of them so. The evaluation is
-exact in all. Two seeds show what noise is.
+Training: from random weights, in bf16 with fp32 masters, the head's products in bf16, its gradients in emulated fp8, or
+all of them so. The evaluation is exact in all. Two seeds show what noise is.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def excess_slope(got: Tensor, want: Tensor) -> float:
 def batch(
     spread: float, tokens: int = TOKENS, vocabulary: int = VOCABULARY, width: int = WIDTH, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`hidden [tokens, width]` and `weight [vocabulary, width]` in bf16, whose logits have this standard deviation, and labels drawn from them."""
+    """`hidden [tokens, width]` and `weight [vocabulary, width]` in bf16, whose logits have this standard deviation,
+    and labels drawn from them.
+    """
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, width, generator=generator).bfloat16()
     weight = (torch.randn(vocabulary, width, generator=generator) * spread / width**0.5).bfloat16()
@@ -154,7 +157,9 @@ def main() -> None:
     OneSentenceParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()  # --help must not measure anew
     by_format = [gradients_by_format(spread) for spread in SPREADS]
     with tempfile.TemporaryDirectory() as scratch:
-        trained = {str(seed): {mode: train(mode, seed, Path(scratch) / f"{mode}-{seed}") for mode in MODES} for seed in SEEDS}
+        trained = {
+            str(seed): {mode: train(mode, seed, Path(scratch) / f"{mode}-{seed}") for mode in MODES} for seed in SEEDS
+        }
     record = {
         "provenance": collect_provenance(sys.argv),
         "shape": {"vocabulary": VOCABULARY, "width": WIDTH, "tokens": TOKENS},

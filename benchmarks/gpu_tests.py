@@ -3,15 +3,17 @@
 
     python benchmarks/gpu_tests.py --output benchmarks/results/gpu_tests.json [tests/gpu tests/multi_gpu ...]
 
-Tests share the GPUs, --workers at a time, each process beginning with another GPU. Those that fill a GPU or time it have one for themselves: as
-many at a time as there are GPUs. Those that need several GPUs or the whole machine for themselves come last, one at a time.
-CUDA_VISIBLE_DEVICES chooses the GPUs.
+Tests share the GPUs, --workers at a time, each process beginning with another GPU. Those that fill a GPU or time it
+have one for themselves: as many at a time as there are GPUs. Those that need several GPUs or the whole machine for
+themselves come last, one at a time. CUDA_VISIBLE_DEVICES chooses the GPUs.
 
-CI has no GPU, so this record is how a reader knows that they ran, on what, and what they measured (each test's recorded properties).
+CI has no GPU, so this record is how a reader knows that they ran, on what, and what they measured (each test's recorded
+properties).
 
-They need not all run at once: tests that --output holds are kept, each with the commit that it ran at, and those run now are added to them or
-take their place. Of the files and folders given, tests that are no longer there are dropped, unless pytest was interrupted or could not collect
-them. --missing runs only those that --output does not hold as passed.
+They need not all run at once: tests that --output holds are kept, each with the commit that it ran at, and those run
+now are added to them or take their place. Of the files and folders given, tests that are no longer there are dropped,
+unless pytest was interrupted or could not collect them. --missing runs only those that --output does not hold as
+passed.
 
 Exit code: pytest's.
 """
@@ -42,7 +44,8 @@ WHOLE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 
 
 class Outcomes:
-    """A pytest plugin that keeps each test's outcome and recorded properties in the file `output`; `paths` are those whose tests the record is to hold.
+    """A pytest plugin that keeps each test's outcome and recorded properties in the file `output`; `paths` are those
+    whose tests the record is to hold.
 
     Attributes:
         tests: of this run, by id.
@@ -68,7 +71,9 @@ class Outcomes:
                 last = {"provenance": record["provenance"], "exit_code": record["exit_code"]}
                 self._earlier = [*record["earlier_runs"], last]
             except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"--output {output} exists and is no record of the GPU tests; give another file.") from error
+                raise UserError(
+                    f"--output {output} exists and is no record of the GPU tests; give another file."
+                ) from error
 
     def has_passed(self, name: str) -> bool:
         """Whether the record holds this test as passed."""
@@ -79,7 +84,8 @@ class Outcomes:
         return float((self._kept | self.tests).get(name, {}).get("duration_s", "inf"))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called for set-up, call and tear-down of each test; a failure in any of them is the test's. It is recorded when all three are over.
+        """Called for set-up, call and tear-down of each test; a failure in any of them is the test's. It is recorded
+        when all three are over.
 
         Of a test whose process died there is one report of another kind, and no tear-down.
         """
@@ -157,7 +163,9 @@ def workers_that_see(visible: list[list[str]]) -> list[str]:
 
 
 def dealt(names: list[str], num_workers: int, outcomes: Outcomes) -> list[str]:
-    """Tests in the order in which `--dist worksteal`, whose first chunks are of equal number, starts the longest ones first everywhere."""
+    """Tests in the order in which `--dist worksteal`, whose first chunks are of equal number, starts the longest
+    ones first everywhere.
+    """
     longest_first = sorted(names, key=outcomes.duration_s, reverse=True)
     return [name for worker in reversed(range(num_workers)) for name in longest_first[worker::num_workers]]
 

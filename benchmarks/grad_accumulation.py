@@ -2,15 +2,16 @@
 
     python benchmarks/grad_accumulation.py        (CPU, some seconds; writes benchmarks/results/grad_accumulation_bf16.json)
 
-A micro-batch's gradient is modelled as scale_i * (signal + noise) for each coordinate i, rounded to bf16 as a backward pass in
-bf16 leaves it. scale_i is log-normal over three orders of magnitude, as gradients of a layer are; noise is standard normal and
-new in each micro-batch; the signal is the same in all of them. Its size tells the regimes apart: 0 (noise alone), 0.3 (fine-
-tuning on small micro-batches) and 3 (large micro-batches that nearly agree). The same rounded gradients are summed twice, once
-in fp32 and once in bf16, where each addition is rounded to nearest, as autograd's accumulation into a bf16 `.grad` does.
+A micro-batch's gradient is modelled as scale_i * (signal + noise) for each coordinate i, rounded to bf16 as a backward
+pass in bf16 leaves it. scale_i is log-normal over three orders of magnitude, as gradients of a layer are; noise is
+standard normal and new in each micro-batch; the signal is the same in all of them. Its size tells the regimes apart: 0
+(noise alone), 0.3 (fine- tuning on small micro-batches) and 3 (large micro-batches that nearly agree). The same rounded
+gradients are summed twice, once in fp32 and once in bf16, where each addition is rounded to nearest, as autograd's
+accumulation into a bf16 `.grad` does.
 
-Reported for each number of micro-batches: `relative_error`, the norm of the difference over the norm of the fp32 sum, and
-`shrinkage`, one minus the projection of the bf16 sum on the fp32 sum. `rounding_only` is the relative error of rounding the
-fp32 sum to bf16 once: what is lost if only the result is bf16.
+Reported for each number of micro-batches: `relative_error`, the norm of the difference over the norm of the fp32 sum,
+and `shrinkage`, one minus the projection of the bf16 sum on the fp32 sum. `rounding_only` is the relative error of
+rounding the fp32 sum to bf16 once: what is lost if only the result is bf16.
 """
 
 from __future__ import annotations

@@ -3,18 +3,22 @@
 
     python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --output benchmarks/results/gsm8k_curves.json
 
-The question is whether fp8 stays inside what the choice of a seed does to bf16. Every run is a `train_fp8.py` of its own on the same data in the
-same order of tokens per step; the seed changes the initial weights and the order. fp8 arms use every seed too, so that each pairs with a bf16 run.
-Draw the result with `benchmarks/plot_curves.py`.
+The question is whether fp8 stays inside what the choice of a seed does to bf16. Every run is a `train_fp8.py` of its
+own on the same data in the same order of tokens per step; the seed changes the initial weights and the order. fp8 arms
+use every seed too, so that each pairs with a bf16 run. Draw the result with `benchmarks/plot_curves.py`.
 
-`--arms bf16,delayed,delayed_fp8head,delayed_fp8head_all` asks the same of an output head in fp8 (--fp8_lm_head), which stays in bf16 in the others.
+`--arms bf16,delayed,delayed_fp8head,delayed_fp8head_all` asks the same of an output head in fp8 (--fp8_lm_head), which
+stays in bf16 in the others.
 
-    python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --num_gpus 4 --seeds 1 --output benchmarks/results/multi_gpu_curves.json
+    python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --num_gpus 4 --seeds 1 --output
+    benchmarks/results/multi_gpu_curves.json
 
-Results are kept after each run, and the same command goes on from what its --output holds. Trainings on one GPU are spread over all that are visible.
+Results are kept after each run, and the same command goes on from what its --output holds. Trainings on one GPU are
+spread over all that are visible.
 
-With several GPUs the question is whether they train as one does: bf16 and delayed scaling on one GPU, and under each of MODES on all of them
-(`train_multi_gpu.py`), at the same global batch, with the same seed and, since the modes differ in it, the same optimizer.
+With several GPUs the question is whether they train as one does: bf16 and delayed scaling on one GPU, and under each of
+MODES on all of them (`train_multi_gpu.py`), at the same global batch, with the same seed and, since the modes differ in
+it, the same optimizer.
 """
 
 from __future__ import annotations
@@ -142,7 +146,9 @@ def run_one(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> d
         "effective_precision": f"{run['precision']['effective']} {run['precision']['effective_scenario'] or ''}".strip(),
         "fp8_linear_flop_share": run["precision"]["census"]["fp8_linear_flop_share"],
         "num_parameters": run["model"]["num_parameters"],
-        "evaluations": [[r["step"], r["tokens_seen"], r["eval_loss"]] for r in with_tokens(records) if "eval_loss" in r],
+        "evaluations": [
+            [r["step"], r["tokens_seen"], r["eval_loss"]] for r in with_tokens(records) if "eval_loss" in r
+        ],
         "train_loss": [[r["step"], round(r["loss"], 5)] for r in records if "loss" in r],
         "final_eval_loss": summary["last_evaluation"]["eval_loss"],
         "tokens_seen": summary["tokens_seen"],
@@ -178,7 +184,9 @@ def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """For each arm on several GPUs, by seed: how far its held-out losses are from those of one GPU in the same precision."""
+    """For each arm on several GPUs, by seed: how far its held-out losses are from those of one GPU in the same
+    precision.
+    """
     one = {(run["arm"], run["seed"]): run for run in runs if run["num_gpus"] == 1}
     arms: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
@@ -202,8 +210,12 @@ def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"arms": arms}
 
 
-def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[list[dict[str, Any]], list[Any]]:
-    """What an earlier call left in --output: its runs, and with what they were made. Raises `UserError` where they were asked for otherwise."""
+def finished_runs(
+    settings: argparse.Namespace, parser: argparse.ArgumentParser
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """What an earlier call left in --output: its runs, and with what they were made. Raises `UserError` where they
+    were asked for otherwise.
+    """
     output = Path(settings.output)
     if not output.exists():
         return [], []
@@ -219,7 +231,8 @@ def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser)
     for name in ("data", "epochs", "eval_every", "num_gpus"):
         if getattr(earlier, name) != getattr(settings, name):
             raise UserError(
-                f"--output {output} holds runs with --{name} {getattr(earlier, name)}; give another file or the same options."
+                f"--output {output} holds runs with --{name} {getattr(earlier, name)}; give another file or the same "
+                "options."
             )
     # Files from before runs were kept one by one have no such list.
     return runs, [*record.get("earlier_provenance", []), record["provenance"]]
@@ -228,7 +241,9 @@ def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser)
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--data", required=True, help="GSM8K's training problems as jsonl in OpenMathInstruct-2's columns")
+    parser.add_argument(
+        "--data", required=True, help="GSM8K's training problems as jsonl in OpenMathInstruct-2's columns"
+    )
     parser.add_argument("--output", required=True, help="JSON file to write")
     parser.add_argument("--seeds", default="1,2,3", help="comma-separated seeds of every arm (default 1,2,3)")
     parser.add_argument(
@@ -237,10 +252,16 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--epochs", type=int, default=4, help="passes over the text (default 4)")
     parser.add_argument("--eval_every", type=int, default=25, help="optimizer steps between evaluations (default 25)")
     parser.add_argument(
-        "--num_gpus", type=int, default=1, help="compare one GPU with so many: 2, 4 or 8 (default 1: compare precisions)"
+        "--num_gpus",
+        type=int,
+        default=1,
+        help="compare one GPU with so many: 2, 4 or 8 (default 1: compare precisions)",
     )
     parser.add_argument(
-        "--parallel", type=int, default=4, help="trainings at a time (default 4); one on several GPUs takes a share of each"
+        "--parallel",
+        type=int,
+        default=4,
+        help="trainings at a time (default 4); one on several GPUs takes a share of each",
     )
     return parser
 
@@ -248,7 +269,9 @@ def make_parser() -> argparse.ArgumentParser:
 def check(settings: argparse.Namespace) -> None:
     """Raise `UserError` for what every training, or the end of all of them, would fail on."""
     if settings.num_gpus < 1 or ROWS % settings.num_gpus:
-        raise UserError(f"--num_gpus {settings.num_gpus} does not divide the {ROWS} rows of a micro-batch; give 1, 2, 4 or 8.")
+        raise UserError(
+            f"--num_gpus {settings.num_gpus} does not divide the {ROWS} rows of a micro-batch; give 1, 2, 4 or 8."
+        )
     if settings.num_gpus > 1 and settings.arms != DEFAULT_ARMS:
         raise UserError(f"--arms {settings.arms} has no effect with --num_gpus {settings.num_gpus}; drop one of them.")
     parse_variants(settings.arms)
@@ -270,7 +293,8 @@ def main() -> int:
     runs, earlier_provenance = finished_runs(settings, parser)
     if more := {(run["arm"], run["seed"]) for run in runs} - set(order):
         raise UserError(
-            f"--output {settings.output} holds a run of {min(more)[0]} with seed {min(more)[1]}; name both in --arms and --seeds too."
+            f"--output {settings.output} holds a run of {min(more)[0]} with seed {min(more)[1]}; name both in --arms "
+            "and --seeds too."
         )
     if not torch.cuda.is_available():
         raise UserError("this trains on NVIDIA GPUs, and none is found.")

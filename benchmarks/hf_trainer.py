@@ -1,18 +1,21 @@
 #!/usr/bin/env python
-"""Speed and memory of transformers' Trainer in bf16 and in Accelerate's fp8, and of train_fp8.py on the same rows, in one run on one GPU.
+"""Speed and memory of transformers' Trainer in bf16 and in Accelerate's fp8, and of train_fp8.py on the same rows, in
+one run on one GPU.
 
     python benchmarks/hf_trainer.py --workload Llama-3.1-8B:4x1024x4 --output benchmarks/results/hf_trainer_8b.json
 
-Random weights of a bundled architecture (or of a folder with a config.json). Every row of the data fills the whole sequence, so that each arm
-computes the same number of real tokens in a step. Arms, each a process of its own, taking turns --rounds times:
+Random weights of a bundled architecture (or of a folder with a config.json). Every row of the data fills the whole
+sequence, so that each arm computes the same number of real tokens in a step. Arms, each a process of its own, taking
+turns --rounds times:
 
     trainer_bf16   accelerate launch --config_file configs/accelerate_bf16.yaml examples/hf_trainer_fp8.py ...
     trainer_fp8    accelerate launch --config_file configs/accelerate_fp8.yaml examples/hf_trainer_fp8.py ...
     train_fp8      train_fp8.py --use_te --mixed_precision fp8 ..., unpacked
     train_bf16     train_fp8.py --use_te --mixed_precision bf16 ..., unpacked; not among the default ones
 
-A step's time is what lies between two logged steps, which every arm logs one by one; the first --warmup steps are left out, the recorded step of
-the certificate among them. An arm that fails, a failed certificate too, is a row that says so. See docs/accelerate.md.
+A step's time is what lies between two logged steps, which every arm logs one by one; the first --warmup steps are left
+out, the recorded step of the certificate among them. An arm that fails, a failed certificate too, is a row that says
+so. See docs/accelerate.md.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ def write_model_structure(work: Workload, folder: Path) -> None:
 
 
 def write_full_rows(path: Path, num_rows: int, seq_length: int) -> None:
-    """Rows whose solutions alone are longer than `seq_length` tokens, made of the embedded dataset's solutions one after the other."""
+    """Rows whose solutions alone are longer than `seq_length` tokens, made of the embedded dataset's solutions one
+    after the other.
+    """
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     problems = itertools.cycle(read_jsonl(DATASET_DIR / "data" / "train-00000-of-00004.jsonl"))
     rows = []
@@ -80,11 +85,44 @@ def command_of(arm: str, work: Workload, model: Path, rows: Path, folder: Path, 
     shared += ["--output_dir", str(folder)]
     if arm in TRAINER_ARMS:
         launch = ["-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate_{TRAINER_ARMS[arm]}.yaml"]
-        own = ["--random_init", "true", "--weights_dtype", weights_dtype, "--per_device_train_batch_size", str(work.batch_size)]
-        own += ["--logging_steps", "1", "--save_strategy", "no", "--report_to", "none", "--lr_scheduler_type", "constant"]
+        own = [
+            "--random_init",
+            "true",
+            "--weights_dtype",
+            weights_dtype,
+            "--per_device_train_batch_size",
+            str(work.batch_size),
+        ]
+        own += [
+            "--logging_steps",
+            "1",
+            "--save_strategy",
+            "no",
+            "--report_to",
+            "none",
+            "--lr_scheduler_type",
+            "constant",
+        ]
         return [sys.executable, *launch, "examples/hf_trainer_fp8.py", *shared, *own]
-    own = ["--random_init", "--use_te", "--mixed_precision", OUR_ARMS[arm], "--batch_size", str(work.batch_size), "--no_packing"]
-    own += ["--overlong", "truncate", "--train_on_prompt", "--validation_fraction", "0", "--log_every", "1", "--no_export"]
+    own = [
+        "--random_init",
+        "--use_te",
+        "--mixed_precision",
+        OUR_ARMS[arm],
+        "--batch_size",
+        str(work.batch_size),
+        "--no_packing",
+    ]
+    own += [
+        "--overlong",
+        "truncate",
+        "--train_on_prompt",
+        "--validation_fraction",
+        "0",
+        "--log_every",
+        "1",
+        "--no_export",
+    ]
     return [sys.executable, "train_fp8.py", *shared, *own, "--lr_scheduler", "constant", "--num_warmup_steps", "0"]
 
 
@@ -108,7 +146,9 @@ def read_trainer(folder: Path, work: Workload, warmup: int) -> dict[str, Any]:
 
 
 def read_ours(folder: Path, work: Workload, warmup: int) -> dict[str, Any]:
-    """The same from metrics.jsonl. Raises ValueError where a step did not compute as many real tokens as the workload says."""
+    """The same from metrics.jsonl. Raises ValueError where a step did not compute as many real tokens as the
+    workload says.
+    """
     steps = [record for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
     tokens = [round(record["real_tokens_per_s"] * record["step_time_s"]) for record in steps]
     if any(counted != work.tokens_per_step for counted in tokens):
@@ -116,12 +156,18 @@ def read_ours(folder: Path, work: Workload, warmup: int) -> dict[str, Any]:
     return {
         "step_times_s": [record["step_time_s"] for record in steps[warmup:]],
         "losses": [record["loss"] for record in steps],
-        "peak_memory_gib": max((record["peak_memory_gib"] for record in steps if "peak_memory_gib" in record), default=None),
+        "peak_memory_gib": max(
+            (record["peak_memory_gib"] for record in steps if "peak_memory_gib" in record), default=None
+        ),
     }
 
 
-def measure(arm: str, command: list[str], work: Workload, folder: Path, warmup: int, timeout_s: float) -> dict[str, Any]:
-    """Run a training and read what it left: figures, or under `failed` why there are none; the certificate where there is one."""
+def measure(
+    arm: str, command: list[str], work: Workload, folder: Path, warmup: int, timeout_s: float
+) -> dict[str, Any]:
+    """Run a training and read what it left: figures, or under `failed` why there are none; the certificate where
+    there is one.
+    """
     # As train_fp8.py sets it for itself, for the other arms too.
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # With several GPUs to see the Trainer would take nn.DataParallel.
@@ -174,13 +220,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--workload", default="Llama-3.1-8B:4x1024x4", help="MODEL:ROWSxLENGTHxMICRO_BATCHES (default %(default)s)"
     )
-    parser.add_argument("--arms", default="trainer_bf16,trainer_fp8,train_fp8", help="comma-separated (default %(default)s)")
+    parser.add_argument(
+        "--arms", default="trainer_bf16,trainer_fp8,train_fp8", help="comma-separated (default %(default)s)"
+    )
     add_measuring_options(parser, steps=20, warmup=8, rounds=2, arm_timeout_s=500)
     parser.add_argument(
         "--weights_dtype",
         choices=["bfloat16", "float32"],
         default="bfloat16",
-        help="the Trainer's weights: bfloat16 is the lighter set-up without master weights, float32 has them (default %(default)s)",
+        help="the Trainer's weights: bfloat16 is the lighter set-up without master weights, float32 has them (default "
+        "%(default)s)",
     )
     options = parser.parse_args(argv)
     options.arms = options.arms.split(",")

@@ -1,8 +1,10 @@
-"""A split with OpenMathInstruct-2's columns and any number of rows, made of the embedded problems: text to measure with, not to train on.
+"""A split with OpenMathInstruct-2's columns and any number of rows, made of the embedded problems: text to measure
+with, not to train on.
 
-A problem here is several embedded ones asked in a row, and its solution answers them in turn. How many is drawn from a log-normal
-distribution, so that most rows are short and a few are very long. Every problem is answered several times. The digits of each row are exchanged by a
-rule of its own, which makes texts differ and leaves their lengths alone; the arithmetic is wrong then.
+A problem here is several embedded ones asked in a row, and its solution answers them in turn. How many is drawn from a
+log-normal distribution, so that most rows are short and a few are very long. Every problem is answered several times.
+The digits of each row are exchanged by a rule of its own, which makes texts differ and leaves their lengths alone; the
+arithmetic is wrong then.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def _row(index: int, pieces: list[dict[str, str]], seed: int) -> dict[str, str]:
     asked, answered = _ROTATIONS[int(draw.integers(10))], _ROTATIONS[answer]
     return {
         "problem": "\n".join(part["problem"] for part in parts).translate(asked),
-        "generated_solution": "\n\n".join(part["generated_solution"] for part in parts).translate(asked).translate(answered),
+        "generated_solution": "\n\n".join(part["generated_solution"] for part in parts)
+        .translate(asked)
+        .translate(answered),
         "expected_answer": parts[-1]["expected_answer"],
         "problem_source": "made_up",
     }

@@ -2,12 +2,14 @@
 """Does a run's memory stay where it is? Trains through train_fp8.py and samples what its process holds as steps go by.
 
     python benchmarks/memory_over_steps.py --output benchmarks/results/memory_over_steps_h200.json
-    python benchmarks/memory_over_steps.py --steps 500 --output memory.json -- --model_name Llama-3.2-1B --random_init --use_te
+    python benchmarks/memory_over_steps.py --steps 500 --output memory.json -- --model_name Llama-3.2-1B --random_init
+    --use_te
 
-Without options behind `--` it trains Llama-57M in fp8 on a GPU, the embedded model on the CPU. Evaluations, checkpoints that replace one another
-and, on a GPU, the certificate are part of the run. A sample is taken whenever the run has read its numbers (--log_every), which is the same point
-of a step each time: host memory (RSS), tensors and reserved memory of the GPU, open files and sockets, threads. Growth is the slope of a
-least-squares line through the samples after the first tenth of the steps, per 1,000 steps.
+Without options behind `--` it trains Llama-57M in fp8 on a GPU, the embedded model on the CPU. Evaluations, checkpoints
+that replace one another and, on a GPU, the certificate are part of the run. A sample is taken whenever the run has read
+its numbers (--log_every), which is the same point of a step each time: host memory (RSS), tensors and reserved memory
+of the GPU, open files and sockets, threads. Growth is the slope of a least-squares line through the samples after the
+first tenth of the steps, per 1,000 steps.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def take_sample(step: int) -> Sample:
 
 
 def growth(samples: Sequence[Sample], num_steps: int) -> dict[str, dict[str, float]]:
-    """By figure of `Sample`, over the samples after the first tenth of `num_steps`: first, last, most, and growth_per_1000_steps."""
+    """By figure of `Sample`, over the samples after the first tenth of `num_steps`: first, last, most, and
+    growth_per_1000_steps.
+    """
     kept = [sample for sample in samples if sample.step > LEFT_OUT_SHARE * num_steps]
     steps = [sample.step for sample in kept]
     found = {}
@@ -70,12 +74,18 @@ def growth(samples: Sequence[Sample], num_steps: int) -> dict[str, dict[str, flo
         if values[0] is None:
             continue
         slope = statistics.linear_regression(steps, values).slope
-        found[name] = {"first": values[0], "last": values[-1], "most": max(values), "growth_per_1000_steps": 1000 * slope}
+        found[name] = {
+            "first": values[0],
+            "last": values[-1],
+            "most": max(values),
+            "growth_per_1000_steps": 1000 * slope,
+        }
     return found
 
 
 def training_options(given: Sequence[str], num_steps: int, folder: Path) -> list[str]:
-    """The words behind train_fp8.py: `given`, or the default model for this machine, after those that make the run what is measured here.
+    """The words behind train_fp8.py: `given`, or the default model for this machine, after those that make the run what
+    is measured here.
 
     Raises `UserError` where `given` has an option by which the samples are taken.
     """

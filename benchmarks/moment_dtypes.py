@@ -2,11 +2,12 @@
 
     python benchmarks/moment_dtypes.py            (CPU, some seconds; writes benchmarks/results/moment_dtypes.json)
 
-AdamW runs twice on the same gradients, noise of a fixed scale for each coordinate plus 0.3 of it as signal, with master weights
-in fp32: once with fp32 moments and once with moments rounded to the given dtypes after each step. Half-way the gradients fall to
-a quarter, as they do when a model settles on new data: v has to follow downwards. Reported: `relative_error`, the norm of the
-difference between the two runs' movements over that of the fp32 run's, in the first and second half, and `v_ratio`, the
-rounded v over the fp32 v at the end (1 is right; larger means steps that are too small by its square root).
+AdamW runs twice on the same gradients, noise of a fixed scale for each coordinate plus 0.3 of it as signal, with master
+weights in fp32: once with fp32 moments and once with moments rounded to the given dtypes after each step. Half-way the
+gradients fall to a quarter, as they do when a model settles on new data: v has to follow downwards. Reported:
+`relative_error`, the norm of the difference between the two runs' movements over that of the fp32 run's, in the first
+and second half, and `v_ratio`, the rounded v over the fp32 v at the end (1 is right; larger means steps that are too
+small by its square root).
 """
 
 from __future__ import annotations

@@ -53,7 +53,12 @@ def draw(record: dict[str, Any], path: Path) -> None:
             )
             if arm == "bf16" and len(curves) > 1:
                 axis.fill_between(
-                    tokens, losses.min(axis=0), losses.max(axis=0), color=COLOURS[precision], alpha=0.15, label="bf16, all seeds"
+                    tokens,
+                    losses.min(axis=0),
+                    losses.max(axis=0),
+                    color=COLOURS[precision],
+                    alpha=0.15,
+                    label="bf16, all seeds",
                 )
     parameters = runs[0]["num_parameters"] / 1e6
     axes[0].set_title(f"{parameters:.0f}M parameters from scratch on GSM8K")
@@ -78,7 +83,9 @@ def read(path: Path) -> dict[str, Any]:
         if all(run["evaluations"] for run in record["runs"]) and record["runs"]:
             return record
     except (UserError, KeyError, TypeError) as error:
-        raise UserError(f"results {path}: not a file of benchmarks/gsm8k_curves.py ({type(error).__name__}: {error}).") from error
+        raise UserError(
+            f"results {path}: not a file of benchmarks/gsm8k_curves.py ({type(error).__name__}: {error})."
+        ) from error
     raise UserError(f"results {path}: it holds no finished run.")
 
 

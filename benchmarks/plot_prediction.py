@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Draw predicted against measured tokens/s for every recorded row that a prediction is made for, but those whose time is not scored.
+"""Draw predicted against measured tokens/s for every recorded row that a prediction is made for, but those whose time
+is not scored.
 
 python benchmarks/plot_prediction.py benchmarks/plots/prediction.png
 """
@@ -53,7 +54,9 @@ def draw(path: Path) -> None:
     right.axhline(0, color="#999999", linewidth=1, zorder=0)
     right.axvline(0, color="#999999", linewidth=1, zorder=0)
     right.set(
-        xlabel="error of the step time (%)", ylabel="error of the peak memory (%)", title="predicted over measured, less one"
+        xlabel="error of the step time (%)",
+        ylabel="error of the peak memory (%)",
+        title="predicted over measured, less one",
     )
     for recipe, colour in PRECISION_COLOURS.items():
         left.plot([], [], "o", color=colour, label=recipe)

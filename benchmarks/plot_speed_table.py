@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Draw the file of `benchmarks/speed_table.py`.
 
-    python benchmarks/plot_speed_table.py benchmarks/results/speed_table_h200.json --output benchmarks/plots/speed_table.png
+    python benchmarks/plot_speed_table.py benchmarks/results/speed_table_h200.json --output
+    benchmarks/plots/speed_table.png
 
 Up to three pictures, the last two where the file has something for them:
 
@@ -50,7 +51,9 @@ def draw_kernels(rows: list[Row], path: Path) -> bool:
     if not groups:
         return False
     figure, columns = panels([len(found) for found in groups.values()], 6)
-    colours = dict(zip((*KERNEL_CLASSES, GAP), (*plt.get_cmap("tab20").colors[: len(KERNEL_CLASSES)], "#eeeeee"), strict=True))
+    colours = dict(
+        zip((*KERNEL_CLASSES, GAP), (*plt.get_cmap("tab20").colors[: len(KERNEL_CLASSES)], "#eeeeee"), strict=True)
+    )
     for (axis,), (group, found) in zip(columns, groups.items(), strict=True):
         for place, row in enumerate(found):
             bottom = 0.0
@@ -71,7 +74,9 @@ def draw_kernels(rows: list[Row], path: Path) -> bool:
 
 
 def scaling_lines(rows: list[Row]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Model and row length -> arm on several GPUs -> points (number of GPUs, tokens/s per GPU), those of one GPU included; lines of one point left out."""
+    """Model and row length -> arm on several GPUs -> points (number of GPUs, tokens/s per GPU), those of one GPU
+    included; lines of one point left out.
+    """
     measured = [row for row in rows if "tokens_per_s" in row and row.get("text") is None]
     lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in measured:
@@ -88,7 +93,9 @@ def scaling_lines(rows: list[Row]) -> dict[str, dict[str, list[tuple[int, float]
         if not line and (one := next(of_one, None)) is not None:
             line.append((1, tokens_per_s(one)[0]))
         line.append((row["num_gpus"], tokens_per_s(row)[0]))
-    long_ones = {title: {arm: sorted(line) for arm, line in of_one.items() if len(line) > 1} for title, of_one in lines.items()}
+    long_ones = {
+        title: {arm: sorted(line) for arm, line in of_one.items() if len(line) > 1} for title, of_one in lines.items()
+    }
     return {title: found for title, found in long_ones.items() if found}
 
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""Draw tokens/s and peak memory of the arms that `scripts/benchmark.py`, `scripts/benchmark_multi_gpu.py` or `benchmarks/speed_table.py` measured.
+"""Draw tokens/s and peak memory of the arms that `scripts/benchmark.py`, `scripts/benchmark_multi_gpu.py` or
+`benchmarks/speed_table.py` measured.
 
 python benchmarks/plot_throughput.py benchmarks/results/throughput_1b.json benchmarks/results/throughput_3b.json \
     benchmarks/results/throughput_8b.json --output benchmarks/plots/throughput.png
 
-One group of bars per workload and number of GPUs, one bar per arm; the height is the median step. The line on a bar spans the middle eight
-tenths of the steps; in files that do not hold them, all steps. Of real documents padding does not count. A dashed line is a target. What was not
-measured is named where its bar would stand.
+One group of bars per workload and number of GPUs, one bar per arm; the height is the median step. The line on a bar
+spans the middle eight tenths of the steps; in files that do not hold them, all steps. Of real documents padding does
+not count. A dashed line is a target. What was not measured is named where its bar would stand.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def read_rows(paths: list[Path]) -> list[dict[str, Any]]:
             found = json.loads(path.read_text())["rows"]
             groups = [(group_of(row), row["arm"]) for row in found]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is no results file of a throughput benchmark ({type(error).__name__}: {error}).") from error
+            raise UserError(
+                f"{path} is no results file of a throughput benchmark ({type(error).__name__}: {error})."
+            ) from error
         if not groups:
             raise UserError(f"{path} holds no rows; let the benchmark finish its first measurement.")
         rows += found
@@ -95,7 +98,9 @@ def panels(numbers_of_bars: list[int], height: float, ratios: tuple[int, ...] = 
         # What a shorter line leaves free stays free, so that all bars are about equally wide.
         rest = (space - 0.75 * sum(line) - len(line)) / 0.75
         shares = [*line, *([rest] if rest > 1 else [])]
-        axes = part.subplots(len(ratios), len(shares), sharex="col", squeeze=False, width_ratios=shares, height_ratios=ratios)
+        axes = part.subplots(
+            len(ratios), len(shares), sharex="col", squeeze=False, width_ratios=shares, height_ratios=ratios
+        )
         for axis in axes[:, len(line) :].flat:
             axis.set_axis_off()
         for number, width in enumerate(line):
@@ -114,7 +119,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         for place, (row, colour) in enumerate(zip(found, colours_of([row["arm"] for row in found]), strict=True)):
             if reason := reason_not_measured(row):
                 for axis in (speeds, memories):
-                    axis.text(place, 0, f" {reason}", rotation=90, ha="center", va="bottom", fontsize=8, color="#888888")
+                    axis.text(
+                        place, 0, f" {reason}", rotation=90, ha="center", va="bottom", fontsize=8, color="#888888"
+                    )
                 continue
             middle, start, end = tokens_per_s(row)
             bar: dict[str, Any] = {"color": colour, "width": 0.8}
@@ -132,7 +139,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         if target := found[0].get("target_tokens_per_s_per_gpu"):
             speeds.axhline(target, color="black", linestyle="--", linewidth=1)
             end_of_axis = (speeds.get_xlim()[1] - 0.05, target)
-            speeds.annotate(f"target {target:,.0f}", end_of_axis, (0, 2), textcoords="offset points", ha="right", fontsize=8)
+            speeds.annotate(
+                f"target {target:,.0f}", end_of_axis, (0, 2), textcoords="offset points", ha="right", fontsize=8
+            )
         speeds.set_title(group, fontsize=10)
         memories.set_xticks(range(len(found)), [row["arm"] for row in found], rotation=45, ha="right")
         for axis in (speeds, memories):

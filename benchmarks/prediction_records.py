@@ -33,18 +33,23 @@ FILES = (
     "throughput_*.json",
     "multi_gpu_throughput_*.json",
 )
-"""Under benchmarks/results. Other levers_*.json were recorded with a part of today's kernels, with variables that their arms do not name, or with so few tokens that the host decides."""
+"""Under benchmarks/results. Other levers_*.json were recorded with a part of today's kernels, with variables that
+their arms do not name, or with so few tokens that the host decides.
+"""
 
 TODAYS_SINCE = "2026-11-22"
-"""Of a row's `time_utc`. Those before it were recorded with the decoder as it was before its fused kernels (docs/performance_log.md), and those on several
-GPUs also before GEMMs added up their gradients and `fsdp_grad` kept weights for a step."""
+"""Of a row's `time_utc`. Those before it were recorded with the decoder as it was before its fused kernels
+(docs/performance_log.md), and those on several GPUs also before GEMMs added up their gradients and `fsdp_grad` kept
+weights for a step."""
 
 _FITTED_RECIPES: dict[tuple[str, str | None], tuple[str, ...]] = {
     **{("speed_table_h200.json", name): ("bf16", "delayed") for name in ("1b", "8b", "8b_s8192")},
     ("speed_table_h200.json", "8b_x4"): RECIPES,
     ("levers_8b_first_scales.json", None): ("current",),
 }
-"""By file and name: the recipes of today's rows that constants come from; 14b gave adamw_8bit's alone (calibration.py)."""
+"""By file and name: the recipes of today's rows that constants come from; 14b gave adamw_8bit's alone
+(calibration.py).
+"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,9 @@ class Recorded:
 
     @property
     def same_memory(self) -> bool:
-        """Whether it was recorded with the memory of today's code: all rows but those in which `fsdp_grad` did not keep its casts yet."""
+        """Whether it was recorded with the memory of today's code: all rows but those in which `fsdp_grad` did not
+        keep its casts yet.
+        """
         scenario = self.prediction.scenario
         return self.todays or not (scenario.sharded and scenario.keeps_casts and scenario.fp8_layers)
 
@@ -82,11 +89,15 @@ class Recorded:
     @property
     def reserved_gib(self) -> float | None:
         """What the allocator of the GPU that needs most took from it; None in records that do not say."""
-        return max((one["peak_reserved_memory_gib"] for one in self._rounds if "peak_reserved_memory_gib" in one), default=None)
+        return max(
+            (one["peak_reserved_memory_gib"] for one in self._rounds if "peak_reserved_memory_gib" in one), default=None
+        )
 
     @property
     def memory_was_full(self) -> bool:
-        """Whether FSDP's allocator had nothing left to reserve, so that its work is in the steps' times: see `calibration.FULL_SHARE`."""
+        """Whether FSDP's allocator had nothing left to reserve, so that its work is in the steps' times: see
+        `calibration.FULL_SHARE`.
+        """
         memory, reserved = self.prediction.gpu.memory_gib, self.reserved_gib
         if not self.prediction.scenario.sharded or memory is None or reserved is None:
             return False
@@ -151,8 +162,8 @@ def bundled_size(model: str) -> ModelSize:
 def workload_of(row: dict[str, Any]) -> StepWorkload | None:
     """What a row of scripts/benchmark.py or scripts/benchmark_multi_gpu.py trained; None where nothing predicts it.
 
-    None are other people's set-ups, DeepSpeed, context parallelism, the swapped Hugging Face decoder, models that are not bundled,
-    rows padded or packed from real lengths that the row does not give.
+    None are other people's set-ups, DeepSpeed, context parallelism, the swapped Hugging Face decoder, models that are
+    not bundled, rows padded or packed from real lengths that the row does not give.
     """
     words = row["arm"].split(":")
     mode, recipe, *options = ["single", *words] if words[0] in RECIPES else [*words, ""]
@@ -196,7 +207,9 @@ def recorded_rows(folder: Path = RESULTS) -> tuple[Recorded, ...]:
 
 def rows_for_memory_alone(folder: Path = RESULTS) -> tuple[Recorded, ...]:
     """The rows that `recorded_rows` leaves out although their memory is that of today's code."""
-    return tuple(r for r in _all_rows(folder) if not r.todays and r.num_gpus > 1 and r.same_memory and not r.out_of_memory)
+    return tuple(
+        r for r in _all_rows(folder) if not r.todays and r.num_gpus > 1 and r.same_memory and not r.out_of_memory
+    )
 
 
 @functools.cache
@@ -263,7 +276,11 @@ def memory_before() -> str:
     for record in rows_for_memory_alone():
         row = record.row
         shape = f"{row['batch_size']} x {row['seq_length']:,} x {row['micro_batches']}"
-        figures = [f"{row['peak_memory_gib']:.1f}", f"{record.prediction.peak_memory_gib:.1f}", f"{record.memory_error:+.1%}"]
+        figures = [
+            f"{row['peak_memory_gib']:.1f}",
+            f"{record.prediction.peak_memory_gib:.1f}",
+            f"{record.memory_error:+.1%}",
+        ]
         rows.append([f"`{record.file}`", row["model"], shape, str(record.num_gpus), record.arm, *figures])
     return _table(["file", "model", "rows x length x micro-batches", "GPUs", "arm", "GiB", "predicted", "error"], rows)
 
@@ -285,7 +302,13 @@ def _accuracy(records: list[Recorded]) -> str:
             rows.append([name, row["model"], shape, gpus, record.arm, *measured])
             continue
         error = f"{record.time_error:+.1%}" + (f" ({record.not_scored})" if record.not_scored else "")
-        measured = [f"{record.step_time_s:.3f}", f"{found.step_time_s:.3f}", error, f"{row['peak_memory_gib']:.1f}", expected]
+        measured = [
+            f"{record.step_time_s:.3f}",
+            f"{found.step_time_s:.3f}",
+            error,
+            f"{row['peak_memory_gib']:.1f}",
+            expected,
+        ]
         rows.append([name, row["model"], shape, gpus, record.arm, *measured, f"{record.memory_error:+.1%}"])
     columns = ("step s", "predicted", "error", "GiB", "predicted", "error")
     header = ["file", "model", "rows x length x micro-batches", "GPUs", "arm", *columns]
@@ -363,7 +386,12 @@ def parts() -> str:
     for model in ("Llama-3.2-1B", "Llama-3.1-8B"):
         for recipe, found in _by_recipe(_scenario(model, 8192, 4, 1024)).items():
             rows.append(
-                [model, recipe, *(f"{1e3 * getattr(found.time, name):.0f}" for name in names), f"{1e3 * found.step_time_s:.0f}"]
+                [
+                    model,
+                    recipe,
+                    *(f"{1e3 * getattr(found.time, name):.0f}" for name in names),
+                    f"{1e3 * found.step_time_s:.0f}",
+                ]
             )
     return _table(["model", "recipe", *(name.removesuffix("_s") for name in names), "step"], rows)
 
@@ -380,7 +408,9 @@ def adapters() -> str:
 
 
 def adapter_time_s(found: Prediction) -> float:
-    """Seconds of a step that trains adapters of no size: two of three GEMMs, no work on weights; what adapters take comes on top."""
+    """Seconds of a step that trains adapters of no size: two of three GEMMs, no work on weights; what adapters take
+    comes on top.
+    """
     time = found.time
     return 2 / 3 * time.gemm_s + time.attention_s + time.passes_s + time.casts_s + time.gap_s
 

@@ -5,14 +5,15 @@
     python benchmarks/speed_table.py --output benchmarks/results/speed_table_h200.json --time_limit_s 570
     python benchmarks/speed_table.py --rows text_1b --text gsm8k.jsonl --output text.json
 
-Rows, arms and targets stand in benchmarks/speed_table.json (--table takes another). Each measurement is one of scripts/benchmark.py (one GPU) or
-of scripts/benchmark_multi_gpu.py (rows with several), in processes of its own. The file is written after every measurement, and the same command
-goes on from what its --output holds, so the table can be measured in pieces. Arms of a row take turns, round by round, on the same GPUs;
---gpus_parallel N spreads rows over N GPUs, each on as many as it needs: on 4, two rows of 2 at a time. Rows that need more than N follow alone, one
-by one; those that need more than there are, are left out and named.
+Rows, arms and targets stand in benchmarks/speed_table.json (--table takes another). Each measurement is one of
+scripts/benchmark.py (one GPU) or of scripts/benchmark_multi_gpu.py (rows with several), in processes of its own. The
+file is written after every measurement, and the same command goes on from what its --output holds, so the table can be
+measured in pieces. Arms of a row take turns, round by round, on the same GPUs; --gpus_parallel N spreads rows over N
+GPUs, each on as many as it needs: on 4, two rows of 2 at a time. Rows that need more than N follow alone, one by one;
+those that need more than there are, are left out and named.
 
-Rows on real documents: the same documents packed by ours and padded to the row's length by the rival, at equal weights; figures are real
-tokens/s and the loss per token that is predicted. docs/benchmark.md says how to read the file.
+Rows on real documents: the same documents packed by ours and padded to the row's length by the rival, at equal weights;
+figures are real tokens/s and the loss per token that is predicted. docs/benchmark.md says how to read the file.
 
 Exit code: 0; 1 where --time_limit_s left something to be measured (run the same command again); 2 for a mistake.
 """
@@ -37,7 +38,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.speed_table_rows import TableRow, gemm_floor_s, read_table
 from llm_fp8.observability.provenance import visible_gpus
 from llm_fp8.tools.bench.variant_names import Variant
-from llm_fp8.tools.bench.worker import STOPPED, add_measuring_options, check_measuring_options, measure_apart, take_header
+from llm_fp8.tools.bench.worker import (
+    STOPPED,
+    add_measuring_options,
+    check_measuring_options,
+    measure_apart,
+    take_header,
+)
 from llm_fp8.tools.gemm_rates import known_rates
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import read_json, write_json_atomic
@@ -50,7 +57,8 @@ Measure = Callable[[TableRow, Variant, str], Answer]
 """Measures an arm of a row on its GPUs (a value of CUDA_VISIBLE_DEVICES, such as 0,1)."""
 
 
-# --- the file ---------------------------------------------------------------------------------------------------------------
+# --- the file
+# ---------------------------------------------------------------------------------------------------------------
 
 
 class Record:
@@ -65,7 +73,9 @@ class Record:
     Raises `UserError` where the file is no such file, or holds measurements that were made otherwise.
     """
 
-    def __init__(self, path: Path | None, rows: Sequence[TableRow], settings: dict[str, Any], retry_failed: bool = False) -> None:
+    def __init__(
+        self, path: Path | None, rows: Sequence[TableRow], settings: dict[str, Any], retry_failed: bool = False
+    ) -> None:
         self._path = path
         self._rows = {row.name: row for row in rows}
         self._settings = settings
@@ -96,7 +106,8 @@ class Record:
         for name, value in self._settings.items():
             if settings.get(name) != value:
                 raise UserError(
-                    f"--output {path} was measured with --{name} {settings.get(name)}; give another file or the same options."
+                    f"--output {path} was measured with --{name} {settings.get(name)}; give another file or the same "
+                    "options."
                 )
         for entry in found:
             row = self._rows.get(entry["row"])
@@ -104,11 +115,13 @@ class Record:
                 continue
             if entry["arm"] not in {arm.name for arm in row.arms}:
                 raise UserError(
-                    f"--output {path}: row {row.name} has the arm {entry['arm']}, which the table lacks; give another file."
+                    f"--output {path}: row {row.name} has the arm {entry['arm']}, which the table lacks; give another "
+                    "file."
                 )
             if (entry["workload"], entry.get("num_gpus", 1)) != (row.work.name, row.num_gpus):
                 raise UserError(
-                    f"--output {path}: row {row.name} was measured on {entry['workload']}, not {row.work.name}; give another file."
+                    f"--output {path}: row {row.name} was measured on {entry['workload']}, not {row.work.name}; give "
+                    "another file."
                 )
             if row.work.text is not None and any(
                 answer["documents"] != row.work.text_step.facts() for answer in entry.get("rounds", [])
@@ -136,7 +149,9 @@ class Record:
         return float(measured[-1]["taken_s"]) if measured else row.estimate_s(arm)
 
     def add(self, row: TableRow, arm: Variant, answer: Answer) -> None:
-        """Keep an answer and write the file. Raises `UserError` where it comes from another kind of GPU than the file's."""
+        """Keep an answer and write the file. Raises `UserError` where it comes from another kind of GPU than the
+        file's.
+        """
         with self._lock:
             if header := take_header(answer, sys.argv):
                 self._take_header(header)
@@ -162,7 +177,9 @@ class Record:
                     "runs": self._runs,
                     "settings": self._settings,
                     "left_out": [
-                        one for one in self.left_out if one["row"] not in {entry["row"] for entry in self._others["rows"]}
+                        one
+                        for one in self.left_out
+                        if one["row"] not in {entry["row"] for entry in self._others["rows"]}
                     ],
                     "comparisons": self._in_place([*self._others["comparisons"], *self._comparisons()]),
                     "rows": self._in_place(
@@ -172,14 +189,18 @@ class Record:
             )
 
     def _in_place(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows that were in the file where they were, so that a later call changes nothing but what it measures; new ones behind them."""
+        """Rows that were in the file where they were, so that a later call changes nothing but what it measures; new
+        ones behind them.
+        """
         return sorted(entries, key=lambda entry: self._places.get(entry["row"], len(self._places)))
 
     def _comparisons(self) -> list[dict[str, Any]]:
         return [found for row in self._rows.values() if (found := self.comparison(row))]
 
     def comparison(self, row: TableRow) -> dict[str, Any] | None:
-        """`compare`, and on several GPUs scaling: arm of ours -> speed per GPU over that on one GPU, where the file has both."""
+        """`compare`, and on several GPUs scaling: arm of ours -> speed per GPU over that on one GPU, where the file
+        has both.
+        """
         rows = self.rows_of(row)
         found = compare(row, rows)
         if found is not None and row.num_gpus > 1:
@@ -217,8 +238,9 @@ def gpu_of(header: dict[str, Any]) -> str | None:
 def describe(row: TableRow, arm: Variant, answers: list[Answer], gpu: str | None) -> dict[str, Any]:
     """The figures of an arm, with its target and where the time of a step went.
 
-    `step` holds, for a GPU: step_s (the median step), time_s_by_class (kernels of the recorded step of the last round), gemm_floor_s (the linear
-    layers at the ceilings recorded for such a GPU, None without), and on one GPU gap_s, the part of the median step in which no kernel ran.
+    `step` holds, for a GPU: step_s (the median step), time_s_by_class (kernels of the recorded step of the last round),
+    gemm_floor_s (the linear layers at the ceilings recorded for such a GPU, None without), and on one GPU gap_s, the
+    part of the median step in which no kernel ran.
     """
     found: dict[str, Any] = {"row": row.name, "side": row.side(arm), **row.targets}
     found.update(summarise(row.work, arm, answers, row.num_gpus))
@@ -244,9 +266,10 @@ def describe(row: TableRow, arm: Variant, answers: list[Answer], gpu: str | None
 def compare(row: TableRow, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The best of ours beside target and rivals; None where none of ours was measured.
 
-    Returns: best (the arm), tokens_per_s_per_gpu, the targets; share_of_target; of ours: arm -> times (rival -> speed over the rival's, of real tokens
-    on real documents) and first_loss_differences (rival -> relative, at equal weights), last_loss_differences on real documents; same_run: whether all
-    of it was measured by one call.
+    Returns: best (the arm), tokens_per_s_per_gpu, the targets; share_of_target; of ours: arm -> times (rival -> speed
+        over the rival's, of real tokens
+    on real documents) and first_loss_differences (rival -> relative, at equal weights), last_loss_differences on real
+    documents; same_run: whether all of it was measured by one call.
     """
     measured = {found["arm"]: found for found in rows if "failed" not in found}
     ours = [measured[arm.name] for arm in row.ours if arm.name in measured]
@@ -278,17 +301,24 @@ def compare(row: TableRow, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | N
     return result
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------------
+# --- measuring
+# --------------------------------------------------------------------------------------------------------------
 
 
-def measurer(warmup: int, timeout_s: float, stopped: threading.Event, another_follows: Callable[[TableRow], bool]) -> Measure:
-    """Measures through the programs that do; `another_follows`: as the function of that name, of the row that is being measured."""
+def measurer(
+    warmup: int, timeout_s: float, stopped: threading.Event, another_follows: Callable[[TableRow], bool]
+) -> Measure:
+    """Measures through the programs that do; `another_follows`: as the function of that name, of the row that is
+    being measured.
+    """
 
     def measure(row: TableRow, arm: Variant, gpus: str) -> Answer:
         started = time.perf_counter()
         what = (row.work.name, arm.name, row.num_gpus, row.work.num_steps)
         variables = {"CUDA_VISIBLE_DEVICES": gpus}
-        answer = measure_apart(*what, warmup, timeout_s, variables, stopped, variables if another_follows(row) else None)
+        answer = measure_apart(
+            *what, warmup, timeout_s, variables, stopped, variables if another_follows(row) else None
+        )
         return {**answer, "gpu": gpus, "taken_s": time.perf_counter() - started}
 
     return measure
@@ -335,12 +365,16 @@ class Turns:
 
 
 def another_follows(row: TableRow, rows: Sequence[TableRow], record: Record, turns: Turns) -> bool:
-    """Whether a measurement on as many GPUs is due beside the one of `row` that is being made: on the same ones, or, of rows side by side, on others."""
+    """Whether a measurement on as many GPUs is due beside the one of `row` that is being made: on the same ones, or,
+    of rows side by side, on others.
+    """
     alike = [other for other in rows if other.num_gpus == row.num_gpus]
     return sum(1 for other in alike for _ in turns.due(other, record)) > 1
 
 
-def measure_row(row: TableRow, record: Record, turns: Turns, measure: Measure, limit: Limit, gpus: Sequence[str]) -> None:
+def measure_row(
+    row: TableRow, record: Record, turns: Turns, measure: Measure, limit: Limit, gpus: Sequence[str]
+) -> None:
     """Measure what a row lacks, its arms in turns on the same GPUs."""
     for number, arm in turns.due(row, record):
         if not limit.allows(f"{row.name} {arm.name}", record.estimate_s(row, arm)):
@@ -370,8 +404,11 @@ class Shift:
     gpus: Sequence[str]
 
 
-def plan_shifts(rows: Sequence[TableRow], record: Record, turns: Turns, gpus: Sequence[str], gpus_parallel: int) -> list[Shift]:
-    """One shift after the other: first the rows that fit on the first `gpus_parallel` of `gpus`, then each of the others alone.
+def plan_shifts(
+    rows: Sequence[TableRow], record: Record, turns: Turns, gpus: Sequence[str], gpus_parallel: int
+) -> list[Shift]:
+    """One shift after the other: first the rows that fit on the first `gpus_parallel` of `gpus`, then each of the
+    others alone.
 
     Rows side by side begin with the longest, so that none ends alone.
     """
@@ -385,7 +422,8 @@ def plan_shifts(rows: Sequence[TableRow], record: Record, turns: Turns, gpus: Se
 class Places:
     """Who is next in a shift, and on which GPUs: the first of the waiting rows that the free GPUs suffice for.
 
-    A row takes all its GPUs at once and gives them back together, so none waits for a second GPU with a first one in hand.
+    A row takes all its GPUs at once and gives them back together, so none waits for a second GPU with a first one in
+    hand.
     """
 
     def __init__(self, shift: Shift) -> None:
@@ -446,30 +484,38 @@ def measure_table(
     gpus: Sequence[str],
     gpus_parallel: int = 1,
 ) -> None:
-    """Measure what is not measured yet on `gpus`, of which every row needs at most all, spread over `gpus_parallel` of them."""
+    """Measure what is not measured yet on `gpus`, of which every row needs at most all, spread over `gpus_parallel`
+    of them.
+    """
     for shift in plan_shifts(rows, record, turns, gpus, gpus_parallel):
         measure_shift(shift, record, turns, measure, limit)
 
 
-# --- the command ------------------------------------------------------------------------------------------------------------
+# --- the command
+# ------------------------------------------------------------------------------------------------------------
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line, checked. Raises `UserError`."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--table", type=Path, default=TABLE, help="rows, arms and targets (default benchmarks/speed_table.json)")
+    parser.add_argument(
+        "--table", type=Path, default=TABLE, help="rows, arms and targets (default benchmarks/speed_table.json)"
+    )
     parser.add_argument("--rows", help="comma-separated names of rows (default: all)")
     parser.add_argument(
-        "--arms", help="comma-separated: measure these arms alone, such as delayed,hf_bf16, whatever stands before or behind"
+        "--arms",
+        help="comma-separated: measure these arms alone, such as delayed,hf_bf16, whatever stands before or behind",
     )
     parser.add_argument(
-        "--text", help="documents of the rows on real text: FILE.jsonl or what --dataset_name takes (default: the table's)"
+        "--text",
+        help="documents of the rows on real text: FILE.jsonl or what --dataset_name takes (default: the table's)",
     )
     parser.add_argument(
         "--gpus_parallel",
         type=int,
         default=1,
-        help="GPUs that rows are spread over, each on as many as it needs; rows that need more follow alone (default 1)",
+        help="GPUs that rows are spread over, each on as many as it needs; rows that need more follow alone (default "
+        "1)",
     )
     parser.add_argument(
         "--time_limit_s",
@@ -528,17 +574,22 @@ def print_plan(rows: Sequence[TableRow], record: Record, turns: Turns, gpus: Seq
     for row in rows:
         on = f"{row.num_gpus} GPUs" if row.num_gpus > 1 else "1 GPU"
         num_tokens = row.work.step_tokens().num_real_tokens * row.num_gpus
-        print(f"{row.name}: {row.work.name}{_documents(row)}, {on}, {num_tokens:,} tokens a step, target: {target_of(row)}")
+        print(
+            f"{row.name}: {row.work.name}{_documents(row)}, {on}, {num_tokens:,} tokens a step, target: "
+            f"{target_of(row)}"
+        )
         left = [arm for _, arm in turns.due(row, record)]
         for arm in dict.fromkeys(left):
             print(f"    {left.count(arm)} x {arm.name:32} about {record.estimate_s(row, arm):4.0f} s")
         print(f"    about {left_s(row, record, turns) / 60:.0f} minutes")
     side_by_side, *alone = plan_shifts(rows, record, turns, gpus, gpus_parallel)
-    minutes = [sum(estimate_shift_s(shift, record, turns) for shift in shifts) / 60 for shifts in ([side_by_side], alone)]
+    minutes = [
+        sum(estimate_shift_s(shift, record, turns) for shift in shifts) / 60 for shifts in ([side_by_side], alone)
+    ]
     num_gpus = len(side_by_side.gpus)
     print(
-        f"rows of {'one GPU' if num_gpus == 1 else f'up to {num_gpus} GPUs'}, spread over {num_gpus}: about {minutes[0]:.0f} minutes; "
-        f"rows of more GPUs, one by one: about {minutes[1]:.0f} minutes"
+        f"rows of {'one GPU' if num_gpus == 1 else f'up to {num_gpus} GPUs'}, spread over {num_gpus}: about "
+        f"{minutes[0]:.0f} minutes; rows of more GPUs, one by one: about {minutes[1]:.0f} minutes"
     )
 
 
@@ -556,7 +607,9 @@ def print_table(rows: Sequence[TableRow], record: Record) -> None:
     for row in rows:
         found = record.rows_of(row)
         comparison = record.comparison(row)
-        print(f"\n{row.name}: {row.work.name}" + (f", {row.num_gpus} GPUs" if row.num_gpus > 1 else "") + _documents(row))
+        print(
+            f"\n{row.name}: {row.work.name}" + (f", {row.num_gpus} GPUs" if row.num_gpus > 1 else "") + _documents(row)
+        )
         for entry in found:
             print(_line(row, entry))
         if comparison is not None:
@@ -586,7 +639,10 @@ def _conclusions(row: TableRow, comparison: dict[str, Any], entries: dict[str, d
         )
         yield f"    {best} over {rival}: {times:.2f} times, {losses}"
     if not comparison["same_run"]:
-        yield "    measured by more than one call: what was changed in between, and another GPU of that kind, are in these ratios"
+        yield (
+            "    measured by more than one call: what was changed in between, and another GPU of that kind, are in "
+            "these ratios"
+        )
     if (step := entries[best].get("step")) is not None:
         parts = {**step["time_s_by_class"], **({"no kernel": step["gap_s"]} if "gap_s" in step else {})}
         floor_s = step["gemm_floor_s"]
@@ -600,7 +656,10 @@ def _line(row: TableRow, entry: dict[str, Any]) -> str:
         return f"    {entry['arm']:32} not measured: {entry['failed']}"
     kind = "real_tokens_per_s" if row.work.text is not None else "tokens_per_s"
     low, middle, high = (entry[f"{kind}{end}"] / row.num_gpus for end in ("_p10", "", "_p90"))
-    line = f"    {entry['arm']:32} {middle:9,.0f} {'real ' if row.work.text else ''}tokens/s per GPU  {low:,.0f} to {high:,.0f}"
+    line = (
+        f"    {entry['arm']:32} {middle:9,.0f} {'real ' if row.work.text else ''}tokens/s per GPU  {low:,.0f} to "
+        f"{high:,.0f}"
+    )
     if "peak_memory_gib" in entry:
         line += f"  {entry['peak_memory_gib']:.0f} GiB"
     if "step" in entry and entry["step"]["gemm_floor_s"] is not None:
@@ -629,7 +688,9 @@ def main() -> int:
         print_plan(rows, record, turns, gpus or [str(number) for number in range(wanted)], options.gpus_parallel)
         return 0
     if not gpus:
-        raise UserError("the speed table needs an NVIDIA GPU, and none is found; --dry_run says what would be measured.")
+        raise UserError(
+            "the speed table needs an NVIDIA GPU, and none is found; --dry_run says what would be measured."
+        )
     limit = Limit(options.time_limit_s)
 
     def end(*_: object) -> None:

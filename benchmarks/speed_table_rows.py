@@ -81,14 +81,17 @@ class TableRow:
         tokens = self.work.step_tokens(padded=rival is not None)
         flops = step_flops(DecoderSize.from_config(self.work.hf_config()), tokens)
         step_s = flops / (FP8_TFLOPS if arm.computes_in_fp8 else BF16_TFLOPS) / 1e12
-        return START_S + (COMPILE_S if rival is not None and rival.compiled else 0.0) + (self.work.num_steps + 1) * step_s
+        return (
+            START_S + (COMPILE_S if rival is not None and rival.compiled else 0.0) + (self.work.num_steps + 1) * step_s
+        )
 
 
 def gemm_floor_s(answer: dict[str, Any], num_tokens: int, ceilings: MeasuredRates) -> float | None:
-    """Seconds of a step's linear layers at the ceilings, from the census of an answer and the positions that a GPU computes.
+    """Seconds of a step's linear layers at the ceilings, from the census of an answer and the positions that a GPU
+    computes.
 
-    6 FLOPs per weight and token, at the fp8 ceilings those of fp8 layers and of the output head's products in fp8 (--fp8_lm_head).
-    None where a ceiling was not measured, and with adapters, whose frozen weights need fewer products.
+    6 FLOPs per weight and token, at the fp8 ceilings those of fp8 layers and of the output head's products in fp8
+    (--fp8_lm_head). None where a ceiling was not measured, and with adapters, whose frozen weights need fewer products.
     """
     if answer.get("num_adapter_parameters"):
         return None

@@ -1,11 +1,15 @@
 #!/usr/bin/env python
 """Time from the command to the end of the first optimizer step, with weights read from local safetensors files.
 
-    python benchmarks/startup.py --model Llama-3.1-8B --output benchmarks/results/startup_8b.json -- --use_te --mixed_precision fp8
-    python benchmarks/startup.py --model Llama-3.1-8B --num_gpus 4 --output benchmarks/results/startup_8b_x4.json -- --sharding_mode fsdp_full --use_te
+    python benchmarks/startup.py --model Llama-3.1-8B --output benchmarks/results/startup_8b.json -- --use_te
+    --mixed_precision fp8
+    python benchmarks/startup.py --model Llama-3.1-8B --num_gpus 4 --output benchmarks/results/startup_8b_x4.json --
+    --sharding_mode fsdp_full --use_te
 
-Writes a folder as the hub lays it out (random weights, the embedded tokenizer), then starts the training command on it, `--repeats` times, with
-what stands behind `--`. The phases are those that the run measures itself (`phases_s` of its summary.json, docs/metrics.md). The files were just written, so they are read from the page cache: the first start after a reboot also waits for the disk.
+Writes a folder as the hub lays it out (random weights, the embedded tokenizer), then starts the training command on it,
+`--repeats` times, with what stands behind `--`. The phases are those that the run measures itself (`phases_s` of its
+summary.json, docs/metrics.md). The files were just written, so they are read from the page cache: the first start after
+a reboot also waits for the disk.
 """
 
 from __future__ import annotations
@@ -53,14 +57,17 @@ def write_model_folder(model: str, folder: Path) -> float:
 def phases_of(first_step_s: float, summary: dict[str, Any]) -> dict[str, float]:
     """Seconds by phase from the command to the end of the first step, in order.
 
-    `launch` is what the run's own clock does not see: the launcher and the interpreter, before; the poll of its metrics (0.1 s), after.
+    `launch` is what the run's own clock does not see: the launcher and the interpreter, before; the poll of its metrics
+    (0.1 s), after.
     """
     phases = summary["phases_s"]
     return {"launch": first_step_s - sum(phases.values()), **phases}
 
 
 def time_to_first_step(command: list[str], folder: Path, timeout_s: float) -> tuple[float, float, str]:
-    """Run the command with `folder` as its output; seconds to the record of its first step and to its end, and what it printed."""
+    """Run the command with `folder` as its output; seconds to the record of its first step and to its end, and what
+    it printed.
+    """
     started = time.monotonic()
     log = folder.with_suffix(".log")
     first_s: float | None = None
@@ -75,7 +82,8 @@ def time_to_first_step(command: list[str], folder: Path, timeout_s: float) -> tu
             time.sleep(POLL_S)
     if process.returncode or first_s is None:
         raise RuntimeError(
-            f"the training ended with code {process.returncode} before its first step was seen:\n{log.read_text()[-4000:]}"
+            f"the training ended with code {process.returncode} before its first step was "
+            f"seen:\n{log.read_text()[-4000:]}"
         )
     return first_s, time.monotonic() - started, log.read_text()
 
@@ -86,7 +94,9 @@ def main() -> int:
     parser.add_argument("--model", default="Llama-3.1-8B", help="a bundled architecture (default %(default)s)")
     parser.add_argument("--num_gpus", type=int, default=1, help="1: train_fp8.py, more: train_multi_gpu.py (default 1)")
     parser.add_argument("--repeats", type=int, default=1, help="starts (default 1)")
-    parser.add_argument("--timeout_s", type=float, default=300, help="a start that takes longer has failed (default 300)")
+    parser.add_argument(
+        "--timeout_s", type=float, default=300, help="a start that takes longer has failed (default 300)"
+    )
     parser.add_argument("--output", required=True, type=Path, help="JSON file to write")
     parser.add_argument("training", nargs="*", help="options of the training script, behind --")
     options = parser.parse_args()

@@ -1,13 +1,16 @@
 #!/usr/bin/env python
-"""Full fine-tuning of a causal language model with transformers' Trainer. The precision comes from the launcher; nothing here is about fp8.
+"""Full fine-tuning of a causal language model with transformers' Trainer. The precision comes from the launcher;
+nothing here is about fp8.
 
     accelerate launch --config_file configs/accelerate_fp8.yaml examples/hf_trainer_fp8.py --output_dir runs/trainer-fp8
-    accelerate launch --config_file configs/accelerate_bf16.yaml examples/hf_trainer_fp8.py --output_dir runs/trainer-bf16
-    accelerate launch --config_file configs/accelerate_fp8.yaml examples/hf_trainer_fp8.py --output_dir runs/qwen --model_name Qwen/Qwen2.5-7B \\
+    accelerate launch --config_file configs/accelerate_bf16.yaml examples/hf_trainer_fp8.py --output_dir
+    runs/trainer-bf16 accelerate launch --config_file configs/accelerate_fp8.yaml examples/hf_trainer_fp8.py
+    --output_dir runs/qwen --model_name Qwen/Qwen2.5-7B \\
         --dataset_name nvidia/OpenMathInstruct-2 --split_name train_1M --max_seq_length 1024 --learning_rate 1e-5
 
-Every option of transformers' TrainingArguments is one of this script; leave --bf16 and --fp16 out, they take the place of the launcher's
-fp8 (docs/accelerate.md). CertificateCallback proves in what one step was computed; it is the only thing here that is not transformers'.
+Every option of transformers' TrainingArguments is one of this script; leave --bf16 and --fp16 out, they take the place
+of the launcher's fp8 (docs/accelerate.md). CertificateCallback proves in what one step was computed; it is the only
+thing here that is not transformers'.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ from llm_fp8.utils.errors import UserError, run_script
 class ExampleArguments:
     """What is trained on what."""
 
-    model_name: str = field(default=str(MODEL_DIR), metadata={"help": "hub id or folder; default: the embedded tiny model"})
+    model_name: str = field(
+        default=str(MODEL_DIR), metadata={"help": "hub id or folder; default: the embedded tiny model"}
+    )
     random_init: bool = field(default=False, metadata={"help": "random weights; the embedded model has no others"})
     weights_dtype: Literal["float32", "bfloat16"] = field(
         default="float32", metadata={"help": "float32: master weights for AdamW; bfloat16 halves the memory"}
@@ -73,8 +78,8 @@ def launching() -> Iterator[None]:
         yield
     except ImportError as error:
         raise UserError(
-            f"the launcher's --config_file asks for what is not installed ({error}) Install it as requirements-gpu.txt says, or launch with "
-            "configs/accelerate_bf16.yaml."
+            f"the launcher's --config_file asks for what is not installed ({error}) Install it as "
+            "requirements-gpu.txt says, or launch with configs/accelerate_bf16.yaml."
         ) from error
 
 
@@ -84,7 +89,8 @@ def main() -> int:
         options, args = HfArgumentParser((ExampleArguments, TrainingArguments)).parse_args_into_dataclasses()
     except ValueError as error:
         raise UserError(f"{error}; --help lists the options.") from error
-    # Tokens/s in the logs (train_tokens_per_second, since the start). The Trainer waits for the GPU once a micro-batch to count them.
+    # Tokens/s in the logs (train_tokens_per_second, since the start). The Trainer waits for the GPU once a micro-batch
+    # to count them.
     args.include_num_input_tokens_seen = "all"
 
     dtype = getattr(torch, options.weights_dtype)
@@ -106,7 +112,8 @@ def main() -> int:
             rows = load_dataset(options.dataset_name, split=options.split_name)
     if missing := {"problem", "generated_solution"} - set(rows.column_names):
         raise UserError(
-            f"--dataset_name {options.dataset_name} has no column {sorted(missing)[0]}; its columns are {', '.join(rows.column_names)}."
+            f"--dataset_name {options.dataset_name} has no column {sorted(missing)[0]}; its columns are "
+            f"{', '.join(rows.column_names)}."
         )
     if options.num_of_samples is not None:
         rows = rows.select(range(min(options.num_of_samples, len(rows))))
@@ -117,10 +124,13 @@ def main() -> int:
         return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids}
 
     train_dataset = rows.map(tokenise, remove_columns=rows.column_names)
-    # fp8 matrix products need a multiple of 16 tokens. This collator pads labels with -100, so that EOS stays one where it also pads.
+    # fp8 matrix products need a multiple of 16 tokens. This collator pads labels with -100, so that EOS stays one where
+    # it also pads.
     collator = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=16)
     with launching():
-        trainer = Trainer(model, args, collator, train_dataset, processing_class=tokenizer, callbacks=[CertificateCallback()])
+        trainer = Trainer(
+            model, args, collator, train_dataset, processing_class=tokenizer, callbacks=[CertificateCallback()]
+        )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if torch.cuda.is_available():
         trainer.log({"peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30})

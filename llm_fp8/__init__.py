@@ -6,7 +6,9 @@ import logging
 
 
 def _quiet_import_of_torchao() -> None:
-    """Drop what importing torchao says of kernels that nothing here uses; transformers imports it wherever it is installed."""
+    """Drop what importing torchao says of kernels that nothing here uses; transformers imports it wherever it is
+    installed.
+    """
     said = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass"}
     for logger, start in said.items():
         logging.getLogger(logger).addFilter(lambda record, start=start: not str(record.msg).startswith(start))  # type: ignore[misc]

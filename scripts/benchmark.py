@@ -5,22 +5,25 @@
     python scripts/benchmark.py --workloads Llama-3.2-1B:16x1024x4,Llama-3.1-8B:8x1024x4,Llama-3.1-8B:1x8192x4 \\
         --arms hf_bf16,torchao_rowwise,delayed,delayed:swap --output some.json
 
-Random weights, the same in every arm; random tokens, in rows that are one document each; the optimizer step included. A workload is
-MODEL:ROWSxLENGTHxMICRO_BATCHES; with @DATASET behind it (embedded, FILE.jsonl) real documents, which ours packs and the others pad to LENGTH. Arms:
+Random weights, the same in every arm; random tokens, in rows that are one document each; the optimizer step included. A
+workload is MODEL:ROWSxLENGTHxMICRO_BATCHES; with @DATASET behind it (embedded, FILE.jsonl) real documents, which ours
+packs and the others pad to LENGTH. Arms:
 
-- bf16, delayed, current, block: this project's Trainer with the TE decoder and the default optimizer (fp32-quality master weights). Behind it
-  may stand :swap (the Hugging Face decoder, its linear layers swapped for TE's in fp8), :recompute (gradient checkpointing), :adamw_8bit, and :lora16 or :lora16qv
-  (adapters of rank 16 on all linear layers, or on q and v alone; scripts/lora_study.py compares them).
-- hf_bf16: transformers' model in bf16 (sdpa) with Accelerate's bf16 mixed precision, torch's fused AdamW on the bf16 weights, the loss as
-  transformers computes it. The usual set-up, and lighter than ours: its optimizer keeps no master weights. hf_bf16_compiled: the same with its
-  decoder layers compiled.
-- accelerate_te: the same with Accelerate's own fp8 (TERecipeKwargs). te_autocast: the same layers and recipe by Transformer Engine's own calls;
-  where both are measured, a line and an entry of the JSON say how Accelerate's path compares with it. torchao_tensorwise, torchao_rowwise: with torchao's, compiled.
+- bf16, delayed, current, block: this project's Trainer with the TE decoder and the default optimizer (fp32-quality
+  master weights). Behind it may stand :swap (the Hugging Face decoder, its linear layers swapped for TE's in fp8),
+  :recompute (gradient checkpointing), :adamw_8bit, and :lora16 or :lora16qv (adapters of rank 16 on all linear layers,
+  or on q and v alone; scripts/lora_study.py compares them).
+- hf_bf16: transformers' model in bf16 (sdpa) with Accelerate's bf16 mixed precision, torch's fused AdamW on the bf16
+  weights, the loss as transformers computes it. The usual set-up, and lighter than ours: its optimizer keeps no master
+  weights. hf_bf16_compiled: the same with its decoder layers compiled.
+- accelerate_te: the same with Accelerate's own fp8 (TERecipeKwargs). te_autocast: the same layers and recipe by
+  Transformer Engine's own calls; where both are measured, a line and an entry of the JSON say how Accelerate's path
+  compares with it. torchao_tensorwise, torchao_rowwise: with torchao's, compiled.
 
-The arms take turns --rounds times, each time in a process of its own, so that nothing of one is left in the next. Steps before --warmup are
-left out; figures are over the other steps of all rounds. One more step of each round is recorded, for the kernels that ran. An arm that
-fails or runs out of memory is a row that says so. The results are rewritten after every measurement; the same command with --resume
-goes on from them. See docs/benchmark.md.
+The arms take turns --rounds times, each time in a process of its own, so that nothing of one is left in the next. Steps
+before --warmup are left out; figures are over the other steps of all rounds. One more step of each round is recorded,
+for the kernels that ran. An arm that fails or runs out of memory is a row that says so. The results are rewritten after
+every measurement; the same command with --resume goes on from them. See docs/benchmark.md.
 """
 
 from __future__ import annotations
@@ -71,7 +74,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help=f"one model, few arms, one round: {', '.join(f'--{name} {value}' for name, value in QUICK.items())}, unless given otherwise",
+        help=f"one model, few arms, one round: {', '.join(f'--{name} {value}' for name, value in QUICK.items())}, "
+        "unless given otherwise",
     )
     parser.add_argument(
         "--workloads",
@@ -133,14 +137,16 @@ def read_earlier(output: Path, num_steps: int, num_timed: int) -> dict[str, Any]
         for answer in row.get("rounds", []):
             if (row["num_steps"], len(answer["step_times_s"])) != (num_steps, num_timed):
                 raise UserError(
-                    f"--output {output} was measured with --steps {row['num_steps']} and --warmup {row['num_steps'] - len(answer['step_times_s'])}; "
-                    "give the same, or another file."
+                    f"--output {output} was measured with --steps {row['num_steps']} and --warmup "
+                    f"{row['num_steps'] - len(answer['step_times_s'])}; give the same, or another file."
                 )
     return record
 
 
 def _joined(output: Path | None, earlier: dict[str, Any], header: dict[str, Any]) -> dict[str, Any]:
-    """The header of a file that goes on from an `earlier` record. Raises `UserError` where the two were not measured alike."""
+    """The header of a file that goes on from an `earlier` record. Raises `UserError` where the two were not measured
+    alike.
+    """
     if "provenance" not in earlier:  # nothing came so far as to say where it ran
         return header
     before, now = earlier["provenance"], header["provenance"]
@@ -151,7 +157,9 @@ def _joined(output: Path | None, earlier: dict[str, Any], header: dict[str, Any]
         "GPU": [[gpu["name"] for gpu in origin["gpus"][:1]] for origin in (before, now)],
     }
     if changed := [kind for kind, (there, here) in kinds.items() if there != here]:
-        raise UserError(f"--resume: --output {output} was measured with another {' and '.join(changed)}; give another file.")
+        raise UserError(
+            f"--resume: --output {output} was measured with another {' and '.join(changed)}; give another file."
+        )
     return {**header, "earlier_provenance": [*earlier.get("earlier_provenance", []), before]}
 
 
@@ -164,15 +172,19 @@ def measure_all(
     output: Path | None,
     earlier: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure every arm of every workload, round by round; the rows, which `output` holds after each measurement as well.
+    """Measure every arm of every workload, round by round; the rows, which `output` holds after each measurement as
+    well.
 
-    `earlier`: what `read_earlier` found. Its rounds count; its rows of other workloads and arms, failed ones too, stay and come first.
+    `earlier`: what `read_earlier` found. Its rounds count; its rows of other workloads and arms, failed ones too, stay
+        and come first.
     """
     earlier = earlier or {}
     kept = {(row["workload"], row["arm"]): row for row in earlier.get("rows", [])}
     wanted = {(work.name, arm.name) for work in works for arm in arms}
     answers = {
-        (work.name, arm.name): list(kept.get((work.name, arm.name), {}).get("rounds", [])) for work in works for arm in arms
+        (work.name, arm.name): list(kept.get((work.name, arm.name), {}).get("rounds", []))
+        for work in works
+        for arm in arms
     }
     others = [row for name, row in kept.items() if name not in wanted]
 
@@ -212,12 +224,15 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the measurements say to `CLAIM`, for every workload with both arms.
 
     Returns:
-        speed_ratio: tokens/s of the first arm over the second's. speeds_overlap: whether the middle eight tenths of their steps do.
+        speed_ratio: tokens/s of the first arm over the second's. speeds_overlap: whether the middle eight tenths of
+            their steps do.
         first_loss_difference: relative, of the first step; later ones differ where an arm leaves a parameter untrained.
     """
     found = []
     for name in dict.fromkeys(row["workload"] for row in rows):
-        pair = [row for arm in CLAIM for row in rows if (row["workload"], row["arm"]) == (name, arm) and "failed" not in row]
+        pair = [
+            row for arm in CLAIM for row in rows if (row["workload"], row["arm"]) == (name, arm) and "failed" not in row
+        ]
         if len(pair) == 2:
             first, second = pair
             found.append(
@@ -235,7 +250,8 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def speeds_overlap(first: dict[str, Any], second: dict[str, Any]) -> bool:
     """Whether the middle eight tenths of the steps of two rows have speeds in common."""
     return bool(
-        first["tokens_per_s_p10"] <= second["tokens_per_s_p90"] and second["tokens_per_s_p10"] <= first["tokens_per_s_p90"]
+        first["tokens_per_s_p10"] <= second["tokens_per_s_p90"]
+        and second["tokens_per_s_p10"] <= first["tokens_per_s_p90"]
     )
 
 
@@ -248,7 +264,8 @@ def print_round(work: Workload, arm: Variant, number: int, answer: dict[str, Any
     found = speed(work, answer["step_times_s"], num_gpus, arm.context_size, **_counts(answer))
     kind = "real_tokens_per_s" if work.text is not None else "tokens_per_s"
     print(
-        f"{start} {found[kind]:9,.0f} {kind.replace('_', ' ').replace(' per ', '/')}  ({answer['wall_time_s']:.0f} s)", flush=True
+        f"{start} {found[kind]:9,.0f} {kind.replace('_', ' ').replace(' per ', '/')}  ({answer['wall_time_s']:.0f} s)",
+        flush=True,
     )
 
 
@@ -266,7 +283,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             print("first loss: " + ", ".join(f"{row['arm']} {row['first_loss']:.4f}" for row in measured))
             apart = max(abs(row["first_loss"] / first["first_loss"] - 1) for row in measured)
             print(
-                f"all arms start from the same weights and tokens; their first losses are at most {apart:.4%} from that of {first['arm']}"
+                f"all arms start from the same weights and tokens; their first losses are at most {apart:.4%} from "
+                f"that of {first['arm']}"
             )
     for claim in claims(rows):
         overlap = "their steps overlap" if claim["speeds_overlap"] else "their steps do not overlap"
@@ -281,8 +299,8 @@ def _line(row: dict[str, Any], baseline: dict[str, Any] | None) -> str:
     if "failed" in row:
         return f"  {row['arm']:18} not measured: {row['failed']}"
     line = (
-        f"  {row['arm']:18} {row['tokens_per_s']:9,.0f}  {row['tokens_per_s_p10']:9,.0f} to {row['tokens_per_s_p90']:9,.0f}"
-        f"  {row['model_tflops']:6.0f} TFLOP/s"
+        f"  {row['arm']:18} {row['tokens_per_s']:9,.0f}  {row['tokens_per_s_p10']:9,.0f} to "
+        f"{row['tokens_per_s_p90']:9,.0f}  {row['model_tflops']:6.0f} TFLOP/s"
     )
     if "real_tokens_per_s" in row:
         line += f"  {row['real_tokens_per_s']:9,.0f} real tokens/s"
@@ -294,7 +312,9 @@ def _line(row: dict[str, Any], baseline: dict[str, Any] | None) -> str:
         line += f"  {row['peak_memory_gib']:6.1f} GiB  GEMM kernels (share of their time): {gemms}"
     if left_out := row["rounds"][-1].get("parameters_not_in_the_optimizer"):
         line += f"  does not train {', '.join(left_out)}"
-    return line + (f"  {len(row['failed_rounds'])} round failed: {row['failed_rounds'][0]}" if "failed_rounds" in row else "")
+    return line + (
+        f"  {len(row['failed_rounds'])} round failed: {row['failed_rounds'][0]}" if "failed_rounds" in row else ""
+    )
 
 
 def measure_and_print(options: argparse.Namespace, arms: list[Variant]) -> list[dict[str, Any]]:
@@ -310,24 +330,32 @@ def measure_and_print(options: argparse.Namespace, arms: list[Variant]) -> list[
     ranks = LaunchRanks.from_environment(os.environ)
     if ranks.launched:
         raise UserError(
-            "the benchmark of one GPU starts its own processes: run it with python, or scripts/benchmark_multi_gpu.py with torchrun."
+            "the benchmark of one GPU starts its own processes: run it with python, or scripts/benchmark_multi_gpu.py "
+            "with torchrun."
         )
     for work in works:
         for arm in arms:
             arm.check(work, ranks)
     if not torch.cuda.is_available():
         raise UserError("the benchmark needs an NVIDIA GPU, and none is found.")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # so that a measurement's process is ended first
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED)
+    )  # so that a measurement's process is ended first
     started = time.perf_counter()
     earlier = read_earlier(options.output, options.steps, options.steps - options.warmup) if options.resume else None
     rows = measure_all(works, arms, options.warmup, options.rounds, options.arm_timeout_s, options.output, earlier)
     print_table(rows)
-    print(f"\n{len(rows)} rows in {time.perf_counter() - started:.0f} s" + (f": {options.output}" if options.output else ""))
+    print(
+        f"\n{len(rows)} rows in {time.perf_counter() - started:.0f} s"
+        + (f": {options.output}" if options.output else "")
+    )
     return rows
 
 
 def main() -> int:
-    """Run every arm of every workload; print a table; write the JSON. The exit code is 1 where no arm could be measured."""
+    """Run every arm of every workload; print a table; write the JSON. The exit code is 1 where no arm could be
+    measured.
+    """
     options = parse(sys.argv[1:])
     rows = measure_and_print(options, parse_variants(options.arms))
     return EXIT_FAILED_CHECK if all("failed" in row for row in rows) else 0

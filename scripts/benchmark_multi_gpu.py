@@ -1,27 +1,31 @@
 #!/usr/bin/env python
 """Training throughput on the GPUs of one host: this project's sharding modes and the usual set-ups, in one launch.
 
-    torchrun --nproc_per_node=4 --max-restarts=8 scripts/benchmark_multi_gpu.py --workloads Llama-3.1-8B:8x1024x4,Llama-3.1-8B:1x8192x4 \\
+    torchrun --nproc_per_node=4 --max-restarts=8 scripts/benchmark_multi_gpu.py --workloads
+    Llama-3.1-8B:8x1024x4,Llama-3.1-8B:1x8192x4 \\
         --arms fsdp_full:hf_bf16,fsdp_full:bf16,fsdp_full:delayed,fsdp_grad:delayed --output result.json
 
-Random weights, random tokens, rows that are one document each, the optimizer step included; each GPU (under context parallelism each group of
-GPUs) has tokens of its own. A workload is MODEL:ROWSxLENGTHxMICRO_BATCHES, per GPU. Arms:
+Random weights, random tokens, rows that are one document each, the optimizer step included; each GPU (under context
+parallelism each group of GPUs) has tokens of its own. A workload is MODEL:ROWSxLENGTHxMICRO_BATCHES, per GPU. Arms:
 
-- MODE:PRECISION, this project's Trainer: a value of --sharding_mode with bf16, delayed, current or block, and the TE decoder. Behind it may
-  stand :swap (the Hugging Face decoder, its linear layers swapped in fp8), :recompute (gradient checkpointing), :fp8_params, :sync (gradients
-  exchanged in each micro-batch), and before it cpN: (N GPUs share the tokens of a row).
-- ddp:RIVAL and fsdp_full:RIVAL: transformers' model under Accelerate's DDP, or its FSDP2 plugin; RIVAL is hf_bf16, hf_bf16_compiled,
-  accelerate_te, te_autocast, torchao_tensorwise or torchao_rowwise (llm_fp8/tools/bench/baselines.py); deepspeed_1:RIVAL to deepspeed_3:RIVAL, its
-  DeepSpeed plugin, with the first two. Files recorded before these names have hf_ddp_bf16 and hf_fsdp2_bf16 for ddp:hf_bf16 and fsdp_full:hf_bf16.
+- MODE:PRECISION, this project's Trainer: a value of --sharding_mode with bf16, delayed, current or block, and the TE
+  decoder. Behind it may stand :swap (the Hugging Face decoder, its linear layers swapped in fp8), :recompute (gradient
+  checkpointing), :fp8_params, :sync (gradients exchanged in each micro-batch), and before it cpN: (N GPUs share the
+  tokens of a row).
+- ddp:RIVAL and fsdp_full:RIVAL: transformers' model under Accelerate's DDP, or its FSDP2 plugin; RIVAL is hf_bf16,
+  hf_bf16_compiled, accelerate_te, te_autocast, torchao_tensorwise or torchao_rowwise
+  (llm_fp8/tools/bench/baselines.py); deepspeed_1:RIVAL to deepspeed_3:RIVAL, its DeepSpeed plugin, with the first two.
+  Files recorded before these names have hf_ddp_bf16 and hf_fsdp2_bf16 for ddp:hf_bf16 and fsdp_full:hf_bf16.
 
---deepspeed_config takes another file for the arms under DeepSpeed. Ours are checked as a run is, a rival has what the file says: so it is seen
-what an entry costs that a run refuses. The file's entries are in the rows.
+--deepspeed_config takes another file for the arms under DeepSpeed. Ours are checked as a run is, a rival has what the
+file says: so it is seen what an entry costs that a run refuses. The file's entries are in the rows.
 
-Throughput is the tokens of all GPUs over the median step of the slowest one, after `--warmup` steps; memory is that of the GPU that needs most.
-One more step is recorded, for the kernels that ran and the share of communication.
+Throughput is the tokens of all GPUs over the median step of the slowest one, after `--warmup` steps; memory is that of
+the GPU that needs most. One more step is recorded, for the kernels that ran and the share of communication.
 
-The results are rewritten after every arm. An arm that fails, runs out of memory or takes longer than --arm_timeout_s ends its processes; its
-row says so, and --max-restarts of torchrun lets them start anew with the next arm, that many times.
+The results are rewritten after every arm. An arm that fails, runs out of memory or takes longer than --arm_timeout_s
+ends its processes; its row says so, and --max-restarts of torchrun lets them start anew with the next arm, that many
+times.
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # for every arm, as in the training scripts
+os.environ.setdefault(
+    "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+)  # for every arm, as in the training scripts
 
 import torch
 import torch.distributed as dist
@@ -62,7 +68,9 @@ from llm_fp8.utils.ranks import LaunchRanks, first_to_say
 EXIT_ARM_FAILED = 3
 SAYING_S = 5.0
 """How long the process that says why an arm failed may take to write it."""
-DEFAULT_ARMS = "ddp:hf_bf16,fsdp_full:hf_bf16,ddp:delayed,fsdp_full:bf16,fsdp_full:delayed,fsdp_full:current,fsdp_grad:delayed"
+DEFAULT_ARMS = (
+    "ddp:hf_bf16,fsdp_full:hf_bf16,ddp:delayed,fsdp_full:bf16,fsdp_full:delayed,fsdp_full:current,fsdp_grad:delayed"
+)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -73,9 +81,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default="Llama-3.2-1B:8x1024x4",
         help="comma-separated MODEL:ROWSxLENGTHxMICRO_BATCHES (default %(default)s)",
     )
-    parser.add_argument("--arms", default=DEFAULT_ARMS, help="comma-separated, see the head of this file (default %(default)s)")
     parser.add_argument(
-        "--deepspeed_config", type=Path, help="DeepSpeed's file for arms under it (default configs/ds_z1.json to ds_z3.json)"
+        "--arms", default=DEFAULT_ARMS, help="comma-separated, see the head of this file (default %(default)s)"
+    )
+    parser.add_argument(
+        "--deepspeed_config",
+        type=Path,
+        help="DeepSpeed's file for arms under it (default configs/ds_z1.json to ds_z3.json)",
     )
     add_measuring_options(parser, steps=6, warmup=3, arm_timeout_s=120)
     options = parser.parse_args(argv)
@@ -90,7 +102,8 @@ def variants_of(options: argparse.Namespace) -> list[Variant]:
         return arms
     if not any(arm.mode in DEEPSPEED_MODES for arm in arms):
         raise UserError(
-            f"--deepspeed_config {options.deepspeed_config}: no arm is under DeepSpeed; add one such as deepspeed_1:bf16, or drop it."
+            f"--deepspeed_config {options.deepspeed_config}: no arm is under DeepSpeed; add one such as "
+            "deepspeed_1:bf16, or drop it."
         )
     read_file(options.deepspeed_config)
     return [arm.with_deepspeed_config(options.deepspeed_config) for arm in arms]
@@ -109,7 +122,8 @@ def subject_of(work: Workload, arm: Variant, num_gpus: int) -> dict[str, Any]:
     }
 
 
-# --- one arm --------------------------------------------------------------------------------------------------------------
+# --- one arm
+# --------------------------------------------------------------------------------------------------------------
 
 
 def row_of(work: Workload, arm: Variant, warmup: int, device: torch.device) -> dict[str, Any]:
@@ -119,7 +133,9 @@ def row_of(work: Workload, arm: Variant, warmup: int, device: torch.device) -> d
     return {**summarise(work, arm, times, found.get("num_adapter_parameters", 0)), **found}
 
 
-def summarise(work: Workload, arm: Variant, step_times_s: list[list[float]], num_adapter_parameters: int = 0) -> dict[str, Any]:
+def summarise(
+    work: Workload, arm: Variant, step_times_s: list[list[float]], num_adapter_parameters: int = 0
+) -> dict[str, Any]:
     """The speed of an arm from the timed steps of each process (seconds)."""
     num_gpus = len(step_times_s)
     medians = [statistics.median(times) for times in step_times_s]
@@ -135,7 +151,9 @@ def summarise(work: Workload, arm: Variant, step_times_s: list[list[float]], num
 
 @contextlib.contextmanager
 def own_environment() -> Iterator[None]:
-    """Take back what Accelerate and DeepSpeed leave in the environment for themselves, which the next arm would read."""
+    """Take back what Accelerate and DeepSpeed leave in the environment for themselves, which the next arm would
+    read.
+    """
     kept = dict(os.environ)
     try:
         yield
@@ -144,7 +162,8 @@ def own_environment() -> Iterator[None]:
         os.environ.update(kept)
 
 
-# --- what ends an arm -----------------------------------------------------------------------------------------------------
+# --- what ends an arm
+# -----------------------------------------------------------------------------------------------------
 
 
 def end_process() -> None:
@@ -156,7 +175,9 @@ def end_process() -> None:
 
 @contextlib.contextmanager
 def time_limit(limit_s: float, when_over: Callable[[], None]) -> Iterator[None]:
-    """Show where this process stands and call `when_over`, in a thread, where the enclosed block takes longer than `limit_s`."""
+    """Show where this process stands and call `when_over`, in a thread, where the enclosed block takes longer than
+    `limit_s`.
+    """
 
     def over() -> None:
         faulthandler.dump_traceback()
@@ -173,7 +194,8 @@ def time_limit(limit_s: float, when_over: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_on_failure(results: ResultsFile, subject: dict[str, Any], timeout_s: float) -> Iterator[None]:
-    """End this process, with a row that says why, where the enclosed measurement fails or takes longer than `timeout_s`.
+    """End this process, with a row that says why, where the enclosed measurement fails or takes longer than
+    `timeout_s`.
 
     Nothing is cleaned up, because that could wait for processes that wait for this one; the launcher ends those.
     """
@@ -197,7 +219,8 @@ def ending_on_failure(results: ResultsFile, subject: dict[str, Any], timeout_s: 
         end(describe_failure(error))
 
 
-# --- all arms -------------------------------------------------------------------------------------------------------------
+# --- all arms
+# -------------------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
@@ -206,7 +229,8 @@ def main() -> int:
     ranks = LaunchRanks.from_environment(os.environ)
     if not ranks.launched or ranks.local_world_size != ranks.world_size:
         raise UserError(
-            "the benchmark runs in the processes of one host: torchrun --nproc_per_node=NUMBER_OF_GPUS scripts/benchmark_multi_gpu.py ..."
+            "the benchmark runs in the processes of one host: torchrun --nproc_per_node=NUMBER_OF_GPUS "
+            "scripts/benchmark_multi_gpu.py ..."
         )
     works = parse_workloads(options.workloads, options.steps)
     arms = variants_of(options)
@@ -240,7 +264,10 @@ def main() -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if is_main:
-        print(f"{options.output}: {len(plan)} arms, {time.perf_counter() - started:.0f} s since the last start", flush=True)
+        print(
+            f"{options.output}: {len(plan)} arms, {time.perf_counter() - started:.0f} s since the last start",
+            flush=True,
+        )
     dist.destroy_process_group()
     return 0
 
@@ -263,11 +290,15 @@ def _meet() -> None:
 
 def print_row(row: dict[str, Any]) -> None:
     """One line of the table."""
-    line = f"{row['workload']:28} {row['arm']:24} {row['tokens_per_s_per_gpu']:9,.0f} tokens/s/GPU  {row['model_tflops']:6.1f} TFLOP/s"
+    line = (
+        f"{row['workload']:28} {row['arm']:24} {row['tokens_per_s_per_gpu']:9,.0f} tokens/s/GPU  "
+        f"{row['model_tflops']:6.1f} TFLOP/s"
+    )
     if "peak_memory_gib" in row:
         line += (
             f"  {row['peak_memory_gib']:6.1f} GiB  communication {row['communication_share']:.0%}, alone "
-            f"{row['exposed_communication_share']:.0%}  GEMM kernels (share of their time): {describe_gemms(row['gemm_kernels'])}"
+            f"{row['exposed_communication_share']:.0%}  GEMM kernels (share of their time): "
+            f"{describe_gemms(row['gemm_kernels'])}"
         )
     print(f"{line}  ({row['wall_time_s']:.0f} s)", flush=True)
 

@@ -1,15 +1,17 @@
 #!/usr/bin/env python
-"""Is fp8 worth it here? Trains bf16 and fp8 runs that differ in nothing else, or reads finished ones, and says so with its figures.
+"""Is fp8 worth it here? Trains bf16 and fp8 runs that differ in nothing else, or reads finished ones, and says so with
+its figures.
 
-    python scripts/compare_performance.py --train "--model_name meta-llama/Llama-3.2-1B --use_te --max_steps 300 --eval_every 50" \\
+    python scripts/compare_performance.py --train "--model_name meta-llama/Llama-3.2-1B --use_te --max_steps 300
+    --eval_every 50" \\
         --arms bf16,fp8,current --seeds 3
     python scripts/compare_performance.py --runs runs/bf16-1 runs/bf16-2 runs/fp8-1 runs/fp8-2
     python scripts/compare_performance.py --wandb team/llm-fp8/abc123 runs/x/wandb/offline-run-20260101_120000-def456
     python scripts/compare_performance.py          the runs of scripts/train_bf16.sh and scripts/train_fp8.sh
 
-Given again, a --train command continues: finished runs are taken as they are, failed ones are tried again. Writes comparison.json and
-comparison.html to the output folder. docs/compare.md explains every figure. Exit code 0, or 1 where a run failed. Ctrl-C and SIGTERM let the
-runs save and stop first.
+Given again, a --train command continues: finished runs are taken as they are, failed ones are tried again. Writes
+comparison.json and comparison.html to the output folder. docs/compare.md explains every figure. Exit code 0, or 1 where
+a run failed. Ctrl-C and SIGTERM let the runs save and stop first.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ PAIR = tuple(REPOSITORY / "runs" / name for name in ("train_bf16", "train_fp8"))
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--train", metavar="OPTIONS", help="train: options of the training script that all runs share, in quotes")
+    parser.add_argument(
+        "--train", metavar="OPTIONS", help="train: options of the training script that all runs share, in quotes"
+    )
     parser.add_argument("--runs", nargs="+", metavar="FOLDER", help="read the output folders of finished runs")
     parser.add_argument(
         "--wandb",
@@ -56,12 +60,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--num_gpus", type=int, help="with --train: GPUs of each run; above 1 torchrun train_multi_gpu.py (default: 1)"
     )
-    parser.add_argument("--gpus", help="with --train: numbers of the GPUs to use, as 0,1 (default: all that are visible)")
-    parser.add_argument("--parallel", type=int, help="with --train: runs at a time, each on GPUs of its own (default: 1)")
+    parser.add_argument(
+        "--gpus", help="with --train: numbers of the GPUs to use, as 0,1 (default: all that are visible)"
+    )
+    parser.add_argument(
+        "--parallel", type=int, help="with --train: runs at a time, each on GPUs of its own (default: 1)"
+    )
     parser.add_argument(
         "--share_gpus", action="store_true", help="with --parallel: let runs share GPUs; their speed is flagged then"
     )
-    parser.add_argument("--output", help="folder for the results (default: with --train runs/compare-*, else comparison)")
+    parser.add_argument(
+        "--output", help="folder for the results (default: with --train runs/compare-*, else comparison)"
+    )
     # argparse takes a single word of options ('--use_te') for an option of its own unless it is joined to --train.
     words = list(argv)
     if "--train" in words[:-1]:
@@ -71,13 +81,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Fill in what is compared where nothing is named. Raise `UserError` for options that exclude or need each other."""
+    """Fill in what is compared where nothing is named. Raise `UserError` for options that exclude or need each
+    other.
+    """
     if options.train is None and not options.runs and not options.wandb:
         if missing := [folder.name for folder in PAIR if not (folder / "summary.json").is_file()]:
             scripts = " and ".join(f"scripts/{name}.sh" for name in missing)
             raise UserError(
-                f"give --train OPTIONS to train the arms, --runs or --wandb to compare runs that exist, or run {scripts} first, whose runs are "
-                "compared where nothing is named."
+                "give --train OPTIONS to train the arms, --runs or --wandb to compare runs that exist, or run "
+                f"{scripts} first, whose runs are compared where nothing is named."
             )
         options.runs = [str(folder) for folder in PAIR]
         options.output = options.output or str(PAIR[0].with_name("compare_train"))
@@ -94,14 +106,17 @@ def check(options: argparse.Namespace) -> None:
 
 
 def usable_gpus(given: str | None) -> list[str]:
-    """GPU numbers, or UUIDs, as CUDA_VISIBLE_DEVICES takes them: those of --gpus, else all that this process sees; empty without a GPU."""
+    """GPU numbers, or UUIDs, as CUDA_VISIBLE_DEVICES takes them: those of --gpus, else all that this process sees;
+    empty without a GPU.
+    """
     known = visible_gpus()
     if given is None:
         return known
     wanted = [word.strip() for word in given.split(",") if word.strip()]
     if unknown := [gpu for gpu in wanted if gpu not in known]:
         raise UserError(
-            f"--gpus {given}: {', '.join(unknown)} is not among the GPUs of this machine ({', '.join(known) or 'none'})."
+            f"--gpus {given}: {', '.join(unknown)} is not among the GPUs of this machine "
+            f"({', '.join(known) or 'none'})."
         )
     if not wanted or len(set(wanted)) < len(wanted):
         raise UserError(f"--gpus {given}: name each GPU once, separated by commas.")
@@ -122,7 +137,9 @@ def trained(
         console.print(f"no arm is {REFERENCE}, so the arms get figures and no verdict", highlight=False)
     result = launch(plan, slots, lambda text: console.print(text, markup=False, highlight=False))
     failed = {(failure.arm, failure.seed) for failure in result.failures}
-    records = [read_run_folder(plan.run_folder(run), "--train") for run in plan.runs if (run.arm, run.seed) not in failed]
+    records = [
+        read_run_folder(plan.run_folder(run), "--train") for run in plan.runs if (run.arm, run.seed) not in failed
+    ]
     return records, result.failures, result.overlaps
 
 
@@ -149,7 +166,9 @@ def main() -> int:
             return exit_code(str(signal_name))
     else:
         folder = Path(options.output or "comparison")
-        records = [read_run_folder(Path(run)) for run in options.runs or []] + [read_wandb(run) for run in options.wandb or []]
+        records = [read_run_folder(Path(run)) for run in options.runs or []] + [
+            read_wandb(run) for run in options.wandb or []
+        ]
         failures, overlaps = [], []
     order = list(ARMS) if options.arms is None else parse_variants(options.arms)
     if not records:

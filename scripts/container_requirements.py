@@ -1,12 +1,14 @@
 #!/usr/bin/env python
-"""What pip installs into an image that brings its own torch, and what it has to leave alone there. The Dockerfile runs it.
+"""What pip installs into an image that brings its own torch, and what it has to leave alone there. The Dockerfile runs
+it.
 
     python scripts/container_requirements.py write FOLDER     FOLDER/constraints.txt: the packages that stay, at the versions that are installed;
-                                                              FOLDER/requirements.txt: what the requirements files pin, without those
+                                                              FOLDER/requirements.txt: what the requirements files pin,
+                                                              without those
     python scripts/container_requirements.py check FOLDER     whether they are still installed at these versions; exit code 1 where not
 
-NVIDIA's images build torch, Transformer Engine and what is compiled against them together. One of them taken from the package index would
-break the others. Standard library and packaging only: it runs before anything is installed.
+NVIDIA's images build torch, Transformer Engine and what is compiled against them together. One of them taken from the
+package index would break the others. Standard library and packaging only: it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -55,15 +57,24 @@ def main(argv: list[str]) -> int:
     found, file = installed(KEPT), options.folder / "constraints.txt"
     if options.action == "write":
         if missing := [name for name in NEEDED if name not in found]:
-            print(f"error: the image has no {' and no '.join(missing)}; build on one of nvcr.io/nvidia/pytorch.", file=sys.stderr)
+            print(
+                f"error: the image has no {' and no '.join(missing)}; build on one of nvcr.io/nvidia/pytorch.",
+                file=sys.stderr,
+            )
             return 2
         options.folder.mkdir(parents=True, exist_ok=True)
         file.write_text(constraints(found))
         (options.folder / "requirements.txt").write_text(requirements(found))
-        print(f"kept: {', '.join(file.read_text().split())}; the rest of {', '.join(REQUIREMENTS)} in {REPOSITORY} is installed")
+        print(
+            f"kept: {', '.join(file.read_text().split())}; the rest of {', '.join(REQUIREMENTS)} in {REPOSITORY} is "
+            "installed"
+        )
         return 0
     if not file.is_file():
-        print(f"error: {file}: no such file; run '{Path(__file__).name} write {options.folder}' before pip.", file=sys.stderr)
+        print(
+            f"error: {file}: no such file; run '{Path(__file__).name} write {options.folder}' before pip.",
+            file=sys.stderr,
+        )
         return 2
     sentences = changed(file.read_text(), found)
     for sentence in sentences:

@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """What one training step computes in which precision, where its time and memory go, and which option would help.
 
-    python scripts/diagnose_fp8.py --model_name meta-llama/Llama-3.1-8B --random_init --batch_size 8 --use_te --mixed_precision fp8 --json diagnosis.json
+    python scripts/diagnose_fp8.py --model_name meta-llama/Llama-3.1-8B --random_init --batch_size 8 --use_te
+    --mixed_precision fp8 --json diagnosis.json
 
-Takes every option of train_fp8.py, builds the same run on full rows of random tokens, and measures a few steps. Nothing is saved. How to
-read the tables: docs/diagnose.md. Exit code: 0; 1 where a layer that was asked for in fp8 is not, or attention is unfused; 2 for a mistake in the
-options; 3 without a GPU, where only what needs none is said.
+Takes every option of train_fp8.py, builds the same run on full rows of random tokens, and measures a few steps. Nothing
+is saved. How to read the tables: docs/diagnose.md. Exit code: 0; 1 where a layer that was asked for in fp8 is not, or
+attention is unfused; 2 for a mistake in the options; 3 without a GPU, where only what needs none is said.
 """
 
 from __future__ import annotations
@@ -30,9 +31,14 @@ def own_parser() -> OneSentenceParser:
     group = parser.add_argument_group("options of the diagnosis")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this JSON file")
     group.add_argument(
-        "--trace", type=Path, metavar="FILE", help="keep the recorded step as a Chrome trace (open it in https://ui.perfetto.dev)"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="keep the recorded step as a Chrome trace (open it in https://ui.perfetto.dev)",
     )
-    group.add_argument("--warmup_steps", type=int, default=4, help="optimizer steps before anything is measured (default 4)")
+    group.add_argument(
+        "--warmup_steps", type=int, default=4, help="optimizer steps before anything is measured (default 4)"
+    )
     return parser
 
 
@@ -46,8 +52,8 @@ def main() -> int:
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if num_processes > 1:
         raise UserError(
-            f"diagnose_fp8.py looks at one process and the launcher started {num_processes}; start it with python, on one GPU "
-            "(train_multi_gpu.py records communication in its own summary)."
+            f"diagnose_fp8.py looks at one process and the launcher started {num_processes}; start it with python, on "
+            "one GPU (train_multi_gpu.py records communication in its own summary)."
         )
     if own.warmup_steps < 1:
         raise UserError(f"--warmup_steps must be at least 1, not {own.warmup_steps}.")
@@ -69,7 +75,9 @@ def main() -> int:
         write_json_atomic(own.json, found.to_dict())
         print(f"findings in {own.json}")
     if own.trace is not None:
-        print(f"trace in {own.trace}" if found.has_gpu else f"no trace in {own.trace}: without a GPU no step is recorded")
+        print(
+            f"trace in {own.trace}" if found.has_gpu else f"no trace in {own.trace}: without a GPU no step is recorded"
+        )
     return found.exit_code
 
 

@@ -2,11 +2,13 @@
 """Let a model answer held-out problems and count how many of its answers are right.
 
     python scripts/evaluate.py --model_name runs/x/final
-    python scripts/evaluate.py --model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 --output base.json
+    python scripts/evaluate.py --model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 --output
+    base.json
 
-Takes an exported folder (a model, or a PEFT adapter, which is merged into its base model), any other Hugging Face folder, or a hub id. For the folder of a run the options of the data are those of the run
-(run.json) unless given here, so that the problems are the ones it held out. Prints the share of right answers with Wilson's 95% interval, and
-writes every answer as JSON. See docs/evaluation.md.
+Takes an exported folder (a model, or a PEFT adapter, which is merged into its base model), any other Hugging Face
+folder, or a hub id. For the folder of a run the options of the data are those of the run (run.json) unless given here,
+so that the problems are the ones it held out. Prints the share of right answers with Wilson's 95% interval, and writes
+every answer as JSON. See docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -39,10 +41,14 @@ DATA_OPTIONS: dict[str, type] = {
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--model_name", "--model", required=True, help="exported folder, other Hugging Face folder, or hub id")
+    parser.add_argument(
+        "--model_name", "--model", required=True, help="exported folder, other Hugging Face folder, or hub id"
+    )
     help_texts = {field.name: field.metadata["help"] for field in dataclasses.fields(DataConfig)}
     for name, kind in DATA_OPTIONS.items():
-        parser.add_argument(f"--{name}", type=kind, help=f"in place of the run's: {help_texts[name]}".replace("%", "%%"))
+        parser.add_argument(
+            f"--{name}", type=kind, help=f"in place of the run's: {help_texts[name]}".replace("%", "%%")
+        )
     parser.add_argument("--num_problems", type=int, default=500, help="problems to answer at most (default 500)")
     parser.add_argument(
         "--max_new_tokens",
@@ -56,7 +62,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default=GENERATION_BATCH_SIZE,
         help=f"problems answered at a time (default {GENERATION_BATCH_SIZE})",
     )
-    parser.add_argument("--output", help="JSON file to write (default: exact_match.json in the folder of the model's run)")
+    parser.add_argument(
+        "--output", help="JSON file to write (default: exact_match.json in the folder of the model's run)"
+    )
     options = parser.parse_args(argv)
     for name in ("num_problems", "max_new_tokens", "batch_size"):
         if getattr(options, name) < 1:
@@ -109,8 +117,8 @@ def main() -> int:
     low, high = result.interval()
     unanswered = sum(answer.extracted is None for answer in result.answers)
     print(
-        f"exact match: {result.share:.1%} ({result.num_correct} of {len(result.answers)}; 95% interval {low:.1%} to {high:.1%}), "
-        f"{unanswered} without a final answer"
+        f"exact match: {result.share:.1%} ({result.num_correct} of {len(result.answers)}; 95% interval {low:.1%} to "
+        f"{high:.1%}), {unanswered} without a final answer"
     )
     if path is not None:
         data = data_options(options.model_name, changes)

@@ -1,14 +1,16 @@
 #!/usr/bin/env python
-"""What fp8 gives with LoRA and without: full fine-tuning and adapters of several ranks, each in bf16 and in fp8, in one run on one GPU.
+"""What fp8 gives with LoRA and without: full fine-tuning and adapters of several ranks, each in bf16 and in fp8, in one
+run on one GPU.
 
     python scripts/lora_study.py --output lora_study.json
     python scripts/lora_study.py --workloads Llama-3.2-1B:16x1024x4 --recipe current --rounds 1
 
-Everything is this project's TE decoder with random weights and is measured by scripts/benchmark.py: the arms take turns, each in a process
-of its own. Of one workload they are bf16 and --recipe, and both with each of --adapters: loraN are adapters of rank N on all linear layers,
-loraNqv on q and v alone. The same command with --resume goes on from what its --output holds; with another --recipe bf16 is not measured
-again. The table gives the speed-up of fp8 over bf16 for the same adapters, and beside it what the guides that this project started from
-say. Out of memory is a row that says so. See docs/lora.md.
+Everything is this project's TE decoder with random weights and is measured by scripts/benchmark.py: the arms take
+turns, each in a process of its own. Of one workload they are bf16 and --recipe, and both with each of --adapters: loraN
+are adapters of rank N on all linear layers, loraNqv on q and v alone. The same command with --resume goes on from what
+its --output holds; with another --recipe bf16 is not measured again. The table gives the speed-up of fp8 over bf16 for
+the same adapters, and beside it what the guides that this project started from say. Out of memory is a row that says
+so. See docs/lora.md.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ FULL = "full"
 """Name of full fine-tuning in tables."""
 WORKLOADS = "Llama-3.2-1B:16x1024x4,Llama-3.1-8B:8x1024x4"
 ADAPTERS = "lora8,lora16,lora32,lora16qv"
-RECIPES = [name for recipe in PRECISIONS if recipe != BASELINE for name in (recipe, *(f"{recipe}:{head}" for head in HEADS))]
+RECIPES = [
+    name for recipe in PRECISIONS if recipe != BASELINE for name in (recipe, *(f"{recipe}:{head}" for head in HEADS))
+]
 """Beginnings of arms: a recipe, and the same with the output head in fp8."""
 GUIDES = {
     ("Llama-3.2-1B", "lora16"): "1.13",
@@ -40,8 +44,8 @@ GUIDES = {
     ("Llama-3.1-8B", "lora8"): "1.20",
     ("Llama-3.1-8B", FULL): "1.3 to 1.5",
 }
-"""Model and adapters -> the speed-up on an H100 in the guides that this project started from: two measured, those of lora8 and of full
-fine-tuning expected. They do not name the layers that had adapters."""
+"""Model and adapters -> the speed-up on an H100 in the guides that this project started from: two measured, those of
+lora8 and of full fine-tuning expected. They do not name the layers that had adapters."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -74,10 +78,15 @@ def variants_of(adapters: str, recipe: str) -> list[Variant]:
     names = adapters.split(",")
     if wrong := [name for name in names if not LORA.fullmatch(name)]:
         raise UserError(
-            f"--adapters {wrong[0]} is unknown; give loraN (all linear layers) or loraNqv (q and v), such as {ADAPTERS}."
+            f"--adapters {wrong[0]} is unknown; give loraN (all linear layers) or loraNqv (q and v), such as "
+            f"{ADAPTERS}."
         )
     return parse_variants(
-        ",".join(f"{precision}{suffix}" for suffix in ("", *(f":{name}" for name in names)) for precision in (BASELINE, recipe))
+        ",".join(
+            f"{precision}{suffix}"
+            for suffix in ("", *(f":{name}" for name in names))
+            for precision in (BASELINE, recipe)
+        )
     )
 
 
@@ -92,9 +101,11 @@ def speed_ups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each workload, recipe and kind of adapters, full fine-tuning first, what fp8 gives over bf16.
 
     Returns:
-        speed_up: tokens/s at the median step of fp8 over those of bf16. speed_up_low, speed_up_high: from the slow end of fp8's middle eight
-        tenths of steps over the fast end of bf16's, and the other way round. over_full: tokens/s over full fine-tuning's in the same precision, by
-        precision. guides: what the guides say, or None. failed: in place of figures, the reason.
+        speed_up: tokens/s at the median step of fp8 over those of bf16. speed_up_low, speed_up_high: from the slow end
+            of fp8's middle eight
+        tenths of steps over the fast end of bf16's, and the other way round. over_full: tokens/s over full
+        fine-tuning's in the same precision, by precision. guides: what the guides say, or None. failed: in place of
+        figures, the reason.
     """
     found = []
     by_arm = {(row["workload"], *_split(row["arm"])): row for row in rows}
@@ -103,7 +114,9 @@ def speed_ups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if recipe == BASELINE:
             continue
         model = models[workload]
-        kinds = dict.fromkeys(adapters for name, precision, adapters in by_arm if (name, precision) == (workload, recipe))
+        kinds = dict.fromkeys(
+            adapters for name, precision, adapters in by_arm if (name, precision) == (workload, recipe)
+        )
         for kind in kinds:
             pair = {precision: by_arm.get((workload, precision, kind)) for precision in (BASELINE, recipe)}
             entry: dict[str, Any] = {
@@ -147,7 +160,8 @@ def print_speed_ups(entries: list[dict[str, Any]]) -> None:
     for workload, recipe in dict.fromkeys((entry["workload"], entry["recipe"]) for entry in entries):
         of_workload = [entry for entry in entries if (entry["workload"], entry["recipe"]) == (workload, recipe)]
         print(
-            f"\n{workload}: tokens/s in bf16 and in fp8 {recipe}, speed-up with the range of the middle steps, and what the guides say"
+            f"\n{workload}: tokens/s in bf16 and in fp8 {recipe}, speed-up with the range of the middle steps, and "
+            "what the guides say"
         )
         print(f"  {'adapters':10} {'bf16':>9} {'fp8':>9}  {'speed-up':24} {'fp8 share of FLOPs':>18}  {'guides':10}")
         for entry in of_workload:
@@ -158,7 +172,8 @@ def print_speed_ups(entries: list[dict[str, Any]]) -> None:
             speeds = entry["tokens_per_s"]
             ratio = f"{entry['speed_up']:.2f} ({entry['speed_up_low']:.2f} to {entry['speed_up_high']:.2f})"
             print(
-                f"  {entry['adapters']:10} {speeds[BASELINE]:9,.0f} {speeds[recipe]:9,.0f}  {ratio:24} {entry['fp8_linear_flop_share']:18.1%}  {guides:10}"
+                f"  {entry['adapters']:10} {speeds[BASELINE]:9,.0f} {speeds[recipe]:9,.0f}  {ratio:24} "
+                f"{entry['fp8_linear_flop_share']:18.1%}  {guides:10}"
             )
 
 

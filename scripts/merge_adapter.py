@@ -3,8 +3,9 @@
 
     python scripts/merge_adapter.py --adapter runs/x/final --output merged
 
-The base model is the one that adapter_config.json names, unless --base_model gives another place of it. Weights keep the dtype of the base
-model's files; each sum is worked out in fp32 and rounded once. The tokenizer is the base model's. It runs on the CPU and needs memory for the whole model. See docs/lora.md.
+The base model is the one that adapter_config.json names, unless --base_model gives another place of it. Weights keep
+the dtype of the base model's files; each sum is worked out in fp32 and rounded once. The tokenizer is the base model's.
+It runs on the CPU and needs memory for the whole model. See docs/lora.md.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument(
-        "--adapter", type=Path, required=True, help="folder of the adapter, for example the final/ of a run with --lora_rank"
+        "--adapter",
+        type=Path,
+        required=True,
+        help="folder of the adapter, for example the final/ of a run with --lora_rank",
     )
     parser.add_argument("--output", type=Path, required=True, help="folder for the checkpoint, which must not exist")
-    parser.add_argument("--base_model", help="hub id or folder of the base model (default: the one that the adapter names)")
+    parser.add_argument(
+        "--base_model", help="hub id or folder of the base model (default: the one that the adapter names)"
+    )
     return parser.parse_args(argv)
 
 
@@ -45,7 +51,8 @@ def main() -> int:
     named = base_of(options.adapter)
     if named is None:
         raise UserError(
-            f"--adapter {options.adapter} holds no PEFT adapter (adapter_config.json); give the folder that a run with --lora_rank exported."
+            f"--adapter {options.adapter} holds no PEFT adapter (adapter_config.json); give the folder that a run "
+            "with --lora_rank exported."
         )
     if options.output.exists():
         raise UserError(f"--output {options.output} exists already; give a new folder.")

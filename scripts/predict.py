@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """What a step will take in each recipe, in time and in memory, before it is run. No GPU needed.
 
-    python scripts/predict.py --model_name Llama-3.1-8B --batch_size 8 --max_seq_length 1024 --gradient_accumulation_steps 4
+    python scripts/predict.py --model_name Llama-3.1-8B --batch_size 8 --max_seq_length 1024
+    --gradient_accumulation_steps 4
     python scripts/predict.py --model_name Llama-3.1-8B --batch_size 8 --num_gpus 4 --sharding_mode fsdp_full
 
-For the TE decoder (--use_te). How far to trust it: docs/when_fp8_pays.md. Without --gpu it is this machine's GPU, or else the one that the
-constants were measured on.
+For the TE decoder (--use_te). How far to trust it: docs/when_fp8_pays.md. Without --gpu it is this machine's GPU, or
+else the one that the constants were measured on.
 """
 
 from __future__ import annotations
@@ -37,38 +38,60 @@ def parse(argv: list[str]) -> argparse.Namespace:
     defaults = Config()
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument(
-        "--model_name", required=True, help=f"hub id, local folder, or a bundled one: {', '.join(bundled_architectures())}"
+        "--model_name",
+        required=True,
+        help=f"hub id, local folder, or a bundled one: {', '.join(bundled_architectures())}",
     )
     parser.add_argument(
-        "--batch_size", type=int, default=defaults.data.batch_size, help="rows of a micro-batch per GPU (default %(default)s)"
+        "--batch_size",
+        type=int,
+        default=defaults.data.batch_size,
+        help="rows of a micro-batch per GPU (default %(default)s)",
     )
     parser.add_argument(
         "--max_seq_length", type=int, default=defaults.data.max_seq_length, help="tokens of a row (default %(default)s)"
     )
     parser.add_argument(
-        "--mean_length", type=float, help="document length, averaged over tokens, where rows are packed (default: the row)"
+        "--mean_length",
+        type=float,
+        help="document length, averaged over tokens, where rows are packed (default: the row)",
     )
     parser.add_argument(
         "--gradient_accumulation_steps", type=int, default=1, help="micro-batches of a step (default %(default)s)"
     )
     parser.add_argument(
-        "--optimizer", choices=["auto", "adamw_fp32", "adamw_master", "adamw_8bit"], default="auto", help="(default %(default)s)"
+        "--optimizer",
+        choices=["auto", "adamw_fp32", "adamw_master", "adamw_8bit"],
+        default="auto",
+        help="(default %(default)s)",
     )
     parser.add_argument(
-        "--fp8_lm_head", choices=["none", "gradients", "all"], default="none", help="of the fp8 recipes (default %(default)s)"
+        "--fp8_lm_head",
+        choices=["none", "gradients", "all"],
+        default="none",
+        help="of the fp8 recipes (default %(default)s)",
     )
     parser.add_argument(
-        "--attn_implementation", choices=["auto", *FLASH_SPEED_UP], default="auto", help="auto is cuDNN's (default %(default)s)"
+        "--attn_implementation",
+        choices=["auto", *FLASH_SPEED_UP],
+        default="auto",
+        help="auto is cuDNN's (default %(default)s)",
     )
     parser.add_argument("--gradient_checkpointing", action="store_true", help="every decoder layer is computed again")
     parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of one host (default %(default)s)")
     parser.add_argument("--sharding_mode", choices=MODES[1:], help="with several GPUs")
-    parser.add_argument("--sync_every_micro_batch", action="store_true", help="gradients are exchanged in every micro-batch")
     parser.add_argument(
-        "--fp8_params", action="store_true", help="weights are gathered in fp8; of delayed and current, under an fsdp mode"
+        "--sync_every_micro_batch", action="store_true", help="gradients are exchanged in every micro-batch"
     )
     parser.add_argument(
-        "--gpu", help=f"as torch.cuda.get_device_name has it, for example {CALIBRATED_GPU} (default: this machine's, or that one)"
+        "--fp8_params",
+        action="store_true",
+        help="weights are gathered in fp8; of delayed and current, under an fsdp mode",
+    )
+    parser.add_argument(
+        "--gpu",
+        help=f"as torch.cuda.get_device_name has it, for example {CALIBRATED_GPU} (default: this machine's, or that "
+        "one)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of each row to this JSON file")
     return parser.parse_args(argv)
@@ -80,10 +103,13 @@ def check(options: argparse.Namespace) -> None:
         if getattr(options, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}.")
     if options.mean_length is not None and not 1 <= options.mean_length <= options.max_seq_length:
-        raise UserError(f"--mean_length {options.mean_length:g} must be from 1 to --max_seq_length {options.max_seq_length}.")
+        raise UserError(
+            f"--mean_length {options.mean_length:g} must be from 1 to --max_seq_length {options.max_seq_length}."
+        )
     if options.num_gpus > MAX_GPUS:
         raise UserError(
-            f"--num_gpus {options.num_gpus}: several hosts were never measured; give at most {MAX_GPUS}, the GPUs of one host."
+            f"--num_gpus {options.num_gpus}: several hosts were never measured; give at most {MAX_GPUS}, the GPUs of "
+            "one host."
         )
     if options.num_gpus > 1 and options.sharding_mode is None:
         raise UserError(f"--num_gpus {options.num_gpus} needs --sharding_mode: {', '.join(MODES[1:])}.")
@@ -91,10 +117,13 @@ def check(options: argparse.Namespace) -> None:
         flag = "--sharding_mode" if options.sharding_mode else "--sync_every_micro_batch"
         raise UserError(f"{flag} has no effect on one GPU; add --num_gpus or drop it.")
     if options.optimizer == "adamw_8bit" and (options.sharding_mode or "").startswith("fsdp"):
-        raise UserError(f"--optimizer adamw_8bit cannot go with --sharding_mode {options.sharding_mode}; use auto, or ddp.")
+        raise UserError(
+            f"--optimizer adamw_8bit cannot go with --sharding_mode {options.sharding_mode}; use auto, or ddp."
+        )
     if options.fp8_params and not (options.sharding_mode or "").startswith("fsdp"):
         raise UserError(
-            "--fp8_params needs --sharding_mode fsdp_grad or fsdp_full, whose weights are split over GPUs; add it or drop --fp8_params."
+            "--fp8_params needs --sharding_mode fsdp_grad or fsdp_full, whose weights are split over GPUs; add it or "
+            "drop --fp8_params."
         )
     if options.json is not None:
         require_writable("--json", options.json)
@@ -116,7 +145,8 @@ def workload_of(options: argparse.Namespace) -> StepWorkload:
     positions = getattr(hf_config, "max_position_embeddings", None)
     if positions is not None and options.max_seq_length > positions:
         raise UserError(
-            f"--max_seq_length {options.max_seq_length} is more than the {positions} positions of {model_name} (max_position_embeddings); lower it."
+            f"--max_seq_length {options.max_seq_length} is more than the {positions} positions of {model_name} "
+            "(max_position_embeddings); lower it."
         )
     flash = None if options.attn_implementation == "auto" else options.attn_implementation
     if flash is not None:
@@ -205,13 +235,18 @@ def main() -> int:
     predictions = [predict(scenario.with_recipe(recipe), gpu) for recipe in recipes if recipe not in odd]
     where = gpu.name if scenario.num_gpus == 1 else f"{scenario.num_gpus} x {gpu.name}, {scenario.mode}"
     memory = "" if gpu.memory_gib is None else f" ({gpu.memory_gib:.1f} GiB)"
-    title = f"{options.model_name}, {scenario.micro_batches} x {tokens:,} tokens a step on each GPU, {scenario.optimizer}\n{where}{memory}: predicted"
+    title = (
+        f"{options.model_name}, {scenario.micro_batches} x {tokens:,} tokens a step on each GPU, "
+        f"{scenario.optimizer}\n{where}{memory}: predicted"
+    )
     console = Console()
     console.print(table(predictions, title))
     for note in dict.fromkeys(note for found in predictions for note in found.notes):
         console.print(f"note: {note}", highlight=False, soft_wrap=True)
     for name, multiple in odd.items():
-        console.print(f"note: {name} needs a multiple of {multiple} tokens in a micro-batch", highlight=False, soft_wrap=True)
+        console.print(
+            f"note: {name} needs a multiple of {multiple} tokens in a micro-batch", highlight=False, soft_wrap=True
+        )
     console.print(
         f"the constants were fitted to runs on {CALIBRATED_GPU}; how far to trust them: docs/when_fp8_pays.md",
         highlight=False,
@@ -224,7 +259,9 @@ def main() -> int:
             soft_wrap=True,
         )
     if missing := [name for name in RECIPES if not can_predict(gpu, name)]:
-        console.print(f"note: nothing was measured for {', '.join(missing)} on {gpu.name}", highlight=False, soft_wrap=True)
+        console.print(
+            f"note: nothing was measured for {', '.join(missing)} on {gpu.name}", highlight=False, soft_wrap=True
+        )
     if options.json is not None:
         content = {
             "options": vars(options),

@@ -6,8 +6,8 @@
     python scripts/verify_fp8.py --model_name Qwen/Qwen2.5-14B --max_seq_length 4096 --batch_size 4 --json verify.json
     python scripts/verify_fp8.py --only configs --config_file my_ds.json --config_file my_accelerate.yaml
 
-Exit codes: 0 all right (warnings aside), 1 a check failed, 2 a mistake in the options, 3 no GPU: what needs none was checked, 130 or 143
-stopped by Ctrl-C or SIGTERM. docs/verify.md
+Exit codes: 0 all right (warnings aside), 1 a check failed, 2 a mistake in the options, 3 no GPU: what needs none was
+checked, 130 or 143 stopped by Ctrl-C or SIGTERM. docs/verify.md
 """
 
 from __future__ import annotations

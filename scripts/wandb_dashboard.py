@@ -1,15 +1,18 @@
 #!/usr/bin/env python
-"""Lays out the comparison of training runs in W&B: throughput, loss, evaluation, memory, utilisation, energy, communication, certificate.
+"""Lays out the comparison of training runs in W&B: throughput, loss, evaluation, memory, utilisation, energy,
+communication, certificate.
 
     python scripts/wandb_dashboard.py --entity my-team --project llm-fp8 --group llama32-1b   # makes the view and prints its address
     python scripts/wandb_dashboard.py --dry_run                                               # prints the layout, contacts nobody
     python scripts/wandb_dashboard.py --offline runs                                          # what offline runs hold, and how to send them
 
-Each call makes a new saved view of the project's workspace; it shows training runs, those of one W&B group with --group. The layout is
-llm_fp8/tools/wandb_dashboard.py, the keys are explained in docs/wandb.md. With --offline the runs' files are read on this machine: it lists them, says which
-of the dashboard's figures they lack, and prints the commands that send them to W&B.
+Each call makes a new saved view of the project's workspace; it shows training runs, those of one W&B group with
+--group. The layout is llm_fp8/tools/wandb_dashboard.py, the keys are explained in docs/wandb.md. With --offline the
+runs' files are read on this machine: it lists them, says which of the dashboard's figures they lack, and prints the
+commands that send them to W&B.
 
-The project's tests build the view with W&B's own client and check what is sent to a stand-in of the server on this machine, not on wandb.ai.
+The project's tests build the view with W&B's own client and check what is sent to a stand-in of the server on this
+machine, not on wandb.ai.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--group", help="show the runs of this W&B group only (default: all training runs)")
     parser.add_argument("--name", default="fp8 comparison", help="name of the view (default: %(default)s)")
     parser.add_argument("--dry_run", action="store_true", help="build the view, print its panels and contact nobody")
-    parser.add_argument("--offline", metavar="FOLDER", help="list the offline runs of an output folder, or of a folder of them")
+    parser.add_argument(
+        "--offline", metavar="FOLDER", help="list the offline runs of an output folder, or of a folder of them"
+    )
     options = parser.parse_args(argv)
     for name in ("entity", "project", "group", "name", "offline"):
         if getattr(options, name) == "":
@@ -138,16 +143,22 @@ def explained_server_errors(place: str) -> Iterator[None]:
         yield
     except (wandb.errors.Error, WandbApiFailedError) as error:
         # The client raises AuthenticationError for a server that it cannot reach, too; only the answer's status tells.
-        answer = next((e.response for e in (error, error.__cause__) if isinstance(e, WandbApiFailedError) and e.response), None)
+        answer = next(
+            (e.response for e in (error, error.__cause__) if isinstance(e, WandbApiFailedError) and e.response), None
+        )
         status = answer.http_status if answer is not None else None
         if status in (401, 403):
-            raise UserError(f"W&B did not accept this machine's login ({_line(error)}); run 'wandb login --relogin'.") from error
+            raise UserError(
+                f"W&B did not accept this machine's login ({_line(error)}); run 'wandb login --relogin'."
+            ) from error
         if status is None:
             raise UserError(
-                f"W&B's server was not reached ({_line(error)}); check the network and WANDB_BASE_URL, or give --offline FOLDER."
+                f"W&B's server was not reached ({_line(error)}); check the network and WANDB_BASE_URL, or give "
+                "--offline FOLDER."
             ) from error
         raise UserError(
-            f"W&B did not do what was asked for {place} ({_line(error)}); check --entity and --project, and that your login may write there."
+            f"W&B did not do what was asked for {place} ({_line(error)}); check --entity and --project, and that your "
+            "login may write there."
         ) from error
 
 
@@ -160,11 +171,13 @@ def lay_out(options: argparse.Namespace) -> int:
     state = wandb_login_state(SCRIPT)
     if state == "offline":
         raise UserError(
-            f"{SCRIPT}: WANDB_MODE keeps W&B offline, and the dashboard is made on its server; unset WANDB_MODE, or give --offline FOLDER."
+            f"{SCRIPT}: WANDB_MODE keeps W&B offline, and the dashboard is made on its server; unset WANDB_MODE, or "
+            "give --offline FOLDER."
         )
     if state == "logged_out":
         raise UserError(
-            f"{SCRIPT}: there is no W&B login on this machine; run 'wandb login', or look at --dry_run and --offline FOLDER."
+            f"{SCRIPT}: there is no W&B login on this machine; run 'wandb login', or look at --dry_run and --offline "
+            "FOLDER."
         )
     import wandb
 
@@ -183,7 +196,9 @@ def lay_out(options: argparse.Namespace) -> int:
             ) from error
         if num_runs == 0:
             of_group = f" in the group {options.group}" if options.group else ""
-            raise UserError(f"--project {place}: there is no training run{of_group} to compare; train with --use_wandb first.")
+            raise UserError(
+                f"--project {place}: there is no training run{of_group} to compare; train with --use_wandb first."
+            )
         workspace = build_workspace(entity, options.project, options.group, options.name)
         workspace.save()
     print(f"{num_runs} runs compared in {workspace.url}")
@@ -197,14 +212,16 @@ def main() -> int:
         return show_offline(options)
     if package_version("wandb-workspaces") is None:
         raise UserError(
-            f"{SCRIPT} needs the wandb-workspaces package, which is not installed: run 'pip install -r requirements.txt'."
+            f"{SCRIPT} needs the wandb-workspaces package, which is not installed: run 'pip install -r "
+            "requirements.txt'."
         )
     if not options.dry_run:
         return lay_out(options)
     workspace = build_workspace(options.entity or "ENTITY", options.project, options.group, options.name)
     print_layout()
     print(
-        f"{len(workspace.sections)} sections, {sum(len(section.panels) for section in workspace.sections)} panels; nothing was sent."
+        f"{len(workspace.sections)} sections, {sum(len(section.panels) for section in workspace.sections)} panels; "
+        "nothing was sent."
     )
     return 0
 

@@ -34,7 +34,9 @@ def packed_batch(device) -> Batch:
 def padded_batch(device) -> Batch:
     """The same documents, one a row."""
     packed = packed_batch("cpu")
-    spans = [(row * S + sum(lengths[:i]), length) for row, lengths in enumerate(LENGTHS) for i, length in enumerate(lengths)]
+    spans = [
+        (row * S + sum(lengths[:i]), length) for row, lengths in enumerate(LENGTHS) for i, length in enumerate(lengths)
+    ]
     ids, labels = torch.zeros(len(spans), S, dtype=torch.int64), torch.full((len(spans), S), -100)
     mask = torch.zeros(len(spans), S, dtype=torch.bool)
     for row, (start, length) in enumerate(spans):

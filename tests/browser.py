@@ -1,4 +1,6 @@
-"""A headless Chromium for tests of HTML pages, driven through selenium, with what it asked of the network and what it complained about."""
+"""A headless Chromium for tests of HTML pages, driven through selenium, with what it asked of the network and what
+it complained about.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ _FLAGS = (
 
 
 def find_browser() -> tuple[str, str]:
-    """Paths of Chromium and its driver; skips the test where one is missing, or fails it if LLM_FP8_REQUIRE_BROWSER=1."""
+    """Paths of Chromium and its driver; skips the test where one is missing, or fails it if
+    LLM_FP8_REQUIRE_BROWSER=1.
+    """
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     driver = shutil.which("chromedriver")
     if browser is None or driver is None:
@@ -89,7 +93,9 @@ def full_screenshot(driver: Any, path: Path) -> bytes:
     """The whole page, not only what is in the window, as a PNG file; returns its bytes."""
     import base64
 
-    shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "fromSurface": True, **_clip(driver)})
+    shot = driver.execute_cdp_cmd(
+        "Page.captureScreenshot", {"captureBeyondViewport": True, "fromSurface": True, **_clip(driver)}
+    )
     data = base64.b64decode(shot["data"])
     path.write_bytes(data)
     return data

@@ -1,4 +1,6 @@
-"""What every test runs under: one thread per process, no hub, caches of its own, and GPU tests only where there is a GPU."""
+"""What every test runs under: one thread per process, no hub, caches of its own, and GPU tests only where there is a
+GPU.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,11 @@ FAMILIES = {
         model_type="llama",
         rope_theta=500000.0,
         rope_scaling=dict(
-            rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
         ),
     ),
     "llama_tied": dict(model_type="llama", tie_word_embeddings=True),
@@ -16,7 +20,9 @@ FAMILIES = {
     "llama_linear_rope": dict(model_type="llama", rope_scaling=dict(rope_type="linear", factor=4.0)),
     "llama_yarn": dict(
         model_type="llama",
-        rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0),
+        rope_scaling=dict(
+            rope_type="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0
+        ),
     ),
     "mistral_window": dict(model_type="mistral", sliding_window=24),
     "qwen2_qkv_bias_tied": dict(model_type="qwen2", tie_word_embeddings=True, rope_theta=1000000.0),

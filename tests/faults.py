@@ -1,4 +1,5 @@
-"""What a run of several processes must leave behind when one of them is signalled or killed, on the CPU and on GPUs alike.
+"""What a run of several processes must leave behind when one of them is signalled or killed, on the CPU and on GPUs
+alike.
 
 The `options` are those of a run that saves checkpoints under `folder`; each function says which ones it adds.
 """
@@ -25,14 +26,15 @@ LOST = "another process of this run is gone"
 
 
 def signal_one_rank(start: Callable[..., Launch], folder: Path) -> dict[int, int | None]:
-    """SIGTERM to rank 1 of an endless run stops all of them after a common step, which is saved; returns the exit codes.
+    """SIGTERM to rank 1 of an endless run stops all of them after a common step, which is saved; returns the exit
+    codes.
 
     When the first is gone, torchrun sends SIGTERM to the other, which may be leaving the process group.
     """
     with start(ENDLESS) as launch:
-        assert wait_until(lambda: (folder / "metrics.jsonl").exists() and len(steps(folder)) > 2, launch, 0.01, START_S), (
-            launch.printed()
-        )
+        assert wait_until(
+            lambda: (folder / "metrics.jsonl").exists() and len(steps(folder)) > 2, launch, 0.01, START_S
+        ), launch.printed()
         os.kill(launch.pid_of(1), signal.SIGTERM)
         codes = launch.end()
     assert 143 in codes.values() and set(codes.values()) <= {143, -signal.SIGTERM}, launch.printed()
@@ -42,7 +44,8 @@ def signal_one_rank(start: Callable[..., Launch], folder: Path) -> dict[int, int
 
 
 def kill_one_rank_in_a_save(start: Callable[..., Launch], folder: Path, within_s: float) -> dict[int, int | None]:
-    """SIGKILL to rank 1 while a checkpoint is being written ends all in time; the checkpoints of before are whole and the run goes on.
+    """SIGKILL to rank 1 while a checkpoint is being written ends all in time; the checkpoints of before are whole and
+    the run goes on.
 
     Ranks that end by themselves say why; torchrun may end them before they can. Returns the exit codes.
     """
@@ -70,10 +73,16 @@ def kill_one_rank_in_a_save(start: Callable[..., Launch], folder: Path, within_s
 
 
 def kill_one_rank_and_restart(folder: Path, *options: str, **environment: str) -> None:
-    """Rank 1 is killed behind the first checkpoint; torchrun starts all anew and they resume by themselves, in the folder that they had."""
+    """Rank 1 is killed behind the first checkpoint; torchrun starts all anew and they resume by themselves, in the
+    folder that they had.
+    """
     training = ["--max_steps=60", "--save_every=5", "--log_every=1", "--no_export"]
-    with Torchrun(folder / "log", *options, *training, launcher=("--max_restarts=1",), cwd=folder, **environment) as launch:
-        assert wait_until(lambda: any(folder.glob("runs/*/checkpoints/latest")), launch, 0.01, START_S), launch.printed()
+    with Torchrun(
+        folder / "log", *options, *training, launcher=("--max_restarts=1",), cwd=folder, **environment
+    ) as launch:
+        assert wait_until(lambda: any(folder.glob("runs/*/checkpoints/latest")), launch, 0.01, START_S), (
+            launch.printed()
+        )
         os.kill(launch.pid_of(1), signal.SIGKILL)
         assert launch.end(START_S) == {}, launch.printed()
     (run,) = (folder / "runs").iterdir()

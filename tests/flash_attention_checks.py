@@ -27,7 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = {"short": (1, 2, 7, 16, 63, 64, 65, 127, 128, 129, 200, 1), "long": (1500, 3, 545), "one": (1024,)}
 FAMILIES = ["llama3_rope_gqa", "mistral_window", "qwen3_qk_norm_head_dim", "llama_yarn"]
 ROUNDING = 4e-3
-"""Relative error that bf16 operands and results leave; cuDNN's is up to 3.4e-3. A wrong gradient is off by as much as itself."""
+"""Relative error that bf16 operands and results leave; cuDNN's is up to 3.4e-3. A wrong gradient is off by as much
+as itself.
+"""
 
 Record = Callable[[str, Any], None]
 """pytest's record_property."""
@@ -59,7 +61,9 @@ def reference(q, k, v, bounds, scale, window):
         distance = torch.arange(stop - start, device=q.device)[:, None] - torch.arange(stop - start, device=q.device)
         seen = (distance >= 0) & (distance < (window or stop))
         heads = [x[start:stop].transpose(0, 1)[None] for x in (q, k, v)]
-        outputs.append(F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+        outputs.append(
+            F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+        )
     return torch.cat(outputs)
 
 
@@ -82,8 +86,12 @@ def check_output_and_gradients(which, head_dim, heads, lengths, window, device, 
     gradient = torch.randn(bounds[-1], heads[0], head_dim, device=device, dtype=torch.bfloat16)
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
     scale, longest = 0.7 * head_dim**-0.5, max(LENGTHS[lengths])  # a scale as YaRN's factor makes it
-    found = results(lambda q, k, v: flash_attention(which, q, k, v, cu_seqlens, longest, scale, window), tensors, gradient)
-    exact = results(lambda q, k, v: reference(q, k, v, bounds, scale, window), [x.float() for x in tensors], gradient.float())
+    found = results(
+        lambda q, k, v: flash_attention(which, q, k, v, cu_seqlens, longest, scale, window), tensors, gradient
+    )
+    exact = results(
+        lambda q, k, v: reference(q, k, v, bounds, scale, window), [x.float() for x in tensors], gradient.float()
+    )
     errors = {name: relative_difference(found[name], exact[name]) for name in exact}
     record_property("errors", errors)
     assert max(errors.values()) < ROUNDING, errors

@@ -1,4 +1,6 @@
-"""What tests of the output head in fp8 share, on the CPU and on GPUs: one pass with a head and the exact gradients beside it."""
+"""What tests of the output head in fp8 share, on the CPU and on GPUs: one pass with a head and the exact gradients
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ NUM_PRODUCTS: dict[Mode, int] = {"gradients": 2, "all": 3}
 MODES = tuple(NUM_PRODUCTS)
 
 GRADIENT_ERROR = 0.07
-"""Rounding to nearest errs by at most 2**-4 of a value in E4M3 and 2**-3 in E5M2, and by 2.6% and 5.2% in the root mean square over a binade; two
-operands together by 5.8%. The benchmark measures 2.7% to 5.9%."""
+"""Rounding to nearest errs by at most 2**-4 of a value in E4M3 and 2**-3 in E5M2, and by 2.6% and 5.2% in the root mean
+square over a binade; two operands together by 5.8%. The benchmark measures 2.7% to 5.9%."""
 
 
 def head_of(weight: Tensor, mode: Mode) -> Fp8Head:
@@ -36,14 +38,18 @@ def run(
     factor: float | None = None,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss, and the gradients of `factor` times it (default: of its mean over tokens) by hidden states and weight."""
+    """The summed loss, and the gradients of `factor` times it (default: of its mean over tokens) by hidden states
+    and weight.
+    """
     hidden.grad = weight.grad = None
     loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens, fp8_head=head)
     (loss * (1 / hidden.shape[0] if factor is None else factor)).backward()
     return loss.detach(), hidden.grad, weight.grad  # type: ignore[return-value]
 
 
-def exact(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+def exact(
+    hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
     """What `run` computes by default, by torch in a wide `dtype`."""
     hidden, weight = (value.detach().to(dtype).requires_grad_() for value in (hidden, weight))
     loss = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="sum")

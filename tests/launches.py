@@ -1,4 +1,6 @@
-"""One run of several processes, as torchrun starts it or forked by the test: who they are, what they print, how they end."""
+"""One run of several processes, as torchrun starts it or forked by the test: who they are, what they print, how they
+end.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ _FAILURE = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+
 
 def torchrun(*options: str) -> list[str]:
     """The launcher for two processes, with a port of its own."""
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}", *options]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        f"--master_port={free_port()}",
+        *options,
+    ]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -47,7 +56,9 @@ class Launch(Protocol):
         """All that was printed until now, in any order."""
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """Wait for the end; rank -> exit code (negative for a signal) of those known to have failed. None is a process that goes on."""
+        """Wait for the end; rank -> exit code (negative for a signal) of those known to have failed. None is a
+        process that goes on.
+        """
 
 
 class Torchrun:
@@ -61,7 +72,9 @@ class Torchrun:
         more: environment variables.
     """
 
-    def __init__(self, log: Path, *options: object, launcher: tuple[str, ...] = (), cwd: Path = ROOT, **more: str) -> None:
+    def __init__(
+        self, log: Path, *options: object, launcher: tuple[str, ...] = (), cwd: Path = ROOT, **more: str
+    ) -> None:
         self._log, self._before = log, len(log.read_text()) if log.exists() else 0
         with open(log, "a") as file:
             self._process = subprocess.Popen(
@@ -95,7 +108,9 @@ class Torchrun:
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
         """See `Launch`; of the ranks that torchrun names, which leaves out those that it ended itself."""
         code = self._process.wait(deadline_s)
-        failed: dict[int, int | None] = {int(rank): int(exitcode) for rank, exitcode in _FAILURE.findall(self.printed())}
+        failed: dict[int, int | None] = {
+            int(rank): int(exitcode) for rank, exitcode in _FAILURE.findall(self.printed())
+        }
         assert code == (1 if failed else 0), self.printed()[-6000:]
         return failed
 

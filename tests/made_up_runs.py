@@ -1,4 +1,6 @@
-"""Run records and run folders with figures of our choosing, for the branches of the comparison that a CPU cannot train its way to."""
+"""Run records and run folders with figures of our choosing, for the branches of the comparison that a CPU cannot
+train its way to.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,12 @@ def precision_of(arm: str, effective: str | None = None) -> dict[str, Any]:
     return {**shared, "requested": "fp8", "effective": "fp8", **scenarios, "fallback_reason": fallback}
 
 
-def made_up_run(arm: str = "bf16", seed: int = 1, rate: float = 100_000.0, loss: float = 1.0, **changes: Any) -> RunRecord:
-    """A run of 60 steps and four evaluations at about `rate` tokens/s that ends at the held-out loss `loss`; `changes` are fields of it."""
+def made_up_run(
+    arm: str = "bf16", seed: int = 1, rate: float = 100_000.0, loss: float = 1.0, **changes: Any
+) -> RunRecord:
+    """A run of 60 steps and four evaluations at about `rate` tokens/s that ends at the held-out loss `loss`;
+    `changes` are fields of it.
+    """
     noise = random.Random(f"{arm} {seed}")
     steps, evaluations = [], []
     for step in range(1, NUM_STEPS + 1):
@@ -55,7 +61,9 @@ def made_up_run(arm: str = "bf16", seed: int = 1, rate: float = 100_000.0, loss:
             }
         )
         if step % 15 == 0:
-            evaluations.append({"step": step, "eval_loss": loss + (NUM_STEPS - step) / 100, "eval_num_supervised_tokens": 987})
+            evaluations.append(
+                {"step": step, "eval_loss": loss + (NUM_STEPS - step) / 100, "eval_num_supervised_tokens": 987}
+            )
     options = ["--mixed_precision", "bf16", "--use_te", "--seed", str(seed), "--model_name", "meta-llama/Llama-3.2-1B"]
     config = parse_config(options).to_dict()
     if arm not in ("bf16", "no"):
@@ -92,5 +100,7 @@ def write_run_folder(folder: Path, run: RunRecord, answers: dict[int, dict[int, 
     for step, rows in (answers or {}).items():
         (folder / "eval_answers").mkdir(exist_ok=True)
         records = [{"row_id": row, "problem": f"problem {row}", "correct": correct} for row, correct in rows.items()]
-        (folder / "eval_answers" / f"step-{step}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / "eval_answers" / f"step-{step}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
     return folder

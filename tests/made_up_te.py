@@ -1,7 +1,8 @@
 """Transformer Engine as far as Accelerate's fp8 path and the certificate look at it, for machines without it.
 
-A linear layer notes whether the autocast was open and which recipe was in force; nothing is rounded to fp8. The recipe takes what
-Transformer Engine 2.20's takes and drops what it does not know, as that one does (`tests/gpu/test_hf_trainer_gpu.py` asks the real one).
+A linear layer notes whether the autocast was open and which recipe was in force; nothing is rounded to fp8. The recipe
+takes what Transformer Engine 2.20's takes and drops what it does not know, as that one does
+(`tests/gpu/test_hf_trainer_gpu.py` asks the real one).
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ Float8Quantizer = type("Float8Quantizer", (), {})
 class Linear(nn.Linear):
     """te.Linear's constructor and the attributes that tell of its last forward pass."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, params_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, params_dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__(in_features, out_features, bias, dtype=params_dtype)
         self.fp8 = False
         self.fp8_meta: dict[str, Any] = {}

@@ -1,4 +1,6 @@
-"""What a training imports and makes once, for the servers that processes of tests are forked from: importing this is their start."""
+"""What a training imports and makes once, for the servers that processes of tests are forked from: importing this is
+their start.
+"""
 
 import gc
 

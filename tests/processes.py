@@ -1,7 +1,7 @@
 """Training in processes of their own, which can be signalled and killed.
 
-Where they can be (`tests.forking`) they are forked from a server that has imported everything once, so that each starts in a tenth of a second. What
-runs in them is what train_fp8.py runs, down to the exit code.
+Where they can be (`tests.forking`) they are forked from a server that has imported everything once, so that each starts
+in a tenth of a second. What runs in them is what train_fp8.py runs, down to the exit code.
 """
 
 from __future__ import annotations
@@ -58,8 +58,12 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def start_ranks(num_ranks: int, log: Path, *options: object, first: Callable[[], None] | None = None) -> list[BaseProcess]:
-    """Start the processes of one run as a launcher does; what they print goes to `log`, in any order. Each calls `first` before it trains."""
+def start_ranks(
+    num_ranks: int, log: Path, *options: object, first: Callable[[], None] | None = None
+) -> list[BaseProcess]:
+    """Start the processes of one run as a launcher does; what they print goes to `log`, in any order. Each calls
+    `first` before it trains.
+    """
     launch = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -70,7 +74,9 @@ def start_ranks(num_ranks: int, log: Path, *options: object, first: Callable[[],
     return [_start(log, options, environment, first) for environment in ranks]
 
 
-def _start(log: Path, options: tuple[object, ...], launch: dict[str, str], first: Callable[[], None] | None) -> BaseProcess:
+def _start(
+    log: Path, options: tuple[object, ...], launch: dict[str, str], first: Callable[[], None] | None
+) -> BaseProcess:
     log.touch()
     words = [str(option) for option in options]
     process = CONTEXT.Process(target=_train, args=(words, str(log), dict(os.environ), launch, first), daemon=True)
@@ -85,7 +91,9 @@ class Alive(Protocol):
         """Whether it has not ended."""
 
 
-def wait_until(condition: Callable[[], bool], process: Alive, poll_s: float = 0.001, deadline_s: float = DEADLINE_S) -> bool:
+def wait_until(
+    condition: Callable[[], bool], process: Alive, poll_s: float = 0.001, deadline_s: float = DEADLINE_S
+) -> bool:
     """Wait for `condition`; False where the process ended before it came true."""
     deadline = time.monotonic() + deadline_s
     while not condition():

@@ -11,7 +11,9 @@ STARTED_NS = 1_790_000_000_000_000_000
 
 
 def recorded(*kernels: tuple[str, float, float], annotations: tuple[tuple[str, float, float], ...] = ()):
-    """Kernels and annotations of the GPU's timeline (name, start, end in microseconds), with one event of the host among them."""
+    """Kernels and annotations of the GPU's timeline (name, start, end in microseconds), with one event of the host
+    among them.
+    """
     cuda, host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
     rows = [(*kernel, cuda, False) for kernel in kernels] + [(*annotation, cuda, True) for annotation in annotations]
     rows.append(("cudaLaunchKernel", 0, 10_000_000, host, False))

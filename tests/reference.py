@@ -1,5 +1,5 @@
-"""What training must compute, written without the project's code: Hugging Face's model on one unpadded document at a time, logits in
-full, the mean over supervised tokens, torch's own AdamW and clipping.
+"""What training must compute, written without the project's code: Hugging Face's model on one unpadded document at a
+time, logits in full, the mean over supervised tokens, torch's own AdamW and clipping.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def mean_loss(model: torch.nn.Module, rows: list[tuple[torch.Tensor, torch.Tenso
 
 
 @functools.cache
-def reference(model_folder: str, rows: str, train_on_prompt: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def reference(
+    model_folder: str, rows: str, train_on_prompt: bool
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses and gradient norms of every step, and the final weights."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -113,9 +115,13 @@ def check_against_reference(folder: Path, model: str, rows: str, train_on_prompt
     assert len(taken) == NUM_STEPS
     assert [step["loss"] for step in taken] == pytest.approx(losses, rel=1e-5)
     assert [step["grad_norm"] for step in taken] == pytest.approx(grad_norms, rel=1e-4)
-    assert [step["learning_rate"] for step in taken] == pytest.approx([learning_rate(i) for i in range(NUM_STEPS)], rel=1e-6)
+    assert [step["learning_rate"] for step in taken] == pytest.approx(
+        [learning_rate(i) for i in range(NUM_STEPS)], rel=1e-6
+    )
     assert min(grad_norms) > 2 * OPTIONS["--max_grad_norm"], "clipping must have something to clip"
     exported = final_weights(folder)
     assert exported.keys() == weights.keys()
     for name, weight in weights.items():
-        torch.testing.assert_close(exported[name], weight, rtol=0, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            exported[name], weight, rtol=0, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -1,4 +1,6 @@
-"""What `llm_fp8.kernels.rope_triton.split_rope` computes, in plain torch and by autograd, and the cases in which both are compared."""
+"""What `llm_fp8.kernels.rope_triton.split_rope` computes, in plain torch and by autograd, and the cases in which
+both are compared.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def split_rope_reference(
     heads = fused.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
     positions = torch.arange(fused.shape[-2], device=fused.device) if cu_seqlens is None else positions_of(cu_seqlens)
-    of_token = angles[positions, 0]  # [tokens, 1, rotary_dim]: one row for all heads and, padded, for all rows of the batch
+    of_token = angles[
+        positions, 0
+    ]  # [tokens, 1, rotary_dim]: one row for all heads and, padded, for all rows of the batch
     return _rotate(q, of_token), _rotate(k, of_token), v.contiguous()
 
 
@@ -134,9 +138,13 @@ def assert_same_split(
     angles, cu_seqlens = case.angles(device), case.cu_seqlens(device)
     sizes = case.num_heads, case.num_kv_heads
     leaves = [fused.detach().requires_grad_() for _ in range(2)]
-    parts, reference = (function(leaf, angles, *sizes, cu_seqlens) for function, leaf in zip((split, other), leaves, strict=True))
+    parts, reference = (
+        function(leaf, angles, *sizes, cu_seqlens) for function, leaf in zip((split, other), leaves, strict=True)
+    )
     inputs = fused.unflatten(-1, (-1, case.head_dim)).split((*sizes, sizes[1]), dim=-2)
-    for part, wanted, source, rotary_dim in zip(parts, reference, inputs, (case.rotary_dim, case.rotary_dim, 0), strict=True):
+    for part, wanted, source, rotary_dim in zip(
+        parts, reference, inputs, (case.rotary_dim, case.rotary_dim, 0), strict=True
+    ):
         assert part.is_contiguous()
         assert_rounding_apart(part, wanted, pair_sizes(source, rotary_dim))
         assert torch.equal(part[..., rotary_dim:], source[..., rotary_dim:])
@@ -146,5 +154,7 @@ def assert_same_split(
     torch.autograd.backward(parts, gradients)
     torch.autograd.backward(reference, gradients)
     ours, theirs = (leaf.grad.unflatten(-1, (-1, case.head_dim)) for leaf in leaves)
-    pairs = torch.cat([pair_sizes(g, r) for g, r in zip(gradients, (case.rotary_dim, case.rotary_dim, 0), strict=True)], dim=-2)
+    pairs = torch.cat(
+        [pair_sizes(g, r) for g, r in zip(gradients, (case.rotary_dim, case.rotary_dim, 0), strict=True)], dim=-2
+    )
     assert_rounding_apart(ours, theirs, pairs)

@@ -1,4 +1,6 @@
-"""A program run as `python PROGRAM WORDS` runs it, but in this process, which has imported what it needs: for those that train nothing."""
+"""A program run as `python PROGRAM WORDS` runs it, but in this process, which has imported what it needs: for those
+that train nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_as_main(program: str, *words: object) -> subprocess.CompletedProcess[str]:
-    """Its exit code and what it printed; an error that a program of its own would print as a traceback is raised here."""
+    """Its exit code and what it printed; an error that a program of its own would print as a traceback is raised
+    here.
+    """
     out, said = io.StringIO(), io.StringIO()
     command = [program, *map(str, words)]
     with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):

@@ -37,7 +37,9 @@ def tiny_config(model_type: str = "llama", **changes: Any) -> PretrainedConfig:
 
 
 def write_model(folder: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB", **changes: Any) -> str:
-    """A folder laid out as the hub lays models out, with random weights that are the same every time; returns its path."""
+    """A folder laid out as the hub lays models out, with random weights that are the same every time; returns its
+    path.
+    """
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(tiny_config(**changes), dtype=dtype)
     with torch.no_grad():
@@ -57,7 +59,9 @@ def write_rows(path: Path, num_rows: int) -> str:
 
 
 def forget_accelerator() -> None:
-    """Drop what Accelerate keeps for the life of a program: the next training in this process may ask for another precision."""
+    """Drop what Accelerate keeps for the life of a program: the next training in this process may ask for another
+    precision.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
 
 

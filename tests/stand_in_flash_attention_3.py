@@ -1,4 +1,6 @@
-"""flash-attn 3's two operators on the CPU, with its schemas: attention and its gradients written out in fp32, document by document."""
+"""flash-attn 3's two operators on the CPU, with its schemas: attention and its gradients written out in fp32,
+document by document.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,30 @@ import torch
 from torch import Tensor
 
 FWD = (
-    "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, "
-    "Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
-    "Tensor? page_table=None, Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, Tensor? rotary_cos=None, Tensor? rotary_sin=None, Tensor? seqlens_rotary=None, "
-    "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, "
-    "int window_size_right=-1, int attention_chunk=0, float softcap=0., bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None, int num_splits=0, "
-    "bool? pack_gqa=None, int sm_margin=0) -> (Tensor(out!), Tensor, Tensor, Tensor)"
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "
+    "Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, Tensor? "
+    "page_table=None, Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, Tensor? rotary_cos=None, Tensor? "
+    "rotary_sin=None, Tensor? seqlens_rotary=None, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? "
+    "v_descale=None, float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int "
+    "window_size_right=-1, int attention_chunk=0, float softcap=0., bool is_rotary_interleaved=False, Tensor? "
+    "scheduler_metadata=None, int num_splits=0, bool? pack_gqa=None, int sm_margin=0) -> (Tensor(out!), Tensor, "
+    "Tensor, Tensor)"
 )
 BWD = (
-    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None, Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, "
-    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
-    "float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, float softcap=0., bool deterministic=False, "
-    "int sm_margin=0) -> (Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None, "
+    "Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? "
+    "seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, float? "
+    "softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, float softcap=0., "
+    "bool deterministic=False, int sm_margin=0) -> (Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, "
+    "Tensor, Tensor)"
 )
 
 
 def _by_name(schema: str, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call, as an operator of C++ has them: a kernel in Python is given a part of them by position, and defaults not at all."""
+    """All arguments of a call, as an operator of C++ has them: a kernel in Python is given a part of them by
+    position, and defaults not at all.
+    """
     arguments = torch._C.parse_schema(schema).arguments
     by_position = zip((argument.name for argument in arguments), given, strict=False)
     return {argument.name: argument.default_value for argument in arguments} | dict(by_position) | named
@@ -37,7 +46,9 @@ def _documents(options: dict[str, Any]) -> list[tuple[slice, Tensor]]:
     """The rows of each document, and which of its positions see which, bool [n, n]."""
     left, right = options["window_size_left"], options["window_size_right"]
     assert options["is_causal"] and ((left, right) == (-1, -1) or (left >= 0 and right == 0))
-    assert options["cu_seqlens_q"].dtype == torch.int32 and torch.equal(options["cu_seqlens_q"], options["cu_seqlens_k"])
+    assert options["cu_seqlens_q"].dtype == torch.int32 and torch.equal(
+        options["cu_seqlens_q"], options["cu_seqlens_k"]
+    )
     documents = []
     for start, stop in itertools.pairwise(options["cu_seqlens_q"].tolist()):
         distance = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
@@ -79,7 +90,12 @@ def _backward(options: dict[str, Any]) -> tuple[Tensor, ...]:
         return gradient.unflatten(0, (-1, group)).sum(1).transpose(0, 1)
 
     for rows, seen in _documents(options):
-        queries, keys, values, above = _heads(q, rows), _heads(k, rows, group), _heads(v, rows, group), _heads(dout, rows)
+        queries, keys, values, above = (
+            _heads(q, rows),
+            _heads(k, rows, group),
+            _heads(v, rows, group),
+            _heads(dout, rows),
+        )
         shares = (_scores(queries, keys, seen, scale) - log_sum_exp[:, rows, None]).exp()
         own = (above * _heads(out, rows)).sum(-1, keepdim=True)
         slopes = scale * shares * (above @ values.transpose(1, 2) - own)

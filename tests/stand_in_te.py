@@ -1,7 +1,9 @@
-"""Transformer Engine's modules as te_llama.py uses them, in plain torch: the TE decoder without Transformer Engine and without a GPU.
+"""Transformer Engine's modules as te_llama.py uses them, in plain torch: the TE decoder without Transformer Engine and
+without a GPU.
 
-Shapes, parameter names and signatures are Transformer Engine's; there is no fp8. What they compute is written from its documentation.
-With `fuse_wgrad_accumulation` weight gradients go where Transformer Engine 2.20 lets its GEMMs write them (`_FusedWgrad`).
+Shapes, parameter names and signatures are Transformer Engine's; there is no fp8. What they compute is written from its
+documentation. With `fuse_wgrad_accumulation` weight gradients go where Transformer Engine 2.20 lets its GEMMs write
+them (`_FusedWgrad`).
 """
 
 from __future__ import annotations
@@ -22,22 +24,30 @@ def _parameter(*shape: int, params_dtype: torch.dtype, device: str) -> nn.Parame
 
 
 def _check_dtypes(module: nn.Module, inputs: Tensor) -> None:
-    """Outside of torch.autocast Transformer Engine's modules take no parameter, be it of a module inside, of another dtype than their input."""
+    """Outside of torch.autocast Transformer Engine's modules take no parameter, be it of a module inside, of another
+    dtype than their input.
+    """
     if not torch.is_autocast_enabled("cpu"):
         for name, parameter in module.named_parameters():
-            assert parameter.dtype == inputs.dtype, f"Found input dtype: {inputs.dtype} and {name!r} dtype: {parameter.dtype}"
+            assert parameter.dtype == inputs.dtype, (
+                f"Found input dtype: {inputs.dtype} and {name!r} dtype: {parameter.dtype}"
+            )
 
 
 class _FusedWgrad(torch.autograd.Function):
-    """A linear layer as Transformer Engine computes it with `fuse_wgrad_accumulation`; `weight` is the parameter itself.
+    """A linear layer as Transformer Engine computes it with `fuse_wgrad_accumulation`; `weight` is the parameter
+    itself.
 
-    In the forward pass `overwrite_main_grad` and `is_first_microbatch` are read, in the backward pass `main_grad`, which has to be there by
-    then. The GEMM's fp32 sum is rounded once, with or without what is in `main_grad`. autograd is given None for the weight, or, where the
-    weight has an attribute `grad_added_to_main_grad`, memory with anything in it.
+    In the forward pass `overwrite_main_grad` and `is_first_microbatch` are read, in the backward pass `main_grad`,
+    which has to be there by then. The GEMM's fp32 sum is rounded once, with or without what is in `main_grad`. autograd
+    is given None for the weight, or, where the weight has an attribute `grad_added_to_main_grad`, memory with anything
+    in it.
     """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None
+    ) -> Tensor:
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else inputs.dtype
         ctx.accumulate = not is_first_microbatch and not getattr(weight, "overwrite_main_grad", False)
         ctx.weight, ctx.has_bias, ctx.input_dtype = weight, bias is not None, inputs.dtype
@@ -100,7 +110,9 @@ class Linear(_LinearModule):
 
 
 class LayerNormLinear(Linear):
-    def __init__(self, in_features: int, out_features: int, eps: float, bias: bool, normalization: str, **shared: Any) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, eps: float, bias: bool, normalization: str, **shared: Any
+    ) -> None:
         assert normalization == "RMSNorm"
         super().__init__(in_features, out_features, bias, **shared)
         self.eps, self.return_layernorm_output = eps, False
@@ -113,7 +125,9 @@ class LayerNormLinear(Linear):
 
 
 class LayerNormMLP(_LinearModule):
-    def __init__(self, size: int, inner: int, eps: float, bias: bool, normalization: str, activation: str, **shared: Any) -> None:
+    def __init__(
+        self, size: int, inner: int, eps: float, bias: bool, normalization: str, activation: str, **shared: Any
+    ) -> None:
         assert (normalization, activation, bias) == ("RMSNorm", "swiglu", False)
         super().__init__()
         self.eps = eps
@@ -146,7 +160,9 @@ class DotProductAttention(nn.Module):
 
 
 def apply_rotary_pos_emb(x: Tensor, freqs: Tensor, tensor_format: str, cu_seqlens: Tensor | None, **_: Any) -> Tensor:
-    """x [tokens, heads, d] (thd) or [B, S, heads, d]; freqs [positions, 1, 1, d]; every document begins at position 0."""
+    """x [tokens, heads, d] (thd) or [B, S, heads, d]; freqs [positions, 1, 1, d]; every document begins at position
+    0.
+    """
     positions = torch.arange(x.shape[-3])
     if cu_seqlens is not None:
         positions = positions - cu_seqlens[torch.searchsorted(cu_seqlens, positions, right=True) - 1]
@@ -179,11 +195,17 @@ def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
             **{kind.__name__: kind for kind in (RMSNorm, Linear, LayerNormLinear, LayerNormMLP, DotProductAttention)},
             "checkpoint": torch.utils.checkpoint.checkpoint,
         },
-        "transformer_engine.pytorch.quantization": {"FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False)},
+        "transformer_engine.pytorch.quantization": {
+            "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False)
+        },
         "transformer_engine.pytorch.attention": {},
         "transformer_engine.pytorch.attention.rope": {"apply_rotary_pos_emb": apply_rotary_pos_emb},
         "transformer_engine.pytorch.attention.dot_product_attention": {
-            "_attention_backends": {"use_fused_attention": True, "use_flash_attention": False, "use_unfused_attention": False}
+            "_attention_backends": {
+                "use_fused_attention": True,
+                "use_flash_attention": False,
+                "use_unfused_attention": False,
+            }
         },
         "transformer_engine.pytorch.module": {},
         "transformer_engine.pytorch.module.layernorm_mlp": {"_get_act_func_supported_list": activations},

@@ -1,11 +1,14 @@
-"""A Python that has its imports: what is started with it runs in a process of its own, but begins a tenth of a second later instead of five.
+"""A Python that has its imports: what is started with it runs in a process of its own, but begins a tenth of a second
+later instead of five.
 
-The path that the fixture `warm_python` gives takes the place of `sys.executable`, in a command line and in the process that runs (torchrun and
-accelerate launch start their processes with it). Arguments, environment, folder, standard files, signals and exit code are those of a process
-that is started anew; only the imports are done already. Each script is also started by the real interpreter in some test.
+The path that the fixture `warm_python` gives takes the place of `sys.executable`, in a command line and in the process
+that runs (torchrun and accelerate launch start their processes with it). Arguments, environment, folder, standard
+files, signals and exit code are those of a process that is started anew; only the imports are done already. Each script
+is also started by the real interpreter in some test.
 
-The program at that path asks a server, which has imported everything once, to fork; it passes signals on, and where it is killed, so is the
-process. What it stands for is no child of it: a signal to the process group of the program's, or to its children, does not get there.
+The program at that path asks a server, which has imported everything once, to fork; it passes signals on, and where it
+is killed, so is the process. What it stands for is no child of it: a signal to the process group of the program's, or
+to its children, does not get there.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ def warm_python_in(folder: Path) -> Iterator[str]:
         server.communicate()  # the end of its input ends it
 
 
-# --- the program ----------------------------------------------------------------------------------------------------------
+# --- the program
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _ask(address: str) -> None:
@@ -74,7 +78,8 @@ def _ask(address: str) -> None:
     sys.exit(code)
 
 
-# --- the server -----------------------------------------------------------------------------------------------------------
+# --- the server
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _serve(listener: socket.socket) -> list[str]:
@@ -83,7 +88,9 @@ def _serve(listener: socket.socket) -> list[str]:
     All forked processes have this one as their parent, as those of one launcher have.
     """
     importlib.import_module("tests.preloaded")
-    running: dict[int, tuple[int, socket.socket]] = {}  # by the file that says that it ended: a process, and who asked for it
+    running: dict[
+        int, tuple[int, socket.socket]
+    ] = {}  # by the file that says that it ended: a process, and who asked for it
     while True:
         ready = select.select([listener, sys.stdin, *running, *(asker for _, asker in running.values())], [], [])[0]
         if sys.stdin in ready:

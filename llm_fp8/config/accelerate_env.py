@@ -1,11 +1,12 @@
 """What the launcher put in the environment: how this process was started, and what `accelerate launch` asked for.
 
-`accelerate launch --config_file x.yaml script.py` turns the file into variables. They become the same settings as our flags here, and are
-then removed: with `ACCELERATE_FP8_BACKEND` left in place Accelerate itself would convert the model, in a bf16 run too, and with
-`ACCELERATE_USE_FSDP` it would shard it. `llm_fp8.config.accelerate_sharding` reads what concerns sharding.
+`accelerate launch --config_file x.yaml script.py` turns the file into variables. They become the same settings as our
+flags here, and are then removed: with `ACCELERATE_FP8_BACKEND` left in place Accelerate itself would convert the model,
+in a bf16 run too, and with `ACCELERATE_USE_FSDP` it would shard it. `llm_fp8.config.accelerate_sharding` reads what
+concerns sharding.
 
-A flag that contradicts the file is an error. What the launcher sets when nobody asked for anything counts as nothing said: precision
-`no`, and plain MULTI_GPU, which means `--sharding_mode ddp` only where that flag is not given.
+A flag that contradicts the file is an error. What the launcher sets when nobody asked for anything counts as nothing
+said: precision `no`, and plain MULTI_GPU, which means `--sharding_mode ddp` only where that flag is not given.
 """
 
 from __future__ import annotations
@@ -40,38 +41,41 @@ def require_single_process(environ: Mapping[str, str]) -> None:
     num_processes = int(environ.get("WORLD_SIZE", "1"))
     if num_processes > 1:
         raise UserError(
-            f"train_fp8.py trains in one process, and the launcher started {num_processes}; start train_multi_gpu.py in the same way, or train_fp8.py "
-            "with python or --num_processes 1."
+            f"train_fp8.py trains in one process, and the launcher started {num_processes}; start train_multi_gpu.py "
+            "in the same way, or train_fp8.py with python or --num_processes 1."
         )
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if is_on(environ.get(f"ACCELERATE_USE_{name}", "false"), f"use_{name.lower()}"):
             raise UserError(
-                f"accelerate's launch configuration asks for {name}, and train_fp8.py trains on one device; take it out of the configuration, "
-                "or start train_multi_gpu.py."
+                f"accelerate's launch configuration asks for {name}, and train_fp8.py trains on one device; take it "
+                "out of the configuration, or start train_multi_gpu.py."
             )
 
 
 def require_launched(environ: Mapping[str, str]) -> None:
-    """Raise `UserError` where no launcher started this process of train_multi_gpu.py, or one that left out what torchrun says."""
+    """Raise `UserError` where no launcher started this process of train_multi_gpu.py, or one that left out what
+    torchrun says.
+    """
     missing = [name for name in _TORCHRUN_VARIABLES if name not in environ]
     if not missing:
         return
     command = "torchrun --nproc_per_node=NUMBER_OF_GPUS train_multi_gpu.py ..."
     if "WORLD_SIZE" in missing:
         raise UserError(
-            f"train_multi_gpu.py runs in several processes, which a launcher starts: {command} (for one process: train_fp8.py)."
+            f"train_multi_gpu.py runs in several processes, which a launcher starts: {command} (for one process: "
+            "train_fp8.py)."
         )
     raise UserError(
-        f"WORLD_SIZE is set in the environment, but {', '.join(missing)}, which a launcher sets with it, is not; unset it and let the launcher set "
-        f"all of them: {command}"
+        f"WORLD_SIZE is set in the environment, but {', '.join(missing)}, which a launcher sets with it, is not; "
+        f"unset it and let the launcher set all of them: {command}"
     )
 
 
 def apply_launch_settings(config: Config, environ: MutableMapping[str, str]) -> Config:
     """`config` completed by what `accelerate launch` asked for, whose variables are removed from `environ`.
 
-    Without `accelerate launch` this is `config` itself. The result is to be checked anew (`check_config`). Raises `UserError` for what
-    cannot be honoured and for a flag that contradicts the launch configuration.
+    Without `accelerate launch` this is `config` itself. The result is to be checked anew (`check_config`). Raises
+    `UserError` for what cannot be honoured and for a flag that contradicts the launch configuration.
     """
     is_multi_gpu = f"{_DYNAMO}BACKEND" in environ and int(environ.get("WORLD_SIZE", "1")) > 1
     settings = {**take_sharding_settings(environ), **take_launch_settings(environ)}
@@ -90,7 +94,9 @@ def apply_launch_settings(config: Config, environ: MutableMapping[str, str]) -> 
 
 
 def _can_gather_in_fp8(config: Config, settings: Mapping[str, Any]) -> bool:
-    """Whether the launcher's default for torchao, to gather weights in fp8, means anything beside the mode and the recipe of this run."""
+    """Whether the launcher's default for torchao, to gather weights in fp8, means anything beside the mode and the
+    recipe of this run.
+    """
     mode = settings.get("sharding_mode", config.parallel.sharding_mode)
     return mode in FP8_GATHER_MODES and config.precision.fp8_scenario in ("default", "tensorwise")
 
@@ -103,7 +109,8 @@ def _without_delayed_defaults(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_launch_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
-    """Remove Accelerate's variables about precision and torch.compile from `environ` and return them as fields of `PrecisionConfig`.
+    """Remove Accelerate's variables about precision and torch.compile from `environ` and return them as fields of
+    `PrecisionConfig`.
 
     Empty where nothing was asked for. Raises `UserError` on a backend or value that cannot be honoured.
     """
@@ -113,8 +120,8 @@ def take_launch_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
     backend = dynamo.get(f"{_DYNAMO}BACKEND", "no")
     if backend.lower() != "no":
         raise UserError(
-            f"accelerate's launch configuration asks for torch.compile (dynamo backend {backend}), which these scripts use with --fp8_backend torchao only, "
-            "and then by themselves; remove dynamo_config."
+            f"accelerate's launch configuration asks for torch.compile (dynamo backend {backend}), which these "
+            "scripts use with --fp8_backend torchao only, and then by themselves; remove dynamo_config."
         )
     if precision == "no":
         return {}
@@ -125,15 +132,16 @@ def take_launch_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
         return _torchao_settings(fp8)
     if backend != "TE":
         raise UserError(
-            f"accelerate's fp8_config asks for backend {backend}, and these scripts train fp8 with backend TE (Transformer Engine) or AO (torchao); "
-            "set one of these."
+            f"accelerate's fp8_config asks for backend {backend}, and these scripts train fp8 with backend TE "
+            "(Transformer Engine) or AO (torchao); set one of these."
         )
     if any(
-        is_on(fp8.get(f"{_FP8}OVERRIDE_{gemm}", "false"), "override_linear_precision") for gemm in ("FPROP", "DGRAD", "WGRAD")
+        is_on(fp8.get(f"{_FP8}OVERRIDE_{gemm}", "false"), "override_linear_precision")
+        for gemm in ("FPROP", "DGRAD", "WGRAD")
     ):
         raise UserError(
-            "accelerate's fp8_config sets override_linear_precision, which Transformer Engine no longer has; set it to "
-            "[false, false, false], or keep layers in bf16 with --fp8_first_bf16_layers and --fp8_last_bf16_layers."
+            "accelerate's fp8_config sets override_linear_precision, which Transformer Engine no longer has; set it "
+            "to [false, false, false], or keep layers in bf16 with --fp8_first_bf16_layers and --fp8_last_bf16_layers."
         )
     settings: dict[str, Any] = {"mixed_precision": "fp8"}
     if is_on(fp8.get(f"{_FP8}USE_MXFP8_BLOCK_SCALING", "false"), "use_mxfp8_block_scaling"):
@@ -152,7 +160,8 @@ def _torchao_settings(fp8: Mapping[str, str]) -> dict[str, Any]:
     """
     for name, value in te_only_values(fp8).items():
         raise UserError(
-            f"accelerate's fp8_config sets {name} to {value}, which belongs to backend TE and has no effect with backend AO; remove it."
+            f"accelerate's fp8_config sets {name} to {value}, which belongs to backend TE and has no effect with "
+            "backend AO; remove it."
         )
     gathers = is_on(fp8.get(f"{_FP8}ENABLE_FSDP_FLOAT8_ALL_GATHER", "false"), "enable_fsdp_float8_all_gather")
     return {"mixed_precision": "fp8", "fp8_backend": "torchao", **({"fp8_all_gather": True} if gathers else {})}
@@ -162,14 +171,18 @@ def _choices(hint: Any) -> tuple[Any, ...]:
     """The values that a field of this type can have, where they are listed; else empty."""
     if get_origin(hint) is Literal:
         return get_args(hint)
-    return tuple(choice for member in get_args(hint) for choice in _choices(member)) if get_origin(hint) is not None else ()
+    return (
+        tuple(choice for member in get_args(hint) for choice in _choices(member))
+        if get_origin(hint) is not None
+        else ()
+    )
 
 
 def merge_launch_settings(flags: Section, launch: dict[str, Any]) -> Section:
     """A section of the options, completed by what the launcher asked for in it.
 
-    A flag that has its default's value cannot be told from one that is not given. Raises `UserError` where a flag and the launcher differ,
-    and for a value that the option does not have.
+    A flag that has its default's value cannot be told from one that is not given. Raises `UserError` where a flag and
+    the launcher differ, and for a value that the option does not have.
     """
     unset: Any = type(flags)()
     hints = get_type_hints(type(flags))
@@ -177,11 +190,13 @@ def merge_launch_settings(flags: Section, launch: dict[str, Any]) -> Section:
         choices = _choices(hints[name])
         if choices and asked not in choices:
             raise UserError(
-                f"accelerate's launch configuration asks for {name} {asked}, and --{name} knows {', '.join(choices)} only."
+                f"accelerate's launch configuration asks for {name} {asked}, and --{name} knows {', '.join(choices)} "
+                "only."
             )
         flag = getattr(flags, name)
         if flag != getattr(unset, name) and flag != asked:
             raise UserError(
-                f"--{name} {flag} contradicts accelerate's launch configuration, which asks for {asked}; drop the flag or change the file."
+                f"--{name} {flag} contradicts accelerate's launch configuration, which asks for {asked}; drop the "
+                "flag or change the file."
             )
     return dataclasses.replace(flags, **launch)  # type: ignore[type-var]

@@ -1,8 +1,11 @@
-"""The keys of `fp8_config` in a file of `accelerate launch`: what each becomes, who takes it from there, and which do nothing.
+"""The keys of `fp8_config` in a file of `accelerate launch`: what each becomes, who takes it from there, and which do
+nothing.
 
-The launcher turns every key, also one that it does not know, into `ACCELERATE_FP8_<KEY>`, and exports its own defaults for those that the file
-leaves out. Who reads the variable is another matter. Read in Accelerate 1.15 and Transformer Engine 2.20, its own path for backend TE and these
-scripts' for TE and AO, and held against Accelerate's own code by `tests/cpu/test_fp8_config_keys.py`. `python -m llm_fp8.config.accelerate_fp8_keys docs/accelerate.md` writes the table there.
+The launcher turns every key, also one that it does not know, into `ACCELERATE_FP8_<KEY>`, and exports its own defaults
+for those that the file leaves out. Who reads the variable is another matter. Read in Accelerate 1.15 and Transformer
+Engine 2.20, its own path for backend TE and these scripts' for TE and AO, and held against Accelerate's own code by
+`tests/cpu/test_fp8_config_keys.py`. `python -m llm_fp8.config.accelerate_fp8_keys docs/accelerate.md` writes the table
+there.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ class Fp8Key:
     in_accelerate: str
     """What it does there."""
     acts_in_scripts: bool
-    """Whether it changes what train_fp8.py and train_multi_gpu.py do with backend TE; refusing it is doing something."""
+    """Whether it changes what train_fp8.py and train_multi_gpu.py do with backend TE; refusing it is doing
+    something.
+    """
     in_scripts: str
     """What it does there."""
     acts_with_torchao: bool
@@ -40,7 +45,9 @@ class Fp8Key:
     recipe_attribute: str | None = None
     """Where a recipe of Transformer Engine holds it."""
     te_only: bool = False
-    """With backend AO an error unless it has the launcher's default; a switch that the launcher does not export must be off."""
+    """With backend AO an error unless it has the launcher's default; a switch that the launcher does not export must
+    be off.
+    """
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -55,7 +62,8 @@ KEYS = (
         "backend",
         None,
         True,
-        "`TE`, `AO` or `MSAMP`, in capitals: `te` is a ValueError, also from `--fp8_backend te`. Without it torchao comes first where it is installed",
+        "`TE`, `AO` or `MSAMP`, in capitals: `te` is a ValueError, also from `--fp8_backend te`. Without it torchao "
+        "comes first where it is installed",
         True,
         "in any case of letters; without it TE",
         True,
@@ -89,8 +97,8 @@ KEYS = (
         "amax_compute_algo",
         "most_recent",
         False,
-        "always `max`: Accelerate passes on only what differs from its own default, `most_recent`, and Transformer Engine's default is `max`; "
-        "`max` with MXFP8 is an error",
+        "always `max`: Accelerate passes on only what differs from its own default, `most_recent`, and Transformer "
+        "Engine's default is `max`; `max` with MXFP8 is an error",
         True,
         "`--amax_compute_algo`, `most_recent` too",
         True,
@@ -197,7 +205,9 @@ def launcher_default(variable: str) -> str:
 
 
 def te_only_values(environ: Mapping[str, str]) -> dict[str, str]:
-    """Key -> value of those that backend AO cannot honour, because they belong to backend TE alone (`Fp8Key.te_only`)."""
+    """Key -> value of those that backend AO cannot honour, because they belong to backend TE alone
+    (`Fp8Key.te_only`).
+    """
     return {
         key.name: environ[variable]
         for variable, key in _BY_VARIABLE.items()
@@ -206,7 +216,9 @@ def te_only_values(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def chosen_values(environ: Mapping[str, str]) -> dict[str, str]:
-    """`ACCELERATE_FP8_*` -> value of those that are not the launcher's own defaults, which it exports where nobody asked for anything."""
+    """`ACCELERATE_FP8_*` -> value of those that are not the launcher's own defaults, which it exports where nobody
+    asked for anything.
+    """
     return {
         name: value
         for name, value in sorted(environ.items())
@@ -224,9 +236,11 @@ def _plain(value: str) -> str:
 
 
 def idle_keys(environ: Mapping[str, str]) -> dict[str, str]:
-    """Key of fp8_config -> why these scripts do nothing with it, for those that the launcher's file sets to other values than its defaults.
+    """Key of fp8_config -> why these scripts do nothing with it, for those that the launcher's file sets to other
+    values than its defaults.
 
-    Reads the variables of `accelerate launch`, so it comes before `launch_env` takes them out. Empty without fp8, and for a backend that is refused.
+    Reads the variables of `accelerate launch`, so it comes before `launch_env` takes them out. Empty without fp8, and
+    for a backend that is refused.
     """
     backend = environ.get(f"{PREFIX}BACKEND", "TE").upper()
     if environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() != "fp8" or backend not in ("TE", "AO"):
@@ -237,7 +251,9 @@ def idle_keys(environ: Mapping[str, str]) -> dict[str, str]:
         if key is None:
             idle[name.removeprefix(PREFIX).lower()] = "neither accelerate nor these scripts know it"
             continue
-        acts, why = (key.acts_in_scripts, key.in_scripts) if backend == "TE" else (key.acts_with_torchao, key.with_torchao)
+        acts, why = (
+            (key.acts_in_scripts, key.in_scripts) if backend == "TE" else (key.acts_with_torchao, key.with_torchao)
+        )
         if not acts:
             idle[key.name] = why
     return idle
@@ -249,19 +265,21 @@ def idle_sentences(environ: Mapping[str, str]) -> list[str]:
 
 
 def backend_elsewhere(environ: Mapping[str, str]) -> str | None:
-    """What Accelerate's own path does with the file's backend where these scripts take it for another, with what to write; None where they agree."""
+    """What Accelerate's own path does with the file's backend where these scripts take it for another, with what to
+    write; None where they agree.
+    """
     backend = environ.get(f"{PREFIX}BACKEND")
     if environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() != "fp8":
         return None
     if backend is None:
         return (
-            "fp8_config.backend is left out: these scripts then take TE, and Accelerate's own path (a Trainer) torchao first, where it is "
-            "installed; write backend: TE"
+            "fp8_config.backend is left out: these scripts then take TE, and Accelerate's own path (a Trainer) "
+            "torchao first, where it is installed; write backend: TE"
         )
     if backend != backend.upper() and backend.upper() in ("TE", "AO"):
         return (
-            f"fp8_config.backend {backend} is in small letters: these scripts take it, and Accelerate's own path (a Trainer) ends in a "
-            f"ValueError; write backend: {backend.upper()}"
+            f"fp8_config.backend {backend} is in small letters: these scripts take it, and Accelerate's own path (a "
+            f"Trainer) ends in a ValueError; write backend: {backend.upper()}"
         )
     return None
 
@@ -269,7 +287,8 @@ def backend_elsewhere(environ: Mapping[str, str]) -> str | None:
 def table() -> str:
     """The keys as a Markdown table."""
     rows = [
-        "| key | becomes | launcher's default | TE: acts in Accelerate's own path | TE: acts in our scripts | AO: acts in our scripts |",
+        "| key | becomes | launcher's default | TE: acts in Accelerate's own path | TE: acts in our scripts | AO: "
+        "acts in our scripts |",
         "|---|---|---|---|---|---|",
     ]
     for key in KEYS:
@@ -283,7 +302,8 @@ def table() -> str:
         cells = " | ".join(f"{'yes' if acts else 'no'}: {words}" for acts, words in outcomes)
         rows.append(f"| `{key.name}` | {variables} | {default} | {cells} |")
     rows.append(
-        "| any other | `ACCELERATE_FP8_<KEY>` | not set | no: nobody reads it | no: a warning names it | no: a warning names it |"
+        "| any other | `ACCELERATE_FP8_<KEY>` | not set | no: nobody reads it | no: a warning names it | no: a "
+        "warning names it |"
     )
     return "\n".join(rows) + "\n"
 

@@ -31,12 +31,15 @@ class FlashAttentionPackage:
 
 
 CUDA_RUNTIME_PACKAGE = "nvidia-cuda-runtime-cu12"
-"""Has the CUDA 12 runtime that flash-attn 3 is linked with; torch with CUDA 12 brings it, torch with CUDA 13 does not."""
+"""Has the CUDA 12 runtime that flash-attn 3 is linked with; torch with CUDA 12 brings it, torch with CUDA 13 does
+not.
+"""
 
 FLASH_ATTENTION_PACKAGES: Final[dict[str, FlashAttentionPackage]] = {
     package.option: package
     for package in (
-        # xformers is built for one torch, but its file of flash-attn 3 is not (llm_fp8/kernels/flash_attention.py): hence --no-deps.
+        # xformers is built for one torch, but its file of flash-attn 3 is not (llm_fp8/kernels/flash_attention.py):
+        # hence --no-deps.
         FlashAttentionPackage(
             FLASH_ATTENTION_3,
             "flash-attn 3",

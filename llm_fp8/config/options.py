@@ -32,7 +32,9 @@ LORA_LEARNING_RATE = 2e-4
 ALL_LINEAR = "all-linear"
 """Value of --lora_targets for every linear layer but the output head."""
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Hugging Face's names of a decoder layer's linear layers in the order in which they compute (q, k and v at once, gate and up at once)."""
+"""Hugging Face's names of a decoder layer's linear layers in the order in which they compute (q, k and v at once,
+gate and up at once).
+"""
 
 GENERATION_BATCH_SIZE = 64
 """Prompts generated from at a time in evaluations, where no option says otherwise."""
@@ -51,18 +53,26 @@ class ModelConfig:
     """Which model, from where, and how it is built."""
 
     model_name: str = option(
-        EMBEDDED, "Hub id or local folder of a Llama, Qwen or Mistral model, or 'embedded' for the tiny one in this repository."
+        EMBEDDED,
+        "Hub id or local folder of a Llama, Qwen or Mistral model, or 'embedded' for the tiny one in this repository.",
     )
-    use_te: bool = option(False, "Build the decoder layers from Transformer Engine modules (te_llama.py). Needs an NVIDIA GPU.")
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = option(
+    use_te: bool = option(
+        False, "Build the decoder layers from Transformer Engine modules (te_llama.py). Needs an NVIDIA GPU."
+    )
+    attn_implementation: Literal[
+        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"
+    ] = option(
         "auto",
-        "Attention. Without --use_te 'auto' takes flash-attn 2 where it is installed and sdpa elsewhere, or eager for architectures that have neither. With --use_te it is Transformer Engine's choice, "
-        "cuDNN on Hopper, or with flash_attention_3 and flash_attention_4 flash-attn 3 and 4 (packed rows on Hopper alone).",
+        "Attention. Without --use_te 'auto' takes flash-attn 2 where it is installed and sdpa elsewhere, or eager for "
+        "architectures that have neither. With --use_te it is Transformer Engine's choice, cuDNN on Hopper, or with "
+        "flash_attention_3 and flash_attention_4 flash-attn 3 and 4 (packed rows on Hopper alone).",
     )
     random_init: bool = option(
         False, "Start from random weights of the model's architecture; hub ids with a bundled config need no hub then."
     )
-    weights_cache_dir: str | None = option(None, "Folder in which downloaded weights are kept (default: the Hugging Face cache).")
+    weights_cache_dir: str | None = option(
+        None, "Folder in which downloaded weights are kept (default: the Hugging Face cache)."
+    )
     gradient_checkpointing: bool = option(
         False, "Recompute each decoder layer in the backward pass: less memory, about a third more compute."
     )
@@ -71,13 +81,15 @@ class ModelConfig:
     )
     parity_check: bool | None = option(
         None,
-        "Compare the TE decoder with the Hugging Face one on the first real batch before training and refuse to train on a "
-        "difference. Default: on with --use_te when weights were loaded.",
+        "Compare the TE decoder with the Hugging Face one on the first real batch before training and refuse to train "
+        "on a difference. Default: on with --use_te when weights were loaded.",
     )
 
     @property
     def flash_attention(self) -> FlashAttention | None:
-        """--attn_implementation where it is one of the TE decoder's own (`llm_fp8.kernels.flash_attention`), else None."""
+        """--attn_implementation where it is one of the TE decoder's own (`llm_fp8.kernels.flash_attention`), else
+        None.
+        """
         package = FLASH_ATTENTION_PACKAGES.get(self.attn_implementation)
         return None if package is None else package.option
 
@@ -88,23 +100,26 @@ class PrecisionConfig:
 
     mixed_precision: Literal["no", "bf16", "fp16", "fp8"] | None = option(
         None,
-        "no (fp32), bf16, fp16 or fp8. Default: what 'accelerate launch' asked for, else bf16 on a GPU that has it, else no.",
+        "no (fp32), bf16, fp16 or fp8. Default: what 'accelerate launch' asked for, else bf16 on a GPU that has it, "
+        "else no.",
     )
     fp8_backend: Literal["te", "torchao"] = option(
         "te",
-        "Whose fp8 linear layers: Transformer Engine's, or torchao's (without --use_te; decoder layers are compiled on a GPU, and its products emulated "
-        "on a CPU).",
+        "Whose fp8 linear layers: Transformer Engine's, or torchao's (without --use_te; decoder layers are compiled "
+        "on a GPU, and its products emulated on a CPU).",
     )
     fp8_scenario: Literal[
         "default", "delayed", "current", "block", "mxfp8", "nvfp4", "tensorwise", "rowwise", "rowwise_with_gw_hp"
     ] = option(
         "default",
-        "FP8 recipe. Of Transformer Engine: delayed scaling, current scaling, block scaling, MXFP8 or NVFP4; 'default' is delayed on Ada and Hopper, and "
-        "what this GPU lacks falls back to it with a warning. Of torchao: tensorwise, rowwise or rowwise_with_gw_hp; 'default' is tensorwise.",
+        "FP8 recipe. Of Transformer Engine: delayed scaling, current scaling, block scaling, MXFP8 or NVFP4; "
+        "'default' is delayed on Ada and Hopper, and what this GPU lacks falls back to it with a warning. Of torchao: "
+        "tensorwise, rowwise or rowwise_with_gw_hp; 'default' is tensorwise.",
     )
     fp8_format: Literal["HYBRID", "E4M3"] | None = option(
         None,
-        "HYBRID: E4M3 forward and E5M2 gradients. E4M3: both. Default: HYBRID for delayed and current scaling, E4M3 for block and MXFP8.",
+        "HYBRID: E4M3 forward and E5M2 gradients. E4M3: both. Default: HYBRID for delayed and current scaling, E4M3 "
+        "for block and MXFP8.",
     )
     amax_history_len: int | None = option(
         None, "Delayed scaling: how many forward passes of absolute maxima the scale looks back on (default 1024)."
@@ -112,13 +127,15 @@ class PrecisionConfig:
     amax_compute_algo: Literal["max", "most_recent"] | None = option(
         None, "Delayed scaling: the scale comes from the history's maximum (default) or from its newest entry."
     )
-    fp8_margin: int | None = option(None, "Delayed scaling: powers of two kept free above the largest value seen (default 0).")
+    fp8_margin: int | None = option(
+        None, "Delayed scaling: powers of two kept free above the largest value seen (default 0)."
+    )
     fp8_first_bf16_layers: int = option(0, "Number of decoder layers at the input side that stay in bf16.")
     fp8_last_bf16_layers: int = option(0, "Number of decoder layers at the output side that stay in bf16.")
     fp8_lm_head: Literal["none", "gradients", "all"] = option(
         "none",
-        "Products of the output head that run in fp8 in training: none; gradients: the two of the backward pass, with logits and loss as before; all: the "
-        "logits too. Evaluation has the exact loss. Needs --fp8_backend te.",
+        "Products of the output head that run in fp8 in training: none; gradients: the two of the backward pass, with "
+        "logits and loss as before; all: the logits too. Evaluation has the exact loss. Needs --fp8_backend te.",
     )
     fp8_strict: bool = option(False, "Stop with an error where an fp8 recipe would fall back to another.")
 
@@ -129,27 +146,34 @@ class DataConfig:
 
     dataset_name: str = option(
         EMBEDDED,
-        "Hub id (nvidia/OpenMathInstruct-2), local folder, jsonl/json/parquet/csv file, save_to_disk folder, or 'embedded'.",
+        "Hub id (nvidia/OpenMathInstruct-2), local folder, jsonl/json/parquet/csv file, save_to_disk folder, or "
+        "'embedded'.",
     )
     split_name: str | None = option(None, "Split to train on. Default: train_1M where the dataset has it, else train.")
     validation_split_name: str | None = option(
         None, "Split to evaluate on. Default: 'validation' where there is one, else a share of the training problems."
     )
     validation_fraction: float = option(
-        0.01, "Share of the training problems held out for evaluation where there is no validation split; 0 holds out none."
+        0.01,
+        "Share of the training problems held out for evaluation where there is no validation split; 0 holds out none.",
     )
     num_of_samples: int | None = option(None, "Use only the first so many rows of the split (default: all).")
-    streaming: bool = option(False, "Read the dataset as a stream instead of preparing all of it first (for the 14M-row split).")
+    streaming: bool = option(
+        False, "Read the dataset as a stream instead of preparing all of it first (for the 14M-row split)."
+    )
     max_seq_length: int = option(1024, "Tokens in a row of a batch; a longer sample is handled as --overlong says.")
     batch_size: int = option(8, "Rows of a micro-batch per GPU.")
     packing: bool | None = option(
         None,
-        "Pack whole samples into rows of max_seq_length tokens, with attention kept inside each sample. Default: on with --use_te.",
+        "Pack whole samples into rows of max_seq_length tokens, with attention kept inside each sample. Default: on "
+        "with --use_te.",
     )
     train_on_prompt: bool = option(False, "Take the loss on the prompt too, not on the solution only.")
     overlong: Literal["drop", "truncate"] = option("drop", "What happens to a sample longer than max_seq_length.")
     preprocessing_workers: int = option(1, "Processes that tokenise.")
-    data_cache_dir: str | None = option(None, "Folder for the tokenised cache (default: the Hugging Face datasets cache).")
+    data_cache_dir: str | None = option(
+        None, "Folder for the tokenised cache (default: the Hugging Face datasets cache)."
+    )
 
 
 @dataclass(frozen=True)
@@ -162,11 +186,14 @@ class OptimConfig:
     )
     learning_rate: float = option(
         1e-5,
-        f"Peak learning rate (default: 1e-5, {LORA_LEARNING_RATE:g} with --lora_rank, or {SCRATCH_LEARNING_RATE} for weights that start random).",
+        f"Peak learning rate (default: 1e-5, {LORA_LEARNING_RATE:g} with --lora_rank, or {SCRATCH_LEARNING_RATE} for "
+        "weights that start random).",
     )
     gradient_accumulation_steps: int = option(1, "Micro-batches per optimizer step.")
     num_warmup_steps: int = option(100, "Optimizer steps of linear warm-up; at most a tenth of the run is used for it.")
-    lr_scheduler: Literal["linear", "cosine", "constant"] = option("cosine", "Shape of the learning rate after warm-up.")
+    lr_scheduler: Literal["linear", "cosine", "constant"] = option(
+        "cosine", "Shape of the learning rate after warm-up."
+    )
     weight_decay: float = option(0.0, "Decoupled weight decay; norms and biases are exempt.")
     adam_beta1: float = option(0.9, "Decay of the first moment.")
     adam_beta2: float = option(0.95, "Decay of the second moment.")
@@ -174,9 +201,9 @@ class OptimConfig:
     max_grad_norm: float = option(1.0, "Clip the global gradient norm to this; 0 turns clipping off.")
     optimizer: Literal["auto", "adamw_fp32", "adamw_master", "adamw_8bit"] = option(
         "auto",
-        "adamw_fp32: fp32 parameters (16 bytes each). adamw_master: bf16 parameters whose fp32 master is kept as a 16-bit remainder, fused "
-        "on the GPU (12 bytes). adamw_8bit: bf16 parameters with stochastic rounding and 8-bit moments (6 bytes). auto: adamw_master on a GPU when "
-        "the run computes in bf16 or fp8, else adamw_fp32.",
+        "adamw_fp32: fp32 parameters (16 bytes each). adamw_master: bf16 parameters whose fp32 master is kept as a "
+        "16-bit remainder, fused on the GPU (12 bytes). adamw_8bit: bf16 parameters with stochastic rounding and "
+        "8-bit moments (6 bytes). auto: adamw_master on a GPU when the run computes in bf16 or fp8, else adamw_fp32.",
     )
     seed: int = option(42, "Seed of initialisation, data order and the rounding of adamw_8bit.")
 
@@ -187,8 +214,8 @@ class RunConfig:
 
     output_dir: str | None = option(
         None,
-        "Folder of the run: run.json, metrics.jsonl, summary.json, checkpoints/ and final/. Default: a new folder under runs/, named after the "
-        "time, model and precision.",
+        "Folder of the run: run.json, metrics.jsonl, summary.json, checkpoints/ and final/. Default: a new folder "
+        "under runs/, named after the time, model and precision.",
     )
     resume_from: str | None = option(
         None, "'latest' (of --output_dir) or a checkpoint folder to continue from (default: start anew)."
@@ -200,25 +227,27 @@ class RunConfig:
     eval_batches: int | None = option(None, "Batches per evaluation (default: the whole held-out set).")
     eval_exact_match: int = option(
         0,
-        "Held-out problems that the model answers at each evaluation, to be compared with the dataset's expected_answer; 0: none. Where there are "
-        "fewer, all of them.",
+        "Held-out problems that the model answers at each evaluation, to be compared with the dataset's "
+        "expected_answer; 0: none. Where there are fewer, all of them.",
     )
     eval_max_new_tokens: int = option(512, "Tokens after which an answer of --eval_exact_match is cut off.")
     certify: bool | None = option(
         None,
-        "Record the GPU kernels of one early step, compare them with what was asked for, and end the run with exit code 1 where they differ. "
-        "Default: on with an NVIDIA GPU.",
+        "Record the GPU kernels of one early step, compare them with what was asked for, and end the run with exit "
+        "code 1 where they differ. Default: on with an NVIDIA GPU.",
     )
     log_every: int = option(10, "Optimizer steps between log lines; every step reaches metrics.jsonl.")
     use_wandb: bool = option(False, "Log to Weights & Biases (the same as --report_to wandb).")
     wandb_project: str = option("llm-fp8", "Project of the W&B run.")
     wandb_run_name: str | None = option(None, "Name of the W&B run (default: W&B makes one up).")
     wandb_group: str | None = option(
-        None, "Group of the W&B run, the same for runs that are to be compared (default: the name of the output folder)."
+        None,
+        "Group of the W&B run, the same for runs that are to be compared (default: the name of the output folder).",
     )
     wandb_tags: str | None = option(
         None,
-        "Further tags of the W&B run, separated by commas; precision, model, sharding mode and GPU are tags anyway (default: none).",
+        "Further tags of the W&B run, separated by commas; precision, model, sharding mode and GPU are tags anyway "
+        "(default: none).",
     )
     report_to: Literal["none", "wandb", "tensorboard", "all"] = option("none", "Trackers besides metrics.jsonl.")
 
@@ -234,11 +263,12 @@ class LoraConfig:
     lora_dropout: float = option(0.0, "Share of an adapter's inputs that is dropped while training.")
     lora_targets: str = option(
         ALL_LINEAR,
-        "Linear layers that get an adapter: names as in the Hugging Face model, separated by commas (q_proj,v_proj), or 'all-linear' for all but "
-        "the output head.",
+        "Linear layers that get an adapter: names as in the Hugging Face model, separated by commas (q_proj,v_proj), "
+        "or 'all-linear' for all but the output head.",
     )
     lora_merge: bool = option(
-        False, "Export the model with its adapters added to its weights, as a whole checkpoint, in place of a PEFT adapter."
+        False,
+        "Export the model with its adapters added to its weights, as a whole checkpoint, in place of a PEFT adapter.",
     )
 
     @property
@@ -269,27 +299,29 @@ class ParallelConfig:
 
     sharding_mode: ShardingMode = option(
         "auto",
-        "ddp: every GPU holds the whole model. fsdp_grad: gradients and optimizer are sharded, parameters are gathered once a step and kept whole "
-        "to its last backward pass. fsdp_full: parameters are sharded too. fsdp_hybrid: sharded inside a host, replicated across hosts. fsdp_offload: "
-        "fsdp_full with parameters, gradients and optimizer in the hosts' memory. deepspeed_1, _2, _3: DeepSpeed's ZeRO stages. auto: "
-        "the first of ddp, fsdp_grad and fsdp_full that the GPUs have room for; it says why.",
+        "ddp: every GPU holds the whole model. fsdp_grad: gradients and optimizer are sharded, parameters are "
+        "gathered once a step and kept whole to its last backward pass. fsdp_full: parameters are sharded too. "
+        "fsdp_hybrid: sharded inside a host, replicated across hosts. fsdp_offload: fsdp_full with parameters, "
+        "gradients and optimizer in the hosts' memory. deepspeed_1, _2, _3: DeepSpeed's ZeRO stages. auto: the first "
+        "of ddp, fsdp_grad and fsdp_full that the GPUs have room for; it says why.",
     )
     hybrid_shard_size: int | None = option(
         None, "fsdp_hybrid: GPUs that hold one copy of the model together (default: the GPUs of a host)."
     )
     sync_every_micro_batch: bool = option(
         False,
-        "Exchange gradients after every micro-batch rather than once a step: sharded modes then keep no unsharded gradients (4 bytes per "
-        "parameter), for more traffic.",
+        "Exchange gradients after every micro-batch rather than once a step: sharded modes then keep no unsharded "
+        "gradients (4 bytes per parameter), for more traffic.",
     )
     fp8_params: bool = option(
         False,
-        "Keep the decoder's linear weights in fp8 between steps and gather them in fp8 (fsdp_grad, fsdp_full and fsdp_hybrid, with --use_te).",
+        "Keep the decoder's linear weights in fp8 between steps and gather them in fp8 (fsdp_grad, fsdp_full and "
+        "fsdp_hybrid, with --use_te).",
     )
     fp8_all_gather: bool = option(
         False,
-        "With --fp8_backend torchao and tensorwise scaling: cast the weights of fp8 layers before they are gathered, half the bytes of bf16 (fsdp_full "
-        "and fsdp_grad).",
+        "With --fp8_backend torchao and tensorwise scaling: cast the weights of fp8 layers before they are gathered, "
+        "half the bytes of bf16 (fsdp_full and fsdp_grad).",
     )
     context_parallel_size: int = option(
         1, "GPUs that share the tokens of a row, for rows too long for one GPU (needs --use_te and an fsdp mode)."
@@ -298,12 +330,13 @@ class ParallelConfig:
         None, "DeepSpeed JSON file for the deepspeed modes (default: configs/ds_z1.json, ds_z2.json or ds_z3.json)."
     )
     async_save: bool = option(
-        False, "Write checkpoints in the background: training waits only until the tensors are copied to the host's memory."
+        False,
+        "Write checkpoints in the background: training waits only until the tensors are copied to the host's memory.",
     )
     empty_cache_freq: int = option(
         0,
-        "Give cached GPU memory back to the driver every so many steps (0: never). It costs the time to allocate it anew; use it only where memory "
-        "is fragmented.",
+        "Give cached GPU memory back to the driver every so many steps (0: never). It costs the time to allocate it "
+        "anew; use it only where memory is fragmented.",
     )
 
 

@@ -94,12 +94,17 @@ def _yaml_arguments(path: str, sections: dict[str, type]) -> list[str]:
 def build_parser(prog: str | None = None, description: str | None = None, parallel: bool = False) -> HfArgumentParser:
     """The command-line parser of train_fp8.py, or with `parallel` that of train_multi_gpu.py."""
     parser = _Parser(_sections(parallel), prog=prog, description=description)
-    parser.add_argument("--config", help="YAML file of 'option: value' lines; the command line overrides it (default: none).")
+    parser.add_argument(
+        "--config", help="YAML file of 'option: value' lines; the command line overrides it (default: none)."
+    )
     return parser
 
 
-def parse_config(argv: list[str], prog: str | None = None, description: str | None = None, parallel: bool = False) -> Config:
-    """Parse a command line (without the program's name) into a `Config`; `parallel` adds the options of `ParallelConfig`.
+def parse_config(
+    argv: list[str], prog: str | None = None, description: str | None = None, parallel: bool = False
+) -> Config:
+    """Parse a command line (without the program's name) into a `Config`; `parallel` adds the options of
+    `ParallelConfig`.
 
     Raises `UserError` on values that cannot be; argparse itself exits with code 2 on unknown options and choices.
     """

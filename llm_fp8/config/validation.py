@@ -29,7 +29,8 @@ def _check_attention(config: Config) -> None:
     if config.model.flash_attention is None:
         _require(
             not use_te or asked == "auto",
-            f"--attn_implementation {asked} has no effect with --use_te, whose attention is Transformer Engine's, {' or '.join(FLASH_ATTENTION_PACKAGES)}; drop one.",
+            f"--attn_implementation {asked} has no effect with --use_te, whose attention is Transformer Engine's, "
+            f"{' or '.join(FLASH_ATTENTION_PACKAGES)}; drop one.",
         )
         return
     flag = f"--attn_implementation {asked}"
@@ -37,11 +38,13 @@ def _check_attention(config: Config) -> None:
     _require(config.packing, f"{flag} is for packed rows; drop --no_packing, or {flag}.")
     mixed = config.precision.mixed_precision
     _require(
-        mixed not in ("no", "fp16"), f"{flag}: its gradients were compared in bf16 alone; drop it, or --mixed_precision {mixed}."
+        mixed not in ("no", "fp16"),
+        f"{flag}: its gradients were compared in bf16 alone; drop it, or --mixed_precision {mixed}.",
     )
     _require(
         config.parallel.context_parallel_size == 1,
-        f"{flag} cannot share a row between GPUs; drop it, or --context_parallel_size {config.parallel.context_parallel_size}.",
+        f"{flag} cannot share a row between GPUs; drop it, or --context_parallel_size "
+        f"{config.parallel.context_parallel_size}.",
     )
 
 
@@ -52,32 +55,37 @@ def _check_fp8_backend(config: Config) -> None:
     own, other = (TE_SCENARIOS, "torchao") if backend == "te" else (TORCHAO_SCENARIOS, "te")
     _require(
         scenario in ("default", *own),
-        f"--fp8_scenario {scenario} is a recipe of --fp8_backend {other}, and this run has --fp8_backend {backend}, whose recipes are "
-        f"{', '.join(own)}; change one of them.",
+        f"--fp8_scenario {scenario} is a recipe of --fp8_backend {other}, and this run has --fp8_backend {backend}, "
+        f"whose recipes are {', '.join(own)}; change one of them.",
     )
     gathers = config.parallel.fp8_all_gather
     if backend == "te":
         _require(
             not gathers,
-            "--fp8_all_gather belongs to --fp8_backend torchao; for Transformer Engine's modules there is --fp8_params.",
+            "--fp8_all_gather belongs to --fp8_backend torchao; for Transformer Engine's modules there is "
+            "--fp8_params.",
         )
         return
     _require(
         not gathers or scenario in ("default", "tensorwise"),
-        f"--fp8_all_gather gathers a weight with the one scale of tensorwise scaling, and --fp8_scenario {scenario} has one per row; drop one of them.",
+        f"--fp8_all_gather gathers a weight with the one scale of tensorwise scaling, and --fp8_scenario {scenario} "
+        "has one per row; drop one of them.",
     )
     _require(
         not config.model.use_te,
-        "--use_te builds the decoder from Transformer Engine's modules, which --fp8_backend torchao cannot convert; drop one of them.",
+        "--use_te builds the decoder from Transformer Engine's modules, which --fp8_backend torchao cannot convert; "
+        "drop one of them.",
     )
     _require(
         options.fp8_lm_head == "none",
-        f"--fp8_lm_head {options.fp8_lm_head} is computed by Transformer Engine and cannot go with --fp8_backend torchao; drop one of them.",
+        f"--fp8_lm_head {options.fp8_lm_head} is computed by Transformer Engine and cannot go with --fp8_backend "
+        "torchao; drop one of them.",
     )
     for name in ("fp8_format", "amax_history_len", "amax_compute_algo", "fp8_margin"):
         _require(
             getattr(options, name) is None,
-            f"--{name} belongs to Transformer Engine's recipes and has no effect with --fp8_backend torchao; drop one of them.",
+            f"--{name} belongs to Transformer Engine's recipes and has no effect with --fp8_backend torchao; drop one "
+            "of them.",
         )
 
 
@@ -89,7 +97,8 @@ def _check_lora(config: Config) -> None:
         for name in vars(unset):
             value = getattr(options, name)
             _require(
-                value == getattr(unset, name), f"--{name} {value} has no effect without --lora_rank; add it or drop --{name}."
+                value == getattr(unset, name),
+                f"--{name} {value} has no effect without --lora_rank; add it or drop --{name}.",
             )
         return
     alpha, dropout = options.lora_alpha, options.lora_dropout
@@ -108,21 +117,27 @@ def _check_lora(config: Config) -> None:
     unknown = [name for name in names if name not in (*DECODER_LINEARS, ALL_LINEAR)]
     _require(
         not (config.model.use_te and unknown),
-        f"--lora_targets {', '.join(unknown)}: with --use_te the layers are {', '.join(DECODER_LINEARS)}, or {ALL_LINEAR}.",
+        f"--lora_targets {', '.join(unknown)}: with --use_te the layers are {', '.join(DECODER_LINEARS)}, or "
+        f"{ALL_LINEAR}.",
     )
     _require(
         not config.parallel.sharding_mode.startswith("deepspeed"),
-        f"--lora_rank {options.lora_rank} cannot go with --sharding_mode {config.parallel.sharding_mode}; use ddp or an fsdp mode.",
+        f"--lora_rank {options.lora_rank} cannot go with --sharding_mode {config.parallel.sharding_mode}; use ddp or "
+        "an fsdp mode.",
     )
     _require(
         config.precision.mixed_precision != "fp8" or config.precision.fp8_backend == "te",
-        f"--lora_rank {options.lora_rank} cannot go with --fp8_backend torchao, whose layers compute the gradients of frozen weights too; use --fp8_backend te.",
+        f"--lora_rank {options.lora_rank} cannot go with --fp8_backend torchao, whose layers compute the gradients of "
+        "frozen weights too; use --fp8_backend te.",
     )
     _require(
         not config.parallel.fp8_params,
-        f"--fp8_params gives trained weights an fp8 form, and --lora_rank {options.lora_rank} freezes them; drop one of them.",
+        f"--fp8_params gives trained weights an fp8 form, and --lora_rank {options.lora_rank} freezes them; drop one "
+        "of them.",
     )
-    _require(config.run.export or not options.lora_merge, "--lora_merge has no effect with --no_export; drop one of them.")
+    _require(
+        config.run.export or not options.lora_merge, "--lora_merge has no effect with --no_export; drop one of them."
+    )
 
 
 def check_config(config: Config) -> None:
@@ -162,7 +177,8 @@ def check_config(config: Config) -> None:
         _require(0 <= number < math.inf, f"--{name} must be a finite number that is not negative, and is {number}.")
     _require(
         config.model.gradient_checkpointing or config.model.gradient_checkpointing_every == 1,
-        f"--gradient_checkpointing_every {config.model.gradient_checkpointing_every} has no effect without --gradient_checkpointing; add it.",
+        f"--gradient_checkpointing_every {config.model.gradient_checkpointing_every} has no effect without "
+        "--gradient_checkpointing; add it.",
     )
     epsilon = config.optim.adam_epsilon
     _require(0 < epsilon < math.inf, f"--adam_epsilon must be above 0, and is {epsilon}.")
@@ -184,8 +200,9 @@ def check_config(config: Config) -> None:
     if config.precision.mixed_precision == "fp8" or config.packing:
         _require(
             tokens % 16 == 0,
-            f"--batch_size {config.data.batch_size} times --max_seq_length {config.data.max_seq_length} is {tokens} tokens, which is not a "
-            "multiple of 16 as fp8 kernels and packed rows need; choose a --max_seq_length that is a multiple of 16.",
+            f"--batch_size {config.data.batch_size} times --max_seq_length {config.data.max_seq_length} is {tokens} "
+            "tokens, which is not a multiple of 16 as fp8 kernels and packed rows need; choose a --max_seq_length "
+            "that is a multiple of 16.",
         )
     _require(
         not (config.run.resume_from == "latest" and config.run.output_dir is None),
@@ -193,8 +210,8 @@ def check_config(config: Config) -> None:
     )
     _require(
         not (config.data.streaming and config.run.eval_exact_match),
-        f"--eval_exact_match {config.run.eval_exact_match} needs to look problems up by row, which --streaming cannot; drop it and evaluate the "
-        "trained model with scripts/evaluate.py.",
+        f"--eval_exact_match {config.run.eval_exact_match} needs to look problems up by row, which --streaming "
+        "cannot; drop it and evaluate the trained model with scripts/evaluate.py.",
     )
     _require(
         config.run.eval_exact_match > 0 or config.run.eval_max_new_tokens == RunConfig.eval_max_new_tokens,

@@ -1,12 +1,13 @@
 """Rows of documents become a `Batch`: packed into one line of tokens, or padded side by side.
 
 THE LABELS ARE ALREADY SHIFTED. `labels[..., t]` is the token that position t has to predict, the next token of the same
-document, or -100. The last token of a document predicts nothing. The loss is therefore the cross entropy of `logits` and
-`labels` position by position; shifting once more, as the loss inside Hugging Face models does, would train on the wrong
-token. (Shifting here, before documents meet in a row, is what keeps the last token of one from predicting the first of the
-next.)
+document, or -100. The last token of a document predicts nothing. The loss is therefore the cross entropy of `logits`
+and `labels` position by position; shifting once more, as the loss inside Hugging Face models does, would train on the
+wrong token. (Shifting here, before documents meet in a row, is what keeps the last token of one from predicting the
+first of the next.)
 
-Packed, for attention that takes `cu_seqlens` (or sees the restarts of `position_ids`), T = batch_size * max_seq_length always:
+Packed, for attention that takes `cu_seqlens` (or sees the restarts of `position_ids`), T = batch_size * max_seq_length
+always:
 
     input_ids, labels, position_ids   int64 [1, T]
     cu_seqlens                        int32 [n + 1], 0 = first < ... < last = T: where each segment begins
@@ -16,10 +17,10 @@ Every row begins at a multiple of max_seq_length. A segment is a document, or th
 `position_ids` begin at 0 again and every label is -100, so it attends to itself alone and teaches nothing. Reshaping
 [1, T] to [batch_size, max_seq_length] gives one row to a line.
 
-With context parallelism over C processes a batch is still made whole and then split (`SplitCollate`, llm_fp8.distributed.context_parallel). Every
-document is cut into 2 C pieces of equal length, so it is padded on the right to a multiple of that, and the padding counts as part of
-its segment. That is harmless: attention is causal, so no token of the document sees its padding, and the padding's labels are -100, so
-nothing comes back from it either.
+With context parallelism over C processes a batch is still made whole and then split (`SplitCollate`,
+llm_fp8.distributed.context_parallel). Every document is cut into 2 C pieces of equal length, so it is padded on the
+right to a multiple of that, and the padding counts as part of its segment. That is harmless: attention is causal, so no
+token of the document sees its padding, and the padding's labels are -100, so nothing comes back from it either.
 
 Padded, on the right:
 
@@ -27,15 +28,15 @@ Padded, on the right:
     attention_mask                    bool [B, S], true on a document's tokens
     cu_seqlens                        None
 
-S is the longest document rounded up to a multiple of 128 (per process of context parallelism), at most max_seq_length; or
-max_seq_length with `pad_to_full`.
-Padding is told by position, never by token id: where PAD and EOS are the same token, the EOS that ends a document is still
-learnt.
+S is the longest document rounded up to a multiple of 128 (per process of context parallelism), at most max_seq_length;
+or max_seq_length with `pad_to_full`.
+Padding is told by position, never by token id: where PAD and EOS are the same token, the EOS that ends a document is
+still learnt.
 
-A batch may hold fewer rows than batch_size, even none (the last ones of an epoch). Its shape does not change: a missing row
-is all padding. In a padded batch its first position is open to attention, since a row that may attend to nothing turns
-into NaN in some attention kernels; its labels are -100 and it is not counted as a real token. (Not so with context parallelism, whose
-attention takes the whole row for a document.)
+A batch may hold fewer rows than batch_size, even none (the last ones of an epoch). Its shape does not change: a missing
+row is all padding. In a padded batch its first position is open to attention, since a row that may attend to nothing
+turns into NaN in some attention kernels; its labels are -100 and it is not counted as a real token. (Not so with
+context parallelism, whose attention takes the whole row for a document.)
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ PADDED_MULTIPLE = 128
 
 
 def document_multiple(context_size: int) -> int:
-    """What the lengths of packed documents are rounded up to where `context_size` processes share every row, in tokens."""
+    """What the lengths of packed documents are rounded up to where `context_size` processes share every row, in
+    tokens.
+    """
     return 2 * context_size if context_size > 1 else 1
 
 
@@ -83,7 +86,9 @@ class Batch:
     num_supervised_tokens: int
     """Positions with a label."""
     sum_squared_lengths: int
-    """Sum over segments (packed) or rows (padded) of their length squared: what attention costs. Of a split batch the share of a process."""
+    """Sum over segments (packed) or rows (padded) of their length squared: what attention costs. Of a split batch
+    the share of a process.
+    """
     row_ids: tuple[int, ...]
     """Rows of the dataset that the documents came from."""
 
@@ -97,7 +102,9 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """The batch with its tensors in page-locked memory, from which copies to the GPU can run on their own. Needs CUDA."""
+        """The batch with its tensors in page-locked memory, from which copies to the GPU can run on their own. Needs
+        CUDA.
+        """
         return self._map(Tensor.pin_memory)
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
@@ -119,7 +126,9 @@ class Collate(Protocol):
 
 def count_tokens(batches: Sequence[Batch]) -> StepTokens:
     """The tokens of micro-batches together."""
-    return StepTokens(*(sum(getattr(batch, field.name) for batch in batches) for field in dataclasses.fields(StepTokens)))
+    return StepTokens(
+        *(sum(getattr(batch, field.name) for batch in batches) for field in dataclasses.fields(StepTokens))
+    )
 
 
 @dataclass(frozen=True)
@@ -142,7 +151,9 @@ def shifted_labels(document: Document) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class PackedCollate:
-    """Rows of documents to a packed `Batch` [1, batch_size * max_seq_length], ready to be split over `context_size` processes."""
+    """Rows of documents to a packed `Batch` [1, batch_size * max_seq_length], ready to be split over `context_size`
+    processes.
+    """
 
     batch_size: int
     max_seq_length: int
@@ -150,13 +161,17 @@ class PackedCollate:
     context_size: int = 1
 
     def __call__(self, rows: Sequence[Sequence[Document]]) -> Batch:
-        """Raises `ValueError` when a row holds more than max_seq_length tokens, or there are more than batch_size rows."""
+        """Raises `ValueError` when a row holds more than max_seq_length tokens, or there are more than batch_size
+        rows.
+        """
         if len(rows) > self.batch_size:
             raise ValueError(f"{len(rows)} rows do not fit a batch of {self.batch_size}")
         total = self.batch_size * self.max_seq_length
         multiple = document_multiple(self.context_size)
         if self.max_seq_length % multiple:
-            raise ValueError(f"rows of {self.max_seq_length} tokens cannot be split into documents of a multiple of {multiple}")
+            raise ValueError(
+                f"rows of {self.max_seq_length} tokens cannot be split into documents of a multiple of {multiple}"
+            )
         input_ids = np.full(total, self.pad_token_id, dtype=np.int64)
         labels = np.full(total, IGNORED, dtype=np.int64)
         position_ids = np.empty(total, dtype=np.int64)
@@ -168,7 +183,9 @@ class PackedCollate:
                 start, length = bounds[-1], len(document.input_ids)
                 end, padded_end = start + length, start + -(-length // multiple) * multiple
                 if padded_end > row_end:
-                    raise ValueError(f"a row of more than {self.max_seq_length} tokens: rows {[d.row_id for d in rows[index]]}")
+                    raise ValueError(
+                        f"a row of more than {self.max_seq_length} tokens: rows {[d.row_id for d in rows[index]]}"
+                    )
                 input_ids[start:end] = document.input_ids
                 labels[start:end] = shifted_labels(document)
                 real[start:end] = True
@@ -203,14 +220,18 @@ class PaddedCollate:
     context_size: int = 1
 
     def __call__(self, rows: Sequence[Sequence[Document]]) -> Batch:
-        """Raises `ValueError` for a row of several documents, a document that is too long, or more than batch_size rows."""
+        """Raises `ValueError` for a row of several documents, a document that is too long, or more than batch_size
+        rows.
+        """
         if len(rows) > self.batch_size or any(len(row) != 1 for row in rows):
             raise ValueError(f"a padded batch takes at most {self.batch_size} rows of one document each")
         documents = [row[0] for row in rows]
         longest = max((len(document.input_ids) for document in documents), default=1)
         if longest > self.max_seq_length:
             raise ValueError(f"a document of {longest} tokens does not fit {self.max_seq_length}")
-        multiple = PADDED_MULTIPLE * self.context_size  # a process gets as many whole multiples of every row as the others
+        multiple = (
+            PADDED_MULTIPLE * self.context_size
+        )  # a process gets as many whole multiples of every row as the others
         rounded = -(-longest // multiple) * multiple
         width = self.max_seq_length if self.pad_to_full else min(rounded, self.max_seq_length)
 

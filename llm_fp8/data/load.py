@@ -41,8 +41,8 @@ READ_ERRORS = (DatasetsError, OSError, ValueError, RuntimeError)
 class DatasetSource:
     """A dataset that was found, and its splits.
 
-    `path` is what `datasets.load_dataset` takes. `files` holds the data files of each split, relative to the dataset, and an
-    empty list where they are not known. `saved` is the opened dataset when it came from `save_to_disk`.
+    `path` is what `datasets.load_dataset` takes. `files` holds the data files of each split, relative to the dataset,
+    and an empty list where they are not known. `saved` is the opened dataset when it came from `save_to_disk`.
     """
 
     name: str
@@ -79,7 +79,8 @@ def open_source(name: str) -> DatasetSource:
     if path.is_file():
         if path.suffix not in FILE_BUILDERS:
             raise UserError(
-                f"--dataset_name {name}: '{path.suffix}' files are not understood; give one of {', '.join(FILE_BUILDERS)} or a folder."
+                f"--dataset_name {name}: '{path.suffix}' files are not understood; give one of "
+                f"{', '.join(FILE_BUILDERS)} or a folder."
             )
         return DatasetSource(name, FILE_BUILDERS[path.suffix], {"train": [str(path.resolve())]})
     if path.is_dir():
@@ -94,7 +95,9 @@ def _open_saved(name: str, path: Path) -> DatasetSource:
     try:
         loaded = datasets.load_from_disk(str(path))
     except READ_ERRORS as error:
-        raise UserError(f"--dataset_name {name}: the save_to_disk folder cannot be read: {_first_line(error)}") from error
+        raise UserError(
+            f"--dataset_name {name}: the save_to_disk folder cannot be read: {_first_line(error)}"
+        ) from error
     saved = loaded if isinstance(loaded, DatasetDict) else DatasetDict({str(loaded.split or "train"): loaded})
     return DatasetSource(name, str(path), {split: [] for split in saved}, saved)
 
@@ -119,19 +122,22 @@ def _not_opened(name: str, local: bool, error: BaseException) -> UserError:
         return UserError(f"--dataset_name {name}: the folder holds no data that can be read: {_first_line(error)}")
     if isinstance(error, DatasetNotFoundError):
         return UserError(
-            f"--dataset_name {name} is not a local path, and the Hugging Face hub has no such dataset or wants a login for it "
-            f"('hf auth login', and accept its terms on its page if it is gated)."
+            f"--dataset_name {name} is not a local path, and the Hugging Face hub has no such dataset or wants a "
+            f"login for it ('hf auth login', and accept its terms on its page if it is gated)."
         )
     if isinstance(error, ConnectionError):
         return UserError(
-            f"--dataset_name {name} is not a local path, and the Hugging Face hub cannot be reached; check the network, or fetch it "
-            f"where there is one with 'hf download {name} --repo-type dataset --local-dir DIR' and pass that folder."
+            f"--dataset_name {name} is not a local path, and the Hugging Face hub cannot be reached; check the "
+            f"network, or fetch it where there is one with 'hf download {name} --repo-type dataset --local-dir DIR' "
+            "and pass that folder."
         )
     return UserError(f"--dataset_name {name}: the dataset cannot be opened: {_first_line(error)}")
 
 
 def _open_downloaded(name: str) -> DatasetSource | None:
-    """The splits whose files lie in the hub's cache, from an earlier run or `hf download`; None where there are none."""
+    """The splits whose files lie in the hub's cache, from an earlier run or `hf download`; None where there are
+    none.
+    """
     try:
         path = snapshot_download(name, repo_type="dataset", local_files_only=True)
         builder = datasets.load_dataset_builder(path, data_files=get_data_patterns(path))
@@ -141,7 +147,9 @@ def _open_downloaded(name: str) -> DatasetSource | None:
 
 
 def _source(name: str, path: str, data_files: Mapping[Any, Sequence[str]]) -> DatasetSource:
-    return DatasetSource(name, path, {str(split): [_relative(f, path) for f in files] for split, files in data_files.items()})
+    return DatasetSource(
+        name, path, {str(split): [_relative(f, path) for f in files] for split, files in data_files.items()}
+    )
 
 
 def _relative(file: str, dataset_path: str) -> str:
@@ -152,7 +160,9 @@ def _relative(file: str, dataset_path: str) -> str:
 
 
 def load_split(source: DatasetSource, split: str) -> Dataset:
-    """One split, converted to memory-mapped Arrow once. Raises `UserError` with file and line where a JSON line is broken."""
+    """One split, converted to memory-mapped Arrow once. Raises `UserError` with file and line where a JSON line is
+    broken.
+    """
     return source.saved[split] if source.saved is not None else _load(source, split, streaming=False)
 
 

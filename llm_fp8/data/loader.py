@@ -1,8 +1,8 @@
 """Loaders: global batches cut into this rank's micro-batches, made ahead of time by one thread.
 
-Micro-batch i of a step goes to rank i % world_size. Every rank gets as many micro-batches as every other: where the last
-step of an epoch has too few rows for that, some ranks get a micro-batch without any row (all padding, no label), so that
-collective operations still meet.
+Micro-batch i of a step goes to rank i % world_size. Every rank gets as many micro-batches as every other: where the
+last step of an epoch has too few rows for that, some ranks get a micro-batch without any row (all padding, no label),
+so that collective operations still meet.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Share:
     world_size: int = 1
 
     def micro_batches(self, rows: Sequence[T], batch_size: int) -> list[Sequence[T]]:
-        """This rank's micro-batches of at most `batch_size` rows; as many on every rank, empty where the rows run out."""
+        """This rank's micro-batches of at most `batch_size` rows; as many on every rank, empty where the rows run
+        out.
+        """
         chunks = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
         rounds = -(-len(chunks) // self.world_size)
         own = chunks[self.rank :: self.world_size]
@@ -99,11 +101,18 @@ class TrainLoader(Generic[T]):
     """Yields `list[Batch]`, this rank's micro-batches of one optimizer step, epoch after epoch without end.
 
     `state_dict()` is the position behind the last step that was yielded, whatever the thread has prepared beyond it. A
-    loader that loads it yields exactly the steps that would have followed, also with another cut of the same global batch.
+    loader that loads it yields exactly the steps that would have followed, also with another cut of the same global
+    batch.
     """
 
     def __init__(
-        self, rows: RowSource, collate: Collate, batch_size: int, num_micro_batches: int, share: Share, pin_memory: bool = False
+        self,
+        rows: RowSource,
+        collate: Collate,
+        batch_size: int,
+        num_micro_batches: int,
+        share: Share,
+        pin_memory: bool = False,
     ) -> None:
         """`num_micro_batches` is per rank and step (gradient_accumulation_steps)."""
         self._rows = rows
@@ -124,7 +133,9 @@ class TrainLoader(Generic[T]):
 
     @property
     def epoch(self) -> float:
-        """Passes over the data done by the steps yielded so far, with the fraction of the current one (0 when streaming)."""
+        """Passes over the data done by the steps yielded so far, with the fraction of the current one (0 when
+        streaming).
+        """
         return self._epoch
 
     def state_dict(self) -> Position:
@@ -187,16 +198,16 @@ class EvalLoader:
 # --- rows ------------------------------------------------------------------------------------------------
 # Rows in the order in which they are trained on, cut into global batches.
 #
-# A row is what fills one line of a batch: a packed group of documents, or a single one. A row source hands out global batches
-# of rows and, with each, the position after it. From a position it goes on exactly as if it had never stopped. Positions are
-# plain dicts that JSON can hold.
+# A row is what fills one line of a batch: a packed group of documents, or a single one. A row source hands out global
+# batches of rows and, with each, the position after it. From a position it goes on exactly as if it had never stopped.
+# Positions are plain dicts that JSON can hold.
 #
-# The rows of a global batch depend on its size alone (`batch_size * gradient_accumulation_steps * world_size`), not on how it
-# is cut into micro-batches and ranks: every rank walks through the same global batches and takes its own part of each
-# (loader.py).
+# The rows of a global batch depend on its size alone (`batch_size * gradient_accumulation_steps * world_size`), not on
+# how it is cut into micro-batches and ranks: every rank walks through the same global batches and takes its own part of
+# each (loader.py).
 #
-# `MapRows`, here, knows all its rows: each epoch visits every row once, in an order drawn from (seed, epoch), and the last
-# global batch of an epoch holds what is left. `StreamRows` (stream.py) makes its rows from a stream as it goes.
+# `MapRows`, here, knows all its rows: each epoch visits every row once, in an order drawn from (seed, epoch), and the
+# last global batch of an epoch holds what is left. `StreamRows` (stream.py) makes its rows from a stream as it goes.
 
 Position = dict[str, Any]
 Row = list[Document]
@@ -237,8 +248,8 @@ def check_position(position: Position, start: Position) -> None:
     """Raise `UserError` unless `position` belongs to the data that begin at `start`."""
     if position.get("kind") != start["kind"] or position.get("data") != start["data"]:
         raise UserError(
-            "--resume_from: the checkpoint was made with other training data (dataset, split, tokenizer, max_seq_length, packing, "
-            "held-out share or seed); resume with the options of that run."
+            "--resume_from: the checkpoint was made with other training data (dataset, split, tokenizer, "
+            "max_seq_length, packing, held-out share or seed); resume with the options of that run."
         )
 
 

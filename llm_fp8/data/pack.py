@@ -3,9 +3,9 @@
 Padding every sample to the longest wastes most of a batch when lengths vary; cutting a stream of text into rows splits
 samples. Here samples stay whole: taken longest first, each goes into the row with the least room that still holds it.
 
-Lengths are small integers, so equal samples are placed together: rows are kept in one bucket per amount of room left, and
-all samples of one length are dealt to a bucket in one NumPy operation. The work is O(n log n) for the sort and, for each
-different length, a scan over the buckets; a million samples take about a second.
+Lengths are small integers, so equal samples are placed together: rows are kept in one bucket per amount of room left,
+and all samples of one length are dealt to a bucket in one NumPy operation. The work is O(n log n) for the sort and, for
+each different length, a scan over the buckets; a million samples take about a second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which samples each row holds: row r has `samples[offsets[r]:offsets[r + 1]]` (both int64, `offsets` of length rows + 1)."""
+    """Which samples each row holds: row r has `samples[offsets[r]:offsets[r + 1]]` (both int64, `offsets` of length
+    rows + 1).
+    """
 
     samples: IntArray
     offsets: IntArray
@@ -39,10 +41,11 @@ def one_per_row(num_samples: int) -> RowPlan:
 
 
 def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> RowPlan:
-    """Rows of at most `capacity` tokens for samples of these `lengths`, each of which takes up a multiple of `multiple` tokens.
+    """Rows of at most `capacity` tokens for samples of these `lengths`, each of which takes up a multiple of `multiple`
+    tokens.
 
-    The same input gives the same plan. Raises `ValueError` for a sample that is empty or longer than `capacity`, and for a capacity that
-    is not such a multiple itself.
+    The same input gives the same plan. Raises `ValueError` for a sample that is empty or longer than `capacity`, and
+    for a capacity that is not such a multiple itself.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) == 0:

@@ -66,15 +66,16 @@ class PreparedData:
     """Held-out problems to generate answers for (--eval_exact_match)."""
 
     def describe(self) -> str:
-        """A few lines to print: where the data come from, their counts, the prompt form and one sample, its supervised part
-        between >>> and <<<."""
+        """A few lines to print: where the data come from, their counts, the prompt form and one sample, its supervised
+        part between >>> and <<<."""
         lines = [self.description]
         if self.report.num_rows_read:  # a stream has not been read yet
             lines.append(f"  {self.report.summary()}")
         if self.report.padding_efficiency is not None:
             lines.append(
                 f"  {self.report.num_tokens} tokens, {self.report.num_supervised_tokens} of them supervised, in "
-                f"{self.report.num_rows_of_batches} rows of {self.report.max_seq_length}: {self.report.padding_efficiency:.1%} filled"
+                f"{self.report.num_rows_of_batches} rows of {self.report.max_seq_length}: "
+                f"{self.report.padding_efficiency:.1%} filled"
             )
         lines.append(f"  evaluation: {self.report.num_eval_rows} rows")
         if self.report.num_eval_rows_seen_in_training:
@@ -104,10 +105,10 @@ def prepare_data(
 ) -> PreparedData:
     """Load, tokenise, split and plan the data of a run.
 
-    `rank` and `world_size` count context groups (--context_parallel_size), whose ranks get the same rows; `split_batch` then takes a
-    rank's slice of a batch.
-    `main_process_first` (such as `accelerator.local_main_process_first`) returns a context in which the other processes wait
-    for the main one, so that it alone downloads and tokenises and they find the result in the cache.
+    `rank` and `world_size` count context groups (--context_parallel_size), whose ranks get the same rows; `split_batch`
+    then takes a rank's slice of a batch.
+    `main_process_first` (such as `accelerator.local_main_process_first`) returns a context in which the other processes
+    wait for the main one, so that it alone downloads and tokenises and they find the result in the cache.
 
     Raises `UserError` on a dataset that cannot be found, read or used.
     """
@@ -151,7 +152,8 @@ class _Job:
         wanted = self.config.data.validation_split_name
         if wanted == self.split:
             raise UserError(
-                f"--validation_split_name {wanted} is the split that is trained on; leave it out to hold out a share of it."
+                f"--validation_split_name {wanted} is the split that is trained on; leave it out to hold out a share "
+                "of it."
             )
         if wanted is not None:
             return self.source.check_split(wanted, "--validation_split_name")
@@ -165,7 +167,9 @@ class _Job:
     def plan(self, lengths: IndexArray, chosen: IndexArray) -> RowPlan:
         """Rows of the `chosen` among all documents, by their indices."""
         capacity = self.config.data.max_seq_length
-        local = pack(lengths[chosen], capacity, self.document_multiple) if self.config.packing else one_per_row(len(chosen))
+        local = (
+            pack(lengths[chosen], capacity, self.document_multiple) if self.config.packing else one_per_row(len(chosen))
+        )
         return RowPlan(chosen[local.samples], local.offsets)
 
     def identify(self, *parts: Any) -> str:
@@ -188,7 +192,9 @@ class _Job:
         """The loaders over training rows and rows to evaluate."""
         data, kind = self.config.data, PackedCollate if self.config.packing else PaddedCollate
         context_size = self.config.parallel.context_parallel_size
-        collate: Collate = kind(data.batch_size, data.max_seq_length, pad_token_id(self.tokenizer), context_size=context_size)
+        collate: Collate = kind(
+            data.batch_size, data.max_seq_length, pad_token_id(self.tokenizer), context_size=context_size
+        )
         if self.split_batch is not None:
             collate = SplitCollate(collate, self.split_batch)
         num_micro_batches = self.config.optim.gradient_accumulation_steps
@@ -197,7 +203,9 @@ class _Job:
             f"{'packed' if self.config.packing else 'padded'} rows of {data.max_seq_length} tokens\n"
             f"  prompt form: {describe_prompt_form(options.form, self.tokenizer)}"
         )
-        evaluation = EvalLoader(eval_rows, collate, data.batch_size, self.share, self.config.run.eval_batches, self.pin_memory)
+        evaluation = EvalLoader(
+            eval_rows, collate, data.batch_size, self.share, self.config.run.eval_batches, self.pin_memory
+        )
         return PreparedData(
             TrainLoader(train_rows, collate, data.batch_size, num_micro_batches, self.share, self.pin_memory),
             evaluation if eval_rows else None,
@@ -243,8 +251,9 @@ def _prepare_map(job: _Job) -> PreparedData:
         eval_from = f"split {job.validation_split}"
         if len(eval_set) == 0:
             raise UserError(
-                f"--validation_split_name {job.validation_split}: none of its {len(eval_source)} rows can be evaluated on: {int(seen.sum())} "
-                f"hold a problem that split {job.split} trains on, the others are empty or too long."
+                f"--validation_split_name {job.validation_split}: none of its {len(eval_source)} rows can be "
+                f"evaluated on: {int(seen.sum())} hold a problem that split {job.split} trains on, the others are "
+                "empty or too long."
             )
 
     train_set = np.flatnonzero(train)
@@ -252,13 +261,16 @@ def _prepare_map(job: _Job) -> PreparedData:
     report.num_tokens = int(columns["length"][train_set].sum())
     report.num_supervised_tokens = int(columns["num_supervised"][train_set].sum())
     if len(train_set) == 0:
-        raise UserError(f"--dataset_name {data.dataset_name}: no row of split {job.split} can be trained on: {report.summary()}.")
+        raise UserError(
+            f"--dataset_name {data.dataset_name}: no row of split {job.split} can be trained on: {report.summary()}."
+        )
     problems: list[Problem] = []
     if num_problems and len(eval_set):
         problems = choose_problems(eval_source, eval_set, eval_columns["problem_key"][eval_set], num_problems)
         if not problems:
             raise UserError(
-                f"--eval_exact_match {num_problems}: none of the {len(eval_set)} held-out rows has an {ANSWER_COLUMN}; fill the column, or drop it."
+                f"--eval_exact_match {num_problems}: none of the {len(eval_set)} held-out rows has an "
+                f"{ANSWER_COLUMN}; fill the column, or drop it."
             )
     plan = job.plan(columns["length"], train_set)
     report.num_rows_of_batches = len(plan)
@@ -318,8 +330,8 @@ def _prepare_stream(job: _Job) -> PreparedData:
             break
     if not sample:
         raise UserError(
-            f"--dataset_name {data.dataset_name}: no row of split {job.split} can be trained on: all that were read are empty, longer than "
-            f"--max_seq_length {data.max_seq_length} or held out."
+            f"--dataset_name {data.dataset_name}: no row of split {job.split} can be trained on: all that were read "
+            f"are empty, longer than --max_seq_length {data.max_seq_length} or held out."
         )
     eval_from = f"the first {len(held_out)} rows of {fraction:.2%} of its problems" if held_out else "nothing"
     if validation is not None:
@@ -330,7 +342,9 @@ def _prepare_stream(job: _Job) -> PreparedData:
         eval_from = f"the first {len(held_out)} rows of split {validation}"
 
     report = DataReport(max_seq_length=data.max_seq_length, num_eval_rows=len(held_out))
-    identity = job.identify(data.dataset_name, job.split, data.num_of_samples, cache_key("", job.tokenizer, options), fraction)
+    identity = job.identify(
+        data.dataset_name, job.split, data.num_of_samples, cache_key("", job.tokenizer, options), fraction
+    )
     capacity = data.max_seq_length if job.config.packing else None
     rows = StreamRows(
         open_stream,

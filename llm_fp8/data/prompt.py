@@ -12,12 +12,12 @@ A problem and its solution, or a conversation, go through the tokenizer's chat t
 
 What is supervised:
 
-- The solution, the completion, each assistant turn, and the EOS token: it is the last token of every document and the last
-  supervised one, once, so that the model learns to stop. What a template puts after it (a line break) is cut off.
+- The solution, the completion, each assistant turn, and the EOS token: it is the last token of every document and the
+  last supervised one, once, so that the model learns to stop. What a template puts after it (a line break) is cut off.
 - With `train_on_prompt` every token.
-- A supervised span is a range of characters. A document is tokenised as a whole, and a span begins where the tokens of the
-  text before it end, so that the prompt's tokens are those that generation will start from. Where a token would straddle
-  the boundary, the pieces on both sides are tokenised alone.
+- A supervised span is a range of characters. A document is tokenised as a whole, and a span begins where the tokens of
+  the text before it end, so that the prompt's tokens are those that generation will start from. Where a token would
+  straddle the boundary, the pieces on both sides are tokenised alone.
 
 BOS stands at the front once: chat templates write it themselves, elsewhere it is put there if the tokenizer would.
 """
@@ -38,8 +38,8 @@ PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"
 """The prompt of a problem for tokenizers without a chat template; the solution follows at once."""
 
 PLAIN_TURN = "{role}:\n"
-"""Stands before each turn of a conversation for tokenizers without a chat template. A blank line follows a turn, and EOS the
-content of an assistant's."""
+"""Stands before each turn of a conversation for tokenizers without a chat template. A blank line follows a turn, and
+EOS the content of an assistant's."""
 
 FORMAT_VERSION = 1
 """Raised whenever this module turns the same row into other tokens, so that cached tokens are made anew."""
@@ -101,7 +101,9 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def format_prompt(problem: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text to generate from, for a problem of the problem + generated_solution form; tokenise it with `encode_prompt`."""
+    """The text to generate from, for a problem of the problem + generated_solution form; tokenise it with
+    `encode_prompt`.
+    """
     if has_chat_template(tokenizer):
         return _apply_template(tokenizer, [{"role": "user", "content": problem.strip()}], add_generation_prompt=True)
     return PROMPT_FORM.format(problem=problem.strip())
@@ -137,8 +139,14 @@ def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokeni
     if form == "prompt_completion":
         prompt, completion = row["prompt"] or "", row["completion"] or ""
         if not isinstance(prompt, str) or not isinstance(completion, str):
-            raise UserError("--dataset_name: prompt and completion must be strings; put conversations into a column 'messages'.")
-        return Rendered(prompt + completion, ((len(prompt), len(prompt) + len(completion)),)) if completion.strip() else None
+            raise UserError(
+                "--dataset_name: prompt and completion must be strings; put conversations into a column 'messages'."
+            )
+        return (
+            Rendered(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
+            if completion.strip()
+            else None
+        )
     messages = _conversation(row, form)
     if not messages:
         return None
@@ -167,7 +175,9 @@ def _clean_messages(messages: Any) -> list[dict[str, Any]]:
             raise UserError("--dataset_name: every entry of 'messages' must be an object with 'role' and 'content'.")
         turn.setdefault("content", "")
         if not isinstance(turn["content"], str):
-            raise UserError("--dataset_name: the 'content' of a message must be text; images and other parts are not understood.")
+            raise UserError(
+                "--dataset_name: the 'content' of a message must be text; images and other parts are not understood."
+            )
         turns.append(turn)
     while turns and (turns[-1]["role"] != "assistant" or not turns[-1]["content"].strip()):
         turns.pop()
@@ -196,7 +206,9 @@ def _apply_template(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], add_generation_prompt: bool = False
 ) -> str:
     try:
-        return cast(str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
+        return cast(
+            str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        )
     except TemplateError as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise UserError(
@@ -207,9 +219,9 @@ def _apply_template(
 def _template_span(text: str, messages: list[dict[str, Any]], turn: int, tokenizer: PreTrainedTokenizerBase) -> Span:
     """Where in `text` the assistant's `turn` stands: from the end of its generation prompt to the end of the turn.
 
-    Most templates render a conversation's beginning the same whatever follows. Some (Qwen3's, which shows the reasoning of the
-    last turn only) write an earlier turn differently once it is no longer the last; its end is then found by its content and
-    by what the template closes the turn with.
+    Most templates render a conversation's beginning the same whatever follows. Some (Qwen3's, which shows the reasoning
+    of the last turn only) write an earlier turn differently once it is no longer the last; its end is then found by its
+    content and by what the template closes the turn with.
     """
     before = _apply_template(tokenizer, messages[:turn], add_generation_prompt=True) if turn else ""
     until = _apply_template(tokenizer, messages[: turn + 1])
@@ -221,9 +233,9 @@ def _template_span(text: str, messages: list[dict[str, Any]], turn: int, tokeniz
         if at >= 0 and content in until and text.startswith(closing, at + len(content)):
             return len(before), at + len(content) + len(closing)
     raise UserError(
-        "--dataset_name: the tokenizer's chat template writes the beginning of a conversation differently once it goes on, so its "
-        "assistant turns cannot be told apart; use conversations of one question and one answer, or a template with "
-        "{% generation %} blocks."
+        "--dataset_name: the tokenizer's chat template writes the beginning of a conversation differently once it "
+        "goes on, so its assistant turns cannot be told apart; use conversations of one question and one answer, or a "
+        "template with {% generation %} blocks."
     )
 
 
@@ -231,7 +243,9 @@ def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
     """Token ids of each text with nothing added."""
     if not texts:
         return []
-    output = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+    output = tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )
     return cast("list[list[int]]", output["input_ids"])
 
 
@@ -247,7 +261,10 @@ def _missing_bos(ids: list[int], added_bos: list[int]) -> list[int]:
 
 
 def encode_batch(
-    rows: Sequence[Mapping[str, Any]], form: ColumnForm, tokenizer: PreTrainedTokenizerBase, train_on_prompt: bool = False
+    rows: Sequence[Mapping[str, Any]],
+    form: ColumnForm,
+    tokenizer: PreTrainedTokenizerBase,
+    train_on_prompt: bool = False,
 ) -> list[Encoded | None]:
     """The documents of `rows`, None where a row has nothing to learn.
 
@@ -321,11 +338,14 @@ def _cuts(item: Rendered) -> list[int]:
 def _end_with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Encoded | None:
     """Close every supervised run at its EOS, and the document at the last one, adding it if it is missing.
 
-    A template may close a turn inside the span ("answer<EOS>\\n"), just behind it, or without EOS at all (base models whose
-    template ends turns with another token).
+    A template may close a turn inside the span ("answer<EOS>\\n"), just behind it, or without EOS at all (base models
+    whose template ends turns with another token).
     """
     eos = tokenizer.eos_token_id
-    ids, supervised = list(encoded.input_ids), bytearray(encoded.supervised)  # bytes: searched without a step of Python per token
+    ids, supervised = (
+        list(encoded.input_ids),
+        bytearray(encoded.supervised),
+    )  # bytes: searched without a step of Python per token
     end = 0  # of the last supervised run
     while (start := supervised.find(1, end)) >= 0:
         end = supervised.find(0, start)

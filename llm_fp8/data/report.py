@@ -43,7 +43,9 @@ class DataReport:
 
     @property
     def padding_efficiency(self) -> float | None:
-        """Tokens / (num_rows_of_batches * max_seq_length): the share of the positions that hold text, if rows are padded in full."""
+        """Tokens / (num_rows_of_batches * max_seq_length): the share of the positions that hold text, if rows are
+        padded in full.
+        """
         positions = self.num_rows_of_batches * self.max_seq_length
         return self.num_tokens / positions if positions else None
 

@@ -1,8 +1,9 @@
 """The held-out share: cut by problem, never by row.
 
-OpenMathInstruct-2 answers each problem many times over, so a random cut of rows would put a problem into training and into
-evaluation at once. Here a problem's normalised text is hashed to 64 bits, and the hash alone decides: it does not depend on
-the order of the rows, the seed, or which other rows there are, and a stream can apply it to one row at a time.
+OpenMathInstruct-2 answers each problem many times over, so a random cut of rows would put a problem into training and
+into evaluation at once. Here a problem's normalised text is hashed to 64 bits, and the hash alone decides: it does not
+depend on the order of the rows, the seed, or which other rows there are, and a stream can apply it to one row at a
+time.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def is_held_out(key: int, fraction: float) -> bool:
 def held_out_mask(keys: npt.NDArray[np.int64], fraction: float) -> npt.NDArray[np.bool_]:
     """For each row's problem key, whether the row is held out.
 
-    A dataset too small for the share to hold a problem gives up the one with the smallest key, as long as another is left.
+    A dataset too small for the share to hold a problem gives up the one with the smallest key, as long as another is
+    left.
     """
     if fraction == 0 or len(keys) == 0:
         return np.zeros(len(keys), dtype=bool)
@@ -56,8 +58,9 @@ def held_out_mask(keys: npt.NDArray[np.int64], fraction: float) -> npt.NDArray[n
 # --- problems --------------------------------------------------------------------------------------------
 # The held-out problems as text, for the model to answer: question and expected answer.
 #
-# Chosen by the hash of the problem (split.py), smallest first: a sample that depends neither on the order of the rows nor on the seed, and in
-# which the first N problems are among the first N + 1. A problem that is there many times, as in OpenMathInstruct-2, is asked once.
+# Chosen by the hash of the problem (split.py), smallest first: a sample that depends neither on the order of the rows
+# nor on the seed, and in which the first N problems are among the first N + 1. A problem that is there many times, as
+# in OpenMathInstruct-2, is asked once.
 
 ANSWER_COLUMN = "expected_answer"
 
@@ -77,13 +80,17 @@ def check_answer_column(columns: list[str]) -> None:
     missing = [column for column in needed if column not in columns]
     if missing:
         raise UserError(
-            f"--dataset_name: exact match (--eval_exact_match) needs the columns {', '.join(needed)}, and the dataset lacks {', '.join(missing)} "
-            f"(it has: {', '.join(columns)}); add what is missing, or do without exact match."
+            f"--dataset_name: exact match (--eval_exact_match) needs the columns {', '.join(needed)}, and the dataset "
+            f"lacks {', '.join(missing)} (it has: {', '.join(columns)}); add what is missing, or do without exact "
+            "match."
         )
 
 
-def choose_problems(dataset: Dataset, rows: npt.NDArray[np.int64], keys: npt.NDArray[np.int64], wanted: int) -> list[Problem]:
-    """At most `wanted` different problems among `rows` of `dataset`, `keys` being the problem keys of these rows (both int64 [n]).
+def choose_problems(
+    dataset: Dataset, rows: npt.NDArray[np.int64], keys: npt.NDArray[np.int64], wanted: int
+) -> list[Problem]:
+    """At most `wanted` different problems among `rows` of `dataset`, `keys` being the problem keys of these rows (both
+    int64 [n]).
 
     Problems without an expected answer are passed over.
     """

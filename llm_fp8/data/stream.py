@@ -1,11 +1,11 @@
 """Rows from a stream (`--streaming`), for datasets too large to prepare first.
 
-A buffer of source rows is read, tokenised and packed, and its rows are shuffled by (seed, number of the buffer). Rows that
-came out poorly filled hand their documents on to the next buffer, each document at most once. When the stream ends it is
-begun anew, and no global batch is short.
+A buffer of source rows is read, tokenised and packed, and its rows are shuffled by (seed, number of the buffer). Rows
+that came out poorly filled hand their documents on to the next buffer, each document at most once. When the stream ends
+it is begun anew, and no global batch is short.
 
-A position names the beginning of a buffer (the state of the `datasets` stream there, and the documents handed on to it) and
-how many of its rows are done. Resuming fills that buffer once more and goes on behind those rows.
+A position names the beginning of a buffer (the state of the `datasets` stream there, and the documents handed on to it)
+and how many of its rows are done. Resuming fills that buffer once more and goes on behind those rows.
 
 Every rank reads the whole stream and trains on its own part: what a global batch holds must not depend on the number of
 ranks.
@@ -51,8 +51,8 @@ class StreamedRow:
 class StreamRows:
     """Training rows of a stream, packed into `capacity` tokens, or one document to a row where `capacity` is None.
 
-    `open_stream` returns the stream at its beginning, `iterate` yields the rows of one, `tokenise` takes some of them with their indices, and `report` is
-    kept up to date. `data` identifies all of it.
+    `open_stream` returns the stream at its beginning, `iterate` yields the rows of one, `tokenise` takes some of them
+    with their indices, and `report` is kept up to date. `data` identifies all of it.
     """
 
     open_stream: Callable[[], IterableDataset]
@@ -66,7 +66,9 @@ class StreamRows:
     """What the length of a packed document is padded to a multiple of."""
     buffer_rows: int = STREAM_BUFFER_ROWS
     counted: tuple[int, int] = (0, 0)
-    """Epoch and source row up to which the report counts: a buffer that is filled once more is not counted once more."""
+    """Epoch and source row up to which the report counts: a buffer that is filled once more is not counted once
+    more.
+    """
 
     @property
     def num_rows(self) -> None:
@@ -137,7 +139,9 @@ class StreamRows:
         self.report.num_rows_of_batches += num_rows
 
     def _plan(self, carried: Row, fresh: Row, last: bool) -> tuple[list[Row], Row]:
-        """Rows to train on and documents to hand on to the next buffer; none are handed on from the `last` of an epoch."""
+        """Rows to train on and documents to hand on to the next buffer; none are handed on from the `last` of an
+        epoch.
+        """
         documents = carried + fresh
         if self.capacity is None:
             plan: RowPlan = one_per_row(len(documents))
@@ -163,5 +167,7 @@ def _to_json(document: Document) -> dict[str, Any]:
 
 def _from_json(content: dict[str, Any]) -> Document:
     return Document(
-        np.asarray(content["input_ids"], dtype=np.int64), np.asarray(content["supervised"], dtype=bool), content["row_id"]
+        np.asarray(content["input_ids"], dtype=np.int64),
+        np.asarray(content["supervised"], dtype=bool),
+        content["row_id"],
     )

@@ -1,8 +1,8 @@
 """Rows become documents, once: the tokenised dataset and its cache.
 
-The tokenised rows are an Arrow file that `datasets.map` writes and memory-maps. Its name is a hash of everything that shapes
-its content (`cache_key`), so a second run of whatever batch size, seed, packing or held-out share opens the same file, and a
-change of the tokenizer, its chat template or any other input makes a new one.
+The tokenised rows are an Arrow file that `datasets.map` writes and memory-maps. Its name is a hash of everything that
+shapes its content (`cache_key`), so a second run of whatever batch size, seed, packing or held-out share opens the same
+file, and a change of the tokenizer, its chat template or any other input makes a new one.
 
 Every row of the dataset has its row there, also those that are not used; `outcome` says what became of it:
 
@@ -83,7 +83,10 @@ class Document:
 
 
 def tokenise_rows(
-    rows: Sequence[Mapping[str, Any]], row_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions
+    rows: Sequence[Mapping[str, Any]],
+    row_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    options: TokeniseOptions,
 ) -> dict[str, list[Any]]:
     """The columns described above for `rows`."""
     columns: dict[str, list[Any]] = {name: [] for name in FEATURES}
@@ -177,7 +180,9 @@ def tokenise(
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some successive documents as they lie in the memory-mapped file; document i begins at `starts[i]` and ends at `starts[i + 1]`."""
+    """Some successive documents as they lie in the memory-mapped file; document i begins at `starts[i]` and ends at
+    `starts[i + 1]`.
+    """
 
     starts: npt.NDArray[np.int32]
     input_ids: npt.NDArray[np.int32]
@@ -206,8 +211,8 @@ class _Chunk:
 class DocumentStore:
     """Documents of a tokenised dataset by index, read from the memory-mapped file when asked for.
 
-    The columns are read where they lie: going through a `datasets` row takes many times longer, in a thread that shares the interpreter
-    with the training loop.
+    The columns are read where they lie: going through a `datasets` row takes many times longer, in a thread that shares
+    the interpreter with the training loop.
     """
 
     def __init__(self, tokenised: Dataset) -> None:
@@ -224,7 +229,9 @@ class DocumentStore:
 
 
 def arrow_table(tokenised: Dataset) -> pa.Table:
-    """The rows of a dataset that `tokenise` returned, memory-mapped. Raises `ValueError` for one whose rows were picked or shuffled since."""
+    """The rows of a dataset that `tokenise` returned, memory-mapped. Raises `ValueError` for one whose rows were
+    picked or shuffled since.
+    """
     if tokenised._indices is not None:
         raise ValueError("the dataset's rows are not in the order of its table")
     return tokenised.data.table

@@ -1,14 +1,15 @@
 """Gradient checkpointing: decoder layers whose activations are computed again in the backward pass instead of kept.
 
-The recomputation encloses a layer's forward function, inside whatever wraps the layer: FSDP gathers a layer's weights once for the backward
-pass and the recomputation uses them. TE's checkpoint restores the fp8 context and the scales of the forward pass; torch's would recompute
-in bf16.
+The recomputation encloses a layer's forward function, inside whatever wraps the layer: FSDP gathers a layer's weights
+once for the backward pass and the recomputation uses them. TE's checkpoint restores the fp8 context and the scales of
+the forward pass; torch's would recompute in bf16.
 
-Delayed scaling is done with a pass when the autocast around it ends: the maxima of all modules are put together, exchanged between the ranks and
-turned into scales (`FP8GlobalStateManager.autocast_exit`, seen in Transformer Engine 2.20). TE's checkpoint opens an autocast for each layer that it
-computes again, at whose end the same happens though there is nothing new, so ranks wait for each other in every layer. Here it finds itself
-inside another autocast, and the model's own end is the only one. The reentrant kind keeps its ends: it counts on them to know which module's
-backward pass is to do the same for the gradients.
+Delayed scaling is done with a pass when the autocast around it ends: the maxima of all modules are put together,
+exchanged between the ranks and turned into scales (`FP8GlobalStateManager.autocast_exit`, seen in Transformer Engine
+2.20). TE's checkpoint opens an autocast for each layer that it computes again, at whose end the same happens though
+there is nothing new, so ranks wait for each other in every layer. Here it finds itself inside another autocast, and the
+model's own end is the only one. The reentrant kind keeps its ends: it counts on them to know which module's backward
+pass is to do the same for the gradients.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def enable_gradient_checkpointing(
     return recomputed
 
 
-def _recomputed(layer: nn.Module, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _recomputed(
+    layer: nn.Module, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """`forward` of a layer, under `checkpoint` while it trains."""
     if not layer.training or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
@@ -60,7 +63,8 @@ def _recomputed(layer: nn.Module, checkpoint: Callable[..., Any], forward: Calla
 
 
 def _te_contexts(te: Any) -> Contexts:
-    """Nothing around the forward pass, and around the recomputation an autocast that is off, so that its end is not that of a pass either.
+    """Nothing around the forward pass, and around the recomputation an autocast that is off, so that its end is not
+    that of a pass either.
 
     The checkpoint opens its own inside, with the recipe of the forward pass.
     """

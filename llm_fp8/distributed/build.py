@@ -17,10 +17,11 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -> Accelerator:
-    """The one Accelerator. Precision is ours (llm_fp8.precision.context), so it gets "no", or "fp16" on a GPU for its gradient scaler.
+    """The one Accelerator. Precision is ours (llm_fp8.precision.context), so it gets "no", or "fp16" on a GPU for its
+    gradient scaler.
 
-    Accumulation is the loop's, which divides by tokens: without the plugin, Accelerate would divide by a number of steps that it finds
-    in the environment.
+    Accumulation is the loop's, which divides by tokens: without the plugin, Accelerate would divide by a number of
+    steps that it finds in the environment.
     """
     mode = config.parallel.sharding_mode
     if mode.startswith("deepspeed"):

@@ -1,23 +1,26 @@
-"""Context parallelism: C consecutive ranks (a context group) share the tokens of every row, for rows too long for one GPU.
+"""Context parallelism: C consecutive ranks (a context group) share the tokens of every row, for rows too long for one
+GPU.
 
-The ranks of a group get the same micro-batch. Each keeps 1 / C of every document and computes embedding, linear layers and loss on
-that slice alone; attention is the only place where tokens meet. There Transformer Engine passes keys and values round the ring of the
-group (`cp_comm_type="p2p"`): in C steps each rank attends with its own queries to every rank's keys, and the exchange of the next
-step runs beside the computation of the present one. In the backward pass the gradients of keys and values travel the ring to the ranks
-that own them. The loss of a batch is the sum of the ranks' losses and a gradient the sum of their gradients, as between ranks with
-different batches.
+The ranks of a group get the same micro-batch. Each keeps 1 / C of every document and computes embedding, linear layers
+and loss on that slice alone; attention is the only place where tokens meet. There Transformer Engine passes keys and
+values round the ring of the
+group (`cp_comm_type="p2p"`): in C steps each rank attends with its own queries to every rank's keys, and the exchange
+of the next step runs beside the computation of the present one. In the backward pass the gradients of keys and values
+travel the ring to the ranks that own them. The loss of a batch is the sum of the ranks' losses and a gradient the sum
+of their gradients, as between ranks with different batches.
 
-Causal attention is cheap at the beginning of a document and dear at its end. So a document is cut into 2 C chunks of equal length, and rank r
-takes the chunks r and 2 C - 1 - r; with C = 2:
+Causal attention is cheap at the beginning of a document and dear at its end. So a document is cut into 2 C chunks of
+equal length, and rank r takes the chunks r and 2 C - 1 - r; with C = 2:
 
     tokens of a document    0 1 | 2 3 | 4 5 | 6 7
     rank                      0 |   1 |   1 |   0        rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5
 
-Every document is therefore padded to a multiple of 2 C (llm_fp8.data.collate), and the padding counts as part of the document: attention gets the
-padded lengths as the lengths.
+Every document is therefore padded to a multiple of 2 C (llm_fp8.data.collate), and the padding counts as part of the
+document: attention gets the padded lengths as the lengths.
 
-A split batch is always packed, whatever it was before. Transformer Engine refuses masks of padded rows ("bshd") under context parallelism, and
-packed documents ("thd") can say the same: a padded row is a document of S tokens, and its padding is as harmless as any.
+A split batch is always packed, whatever it was before. Transformer Engine refuses masks of padded rows ("bshd") under
+context parallelism, and packed documents ("thd") can say the same: a padded row is a document of S tokens, and its
+padding is as harmless as any.
 
 Source: Transformer Engine 2.20, pytorch/attention/dot_product_attention/context_parallel.py (`AttnFuncWithCPAndKVP2P`,
 `get_thd_partitioned_indices`), for the order of the chunks and for what the ring cannot do: sliding windows, fp32.
@@ -56,7 +59,9 @@ class ContextGroup:
         return cls(size, global_rank % size)
 
     def connected(self, device_type: str) -> ContextGroup:
-        """The group with its process group on `device_type` ('cuda', 'cpu'); collective over all ranks of the launch."""
+        """The group with its process group on `device_type` ('cuda', 'cpu'); collective over all ranks of the
+        launch.
+        """
         if self.size == 1:
             return self
         shape = (dist.get_world_size() // self.size, self.size)
@@ -64,7 +69,9 @@ class ContextGroup:
         return dataclasses.replace(self, process_group=mesh.get_group("context"))
 
     def attach(self, layers: Iterable[Any]) -> None:
-        """Let the attention of TE decoder layers exchange keys and values in the group; from then on they take split batches only."""
+        """Let the attention of TE decoder layers exchange keys and values in the group; from then on they take split
+        batches only.
+        """
         if self.size == 1:
             return
         assert self.process_group is not None, "connected() comes first"
@@ -74,10 +81,11 @@ class ContextGroup:
             layer.set_context_parallel_group(self.process_group, ranks, stream)
 
     def split(self, batch: Batch) -> Batch:
-        """This rank's slice of a whole batch, packed [1, num_tokens / size]; over the group the slices' counts add up to the batch's.
+        """This rank's slice of a whole batch, packed [1, num_tokens / size]; over the group the slices' counts add up
+        to the batch's.
 
-        `cu_seqlens` and `max_seqlen` stay those of the whole documents, as attention wants them; `position_ids` are the tokens' places in
-        their documents. Raises `ValueError` where a document cannot be cut into 2 * size chunks.
+        `cu_seqlens` and `max_seqlen` stay those of the whole documents, as attention wants them; `position_ids` are the
+        tokens' places in their documents. Raises `ValueError` where a document cannot be cut into 2 * size chunks.
         """
         if self.size == 1:
             return batch
@@ -129,7 +137,8 @@ class ContextGroup:
 
 
 def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
-    """Which tokens of a packed line a rank of a context group takes, in its order: document by document, both chunks one after the other.
+    """Which tokens of a packed line a rank of a context group takes, in its order: document by document, both chunks
+    one after the other.
 
     Args:
         cu_seqlens: int [n + 1], where each document begins, and the end.
@@ -145,23 +154,29 @@ def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
     bounds = cu_seqlens.long()
     lengths = bounds.diff()
     if bool((lengths % (2 * size)).any()):
-        raise ValueError(f"documents of {lengths.tolist()} tokens cannot all be cut into {2 * size} chunks of equal length")
+        raise ValueError(
+            f"documents of {lengths.tolist()} tokens cannot all be cut into {2 * size} chunks of equal length"
+        )
     document = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths // size)
     offset = torch.arange(len(document), device=bounds.device) - (bounds[:-1] // size)[document]
     chunk = lengths[document] // (2 * size)
-    # The first chunk is number `rank` of the document; the second, which follows it here, is number 2 * size - 1 - rank.
+    # The first chunk is number `rank` of the document; the second, which follows it here, is number 2 * size - 1 -
+    # rank.
     chunks_before = torch.where(offset < chunk, rank, 2 * size - 2 - rank)
     return bounds[:-1][document] + offset + chunk * chunks_before
 
 
-def check_context_parallel(config: Config, windows: Sequence[int | None], compute_name: str, token_multiple: int) -> None:
+def check_context_parallel(
+    config: Config, windows: Sequence[int | None], compute_name: str, token_multiple: int
+) -> None:
     """Raise `UserError` where the run cannot share its rows between GPUs.
 
     Args:
         config: the run's.
         windows: of the model's layers, as in `te_llama.DecoderSpec`.
         compute_name: fp32, bf16 or fp16.
-        token_multiple: what the tokens of a micro-batch on one GPU must be a multiple of (`precision.TOKEN_MULTIPLE`; 1 outside fp8).
+        token_multiple: what the tokens of a micro-batch on one GPU must be a multiple of (`precision.TOKEN_MULTIPLE`; 1
+            outside fp8).
     """
     size, data = config.parallel.context_parallel_size, config.data
     if size == 1:
@@ -169,23 +184,24 @@ def check_context_parallel(config: Config, windows: Sequence[int | None], comput
     flag = f"--context_parallel_size {size}"
     if any(window is not None for window in windows):
         raise UserError(
-            f"{flag} cannot go with this model's sliding-window attention (sliding_window in its config.json), which the exchange of keys and "
-            "values between GPUs does not have; drop it."
+            f"{flag} cannot go with this model's sliding-window attention (sliding_window in its config.json), which "
+            "the exchange of keys and values between GPUs does not have; drop it."
         )
     if compute_name not in ("bf16", "fp16"):
         raise UserError(
-            f"{flag} needs attention in bf16, and this run computes in {compute_name}; use --mixed_precision bf16 or fp8."
+            f"{flag} needs attention in bf16, and this run computes in {compute_name}; use --mixed_precision bf16 or "
+            "fp8."
         )
     chunks = document_multiple(size)
     if data.max_seq_length % chunks:
         raise UserError(
-            f"{flag} cuts every row into {chunks} chunks of equal length, and --max_seq_length {data.max_seq_length} is not a multiple of "
-            f"{chunks}; choose one that is."
+            f"{flag} cuts every row into {chunks} chunks of equal length, and --max_seq_length {data.max_seq_length} "
+            f"is not a multiple of {chunks}; choose one that is."
         )
     tokens = data.batch_size * data.max_seq_length
     if tokens % (size * token_multiple):
         raise UserError(
-            f"{flag} leaves each GPU 1/{size} of the {tokens} tokens of --batch_size {data.batch_size} times --max_seq_length "
-            f"{data.max_seq_length}, which is not a multiple of {token_multiple} as this precision needs; choose a --max_seq_length that is a multiple "
-            f"of {size * token_multiple}."
+            f"{flag} leaves each GPU 1/{size} of the {tokens} tokens of --batch_size {data.batch_size} times "
+            f"--max_seq_length {data.max_seq_length}, which is not a multiple of {token_multiple} as this precision "
+            f"needs; choose a --max_seq_length that is a multiple of {size * token_multiple}."
         )

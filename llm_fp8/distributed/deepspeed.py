@@ -1,14 +1,17 @@
-"""DeepSpeed's ZeRO stages, through Accelerate: what is split over ranks, and how it is made to compute the loop's mathematics.
+"""DeepSpeed's ZeRO stages, through Accelerate: what is split over ranks, and how it is made to compute the loop's
+mathematics.
 
     deepspeed_1    fp32 masters and moments are split; weights and gradients are whole on each GPU
     deepspeed_2    gradients are split too
     deepspeed_3    weights too; each is gathered when its module runs, forward and backward
 
-A run in bf16 or fp8 hands bf16 parameters to DeepSpeed, which keeps an fp32 master of this rank's share and steps torch's AdamW on it. fp8 is
-Transformer Engine's (te.autocast around the forward pass), so DeepSpeed sees bf16 and nothing else.
+A run in bf16 or fp8 hands bf16 parameters to DeepSpeed, which keeps an fp32 master of this rank's share and steps
+torch's AdamW on it. fp8 is Transformer Engine's (te.autocast around the forward pass), so DeepSpeed sees bf16 and
+nothing else.
 
     backward       DeepSpeed divides gradients by the number of ranks, and by the number of micro-batches only where it is asked to: the
-                   first is undone here, the second not asked for, so gradients are the sum over ranks of what `backward` was given
+                   first is undone here, the second not asked for, so gradients are the sum over ranks of what
+                   `backward` was given
     accumulation   stage 1 exchanges gradients in the last micro-batch of a step; stages 2 and 3 in each, since no rank keeps whole ones
     learning rate  belongs to the run's schedule, which acts on the AdamW inside DeepSpeed: that is the optimizer `prepare` returns
     output head    the loss reads its weight without calling its module; stage 3 is told that the outermost module uses it
@@ -54,13 +57,16 @@ class _Plugin(DeepSpeedPlugin):
 
 
 def accelerator_arguments(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
-    """What `Accelerator(mixed_precision="no", ...)` is given in a deepspeed mode; arguments and errors as of `deepspeed_plugin`."""
+    """What `Accelerator(mixed_precision="no", ...)` is given in a deepspeed mode; arguments and errors as of
+    `deepspeed_plugin`.
+    """
     return arguments_of(deepspeed_plugin(config, mode, compute_name, num_processes))
 
 
 def arguments_of(plugin: DeepSpeedPlugin) -> dict[str, Any]:
     """What `Accelerator` is given beside mixed_precision, so that it trains with `plugin`."""
-    # With cpu=True Accelerate would leave DeepSpeed out; without a backend it would see one process where there are no GPUs.
+    # With cpu=True Accelerate would leave DeepSpeed out; without a backend it would see one process where there are no
+    # GPUs.
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": [InitProcessGroupKwargs(backend=backend)]}
 
@@ -98,8 +104,8 @@ def plugin_of(settings: dict[str, Any]) -> DeepSpeedPlugin:
 class DeepSpeedStrategy(DistributedStrategy):
     """The modes deepspeed_1, deepspeed_2 and deepspeed_3. The accelerator was built with `accelerator_arguments`.
 
-    Weights are loaded before `prepare`, whole on each rank's device. Under deepspeed_3 parameters are empty outside of their module's forward
-    and backward pass: `full_tensor` gathers one, `local_tensor` is this rank's share.
+    Weights are loaded before `prepare`, whole on each rank's device. Under deepspeed_3 parameters are empty outside of
+    their module's forward and backward pass: `full_tensor` gathers one, `local_tensor` is this rank's share.
     """
 
     saves_itself = True
@@ -107,10 +113,12 @@ class DeepSpeedStrategy(DistributedStrategy):
     def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig) -> None:
         super().__init__(mode, accelerator, options)
         self.stage = zero_stage(mode)
-        # A gathered weight is dropped after use, so a cast made in one micro-batch has nothing to belong to in the next.
+        # A gathered weight is dropped after use, so a cast made in one micro-batch has nothing to belong to in the
+        # next.
         self.caches_weight_casts = self.stage < 3
-        # Stage 3 empties weights behind each module's forward pass and gathers them before its backward pass. Transformer Engine saves the
-        # weights themselves, so a recomputation has to bring hooks of its own for the second, which only the reentrant kind does.
+        # Stage 3 empties weights behind each module's forward pass and gathers them before its backward pass.
+        # Transformer Engine saves the weights themselves, so a recomputation has to bring hooks of its own for the
+        # second, which only the reentrant kind does.
         self.reentrant_te_checkpoints = self.stage == 3
         self.settings: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
         self._engine: deepspeed.DeepSpeedStrategy | None = None
@@ -119,7 +127,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         """See `DistributedStrategy.resolve_optimizer`: torch's AdamW in fp32, on masters that DeepSpeed keeps."""
         if requested not in ("auto", "adamw_fp32"):
             raise UserError(
-                f"--optimizer {requested} cannot go with --sharding_mode {self.mode}, where DeepSpeed keeps fp32 masters itself; use auto or adamw_fp32."
+                f"--optimizer {requested} cannot go with --sharding_mode {self.mode}, where DeepSpeed keeps fp32 "
+                "masters itself; use auto or adamw_fp32."
             )
         return "adamw_fp32"
 
@@ -130,7 +139,9 @@ class DeepSpeedStrategy(DistributedStrategy):
     def build_optimizer(
         self, config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
     ) -> Optimizer:
-        """torch's AdamW in the groups of `llm_fp8.optim.optimizers.parameter_groups`; before its first step fp32 masters take the parameters' place."""
+        """torch's AdamW in the groups of `llm_fp8.optim.optimizers.parameter_groups`; before its first step fp32
+        masters take the parameters' place.
+        """
         return AdamW(parameter_groups(named_parameters, config.weight_decay), fused=True, **adamw_arguments(config))
 
     @property
@@ -166,7 +177,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._zero.backward(loss * self.accelerator.num_processes, scale_wrt_gas=False)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        """See `DistributedStrategy.step`; infinite where a gradient was not finite, which may also have left the weights as they were."""
+        """See `DistributedStrategy.step`; infinite where a gradient was not finite, which may also have left the
+        weights as they were.
+        """
         assert max_norm == self.settings["gradient_clipping"], "DeepSpeed clips to the norm that its settings name"
         self._zero.step()
         return torch.as_tensor(self._zero.get_global_grad_norm(), dtype=torch.float32, device=self.accelerator.device)
@@ -183,7 +196,9 @@ class DeepSpeedStrategy(DistributedStrategy):
             return parameter.detach().clone()
 
     def local_tensor(self, parameter: Tensor) -> Tensor:
-        """This rank's share of a parameter as it computes with it, 1-D under deepspeed_3 and possibly empty; the whole otherwise."""
+        """This rank's share of a parameter as it computes with it, 1-D under deepspeed_3 and possibly empty; the
+        whole otherwise.
+        """
         if not hasattr(parameter, "ds_tensor"):
             return parameter.detach()
         partitioned: Any = parameter
@@ -191,7 +206,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         # The last shares are padded, with whatever was in memory.
         return share[: max(0, partitioned.ds_numel - self.accelerator.process_index * share.numel())]
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------------
+    # --- checkpoints
+    # ------------------------------------------------------------------------------------------------------
 
     def state_files(self) -> list[str]:
         """The files of `save_state`, of all ranks. They hold pickles."""
@@ -212,7 +228,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         """Write weights, masters and optimizer state to `folder` as `state_files`, brought to the disk; collective."""
         self._zero.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
         rank = self.accelerator.process_index
-        own = [name for name in self.state_files() if f"pp_rank_{rank}_" in name or (rank == 0 and "pp_rank" not in name)]
+        own = [
+            name for name in self.state_files() if f"pp_rank_{rank}_" in name or (rank == 0 and "pp_rank" not in name)
+        ]
         for name in own:
             with (folder / name).open("rb") as file:
                 os.fsync(file.fileno())
@@ -223,7 +241,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.accelerator.wait_for_everyone()
 
     def load_state(self, folder: Path) -> None:
-        """Put back what `save_state` wrote, bit for bit; collective. Learning rate, weight decay and clipping stay this run's.
+        """Put back what `save_state` wrote, bit for bit; collective. Learning rate, weight decay and clipping stay this
+        run's.
 
         Raises:
             UserError: it was written by another number of ranks, by another stage or in another precision.
@@ -248,21 +267,26 @@ class DeepSpeedStrategy(DistributedStrategy):
         num_ranks = self.accelerator.num_processes
         if saved_ranks and saved_ranks != num_ranks:
             raise UserError(
-                f"--resume_from: {folder} was saved by {saved_ranks} processes under DeepSpeed, which cannot be resumed by {num_ranks}; "
-                f"use {saved_ranks} processes, or train with an fsdp mode, whose checkpoints any number can resume."
+                f"--resume_from: {folder} was saved by {saved_ranks} processes under DeepSpeed, which cannot be "
+                f"resumed by {num_ranks}; use {saved_ranks} processes, or train with an fsdp mode, whose checkpoints "
+                "any number can resume."
             )
         raise UserError(
-            f"--resume_from: {folder} was not saved by --sharding_mode {self.mode} in this precision ({min(wanted - found or found - wanted)} "
-            f"{'is missing' if wanted - found else 'is unexpected'}); resume with the --sharding_mode and --mixed_precision that it was saved with."
+            f"--resume_from: {folder} was not saved by --sharding_mode {self.mode} in this precision "
+            f"({min(wanted - found or found - wanted)} {'is missing' if wanted - found else 'is unexpected'}); resume "
+            "with the --sharding_mode and --mixed_precision that it was saved with."
         )
 
 
 def _load_module_state(src: dict[str, Tensor], dst: nn.Module) -> None:
-    """Load weights and buffers by name. What Transformer Engine adds to a state dict is left out: scales are restored elsewhere."""
+    """Load weights and buffers by name. What Transformer Engine adds to a state dict is left out: scales are
+    restored elsewhere.
+    """
     kept = {name: value for name, value in src.items() if not name.endswith(_EXTRA_STATE)}
     loaded = dst.load_state_dict(kept, strict=False)
     missing = [name for name in loaded.missing_keys if not name.endswith(_EXTRA_STATE)]
     if missing or loaded.unexpected_keys:
         raise UserError(
-            f"--resume_from: the checkpoint holds other weights than this run: {(missing + loaded.unexpected_keys)[0]} is on one side only."
+            "--resume_from: the checkpoint holds other weights than this run: "
+            f"{(missing + loaded.unexpected_keys)[0]} is on one side only."
         )

@@ -1,9 +1,9 @@
 """The DeepSpeed file of a run: read, checked against the run's options, completed.
 
-A file under --deepspeed_config says how ZeRO exchanges and stores (bucket sizes, overlap, thresholds). What a run trains with, its
-batch, precision, optimizer, schedule and clipping, comes from the scripts' own options alone: an entry of the file that says the same, or
-"auto", is fine; one that says something else is refused, and so is one that nothing here would act on. "auto" elsewhere leaves
-DeepSpeed its default. The smallest useful file is
+A file under --deepspeed_config says how ZeRO exchanges and stores (bucket sizes, overlap, thresholds). What a run
+trains with, its batch, precision, optimizer, schedule and clipping, comes from the scripts' own options alone: an entry
+of the file that says the same, or "auto", is fine; one that says something else is refused, and so is one that nothing
+here would act on. "auto" elsewhere leaves DeepSpeed its default. The smallest useful file is
 
     {"zero_optimization": {"stage": 1, "overlap_comm": false, "contiguous_gradients": true}}
 
@@ -61,11 +61,13 @@ _PASSED_ON = {
 """Top-level keys that a file may have."""
 
 _REMEDIES = {
-    "fp8": "fp8 is Transformer Engine's here; remove the section and choose with --mixed_precision fp8 and --fp8_scenario",
+    "fp8": "fp8 is Transformer Engine's here; remove the section and choose with --mixed_precision fp8 and "
+    "--fp8_scenario",
     "msamp": "MS-AMP is not used here; remove the section and choose with --mixed_precision fp8",
     "amp": "precision comes from --mixed_precision; remove the section",
     "torch_autocast": "precision comes from --mixed_precision; remove the section",
-    "optimizer": "the optimizer is AdamW from --learning_rate, --weight_decay, --adam_beta1, --adam_beta2 and --adam_epsilon; remove the section",
+    "optimizer": "the optimizer is AdamW from --learning_rate, --weight_decay, --adam_beta1, --adam_beta2 and "
+    "--adam_epsilon; remove the section",
     "scheduler": "the schedule comes from --lr_scheduler and --num_warmup_steps; remove the section",
     "activation_checkpointing": "recomputation comes from --gradient_checkpointing; remove the section",
     "tensorboard": "trackers come from --report_to; remove the section",
@@ -139,7 +141,8 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
         settings[_ZERO].setdefault("parameter_alignment", True)
     for key, why in zero_section_problems(settings[_ZERO]):
         raise UserError(f"--deepspeed_config {path}, {key}: {why}.")
-    # Looking for overflow costs a host synchronisation and a reduction in every step; the loop checks what it reads anyway.
+    # Looking for overflow costs a host synchronisation and a reduction in every step; the loop checks what it reads
+    # anyway.
     settings["bf16"] = {"check_grad_overflow": False, **settings.get("bf16", {}), "enabled": compute_name == "bf16"}
     settings["fp16"] = {"enabled": False}
     settings["zero_allow_untested_optimizer"] = True
@@ -182,7 +185,9 @@ def read_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def file_problems(settings: dict[str, Any], wanted: dict[str, Any], mode: str, compute_name: str) -> Iterator[tuple[str, str]]:
+def file_problems(
+    settings: dict[str, Any], wanted: dict[str, Any], mode: str, compute_name: str
+) -> Iterator[tuple[str, str]]:
     """The entries of a file that cannot stand, as they are written there, each with the reason and what to do.
 
     Args:
@@ -198,7 +203,9 @@ def file_problems(settings: dict[str, Any], wanted: dict[str, Any], mode: str, c
                 f'"{key}": {json.dumps(value)}',
                 f"this run has {wanted[key]}, from {_FLAGS[key]}; remove the entry or make it {json.dumps(AUTO)}",
             )
-    no_sections = [name for name in (_ZERO, "bf16", "fp16", "data_types") if not isinstance(settings.get(name, {}), dict)]
+    no_sections = [
+        name for name in (_ZERO, "bf16", "fp16", "data_types") if not isinstance(settings.get(name, {}), dict)
+    ]
     for name in no_sections:
         yield f'"{name}"', f"it must be a section, like {{...}}, and is {json.dumps(settings[name])}"
     settings = {key: value for key, value in settings.items() if key not in no_sections}
@@ -230,7 +237,8 @@ def _dtype_problems(settings: dict[str, Any], stage: int, compute_name: str) -> 
         if value not in (AUTO, name == compute_name):
             yield (
                 f'"{name}.enabled": {json.dumps(value)}',
-                f"the run computes in {compute_name}, from --mixed_precision; remove the entry or make it {json.dumps(AUTO)}",
+                f"the run computes in {compute_name}, from --mixed_precision; remove the entry or make it "
+                f"{json.dumps(AUTO)}",
             )
     for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
         if settings.get("bf16", {}).get(key) is True:
@@ -254,8 +262,8 @@ def _dtype_problems(settings: dict[str, Any], stage: int, compute_name: str) -> 
     if accumulation not in (AUTO, None, *accepted) and (stage == 1 or accumulation not in _DTYPE_NAMES["fp32"]):
         yield (
             f'"data_types.grad_accum_dtype": {json.dumps(accumulation)}',
-            "with stage 1 DeepSpeed then keeps whole fp32 gradients on every GPU under another optimizer; remove the entry, or use "
-            "--sharding_mode deepspeed_2, which keeps its share only"
+            "with stage 1 DeepSpeed then keeps whole fp32 gradients on every GPU under another optimizer; remove the "
+            "entry, or use --sharding_mode deepspeed_2, which keeps its share only"
             if stage == 1
             else f"gradients are added up in {compute_name} or fp32; remove the entry",
         )

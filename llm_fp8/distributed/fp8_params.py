@@ -7,21 +7,24 @@ Each rank holds of every such weight, all split over ranks along the first dimen
     two moments   8                   the optimizer
     fp8 rows      1                   gathered for the forward and the backward pass, as they are
 
-Without the option the master's rows are cast to bf16, gathered at two bytes per element, and the whole weight is cast to fp8 by every rank,
-for every micro-batch. With it each rank casts its own rows, once per step. Gradients are as before: bf16 whole, summed over ranks in fp32.
-Norms and biases stay fp32 rows in the same FSDP units, the embedding and the head too.
+Without the option the master's rows are cast to bf16, gathered at two bytes per element, and the whole weight is cast
+to fp8 by every rank, for every micro-batch. With it each rank casts its own rows, once per step. Gradients are as
+before: bf16 whole, summed over ranks in fp32. Norms and biases stay fp32 rows in the same FSDP units, the embedding and
+the head too.
 
 All rows of a weight share one scale, whichever rank holds them:
 
     scale = largest fp8 number / largest |master| over all ranks / 2^margin
 
-It is computed from the masters as they are after the step, with one collective for all weights, in both recipes. So a weight never exceeds
-its scale, which under delayed scaling's own rule it could; and the fp8 rows are a function of the masters alone: a checkpoint needs nothing
-else to give the same bits again, and is the same as one that was written without this option.
+It is computed from the masters as they are after the step, with one collective for all weights, in both recipes. So a
+weight never exceeds its scale, which under delayed scaling's own rule it could; and the fp8 rows are a function of the
+masters alone: a checkpoint needs nothing else to give the same bits again, and is the same as one that was written
+without this option.
 
-Transformer Engine 2.20 knows such parameters: a DTensor whose local part is a `Float8Tensor` gathers its bytes by the extension points that
-FSDP2 has for tensor subclasses (`fsdp_pre_all_gather`). `te.quantized_model_init` makes modules for them. Its own optimizer is not used: under
-delayed scaling it would cast with the scale of past steps, and with current scaling it takes a collective for each weight.
+Transformer Engine 2.20 knows such parameters: a DTensor whose local part is a `Float8Tensor` gathers its bytes by the
+extension points that FSDP2 has for tensor subclasses (`fsdp_pre_all_gather`). `te.quantized_model_init` makes modules
+for them. Its own optimizer is not used: under delayed scaling it would cast with the scale of past steps, and with
+current scaling it takes a collective for each weight.
 """
 
 from __future__ import annotations
@@ -54,18 +57,22 @@ _WEIGHT = "_fp8_weight"
 
 
 def check_fp8_params(precision: Precision, num_shards: int) -> None:
-    """Raise `UserError` where the weights of `precision`'s fp8 modules, not yet split, cannot be kept in fp8 by `num_shards` ranks."""
+    """Raise `UserError` where the weights of `precision`'s fp8 modules, not yet split, cannot be kept in fp8 by
+    `num_shards` ranks.
+    """
     scenario = precision.plan.effective_scenario
     if scenario not in SCENARIOS:
         raise UserError(
-            f"--fp8_params keeps one scale per weight, and --fp8_scenario {scenario} has other ones; use {' or '.join(SCENARIOS)}, or drop "
-            "--fp8_params."
+            f"--fp8_params keeps one scale per weight, and --fp8_scenario {scenario} has other ones; use "
+            f"{' or '.join(SCENARIOS)}, or drop --fp8_params."
         )
     check_rows((weight.shape for module in precision.fp8_modules for weight in linear_weights(module)), num_shards)
 
 
 def check_rows(shapes: Iterable[Sequence[int]], num_shards: int) -> None:
-    """Raise `UserError` where a weight [rows, columns] cannot be kept in fp8 by `num_shards` ranks, which take equally many rows each."""
+    """Raise `UserError` where a weight [rows, columns] cannot be kept in fp8 by `num_shards` ranks, which take
+    equally many rows each.
+    """
     for rows, columns in shapes:
         if rows % num_shards:
             raise UserError(
@@ -77,7 +84,9 @@ def check_rows(shapes: Iterable[Sequence[int]], num_shards: int) -> None:
 def check_masters(kind: OptimizerKind) -> None:
     """Raise `UserError` for an optimizer that fp8 parameters cannot be trained with."""
     if kind != "adamw_fp32":
-        raise UserError(f"--fp8_params keeps fp32 masters, which --optimizer {kind} does not have; use adamw_fp32 or auto.")
+        raise UserError(
+            f"--fp8_params keeps fp32 masters, which --optimizer {kind} does not have; use adamw_fp32 or auto."
+        )
 
 
 def master_of(parameter: AnyTensor) -> AnyTensor:
@@ -129,7 +138,9 @@ class Fp8Weights:
         self._weights.append(weight)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Let `optimizer`, which holds the masters, step by the gradients of the fp8 parameters and leave these up to date."""
+        """Let `optimizer`, which holds the masters, step by the gradients of the fp8 parameters and leave these up
+        to date.
+        """
         optimizer.register_step_pre_hook(self._hand_over_gradients)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -156,7 +167,8 @@ class Fp8Weights:
 def scales_of(largest: Tensor, target: float) -> Tensor:
     """Scales fp32 [n] that turn magnitudes `largest` fp32 [n] into `target`.
 
-    A weight of zeros has scale 1. One that is infinite has scale 0, which makes it NaN in fp8: training stops on it instead of clipping it.
+    A weight of zeros has scale 1. One that is infinite has scale 0, which makes it NaN in fp8: training stops on it
+    instead of clipping it.
     """
     scales = torch.where(largest > 0, target / largest, 1.0)
     return scales.clamp(max=torch.finfo(torch.float32).max)
@@ -170,8 +182,8 @@ def _local(parameter: Parameter) -> Tensor:
 def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optimizer) -> Fp8Weights:
     """Replace the weights of `precision`'s fp8 modules, fp32 rows that hold their values, by fp8 parameters.
 
-    What they were before become the masters: `optimizer` goes on holding them. Collective; call it before the first forward pass, which is when
-    FSDP2 looks at its parameters.
+    What they were before become the masters: `optimizer` goes on holding them. Collective; call it before the first
+    forward pass, which is when FSDP2 looks at its parameters.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
@@ -190,8 +202,8 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
         master: Parameter = getattr(module, name)
         parameter = _fp8_parameter(master, own)
         setattr(module, name, parameter)
-        # For both recipes the quantizer that casts with a given scale. What it finds as the largest magnitude goes where delayed scaling keeps
-        # its history, so that a run without this option can go on from a checkpoint.
+        # For both recipes the quantizer that casts with a given scale. What it finds as the largest magnitude goes
+        # where delayed scaling keeps its history, so that a run without this option can go on from a checkpoint.
         largest = own.amax if isinstance(own, Float8Quantizer) else unused
         quantizer = Float8Quantizer(scales[number : number + 1], largest, own.dtype, rowwise=True, columnwise=False)
         weights.add(master, parameter, quantizer)
@@ -217,7 +229,8 @@ def _prepare_module(module: Any, recipe: Any) -> Sequence[str]:
 @torch.no_grad()
 def _fp8_parameter(master: Any, quantizer: Any) -> Parameter:
     """An fp8 parameter split like `master`; its contents are those of no scale in particular."""
-    # The transpose, which Hopper's backward pass wants, is made of the gathered weight: the rows' own would be of no use.
+    # The transpose, which Hopper's backward pass wants, is made of the gathered weight: the rows' own would be of no
+    # use.
     quantizer.set_usage(rowwise=True, columnwise=False)
     quantizer.internal = False
     rows = quantizer(_local(master))
@@ -231,10 +244,12 @@ def _fp8_parameter(master: Any, quantizer: Any) -> Parameter:
 def _gather(
     pre_all_gather: Any, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: nn.Module, mp_policy: Any
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """`Float8Tensor.fsdp_pre_all_gather`, asking for the gathered rows alone in the backward pass as in the forward pass.
+    """`Float8Tensor.fsdp_pre_all_gather`, asking for the gathered rows alone in the backward pass as in the forward
+    pass.
 
-    TE would have the transpose made at once and the rows let go in the backward pass. But gradient checkpointing computes the layer again from the
-    rows, and would then hold on to the transposes. The modules make a transpose where they need one, and drop it; the rows belong to FSDP.
+    TE would have the transpose made at once and the rows let go in the backward pass. But gradient checkpointing
+    computes the layer again from the rows, and would then hold on to the transposes. The modules make a transpose where
+    they need one, and drop it; the rows belong to FSDP.
     """
     tensors, (scale_inv, _, _, fp8_dtype) = pre_all_gather(mesh, orig_size, contiguous_orig_stride, module, mp_policy)
     return tensors, (scale_inv, True, False, fp8_dtype)

@@ -6,9 +6,11 @@
     accumulation     without exchange between micro-batches each rank keeps whole gradients in fp32 until the last one; GEMMs add to them
     fsdp_grad        gathers once a step: whole weights are kept from the first forward pass to the last backward pass, and their fp8 casts with them
 
-The embedding, the final norm and the output head form the outermost unit, gathered once per micro-batch: a tied matrix must not be in two.
+The embedding, the final norm and the output head form the outermost unit, gathered once per micro-batch: a tied matrix
+must not be in two.
 
-This calls torch's `fully_shard` itself rather than through `Accelerator.prepare`, which would map the optimizer's parameters by their
+This calls torch's `fully_shard` itself rather than through `Accelerator.prepare`, which would map the optimizer's
+parameters by their
 addresses: parameters that have no memory yet (so that no rank ever holds the whole model) all share one.
 
 Inputs of a unit are not cast (`cast_forward_inputs`): the table of rotary angles has to stay fp32.
@@ -84,7 +86,9 @@ class FsdpStrategy(DistributedStrategy):
 
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
         """fp32 shards unless another storage was asked for."""
-        kind = super().resolve_optimizer(default_optimizer(self.mode) if requested == "auto" else requested, compute_dtype)
+        kind = super().resolve_optimizer(
+            default_optimizer(self.mode) if requested == "auto" else requested, compute_dtype
+        )
         if self.options.fp8_params:
             check_masters(kind)
         return kind
@@ -98,7 +102,9 @@ class FsdpStrategy(DistributedStrategy):
         self._fp8_params = precision
 
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
-        """Split the parameters of every layer, then what is left; gives memory to those that have none (contents undefined)."""
+        """Split the parameters of every layer, then what is left; gives memory to those that have none (contents
+        undefined).
+        """
         on_gpu = self.accelerator.device.type == "cuda"
         shared: dict[str, Any] = {
             "mesh": self.mesh,
@@ -118,7 +124,9 @@ class FsdpStrategy(DistributedStrategy):
         materialize_(model, self.parameter_device, self.accelerator.device)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
-        """Both as they are, the optimizer being built over the split parameters; under --fp8_params these become masters."""
+        """Both as they are, the optimizer being built over the split parameters; under --fp8_params these become
+        masters.
+        """
         assert self._fp8_params is not None or not self.options.fp8_params, "keep_in_fp8 comes first"
         if self._fp8_params is not None:
             keep_weights_in_fp8(model, self._fp8_params, optimizer)
@@ -152,7 +160,8 @@ class FsdpStrategy(DistributedStrategy):
 
 
 def _use_memory_saving_reduce_scatter(model: nn.Module, one_pool: bool, say: bool) -> None:
-    """Let every unit give up its whole gradients when it exchanges them, and with `one_pool` take its rows from the memory of the current stream, that of the backward pass.
+    """Let every unit give up its whole gradients when it exchanges them, and with `one_pool` take its rows from the
+    memory of the current stream, that of the backward pass.
 
     FSDP2's own exchange stays where torch has nothing to build on, with a warning if `say`.
     """
@@ -161,7 +170,8 @@ def _use_memory_saving_reduce_scatter(model: nn.Module, one_pool: bool, say: boo
     except ImportError as error:  # it builds on a private class, as torch 2.11 and 2.13 have it
         if say:
             logger.warning(
-                "FSDP2 of torch %s keeps gradients' rows in memory of their own, beside the whole gradients, up to 4 bytes more for each parameter of a GPU's part: %s",
+                "FSDP2 of torch %s keeps gradients' rows in memory of their own, beside the whole gradients, up to 4 "
+                "bytes more for each parameter of a GPU's part: %s",
                 torch.__version__,
                 error,
             )
@@ -174,7 +184,8 @@ def _use_memory_saving_reduce_scatter(model: nn.Module, one_pool: bool, say: boo
 def _split_again_without_backward(model: nn.Module, *_: Any) -> None:
     """Let go of whole parameters that a unit keeps for its backward pass, where none will come.
 
-    The model's parameters would be these from then on, in the compute dtype: an evaluation would leave them to a checkpoint or an export.
+    The model's parameters would be these from then on, in the compute dtype: an evaluation would leave them to a
+    checkpoint or an export.
     """
     if torch.is_grad_enabled():
         return

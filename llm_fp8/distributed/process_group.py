@@ -1,4 +1,6 @@
-"""The process group of a run: started once, with NCCL for what lies on GPUs and gloo for what lies in the hosts' memory."""
+"""The process group of a run: started once, with NCCL for what lies on GPUs and gloo for what lies in the hosts'
+memory.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,22 @@ from accelerate import Accelerator
 from llm_fp8.utils.ranks import LaunchRanks, launcher_store
 
 TIMEOUT = datetime.timedelta(minutes=30)
-"""How long a rank waits for another in a collective operation: the first one may wait while the main rank tokenises a large dataset."""
+"""How long a rank waits for another in a collective operation: the first one may wait while the main rank tokenises
+a large dataset.
+"""
 
 _LOST_PEER = re.compile(
-    r"connection (closed|reset) by peer|connection refused|broken pipe|socket closed|remote process exited|timed out waiting|"
+    r"connection (closed|reset) by peer|connection refused|broken pipe|socket closed|remote process exited|timed out "
+    r"waiting|"
     r"watchdog caught collective|nccl communicator was aborted",
     re.IGNORECASE,
 )
 
 
 def start_process_group(ranks: LaunchRanks) -> None:
-    """Join the other processes of the launch; nothing where no launcher started this one, or where it is done already."""
+    """Join the other processes of the launch; nothing where no launcher started this one, or where it is done
+    already.
+    """
     if not ranks.launched or dist.is_initialized():
         return
     backend = "gloo"
@@ -34,7 +41,8 @@ def start_process_group(ranks: LaunchRanks) -> None:
     if store is None:
         dist.init_process_group(backend, timeout=TIMEOUT)
         return
-    # The launcher's store outlives a restart, and with it the addresses of processes that are gone: each attempt gets names of its own.
+    # The launcher's store outlives a restart, and with it the addresses of processes that are gone: each attempt gets
+    # names of its own.
     store.set_timeout(TIMEOUT)
     store = dist.PrefixStore(f"llm_fp8/attempt-{ranks.restart_count}", store)
     dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=ranks.rank, world_size=ranks.world_size)
@@ -48,8 +56,8 @@ def own_device() -> torch.device:
 def end_process_group(accelerator: Accelerator) -> None:
     """Leave the group, at the end of a run that ended well.
 
-    What still exchanges gradients is let go first: were DDP the last to hold the group, its destructor would wait for threads of gloo that wait
-    for Python's lock, which it holds.
+    What still exchanges gradients is let go first: were DDP the last to hold the group, its destructor would wait for
+    threads of gloo that wait for Python's lock, which it holds.
     """
     accelerator.free_memory()
     if dist.is_initialized():

@@ -6,9 +6,9 @@
     fsdp_grad    16 / N + 2 + 4  fp32 master, gradient and moments sharded; whole bf16 weights; whole fp32 gradients while accumulating
     fsdp_full    16 / N + 4      the same without the whole weights
 
-and takes the first that leaves 40% of the memory to activations, fp8 casts, logits and the gathered layer. The 4 bytes fall away with a
-single micro-batch per step or --sync_every_micro_batch. An --optimizer that is named has bytes of its own in place of the 12 or 16. Under LoRA
-there are only the frozen weights to count: 2, 2 / N + 2 and 2 / N bytes.
+and takes the first that leaves 40% of the memory to activations, fp8 casts, logits and the gathered layer. The 4 bytes
+fall away with a single micro-batch per step or --sync_every_micro_batch. An --optimizer that is named has bytes of its
+own in place of the 12 or 16. Under LoRA there are only the frozen weights to count: 2, 2 / N + 2 and 2 / N bytes.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def choose_mode(
             fits = "fits" if needed <= room else "comes nearest to"
             return ModeChoice(
                 mode,
-                f"weights, gradients and optimizer state of {num_parameters / 1e9:.2f} billion parameters on {ranks.world_size} GPUs take, per GPU, "
-                f"{told}; {mode} is the first that {fits} {room:.0f} GiB, {STATE_SHARE:.0%} of the smallest GPU",
+                f"weights, gradients and optimizer state of {num_parameters / 1e9:.2f} billion parameters on "
+                f"{ranks.world_size} GPUs take, per GPU, {told}; {mode} is the first that {fits} {room:.0f} GiB, "
+                f"{STATE_SHARE:.0%} of the smallest GPU",
             )
     raise AssertionError("fsdp_full ends the loop")
 
@@ -81,14 +82,17 @@ def default_optimizer(mode: str) -> OptimizerKind:
 
 
 def _optimizer_under(mode: str, config: Config) -> OptimizerKind:
-    """The optimizer that a GPU would run in `mode`; adamw_8bit, which no fsdp mode takes, counts as their default there."""
+    """The optimizer that a GPU would run in `mode`; adamw_8bit, which no fsdp mode takes, counts as their default
+    there.
+    """
     asked = config.optim.optimizer
     refused = asked == "adamw_8bit" and mode.startswith("fsdp")
     return default_optimizer(mode) if asked == "auto" or refused else asked
 
 
 def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config) -> float:
-    """Bytes per parameter that weights, gradients and optimizer state take on one GPU between micro-batches, where so many GPUs hold one copy together.
+    """Bytes per parameter that weights, gradients and optimizer state take on one GPU between micro-batches, where so
+    many GPUs hold one copy together.
 
     Under LoRA these are the frozen weights alone; what the adapters take beside them is left out.
     """
@@ -108,7 +112,9 @@ def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config)
     if mode == "fsdp_offload":
         return 0.0
     gathered = _GATHERED_WEIGHT_BYTES if mode == "fsdp_grad" else 0
-    return total / num_shards + gathered + (_ACCUMULATED_GRADIENT_BYTES if keeps_unsharded_gradients(mode, config) else 0)
+    return (
+        total / num_shards + gathered + (_ACCUMULATED_GRADIENT_BYTES if keeps_unsharded_gradients(mode, config) else 0)
+    )
 
 
 def keeps_unsharded_gradients(mode: str, config: Config) -> bool:
@@ -119,7 +125,9 @@ def keeps_unsharded_gradients(mode: str, config: Config) -> bool:
 
 
 def check_mode(config: Config, mode: str, ranks: LaunchRanks, compute_name: str) -> None:
-    """Raise `UserError` where the run's options cannot go together with `mode`; `compute_name` is fp32, bf16 or fp16."""
+    """Raise `UserError` where the run's options cannot go together with `mode`; `compute_name` is fp32, bf16 or
+    fp16.
+    """
     options, flag = config.parallel, f"--sharding_mode {mode}"
     sharded, deepspeed = mode.startswith("fsdp"), mode.startswith("deepspeed")
     needed_by_fp8_params = {
@@ -129,32 +137,28 @@ def check_mode(config: Config, mode: str, ranks: LaunchRanks, compute_name: str)
     }
     needed_by_context_parallelism = {"--use_te": config.model.use_te, "an fsdp mode": sharded}
     refused = {
-        f"--mixed_precision fp16 cannot go with {flag}, which would shard what its gradient scaler has to see; use bf16.": (
-            compute_name == "fp16" and mode not in ("ddp", "single")
-        ),
-        f"--optimizer adamw_8bit cannot go with {flag}: its 8-bit blocks cannot be split over GPUs; use --optimizer auto, or --sharding_mode ddp.": (
-            config.optim.optimizer == "adamw_8bit" and (sharded or deepspeed)
-        ),
-        f"--fp8_params needs an fsdp mode other than fsdp_offload, --use_te and --mixed_precision fp8; this run has {flag} and "
-        f"lacks {_lacking(needed_by_fp8_params)}.": options.fp8_params and not all(needed_by_fp8_params.values()),
-        f"--fp8_all_gather needs --sharding_mode {' or '.join(FP8_GATHER_MODES)}, and this run has {flag}; change the mode or drop it.": (
-            options.fp8_all_gather and mode not in FP8_GATHER_MODES
-        ),
-        f"--fp8_backend torchao cannot go with {flag}: DeepSpeed moves parameters in and out of modules that torchao compiles; use ddp or an fsdp mode.": (
-            deepspeed and config.precision.fp8_backend == "torchao"
-        ),
-        f"--fp8_lm_head {config.precision.fp8_lm_head} cannot go with {flag}: DeepSpeed moves parameters itself, and whether the head's weight is whole there "
-        "was never tried; use ddp or an fsdp mode.": deepspeed and config.precision.fp8_lm_head != "none",
-        f"--context_parallel_size {options.context_parallel_size} needs --use_te and an fsdp mode; this run has {flag} and lacks "
-        f"{_lacking(needed_by_context_parallelism)}.": (
+        f"--mixed_precision fp16 cannot go with {flag}, which would shard what its gradient scaler has to see; use "
+        "bf16.": (compute_name == "fp16" and mode not in ("ddp", "single")),
+        f"--optimizer adamw_8bit cannot go with {flag}: its 8-bit blocks cannot be split over GPUs; use --optimizer "
+        "auto, or --sharding_mode ddp.": (config.optim.optimizer == "adamw_8bit" and (sharded or deepspeed)),
+        "--fp8_params needs an fsdp mode other than fsdp_offload, --use_te and --mixed_precision fp8; this run has "
+        f"{flag} and lacks {_lacking(needed_by_fp8_params)}.": options.fp8_params
+        and not all(needed_by_fp8_params.values()),
+        f"--fp8_all_gather needs --sharding_mode {' or '.join(FP8_GATHER_MODES)}, and this run has {flag}; change the "
+        "mode or drop it.": (options.fp8_all_gather and mode not in FP8_GATHER_MODES),
+        f"--fp8_backend torchao cannot go with {flag}: DeepSpeed moves parameters in and out of modules that torchao "
+        "compiles; use ddp or an fsdp mode.": (deepspeed and config.precision.fp8_backend == "torchao"),
+        f"--fp8_lm_head {config.precision.fp8_lm_head} cannot go with {flag}: DeepSpeed moves parameters itself, and "
+        "whether the head's weight is whole there was never tried; use ddp or an fsdp mode.": deepspeed
+        and config.precision.fp8_lm_head != "none",
+        f"--context_parallel_size {options.context_parallel_size} needs --use_te and an fsdp mode; this run has "
+        f"{flag} and lacks {_lacking(needed_by_context_parallelism)}.": (
             options.context_parallel_size > 1 and not all(needed_by_context_parallelism.values())
         ),
-        f"--context_parallel_size {options.context_parallel_size} does not divide the {ranks.world_size} processes; choose a size that does.": (
-            ranks.world_size % options.context_parallel_size != 0
-        ),
-        f"--hybrid_shard_size {options.hybrid_shard_size} has no effect with {flag}; use --sharding_mode fsdp_hybrid or drop it.": (
-            options.hybrid_shard_size is not None and mode != "fsdp_hybrid"
-        ),
+        f"--context_parallel_size {options.context_parallel_size} does not divide the {ranks.world_size} processes; "
+        "choose a size that does.": (ranks.world_size % options.context_parallel_size != 0),
+        f"--hybrid_shard_size {options.hybrid_shard_size} has no effect with {flag}; use --sharding_mode fsdp_hybrid "
+        "or drop it.": (options.hybrid_shard_size is not None and mode != "fsdp_hybrid"),
         f"--deepspeed_config {options.deepspeed_config} has no effect with {flag}; use a deepspeed mode or drop it.": (
             options.deepspeed_config is not None and not deepspeed
         ),
@@ -171,8 +175,9 @@ def check_mode(config: Config, mode: str, ranks: LaunchRanks, compute_name: str)
         size = hybrid_shard_size(config, ranks)
         if ranks.world_size % size or ranks.world_size == size:
             raise UserError(
-                f"--sharding_mode fsdp_hybrid shards over {size} GPUs (--hybrid_shard_size, by default those of a host) and replicates, which "
-                f"{ranks.world_size} GPUs cannot be divided into; choose a proper divisor, or fsdp_full."
+                f"--sharding_mode fsdp_hybrid shards over {size} GPUs (--hybrid_shard_size, by default those of a "
+                f"host) and replicates, which {ranks.world_size} GPUs cannot be divided into; choose a proper "
+                "divisor, or fsdp_full."
             )
 
 

@@ -38,13 +38,16 @@ class DistributedStrategy:
         mode: a value of --sharding_mode, or 'single' for one process.
         shards_parameters: each rank holds a part of every parameter (DTensors); weights are then loaded part by part.
         caches_weight_casts: whether fp8 casts of weights may serve several micro-batches.
-        wgrad_accumulation: what lets GEMMs add to the gradients of earlier micro-batches; None before `prepare` and where autograd adds them all.
+        wgrad_accumulation: what lets GEMMs add to the gradients of earlier micro-batches; None before `prepare` and
+            where autograd adds them all.
     """
 
     shards_parameters = False
     caches_weight_casts = True
     reentrant_te_checkpoints = False
-    """Recomputed Transformer Engine layers need a backward pass of their own (`llm_fp8.distributed.activation_checkpoint`)."""
+    """Recomputed Transformer Engine layers need a backward pass of their own
+    (`llm_fp8.distributed.activation_checkpoint`).
+    """
     saves_itself = False
     """Weights and optimizer state go into a checkpoint by `save_state`, not as tensors by name."""
 
@@ -101,7 +104,9 @@ class DistributedStrategy:
         self.accelerator.backward(loss * self.accelerator.num_processes)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        """Clip to the global norm `max_norm` (0: no clipping), take an optimizer step, drop the gradients; the norm before, fp32."""
+        """Clip to the global norm `max_norm` (0: no clipping), take an optimizer step, drop the gradients; the norm
+        before, fp32.
+        """
         self.accelerator.unscale_gradients()  # fp16 only
         norm = clip_and_step(optimizer, parameters, max_norm)
         optimizer.zero_grad(set_to_none=True)

@@ -7,30 +7,32 @@ For hidden states `x [T, h]`, the output projection `W [V, h]` and labels `y [T]
 and its gradients. The sum is never divided here: the training loop divides by the number of supervised tokens of the
 whole optimizer step, so that the loss does not depend on how a batch is cut into micro-batches and ranks.
 
-Why not `F.cross_entropy(model(x).float(), y)`: with V = 128,256 (Llama 3) and T = 8,192 the logits are 2.0 GiB in bf16 and
-3.9 GiB in fp32, and the plain expression holds the bf16 logits, their fp32 copy, the fp32 log-softmax and its gradient at
-once, some 14 GiB. Here the softmax's gradient overwrites the logits, so one bf16 buffer is all there is.
+Why not `F.cross_entropy(model(x).float(), y)`: with V = 128,256 (Llama 3) and T = 8,192 the logits are 2.0 GiB in bf16
+and 3.9 GiB in fp32, and the plain expression holds the bf16 logits, their fp32 copy, the fp32 log-softmax and its
+gradient at once, some 14 GiB. Here the softmax's gradient overwrites the logits, so one bf16 buffer is all there is.
 
 Two routes, chosen by the number of chunks (`num_chunks = ceil(T / chunk_tokens)`); neither makes an extra pass over a
 tensor of the size of W:
 
     one chunk     The logits are kept until the backward pass, where the softmax's gradient, already multiplied by
-                  grad_output, replaces them. The loss is the last thing of a forward pass and the first of the backward, so
-                  keeping them does not raise the peak. Two GEMMs in the backward pass, nothing else.
+                  grad_output, replaces them. The loss is the last thing of a forward pass and the first of the
+                  backward, so keeping them does not raise the peak. Two GEMMs in the backward pass, nothing else.
     many chunks   At most `chunk_tokens` rows of logits exist at a time. They cannot be kept, so both gradients are formed in
                   the forward pass. grad_W is summed over chunks in fp32 (4 V h bytes): in bf16 each of the n additions
-                  would round the running sum. The backward pass multiplies by grad_output in the same sweep that casts to
-                  W's dtype.
+                  would round the running sum. The backward pass multiplies by grad_output in the same sweep that casts
+                  to W's dtype.
 
-Because of that accumulator (2.0 GiB for h = 4,096) chunks save memory only once T is well above 2 h; see `default_chunk_tokens`.
+Because of that accumulator (2.0 GiB for h = 4,096) chunks save memory only once T is well above 2 h; see
+`default_chunk_tokens`.
 
 Arithmetic: the GEMMs run in `compute_dtype` (bf16 in training). Everything from the logits on, the maximum, the sum of
-exponentials, the loss, the softmax and its gradient, is computed in fp32 (fp64 for fp64 inputs) and only the gradient with
-respect to the logits is rounded, to `compute_dtype` or to fp8. The row maximum is subtracted first, so that logits of any size
-are safe, and NaN stays NaN. With an `llm_fp8.kernels.fp8_lm_head.Fp8Head` two of the three GEMMs, or all, run in fp8, and
-for a moment the gradient in fp8 stands beside the logits; without gradients nothing runs in fp8.
+exponentials, the loss, the softmax and its gradient, is computed in fp32 (fp64 for fp64 inputs) and only the gradient
+with respect to the logits is rounded, to `compute_dtype` or to fp8. The row maximum is subtracted first, so that logits
+of any size are safe, and NaN stays NaN. With an `llm_fp8.kernels.fp8_lm_head.Fp8Head` two of the three GEMMs, or all,
+run in fp8, and for a moment the gradient in fp8 stands beside the logits; without gradients nothing runs in fp8.
 
-The elementwise part is `llm_fp8.kernels.softmax`; who computes the GEMMs also says in which form they take the gradient with respect to the logits.
+The elementwise part is `llm_fp8.kernels.softmax`; who computes the GEMMs also says in which form they take the gradient
+with respect to the logits.
 """
 
 from __future__ import annotations
@@ -77,15 +79,16 @@ def linear_cross_entropy_sum(
         hidden: `[..., h]`, floating point; already normalised, the output of the last norm.
         weight: `[V, h]`, the output projection without bias; may be the embedding's parameter (tied), whose gradients
             autograd then adds.
-        labels: `[...]`, int64 on the device of `hidden`, already shifted (labels[t] is the token after t); -100 is left out.
+        labels: `[...]`, int64 on the device of `hidden`, already shifted (labels[t] is the token after t); -100 is left
+            out.
         chunk_tokens: rows of logits that exist at a time. Default: `default_chunk_tokens`.
-        compute_dtype: dtype of the GEMMs and of the logits. Default: autocast's dtype inside an autocast region, else the
-            dtype of `hidden`.
+        compute_dtype: dtype of the GEMMs and of the logits. Default: autocast's dtype inside an autocast region, else
+            the dtype of `hidden`.
         fp8_head: what computes GEMMs in fp8 where there is something to differentiate. Default: nothing does.
 
     Returns:
-        A 0-dim tensor in fp32 (fp64 if `compute_dtype` is fp64). It is 0, with zero gradients, where every label is -100,
-        and NaN where a supervised row of `hidden` holds a NaN.
+        A 0-dim tensor in fp32 (fp64 if `compute_dtype` is fp64). It is 0, with zero gradients, where every label is
+        -100, and NaN where a supervised row of `hidden` holds a NaN.
 
     Raises:
         ValueError: shapes that do not belong together, or `chunk_tokens` below 1.
@@ -112,9 +115,13 @@ def linear_cross_entropy_sum(
 
 def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)} needs a weight [V, {hidden.shape[-1]}], not {tuple(weight.shape)}.")
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} needs a weight [V, {hidden.shape[-1]}], not {tuple(weight.shape)}."
+        )
     if labels.shape != hidden.shape[:-1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)} needs labels {tuple(hidden.shape[:-1])}, not {tuple(labels.shape)}.")
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} needs labels {tuple(hidden.shape[:-1])}, not {tuple(labels.shape)}."
+        )
 
 
 def _loss_only(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, compute_dtype: torch.dtype) -> Tensor:
@@ -153,8 +160,8 @@ _Products: TypeAlias = _Bf16Gemms | Fp8Gemms
 class _OneChunk(torch.autograd.Function):
     """All logits at once, kept for the backward pass and overwritten there by their own gradient.
 
-    A second backward pass through the same graph would read that gradient as logits: autograd notices that a saved tensor
-    was modified and raises.
+    A second backward pass through the same graph would read that gradient as logits: autograd notices that a saved
+    tensor was modified and raises.
     """
 
     @staticmethod
@@ -188,7 +195,13 @@ class _ManyChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, dtype: torch.dtype, products: _Products
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk_tokens: int,
+        dtype: torch.dtype,
+        products: _Products,
     ) -> Tensor:
         ctx.weight_dtype = weight.dtype
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
@@ -205,7 +218,9 @@ class _ManyChunks(torch.autograd.Function):
             losses, statistics = softmax.losses(logits, labels[chunk])
             loss += losses.sum()
             grad_logits = products.grad_logits(logits, statistics, labels[chunk], one)
-            chunk_hidden, chunk_weight = products.gradients(grad_logits, rows, compute_weight, (needs_hidden, needs_weight))
+            chunk_hidden, chunk_weight = products.gradients(
+                grad_logits, rows, compute_weight, (needs_hidden, needs_weight)
+            )
             if grad_hidden is not None and chunk_hidden is not None:
                 grad_hidden[chunk] = chunk_hidden
             if grad_weight is not None and chunk_weight is not None:

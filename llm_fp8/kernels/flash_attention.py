@@ -1,11 +1,13 @@
 """Attention of flash-attn 3 or 4 over packed documents, in place of Transformer Engine's choice.
 
-The options are --attn_implementation flash_attention_3 and flash_attention_4. Both are called directly. Transformer Engine has a way to flash-attn 4 too
-(NVTE_FUSED_ATTN=0, which forbids cuDNN's attention), but for every head dimension that flash-attn lets pass; on an H200 the gradient of the queries was
-wrong for one of 80, and right for those of `HEAD_DIMS` (tests/gpu/test_flash_attention_gpu.py). So `keep_from_transformer_engine` bars that way for others.
+The options are --attn_implementation flash_attention_3 and flash_attention_4. Both are called directly. Transformer
+Engine has a way to flash-attn 4 too (NVTE_FUSED_ATTN=0, which forbids cuDNN's attention), but for every head dimension
+that flash-attn lets pass; on an H200 the gradient of the queries was wrong for one of 80, and right for those of
+`HEAD_DIMS` (tests/gpu/test_flash_attention_gpu.py). So `keep_from_transformer_engine` bars that way for others.
 
-What they gain and cost: docs/precision.md. Of flash-attn 4 with grouped queries the gradients of keys and values are sums in an order that changes from run
-to run; of flash-attn 3 those of the queries are too, and without grouped queries as well.
+What they gain and cost: docs/precision.md. Of flash-attn 4 with grouped queries the gradients of keys and values are
+sums in an order that changes from run to run; of flash-attn 3 those of the queries are too, and without grouped queries
+as well.
 """
 
 from __future__ import annotations
@@ -38,21 +40,24 @@ HOPPER = (9, 0)
 
 
 def keep_from_transformer_engine(head_dim: int) -> None:
-    """Forbid Transformer Engine flash-attn 4, where it is installed, for heads of so many elements if their gradients were not compared."""
+    """Forbid Transformer Engine flash-attn 4, where it is installed, for heads of so many elements if their
+    gradients were not compared.
+    """
     if head_dim not in HEAD_DIMS and package_version(FLASH_ATTENTION_PACKAGES[FLASH_ATTENTION_4].package) is not None:
         os.environ["NVTE_FLASH_ATTN_V4"] = "0"
 
 
 def check_flash_attention(which: FlashAttention, head_dim: int, attention_dropout: float) -> None:
-    """Raise `UserError` where flash-attn cannot serve a model with heads of `head_dim` elements, or has not been shown to be right for it.
+    """Raise `UserError` where flash-attn cannot serve a model with heads of `head_dim` elements, or has not been shown
+    to be right for it.
 
     `which`: a value of --attn_implementation, flash_attention_3 or flash_attention_4.
     """
     asked = f"--attn_implementation {which}"
     if head_dim not in HEAD_DIMS:
         raise UserError(
-            f"{asked}: this model's heads have {head_dim} elements, and its gradients were compared for {' and '.join(map(str, HEAD_DIMS))} "
-            "alone; drop it."
+            f"{asked}: this model's heads have {head_dim} elements, and its gradients were compared for "
+            f"{' and '.join(map(str, HEAD_DIMS))} alone; drop it."
         )
     if attention_dropout:
         raise UserError(
@@ -61,15 +66,18 @@ def check_flash_attention(which: FlashAttention, head_dim: int, attention_dropou
 
 
 def require_flash_attention(which: FlashAttention, capability: tuple[int, int]) -> None:
-    """Raise `UserError` where flash-attn is not the version that was compared, or flash-attn 3's operators do not load, or this is no `HOPPER`.
+    """Raise `UserError` where flash-attn is not the version that was compared, or flash-attn 3's operators do not load,
+    or this is no `HOPPER`.
 
-    `which`: a value of --attn_implementation, flash_attention_3 or flash_attention_4. `capability`: the GPU's compute capability, major and minor.
+    `which`: a value of --attn_implementation, flash_attention_3 or flash_attention_4. `capability`: the GPU's compute
+        capability, major and minor.
     """
     asked = f"--attn_implementation {which}"
     if capability != HOPPER:
         major, minor = capability
         raise UserError(
-            f"{asked}: its gradients were compared on Hopper alone (compute capability 9.0), and this GPU has {major}.{minor}; drop it."
+            f"{asked}: its gradients were compared on Hopper alone (compute capability 9.0), and this GPU has "
+            f"{major}.{minor}; drop it."
         )
     package = FLASH_ATTENTION_PACKAGES[which]
     version = package_version(package.package)
@@ -141,9 +149,9 @@ def _flash_attention_4(
 # --- flash_attention_3 -----------------------------------------------------------------------------------
 # flash-attn 3's two operators: where they are loaded from, and attention with gradients made of them.
 #
-# They come from one file of the package xformers, built on torch's stable ABI, so that it loads in later versions of torch than the one xformers was built
-# for. xformers itself is not imported: its other parts are not of that kind. The file is linked with the runtime of CUDA 12, also where torch has that of
-# CUDA 13.
+# They come from one file of the package xformers, built on torch's stable ABI, so that it loads in later versions of
+# torch than the one xformers was built for. xformers itself is not imported: its other parts are not of that kind. The
+# file is linked with the runtime of CUDA 12, also where torch has that of CUDA 13.
 #
 # Which attention is taken, and for what it is refused: llm_fp8/kernels/flash_attention.py.
 
@@ -156,12 +164,14 @@ _CUDA_RUNTIME = "libcudart.so.12"
 def load_operators() -> None:
     """Register `torch.ops.flash_attn_3`; once per process.
 
-    Raises `UserError` where they, or the CUDA runtime that they need, are not there or do not load, and where others of that name are registered already.
+    Raises `UserError` where they, or the CUDA runtime that they need, are not there or do not load, and where others of
+    that name are registered already.
     """
     asked = f"--attn_implementation {FLASH_ATTENTION_3}"
     if hasattr(torch.ops.flash_attn_3, "fwd"):
         raise UserError(
-            f"{asked}: another package has loaded its own operators of {_PACKAGE.name}, which were not compared; uninstall it (flash-attn-3), or drop the option."
+            f"{asked}: another package has loaded its own operators of {_PACKAGE.name}, which were not compared; "
+            "uninstall it (flash-attn-3), or drop the option."
         )
     path = _file_of(_PACKAGE.package, _OPERATORS)
     if path is None:
@@ -175,7 +185,9 @@ def load_operators() -> None:
 
 
 def _load_cuda_runtime() -> None:
-    """Load the CUDA 12 runtime, torch's or the system's before that of its package; the operators then find it by its name. Raises OSError without any."""
+    """Load the CUDA 12 runtime, torch's or the system's before that of its package; the operators then find it by
+    its name. Raises OSError without any.
+    """
     try:
         ctypes.CDLL(_CUDA_RUNTIME)
     except OSError:

@@ -1,6 +1,7 @@
 """Casts to fp8 inside Triton kernels. Imported on a GPU alone, as they are.
 
-By name of the instruction, which GPUs with fp8 have: of Triton's own conversion (3.6, CUDA 13.0) every fourth byte was another one behind a transposition.
+By name of the instruction, which GPUs with fp8 have: of Triton's own conversion (3.6, CUDA 13.0) every fourth byte was
+another one behind a transposition.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ cvt.rn.satfinite.{kind}.f32 high, $4, $3;
 mov.b32 $0, {{low, high}};
 }}"""
 CASTS = {torch.float8_e5m2: _CAST.format(kind="e5m2x2"), torch.float8_e4m3fn: _CAST.format(kind="e4m3x2")}
-"""fp8 type -> PTX for four fp32 values to a word, the first in its lowest byte; rounds to nearest even. NaN stays NaN, what is out of range becomes the
-range's end."""
+"""fp8 type -> PTX for four fp32 values to a word, the first in its lowest byte; rounds to nearest even. NaN stays NaN,
+what is out of range becomes the range's end."""
 CONSTRAINTS = tl.constexpr("=r,f,f,f,f")
 """Of its operands."""
 

@@ -1,35 +1,41 @@
 """The output head's matrix products in fp8 (--fp8_lm_head), for `llm_fp8.kernels.cross_entropy`.
 
-For hidden states `x [T, h]`, the head's weight `W [V, h]` and `g [T, V]`, the gradient with respect to the logits, a micro-batch takes
+For hidden states `x [T, h]`, the head's weight `W [V, h]` and `g [T, V]`, the gradient with respect to the logits, a
+micro-batch takes
 
     logits = x W^T  [T, V]          grad_hidden = g W  [T, h]          grad_weight = g^T x  [V, h]
 
-`gradients` computes the last two in fp8 and the logits, and so the loss, as without it; `all` computes all three in fp8. Results are in the dtype
-of the wide operands (bf16), accumulated in fp32, with Transformer Engine's fast accumulation for the logits and its split one for the gradients, as
-in its own recipes.
+`gradients` computes the last two in fp8 and the logits, and so the loss, as without it; `all` computes all three in
+fp8. Results are in the dtype of the wide operands (bf16), accumulated in fp32, with Transformer Engine's fast
+accumulation for the logits and its split one for the gradients, as in its own recipes.
 
 Operands have one scale for the whole tensor:
 
     x, W    E4M3, scaled by their own largest absolute value (current scaling)
     g       E5M2, scaled by a bound. g = grad_output * (softmax - one_hot), and softmax - one_hot lies in [-1, 1], so |grad_output| bounds it: no pass
-            over [T, V] for a maximum. Where some token is predicted badly the bound is also nearly reached. Below the maximum it could only cost
-            exactness where values underflow, since floating point rounds relatively.
+            over [T, V] for a maximum. Where some token is predicted badly the bound is also nearly reached. Below the
+            maximum it could only cost exactness where values underflow, since floating point rounds relatively.
 
-E5M2 because of the softmax's range. Most of a vocabulary's probabilities are tiny: scaled so, E4M3 flushes those below 2e-6 to zero and E5M2 those below
-1e-10. With E4M3 the rows of W for tokens that are seldom predicted would get no gradient at all, which Adam, dividing by the gradient's own size, turns into
-a missing update. E5M2 rounds each entry by up to an eighth, with errors that do not add up over tokens.
+E5M2 because of the softmax's range. Most of a vocabulary's probabilities are tiny: scaled so, E4M3 flushes those below
+2e-6 to zero and E5M2 those below 1e-10. With E4M3 the rows of W for tokens that are seldom predicted would get no
+gradient at all, which Adam, dividing by the gradient's own size, turns into a missing update. E5M2 rounds each entry by
+up to an eighth, with errors that do not add up over tokens.
 
-Shapes: V and h must be multiples of 16 (`Fp8Head` refuses others); tokens are filled up with rows of zeros, which change nothing.
+Shapes: V and h must be multiples of 16 (`Fp8Head` refuses others); tokens are filled up with rows of zeros, which
+change nothing.
 
-Memory, beside what bf16 takes: one byte per weight, two for `all`, which needs W in both layouts; kept from the first micro-batch of a step to that of the
-next, so that W is cast once a step. g comes row-wise (T V bytes) straight from the bf16 logits (2 T V), which are given back before anything else is allocated,
-and it is transposed between the two products. So at most 3 T V bytes are held, in the moment of the cast. bf16 holds 2 T V and both gradients, which is as much
-where T is at most 2 h, and less where T is more. Writing both layouts at once would save reading T V bytes and hold 4 T V for a moment.
+Memory, beside what bf16 takes: one byte per weight, two for `all`, which needs W in both layouts; kept from the first
+micro-batch of a step to that of the next, so that W is cast once a step. g comes row-wise (T V bytes) straight from the
+bf16 logits (2 T V), which are given back before anything else is allocated, and it is transposed between the two
+products. So at most 3 T V bytes are held, in the moment of the cast. bf16 holds 2 T V and both gradients, which is as
+much where T is at most 2 h, and less where T is more. Writing both layouts at once would save reading T V bytes and
+hold 4 T V for a moment.
 
-Bytes moved for g: the kernel of `llm_fp8.kernels.softmax_triton` reads 2 T V and writes T V, and the transposition reads and writes T V. There is no bf16 g.
+Bytes moved for g: the kernel of `llm_fp8.kernels.softmax_triton` reads 2 T V and writes T V, and the transposition
+reads and writes T V. There is no bf16 g.
 
-Transformer Engine computes on a GPU. Elsewhere the same rounding is emulated: torch casts the operands with the same scales and multiplies what the casts
-stand for in fp32 (or fp64). There g is first rounded to the logits' dtype.
+Transformer Engine computes on a GPU. Elsewhere the same rounding is emulated: torch casts the operands with the same
+scales and multiplies what the casts stand for in fp32 (or fp64). There g is first rounded to the logits' dtype.
 """
 
 from __future__ import annotations
@@ -59,8 +65,8 @@ class Fp8Head:
 
     Attributes:
         module: the head.
-        is_first_microbatch: as for Transformer Engine's modules: True casts the weight and keeps the cast, False takes the kept one, None neither takes
-            nor keeps. `llm_fp8.precision.context.Precision.context` sets it.
+        is_first_microbatch: as for Transformer Engine's modules: True casts the weight and keeps the cast, False takes
+            the kept one, None neither takes nor keeps. `llm_fp8.precision.context.Precision.context` sets it.
     """
 
     def __init__(self, module: nn.Module, products: Literal["gradients", "all"]) -> None:
@@ -69,7 +75,8 @@ class Fp8Head:
         vocabulary, width = weight.shape
         if vocabulary % SIZE_MULTIPLE or width % SIZE_MULTIPLE:
             raise UserError(
-                f"--fp8_lm_head {products}: the output head has {vocabulary} x {width} weights, and fp8 GEMMs need both to be multiples of {SIZE_MULTIPLE}; drop it."
+                f"--fp8_lm_head {products}: the output head has {vocabulary} x {width} weights, and fp8 GEMMs need "
+                f"both to be multiples of {SIZE_MULTIPLE}; drop it."
             )
         self.module = module
         self.computes_logits = products == "all"
@@ -77,7 +84,9 @@ class Fp8Head:
         self._kept: Any = None
 
     def num_gemms_of(self, of: int) -> int:
-        """How many of the head's products in a micro-batch run in fp8, where it takes `of` in all: 3, or 2 where it is frozen."""
+        """How many of the head's products in a micro-batch run in fp8, where it takes `of` in all: 3, or 2 where it
+        is frozen.
+        """
         return of if self.computes_logits else of - 1
 
     def start_pass(self) -> Fp8Gemms:
@@ -112,7 +121,9 @@ class Fp8Gemms:
         return logits[: hidden.shape[0]]
 
     def grad_logits(self, logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Any:
-        """The gradient with respect to `logits`, as `gradients` takes it; see `llm_fp8.kernels.softmax`. `logits` have no memory any more afterwards."""
+        """The gradient with respect to `logits`, as `gradients` takes it; see `llm_fp8.kernels.softmax`. `logits`
+        have no memory any more afterwards.
+        """
         in_fp8 = gradient_in_one_kernel if softmax.use_triton(logits) else gradient_in_two_steps
         grad = in_fp8(logits, statistics, labels, grad_output)
         # Autograd does not see that their memory goes; this is what makes a second backward pass an error.
@@ -123,7 +134,8 @@ class Fp8Gemms:
     def gradients(
         self, grad_logits: Any, hidden: Tensor, weight: Tensor, needed: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`grad_logits @ weight` and `grad_logits.T @ hidden`, [T, h] and [V, h] in their dtype; None for what is not `needed`.
+        """`grad_logits @ weight` and `grad_logits.T @ hidden`, [T, h] and [V, h] in their dtype; None for what is not
+        `needed`.
 
         `grad_logits` is what the method of that name returned; it is used up.
         """
@@ -192,9 +204,14 @@ def gradient_in_one_kernel(logits: Tensor, statistics: Tensor, labels: Tensor, g
     from llm_fp8.kernels.softmax_triton import softmax_gradient_cast
 
     scale = _scale(grad_output.detach().abs(), GRADIENT_FORMAT)
-    values = softmax_gradient_cast(logits, statistics, labels, grad_output, scale, _whole_rows(logits.shape[0]), GRADIENT_FORMAT)
+    values = softmax_gradient_cast(
+        logits, statistics, labels, grad_output, scale, _whole_rows(logits.shape[0]), GRADIENT_FORMAT
+    )
     return Float8TensorStorage(
-        data=values.view(torch.uint8), fp8_scale_inv=scale.reciprocal(), fp8_dtype=DType.kFloat8E5M2, fake_dtype=logits.dtype
+        data=values.view(torch.uint8),
+        fp8_scale_inv=scale.reciprocal(),
+        fp8_dtype=DType.kFloat8E5M2,
+        fake_dtype=logits.dtype,
     )
 
 
@@ -211,8 +228,10 @@ def cast_to_fp8(
     Args:
         tensor: bf16 or fp32; on a CPU any floating-point dtype.
         fp8_format: `E4M3` or `E5M2`.
-        rowwise, columnwise: which layouts are kept. B in TN and NN, and A in TN, are read row-wise, the others column-wise.
-        largest: 0-dim, what the format's largest value stands for; larger entries are clipped to it. Default: the tensor's largest absolute value.
+        rowwise, columnwise: which layouts are kept. B in TN and NN, and A in TN, are read row-wise, the others
+        column-wise.
+        largest: 0-dim, what the format's largest value stands for; larger entries are clipped to it. Default: the
+            tensor's largest absolute value.
     """
     if tensor.is_cuda:
         return _te_cast(tensor, fp8_format, rowwise, columnwise, largest)
@@ -236,13 +255,17 @@ def keep_columnwise_alone(operand: Any) -> None:
 
 
 def _scale(largest: Tensor, fp8_format: torch.dtype) -> Tensor:
-    """fp32 [1]; 1 for a tensor of zeros, as in Transformer Engine. NaN and infinity stay what they are, so that the run stops over them."""
+    """fp32 [1]; 1 for a tensor of zeros, as in Transformer Engine. NaN and infinity stay what they are, so that the
+    run stops over them.
+    """
     largest = largest.float()
     return torch.where(largest == 0, 1.0, torch.finfo(fp8_format).max / largest).reshape(1)
 
 
 def emulated_cast(tensor: Tensor, fp8_format: torch.dtype, largest: Tensor | None = None) -> EmulatedOperand:
-    """What Transformer Engine's cast computes, by torch: scaled in fp32, clipped to the format's range, rounded to nearest even."""
+    """What Transformer Engine's cast computes, by torch: scaled in fp32, clipped to the format's range, rounded to
+    nearest even.
+    """
     scale = _scale(tensor.abs().amax() if largest is None else largest, fp8_format)
     limit = torch.finfo(fp8_format).max
     return EmulatedOperand((tensor.float() * scale).clamp(-limit, limit).to(fp8_format), 1 / scale)
@@ -271,4 +294,6 @@ def _te_multiply(left: Any, right: Any, layout: Layout, out_dtype: torch.dtype) 
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     is_gradient = layout != "TN"
-    return general_gemm(left, right, out_dtype=out_dtype, layout=layout, grad=is_gradient, use_split_accumulator=is_gradient)[0]
+    return general_gemm(
+        left, right, out_dtype=out_dtype, layout=layout, grad=is_gradient, use_split_accumulator=is_gradient
+    )[0]

@@ -1,20 +1,23 @@
-"""Split of the fused QKV projection and RoPE in one Triton kernel. Imported on a GPU alone: a torch without CUDA comes without triton.
+"""Split of the fused QKV projection and RoPE in one Triton kernel. Imported on a GPU alone: a torch without CUDA comes
+without triton.
 
     split_rope(fused [..., (H + 2 Hkv) d], angles, H, Hkv, cu_seqlens)   ->   q [..., H, d], k and v [..., Hkv, d]
 
-Forward, one kernel reads the fused projection once and writes q and k rotated and v as it is, each contiguous, as attention wants them.
-Backward, the same kernel goes the other way: it reads the three gradients with whatever strides attention gave them and writes the gradient of
-the projection once, rotated by the negative angle, since a rotation's transpose is its inverse. Both directions move 2 (H + 2 Hkv) d elements
-per token and nothing else of that size. Nothing is kept for the backward pass but the table of angles and `cu_seqlens`.
+Forward, one kernel reads the fused projection once and writes q and k rotated and v as it is, each contiguous, as
+attention wants them. Backward, the same kernel goes the other way: it reads the three gradients with whatever strides
+attention gave them and writes the gradient of the projection once, rotated by the negative angle, since a rotation's
+transpose is its inverse. Both directions move 2 (H + 2 Hkv) d elements per token and nothing else of that size. Nothing
+is kept for the backward pass but the table of angles and `cu_seqlens`.
 
-A pair (x, y) of columns i and rotary_dim / 2 + i becomes (x cos - y sin, y cos + x sin) (the rotate-half layout), in fp32, and is rounded once, to the
-dtype of `fused`. Another implementation of this formula in fp32, like Transformer Engine's, may differ in the last bits of sine, cosine and products:
-by at most 2^-21 (|x| + |y|), and in bf16 and fp16 by one unit in the last place besides. Hugging Face's differs by more in bf16, where it rounds sine,
-cosine and each product to bf16.
+A pair (x, y) of columns i and rotary_dim / 2 + i becomes (x cos - y sin, y cos + x sin) (the rotate-half layout), in
+fp32, and is rounded once, to the dtype of `fused`. Another implementation of this formula in fp32, like Transformer
+Engine's, may differ in the last bits of sine, cosine and products: by at most 2^-21 (|x| + |y|), and in bf16 and fp16
+by one unit in the last place besides. Hugging Face's differs by more in bf16, where it rounds sine, cosine and each
+product to bf16.
 
-A program takes BLOCK_ELEMENTS / (rotary_dim / 2) tokens and HEADS_PER_PROGRAM heads, so that sine and cosine are computed once for several
-heads. A token's position is found on the device, by bisection of `cu_seqlens`: no pass over the tokens, no wait of the host, and the number of
-documents is an argument that compiles nothing anew.
+A program takes BLOCK_ELEMENTS / (rotary_dim / 2) tokens and HEADS_PER_PROGRAM heads, so that sine and cosine are
+computed once for several heads. A token's position is found on the device, by bisection of `cu_seqlens`: no pass over
+the tokens, no wait of the host, and the number of documents is an argument that compiles nothing anew.
 """
 
 from __future__ import annotations
@@ -85,7 +88,13 @@ def _rotate(
         tl.store(part_second, (second * cosine + first * sine).to(dtype), mask=mask)
     if ROTARY_DIM < HEAD_DIM:
         _copy(
-            fused + ROTARY_DIM, part + ROTARY_DIM * part_stride, part_stride, inside, HEAD_DIM - ROTARY_DIM, BLOCK_REST, BACKWARD
+            fused + ROTARY_DIM,
+            part + ROTARY_DIM * part_stride,
+            part_stride,
+            inside,
+            HEAD_DIM - ROTARY_DIM,
+            BLOCK_REST,
+            BACKWARD,
         )
 
 
@@ -143,12 +152,21 @@ def _split_rope_kernel(
         v = v_pointer + rows * v_row_stride + in_row * v_token_stride
         start = ((group - ROTATED_GROUPS) * GROUP).to(tl.int64)
         for head in range(start, tl.minimum(start + GROUP, NUM_KV_HEADS)):
-            _copy(fused_v + head * HEAD_DIM, v + head * v_head_stride, v_column_stride, inside, HEAD_DIM, BLOCK_HEAD, BACKWARD)
+            _copy(
+                fused_v + head * HEAD_DIM,
+                v + head * v_head_stride,
+                v_column_stride,
+                inside,
+                HEAD_DIM,
+                BLOCK_HEAD,
+                BACKWARD,
+            )
     else:
         if cu_seqlens_pointer is None:
             positions = places
         else:
-            # The last document that starts at or before the token: cu_seqlens[low] <= token, and document `high` starts behind it.
+            # The last document that starts at or before the token: cu_seqlens[low] <= token, and document `high` starts
+            # behind it.
             low = tl.zeros([BLOCK_TOKENS], tl.int32)
             high = low + num_documents
             for _ in range(num_bisections):
@@ -179,8 +197,12 @@ def _split_rope_kernel(
                 )  # fmt: skip
 
 
-def _launch(fused: Tensor, parts: tuple[Tensor, ...], angles: Tensor, cu_seqlens: Tensor | None, backward: bool) -> None:
-    """Move `fused` [..., W], contiguous, to `parts` (q, k, v [..., heads, d] of any strides), or back where `backward`."""
+def _launch(
+    fused: Tensor, parts: tuple[Tensor, ...], angles: Tensor, cu_seqlens: Tensor | None, backward: bool
+) -> None:
+    """Move `fused` [..., W], contiguous, to `parts` (q, k, v [..., heads, d] of any strides), or back where
+    `backward`.
+    """
     q, k, v = parts
     num_heads, num_kv_heads, head_dim, rotary_dim = q.shape[-2], k.shape[-2], q.shape[-1], angles.shape[-1]
     num_tokens = fused[..., 0].numel()
@@ -230,7 +252,9 @@ class _SplitRope(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         fused = fused.contiguous()
         head_dim = fused.shape[-1] // (num_heads + 2 * num_kv_heads)
-        parts = tuple(fused.new_empty(*fused.shape[:-1], heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads))
+        parts = tuple(
+            fused.new_empty(*fused.shape[:-1], heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads)
+        )
         _launch(fused, parts, angles, cu_seqlens, backward=False)
         ctx.save_for_backward(angles, cu_seqlens)
         return parts
@@ -249,16 +273,18 @@ class _SplitRope(torch.autograd.Function):
 def split_rope(
     fused: Tensor, angles: Tensor, num_heads: int, num_kv_heads: int, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The heads of a fused QKV projection, those of q and k rotated by their positions; differentiable with respect to `fused`, once.
+    """The heads of a fused QKV projection, those of q and k rotated by their positions; differentiable with respect to
+    `fused`, once.
 
     Args:
-        fused: bf16, fp16 or fp32 on a GPU. Packed: [T, (num_heads + 2 num_kv_heads) d], documents behind each other. Padded: [B, S, the same],
-            where a token's position is its column.
-        angles: fp32 [positions, 1, 1, rotary_dim], contiguous, both halves of a row equal, rotary_dim <= d and even; columns from rotary_dim on are
-            copied. A position beyond the table gives NaN.
+        fused: bf16, fp16 or fp32 on a GPU. Packed: [T, (num_heads + 2 num_kv_heads) d], documents behind each other.
+            Padded: [B, S, the same], where a token's position is its column.
+        angles: fp32 [positions, 1, 1, rotary_dim], contiguous, both halves of a row equal, rotary_dim <= d and even;
+            columns from rotary_dim on are copied. A position beyond the table gives NaN.
         num_heads: of q.
         num_kv_heads: of k, and of v.
-        cu_seqlens: int32 [n + 1] on the same GPU, contiguous, rising from 0 to T: where each document starts, which is its position 0. None: padded.
+        cu_seqlens: int32 [n + 1] on the same GPU, contiguous, rising from 0 to T: where each document starts, which is
+            its position 0. None: padded.
 
     Returns:
         q [..., num_heads, d], k and v [..., num_kv_heads, d], contiguous, of the dtype of `fused`.

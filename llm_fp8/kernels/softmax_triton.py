@@ -1,11 +1,13 @@
-"""The gradient with respect to logits, in fp8, in one Triton kernel. Imported on a GPU alone: a torch without CUDA comes without triton.
+"""The gradient with respect to logits, in fp8, in one Triton kernel. Imported on a GPU alone: a torch without CUDA
+comes without triton.
 
 For logits `x`, the maximum m and the sum d of exp(x - m) of their row, and a scale,
 
     grad_output (exp(x - m) / d - one_hot(label)) scale
 
-is computed in fp32 and rounded once, to fp8. Apart, one kernel writes the gradient over the bf16 logits and a second one reads it to cast it: of the 7 bytes
-per logit that both move, 3 are left. The rows that fp8 GEMMs need beyond the last token are written as zeros on the way.
+is computed in fp32 and rounded once, to fp8. Apart, one kernel writes the gradient over the bf16 logits and a second
+one reads it to cast it: of the 7 bytes per logit that both move, 3 are left. The rows that fp8 GEMMs need beyond the
+last token are written as zeros on the way.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ BLOCK_COLUMNS, NUM_WARPS = 4096, 8
 _IGNORE_INDEX = tl.constexpr(IGNORE_INDEX)
 
 
-@triton.jit(do_not_specialize=["statistics_pointer", "labels_pointer", "grad_output_pointer", "scale_pointer", "num_tokens"])
+@triton.jit(
+    do_not_specialize=["statistics_pointer", "labels_pointer", "grad_output_pointer", "scale_pointer", "num_tokens"]
+)
 def _softmax_gradient_cast_kernel(
     logits_pointer: tl.tensor,
     statistics_pointer: tl.tensor,
@@ -42,7 +46,8 @@ def _softmax_gradient_cast_kernel(
     first = (program % BLOCKS) * BLOCK_COLUMNS
     columns = first + tl.arange(0, BLOCK_COLUMNS)
     inside = columns < VOCABULARY
-    # A row behind the last token is one whose label is ignored. Of such rows nothing is read, and the factor makes zeros of them.
+    # A row behind the last token is one whose label is ignored. Of such rows nothing is read, and the factor makes
+    # zeros of them.
     label = tl.load(labels_pointer + row, mask=row < num_tokens, other=_IGNORE_INDEX)
     counts = label != _IGNORE_INDEX
     maximum = tl.load(statistics_pointer + 2 * row, mask=counts, other=0.0)
@@ -58,9 +63,16 @@ def _softmax_gradient_cast_kernel(
 
 
 def softmax_gradient_cast(
-    logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor, scale: Tensor, num_rows: int, fp8_dtype: torch.dtype
+    logits: Tensor,
+    statistics: Tensor,
+    labels: Tensor,
+    grad_output: Tensor,
+    scale: Tensor,
+    num_rows: int,
+    fp8_dtype: torch.dtype,
 ) -> Tensor:
-    """`grad_output * (softmax - one_hot(label)) * scale` in fp8, with rows of zeros where the label is ignored and behind the last token.
+    """`grad_output * (softmax - one_hot(label)) * scale` in fp8, with rows of zeros where the label is ignored and
+    behind the last token.
 
     Args:
         logits: bf16 or fp32 [T, V], contiguous, on a GPU; are left alone.
@@ -81,8 +93,9 @@ def softmax_gradient_cast(
     fit = statistics.shape == (num_tokens, 2) and labels.shape == (num_tokens,) and num_rows >= num_tokens
     if not (fit and logits.is_contiguous() and statistics.is_contiguous()):
         raise ValueError(
-            f"contiguous logits {(num_tokens, vocabulary)} need contiguous statistics {(num_tokens, 2)}, labels {(num_tokens,)} and at least {num_tokens} rows "
-            f"for the result; they have {tuple(statistics.shape)}, {tuple(labels.shape)} and {num_rows}"
+            f"contiguous logits {(num_tokens, vocabulary)} need contiguous statistics {(num_tokens, 2)}, labels "
+            f"{(num_tokens,)} and at least {num_tokens} rows for the result; they have {tuple(statistics.shape)}, "
+            f"{tuple(labels.shape)} and {num_rows}"
         )
     gradient = torch.empty(num_rows, vocabulary, dtype=fp8_dtype, device=logits.device)
     if gradient.numel() == 0:

@@ -1,16 +1,16 @@
 """SwiGLU's backward pass inside Transformer Engine's LayerNormMLP, whose result goes to fp8 at once.
 
-LayerNormMLP looks its activation up by name, in a table with a forward function, a backward function and, for some, one that does the backward pass, the
-bias's gradient and the cast in one:
+LayerNormMLP looks its activation up by name, in a table with a forward function, a backward function and, for some, one
+that does the backward pass, the bias's gradient and the cast in one:
 
     backward_and_cast(gradient [T, f], fc1's output [T, 2 f], quantizer)   ->   (the bias's gradient, the gradient [T, 2 f] quantised)
 
-SwiGLU has none. So its gradient is written in bf16 and read again, to be cast, and to be summed for a bias that our MLPs do not have. `fuse_swiglu_backward`
-adds a name to the table that has one: with delayed scaling the kernel of `llm_fp8.kernels.swiglu_triton`, with other recipes Transformer Engine's own two steps
-without the sum.
+SwiGLU has none. So its gradient is written in bf16 and read again, to be cast, and to be summed for a bias that our
+MLPs do not have. `fuse_swiglu_backward` adds a name to the table that has one: with delayed scaling the kernel of
+`llm_fp8.kernels.swiglu_triton`, with other recipes Transformer Engine's own two steps without the sum.
 
-The table is no public part of Transformer Engine (2.20: `_get_act_func_supported_list` in module/layernorm_mlp.py). Where it is not found, modules stay as they are:
-slower, and as right.
+The table is no public part of Transformer Engine (2.20: `_get_act_func_supported_list` in module/layernorm_mlp.py).
+Where it is not found, modules stay as they are: slower, and as right.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _TABLE = "_get_act_func_supported_list"
 
 
 def fuse_swiglu_backward(mlp: nn.Module) -> None:
-    """Let `mlp`, a LayerNormMLP with activation "swiglu" and without biases, cast the gradient of its inside where it is computed."""
+    """Let `mlp`, a LayerNormMLP with activation "swiglu" and without biases, cast the gradient of its inside where
+    it is computed.
+    """
     from transformer_engine.pytorch.module import layernorm_mlp
 
     if hasattr(layernorm_mlp, _TABLE):

@@ -1,15 +1,18 @@
-"""SwiGLU's backward pass and the cast of its result to fp8 in one Triton kernel. Imported on a GPU alone: a torch without CUDA comes without triton.
+"""SwiGLU's backward pass and the cast of its result to fp8 in one Triton kernel. Imported on a GPU alone: a torch
+without CUDA comes without triton.
 
 For `gate`, `up` and the gradient `dy` of SiLU(gate) up, with s = sigmoid(gate),
 
     d_gate = dy up s (1 + gate (1 - s))          d_up = dy gate s
 
-and both GEMMs behind it, for the gradient of fc1's input and of its weight, want the two side by side in fp8: the one row-wise, the other transposed. Apart,
-one kernel writes them in bf16 and a second one reads that to cast and transpose it. Here nothing is written but fp8: of the 18 bytes per element of `dy`
-that both kernels move, 10 are left, and there is no moment at which the bf16 tensor needs memory.
+and both GEMMs behind it, for the gradient of fc1's input and of its weight, want the two side by side in fp8: the one
+row-wise, the other transposed. Apart, one kernel writes them in bf16 and a second one reads that to cast and transpose
+it. Here nothing is written but fp8: of the 18 bytes per element of `dy` that both kernels move, 10 are left, and there
+is no moment at which the bf16 tensor needs memory.
 
-Everything is in fp32 and is rounded once, to fp8; the two kernels round to bf16 between. The scale is delayed scaling's, known beforehand; the largest
-absolute value, which it is made of next time, is noted on the way, of the values before they are scaled.
+Everything is in fp32 and is rounded once, to fp8; the two kernels round to bf16 between. The scale is delayed
+scaling's, known beforehand; the largest absolute value, which it is made of next time, is noted on the way, of the
+values before they are scaled.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from torch import Tensor
 from llm_fp8.kernels.fp8_cast_triton import CASTS, to_fp8
 
 BLOCK_TOKENS, BLOCK_COLUMNS, NUM_WARPS = 64, 64, 4
-"""Of a program. Larger blocks hold too much in registers, narrower ones write less than a cache line's 32 bytes side by side."""
+"""Of a program. Larger blocks hold too much in registers, narrower ones write less than a cache line's 32 bytes side
+by side.
+"""
 
 
 @triton.jit
@@ -98,7 +103,8 @@ def dswiglu_cast(
     num_tokens, width = gradient.shape
     if gate_and_up.shape != (num_tokens, 2 * width) or not (gradient.is_contiguous() and gate_and_up.is_contiguous()):
         raise ValueError(
-            f"a contiguous gradient {tuple(gradient.shape)} needs a contiguous input {(num_tokens, 2 * width)}; it is {tuple(gate_and_up.shape)}"
+            f"a contiguous gradient {tuple(gradient.shape)} needs a contiguous input {(num_tokens, 2 * width)}; it is "
+            f"{tuple(gate_and_up.shape)}"
         )
     rowwise = torch.empty(num_tokens, 2 * width, dtype=fp8_dtype, device=gradient.device)
     transposed = torch.empty(2 * width, num_tokens, dtype=fp8_dtype, device=gradient.device)

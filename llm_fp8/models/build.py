@@ -6,8 +6,8 @@ architecture is bundled (`llm_fp8/models/architectures`) needs no hub. Two build
 - Hugging Face's own model, through `from_pretrained`, whose missing and unexpected tensors are errors here;
 - the same model with TE decoder layers (te_llama.py), filled from the safetensors files tensor by tensor.
 
-A model whose parameters are to be split over ranks is built in two steps: `build_structure` makes either of them without memory for its
-parameters, and when they are split `fill_sharded` reads into each rank its rows of them.
+A model whose parameters are to be split over ranks is built in two steps: `build_structure` makes either of them
+without memory for its parameters, and when they are split `fill_sharded` reads into each rank its rows of them.
 """
 
 from __future__ import annotations
@@ -48,27 +48,36 @@ from llm_fp8.utils.te_import import require_te
 def choose_attention(requested: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
     """The attention implementation of the Hugging Face path.
 
-    `auto` takes the fastest that the architecture has. Raises `UserError` where another was asked for that it lacks, or that is not installed.
+    `auto` takes the fastest that the architecture has. Raises `UserError` where another was asked for that it lacks, or
+    that is not installed.
     """
     installed = package_version("flash-attn") is not None  # flash-attn 4 has a folder flash_attn too
     if requested == "flash_attention_2" and not installed:
         raise UserError(
-            "--attn_implementation flash_attention_2 needs flash-attn, which is not installed; run: pip install --no-build-isolation flash-attn"
+            "--attn_implementation flash_attention_2 needs flash-attn, which is not installed; run: pip install "
+            "--no-build-isolation flash-attn"
         )
     if requested != "auto":
         if not _has_attention(hf_config, requested):
             raise UserError(
-                f"--attn_implementation {requested}: transformers has none for models of type '{hf_config.model_type}'; leave it at auto, or give "
-                "--attn_implementation eager."
+                f"--attn_implementation {requested}: transformers has none for models of type "
+                f"'{hf_config.model_type}'; leave it at auto, or give --attn_implementation eager."
             )
         return requested
-    if installed and device.type == "cuda" and dtype != torch.float32 and _has_attention(hf_config, "flash_attention_2"):
+    if (
+        installed
+        and device.type == "cuda"
+        and dtype != torch.float32
+        and _has_attention(hf_config, "flash_attention_2")
+    ):
         return "flash_attention_2"
     return "sdpa" if _has_attention(hf_config, "sdpa") else "eager"
 
 
 def _has_attention(hf_config: PretrainedConfig, implementation: str) -> bool:
-    """Whether transformers has this attention for the architecture; True where it knows no causal language model of it, and says so itself."""
+    """Whether transformers has this attention for the architecture; True where it knows no causal language model of
+    it, and says so itself.
+    """
     flag = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(implementation)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     return flag is None or model_class is None or bool(getattr(model_class, flag))
@@ -93,7 +102,8 @@ def _build_te_decoder(
     with_memory: bool,
     unfused_mlp: bool,
 ) -> PreTrainedModel:
-    """`te_llama.build_te_model` on `device`, with or without memory for parameters, attention that is known to be right and the faster norms.
+    """`te_llama.build_te_model` on `device`, with or without memory for parameters, attention that is known to be right
+    and the faster norms.
 
     Raises `UserError` where --use_te cannot work.
     """
@@ -129,7 +139,9 @@ def build_model(
     random_weights = has_random_weights(options, source)
     generator = torch.Generator(device=device).manual_seed(seed)
     if options.use_te:
-        model = _build_te_decoder(options, hf_config, parameter_dtype, device, with_memory=True, unfused_mlp=unfused_mlp)
+        model = _build_te_decoder(
+            options, hf_config, parameter_dtype, device, with_memory=True, unfused_mlp=unfused_mlp
+        )
         if random_weights:
             te_llama.initialize_weights_(model, generator)
         else:
@@ -154,19 +166,24 @@ def build_structure(
     device: torch.device,
     unfused_mlp: bool = False,
 ) -> PreTrainedModel:
-    """The model of `build_model` with parameters of `parameter_dtype` that have no memory (device "meta"); buffers are on `device`, with values.
+    """The model of `build_model` with parameters of `parameter_dtype` that have no memory (device "meta"); buffers are
+    on `device`, with values.
 
     Fill it with `fill_sharded`.
     """
     if options.use_te:
-        return _build_te_decoder(options, hf_config, parameter_dtype, device, with_memory=False, unfused_mlp=unfused_mlp)
+        return _build_te_decoder(
+            options, hf_config, parameter_dtype, device, with_memory=False, unfused_mlp=unfused_mlp
+        )
     attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
     with init_empty_weights(include_buffers=False), torch.device(device):
         model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
     model.tie_weights()  # which taking their memory away undid
     if not has_random_weights(options, source):
         with contextlib.suppress(OSError):  # a model need not have the file
-            model.generation_config = GenerationConfig.from_pretrained(source.location, cache_dir=options.weights_cache_dir)
+            model.generation_config = GenerationConfig.from_pretrained(
+                source.location, cache_dir=options.weights_cache_dir
+            )
     return model
 
 
@@ -212,20 +229,23 @@ def _load_hf_model(
             ) from error
     model, info = loaded
     wrong = {
-        kind: names for kind, names in info.items() if names and kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        kind: names
+        for kind, names in info.items()
+        if names and kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
     }
     if wrong:
         kind, found = next(iter(wrong.items()))
         names = [f"{n[0]} {tuple(n[1])} instead of {tuple(n[2])}" if isinstance(n, tuple) else str(n) for n in found]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise UserError(
-            f"--model_name {options.model_name}: its safetensors do not fit its config.json: {kind.replace('_keys', '')} tensors "
-            f"{', '.join(sorted(names)[:4])}{more}; fetch the model again."
+            f"--model_name {options.model_name}: its safetensors do not fit its config.json: "
+            f"{kind.replace('_keys', '')} tensors {', '.join(sorted(names)[:4])}{more}; fetch the model again."
         )
     return model
 
 
-# --- Properties ------------------------------------------------------------------------------------------------------------
+# --- Properties
+# ------------------------------------------------------------------------------------------------------------
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -239,7 +259,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
-    """The dimensions of a decoder of any architecture: of those that te_llama.py builds read off the config, of others counted in the model.
+    """The dimensions of a decoder of any architecture: of those that te_llama.py builds read off the config, of others
+    counted in the model.
 
     Experts of which a router chooses some are not counted.
     """
@@ -266,10 +287,11 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
 # --- norm_backend ----------------------------------------------------------------------------------------
 # Which kernels Transformer Engine's norms run on.
 #
-# Its own RMSNorm is tuned for the widths of `TUNED_WIDTHS`; others take a general one, which is two to three times slower: on an H200, 16,384 tokens
-# of width 3,072, forward and backward with the quantising, 316 us beside cuDNN's 117 (docs/performance_log.md). Transformer Engine asks two variables
-# for cuDNN's norms, once in a process, at the first norm. cuDNN plans each number of tokens anew, which takes up to a second: packed micro-batches all
-# have one number, padded ones a few, because their rows end at multiples of 128 tokens. Small models would not earn it back.
+# Its own RMSNorm is tuned for the widths of `TUNED_WIDTHS`; others take a general one, which is two to three times
+# slower: on an H200, 16,384 tokens of width 3,072, forward and backward with the quantising, 316 us beside cuDNN's 117
+# (docs/performance_log.md). Transformer Engine asks two variables for cuDNN's norms, once in a process, at the first
+# norm. cuDNN plans each number of tokens anew, which takes up to a second: packed micro-batches all have one number,
+# padded ones a few, because their rows end at multiples of 128 tokens. Small models would not earn it back.
 
 TUNED_WIDTHS = (512, 768, 1024, 2048, 4096, 8192)
 """Of Transformer Engine 2.20's RMSNorm kernels."""
@@ -285,9 +307,11 @@ def cudnn_is_faster(width: int) -> bool:
 
 
 def choose_norm_backend(width: int, major_capability: int, environ: MutableMapping[str, str]) -> None:
-    """Have norms of so many elements computed by cuDNN in this process where that is faster; what `environ` says already stays.
+    """Have norms of so many elements computed by cuDNN in this process where that is faster; what `environ` says
+    already stays.
 
-    Forward with current scaling it changes nothing: what finds the tensor's maximum on the way is Transformer Engine's own kernel.
+    Forward with current scaling it changes nothing: what finds the tensor's maximum on the way is Transformer Engine's
+    own kernel.
     """
     if cudnn_is_faster(width) and major_capability == HOPPER:
         for name in VARIABLES:

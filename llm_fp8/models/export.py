@@ -1,13 +1,16 @@
 """The final weights as an ordinary Hugging Face checkpoint: safetensors, config, tokenizer and a model card.
 
-Written beside its place and renamed, so that `final/` is whole or absent. A TE model is written in Hugging Face's layout
-(`te_llama.parameter_map`). Tensors have the dtype of the model that training began with, so that exporting what was just loaded gives the
-same bits; the fp32 that training keeps is in the checkpoints.
+Written beside its place and renamed, so that `final/` is whole or absent. A TE model is written in Hugging Face's
+layout (`te_llama.parameter_map`). Tensors have the dtype of the model that training began with, so that exporting what
+was just loaded gives the same bits; the fp32 that training keeps is in the checkpoints.
 
-The files are planned from names and shapes, then parameters are gathered one by one and every file is written as soon as its tensors are
-there: host memory holds about one file of `MAX_FILE_SIZE`, the GPU one whole parameter, however large the model and however it is split.
+The files are planned from names and shapes, then parameters are gathered one by one and every file is written as soon
+as its tensors are
+there: host memory holds about one file of `MAX_FILE_SIZE`, the GPU one whole parameter, however large the model and
+however it is split.
 
-A model with adapters (llm_fp8/models/lora.py) is written with these added to its weights. `export_adapter` writes the adapters alone, as PEFT does.
+A model with adapters (llm_fp8/models/lora.py) is written with these added to its weights. `export_adapter` writes the
+adapters alone, as PEFT does.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ def export_hf(
 ) -> None:
     """Write `model` and `tokenizer` to `folder` (replaced if it exists), tensors as `dtype`; `card` fills README.md.
 
-    Every rank calls it; the one with `is_main` writes and the others touch no file. `full_tensor` gives the whole of a parameter and may be
+    Every rank calls it; the one with `is_main` writes and the others touch no file. `full_tensor` gives the whole of a
+    parameter and may be
     collective: every rank calls it for the same parameters in the same order, also where writing fails.
     Raises `UserError`, on the main rank, where the folder cannot be written; what was there before is still there then.
     """
@@ -89,7 +93,8 @@ def export_adapter(
     full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
     is_main: bool = True,
 ) -> None:
-    """Write the adapters of `model` to `folder` (replaced if it exists) in PEFT's form, as they were trained, with the tokenizer.
+    """Write the adapters of `model` to `folder` (replaced if it exists) in PEFT's form, as they were trained, with the
+    tokenizer.
 
     `base_model` is where PEFT finds the frozen model: a hub id or a folder. The rest is as in `export_hf`.
     """
@@ -110,14 +115,18 @@ def export_size_bytes(model: PreTrainedModel, dtype: torch.dtype, *, adapters_on
     """About what an export takes on the disk: the model's tensors as `dtype`, or the adapters as they are."""
     if adapters_only:
         return sum(
-            matrix.numel() * matrix.element_size() for adapter in adapters_of(model).values() for matrix in (adapter.a, adapter.b)
+            matrix.numel() * matrix.element_size()
+            for adapter in adapters_of(model).values()
+            for matrix in (adapter.a, adapter.b)
         )
     return sum(math.prod(part.shape) for parts in parts_of(model).values() for part in parts) * dtype.itemsize
 
 
 @contextlib.contextmanager
 def _replaced(folder: Path) -> Iterator[Path]:
-    """A folder to write to, which takes the place of `folder` when all is written; `UserError` where it cannot be written."""
+    """A folder to write to, which takes the place of `folder` when all is written; `UserError` where it cannot be
+    written.
+    """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -127,8 +136,8 @@ def _replaced(folder: Path) -> Iterator[Path]:
         os.replace(temporary, folder)
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"The trained model could not be written to {folder} ({error}). Make room; if a checkpoint was saved, the same command with "
-            "--resume_from latest then writes the model from it."
+            f"The trained model could not be written to {folder} ({error}). Make room; if a checkpoint was saved, the "
+            "same command with --resume_from latest then writes the model from it."
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -142,7 +151,9 @@ def _exhaust(iterator: Iterator[Any]) -> None:
 def _gathered(
     model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of each Hugging Face tensor, with CPU memory of its own, as `dtype`; with None, takes part in the collectives and gives nothing."""
+    """Name and value of each Hugging Face tensor, with CPU memory of its own, as `dtype`; with None, takes part in
+    the collectives and gives nothing.
+    """
     for name, tensor in hf_tensors(model, full_tensor):
         if dtype is not None:
             yield name, tensor.to("cpu", dtype, copy=True).contiguous()
@@ -175,7 +186,8 @@ def _write_weights(
     empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     names = stored_names(model)
     if names is None:
-        # Tensors that are merged or divided on their way to the files; which ones belong together is transformers' knowledge.
+        # Tensors that are merged or divided on their way to the files; which ones belong together is transformers'
+        # knowledge.
         planned = to_stored_layout(model, empty)
         gathered = iter(to_stored_layout(model, dict(gathered)).items())
     else:
@@ -210,8 +222,8 @@ def model_card(card: dict[str, Any], of_adapter: bool = False) -> str:
     """A short README.md for the exported folder: how the model, or adapter, was trained, from run facts alone."""
     library = "peft" if of_adapter else "transformers"
     loading = (
-        "Load the base model with `AutoModelForCausalLM.from_pretrained`, then the adapter with `peft.PeftModel.from_pretrained(model, folder)`; the "
-        "tokenizer is in this folder.\n"
+        "Load the base model with `AutoModelForCausalLM.from_pretrained`, then the adapter with "
+        "`peft.PeftModel.from_pretrained(model, folder)`; the tokenizer is in this folder.\n"
         if of_adapter
         else "Load it with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` on this folder.\n"
     )
@@ -219,7 +231,7 @@ def model_card(card: dict[str, Any], of_adapter: bool = False) -> str:
     return (
         f"---\nlibrary_name: {library}\nbase_model: {card['base model']}\n---\n\n"
         f"# {card['base model']}, fine-tuned\n\n"
-        "Trained with the llm-fp8 scripts; `run.json` and `summary.json` of the run hold the whole configuration and outcome.\n\n"
-        f"| | |\n|---|---|\n{rows}\n\n"
+        "Trained with the llm-fp8 scripts; `run.json` and `summary.json` of the run hold the whole configuration and "
+        f"outcome.\n\n| | |\n|---|---|\n{rows}\n\n"
         f"{loading}"
     )

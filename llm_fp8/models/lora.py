@@ -2,13 +2,14 @@
 
     y = W x + scaling * B (A dropout(x))        W [out, in] frozen, A [rank, in], B [out, rank], scaling = --lora_alpha / --lora_rank
 
-(Hu et al. 2021, arXiv:2106.09685.) B starts at zero, A uniform in +-1/sqrt(in), as PEFT starts them, but each from a seed of its own made from
---seed and the layer's name: the same numbers in every precision, decoder, layout and number of processes.
+(Hu et al. 2021, arXiv:2106.09685.) B starts at zero, A uniform in +-1/sqrt(in), as PEFT starts them, but each from a
+seed of its own made from --seed and the layer's name: the same numbers in every precision, decoder, layout and number
+of processes.
 
-Hugging Face's decoder gets its adapters from PEFT (`inject_adapter_in_model`); the linear layers inside PEFT's modules are swapped for Transformer
-Engine's afterwards (llm_fp8/precision/convert.py). PEFT does not know the fused modules of the TE decoder, so there they are ours: a module `adapters`
-in each fused one, called by a forward hook. They are one A and B for each Hugging Face layer, so that both kinds are exported
-as the same PEFT adapter, and merged in the same way.
+Hugging Face's decoder gets its adapters from PEFT (`inject_adapter_in_model`); the linear layers inside PEFT's modules
+are swapped for Transformer Engine's afterwards (llm_fp8/precision/convert.py). PEFT does not know the fused modules of
+the TE decoder, so there they are ours: a module `adapters` in each fused one, called by a forward hook. They are one A
+and B for each Hugging Face layer, so that both kinds are exported as the same PEFT adapter, and merged in the same way.
 
 An adapter's products run in bf16 (or the run's other wide type), never in fp8.
 """
@@ -44,7 +45,9 @@ _STAGES: dict[str, int] = {
     **dict.fromkeys(("gate_proj", "up_proj", "fc1", "mlp"), 2),
     **dict.fromkeys(("down_proj", "fc2"), 3),
 }
-"""Name of a linear layer, Hugging Face's or the TE decoder's -> its place in the order in which a decoder layer computes."""
+"""Name of a linear layer, Hugging Face's or the TE decoder's -> its place in the order in which a decoder layer
+computes.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,13 @@ def _te_targets(options: LoraConfig) -> tuple[str, ...]:
     return DECODER_LINEARS if ALL_LINEAR in options.targets else options.targets
 
 
-# --- putting adapters in ---------------------------------------------------------------------------------------------------
+# --- putting adapters in
+# ---------------------------------------------------------------------------------------------------
 
 
 def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze `model` and put adapters of `dtype` into it, in memory of the kind that its weights have (none on "meta"), with undefined values.
+    """Freeze `model` and put adapters of `dtype` into it, in memory of the kind that its weights have (none on "meta"),
+    with undefined values.
 
     Raises `UserError` where a name in --lora_targets is no linear layer of the model, and where PEFT is missing.
     """
@@ -101,12 +106,15 @@ def require_peft(why: str) -> None:
         ) from error
     except (OSError, RuntimeError) as error:
         raise UserError(
-            f"{why} needs PEFT, which does not load, or Transformer Engine, which it imports where installed, does not: {error}"
+            f"{why} needs PEFT, which does not load, or Transformer Engine, which it imports where installed, does "
+            f"not: {error}"
         ) from error
 
 
 def target_names(model: PreTrainedModel, options: LoraConfig) -> tuple[str, ...]:
-    """Names of the Hugging Face layers that --lora_targets means in `model`, before it has adapters; `UserError` for one that it has not."""
+    """Names of the Hugging Face layers that --lora_targets means in `model`, before it has adapters; `UserError` for
+    one that it has not.
+    """
     if is_te_model(model):
         return _te_targets(options)
     head = model.get_output_embeddings()
@@ -114,14 +122,16 @@ def target_names(model: PreTrainedModel, options: LoraConfig) -> tuple[str, ...]
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
     if not known:
         raise UserError(
-            f"--lora_rank {options.lora_rank}: {type(model).__name__} has no linear layer (nn.Linear) for an adapter; train it in full."
+            f"--lora_rank {options.lora_rank}: {type(model).__name__} has no linear layer (nn.Linear) for an adapter; "
+            "train it in full."
         )
     if ALL_LINEAR in options.targets:
         return tuple(known)
     unknown = [name for name in options.targets if name not in known]
     if unknown:
         raise UserError(
-            f"--lora_targets {', '.join(unknown)}: {type(model).__name__} has the linear layers {', '.join(known)}; choose from these."
+            f"--lora_targets {', '.join(unknown)}: {type(model).__name__} has the linear layers {', '.join(known)}; "
+            "choose from these."
         )
     return options.targets
 
@@ -151,7 +161,8 @@ def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
         inject_adapter_in_model(settings, model, low_cpu_mem_usage=on_meta)
     except ImportError as error:  # PEFT 0.18 with a newer torchao
         raise UserError(
-            f"--lora_rank {options.lora_rank}: the installed PEFT does not go with another package ({error}); run: pip install -r requirements.txt"
+            f"--lora_rank {options.lora_rank}: the installed PEFT does not go with another package ({error}); run: "
+            "pip install -r requirements.txt"
         ) from error
     for name, module in model.named_modules():
         if is_adapter(name):
@@ -186,7 +197,9 @@ class FusedAdapters(nn.Module):
         parts: the Hugging Face weights that get an adapter, as parts of the fused weight.
     """
 
-    def __init__(self, parts: Iterable[te_llama.Part], options: LoraConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, parts: Iterable[te_llama.Part], options: LoraConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         self.columns: list[tuple[int, int]] = []
@@ -203,7 +216,9 @@ class FusedAdapters(nn.Module):
             self.layer_names[name] = layer_name
 
     def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
-        """inputs [..., in], output [..., out of the fused module]; overwrites `output` and returns it under its new history."""
+        """inputs [..., in], output [..., out of the fused module]; overwrites `output` and returns it under its new
+        history.
+        """
         dtype = output.dtype
         stacked = torch.cat([a.to(dtype) for a in self.lora_A.values()])
         low = F.linear(F.dropout(inputs.to(dtype), self.dropout, self.training), stacked) * self.scaling
@@ -213,8 +228,8 @@ class FusedAdapters(nn.Module):
 class _AddLowRank(torch.autograd.Function):
     """output[..., start:stop] += low[..., its rank columns] @ b.T for each b [stop - start, rank], in place.
 
-    Autograd is not told that `output` changes: Transformer Engine's linear modules keep their inputs for the backward pass and never their
-    output, and a copy of it would be the most expensive part of an adapter.
+    Autograd is not told that `output` changes: Transformer Engine's linear modules keep their inputs for the backward
+    pass and never their output, and a copy of it would be the most expensive part of an adapter.
     """
 
     @staticmethod
@@ -242,11 +257,14 @@ class _AddLowRank(torch.autograd.Function):
         return gradient, grad_low.view_as(low), None, *grad_bs
 
 
-# --- their values ----------------------------------------------------------------------------------------------------------
+# --- their values
+# ----------------------------------------------------------------------------------------------------------
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """Name of a Hugging Face linear layer -> its adapter; empty for a model without. In the order of the model's modules."""
+    """Name of a Hugging Face linear layer -> its adapter; empty for a model without. In the order of the model's
+    modules.
+    """
     found: dict[str, Adapter] = {}
     for name, module in model.named_modules():
         if isinstance(module, FusedAdapters):
@@ -254,7 +272,9 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
                 found[layer_name] = Adapter(module.lora_A[part], module.lora_B[part], module.scaling)
         elif isinstance(getattr(module, "lora_A", None), nn.ModuleDict):
             layer: Any = module
-            found[name] = Adapter(layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"])
+            found[name] = Adapter(
+                layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"]
+            )
     return found
 
 
@@ -277,11 +297,15 @@ def with_adapter(weight: Tensor, adapter: Adapter, full_tensor: Callable[[Tensor
 
 
 def adapter_tensors(model: nn.Module, full_tensor: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """The adapters under PEFT's names for the plain Hugging Face model, whole, on the CPU; collective where `full_tensor` is."""
+    """The adapters under PEFT's names for the plain Hugging Face model, whole, on the CPU; collective where
+    `full_tensor` is.
+    """
     tensors: dict[str, Tensor] = {}
     for name, adapter in adapters_of(model).items():
         for letter, matrix in (("A", adapter.a), ("B", adapter.b)):
-            tensors[f"base_model.model.{name}.lora_{letter}.weight"] = full_tensor(matrix).to("cpu", copy=True).contiguous()
+            tensors[f"base_model.model.{name}.lora_{letter}.weight"] = (
+                full_tensor(matrix).to("cpu", copy=True).contiguous()
+            )
     return tensors
 
 
@@ -290,16 +314,20 @@ def num_adapter_parameters(model: nn.Module) -> int:
     return sum(adapter.a.numel() + adapter.b.numel() for adapter in adapters_of(model).values())
 
 
-# --- what is computed ------------------------------------------------------------------------------------------------------
+# --- what is computed
+# ------------------------------------------------------------------------------------------------------
 
 
 def gemms_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:
-    """For each linear module whose weights are frozen: the GEMMs of each of them in a micro-batch, not counting recomputation.
+    """For each linear module whose weights are frozen: the GEMMs of each of them in a micro-batch, not counting
+    recomputation.
 
-    Two, forward and gradient of the input; one where nothing that is trained lies below, so that the gradient of the input is not needed,
-    whatever is recomputed: in the decoder layers up to the first that has adapters, and in that one up to the first of these. Which layers come first
-    inside it is known of the families that te_llama builds; others may compute attention and MLP side by side, and so all of it counts one there, as
-    does what lies outside the decoder layers. That may be too few and never too many. Empty for a model without adapters, where everything is trained.
+    Two, forward and gradient of the input; one where nothing that is trained lies below, so that the gradient of the
+    input is not needed, whatever is recomputed: in the decoder layers up to the first that has adapters, and in that
+    one up to the first of these. Which layers come first inside it is known of the families that te_llama builds;
+    others may compute attention and MLP side by side, and so all of it counts one there, as does what lies outside the
+    decoder layers. That may be too few and never too many. Empty for a model without adapters, where everything is
+    trained.
     """
     if not adapters_of(model):
         return {}
@@ -310,7 +338,9 @@ def gemms_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:
     in_order = model.config.model_type in te_llama.SUPPORTED_MODEL_TYPES
     for layer in layers:
         adapted = adapters_of(layer)
-        lowest = min((_stage(name, len(_STAGES)) for name in adapted), default=len(_STAGES)) if in_order else len(_STAGES)
+        lowest = (
+            min((_stage(name, len(_STAGES)) for name in adapted), default=len(_STAGES)) if in_order else len(_STAGES)
+        )
         for name, module in layer.named_modules():
             if module in products and _stage(name_without_adapter(name), -1) <= lowest:
                 products[module] = 1

@@ -5,7 +5,8 @@ PEFT puts a linear layer and its adapter into a module of the layer's name:
     model.layers.0.self_attn.q_proj.weight   becomes   ...q_proj.base_layer.weight
                                              beside    ...q_proj.lora_A.default.weight, ...q_proj.lora_B.default.weight
 
-The TE decoder keeps its own names and has `...adapters.lora_A.q_proj` and `...adapters.lora_B.q_proj` beside them (llm_fp8/models/lora.py).
+The TE decoder keeps its own names and has `...adapters.lora_A.q_proj` and `...adapters.lora_B.q_proj` beside them
+(llm_fp8/models/lora.py).
 """
 
 from __future__ import annotations

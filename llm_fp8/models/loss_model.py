@@ -1,7 +1,7 @@
 """What the loop calls: batch in, summed loss out, the same for the TE decoder and Hugging Face's.
 
-Keeping the loss inside the module means that logits ([tokens, vocabulary], gigabytes) never leave it, and that wrappers (DDP, FSDP)
-see one forward call per micro-batch.
+Keeping the loss inside the module means that logits ([tokens, vocabulary], gigabytes) never leave it, and that wrappers
+(DDP, FSDP) see one forward call per micro-batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from llm_fp8.utils.errors import UserError
 
 
 class TrainingModel(nn.Module):
-    """A causal LM that returns the summed cross entropy of a `Batch`; `fp8_head` computes the output head's products in training, if given."""
+    """A causal LM that returns the summed cross entropy of a `Batch`; `fp8_head` computes the output head's products
+    in training, if given.
+    """
 
     def __init__(
         self, model: PreTrainedModel, max_seq_length: int, compute_dtype: torch.dtype, fp8_head: Fp8Head | None = None
@@ -34,8 +36,8 @@ class TrainingModel(nn.Module):
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
             raise UserError(
-                f"--model_name: {type(model).__name__} has an output head that is not a linear layer without bias, which the loss needs; "
-                "choose a model with such a head, like the Llama and Qwen families."
+                f"--model_name: {type(model).__name__} has an output head that is not a linear layer without bias, "
+                "which the loss needs; choose a model with such a head, like the Llama and Qwen families."
             )
 
     def forward(self, batch: Batch) -> Tensor:
@@ -63,7 +65,8 @@ class TrainingModel(nn.Module):
                 max_length_q=batch.max_seqlen,
                 max_length_k=batch.max_seqlen,
             )
-        # Without variable-length attention each row gets a mask of its own, which transformers derives from the position ids.
+        # Without variable-length attention each row gets a mask of its own, which transformers derives from the
+        # position ids.
         rows = batch.input_ids.view(-1, self.max_seq_length)
         hidden = self._decode(rows, position_ids=batch.position_ids.view_as(rows))
         return hidden.view(*batch.input_ids.shape, -1)
@@ -74,9 +77,12 @@ class TrainingModel(nn.Module):
             assert batch.attention_mask is not None
             lengths = batch.attention_mask.sum(dim=1, dtype=torch.int32)
             cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        # transformers hands a 4-D mask through as it is: this empty one stops it from building a [T, T] mask that TE does not read.
+        # transformers hands a 4-D mask through as it is: this empty one stops it from building a [T, T] mask that TE
+        # does not read.
         no_mask = torch.empty(0, 0, 0, 0, device=batch.input_ids.device)
-        return self._decode(batch.input_ids, attention_mask=no_mask, cu_seq_lens_q=cu_seqlens, max_length_q=batch.max_seqlen)
+        return self._decode(
+            batch.input_ids, attention_mask=no_mask, cu_seq_lens_q=cu_seqlens, max_length_q=batch.max_seqlen
+        )
 
     def _decode(self, input_ids: Tensor, **arguments: object) -> Tensor:
         return self.model.base_model(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state

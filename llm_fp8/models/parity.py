@@ -1,13 +1,15 @@
 """The parity gate: is the TE decoder the same function as Hugging Face's, on this model's weights and this run's data?
 
-Layer by layer, on the first row of the first real batch: Hugging Face's layer with the same weights and TE's layer get the same
-input and the same output gradient; their outputs, input gradients and every weight gradient are compared. Two Hugging Face layers are
-in memory at a time, so that the gate runs wherever training does. It catches what loads without complaint and trains
-a wrong model: RoPE base and scaling, dropped biases, a swapped gate and up projection, a missed window or mask.
+Layer by layer, on the first row of the first real batch: Hugging Face's layer with the same weights and TE's layer get
+the same input and the same output gradient; their outputs, input gradients and every weight gradient are compared. Two
+Hugging Face layers are in memory at a time, so that the gate runs wherever training does. It catches what loads without
+complaint and trains a wrong model: RoPE base and scaling, dropped biases, a swapped gate and up projection, a missed
+window or mask.
 
-The yardstick is Hugging Face's layer in fp32. In bf16 no fixed tolerance would do: outputs differ from it by thousandths, the gradients of q
-and k in a trained model by several hundredths, for Hugging Face's own bf16 layer as for TE's. So TE may be at most `EXCESS` times as
-far from fp32 as Hugging Face in the same dtype is, plus `FLOOR`. A wrong RoPE base or a missing bias is off by tenths everywhere.
+The yardstick is Hugging Face's layer in fp32. In bf16 no fixed tolerance would do: outputs differ from it by
+thousandths, the gradients of q and k in a trained model by several hundredths, for Hugging Face's own bf16 layer as for
+TE's. So TE may be at most `EXCESS` times as far from fp32 as Hugging Face in the same dtype is, plus `FLOOR`. A wrong
+RoPE base or a missing bias is off by tenths everywhere.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ MAX_TOKENS = 4096
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The entry that comes closest to the limit, or is furthest beyond it. Differences are relative to Hugging Face in fp32."""
+    """The entry that comes closest to the limit, or is furthest beyond it. Differences are relative to Hugging Face
+    in fp32.
+    """
 
     worst: str
     difference: float
@@ -58,8 +62,8 @@ class ParityReport:
     def describe(self) -> str:
         """One line for the terminal."""
         return (
-            f"parity with Hugging Face over {self.num_layers} layers: at most {self.difference:.2g} from fp32, where Hugging Face's own layer "
-            f"is {self.hf_difference:.2g} ({self.worst})"
+            f"parity with Hugging Face over {self.num_layers} layers: at most {self.difference:.2g} from fp32, where "
+            f"Hugging Face's own layer is {self.hf_difference:.2g} ({self.worst})"
         )
 
 
@@ -73,7 +77,9 @@ def relative_difference(value: Tensor, reference: Tensor) -> float:
 
 
 def first_row(batch: Batch, max_seq_length: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """`input_ids` and `position_ids` [1, n] of the batch's first row, up to `MAX_TOKENS` real ones, their `cu_seqlens` int32, and n."""
+    """`input_ids` and `position_ids` [1, n] of the batch's first row, up to `MAX_TOKENS` real ones, their
+    `cu_seqlens` int32, and n.
+    """
     if batch.cu_seqlens is None:
         assert batch.attention_mask is not None
         length = min(int(batch.attention_mask[0].sum()), MAX_TOKENS)
@@ -100,7 +106,8 @@ def check_parity(
         batch: on the device.
         max_seq_length: tokens of a row.
         dtype: in which the layers' modules see their weights.
-        full_tensor: gives the whole of a parameter; collective where they are sharded. Whole copies of layers are compared then.
+        full_tensor: gives the whole of a parameter; collective where they are sharded. Whole copies of layers are
+            compared then.
     """
     input_ids, position_ids, cu_seqlens, length = first_row(batch, max_seq_length)
     spec = te_llama.spec_of(model)
@@ -130,7 +137,12 @@ def check_parity(
             gradients = {name: parameter.grad for name, parameter in reference.layers[0].named_parameters()}
             results[kind] = {"output": output, "input gradient": input_gradient, **_joined(spec, layer, gradients)}
         output, input_gradient = _run(
-            te_layer, hidden, gradient.to(dtype), position_embeddings=rotary.angles, cu_seq_lens_q=cu_seqlens, max_length_q=length
+            te_layer,
+            hidden,
+            gradient.to(dtype),
+            position_embeddings=rotary.angles,
+            cu_seq_lens_q=cu_seqlens,
+            max_length_q=length,
         )
         gradients = _layer_gradients(spec, te_layer, layer)
         ours = {"output": output, "input gradient": input_gradient, **_joined(spec, layer, gradients)}
@@ -149,12 +161,15 @@ def check_parity(
                 )
             )
         hidden = results[dtype]["output"]
-    worst = max(reports, key=lambda report: math.inf if math.isnan(report.difference) else report.difference / report.limit)
+    worst = max(
+        reports, key=lambda report: math.inf if math.isnan(report.difference) else report.difference / report.limit
+    )
     worst = dataclasses.replace(worst, num_layers=spec.num_layers)
     if not worst.difference <= worst.limit:
         raise UserError(
-            f"--parity_check: the TE decoder differs from Hugging Face's in fp32 by {worst.difference:.3g} (relative; {worst.limit:.3g} would be "
-            f"rounding) in the {worst.worst}. Training would train another model; report this with the model's config.json, or train without --use_te."
+            f"--parity_check: the TE decoder differs from Hugging Face's in fp32 by {worst.difference:.3g} (relative; "
+            f"{worst.limit:.3g} would be rounding) in the {worst.worst}. Training would train another model; report "
+            "this with the model's config.json, or train without --use_te."
         )
     return worst
 
@@ -184,7 +199,8 @@ def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: objec
     if isinstance(module, PreTrainedModel):
         output = module(inputs_embeds=hidden, use_cache=False, **arguments).last_hidden_state
     else:
-        # Adapters may be wider than the frozen layer around them, which Transformer Engine's modules take under autocast only.
+        # Adapters may be wider than the frozen layer around them, which Transformer Engine's modules take under
+        # autocast only.
         mixed = any(parameter.dtype != hidden.dtype for parameter in module.parameters())
         with torch.autocast(hidden.device.type, hidden.dtype, enabled=mixed):
             output = module(hidden, **arguments)
@@ -200,14 +216,20 @@ def _layer_parts(spec: te_llama.DecoderSpec, layer: int) -> dict[str, list[te_ll
     """The parameter map of one layer, names without the layer's prefix on either side."""
     prefix = f"model.layers.{layer}."
     return {
-        te_name.removeprefix(prefix): [dataclasses.replace(part, hf_name=part.hf_name.removeprefix(prefix)) for part in parts]
+        te_name.removeprefix(prefix): [
+            dataclasses.replace(part, hf_name=part.hf_name.removeprefix(prefix)) for part in parts
+        ]
         for te_name, parts in te_llama.parameter_map(spec).items()
         if te_name.startswith(prefix)
     }
 
 
 def _whole_layer(
-    layer: Any, spec: te_llama.DecoderSpec, dtype: torch.dtype, device: torch.device, full_tensor: Callable[[Tensor], Tensor]
+    layer: Any,
+    spec: te_llama.DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    full_tensor: Callable[[Tensor], Tensor],
 ) -> nn.Module:
     """The layer itself, or where its weights are sharded a copy that has them whole; collective then."""
     weights = dict(layer.named_parameters())
@@ -242,7 +264,8 @@ def _layer_gradients(spec: te_llama.DecoderSpec, te_layer: nn.Module, layer: int
 def _joined(spec: te_llama.DecoderSpec, layer: int, gradients: dict[str, Any]) -> dict[str, Tensor]:
     """The gradients with the biases of q, k and v as one vector.
 
-    Softmax does not see a shift of all keys, so the gradient of k's bias alone is next to nothing, and all of it rounding.
+    Softmax does not see a shift of all keys, so the gradient of k's bias alone is next to nothing, and all of it
+    rounding.
     """
     joined = {}
     for parts in _layer_parts(spec, layer).values():

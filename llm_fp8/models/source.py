@@ -1,4 +1,6 @@
-"""Where a model comes from: hub id, local folder or the embedded one; its config, its tokenizer, and whether it can be trained here."""
+"""Where a model comes from: hub id, local folder or the embedded one; its config, its tokenizer, and whether it can
+be trained here.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,24 @@ from llm_fp8.models.architectures import bundled_config
 from llm_fp8.utils.errors import UserError
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Entries of configs of transformers 5.23 by which logits, or what the output head is given, are multiplied or capped."""
+"""Entries of configs of transformers 5.23 by which logits, or what the output head is given, are multiplied or
+capped.
+"""
 
 _MIX_DOCUMENTS = frozenset(
-    "afmoe bailing_hybrid biogpt bloom falcon falcon_h1 falcon_mamba gpt_oss inkling2_text inkling_text jamba kimi_linear lfm3 mamba minimax nemotron_h olmo_hybrid "
-    "openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text recurrent_gemma xglm zaya".split()
+    "afmoe bailing_hybrid biogpt bloom falcon falcon_h1 falcon_mamba gpt_oss inkling2_text inkling_text jamba "
+    "kimi_linear lfm3 mamba minimax nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next "
+    "qwen4_exp_text recurrent_gemma xglm zaya".split()
 )
-"""Of the types of transformers 5.23 with a list of decoder layers and a plain output head, those whose small models (eager attention) gave a
-document other hidden states behind another one in its row than alone. Types of which no small model was made are not in it."""
+"""Of the types of transformers 5.23 with a list of decoder layers and a plain output head, those whose small models
+(eager attention) gave a document other hidden states behind another one in its row than alone. Types of which no small
+model was made are not in it."""
 
 
 def what_changes_logits(hf_config: PretrainedConfig) -> str | None:
-    """The entry by which the model's logits are more than its output head times the last hidden states; None where there is none."""
+    """The entry by which the model's logits are more than its output head times the last hidden states; None where
+    there is none.
+    """
     text_config = hf_config.get_text_config(decoder=True)
     for name in _LOGIT_CHANGES:
         value = getattr(text_config, name, None)
@@ -48,7 +56,9 @@ def what_changes_logits(hf_config: PretrainedConfig) -> str | None:
 
 
 def what_mixes_documents(hf_config: PretrainedConfig) -> str | None:
-    """The type of the model's decoder where the documents of a packed row are known to reach each other in it; None elsewhere."""
+    """The type of the model's decoder where the documents of a packed row are known to reach each other in it; None
+    elsewhere.
+    """
     decoder_type: str = hf_config.get_text_config(decoder=True).model_type
     return decoder_type if decoder_type in _MIX_DOCUMENTS else None
 
@@ -63,7 +73,9 @@ class ModelSource:
     name: str
     location: str
     architecture_only: bool
-    """Only a config is at hand: weights are random and the tokenizer is the embedded one unless the hub gives its own."""
+    """Only a config is at hand: weights are random and the tokenizer is the embedded one unless the hub gives its
+    own.
+    """
 
     @property
     def is_local(self) -> bool:
@@ -83,10 +95,13 @@ def resolve_source(options: ModelConfig) -> ModelSource:
         return ModelSource(name, str(EMBEDDED_MODEL), architecture_only=True)
     if is_adapter_folder(name):
         raise UserError(
-            f"--model_name {name} holds a PEFT adapter and no model; give its base model, or a whole model made by scripts/merge_adapter.py."
+            f"--model_name {name} holds a PEFT adapter and no model; give its base model, or a whole model made by "
+            "scripts/merge_adapter.py."
         )
     if Path(name).is_dir():
-        return ModelSource(name, name, architecture_only=not any(Path(name).glob("*.safetensors*")) and options.random_init)
+        return ModelSource(
+            name, name, architecture_only=not any(Path(name).glob("*.safetensors*")) and options.random_init
+        )
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"--model_name {name}: no such folder.")
     bundled = bundled_config(name)
@@ -103,8 +118,9 @@ def _named_errors(what: str, name: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, HfHubHTTPError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"--model_name {name}: cannot load the {what} ({first_line}). Give a local folder with config.json, tokenizer and safetensors, "
-            "or a hub id that this machine can reach (for a gated model, log in with 'hf auth login')."
+            f"--model_name {name}: cannot load the {what} ({first_line}). Give a local folder with config.json, "
+            "tokenizer and safetensors, or a hub id that this machine can reach (for a gated model, log in with 'hf "
+            "auth login')."
         ) from error
 
 
@@ -123,7 +139,8 @@ def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTraine
     """The model's tokenizer and, where it is not the model's own, a sentence that says so."""
     if source.architecture_only and source.location.endswith(".json"):
         note = (
-            f"--random_init {source.name}: random weights have no use for the model's own tokenizer, so the embedded one is used."
+            f"--random_init {source.name}: random weights have no use for the model's own tokenizer, so the "
+            "embedded one is used."
         )
         return AutoTokenizer.from_pretrained(EMBEDDED_MODEL), note
     with _named_errors("tokenizer", options.model_name):
@@ -136,33 +153,36 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
     quantised = getattr(hf_config, "quantization_config", None)
     if quantised is not None and config.precision.mixed_precision == "fp8":
         raise UserError(
-            f"--mixed_precision fp8 cannot go with a quantised model, and --model_name {name} is one ({_quantisation_method(quantised)} in the "
-            "quantization_config of its config.json): fp8 casts weights that are bf16 or fp32; give the unquantised model."
+            f"--mixed_precision fp8 cannot go with a quantised model, and --model_name {name} is one "
+            f"({_quantisation_method(quantised)} in the quantization_config of its config.json): fp8 casts weights "
+            "that are bf16 or fp32; give the unquantised model."
         )
     if quantised is not None:
         raise UserError(
-            f"--model_name {name} holds quantised weights (quantization_config in its config.json), which can be neither fine-tuned in full nor "
-            "cast to fp8; give the unquantised model."
+            f"--model_name {name} holds quantised weights (quantization_config in its config.json), which can be "
+            "neither fine-tuned in full nor cast to fp8; give the unquantised model."
         )
     if changed := what_changes_logits(hf_config):
         raise UserError(
-            f"--model_name {name} changes what its output head computes ({changed} in its config.json), which the loss here does not do, so another "
-            "model would be trained; choose a model without it, like the Llama and Qwen families."
+            f"--model_name {name} changes what its output head computes ({changed} in its config.json), which the "
+            "loss here does not do, so another model would be trained; choose a model without it, like the Llama and "
+            "Qwen families."
         )
     if config.packing and not config.model.use_te and (mixing := what_mixes_documents(hf_config)):
         raise UserError(
-            f"--packing cannot go with --model_name {name}: transformers' model of type '{mixing}' does not keep the documents of a packed row "
-            "apart; drop --packing."
+            f"--packing cannot go with --model_name {name}: transformers' model of type '{mixing}' does not keep the "
+            "documents of a packed row apart; drop --packing."
         )
     limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and config.data.max_seq_length > limit:
         raise UserError(
-            f"--max_seq_length {config.data.max_seq_length} is more than the {limit} positions of {name} (max_position_embeddings); lower it."
+            f"--max_seq_length {config.data.max_seq_length} is more than the {limit} positions of {name} "
+            "(max_position_embeddings); lower it."
         )
     if len(tokenizer) > hf_config.vocab_size:
         raise UserError(
-            f"--model_name {name}: the tokenizer has {len(tokenizer)} tokens and the model's embedding only {hf_config.vocab_size} rows; "
-            "give the tokenizer that belongs to the model."
+            f"--model_name {name}: the tokenizer has {len(tokenizer)} tokens and the model's embedding only "
+            f"{hf_config.vocab_size} rows; give the tokenizer that belongs to the model."
         )
     if config.model.use_te:
         try:

@@ -1,8 +1,9 @@
 """Which rows of a model's parameters this process holds, and which Hugging Face tensors they belong to.
 
-FSDP splits every parameter along dim 0: of R rows over n ranks each rank holds a block of ceil(R / n), the last ranks fewer or none. Every
-parameter is one or more Hugging Face tensors stacked along that same dimension (`te_llama.Part`; one and the same name outside of TE
-models), so a rank's share of a checkpoint is a range of rows of some of its tensors, and both directions are slicing:
+FSDP splits every parameter along dim 0: of R rows over n ranks each rank holds a block of ceil(R / n), the last ranks
+fewer or none. Every parameter is one or more Hugging Face tensors stacked along that same dimension (`te_llama.Part`;
+one and the same name outside of TE models), so a rank's share of a checkpoint is a range of rows of some of its
+tensors, and both directions are slicing:
 
     in     a rank reads its rows from the safetensors files and nothing else (`HfFiller`, `te_llama.WeightFiller`)
     out    a parameter is gathered, cut into its parts and written (llm_fp8/models/export.py)
@@ -30,7 +31,8 @@ _PASSED_OVER = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 def row_block(tensor: Tensor) -> RowBlock:
-    """The rows of `tensor` in this process's memory, which they share: all of an ordinary tensor, some of a DTensor split along dim 0.
+    """The rows of `tensor` in this process's memory, which they share: all of an ordinary tensor, some of a DTensor
+    split along dim 0.
 
     Raises `ValueError` for a DTensor that is split in another way.
     """
@@ -54,8 +56,12 @@ def is_te_model(model: nn.Module) -> bool:
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters but those of adapters, and buffers that belong into a checkpoint, by name; a tied parameter once, under its first name."""
-    tensors: dict[str, Tensor] = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
+    """Parameters but those of adapters, and buffers that belong into a checkpoint, by name; a tied parameter once,
+    under its first name.
+    """
+    tensors: dict[str, Tensor] = {
+        name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)
+    }
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -79,34 +85,42 @@ def _as_part(name: str, tensor: Tensor) -> Part:
 def to_stored_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A model's Hugging Face tensors under the names and in the shapes that its files have.
 
-    They are the same for most architectures. Some have other names in their files; those with a mixture of experts store each expert's
-    matrix for itself.
+    They are the same for most architectures. Some have other names in their files; those with a mixture of experts
+    store each expert's matrix for itself.
     """
     return revert_weight_conversion(model, dict(tensors))
 
 
 def stored_names(model: PreTrainedModel) -> dict[str, str] | None:
-    """Name in the files -> Hugging Face tensor; None where the files hold other tensors than the model (`to_stored_layout`)."""
-    tensors = {part.hf_name: torch.empty(part.shape, device="meta") for parts in parts_of(model).values() for part in parts}
+    """Name in the files -> Hugging Face tensor; None where the files hold other tensors than the model
+    (`to_stored_layout`).
+    """
+    tensors = {
+        part.hf_name: torch.empty(part.shape, device="meta") for parts in parts_of(model).values() for part in parts
+    }
     names = {id(tensor): name for name, tensor in tensors.items()}
     stored = {stored_name: names.get(id(tensor)) for stored_name, tensor in to_stored_layout(model, tensors).items()}
     return (
-        {stored_name: name for stored_name, name in stored.items() if name is not None} if None not in stored.values() else None
+        {stored_name: name for stored_name, name in stored.items() if name is not None}
+        if None not in stored.values()
+        else None
     )
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
     """Name of a parameter -> its first name, which is another one for the second place of a tied matrix."""
     seen: dict[int, str] = {}
-    named = [(name_without_adapter(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    named = [
+        (name_without_adapter(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)
+    ]
     return {name: seen.setdefault(id(parameter), name) for name, parameter in named if not is_adapter(name)}
 
 
 def initialize_rows_(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Random weights: this process's rows of what `te_llama.initialize_weights_` gives an unsplit model of this dtype.
 
-    Every parameter is drawn whole on the generator's device, one in memory at a time, so that the weights do not depend on the number of
-    ranks. Architectures that initialise themselves in another way (TE has none) get these weights too.
+    Every parameter is drawn whole on the generator's device, one in memory at a time, so that the weights do not depend
+    on the number of ranks. Architectures that initialise themselves in another way (TE has none) get these weights too.
     """
     std = getattr(model.config, "initializer_range", 0.02)
     for name, parameter in model.named_parameters():
@@ -120,16 +134,20 @@ def initialize_rows_(model: PreTrainedModel, generator: torch.Generator) -> None
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows of a parameter that is split along dim 0: `data` [n, ...] holds its rows `start` to `start + n`; n may be 0."""
+    """Rows of a parameter that is split along dim 0: `data` [n, ...] holds its rows `start` to `start + n`; n may be
+    0.
+    """
 
     data: Tensor
     start: int
 
 
 class PartFiller:
-    """Fills parameters from the Hugging Face tensors they are made of, which arrive one by one, in any order, with no second copy in memory.
+    """Fills parameters from the Hugging Face tensors they are made of, which arrive one by one, in any order, with no
+    second copy in memory.
 
-    Use: `fill_rows` (or `fill`, with the whole tensor) for each tensor of each file, then `finish()`. Each Hugging Face tensor must come
+    Use: `fill_rows` (or `fill`, with the whole tensor) for each tensor of each file, then `finish()`. Each Hugging Face
+        tensor must come
     exactly once.
     Raises `UnsupportedArchitecture` that names the tensor on anything unexpected, doubled, missing or of another shape.
 
@@ -140,7 +158,9 @@ class PartFiller:
 
     def __init__(self, entries: Mapping[str, tuple[Part, ...]], blocks: Mapping[str, RowBlock]) -> None:
         if entries.keys() != blocks.keys():
-            raise UnsupportedArchitecture(f"parameter map and model differ in {_listed(entries.keys() ^ blocks.keys())}")
+            raise UnsupportedArchitecture(
+                f"parameter map and model differ in {_listed(entries.keys() ^ blocks.keys())}"
+            )
         self._targets = {part.hf_name: (blocks[name], part) for name, parts in entries.items() for part in parts}
         self._missing = set(self._targets)
 
@@ -155,7 +175,8 @@ class PartFiller:
     def fill_rows(self, hf_name: str, shape: tuple[int, ...], rows: Any) -> None:
         """Copy what is wanted of one Hugging Face tensor to its place, cast to the parameter's dtype.
 
-        `rows[a:b]` gives rows a to b of dim 0: the tensor itself, or a slice of a safetensors file, of which nothing else is then read.
+        `rows[a:b]` gives rows a to b of dim 0: the tensor itself, or a slice of a safetensors file, of which nothing
+        else is then read.
         """
         known_name = self.resolve(hf_name)
         if known_name is None:
@@ -185,7 +206,9 @@ class WeightFiller(PartFiller):
     """A `PartFiller` of TE parameters, whole (tensors) or in part (`RowBlock`s)."""
 
     def __init__(self, spec: DecoderSpec, te_parameters: Mapping[str, Tensor | RowBlock]) -> None:
-        blocks = {name: value if isinstance(value, RowBlock) else RowBlock(value, 0) for name, value in te_parameters.items()}
+        blocks = {
+            name: value if isinstance(value, RowBlock) else RowBlock(value, 0) for name, value in te_parameters.items()
+        }
         super().__init__(parameter_map(spec), blocks)
         self._tied = spec.tied_embeddings
 
@@ -201,8 +224,8 @@ class WeightFiller(PartFiller):
 class HfFiller(PartFiller):
     """Fills this process's rows of a Hugging Face model by name.
 
-    As `from_pretrained` does, it takes names with or without the base model's prefix ("model."), and a tied matrix from whichever of its
-    names is stored, from the first where both are.
+    As `from_pretrained` does, it takes names with or without the base model's prefix ("model."), and a tied matrix from
+    whichever of its names is stored, from the first where both are.
 
     Args:
         model: has parameters with memory.

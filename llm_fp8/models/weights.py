@@ -1,4 +1,6 @@
-"""Stored weights into a model: the files of a checkpoint, and what copies their tensors into the TE decoder's fused parameters."""
+"""Stored weights into a model: the files of a checkpoint, and what copies their tensors into the TE decoder's fused
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 """The file that lists the shards of a model of more than one file."""
 
 
-# --- Weights in ----------------------------------------------------------------------------------------------------------
+# --- Weights in
+# ----------------------------------------------------------------------------------------------------------
 
 
 def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
@@ -55,8 +58,8 @@ def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
     for file_name, path in files:
         if path is None:
             raise UserError(
-                f"--model_name {options.model_name}: there is no {file_name}. Weights must be safetensors (save_pretrained writes them); "
-                "--random_init trains from random ones."
+                f"--model_name {options.model_name}: there is no {file_name}. Weights must be safetensors "
+                "(save_pretrained writes them); --random_init trains from random ones."
             )
     return [path for _, path in files if path is not None]
 
@@ -79,7 +82,9 @@ def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
 
 
 def _fill(filler: PartFiller, files: list[Path], device: torch.device) -> None:
-    """Hand every tensor of `files` to `filler`, in the order in which they are stored; what it takes is read to `device`."""
+    """Hand every tensor of `files` to `filler`, in the order in which they are stored; what it takes is read to
+    `device`.
+    """
     for path in files:
         try:
             with _open_weights(path, device) as tensors:
@@ -104,12 +109,14 @@ def _open_weights(path: Path, device: torch.device) -> Iterator[Any]:
         raise UserError(f"{path} is truncated or corrupt ({error}); fetch it again.") from error
 
 
-def fill_sharded(model: PreTrainedModel, options: ModelConfig, source: ModelSource, device: torch.device, seed: int) -> bool:
+def fill_sharded(
+    model: PreTrainedModel, options: ModelConfig, source: ModelSource, device: torch.device, seed: int
+) -> bool:
     """Give a model of `build_structure` its weights, after its parameters were split over ranks and given memory.
 
-    From files each rank reads its rows and no others. Random weights are those of `te_llama.initialize_weights_`, drawn on `device`
-    from `seed`, and do not depend on the number of ranks. Returns whether the weights were loaded (else: random).
-    Raises `UserError` that names file and tensor where the files do not fit the model.
+    From files each rank reads its rows and no others. Random weights are those of `te_llama.initialize_weights_`, drawn
+    on `device` from `seed`, and do not depend on the number of ranks. Returns whether the weights were loaded (else:
+    random). Raises `UserError` that names file and tensor where the files do not fit the model.
     """
     if has_random_weights(options, source):
         initialize_rows_(model, torch.Generator(device=device).manual_seed(seed))
@@ -121,8 +128,8 @@ def fill_sharded(model: PreTrainedModel, options: ModelConfig, source: ModelSour
     names = stored_names(model)
     if names is None:
         raise UserError(
-            f"--model_name {options.model_name}: its files hold tensors in another layout than its modules (a mixture of experts does), which "
-            "cannot be read in parts; use --sharding_mode ddp or a deepspeed mode."
+            f"--model_name {options.model_name}: its files hold tensors in another layout than its modules (a mixture "
+            "of experts does), which cannot be read in parts; use --sharding_mode ddp or a deepspeed mode."
         )
     checkpoint_names: list[str] = []
     for path in files:

@@ -1,7 +1,8 @@
 """How much of its steps a run's GPU waits: for the host that launches kernels, or for other GPUs.
 
-A layer launches dozens of kernels, in fp8 more than in bf16. Where a micro-batch is small the GPU is done with them sooner than the host is with
-launching, and a step takes what the host takes: fp8 then gains nothing. How small that is depends on the host.
+A layer launches dozens of kernels, in fp8 more than in bf16. Where a micro-batch is small the GPU is done with them
+sooner than the host is with launching, and a step takes what the host takes: fp8 then gains nothing. How small that is
+depends on the host.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ WORTH_A_WORD = 0.2
 
 
 def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, float] | None:
-    """The entry `gpu_waiting` of a run's summary, `steps` being its own; None where no kernel was recorded or no step was measured.
+    """The entry `gpu_waiting` of a run's summary, `steps` being its own; None where no kernel was recorded or no step
+    was measured.
 
-    Kernels are those of the recorded step: recording slows the host down and leaves them as long as they are. The step is the median of those that
-    were measured, which nothing recorded.
+    Kernels are those of the recorded step: recording slows the host down and leaves them as long as they are. The step
+    is the median of those that were measured, which nothing recorded.
 
-    Returns: work_s, in which kernels other than communication run on the GPU that has most of them; step_time_s; share, of the step, in which none does.
+    Returns: work_s, in which kernels other than communication run on the GPU that has most of them; step_time_s; share,
+        of the step, in which none does.
     """
     step_time_s = throughput_summary(steps).get("median_step_time_s")
     work_s = max(profile.work_s_by_rank, default=0.0)
@@ -36,8 +39,11 @@ def describe_gpu_idle(waiting: dict[str, Any] | None, num_ranks: int) -> str | N
         return None
     on_what, less = "its host to launch kernels", ""
     if num_ranks > 1:
-        on_what, less = "its host or other GPUs", "; or a --sharding_mode that exchanges less: fsdp_grad, or ddp where it fits"
+        on_what, less = (
+            "its host or other GPUs",
+            "; or a --sharding_mode that exchanges less: fsdp_grad, or ddp where it fits",
+        )
     return (
-        f"the GPU waits for {on_what} during {waiting['share']:.0%} of a step, which fp8 cannot shorten: give each micro-batch more tokens "
-        f"(--batch_size, --max_seq_length), recompute less (--gradient_checkpointing){less}"
+        f"the GPU waits for {on_what} during {waiting['share']:.0%} of a step, which fp8 cannot shorten: give each "
+        f"micro-batch more tokens (--batch_size, --max_seq_length), recompute less (--gradient_checkpointing){less}"
     )

@@ -5,13 +5,15 @@
     time_by_class(recorded)   ->   {"gemm": KernelTime(count=387, time_s=0.05, names={...}), "attention": ...}
     gemm_kernels(recorded)    ->   {"fp8": KernelTime(count=384, ...), "bf16": ...}
 
-The names come from profiles of Transformer Engine, PyTorch, torch.compile and torchao on one H200; families that were not met there (older
-cuBLAS, cutlass, Hopper's successors, other libraries of Triton kernels) are recognised by the way their libraries name them. A GEMM whose operand types its name
-does not tell is "unknown", never something. A kernel that no rule knows is "other", and may be anything, a GEMM too.
+The names come from profiles of Transformer Engine, PyTorch, torch.compile and torchao on one H200; families that were
+not met there (older cuBLAS, cutlass, Hopper's successors, other libraries of Triton kernels) are recognised by the way
+their libraries name them. A GEMM whose operand types its name does not tell is "unknown", never something. A kernel
+that no rule knows is "other", and may be anything, a GEMM too.
 
-A kernel that does two things has one class. Of Transformer Engine's fused kernels, a norm or activation that writes fp8 counts as norm or
-activation. torch.compile gives kernels of the same code one name, that of the first, so of the operations in such a name only those that leave no doubt decide:
-a norm's rsqrt, an activation's backward pass, and after these what quantises.
+A kernel that does two things has one class. Of Transformer Engine's fused kernels, a norm or activation that writes fp8
+counts as norm or activation. torch.compile gives kernels of the same code one name, that of the first, so of the
+operations in such a name only those that leave no doubt decide: a norm's rsqrt, an activation's backward pass, and
+after these what quantises.
 """
 
 from __future__ import annotations
@@ -43,9 +45,10 @@ KernelClass = Literal[
 ]
 """What a kernel is there for.
 
-gemm: matrix products, and the sums that complete split ones. cast: quantising, its transposes, maxima and scales. optimizer: also the norm and clipping of
-the gradients. copy: also setting memory to a value, concatenating, and changing between floating-point types. elementwise: whatever else PyTorch's own pointwise,
-reducing and indexing kernels do.
+gemm: matrix products, and the sums that complete split ones. cast: quantising, its transposes, maxima and scales.
+optimizer: also the norm and clipping of the gradients. copy: also setting memory to a value, concatenating, and
+changing between floating-point types. elementwise: whatever else PyTorch's own pointwise, reducing and indexing kernels
+do.
 """
 KERNEL_CLASSES: tuple[KernelClass, ...] = get_args(KernelClass)
 
@@ -71,7 +74,8 @@ class KernelTime:
     """Kernel name -> seconds, the longest first."""
 
 
-# --- names ------------------------------------------------------------------------------------------------------------------
+# --- names
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def _words(*words: str) -> re.Pattern[str]:
@@ -84,7 +88,9 @@ _COMPILED = re.compile(r"^triton_(?:poi|red|per|for|mix|unk)_fused_(?P<operation
 _COMPILED_TEMPLATE = re.compile(r"^triton_(?:tem_|mm|bmm|addmm)")
 """A matrix product or attention of torch.compile."""
 
-_GEMM = _words(r"gemm", r"nvjet", r"gemv", r"cublaslt", r"splitk", r"matmul", r"^dot_kernel", r"dot_kernel<", r"wgmma_mm")
+_GEMM = _words(
+    r"gemm", r"nvjet", r"gemv", r"cublaslt", r"splitk", r"matmul", r"^dot_kernel", r"dot_kernel<", r"wgmma_mm"
+)
 _PARTIAL_SUM = _words(r"splitk\w*reduce", r"reduce_1block_kernel", r"splitk_?reduction")
 """Adds up the parts of a split GEMM: its time belongs to the GEMM, but it is none itself."""
 
@@ -112,14 +118,26 @@ _RULES: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
     ("gemm", _GEMM),
     (
         "optimizer",
-        _words(r"^_(?:eight_bit_)?update_kernel$", r"adam", r"lpnorm", r"multi_tensor_l2norm", r"optimizer", r"lamb_|lion_"),
+        _words(
+            r"^_(?:eight_bit_)?update_kernel$", r"adam", r"lpnorm", r"multi_tensor_l2norm", r"optimizer", r"lamb_|lion_"
+        ),
     ),
     ("loss", _words(r"cross_entropy", r"nll_loss", r"log_?softmax", r"softmax", r"element_mul_kernel")),
     ("rope", _words(r"rope", r"rotary")),
     ("norm", _words(r"rms_?norm", r"layer_?norm", r"^ln_(tma_)?(fwd|bwd)_", r"cuComputeGradGammaBeta", r"gammabeta")),
     (
         "activation",
-        _words(r"gated_act", r"silu", r"swiglu", r"gelu", r"geglu", r"\bd?act_kernel", r"_fg_kernel", r"_dfg_kernel", r"d?swish"),
+        _words(
+            r"gated_act",
+            r"silu",
+            r"swiglu",
+            r"gelu",
+            r"geglu",
+            r"\bd?act_kernel",
+            r"_fg_kernel",
+            r"_dfg_kernel",
+            r"d?swish",
+        ),
     ),
     (
         "cast",
@@ -144,11 +162,20 @@ _RULES: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
     (
         "copy",
         _words(
-            r"copy_kernel", r"catarray", r"chunk_cat", r"split_with_sizes_copy", r"fillfunctor", r"copyfunctor", r"batch_memcpy"
+            r"copy_kernel",
+            r"catarray",
+            r"chunk_cat",
+            r"split_with_sizes_copy",
+            r"fillfunctor",
+            r"copyfunctor",
+            r"batch_memcpy",
         ),
     ),
     ("optimizer", _words(r"multi_tensor_apply")),
-    ("elementwise", _words(r"at::native", r"at_cuda_detail", r"elementwise", r"\bcub::", r"thrust::", r"reduce_\w*kernel")),
+    (
+        "elementwise",
+        _words(r"at::native", r"at_cuda_detail", r"elementwise", r"\bcub::", r"thrust::", r"reduce_\w*kernel"),
+    ),
 )
 """The first that matches a name decides: attention before GEMMs, since its kernels are built of them, and so on."""
 
@@ -164,7 +191,9 @@ _OPERAND = re.compile(
 """The types that a GEMM's name gives; the first of them is an operand's."""
 _NVJET = re.compile(r"nvjet_(?:sm\d+[a-z]*_)?(?P<types>[a-z]+)_", re.IGNORECASE)
 _NVJET_KINDS: dict[str, GemmKind] = {"q": "fp8", "r": "fp8", "t": "bf16", "h": "fp16", "s": "fp32"}
-"""cuBLAS 12 and 13 call their kernels nvjet_[sm<capability>_]<types>_...: q is e4m3, r e5m2, t bf16, h fp16, s fp32, the operands first."""
+"""cuBLAS 12 and 13 call their kernels nvjet_[sm<capability>_]<types>_...: q is e4m3, r e5m2, t bf16, h fp16, s fp32,
+the operands first.
+"""
 
 
 @functools.cache
@@ -200,7 +229,9 @@ def _class_of_compiled(operations: str) -> KernelClass:
     if re.search(r"attention|softmax", operations):
         return "attention"
     words = re.sub(
-        r"_unsafe_view|_to_copy|transpose|unsqueeze|clone|view|copy_?|cat|slice|expand|(?<![a-z])t(?![a-z])", "", operations
+        r"_unsafe_view|_to_copy|transpose|unsqueeze|clone|view|copy_?|cat|slice|expand|(?<![a-z])t(?![a-z])",
+        "",
+        operations,
     )
     return "copy" if not words.strip("_") else "elementwise"
 
@@ -217,15 +248,19 @@ def gemm_kind(name: str) -> GemmKind | None:
     return operand.lastgroup if operand else "unknown"  # type: ignore[return-value]
 
 
-# --- recording and adding up ------------------------------------------------------------------------------------------------
+# --- recording and adding up
+# ------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def record_kernels() -> Iterator[profile]:
-    """Record the CUDA kernels of the enclosed code; what it yields can be read when the block has ended. Waits for the GPU at its end."""
+    """Record the CUDA kernels of the enclosed code; what it yields can be read when the block has ended. Waits for
+    the GPU at its end.
+    """
     with contextlib.ExitStack() as recording:
         with warnings.catch_warnings():
-            # Of a recording with several cycles. With acc_events=True, which it advises, every event is made into a Python object at the end.
+            # Of a recording with several cycles. With acc_events=True, which it advises, every event is made into a
+            # Python object at the end.
             warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
             recorded = recording.enter_context(profile(activities=[ProfilerActivity.CUDA]))
         yield recorded
@@ -233,7 +268,8 @@ def record_kernels() -> Iterator[profile]:
 
 
 def kernel_intervals(recorded: Any) -> list[tuple[str, Interval]]:
-    """Name, start and end (seconds since the recording's start) of everything that the GPU ran in a finished `torch.profiler.profile`.
+    """Name, start and end (seconds since the recording's start) of everything that the GPU ran in a finished
+    `torch.profiler.profile`.
 
     Reads the profiler's own events: what `recorded.events()` makes of them takes longer than the recorded step.
     """
@@ -258,12 +294,16 @@ def kernel_times(recorded: Any) -> KernelTimes:
 
 
 def time_by_class(recorded: Any) -> dict[KernelClass, KernelTime]:
-    """Everything that ran in `recorded` (as in `kernel_times`) by class, the longest first; classes that did not run are absent."""
+    """Everything that ran in `recorded` (as in `kernel_times`) by class, the longest first; classes that did not run
+    are absent.
+    """
     return _grouped((kernel_class(name), name, *counted) for name, counted in kernel_times(recorded).items())
 
 
 def gemm_kernels(recorded: Any) -> dict[GemmKind, KernelTime]:
-    """The GEMM kernels of `recorded` (as in `kernel_times`) by operand type, the longest first; types that did not run are absent."""
+    """The GEMM kernels of `recorded` (as in `kernel_times`) by operand type, the longest first; types that did not
+    run are absent.
+    """
     kinds = ((gemm_kind(name), name, *counted) for name, counted in kernel_times(recorded).items())
     return _grouped(found for found in kinds if found[0] is not None)
 

@@ -1,26 +1,28 @@
 """What is measured and how each figure is worked out: pure functions, no state.
 
-**Floating-point operations (FLOPs).** One multiply-add counts as two. A weight matrix with `n` entries costs `2 n` per token
-forward and twice that backward (gradient of the input, gradient of the weight): `6 n`. Causal attention reads, for a query at
-position `t` of its document, `t` keys: over a document of `l` tokens `l**2 / 2` pairs, each a dot product of width `h` for the
-scores and one for the values, forward once and backward twice: `6 h l**2` per layer in all. So one step costs
+**Floating-point operations (FLOPs).** One multiply-add counts as two. A weight matrix with `n` entries costs `2 n` per
+token forward and twice that backward (gradient of the input, gradient of the weight): `6 n`. Causal attention reads,
+for a query at position `t` of its document, `t` keys: over a document of `l` tokens `l**2 / 2` pairs, each a dot
+product of width `h` for the scores and one for the values, forward once and backward twice: `6 h l**2` per layer in
+all. So one step costs
 
     6 P num_tokens  +  6 L h sum(l**2 over documents)
 
-with `P` the linear weights including the output projection (embedding look-up, norms, softmax and RoPE are left out, as is
-usual), `L` layers and `h = num_attention_heads * head_dim`. For unpacked rows of `S` positions every row is one document and
-the formula is the familiar `num_tokens * (6 P + 6 L S h)`; for packed rows the documents' true lengths count, because
-attention stays inside a document. These are *model* FLOPs in the sense of PaLM (Chowdhery et al. 2022, arXiv:2204.02311,
-appendix B; with the causal half of attention only): what the mathematics needs. Recomputation by activation checkpointing is
-not counted, padding positions are, since they are computed (`packing_efficiency` says how many they are). Nothing is taken
-off for a sliding window shorter than the document.
+with `P` the linear weights including the output projection (embedding look-up, norms, softmax and RoPE are left out, as
+is usual), `L` layers and `h = num_attention_heads * head_dim`. For unpacked rows of `S` positions every row is one
+document and the formula is the familiar `num_tokens * (6 P + 6 L S h)`; for packed rows the documents' true lengths
+count, because attention stays inside a document. These are *model* FLOPs in the sense of PaLM (Chowdhery et al. 2022,
+arXiv:2204.02311, appendix B; with the causal half of attention only): what the mathematics needs. Recomputation by
+activation checkpointing is not counted, padding positions are, since they are computed (`packing_efficiency` says how
+many they are). Nothing is taken off for a sliding window shorter than the document.
 
-With LoRA the linear weights are frozen: no gradient of theirs is needed, so they count `4 n`, and the adapters' `n` entries `6 n`. (That the
-first decoder layer needs no gradient of its input is not taken off.)
+With LoRA the linear weights are frozen: no gradient of theirs is needed, so they count `4 n`, and the adapters' `n`
+entries `6 n`. (That the first decoder layer needs no gradient of its input is not taken off.)
 
-**Utilisation** (MFU) is model FLOP/s over the GPU's peak. The peaks are the vendor's figures for dense matrices (without 2:4
-sparsity, which doubles them in most data sheets). An fp8 step mixes fp8 and bf16 matrix products, so its figure is given against
-both peaks, and neither alone is the truth. A GPU that is not in the table has no utilisation figure.
+**Utilisation** (MFU) is model FLOP/s over the GPU's peak. The peaks are the vendor's figures for dense matrices
+(without 2:4 sparsity, which doubles them in most data sheets). An fp8 step mixes fp8 and bf16 matrix products, so its
+figure is given against both peaks, and neither alone is the truth. A GPU that is not in the table has no utilisation
+figure.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ METRICS: dict[str, Metric] = {
     "step": Metric("steps", "Optimizer steps taken, this one included; counted on from the checkpoint after a resume."),
     "epoch": Metric("epochs", "Passes over the training rows, as a fraction."),
     "tokens_seen": Metric("tokens", "Real (not padding) tokens trained on so far, on all GPUs."),
-    "loss": Metric("nats/token", "Cross entropy averaged over the supervised tokens of the step, all micro-batches and GPUs."),
+    "loss": Metric(
+        "nats/token", "Cross entropy averaged over the supervised tokens of the step, all micro-batches and GPUs."
+    ),
     "grad_norm": Metric("-", "Global L2 norm of the gradient before clipping."),
     "learning_rate": Metric("-", "Learning rate with which the step was taken."),
     "step_time_s": Metric("s", "Wall time of the optimizer step, loading of its data included."),
@@ -57,9 +61,13 @@ METRICS: dict[str, Metric] = {
     "supervised_tokens_per_s": Metric("tokens/s", "Tokens that carry loss, on all GPUs."),
     "packing_efficiency": Metric("share", "Tokens that are not padding over all positions of the step."),
     "model_tflops": Metric("TFLOP/s", "Model FLOPs of the step over its time, for one GPU."),
-    "mfu_bf16_peak": Metric("share", "model_tflops over the GPU's dense bf16 peak; absent for GPUs that are not in the table."),
+    "mfu_bf16_peak": Metric(
+        "share", "model_tflops over the GPU's dense bf16 peak; absent for GPUs that are not in the table."
+    ),
     "mfu_fp8_peak": Metric("share", "model_tflops over the GPU's dense fp8 peak; fp8 runs only."),
-    "fp8_linear_flop_share": Metric("share", "Share of the linear layers' FLOPs that the fp8 recipe covers; 0 in a bf16 run."),
+    "fp8_linear_flop_share": Metric(
+        "share", "Share of the linear layers' FLOPs that the fp8 recipe covers; 0 in a bf16 run."
+    ),
     "peak_memory_gib": Metric("GiB", "Most memory that tensors held on the first GPU since the run began."),
     "peak_reserved_memory_gib": Metric(
         "GiB", "Most memory that PyTorch's allocator took from the first GPU since the run began."
@@ -67,23 +75,29 @@ METRICS: dict[str, Metric] = {
     "peak_memory_gib_max_rank": Metric("GiB", "The same on the rank that needs most; runs of several processes."),
     "energy_j_per_million_tokens": Metric(
         "J",
-        "Energy of all GPUs per million positions, padding included, over the steps since the last such figure; absent without NVML's counter.",
+        "Energy of all GPUs per million positions, padding included, over the steps since the last such figure; "
+        "absent without NVML's counter.",
     ),
     "gpu_power_w": Metric("W", "Mean power of a GPU over the same time."),
-    "energy_j": Metric("J", "Energy of all GPUs since this process began to train, evaluations and checkpoints included."),
+    "energy_j": Metric(
+        "J", "Energy of all GPUs since this process began to train, evaluations and checkpoints included."
+    ),
     "num_gemm_kernels": Metric(
         "kernels",
-        "Matrix products that the first GPU ran in the recorded step. Only that step has this figure and the next three; recording takes time, so it "
-        "is in no median.",
+        "Matrix products that the first GPU ran in the recorded step. Only that step has this figure and the next "
+        "three; recording takes time, so it is in no median.",
     ),
     "num_fp8_gemm_kernels": Metric("kernels", "Those of them whose operands are in fp8."),
     "num_unknown_gemm_kernels": Metric("kernels", "Those whose name does not tell the type of the operands."),
     "fp8_gemm_time_share": Metric("share", "Share of the time of these kernels that the fp8 ones took."),
     "communication_share": Metric(
-        "share", "Share of one recorded step's time in which the first GPU ran communication kernels; runs on several GPUs."
+        "share",
+        "Share of one recorded step's time in which the first GPU ran communication kernels; runs on several GPUs.",
     ),
     "exposed_communication_share": Metric("share", "The part of it in which the GPU ran nothing else."),
-    "slowest_rank": Metric("-", "Number of the rank whose own work, communication left out, took longest in that step."),
+    "slowest_rank": Metric(
+        "-", "Number of the rank whose own work, communication left out, took longest in that step."
+    ),
     "slowest_rank_lag": Metric("share", "How much longer than the mean rank's its work took."),
     "eval_loss": Metric("nats/token", "Cross entropy averaged over the supervised tokens of the held-out set."),
     "eval_perplexity": Metric("-", "exp(eval_loss)."),
@@ -175,7 +189,8 @@ _H200_DATASHEET = "NVIDIA H200 Tensor Core GPU data sheet (with-sparsity figure 
 _HOPPER_WHITEPAPER = "NVIDIA H100 Tensor Core GPU Architecture white paper, table of peak rates, dense"
 _ADA_WHITEPAPER = "NVIDIA Ada GPU Architecture white paper, appendix A, dense, FP32 accumulation"
 
-# By the name that `torch.cuda.get_device_name` gives, matched whole: a laptop, MIG or cut-down part has another name and peak.
+# By the name that `torch.cuda.get_device_name` gives, matched whole: a laptop, MIG or cut-down part has another name
+# and peak.
 _PEAKS: dict[str, PeakTflops] = {
     r"NVIDIA H100 80GB HBM3": PeakTflops(989.4, 1978.9, f"{_HOPPER_WHITEPAPER}; SXM5"),
     r"NVIDIA H100 PCIe": PeakTflops(756.0, 1513.0, f"{_H100_DATASHEET}; PCIe"),
@@ -188,7 +203,9 @@ _PEAKS: dict[str, PeakTflops] = {
     ),
     r"NVIDIA B200": PeakTflops(2250.0, 4500.0, "NVIDIA HGX B200 data sheet, one GPU (with-sparsity figure halved)"),
     r"NVIDIA GB200": PeakTflops(2500.0, 5000.0, "NVIDIA GB200 NVL72 data sheet, one GPU (with-sparsity figure halved)"),
-    r"NVIDIA B300 SXM6 AC": PeakTflops(2250.0, 4500.0, "NVIDIA HGX B300 data sheet, one GPU (with-sparsity figure halved)"),
+    r"NVIDIA B300 SXM6 AC": PeakTflops(
+        2250.0, 4500.0, "NVIDIA HGX B300 data sheet, one GPU (with-sparsity figure halved)"
+    ),
     r"NVIDIA GB300": PeakTflops(2500.0, 5000.0, "NVIDIA GB300 NVL72 data sheet, one GPU (with-sparsity figure halved)"),
     r"NVIDIA A100-SXM4-(40|80)GB|NVIDIA A100-PCIE-40GB|NVIDIA A100 80GB PCIe": PeakTflops(
         312.0, None, "NVIDIA A100 Tensor Core GPU data sheet, dense"
@@ -219,8 +236,8 @@ def speed_metrics(
 ) -> dict[str, float]:
     """The throughput figures of one step under the keys of `METRICS`.
 
-    `num_gpus` is the number of training processes (1 on a CPU). `fp8` says whether linear layers ran in fp8: only then is
-    there a `mfu_fp8_peak`. Figures that do not exist on this hardware are left out.
+    `num_gpus` is the number of training processes (1 on a CPU). `fp8` says whether linear layers ran in fp8: only then
+    is there a `mfu_fp8_peak`. Figures that do not exist on this hardware are left out.
     """
     tflops = step_flops(size, tokens) / step_time_s / num_gpus / 1e12
     figures = {
@@ -240,7 +257,9 @@ def speed_metrics(
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Peak memory of this process on `device` under the keys of `METRICS`; empty on a CPU, where PyTorch keeps no count."""
+    """Peak memory of this process on `device` under the keys of `METRICS`; empty on a CPU, where PyTorch keeps no
+    count.
+    """
     if device.type != "cuda":
         return {}
     return {

@@ -1,7 +1,8 @@
 """NVML's handle of a GPU, and how fast the GPU ran: clocks and power, looked at while it works.
 
-A GPU that draws as much power as it may lowers its clocks, and large GEMMs bring an H200 there. So the same program takes longer on one GPU than on the next
-of its kind, and a step with less beside its GEMMs gains less than the time that was beside them. `GpuStateSampler` says how it was.
+A GPU that draws as much power as it may lowers its clocks, and large GEMMs bring an H200 there. So the same program
+takes longer on one GPU than on the next of its kind, and a step with less beside its GEMMs gains less than the time
+that was beside them. `GpuStateSampler` says how it was.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ class NoNvml(Exception):
 
 
 def gpu_uuid(device: torch.device | int) -> str:
-    """The name that NVML and `nvidia-smi -L` have for this very board, whatever CUDA_VISIBLE_DEVICES leaves of the host's GPUs."""
+    """The name that NVML and `nvidia-smi -L` have for this very board, whatever CUDA_VISIBLE_DEVICES leaves of the
+    host's GPUs.
+    """
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def open_nvml(device: torch.device) -> tuple[Any, Any]:
-    """The module `pynvml`, initialised, and its handle of `device`. Raises `NoNvml` for a CPU, without NVML, and for a GPU that it does not show."""
+    """The module `pynvml`, initialised, and its handle of `device`. Raises `NoNvml` for a CPU, without NVML, and for
+    a GPU that it does not show.
+    """
     if device.type != "cuda":
         raise NoNvml("a CPU has no counter that NVML reads")
     try:
@@ -87,7 +92,8 @@ class GpuStateSampler:
     def figures(self, last_s: float) -> dict[str, float] | None:
         """How it was in the last `last_s` seconds before the last look; None where there was none.
 
-        sm_clock_mhz: median clock of the multiprocessors. power_w: mean power of the board. power_capped_share: of the looks, those at which
+        sm_clock_mhz: median clock of the multiprocessors. power_w: mean power of the board. power_capped_share: of the
+            looks, those at which
         the clock was held down by the limit of power.
         """
         if not self._samples:
@@ -104,10 +110,10 @@ class GpuStateSampler:
 # --- energy ----------------------------------------------------------------------------------------------
 # Energy of training, from the counters that the GPUs themselves keep.
 #
-# Data-centre GPUs since Volta count the energy of the whole board since the driver was loaded, and NVML reads that counter
-# (`nvmlDeviceGetTotalEnergyConsumption`, in millijoules: NVML API reference, device queries). The difference of two readings is
-# the energy between them, whatever the power did in between, so nothing has to be sampled. It is the energy of one GPU board: not
-# of the host, its fans or the network.
+# Data-centre GPUs since Volta count the energy of the whole board since the driver was loaded, and NVML reads that
+# counter (`nvmlDeviceGetTotalEnergyConsumption`, in millijoules: NVML API reference, device queries). The difference of
+# two readings is the energy between them, whatever the power did in between, so nothing has to be sampled. It is the
+# energy of one GPU board: not of the host, its fans or the network.
 #
 # The counter belongs to the board: what another process does on the same GPU is in it. A MIG slice has none.
 
@@ -142,11 +148,13 @@ def open_energy_counter(device: torch.device) -> Callable[[], float]:
 
 
 class EnergyMeter:
-    """Energy of all GPUs of a run over intervals of whole steps; used by every rank alike, because its figures are sums over ranks.
+    """Energy of all GPUs of a run over intervals of whole steps; used by every rank alike, because its figures are sums
+    over ranks.
 
-    An interval begins at `restart`, with the GPU idle, and ends at the first `read` that comes at least `MIN_INTERVAL_S` later, with the GPU
-    done with the steps that it is told of; the next begins there. `no_counter` says why there are no figures on this rank, None where
-    there are; where one rank has no counter there are none at all, because a sum that lacks a GPU would be wrong.
+    An interval begins at `restart`, with the GPU idle, and ends at the first `read` that comes at least
+    `MIN_INTERVAL_S` later, with the GPU done with the steps that it is told of; the next begins there. `no_counter`
+    says why there are no figures on this rank, None where there are; where one rank has no counter there are none at
+    all, because a sum that lacks a GPU would be wrong.
     """
 
     def __init__(
@@ -167,7 +175,9 @@ class EnergyMeter:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Begin an interval after `step`; what has been counted since the last figures belongs to none, only to the total."""
+        """Begin an interval after `step`; what has been counted since the last figures belongs to none, only to the
+        total.
+        """
         self._last_step = step
         self._num_tokens = 0
         self._start_s, self._start_j = self._clock(), self._counter_j()
@@ -176,10 +186,12 @@ class EnergyMeter:
         return math.nan if self._read_j is None else self._read_j()
 
     def read(self, num_tokens: Mapping[int, int]) -> dict[int, dict[str, float]]:
-        """The figures of the interval that ends here, under the keys of `metrics.METRICS`, for each step of this call in it; collective.
+        """The figures of the interval that ends here, under the keys of `metrics.METRICS`, for each step of this call
+        in it; collective.
 
-        `num_tokens` gives, for each step since the last call, its positions on all GPUs. Empty where there is no counter or the interval is
-        still too short; the steps' tokens then count for the call that ends it. The GPU must be done with the steps: nothing here waits.
+        `num_tokens` gives, for each step since the last call, its positions on all GPUs. Empty where there is no
+        counter or the interval is still too short; the steps' tokens then count for the call that ends it. The GPU must
+        be done with the steps: nothing here waits.
         """
         # All ranks see the same type of device, so they agree on whether there is something to sum.
         if self._accelerator.device.type != "cuda" and self._read_j is None:

@@ -1,7 +1,7 @@
 """What a person sees while a run is under way.
 
-On a terminal one bar stays at the bottom and is redrawn; lines that are printed scroll above it. Anywhere else (a log file, a
-CI job, a pipe) there is one plain line every `log_every` steps and nothing is ever redrawn. Both say the same.
+On a terminal one bar stays at the bottom and is redrawn; lines that are printed scroll above it. Anywhere else (a log
+file, a CI job, a pipe) there is one plain line every `log_every` steps and nothing is ever redrawn. Both say the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 _RECENT_STEPS = 50
-"""Steps over which the time left is extrapolated; their median, so that a step with an evaluation or a save does not count."""
+"""Steps over which the time left is extrapolated; their median, so that a step with an evaluation or a save does not
+count.
+"""
 
 
 def format_step(record: Mapping[str, float], total_steps: int, time_left_s: float | None) -> str:
@@ -43,7 +45,9 @@ def format_step(record: Mapping[str, float], total_steps: int, time_left_s: floa
 class ProgressDisplay:
     """Shows the steps of one run on `console` (default: standard output)."""
 
-    def __init__(self, total_steps: int, first_step: int = 0, log_every: int = 1, console: Console | None = None) -> None:
+    def __init__(
+        self, total_steps: int, first_step: int = 0, log_every: int = 1, console: Console | None = None
+    ) -> None:
         """`first_step` is the number of steps already taken before this process (after a resume), else 0."""
         self._total_steps = total_steps
         self._first_step = first_step
@@ -53,7 +57,8 @@ class ProgressDisplay:
         self._bar: Progress | None = None
         if self._console.is_terminal:
             self._bar = Progress(
-                # On a narrow terminal the text takes a second line; left to itself it would push the bar out and lose its end.
+                # On a narrow terminal the text takes a second line; left to itself it would push the bar out and lose
+                # its end.
                 BarColumn(bar_width=16, table_column=Column(no_wrap=True)),
                 TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=False)),
                 console=self._console,
@@ -62,13 +67,17 @@ class ProgressDisplay:
             self._bar.start()
 
     def step(self, record: Mapping[str, float]) -> None:
-        """Show one optimizer step; `record` has the keys of `llm_fp8.observability.metrics.METRICS`, `step` among them."""
+        """Show one optimizer step; `record` has the keys of `llm_fp8.observability.metrics.METRICS`, `step` among
+        them.
+        """
         step = int(record["step"])
         if "step_time_s" in record:
             self._recent_s.append(record["step_time_s"])
         time_left_s = statistics.median(self._recent_s) * (self._total_steps - step) if self._recent_s else None
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=format_step(record, self._total_steps, time_left_s))
+            self._bar.update(
+                self._task, completed=step, description=format_step(record, self._total_steps, time_left_s)
+            )
         elif step % self._log_every == 0 or step in (self._first_step + 1, self._total_steps):
             self.print(format_step(record, self._total_steps, time_left_s))
 

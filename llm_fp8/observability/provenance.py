@@ -1,7 +1,8 @@
 """With what a run was made: versions, hardware, code and command, kept in its run.json.
 
-Versions come from the installed packages' metadata, so that nothing heavy is imported to ask for them. Of the environment only
-variables that change what the GPU or the launcher does are kept, by prefix, and none whose name speaks of a secret.
+Versions come from the installed packages' metadata, so that nothing heavy is imported to ask for them. Of the
+environment only variables that change what the GPU or the launcher does are kept, by prefix, and none whose name speaks
+of a secret.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Commit and whether files differ from it, of the git repository whose root is `folder`.
 
-    A copy without git's files (a container, a machine that got the working tree alone) can be told its commit in LLM_FP8_COMMIT;
-    `dirty` is None then. None where git is missing, `folder` is not itself such a root (a copy unpacked inside another repository would
-    otherwise take that one's commit for its own), or nothing was committed yet.
+    A copy without git's files (a container, a machine that got the working tree alone) can be told its commit in
+    LLM_FP8_COMMIT; `dirty` is None then. None where git is missing, `folder` is not itself such a root (a copy unpacked
+    inside another repository would otherwise take that one's commit for its own), or nothing was committed yet.
     """
     if told := os.environ.get("LLM_FP8_COMMIT"):
         return {"commit": told, "dirty": None}
@@ -102,7 +103,8 @@ def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
 
 
 def recorded_command(argv: list[str]) -> list[str]:
-    """`argv`, with the script's name first (`sys.argv`), as it would be called in the repository's root, wherever the clone lies.
+    """`argv`, with the script's name first (`sys.argv`), as it would be called in the repository's root, wherever the
+    clone lies.
 
     The name of a script outside the repository stays as it is.
     """
@@ -115,8 +117,8 @@ def recorded_command(argv: list[str]) -> list[str]:
 def collect_provenance(argv: list[str]) -> dict[str, Any]:
     """Everything about this process that a reader of the results would ask for, as plain JSON values.
 
-    `argv` is the command line with the script's name first (`sys.argv`), kept as `recorded_command` has it. What is absent on this machine
-    is None.
+    `argv` is the command line with the script's name first (`sys.argv`), kept as `recorded_command` has it. What is
+    absent on this machine is None.
     """
     return {
         "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -136,8 +138,11 @@ def collect_provenance(argv: list[str]) -> dict[str, Any]:
     }
 
 
-def run_record(config: Config, provenance: dict[str, Any], precision: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    """What run.json holds of a start of a run: its configuration, the precision asked for and in effect, and `provenance`.
+def run_record(
+    config: Config, provenance: dict[str, Any], precision: dict[str, Any], **sections: Any
+) -> dict[str, Any]:
+    """What run.json holds of a start of a run: its configuration, the precision asked for and in effect, and
+    `provenance`.
 
     `precision` is what the precision module reports (requested and effective recipe, census). Further keyword arguments
     become sections of their own, for example `model={...}` or `data={...}`.
@@ -150,7 +155,9 @@ def run_record(config: Config, provenance: dict[str, Any], precision: dict[str, 
 
 
 def gpu_names(num_gpus: int, visible_devices: str | None) -> list[str]:
-    """Names of the `num_gpus` GPUs that CUDA counts where the variable is `visible_devices`; CUDA leaves out what follows a name that it does not know."""
+    """Names of the `num_gpus` GPUs that CUDA counts where the variable is `visible_devices`; CUDA leaves out what
+    follows a name that it does not know.
+    """
     if not visible_devices:
         return [str(number) for number in range(num_gpus)]
     return [name.strip() for name in visible_devices.split(",")][:num_gpus]

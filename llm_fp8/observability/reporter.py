@@ -1,7 +1,7 @@
 """Where the numbers of a run go: metrics.jsonl, the trackers, the screen and summary.json.
 
-The training loop hands over plain floats, several steps at a time (it synchronises with the GPU once per `log_every` steps);
-everything here happens on the main process only and never touches a tensor.
+The training loop hands over plain floats, several steps at a time (it synchronises with the GPU once per `log_every`
+steps); everything here happens on the main process only and never touches a tensor.
 
     output_dir/
       metrics.jsonl      one line per optimizer step, and one per evaluation, with the keys of `llm_fp8.observability.metrics.METRICS`
@@ -9,10 +9,10 @@ everything here happens on the main process only and never touches a tensor.
       wandb/             the W&B run's files (with --use_wandb)
       tensorboard/       TensorBoard's event files (with --report_to tensorboard)
 
-The trackers get the same keys and steps through Accelerate's own tracker classes. A resumed run continues metrics.jsonl: what the
-interrupted process wrote beyond its last checkpoint is cut off first, because those steps are taken again. On W&B each start
-is a run of its own, in the group --wandb_group or else that of the output folder's name, since W&B cannot take back steps that it has
-seen. docs/wandb.md lists what a W&B run holds.
+The trackers get the same keys and steps through Accelerate's own tracker classes. A resumed run continues
+metrics.jsonl: what the interrupted process wrote beyond its last checkpoint is cut off first, because those steps are
+taken again. On W&B each start is a run of its own, in the group --wandb_group or else that of the output folder's name,
+since W&B cannot take back steps that it has seen. docs/wandb.md lists what a W&B run holds.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ def check_trackers(config: Config) -> None:
         return
     if "tensorboard" in config.trackers and package_version("tensorboard") is None:
         raise UserError(
-            f"--report_to {config.run.report_to} needs the tensorboard package, which is not installed: run 'pip install tensorboard'."
+            f"--report_to {config.run.report_to} needs the tensorboard package, which is not installed: run 'pip "
+            "install tensorboard'."
         )
     if "wandb" in config.trackers:
         flag = "--use_wandb" if config.run.use_wandb else f"--report_to {config.run.report_to}"
         if wandb_login_state(flag) == "logged_out":
             raise UserError(
-                f"{flag}: there is no W&B login on this machine; run 'wandb login', or set WANDB_MODE=offline in the environment to keep "
-                "the run's data in the output folder."
+                f"{flag}: there is no W&B login on this machine; run 'wandb login', or set WANDB_MODE=offline in the "
+                "environment to keep the run's data in the output folder."
             )
 
 
@@ -75,8 +76,9 @@ def accelerator_tracking(config: Config) -> dict[str, Any]:
 def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> None:
     """Cut from a metrics.jsonl every line of a step beyond `last_step`, and a last line that was never finished.
 
-    `keep_evaluation` False cuts the evaluation after `last_step` too, for a run that was killed behind its last step and repeats it.
-    Raises `UserError` where a line before the last is not JSON: that is not the trace of an interrupted run.
+    `keep_evaluation` False cuts the evaluation after `last_step` too, for a run that was killed behind its last step
+    and repeats it. Raises `UserError` where a line before the last is not JSON: that is not the trace of an interrupted
+    run.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     kept = []
@@ -88,7 +90,8 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
             if number == len(lines):
                 break
             raise UserError(
-                f"{path}: line {number} is not a metrics record; move the file away to resume without the earlier metrics."
+                f"{path}: line {number} is not a metrics record; move the file away to resume without the earlier "
+                "metrics."
             ) from None
         if step < last_step or (step == last_step and (keep_evaluation or "eval_loss" not in record)):
             kept.append(line + "\n")
@@ -98,7 +101,9 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
 
 
 def _check_record(record: dict[str, float]) -> dict[str, float]:
-    """`record` as it is, or an error for what the loop must not hand over: unknown keys, values that are not numbers."""
+    """`record` as it is, or an error for what the loop must not hand over: unknown keys, values that are not
+    numbers.
+    """
     for key, value in record.items():
         if key not in METRICS:
             raise ValueError(f"'{key}' is not a declared metric; add it to llm_fp8.observability.metrics.METRICS.")
@@ -119,7 +124,9 @@ def _flat(tree: dict[str, Any], separator: str, prefix: str = "") -> dict[str, A
 
 
 def _define_axes(run: Any) -> None:
-    """Tell a W&B run what its charts can be drawn by: every figure by `step` unless another axis is chosen, and by `tokens_seen`."""
+    """Tell a W&B run what its charts can be drawn by: every figure by `step` unless another axis is chosen, and by
+    `tokens_seen`.
+    """
     for axis in ("step", "tokens_seen"):
         run.define_metric(axis)
     run.define_metric("*", step_metric="step")
@@ -131,25 +138,28 @@ _TRACKED_ELSEWHERE = ("last_step", "last_evaluation", "recorded_step", "precisio
 def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
     """What of a run's summary.json belongs in its summary on W&B: scalars under flat keys, nested ones as `part/key`.
 
-    Left out is what W&B has already: the last figures and those of the recorded step, in the history, and the precision, in the configuration.
+    Left out is what W&B has already: the last figures and those of the recorded step, in the history, and the
+    precision, in the configuration.
     """
     parts = {key: value for key, value in summary.items() if key not in _TRACKED_ELSEWHERE}
-    return {key: value for key, value in _flat({**parts, **summary.get("throughput", {})}, "/").items() if value is not None}
+    return {
+        key: value for key, value in _flat({**parts, **summary.get("throughput", {})}, "/").items() if value is not None
+    }
 
 
 class RunReporter:
     """Takes the numbers of one run to all the places they belong; every rank makes one, only the main process writes.
 
-    As a context manager it closes everything on a normal end. After an error the files are closed but the trackers are left
-    to their own exit hooks, so that W&B shows the run as crashed and not as finished.
+    As a context manager it closes everything on a normal end. After an error the files are closed but the trackers are
+    left to their own exit hooks, so that W&B shows the run as crashed and not as finished.
     """
 
     def __init__(self, accelerator: Accelerator, config: Config, total_steps: int, resume_step: int = 0) -> None:
         """Open the files in `config.run.output_dir`; the trackers wait for `start_trackers`.
 
-        `accelerator` must have been made with `**accelerator_tracking(config)`. `total_steps` is the length of the whole run
-        in optimizer steps, `resume_step` how many of them the checkpoint has behind it. Without a resume an existing
-        metrics.jsonl is begun anew.
+        `accelerator` must have been made with `**accelerator_tracking(config)`. `total_steps` is the length of the
+        whole run in optimizer steps, `resume_step` how many of them the checkpoint has behind it. Without a resume an
+        existing metrics.jsonl is begun anew.
         """
         self._accelerator = accelerator
         self._config = config
@@ -171,10 +181,13 @@ class RunReporter:
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
     def start_trackers(self, record: dict[str, Any]) -> None:
-        """Start the trackers that were asked for, before the first step; `record` is what run.json holds of this start of the run.
+        """Start the trackers that were asked for, before the first step; `record` is what run.json holds of this start
+        of the run.
 
-        On W&B the run's configuration is the options, section by section, the `llm_fp8.observability.tracker_labels.LABELS`, `effective` (what the options came
-        to: precision with its census, optimizer, sharding, model, data) and `provenance`. TensorBoard gets the same as flat hparams.
+        On W&B the run's configuration is the options, section by section, the
+        `llm_fp8.observability.tracker_labels.LABELS`, `effective` (what the options came
+        to: precision with its census, optimizer, sharding, model, data) and `provenance`. TensorBoard gets the same as
+            flat hparams.
         """
         if not self._accelerator.is_main_process or not self._accelerator.log_with:
             return
@@ -225,7 +238,9 @@ class RunReporter:
         self._write(record)
         self._last_evaluation = record
         figures = "  ".join(
-            f"{key} {value:,.0f}" if value >= 1000 else f"{key} {value:.4g}" for key, value in record.items() if key != "step"
+            f"{key} {value:,.0f}" if value >= 1000 else f"{key} {value:.4g}"
+            for key, value in record.items()
+            if key != "step"
         )
         self._display.print(f"evaluation at step {self._last_step}: {figures}")
 
@@ -247,7 +262,9 @@ class RunReporter:
                 tracker.tracker.summary.update(tracked_summary(summary))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Write summary.json: what the run ended with, medians of its speed, and the entries of `summary`; returns it."""
+        """Write summary.json: what the run ended with, medians of its speed, and the entries of `summary`; returns
+        it.
+        """
         steps = self.own_steps()
         whole = {
             "steps": self._last_step,
@@ -269,7 +286,8 @@ class RunReporter:
         return whole
 
     def own_steps(self) -> list[dict[str, float]]:
-        """The steps of this process so far with the figures that the summary is made from; empty where this is not the main one.
+        """The steps of this process so far with the figures that the summary is made from; empty where this is not the
+        main one.
 
         They are read back from metrics.jsonl, because kept in memory they would grow with the run.
         """

@@ -1,7 +1,8 @@
-"""One recorded step of a run: which kernels it ran; on several GPUs, how much of it is communication, and which rank is slow.
+"""One recorded step of a run: which kernels it ran; on several GPUs, how much of it is communication, and which rank is
+slow.
 
-Kernels of NCCL are communication, all others are work. A rank that waits for another waits inside a communication kernel, so the slowest
-rank is the one whose own work takes longest.
+Kernels of NCCL are communication, all others are work. A rank that waits for another waits inside a communication
+kernel, so the slowest rank is the one whose own work takes longest.
 """
 
 from __future__ import annotations
@@ -121,14 +122,20 @@ class StepProfile:
     def describe(self) -> str:
         """One line for the terminal."""
         total_s = sum(self.time_s_by_class.values())
-        parts = [f"{name} {time_s / total_s:.0%}" for name, time_s in self.time_s_by_class.items() if time_s >= 0.01 * total_s]
+        parts = [
+            f"{name} {time_s / total_s:.0%}"
+            for name, time_s in self.time_s_by_class.items()
+            if time_s >= 0.01 * total_s
+        ]
         words = [
-            f"one step recorded, which took {self.recording_time_s:.1f} s more: kernels by time: {', '.join(parts) or 'none'}"
+            f"one step recorded, which took {self.recording_time_s:.1f} s more: kernels by time: "
+            f"{', '.join(parts) or 'none'}"
         ]
         figures = self.figures()
         if "communication_share" in figures:
             words.append(
-                f"communication runs {figures['communication_share']:.0%} of the time and alone {figures['exposed_communication_share']:.0%}"
+                f"communication runs {figures['communication_share']:.0%} of the time and alone "
+                f"{figures['exposed_communication_share']:.0%}"
             )
             words.append(f"slowest rank {self.slowest_rank} ({self.lag:.1%} over the mean)")
             words.append(f"peak memory by rank {', '.join(f'{gib:.1f}' for gib in self.peak_memory_gib_by_rank)} GiB")
@@ -160,7 +167,9 @@ def profiled(accelerator: Accelerator) -> Iterator[StepProfile]:
     result.gemm_kernels = {kind: kernels.count for kind, kernels in gemms.items()}
     result.gemm_time_s = {kind: kernels.time_s for kind, kernels in gemms.items()}
     result.time_s_by_class = {name: kernels.time_s for name, kernels in time_by_class(result.kernels).items()}
-    own = torch.tensor([length(work), torch.cuda.max_memory_allocated() / GIB], device=accelerator.device, dtype=torch.float64)
+    own = torch.tensor(
+        [length(work), torch.cuda.max_memory_allocated() / GIB], device=accelerator.device, dtype=torch.float64
+    )
     result.recording_time_s = time.perf_counter() - step_ended + step_started - started
     by_rank = accelerator.gather(own).view(-1, 2)
     result.work_s_by_rank = by_rank[:, 0].tolist()

@@ -1,4 +1,6 @@
-"""The speed of a run in a few figures: which of its steps are measured, and the medians over them. Imports nothing heavy."""
+"""The speed of a run in a few figures: which of its steps are measured, and the medians over them. Imports nothing
+heavy.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from llm_fp8.observability.metrics import RECORDED_STEP
 from llm_fp8.utils.json_files import read_json, read_metrics
 
 WARMUP_STEPS = 10
-"""Steps at the start of a process that medians leave out (compilation, autotuning, allocator growth); at most half of all."""
+"""Steps at the start of a process that medians leave out (compilation, autotuning, allocator growth); at most half
+of all.
+"""
 
 MEDIANS = (
     "step_time_s",
@@ -30,7 +34,9 @@ INTERVAL_MEDIANS = ("energy_j_per_million_tokens", "gpu_power_w")
 
 
 def own_steps(metrics_path: Path) -> list[dict[str, Any]]:
-    """The optimizer steps of the process that wrote last to a metrics.jsonl: one before it may have had other GPUs or micro-batches."""
+    """The optimizer steps of the process that wrote last to a metrics.jsonl: one before it may have had other GPUs
+    or micro-batches.
+    """
     run_record = metrics_path.with_name("run.json")
     resumes = read_json(run_record).get("resumes") if run_record.exists() else None
     begun = resumes[-1]["resumed_after_step"] if resumes else 0
@@ -40,7 +46,8 @@ def own_steps(metrics_path: Path) -> list[dict[str, Any]]:
 def measured_steps(steps: list[dict[str, float]], warmup_steps: int = WARMUP_STEPS) -> list[dict[str, float]]:
     """Those of `steps` (of one process, in order) that speed is measured on.
 
-    Left out are the first `warmup_steps`, or the first half of a run shorter than twice as many, and the step whose kernels were recorded.
+    Left out are the first `warmup_steps`, or the first half of a run shorter than twice as many, and the step whose
+    kernels were recorded.
     """
     return [record for record in steps[min(warmup_steps, len(steps) // 2) :] if RECORDED_STEP not in record]
 
@@ -48,7 +55,8 @@ def measured_steps(steps: list[dict[str, float]], warmup_steps: int = WARMUP_STE
 def throughput_summary(steps: list[dict[str, float]], warmup_steps: int = WARMUP_STEPS) -> dict[str, float]:
     """Medians over the `measured_steps` of the figures that measure speed.
 
-    Keys: `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS` that every measured step has and each of `INTERVAL_MEDIANS` that any has.
+    Keys: `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS` that every measured step
+        has and each of `INTERVAL_MEDIANS` that any has.
     """
     measured = measured_steps(steps, warmup_steps)
     summary: dict[str, float] = {"num_steps_measured": len(measured), "num_steps_left_out": len(steps) - len(measured)}

@@ -5,22 +5,26 @@
     exp_avg, exp_avg_sq       uint8    1 + 1   codes of m and v (`llm_fp8.optim.adamw_8bit_codes`), of the parameter's shape
     exp_avg_scale, ..._sq_..  fp32     1 / 32  one scale per 256 elements each
 
-The step is that of `llm_fp8.optim.adamw_base`: moments are decoded, updated, used as they are and encoded again. Arithmetic and format are those of torchao
-0.18's AdamW8bit(bf16_stochastic_round=True) up to the rounding of fp32 sums and products, in one pass over the memory. As there, tensors of fewer than
-4,096 elements, or of a number that 256 does not divide, keep plain moments; here these are fp32, where torchao takes the parameter's dtype. fp32
-parameters are rounded to nearest.
+The step is that of `llm_fp8.optim.adamw_base`: moments are decoded, updated, used as they are and encoded again.
+Arithmetic and format are those of torchao 0.18's AdamW8bit(bf16_stochastic_round=True) up to the rounding of fp32 sums
+and products, in one pass over the memory. As there, tensors of fewer than 4,096 elements, or of a number that 256 does
+not divide, keep plain moments; here these are fp32, where torchao takes the parameter's dtype. fp32 parameters are
+rounded to nearest.
 
-Stochastic rounding. 16 random bits are added below a bf16 number's last bit, and what is left of them is cut off: the number goes
-away from zero with the probability of its distance. The bits belong to the place, not to a generator: those of elements 2i and 2i + 1 are the halves of
+Stochastic rounding. 16 random bits are added below a bf16 number's last bit, and what is left of them is cut off: the
+number goes away from zero with the probability of its distance. The bits belong to the place, not to a generator: those
+of elements 2i and 2i + 1 are the halves of
 
     x = i 0x9E3779B9 + key_1;   x ^= x >> 16;   x *= 0x7FEB352D;   x ^= (x >> 15) ^ key_2;   x *= 0x846CA68B;   x ^= x >> 16
 
-modulo 2^32: a Weyl sequence through the mixer "lowbias32" of Chris Wellons' hash-prospector (public domain), with a second key in
-its middle. The keys are a hash of the run's seed, the step and the parameter's number. So a resumed run continues bit for bit with no state to save,
-and ranks that hold the same parameters round them alike, without which they would drift apart.
+modulo 2^32: a Weyl sequence through the mixer "lowbias32" of Chris Wellons' hash-prospector (public domain), with a
+second key in its middle. The keys are a hash of the run's seed, the step and the parameter's number. So a resumed run
+continues bit for bit with no state to save, and ranks that hold the same parameters round them alike, without which
+they would drift apart.
 
-Two implementations of this one contract give the same bits: a Triton kernel for CUDA tensors (`llm_fp8.optim.adamw_8bit_triton`), and a torch one for
-other devices, which is also the reference that tests hold the kernel to.
+Two implementations of this one contract give the same bits: a Triton kernel for CUDA tensors
+(`llm_fp8.optim.adamw_8bit_triton`), and a torch one for other devices, which is also the reference that tests hold the
+kernel to.
 """
 
 from __future__ import annotations
@@ -35,7 +39,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, FIRST_FACTOR, LARGEST_BITS, PAIR_STEP, SECOND_FACTOR, Key, decode, encode
+from llm_fp8.optim.adamw_8bit_codes import (
+    CODE_BLOCK,
+    FIRST_FACTOR,
+    LARGEST_BITS,
+    PAIR_STEP,
+    SECOND_FACTOR,
+    Key,
+    decode,
+    encode,
+)
 from llm_fp8.optim.adamw_base import CHUNK_ELEMENTS, Coefficients, GroupedAdamW, moments_and_update
 
 SMALLEST_ENCODED = 4096
@@ -65,7 +78,9 @@ def _times(x: Tensor, factor: int) -> Tensor:
 
 
 def round_stochastically(numbers: Tensor, random: Tensor) -> Tensor:
-    """fp32 `numbers` in bf16, away from zero where `random`, int32 from 0 to 65535, carries into the upper half. NaN stays NaN."""
+    """fp32 `numbers` in bf16, away from zero where `random`, int32 from 0 to 65535, carries into the upper half. NaN
+    stays NaN.
+    """
     bits = numbers.view(torch.int32).clamp(max=LARGEST_BITS)
     return ((bits + random) >> 16).to(torch.int16).view(torch.bfloat16)
 
@@ -95,13 +110,18 @@ def update_with_torch_(
         coefficients: of this step.
     """
     for start in range(0, weight.numel(), CHUNK_ELEMENTS):
-        chunk, blocks = slice(start, start + CHUNK_ELEMENTS), slice(start // CODE_BLOCK, (start + CHUNK_ELEMENTS) // CODE_BLOCK)
+        chunk, blocks = (
+            slice(start, start + CHUNK_ELEMENTS),
+            slice(start // CODE_BLOCK, (start + CHUNK_ELEMENTS) // CODE_BLOCK),
+        )
         _update_chunk_(
             weight.view(-1)[chunk],
             gradient.view(-1)[chunk],
             exp_avg.view(-1)[chunk],
             exp_avg_sq.view(-1)[chunk],
-            None if exp_avg_scale is None or exp_avg_sq_scale is None else (exp_avg_scale[blocks], exp_avg_sq_scale[blocks]),
+            None
+            if exp_avg_scale is None or exp_avg_sq_scale is None
+            else (exp_avg_scale[blocks], exp_avg_sq_scale[blocks]),
             gradient_scale,
             key,
             start,
@@ -162,7 +182,9 @@ class EightBitAdamW(GroupedAdamW):
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
         if isinstance(parameter, DTensor):
-            raise ValueError(f"EightBitAdamW takes whole parameters, and one of shape {tuple(parameter.shape)} is sharded.")
+            raise ValueError(
+                f"EightBitAdamW takes whole parameters, and one of shape {tuple(parameter.shape)} is sharded."
+            )
         count = parameter.numel()
         encoded = count >= SMALLEST_ENCODED and count % CODE_BLOCK == 0
         state = {}

@@ -1,18 +1,22 @@
 """The Triton kernel behind `EightBitAdamW` on a GPU. Imported only there: a torch without CUDA comes without triton.
 
-One program updates BLOCKS blocks of 256 elements, a warp each, so that a block's largest magnitude is found among the registers of one warp. It reads
-weight, gradient and codes once and writes all but the gradient once: 10 bytes per element. That is so little that instructions count: Triton 3.6
-makes about 117 per element of it for compute capability 9.0, and every one that is saved shows. So a number's code is not searched for in eight look-ups; each of
-the four conversions of an element, to and from m and v, is one look-up in a table of 256 numbers in shared memory:
+One program updates BLOCKS blocks of 256 elements, a warp each, so that a block's largest magnitude is found among the
+registers of one warp. It reads weight, gradient and codes once and writes all but the gradient once: 10 bytes per
+element. That is so little that instructions count: Triton 3.6 makes about 117 per element of it for compute capability
+9.0, and every one that is saved shows. So a number's code is not searched for in eight look-ups; each of the four
+conversions of an element, to and from m and v, is one look-up in a table of 256 numbers in shared memory:
 
-The code of x >= 0. In each decade codes are equally spaced, so that x's position among the codes is a line in x, and since a decade's slope is
-0.2 of that of the one below and neighbouring lines meet at the decade's edge, the position is the least of seven lines. It errs by 0.2 of a code at
-the edges, where the middle between two codes of different spacing is not on a line, by 0.25 below the code of 1, which has no decade, and by
-rounding. Less 0.5 and rounded down it is therefore the code or the one before, and one comparison with the exact limit between these two says which. Adding 1.5 2^23 rounds to an integer, which is then the
-lower bits of the sum. For x < 0 the code mirrors that of -x, which in bits is a complement.
+The code of x >= 0. In each decade codes are equally spaced, so that x's position among the codes is a line in x, and
+since a decade's slope is 0.2 of that of the one below and neighbouring lines meet at the decade's edge, the position is
+the least of seven lines. It errs by 0.2 of a code at the edges, where the middle between two codes of different spacing
+is not on a line, by 0.25 below the code of 1, which has no decade, and by rounding. Less 0.5 and rounded down it is
+therefore the code or the one before, and one comparison with the exact limit between these two says which. Adding 1.5
+2^23 rounds to an integer, which is then the lower bits of the sum. For x < 0 the code mirrors that of -x, which in bits
+is a complement.
 
-The launch compiles anew for another combination of: dtype, codes or plain moments, clip factor or none, a number of elements that 16 divides or not,
-alignment. Coefficients are fp32 arguments and keys are not specialised: a new step compiles nothing.
+The launch compiles anew for another combination of: dtype, codes or plain moments, clip factor or none, a number of
+elements that 16 divides or not, alignment. Coefficients are fp32 arguments and keys are not specialised: a new step
+compiles nothing.
 """
 
 from __future__ import annotations
@@ -65,15 +69,18 @@ def _decode(codes: tl.tensor, scale: tl.tensor, values: tl.tensor) -> tl.tensor:
 @triton.jit
 def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """uint8 codes [BLOCKS * 256] and scales [BLOCKS] of fp32 numbers; `limits` [256] of the codes."""
-    # As integers magnitudes have the order of the numbers, above all of which is NaN, which a maximum of numbers would pass over.
+    # As integers magnitudes have the order of the numbers, above all of which is NaN, which a maximum of numbers would
+    # pass over.
     magnitude = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     magnitude = tl.reshape(magnitude, (numbers.shape[0] // _CODE_BLOCK, _CODE_BLOCK))
-    scale = tl.maximum(tl.max(magnitude, axis=1).to(tl.float32, bitcast=True), _SMALLEST_SCALE, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.maximum(
+        tl.max(magnitude, axis=1).to(tl.float32, bitcast=True), _SMALLEST_SCALE, propagate_nan=tl.PropagateNan.ALL
+    )
     x = numbers * _of_elements(tl.div_rn(1.0, scale))
 
-    # In the lowest decade there are FINEST codes. Of a position p among the signed codes of x >= 0, 128 + floor(p - 0.5) is looked up,
-    # of one among the unsigned codes 1 + floor(p - 0.5): the second of the two codes that are possible. All lines are positive, and
-    # the least of three integers is one instruction.
+    # In the lowest decade there are FINEST codes. Of a position p among the signed codes of x >= 0, 128 + floor(p -
+    # 0.5) is looked up, of one among the unsigned codes 1 + floor(p - 0.5): the second of the two codes that are
+    # possible. All lines are positive, and the least of three integers is one instruction.
     FINEST: tl.constexpr = 1 if SIGNED else 2
     SHIFT: tl.constexpr = (128 if SIGNED else 1) - 0.5 - 0.5 - (FINEST - 1)
     distance = tl.abs(x) if SIGNED else x
@@ -136,7 +143,12 @@ def _eight_bit_update_kernel(
         exp_avg_scale = tl.load(exp_avg_scale_pointer + blocks, mask=blocks_inside, other=0.0)
         exp_avg_sq_scale = tl.load(exp_avg_sq_scale_pointer + blocks, mask=blocks_inside, other=0.0)
         table = tables_pointer + tl.arange(0, 256)
-        values, limits, values_sq, limits_sq = tl.load(table), tl.load(table + 256), tl.load(table + 512), tl.load(table + 768)
+        values, limits, values_sq, limits_sq = (
+            tl.load(table),
+            tl.load(table + 256),
+            tl.load(table + 512),
+            tl.load(table + 768),
+        )
         exp_avg = _decode(exp_avg, exp_avg_scale, values)
         exp_avg_sq = _decode(exp_avg_sq, exp_avg_sq_scale, values_sq)
     exp_avg, exp_avg_sq, update = moments_and_update(
@@ -155,7 +167,9 @@ def _eight_bit_update_kernel(
     weight = weight * decay - update
     if weight_pointer.dtype.element_ty == tl.bfloat16:
         # `round_stochastically` of llm_fp8.optim.adamw_8bit; a right shift of a signed integer keeps its sign.
-        bits = tl.minimum(weight.to(tl.int32, bitcast=True), _LARGEST_BITS) + _random_bits(offsets, first_key, second_key)
+        bits = tl.minimum(weight.to(tl.int32, bitcast=True), _LARGEST_BITS) + _random_bits(
+            offsets, first_key, second_key
+        )
         weight = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     tl.store(weight_pointer + offsets, weight, mask=inside)
 

@@ -1,7 +1,8 @@
-"""What the AdamWs of this project share: coefficients, arithmetic, the loop over parameter groups, and state that keeps its dtypes.
+"""What the AdamWs of this project share: coefficients, arithmetic, the loop over parameter groups, and state that keeps
+its dtypes.
 
-The step t of a group, all arithmetic fp32, with g the gradient times `gradient_scale`; the order is that of torch.optim.AdamW
-(Loshchilov and Hutter, arXiv 1711.05101):
+The step t of a group, all arithmetic fp32, with g the gradient times `gradient_scale`; the order is that of
+torch.optim.AdamW (Loshchilov and Hutter, arXiv 1711.05101):
 
     m = m + (1 - beta1) (g - m)
     v = beta2 v + (1 - beta2) g^2
@@ -23,11 +24,15 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 CHUNK_ELEMENTS = 2**18
-"""Elements that the torch implementations update at a time: their fp32 temporaries take a few MiB, whatever the tensor's size."""
+"""Elements that the torch implementations update at a time: their fp32 temporaries take a few MiB, whatever the
+tensor's size.
+"""
 
 
 class Coefficients(NamedTuple):
-    """The numbers of one step of one parameter group. Computed in double precision, rounded to fp32 once, where they are used."""
+    """The numbers of one step of one parameter group. Computed in double precision, rounded to fp32 once, where they
+    are used.
+    """
 
     decay: float
     """1 - lr weight_decay"""
@@ -82,9 +87,9 @@ def moments_and_update(
 class GroupedAdamW(Optimizer):
     """AdamW over bf16 and fp32 parameters; the subclass says what the state is and updates one tensor.
 
-    Every parameter group counts its steps in `group["step"]`, an int; a parameter without gradient is left alone in a step that its
-    group counts. Parameters must be contiguous; a gradient that is not is copied first. Of sharded parameters (DTensor) each rank
-    updates its own part.
+    Every parameter group counts its steps in `group["step"]`, an int; a parameter without gradient is left alone in a
+    step that its group counts. Parameters must be contiguous; a gradient that is not is copied first. Of sharded
+    parameters (DTensor) each rank updates its own part.
 
     Args:
         params: parameters or groups of them; bf16 or fp32.
@@ -98,8 +103,8 @@ class GroupedAdamW(Optimizer):
     """
 
     gradient_scale: Tensor | None
-    """Multiplies every gradient of the next step as it is read: an fp32 scalar tensor on the parameters' device. Clipping by the
-    global norm then costs no pass over the gradients. `step` takes it and leaves None."""
+    """Multiplies every gradient of the next step as it is read: an fp32 scalar tensor on the parameters' device.
+    Clipping by the global norm then costs no pass over the gradients. `step` takes it and leaves None."""
 
     def __init__(
         self,
@@ -111,7 +116,8 @@ class GroupedAdamW(Optimizer):
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
-                f"lr, eps and weight_decay must not be negative and betas must lie in [0, 1): {lr}, {eps}, {weight_decay}, {betas}."
+                f"lr, eps and weight_decay must not be negative and betas must lie in [0, 1): {lr}, {eps}, "
+                f"{weight_decay}, {betas}."
             )
         self.gradient_scale = None
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
@@ -129,7 +135,9 @@ class GroupedAdamW(Optimizer):
         coefficients: Coefficients,
         place: tuple[int, int],
     ) -> None:
-        """Update a parameter's local part and its state in place; `place`: the step and the parameter's number among all of them."""
+        """Update a parameter's local part and its state in place; `place`: the step and the parameter's number among
+        all of them.
+        """
         raise NotImplementedError
 
     def initialize_state(self) -> None:
@@ -148,7 +156,9 @@ class GroupedAdamW(Optimizer):
             if parameter.dtype not in (torch.bfloat16, torch.float32):
                 raise ValueError(f"{name} takes bf16 and fp32 parameters, and one is {parameter.dtype}.")
             if not local_part(parameter).is_contiguous():
-                raise ValueError(f"{name} takes contiguous parameters, and one of shape {tuple(parameter.shape)} is not.")
+                raise ValueError(
+                    f"{name} takes contiguous parameters, and one of shape {tuple(parameter.shape)} is not."
+                )
             self.state[parameter] = self._new_state(parameter)
         return self.state[parameter]
 
@@ -169,19 +179,25 @@ class GroupedAdamW(Optimizer):
         number = -1
         for group in self.param_groups:
             group["step"] += 1
-            coefficients = Coefficients.of_step(group["step"], group["lr"], group["betas"], group["eps"], group["weight_decay"])
+            coefficients = Coefficients.of_step(
+                group["step"], group["lr"], group["betas"], group["eps"], group["weight_decay"]
+            )
             for parameter in group["params"]:
                 number += 1
                 if parameter.grad is None or local_part(parameter).numel() == 0:
                     continue
                 gradient = local_part(parameter.grad).contiguous()
                 state = {name: local_part(tensor) for name, tensor in self._state_of(parameter).items()}
-                self._update_(local_part(parameter), gradient, state, gradient_scale, coefficients, (group["step"], number))
+                self._update_(
+                    local_part(parameter), gradient, state, gradient_scale, coefficients, (group["step"], number)
+                )
         return loss
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, except that state keeps its dtypes: torch casts it to the parameter's, which would ruin all but bf16."""
+        """As torch's, except that state keeps its dtypes: torch casts it to the parameter's, which would ruin all
+        but bf16.
+        """
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

@@ -1,7 +1,9 @@
-"""The arithmetic of `llm_fp8.optim.adamw_base` in Triton, for the kernels of the AdamWs. Imported on a GPU alone: a torch without CUDA comes without triton.
+"""The arithmetic of `llm_fp8.optim.adamw_base` in Triton, for the kernels of the AdamWs. Imported on a GPU alone: a
+torch without CUDA comes without triton.
 
-Square root and division are the correctly rounded ones, and kernels are launched with `enable_fp_fusion=False`, which keeps a product
-and a sum two roundings: so, operation by operation, the bits are those of `llm_fp8.optim.adamw_base.moments_and_update`.
+Square root and division are the correctly rounded ones, and kernels are launched with `enable_fp_fusion=False`, which
+keeps a product and a sum two roundings: so, operation by operation, the bits are those of
+`llm_fp8.optim.adamw_base.moments_and_update`.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 
 Why more than one AdamW. A weight of 0.02 has its bf16 neighbours 1.2e-4 away, so a bf16 weight moves only if an update
 exceeds half of that, 6e-5. AdamW's update is about the learning rate, 1e-5 in fine-tuning: plain AdamW on bf16 weights
-rounds nearly all of it away and trains only what the noise pushes over the edge. Each kind here keeps those small updates:
+rounds nearly all of it away and trains only what the noise pushes over the edge. Each kind here keeps those small
+updates:
 
     kind           parameters   how small updates survive                              m / v          made by
     adamw_fp32     fp32         the parameters are fp32 (the forward pass casts)       fp32 / fp32    torch, fused
     adamw_master   bf16         the lower 16 bits of an fp32 master are kept apart     bf16 / fp32    llm_fp8.optim.adamw_master
     adamw_8bit     bf16         stochastic rounding: right on average                  8-bit blocks   llm_fp8.optim.adamw_8bit
 
-`bytes_per_parameter` has the bytes. AdamW itself is Loshchilov and Hutter, arXiv 1711.05101; 8-bit moments in blocks of 256
-with a shared scale are Dettmers et al., arXiv 2110.02861.
+`bytes_per_parameter` has the bytes. AdamW itself is Loshchilov and Hutter, arXiv 1711.05101; 8-bit moments in blocks of
+256 with a shared scale are Dettmers et al., arXiv 2110.02861.
 
 Moments of adamw_master. m averages over about 1 / (1 - beta1) = 10 gradients and bears bf16's relative error of 2^-9. v
 changes by a fraction (1 - beta2) of (g^2 / v - 1) a step; at beta2 = 0.999 that is often below bf16's half spacing of
@@ -83,15 +84,17 @@ def bytes_per_parameter(kind: OptimizerKind) -> BytesPerParameter:
 
 
 def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
-    """The dtype for trainable parameters: fp32 for adamw_fp32, bf16 for the others (fp32 works there too, at more bytes)."""
+    """The dtype for trainable parameters: fp32 for adamw_fp32, bf16 for the others (fp32 works there too, at more
+    bytes).
+    """
     return torch.float32 if kind == "adamw_fp32" else torch.bfloat16
 
 
 def resolve_optimizer(requested: str, computes_bf16: bool, device_type: str) -> OptimizerKind:
     """The optimizer that `--optimizer` means on this machine.
 
-    auto is adamw_master on a GPU where the run computes in bf16, and adamw_fp32 elsewhere. On a CPU adamw_master and adamw_8bit are
-    plain torch, for trials.
+    auto is adamw_master on a GPU where the run computes in bf16, and adamw_fp32 elsewhere. On a CPU adamw_master and
+    adamw_8bit are plain torch, for trials.
 
     Args:
         requested: value of `--optimizer`, 'auto' included.
@@ -110,8 +113,8 @@ def resolve_optimizer(requested: str, computes_bf16: bool, device_type: str) -> 
         raise UserError(f"--optimizer {requested} is unknown; choose auto, adamw_fp32, adamw_master or adamw_8bit.")
     if not computes_bf16:
         raise UserError(
-            f"--optimizer {requested} keeps the parameters in bf16 and needs a run that computes in bf16: --mixed_precision bf16 or fp8, "
-            "or use --optimizer adamw_fp32."
+            f"--optimizer {requested} keeps the parameters in bf16 and needs a run that computes in bf16: "
+            "--mixed_precision bf16 or fp8, or use --optimizer adamw_fp32."
         )
     if on_gpu and not _is_installed("triton"):
         raise UserError(f"--optimizer {requested} needs triton on a GPU, and it is not installed: pip install triton.")
@@ -125,7 +128,8 @@ def _is_installed(package: str) -> bool:
 def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_decay: float) -> list[dict[str, Any]]:
     """Trainable parameters in at most two groups: matrices with `weight_decay`, norms and biases (at most 1-D) without.
 
-    Embeddings are matrices and decay. Frozen parameters are left out; a parameter with two names (tied weights) counts once.
+    Embeddings are matrices and decay. Frozen parameters are left out; a parameter with two names (tied weights) counts
+    once.
 
     Raises:
         ValueError: nothing is trainable.
@@ -147,7 +151,9 @@ def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
     return {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
 
 
-def build_optimizer(config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]) -> Optimizer:
+def build_optimizer(
+    config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
+) -> Optimizer:
     """The AdamW of `kind` over the trainable parameters.
 
     Args:
@@ -156,8 +162,8 @@ def build_optimizer(config: OptimConfig, kind: OptimizerKind, named_parameters: 
         named_parameters: e.g. `model.named_parameters(remove_duplicate=False)`; on the device already.
 
     Raises:
-        ValueError: a parameter is neither of `parameter_dtype(kind)` nor fp32, so that its updates would be lost (bf16 under
-            adamw_fp32) or the optimizer cannot take it (fp16).
+        ValueError: a parameter is neither of `parameter_dtype(kind)` nor fp32, so that its updates would be lost (bf16
+            under adamw_fp32) or the optimizer cannot take it (fp16).
     """
     named = list(named_parameters)
     wanted = parameter_dtype(kind)
@@ -182,14 +188,17 @@ def _unwrap(optimizer: Optimizer) -> Optimizer:
 def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Names of the parameters of `model` that want gradients and that no step of `optimizer` moves."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in known]
+    return [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in known
+    ]
 
 
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-    """Take one optimizer step with the gradients' global norm clipped to `max_norm`; returns the norm before, an fp32 scalar.
+    """Take one optimizer step with the gradients' global norm clipped to `max_norm`; returns the norm before, an fp32
+    scalar.
 
-    The AdamWs of this project multiply by the clip factor as they read the gradients, which stay as they are; for torch's they are
-    scaled in place first.
+    The AdamWs of this project multiply by the clip factor as they read the gradients, which stay as they are; for
+    torch's they are scaled in place first.
 
     Args:
         optimizer: plain or wrapped by Accelerate; fp16's gradients are unscaled already.

@@ -22,8 +22,8 @@ def effective_warmup_steps(num_warmup_steps: int, total_steps: int) -> int:
 def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: str) -> float:
     """The learning rate of the optimizer step with index `step`, as a share of the peak.
 
-    Linear warm-up gives the w warm-up steps the shares 1/w, 2/w, ..., 1: no step runs at zero. After it, with p = (step - w)
-    / (total_steps - w):
+    Linear warm-up gives the w warm-up steps the shares 1/w, 2/w, ..., 1: no step runs at zero. After it, with p = (step
+    - w) / (total_steps - w):
 
         constant   1
         linear     1 - p
@@ -50,8 +50,8 @@ def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: s
 def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int, completed_steps: int = 0) -> LambdaLR:
     """The schedule of `config` on `optimizer`; call `.step()` once after each optimizer step.
 
-    The learning rate is a function of the number of completed steps alone, so a resumed run passes `completed_steps` and
-    needs no scheduler state. Do not hand the result to `Accelerator.prepare`: that steps it once per process.
+    The learning rate is a function of the number of completed steps alone, so a resumed run passes `completed_steps`
+    and needs no scheduler state. Do not hand the result to `Accelerator.prepare`: that steps it once per process.
     """
     optimizer = _unwrap(optimizer)
     warmup_steps = effective_warmup_steps(config.num_warmup_steps, total_steps)

@@ -18,8 +18,8 @@ from llm_fp8.utils.errors import UserError
 def initialize_state(optimizer: Optimizer) -> None:
     """Create the state of every parameter as it is before the first step, so that it can be saved, loaded and counted.
 
-    Call it after `Accelerator.prepare` (which replaces parameters under FSDP2 and reloads the state dict). It does nothing
-    where there is state already.
+    Call it after `Accelerator.prepare` (which replaces parameters under FSDP2 and reloads the state dict). It does
+    nothing where there is state already.
     """
     optimizer = _unwrap(optimizer)
     if optimizer.state:
@@ -53,9 +53,9 @@ def _initialize_by_an_idle_step(optimizer: Optimizer) -> None:
 def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Tensor]:
     """Every state tensor under "parameter_name.state_name": the tensors themselves, without copy or cast.
 
-    adamw_fp32 has step, exp_avg and exp_avg_sq. adamw_master has exp_avg, exp_avg_sq and, for bf16 parameters, remainder; adamw_8bit
-    has exp_avg and exp_avg_sq and, where these are codes, exp_avg_scale and exp_avg_sq_scale; the steps of both are in
-    `optimizer_scalars`. Tied parameters appear under their first name.
+    adamw_fp32 has step, exp_avg and exp_avg_sq. adamw_master has exp_avg, exp_avg_sq and, for bf16 parameters,
+    remainder; adamw_8bit has exp_avg and exp_avg_sq and, where these are codes, exp_avg_scale and exp_avg_sq_scale; the
+    steps of both are in `optimizer_scalars`. Tied parameters appear under their first name.
     """
     optimizer = _unwrap(optimizer)
     tensors: dict[str, Tensor] = {}
@@ -97,7 +97,9 @@ def load_optimizer_tensors(
 
 
 def optimizer_scalars(optimizer: Optimizer) -> dict[str, Any]:
-    """State that is not a tensor, fit for JSON: this project's AdamWs count steps per parameter group, torch's per parameter."""
+    """State that is not a tensor, fit for JSON: this project's AdamWs count steps per parameter group, torch's per
+    parameter.
+    """
     return {"group_steps": [group.get("step") for group in _unwrap(optimizer).param_groups]}
 
 

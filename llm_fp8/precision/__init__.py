@@ -1,1 +1,3 @@
-"""In which precision a model computes: recipes, plan, autocast context, conversion of modules, coverage, certificate."""
+"""In which precision a model computes: recipes, plan, autocast context, conversion of modules, coverage,
+certificate.
+"""

@@ -4,12 +4,13 @@ Three witnesses that do not know of each other are compared:
 
 - the promise: what the options and the census say must run (`ExpectedKernels`);
 - the kernels: the names of what the GPU ran, with counts and times (`llm_fp8.observability.kernel_trace`);
-- the modules: Transformer Engine's account of the recipe and the quantizers of the step (`llm_fp8.precision.module_state`), or torchao's of how they are set up
-  (`llm_fp8.precision.torchao`).
+- the modules: Transformer Engine's account of the recipe and the quantizers of the step
+  (`llm_fp8.precision.module_state`), or torchao's of how they are set up (`llm_fp8.precision.torchao`).
 
-The kernels decide. A GEMM whose name does not tell its types counts for nobody, and so does a kernel that no rule knows, which may be a GEMM too. Where
-such kernels could be the fp8 ones that are missing, and no module denies that it computed in fp8, or where they could be fp8 ones in a run outside fp8,
-the verdict is "undetermined". docs/certificate.md says what each witness can and cannot see.
+The kernels decide. A GEMM whose name does not tell its types counts for nobody, and so does a kernel that no rule
+knows, which may be a GEMM too. Where such kernels could be the fp8 ones that are missing, and no module denies that it
+computed in fp8, or where they could be fp8 ones in a run outside fp8, the verdict is "undetermined".
+docs/certificate.md says what each witness can and cannot see.
 """
 
 from __future__ import annotations
@@ -46,14 +47,17 @@ _RECIPES: dict[str, tuple[str, str]] = {
     "mxfp8": ("MXFP8BlockScaling", "MXFP8Quantizer"),
     "nvfp4": ("NVFP4BlockScaling", "NVFP4Quantizer"),
 }
-"""StepWorkload -> Transformer Engine's classes of recipe and quantizer (2.20). torchao's modules are asked for the scenario itself."""
+"""StepWorkload -> Transformer Engine's classes of recipe and quantizer (2.20). torchao's modules are asked for the
+scenario itself.
+"""
 _QUANTIZERS = frozenset(quantizer for _, quantizer in _RECIPES.values())
 
 UNRECOGNISED_SHARE = 0.01
-"""Of the time of all GEMMs and of kernels that no rule knows: what GEMMs of unknown type and such kernels may take before a verdict rests on them.
+"""Of the time of all GEMMs and of kernels that no rule knows: what GEMMs of unknown type and such kernels may take
+before a verdict rests on them.
 
-No step under benchmarks/results has a GEMM of unknown type, and one has kernels that no rule knew, with unfused attention; one layer of 8B's 32 has 3% of
-its linear FLOPs.
+No step under benchmarks/results has a GEMM of unknown type, and one has kernels that no rule knew, with unfused
+attention; one layer of 8B's 32 has 3% of its linear FLOPs.
 """
 _NUM_LISTED, _LISTED_LENGTH = 3, 80
 """Kernels that a reason names, and the characters of each."""
@@ -74,12 +78,16 @@ class ExpectedKernels:
     num_fp8_weights: int = 0
     """Weight matrices whose products run in fp8."""
     num_recomputed_fp8_weights: int = 0
-    """Those of them whose forward product runs again in the backward pass; 0 where torch.compile decides what is computed again."""
+    """Those of them whose forward product runs again in the backward pass; 0 where torch.compile decides what is
+    computed again.
+    """
     num_fp8_gemms_per_weight: int = GEMMS_PER_WEIGHT
     fp8_linear_flop_share: float = 0.0
     """Share of the linear layers' FLOPs that these weights have: the census's."""
     num_spared_fp8_gemms: int = 0
-    """Products that frozen ones of them do without: the gradient of the weight, and where nothing trained lies below that of the input."""
+    """Products that frozen ones of them do without: the gradient of the weight, and where nothing trained lies below
+    that of the input.
+    """
     num_fp8_lm_head_gemms: int = 0
     """Products of the output head in fp8 (--fp8_lm_head)."""
 
@@ -145,7 +153,9 @@ class Certificate:
     attention: str | None
     """The kernels that attention runs on."""
     recipe_inside_modules: str | None
-    """The recipe in force inside a module of Transformer Engine at its first forward pass; 'none' outside fp8, None without such a module."""
+    """The recipe in force inside a module of Transformer Engine at its first forward pass; 'none' outside fp8, None
+    without such a module.
+    """
     modules: ModuleState
     num_micro_batches: int
     rank: int = 0
@@ -162,7 +172,9 @@ class Certificate:
         if self.num_expected_fp8_gemm_kernels or self.num_fp8_gemm_kernels:
             kernels = f"{self.num_fp8_gemm_kernels} of {self.num_gemm_kernels} GEMM kernels in fp8"
             if self.fp8_gemm_time_share is not None:
-                kernels += f" ({self.fp8_gemm_time_share:.1%} of GEMM time), {self.fp8_linear_flop_share:.1%} of linear FLOPs"
+                kernels += (
+                    f" ({self.fp8_gemm_time_share:.1%} of GEMM time), {self.fp8_linear_flop_share:.1%} of linear FLOPs"
+                )
         else:
             kernels = f"none of {self.num_gemm_kernels} GEMM kernels in fp8"
         verdict = "" if self.verdict == "certified" else f"{self.verdict.upper()}, "
@@ -171,11 +183,13 @@ class Certificate:
         return f"certificate: {verdict}{self.precision}, {kernels}{attention}{remarks}"
 
     def failure(self, path: Path, otherwise: str = "--no_certify trains all the same") -> str:
-        """The sentence on which a run with a failed certificate ends; `path` is where it is kept, `otherwise` how to go on without it."""
+        """The sentence on which a run with a failed certificate ends; `path` is where it is kept, `otherwise` how to
+        go on without it.
+        """
         where = f" (on rank {self.rank})" if self.rank else ""
         return (
-            f"the GPU does not run what was asked for ({self.precision}): {'; '.join(self.reasons)}{where}. Look at {path}, and at what wraps or patches the "
-            f"model in this environment; {otherwise}."
+            f"the GPU does not run what was asked for ({self.precision}): {'; '.join(self.reasons)}{where}. Look at "
+            f"{path}, and at what wraps or patches the model in this environment; {otherwise}."
         )
 
 
@@ -194,7 +208,8 @@ def certify(
     Args:
         promise: what should have run.
         kernels: what the GPU ran.
-        state: of the modules that should have computed in fp8, or outside fp8 of all linear modules of Transformer Engine or torchao.
+        state: of the modules that should have computed in fp8, or outside fp8 of all linear modules of Transformer
+            Engine or torchao.
         num_micro_batches: of the step, on one GPU.
         recipe_inside_modules: `llm_fp8.precision.context.Precision.seen_inside`.
         attention: which kernels attention runs on.
@@ -210,7 +225,15 @@ def certify(
     possible_s = total_s + other.time_s
     unrecognised_share = (unknown.time_s + other.time_s) / possible_s if possible_s else None
     seen = _Seen(
-        by_type, num_gemms, num_low, unknown, other, unrecognised_share or 0.0, num_micro_batches, state, recipe_inside_modules
+        by_type,
+        num_gemms,
+        num_low,
+        unknown,
+        other,
+        unrecognised_share or 0.0,
+        num_micro_batches,
+        state,
+        recipe_inside_modules,
     )
     judge = _judge_fp8 if promise.scenario else _judge_without_fp8
     failures, doubts, remarks = judge(promise, seen)
@@ -246,7 +269,9 @@ def worst(certificates: Sequence[Certificate]) -> Certificate:
 
 
 def attention_library(kernels: KernelTimes) -> str:
-    """The library of the attention kernels that took longest, where the model and not Transformer Engine chose it; 'math' without any."""
+    """The library of the attention kernels that took longest, where the model and not Transformer Engine chose it;
+    'math' without any.
+    """
     attention = time_by_class(kernels).get("attention")
     if attention is None:
         return "math"
@@ -254,7 +279,8 @@ def attention_library(kernels: KernelTimes) -> str:
     return next((words for part, words in _ATTENTION_LIBRARIES if part in longest), "a library of its own")
 
 
-# --- judging ----------------------------------------------------------------------------------------------------------------
+# --- judging
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -281,12 +307,16 @@ class _Seen:
 
     @property
     def num_possible(self) -> int:
-        """Kernels that may be GEMMs of the type that is missed. Those that no rule knows are no GEMMs as a rule, so they count where their time does."""
+        """Kernels that may be GEMMs of the type that is missed. Those that no rule knows are no GEMMs as a rule, so
+        they count where their time does.
+        """
         return self.unknown.count + (self.other.count if self.unrecognised_counts else 0)
 
     def describe_unrecognised(self) -> str:
         kinds = (f"{self.unknown.count} GEMM kernels of unknown type", f"{self.other.count} kernels that no rule knows")
-        counted = " and ".join(words for words, found in zip(kinds, (self.unknown, self.other), strict=True) if found.count)
+        counted = " and ".join(
+            words for words, found in zip(kinds, (self.unknown, self.other), strict=True) if found.count
+        )
         times = self.unknown.names | self.other.names
         longest = [_cut(name) for name in sorted(times, key=lambda name: -times[name])[:_NUM_LISTED]]
         return (
@@ -313,7 +343,10 @@ _Findings = tuple[list[str], list[str], list[str]]
 def _nothing_recorded(seen: _Seen) -> str:
     if seen.other.count:
         return f"no GEMM kernel was recognised, and there are {seen.describe_unrecognised()}; {seen.describe_state()}"
-    return f"the profiler recorded no GEMM kernel (CUPTI is missing, or profiling is not permitted here); {seen.describe_state()}"
+    return (
+        "the profiler recorded no GEMM kernel (CUPTI is missing, or profiling is not permitted here); "
+        f"{seen.describe_state()}"
+    )
 
 
 def _judge_fp8(promise: ExpectedKernels, seen: _Seen) -> _Findings:
@@ -328,13 +361,13 @@ def _judge_fp8(promise: ExpectedKernels, seen: _Seen) -> _Findings:
         (failures if state.num_outside_fp8 else doubts).append(_nothing_recorded(seen))
     elif missing > 0 and seen.num_possible >= missing and state.num_modules and not state.num_outside_fp8:
         doubts.append(
-            f"{seen.describe_unrecognised()}: {seen.num_low} of the {expected} expected fp8 GEMM kernels were recognised, and "
-            f"{seen.describe_state()}, so these may be theirs under names that are not known here"
+            f"{seen.describe_unrecognised()}: {seen.num_low} of the {expected} expected fp8 GEMM kernels were "
+            f"recognised, and {seen.describe_state()}, so these may be theirs under names that are not known here"
         )
     elif missing > 0:
         failures.append(
-            f"expected at least {expected} fp8 GEMM kernels ({_product(promise, seen)}), and {seen.num_low} ran (all GEMM kernels: {seen.describe_gemms()}); "
-            f"{seen.describe_state()}"
+            f"expected at least {expected} fp8 GEMM kernels ({_product(promise, seen)}), and {seen.num_low} ran (all "
+            f"GEMM kernels: {seen.describe_gemms()}); {seen.describe_state()}"
         )
     elif state.num_outside_fp8 or not state.num_modules:
         doubts.append(f"the kernels are those of fp8, but {seen.describe_state()}")
@@ -349,12 +382,15 @@ def _judge_fp8(promise: ExpectedKernels, seen: _Seen) -> _Findings:
         failures.append(f"expected quantizers of the class {quantizer}, and there are {_listed(others)}")
     if state.num_without_maxima:
         failures.append(
-            f"the history of maxima of {state.num_without_maxima} of {state.num_modules} modules is empty after the step, so their scales never move"
+            f"the history of maxima of {state.num_without_maxima} of {state.num_modules} modules is empty after the "
+            "step, so their scales never move"
         )
     if state.num_unreadable:
         remarks.append(f"{state.num_unreadable} modules of {state.library} do not say what they computed in")
     if state.num_recipe_unreadable:
-        remarks.append(f"{state.num_recipe_unreadable} modules of {state.library} do not say by which recipe they computed")
+        remarks.append(
+            f"{state.num_recipe_unreadable} modules of {state.library} do not say by which recipe they computed"
+        )
     if unknown := {name: count for name, count in state.quantizers.items() if name not in _QUANTIZERS}:
         remarks.append(f"quantizers of classes not known here: {_listed(unknown)}")
     return failures, doubts, remarks
@@ -365,7 +401,9 @@ def _judge_without_fp8(promise: ExpectedKernels, seen: _Seen) -> _Findings:
     doubts: list[str] = []
     remarks: list[str] = []
     if seen.num_low:
-        failures.append(f"expected no fp8 GEMM kernel, and {seen.num_low} ran (all GEMM kernels: {seen.describe_gemms()})")
+        failures.append(
+            f"expected no fp8 GEMM kernel, and {seen.num_low} ran (all GEMM kernels: {seen.describe_gemms()})"
+        )
     if seen.state.num_in_fp8:
         failures.append(f"expected no module in fp8, and {seen.describe_state()}")
     elif seen.recipe_inside_modules not in (None, "none"):
@@ -373,7 +411,10 @@ def _judge_without_fp8(promise: ExpectedKernels, seen: _Seen) -> _Findings:
     if seen.num_gemms == 0:
         doubts.append(_nothing_recorded(seen))
     elif not seen.by_type.get(promise.compute):
-        words = f"expected GEMM kernels in {promise.compute}, and none was recognised (all GEMM kernels: {seen.describe_gemms()})"
+        words = (
+            f"expected GEMM kernels in {promise.compute}, and none was recognised (all GEMM kernels: "
+            f"{seen.describe_gemms()})"
+        )
         if seen.num_possible:
             doubts.append(f"{words}; {seen.describe_unrecognised()} may be in any")
         else:
@@ -388,10 +429,17 @@ def _judge_without_fp8(promise: ExpectedKernels, seen: _Seen) -> _Findings:
 def _product(promise: ExpectedKernels, seen: _Seen) -> str:
     """How the expected number comes about."""
     spared = f" less {promise.num_spared_fp8_gemms} that frozen weights spare" if promise.num_spared_fp8_gemms else ""
-    again = f" and {promise.num_recomputed_fp8_weights} products computed again" if promise.num_recomputed_fp8_weights else ""
+    again = (
+        f" and {promise.num_recomputed_fp8_weights} products computed again"
+        if promise.num_recomputed_fp8_weights
+        else ""
+    )
     head = f" and {promise.num_fp8_lm_head_gemms} of the output head's" if promise.num_fp8_lm_head_gemms else ""
     micro_batches = f" in each of {seen.num_micro_batches} micro-batches" if seen.num_micro_batches > 1 else ""
-    return f"{promise.num_fp8_weights} weights x {promise.num_fp8_gemms_per_weight} products{spared}{again}{head}{micro_batches}"
+    return (
+        f"{promise.num_fp8_weights} weights x {promise.num_fp8_gemms_per_weight} "
+        f"products{spared}{again}{head}{micro_batches}"
+    )
 
 
 def _cut(name: str) -> str:

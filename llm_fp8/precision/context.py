@@ -6,7 +6,8 @@
     with precision.context(first_microbatch=True):          # the only place that enters te.autocast
         loss = model(batch)
 
-A bf16 run and an fp8 run differ in `plan.recipe` alone: None means that te.autocast is not entered and no fp8 kernel can run.
+A bf16 run and an fp8 run differ in `plan.recipe` alone: None means that te.autocast is not entered and no fp8 kernel
+can run.
 
 Scenarios (recipe classes of Transformer Engine 2.20):
 - delayed: per-tensor scale from the maxima of past steps; the fastest; a spike beyond what the history saw is clipped.
@@ -16,8 +17,8 @@ Scenarios (recipe classes of Transformer Engine 2.20):
 - nvfp4: 4-bit values with a scale per 16; Blackwell (compute capability 10).
 - default: delayed.
 
-Those of torchao (--fp8_backend torchao) are in `llm_fp8.precision.torchao`. Its modules compute in fp8 by themselves: nothing is entered for them, and the same
-argument, `plan.recipe`, decides whether there are any.
+Those of torchao (--fp8_backend torchao) are in `llm_fp8.precision.torchao`. Its modules compute in fp8 by themselves:
+nothing is entered for them, and the same argument, `plan.recipe`, decides whether there are any.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ from llm_fp8.utils.errors import UserError
 
 
 def bf16_layers(options: PrecisionConfig, decoder_layers: nn.ModuleList) -> list[nn.Module]:
-    """The decoder layers that --fp8_first_bf16_layers and --fp8_last_bf16_layers keep out of fp8; `UserError` where these leave none in it."""
+    """The decoder layers that --fp8_first_bf16_layers and --fp8_last_bf16_layers keep out of fp8; `UserError` where
+    these leave none in it.
+    """
     first, last = options.fp8_first_bf16_layers, options.fp8_last_bf16_layers
     if first + last >= len(decoder_layers) and first + last > 0:
         raise UserError(
-            f"--fp8_first_bf16_layers {first} and --fp8_last_bf16_layers {last} leave none of the {len(decoder_layers)} decoder layers in fp8."
+            f"--fp8_first_bf16_layers {first} and --fp8_last_bf16_layers {last} leave none of the "
+            f"{len(decoder_layers)} decoder layers in fp8."
         )
     return [*decoder_layers[:first], *decoder_layers[len(decoder_layers) - last :]]
 
@@ -53,7 +57,9 @@ def bf16_layers(options: PrecisionConfig, decoder_layers: nn.ModuleList) -> list
 class Precision:
     """The seam: gives the context of a forward pass and owns what TE keeps between passes."""
 
-    def __init__(self, plan: PrecisionPlan, options: PrecisionConfig, device: torch.device, parameter_dtype: torch.dtype) -> None:
+    def __init__(
+        self, plan: PrecisionPlan, options: PrecisionConfig, device: torch.device, parameter_dtype: torch.dtype
+    ) -> None:
         self.plan = plan
         self._options = options
         self._device = device
@@ -68,7 +74,9 @@ class Precision:
         self.fp8_head: Fp8Head | None = None
         """What computes the output head's products in fp8; None where --fp8_lm_head is none."""
         self.seen_inside: str | None = None
-        """The recipe's class in force inside a Transformer Engine module when it first ran, or 'none'; None before, and without such modules."""
+        """The recipe's class in force inside a Transformer Engine module when it first ran, or 'none'; None before,
+        and without such modules.
+        """
 
     def attach(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
         """Find the fp8 modules of `model` and keep the first and last decoder layers in bf16 where asked to.
@@ -85,7 +93,8 @@ class Precision:
             self._fp8_modules = self._torchao_linears
             if not self._fp8_modules:
                 raise UserError(
-                    "--fp8_backend torchao: no linear layer of the model could be converted, so nothing would run in fp8."
+                    "--fp8_backend torchao: no linear layer of the model could be converted, so nothing would run in "
+                    "fp8."
                 )
             return
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -100,7 +109,9 @@ class Precision:
             if isinstance(module, TransformerEngineBaseModule) and linear_weights(module) and module not in kept
         }
         if not self._fp8_modules:
-            raise UserError("--mixed_precision fp8: the model holds no Transformer Engine module, so nothing would run in fp8.")
+            raise UserError(
+                "--mixed_precision fp8: the model holds no Transformer Engine module, so nothing would run in fp8."
+            )
         self._unseen = next(iter(self._fp8_modules.values()))
         if self._options.fp8_lm_head != "none":
             head: Any = model.get_output_embeddings()  # type: ignore[operator]
@@ -118,7 +129,9 @@ class Precision:
 
     @property
     def fp8_modules(self) -> frozenset[nn.Module]:
-        """The modules whose GEMMs run in fp8 in this run; the output head is none of them, whatever its products run in."""
+        """The modules whose GEMMs run in fp8 in this run; the output head is none of them, whatever its products run
+        in.
+        """
         return frozenset(self._fp8_modules.values())
 
     @property
@@ -142,7 +155,9 @@ class Precision:
         self.seen_inside = name
 
     def module_state(self) -> ModuleState:
-        """What the modules say of the step behind them: those in fp8, or in a run without fp8 all linear ones of Transformer Engine or torchao."""
+        """What the modules say of the step behind them: those in fp8, or in a run without fp8 all linear ones of
+        Transformer Engine or torchao.
+        """
         if self._torchao_linears:
             return torchao_fp8.read_state(self._torchao_linears.values())
         return read_te_state(self._fp8_modules.values() if self.plan.recipe is not None else self._te_linears)
@@ -167,9 +182,10 @@ class Precision:
     def context(self, first_microbatch: bool | None) -> Iterator[None]:
         """Enclose one forward pass of the whole model.
 
-        `first_microbatch` True casts weights to fp8 and keeps the casts for the further micro-batches of the step, which pass False. None
-        neither uses nor keeps casts: for evaluation, and for steps of a single micro-batch, where keeping costs memory and saves nothing.
-        After `keep_casts_of_frozen_weights` it makes no difference to a training pass.
+        `first_microbatch` True casts weights to fp8 and keeps the casts for the further micro-batches of the step,
+        which pass False. None neither uses nor keeps casts: for evaluation, and for steps of a single micro-batch,
+        where keeping costs memory and saves nothing. After `keep_casts_of_frozen_weights` it makes no difference to a
+        training pass.
         """
         if self._num_casts_to_come is not None and torch.is_grad_enabled():
             first_microbatch = self._num_casts_to_come > 0
@@ -188,13 +204,15 @@ class Precision:
                 stack.enter_context(self._te_autocast(enabled=True))
             yield
 
-    # --- state between steps: scales and histories of delayed scaling, as plain tensors --------------------------------
+    # --- state between steps: scales and histories of delayed scaling, as plain tensors
+    # --------------------------------
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Scales fp32 [num_tensors] and amax histories fp32 [history, num_tensors] by module; empty for recipes without state.
+        """Scales fp32 [num_tensors] and amax histories fp32 [history, num_tensors] by module; empty for recipes without
+        state.
 
-        The tensors are TE's own, not copies. Modules that have not run yet are initialised first, so that the names are the same
-        before and after training.
+        The tensors are TE's own, not copies. Modules that have not run yet are initialised first, so that the names are
+        the same before and after training.
         """
         if not self.scales_lag:
             return {}
@@ -213,8 +231,8 @@ class Precision:
     def preserving_state(self) -> Iterator[None]:
         """Keep scales and histories as they are across forward passes that are not training.
 
-        Even without gradients TE notes the largest values it meets in the first row of each history, where they would reach the next
-        training step's scale.
+        Even without gradients TE notes the largest values it meets in the first row of each history, where they would
+        reach the next training step's scale.
         """
         current = list(self.state_tensors().values())
         kept = [tensor.clone() for tensor in current]

@@ -1,9 +1,12 @@
-"""fp8 for Hugging Face architectures: `nn.Linear` swapped for TE's or torchao's, and the census of what computes in what.
+"""fp8 for Hugging Face architectures: `nn.Linear` swapped for TE's or torchao's, and the census of what computes in
+what.
 
-Without --use_te the decoder stays Hugging Face's and only its linear layers change. The parameters are kept as they are (the same
-objects), so tied weights stay tied, checkpoints keep their names and whoever holds the parameters holds the right ones. Left
-alone: the output head and embeddings, whose rounding would go straight into the loss, and layers whose sizes are not multiples of 16,
-which fp8 GEMMs cannot take. The census lists both, with reasons: an fp8 run that converted little should be seen at once.
+Without --use_te the decoder stays Hugging Face's and only its linear layers change. The parameters are kept as they are
+(the same objects), so tied weights stay tied, checkpoints keep their names and whoever holds the parameters holds the
+right ones. Left
+alone: the output head and embeddings, whose rounding would go straight into the loss, and layers whose sizes are not
+multiples of 16, which fp8 GEMMs cannot take. The census lists both, with reasons: an fp8 run that converted little
+should be seen at once.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """The module that transformers calls the model's output embeddings; None where `model` has none or is not transformers'."""
+    """The module that transformers calls the model's output embeddings; None where `model` has none or is not
+    transformers'.
+    """
     get = getattr(model, "get_output_embeddings", None)
     return None if get is None else get()
 
@@ -33,7 +38,9 @@ def swap_linears(model: nn.Module) -> dict[str, str]:
     te = require_te("--mixed_precision fp8")
 
     class SwappedLinear(te.Linear):  # type: ignore[name-defined]
-        """te.Linear that is called like nn.Linear; `is_first_microbatch` is an attribute, as in te_llama.TEDecoderLayer."""
+        """te.Linear that is called like nn.Linear; `is_first_microbatch` is an attribute, as in
+        te_llama.TEDecoderLayer.
+        """
 
         is_first_microbatch: bool | None = None
 
@@ -49,7 +56,11 @@ def swap_linears(model: nn.Module) -> dict[str, str]:
             left[name] = reason
             continue
         swapped = SwappedLinear(
-            linear.in_features, linear.out_features, bias=linear.bias is not None, params_dtype=linear.weight.dtype, device="meta"
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            params_dtype=linear.weight.dtype,
+            device="meta",
         )
         swapped.weight = linear.weight
         if linear.bias is not None:
@@ -60,7 +71,8 @@ def swap_linears(model: nn.Module) -> dict[str, str]:
 
 
 def convert_with_torchao(model: nn.Module, config: Any, kept_layers: Iterable[nn.Module] = ()) -> dict[str, str]:
-    """Replace the `nn.Linear` modules of `model` by torchao's in place, but for those in `kept_layers`; name -> reason for each one left alone.
+    """Replace the `nn.Linear` modules of `model` by torchao's in place, but for those in `kept_layers`; name -> reason
+    for each one left alone.
 
     `config` is a `Float8LinearConfig`.
     """

@@ -18,10 +18,14 @@ from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights
 
 @dataclass(frozen=True)
 class Fp8Coverage:
-    """Which linear weights compute in fp8. FLOPs per token are 2 per weight and product, so where all are trained, shares of weights are shares of FLOPs."""
+    """Which linear weights compute in fp8. FLOPs per token are 2 per weight and product, so where all are trained,
+    shares of weights are shares of FLOPs.
+    """
 
     num_fp8_weights: int
-    """Elements of the weights of modules in fp8; the output head is none of them, though some of its products may run in fp8."""
+    """Elements of the weights of modules in fp8; the output head is none of them, though some of its products may
+    run in fp8.
+    """
     num_linear_weights: int
     """Elements of all linear weights, the output head included (also where it is the tied embedding)."""
     converted: dict[str, int] = field(default_factory=dict)
@@ -29,7 +33,9 @@ class Fp8Coverage:
     skipped: dict[str, str] = field(default_factory=dict)
     """Name pattern -> number of modules and the reason why they are not in fp8."""
     fp8_flops_per_token: float = 0.0
-    """2 times the elements of a weight times its products in fp8 in a micro-batch (3, or fewer where it is frozen), summed over weights."""
+    """2 times the elements of a weight times its products in fp8 in a micro-batch (3, or fewer where it is frozen),
+    summed over weights.
+    """
     linear_flops_per_token: float = 0.0
     """The same of all linear weights."""
     num_head_weights: int = 0
@@ -75,9 +81,11 @@ def measure_coverage(
     most_in_fp8: int = GEMMS_PER_WEIGHT,
     lm_head_gemms: Mapping[nn.Module, int] = MappingProxyType({}),
 ) -> Fp8Coverage:
-    """Count the linear weights of `model`; `compute` names the precision of what is not in fp8, `reasons` says why for some names.
+    """Count the linear weights of `model`; `compute` names the precision of what is not in fp8, `reasons` says why for
+    some names.
 
-    `products`: `llm_fp8.models.lora.gemms_per_weight`. `most_in_fp8`: products of a weight that the recipe computes in fp8. `lm_head_gemms`:
+    `products`: `llm_fp8.models.lora.gemms_per_weight`. `most_in_fp8`: products of a weight that the recipe computes in
+        fp8. `lm_head_gemms`:
     `llm_fp8.precision.context.Precision.lm_head_gemms`.
     """
     in_fp8, head = set(fp8_modules), output_head(model)

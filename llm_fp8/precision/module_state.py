@@ -1,4 +1,6 @@
-"""What a library's linear modules say of the step behind them, added up: the account that a certificate holds against the kernels."""
+"""What a library's linear modules say of the step behind them, added up: the account that a certificate holds
+against the kernels.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,11 @@ class ModuleState:
 
 
 # --- te_state --------------------------------------------------------------------------------------------
-# What Transformer Engine's own modules say of the step behind them: whether they computed in fp8, by which recipe and with which quantizers.
+# What Transformer Engine's own modules say of the step behind them: whether they computed in fp8, by which recipe and
+# with which quantizers.
 #
-# Only attributes are read, so nothing is imported; an attribute that a later version no longer has makes a module unreadable, not wrong.
+# Only attributes are read, so nothing is imported; an attribute that a later version no longer has makes a module
+# unreadable, not wrong.
 
 _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 

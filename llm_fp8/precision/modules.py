@@ -11,7 +11,9 @@ GEMMS_PER_WEIGHT = 3
 
 
 def linear_weights(module: nn.Module) -> list[Tensor]:
-    """The GEMM weights that this module itself holds ([out, in] each), of torch's or TE's linear modules and of adapters; else empty."""
+    """The GEMM weights that this module itself holds ([out, in] each), of torch's or TE's linear modules and of
+    adapters; else empty.
+    """
     if hasattr(module, "base_layer"):
         return []  # PEFT's: what it shows as its own is the layer's inside
     if isinstance(getattr(module, "lora_A", None), nn.ParameterDict):

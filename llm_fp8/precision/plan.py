@@ -10,7 +10,13 @@ import torch
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.precision import torchao as torchao_fp8
-from llm_fp8.precision.recipes import DEFAULT_SCENARIO, MIN_FP8_CAPABILITY, TOKEN_MULTIPLE, _build_recipe, _scenario_available
+from llm_fp8.precision.recipes import (
+    DEFAULT_SCENARIO,
+    MIN_FP8_CAPABILITY,
+    TOKEN_MULTIPLE,
+    _build_recipe,
+    _scenario_available,
+)
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.te_import import require_te
 
@@ -24,7 +30,9 @@ class PrecisionPlan:
     """no, bf16, fp16 or fp8."""
     requested_scenario: str | None = None
     effective_scenario: str | None = None
-    """delayed, current, block, mxfp8 or nvfp4, of torchao tensorwise, rowwise or rowwise_with_gw_hp; None outside fp8."""
+    """delayed, current, block, mxfp8 or nvfp4, of torchao tensorwise, rowwise or rowwise_with_gw_hp; None outside
+    fp8.
+    """
     fallback_reason: str | None = None
     recipe: Any = field(default=None, repr=False)
     """Transformer Engine's recipe object or torchao's Float8LinearConfig; None outside fp8."""
@@ -107,7 +115,10 @@ def resolve_precision(options: PrecisionConfig, device: torch.device) -> Precisi
     available, reason = _scenario_available(te, wanted)
     if not available:
         alternatives = [name for name in TOKEN_MULTIPLE if _scenario_available(te, name)[0]]
-        fallback = f"{wanted} is not available on {describe_device(device)}: {reason} Available here: {', '.join(alternatives)}."
+        fallback = (
+            f"{wanted} is not available on {describe_device(device)}: {reason} Available here: "
+            f"{', '.join(alternatives)}."
+        )
         if options.fp8_strict:
             raise UserError(f"--fp8_scenario {wanted} with --fp8_strict: {fallback}")
         effective = DEFAULT_SCENARIO
@@ -126,8 +137,8 @@ def require_fp8_gpu(device: torch.device) -> None:
     """Raise a `UserError` where `device` is no GPU with fp8 units."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < MIN_FP8_CAPABILITY:
         raise UserError(
-            f"--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell); found "
-            f"{describe_device(device)}. Use --mixed_precision bf16."
+            "--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell); "
+            f"found {describe_device(device)}. Use --mixed_precision bf16."
         )
 
 
@@ -165,4 +176,6 @@ def _refuse_fp8_options(options: PrecisionConfig, precision: str) -> None:
     unset = PrecisionConfig()
     for name in vars(unset):
         if name != "mixed_precision" and getattr(options, name) != getattr(unset, name):
-            raise UserError(f"--{name} has no effect with --mixed_precision {precision}; use --mixed_precision fp8 or drop it.")
+            raise UserError(
+                f"--{name} has no effect with --mixed_precision {precision}; use --mixed_precision fp8 or drop it."
+            )

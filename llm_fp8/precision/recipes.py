@@ -10,7 +10,9 @@ from llm_fp8.utils.errors import UserError
 DEFAULT_SCENARIO = "delayed"
 MIN_FP8_CAPABILITY = (8, 9)
 TOKEN_MULTIPLE = {"delayed": 16, "current": 16, "block": 128, "mxfp8": 32, "nvfp4": 16}
-"""The number of tokens of a micro-batch must be a multiple of this: the GEMM of the weight gradient runs along the tokens."""
+"""The number of tokens of a micro-batch must be a multiple of this: the GEMM of the weight gradient runs along the
+tokens.
+"""
 
 
 def _scenario_available(te: Any, scenario: str) -> tuple[bool, str]:

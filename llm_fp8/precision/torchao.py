@@ -1,8 +1,11 @@
-"""torchao's fp8 training (--fp8_backend torchao): its recipes, how a model is converted, compiled layers, and the modules' own account.
+"""torchao's fp8 training (--fp8_backend torchao): its recipes, how a model is converted, compiled layers, and the
+modules' own account.
 
-torchao puts a `Float8Linear` in place of `nn.Linear`. It keeps the weight as it is and casts it, the input and the gradient of the output to
-fp8 for every product; no state is kept from one step to the next. A cast is several small kernels, which torch.compile fuses with what stands around
-them. So on a GPU each decoder layer is compiled. On a CPU the products are emulated (`Float8LinearConfig.emulate`): operands are rounded to fp8 as on a GPU and multiplied in higher precision, which shows what fp8 does to a training and nothing of its speed.
+torchao puts a `Float8Linear` in place of `nn.Linear`. It keeps the weight as it is and casts it, the input and the
+gradient of the output to fp8 for every product; no state is kept from one step to the next. A cast is several small
+kernels, which torch.compile fuses with what stands around them. So on a GPU each decoder layer is compiled. On a CPU
+the products are emulated (`Float8LinearConfig.emulate`): operands are rounded to fp8 as on a GPU and multiplied in
+higher precision, which shows what fp8 does to a training and nothing of its speed.
 
     scenario             scales                                        products of a weight in fp8
     tensorwise           one per tensor; gradients in e5m2             3
@@ -10,7 +13,8 @@ them. So on a GPU each decoder layer is compiled. On a CPU the products are emul
     rowwise_with_gw_hp   the same, but the gradient of the weight      2
                          is computed in bf16
 
-`default` is tensorwise: it is what torchao itself does without a recipe, it calls it the fastest of the three, and it alone can be gathered in fp8 by FSDP2.
+`default` is tensorwise: it is what torchao itself does without a recipe, it calls it the fastest of the three, and it
+alone can be gathered in fp8 by FSDP2.
 
 Everything of torchao is imported here, when it is asked for.
 """
@@ -52,7 +56,9 @@ def require_torchao(why: str) -> None:
 
 
 def require_triton(why: str) -> None:
-    """Raise a `UserError` that starts with `why` where torch.compile could not make kernels for a GPU, for there is no Triton."""
+    """Raise a `UserError` that starts with `why` where torch.compile could not make kernels for a GPU, for there is
+    no Triton.
+    """
     if importlib.util.find_spec("triton") is None:
         raise UserError(
             f"{why} compiles the decoder layers, which needs Triton, and it is not installed; run: pip install triton"
@@ -63,7 +69,8 @@ def require_c_compiler(why: str) -> None:
     """The same where Triton has no C compiler."""
     if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
         raise UserError(
-            f"{why} compiles the decoder layers, for which Triton needs a C compiler, and none is found; install gcc, or name one in the variable CC."
+            f"{why} compiles the decoder layers, for which Triton needs a C compiler, and none is found; install gcc, "
+            "or name one in the variable CC."
         )
 
 
@@ -84,8 +91,11 @@ def num_fp8_gemms_of(config: Any) -> int:
     return sum(operand.scaling_type.name != "DISABLED" for operand in operands)
 
 
-def convert_linears(model: nn.Module, config: Any, reason_to_leave: Callable[[str, nn.Linear], str | None]) -> dict[str, str]:
-    """Put torchao's Float8Linear in place of linear layers; parameters stay the same objects, so names and ties stay too.
+def convert_linears(
+    model: nn.Module, config: Any, reason_to_leave: Callable[[str, nn.Linear], str | None]
+) -> dict[str, str]:
+    """Put torchao's Float8Linear in place of linear layers; parameters stay the same objects, so names and ties stay
+    too.
 
     Args:
         model: is changed in place.
@@ -133,7 +143,9 @@ def converted_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def compile_layers(layers: Iterable[nn.Module], recomputed: bool = False) -> None:
-    """Compile each decoder layer in place; it happens when it first runs. Names of parameters stay. `recomputed`: by gradient checkpointing."""
+    """Compile each decoder layer in place; it happens when it first runs. Names of parameters stay. `recomputed`: by
+    gradient checkpointing.
+    """
     if recomputed:
         dynamo: Any = importlib.import_module("torch._dynamo").config
         dynamo.optimize_ddp = False  # it cuts graphs at DDP's buckets, and cannot where a part is recomputed
@@ -143,7 +155,9 @@ def compile_layers(layers: Iterable[nn.Module], recomputed: bool = False) -> Non
 
 @contextlib.contextmanager
 def uncompiled(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Run layers without their compiled code in this block, where hooks of the modules inside are called; nothing for layers that have none."""
+    """Run layers without their compiled code in this block, where hooks of the modules inside are called; nothing
+    for layers that have none.
+    """
     kept: list[tuple[Any, Any]] = [(layer, layer._compiled_call_impl) for layer in layers]
     for layer, _ in kept:
         layer._compiled_call_impl = None
@@ -157,8 +171,8 @@ def uncompiled(layers: Iterable[nn.Module]) -> Iterator[None]:
 def read_state(modules: Iterable[nn.Module]) -> ModuleState:
     """What torchao's linear modules say: each that is set up to multiply in fp8 on the hardware, and by which recipe.
 
-    They keep no record of the step behind them: what is read is the configuration by which every call computes. One whose `forward` was
-    replaced, or whose products are emulated, does not count as in fp8.
+    They keep no record of the step behind them: what is read is the configuration by which every call computes. One
+    whose `forward` was replaced, or whose products are emulated, does not count as in fp8.
     """
     num_modules = num_in_fp8 = num_recipe_unreadable = 0
     recipes: Counter[str] = Counter()
@@ -184,11 +198,14 @@ def read_state(modules: Iterable[nn.Module]) -> ModuleState:
     )
 
 
-# --- gathering weights in fp8 (--fp8_all_gather) --------------------------------------------------------------------------------
+# --- gathering weights in fp8 (--fp8_all_gather)
+# --------------------------------------------------------------------------------
 
 
 def plain_rows(parameter: Tensor) -> Tensor:
-    """A sharded parameter as a DTensor of its fp32 rows, in the same memory, where torchao wraps them for gathering; any other as it is."""
+    """A sharded parameter as a DTensor of its fp32 rows, in the same memory, where torchao wraps them for gathering;
+    any other as it is.
+    """
     local = getattr(parameter, "_local_tensor", None)
     if not isinstance(parameter, DTensor) or type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
         return parameter
@@ -204,9 +221,11 @@ def plain_rows(parameter: Tensor) -> Tensor:
 
 
 def refresh_scales_(model: nn.Module) -> None:
-    """Compute the scales by which weights are cast for gathering from the weights as they are now, with one collective for all of them.
+    """Compute the scales by which weights are cast for gathering from the weights as they are now, with one collective
+    for all of them.
 
-    Does nothing where no weight is gathered in fp8. Call it whenever weights were written to: scales are kept from one call to the next.
+    Does nothing where no weight is gathered in fp8. Call it whenever weights were written to: scales are kept from one
+    call to the next.
     """
     if any(plain_rows(module.weight) is not module.weight for module in converted_modules(model).values()):  # type: ignore[arg-type]
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp

@@ -1,1 +1,3 @@
-"""Programs around a run: verify, diagnose, predict, compare, bench; the Trainer callback, the W&B dashboard, evaluation of a checkpoint."""
+"""Programs around a run: verify, diagnose, predict, compare, bench; the Trainer callback, the W&B dashboard,
+evaluation of a checkpoint.
+"""

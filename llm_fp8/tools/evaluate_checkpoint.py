@@ -3,8 +3,8 @@
     result = evaluate_exact_match_folder(Path("runs/x/final"), num_problems=500)
     result.share, result.interval(), result.row_ids, result.correct
 
-Which problems are held out is decided as in training, by `prepare_data` from the run's own options, so that none of them was trained on. Two
-models that are evaluated with the same options answer the same problems.
+Which problems are held out is decided as in training, by `prepare_data` from the run's own options, so that none of
+them was trained on. Two models that are evaluated with the same options answer the same problems.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def run_of(model: str | Path) -> Path | None:
 
 
 def data_options(model: str | Path, changes: Mapping[str, Any]) -> DataConfig:
-    """The data options of the run that exported `model` (its last start), or the defaults, with `changes` in their place."""
+    """The data options of the run that exported `model` (its last start), or the defaults, with `changes` in their
+    place.
+    """
     run = run_of(model)
     recorded: dict[str, Any] = {}
     if run is not None:
@@ -48,7 +50,9 @@ def data_options(model: str | Path, changes: Mapping[str, Any]) -> DataConfig:
             content = json.loads((run / "run.json").read_text())
             recorded = [content, *content.get("resumes", [])][-1]["config"]["data"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{run / 'run.json'} is not the record of a run ({type(error).__name__}: {error}).") from error
+            raise UserError(
+                f"{run / 'run.json'} is not the record of a run ({type(error).__name__}: {error})."
+            ) from error
     known = {field.name for field in dataclasses.fields(DataConfig)}
     options = {name: value for name, value in recorded.items() if name in known}
     # How rows are batched changes nothing here, and rows are looked up by number.
@@ -64,7 +68,8 @@ def _refuse_run_folder(folder: str | Path) -> None:
         raise UserError(f"--model {folder} is a run's folder, and its model is in {final}; give that.")
     if (Path(folder) / "run.json").is_file():
         raise UserError(
-            f"--model {folder} is a run's folder, and there is no model in {final}: the run did not come to its end, or had --no_export."
+            f"--model {folder} is a run's folder, and there is no model in {final}: the run did not come to its end, "
+            "or had --no_export."
         )
 
 
@@ -77,10 +82,12 @@ def evaluate_exact_match_folder(
     changes: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> ExactMatchResult:
-    """Let a Hugging Face checkpoint answer at most `num_problems` held-out problems, on the GPU in bf16, or on the CPU in fp32.
+    """Let a Hugging Face checkpoint answer at most `num_problems` held-out problems, on the GPU in bf16, or on the CPU
+    in fp32.
 
     Args:
-        folder: an exported folder (runs/x/final), be it a model or a PEFT adapter, another folder with either, or the hub id of a model.
+        folder: an exported folder (runs/x/final), be it a model or a PEFT adapter, another folder with either, or the
+            hub id of a model.
         max_new_tokens: where an answer is cut off.
         batch_size: problems answered at a time.
         changes: fields of `DataConfig` to take instead of those of the run that made the folder.
@@ -93,7 +100,9 @@ def evaluate_exact_match_folder(
     _refuse_run_folder(folder)
     source = resolve_source(options)
     if source.architecture_only:
-        raise UserError(f"--model_name {folder} has no weights that could be evaluated; give a folder with a trained model.")
+        raise UserError(
+            f"--model_name {folder} has no weights that could be evaluated; give a folder with a trained model."
+        )
     device = own_device()
     config = Config(
         model=options,
@@ -108,7 +117,9 @@ def evaluate_exact_match_folder(
     if not data.problems:
         raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")
     if len(data.problems) < num_problems:
-        say(f"  {num_problems} problems were asked for, and {len(data.problems)} are held out: all of them are answered")
+        say(
+            f"  {num_problems} problems were asked for, and {len(data.problems)} are held out: all of them are answered"
+        )
     check_positions(encode_problems(data.problems, tokenizer), hf_config, max_new_tokens, "--max_new_tokens")
     dtype = generation_dtype(device)
     # Loaded on the CPU, where `copy_for_generation` too has its buffers computed.
@@ -116,7 +127,9 @@ def evaluate_exact_match_folder(
     if base is not None:
         model = load_merged(folder, base, cpu, dtype)
     else:
-        model, _ = build_model(options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=cpu, seed=0)
+        model, _ = build_model(
+            options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=cpu, seed=0
+        )
     say(f"answering {len(data.problems)} problems in {str(dtype).removeprefix('torch.')} on {device}")
     model.eval()
     try:
@@ -124,7 +137,8 @@ def evaluate_exact_match_folder(
         return answer_problems(model, tokenizer, data.problems, max_new_tokens, batch_size)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"the GPU is out of memory with --batch_size {batch_size} and --max_new_tokens {max_new_tokens}; lower one of them."
+            f"the GPU is out of memory with --batch_size {batch_size} and --max_new_tokens {max_new_tokens}; lower "
+            "one of them."
         ) from error
 
 
@@ -144,12 +158,17 @@ def base_of(folder: str | Path) -> str | None:
             f"{path} is not PEFT's description of an adapter ({type(error).__name__}: {error}); export it again."
         ) from error
     if not base:
-        raise UserError(f"{path} does not say which model the adapter belongs to; write its name into base_model_name_or_path.")
+        raise UserError(
+            f"{path} does not say which model the adapter belongs to; write its name into base_model_name_or_path."
+        )
     return str(base)
 
 
-def load_merged(folder: str | Path, base: str, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The base model with the adapter in `folder` added to its weights, of `dtype` (default: that of the base model's files).
+def load_merged(
+    folder: str | Path, base: str, device: torch.device, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """The base model with the adapter in `folder` added to its weights, of `dtype` (default: that of the base model's
+    files).
 
     Raises `UserError` where either cannot be read or they do not belong together.
     """
@@ -163,22 +182,30 @@ def load_merged(folder: str | Path, base: str, device: torch.device, dtype: torc
     except UserError as error:
         words = str(error).replace("--model_name ", "").rstrip(".")
         raise UserError(
-            f"{folder}: its base model cannot be loaded ({words}); write another place of it into base_model_name_or_path of adapter_config.json, or "
-            "give it to scripts/merge_adapter.py with --base_model."
+            f"{folder}: its base model cannot be loaded ({words}); write another place of it into "
+            "base_model_name_or_path of adapter_config.json, or give it to scripts/merge_adapter.py with --base_model."
         ) from error
     dtype = dtype or stored_dtype(hf_config, default=torch.float32)
-    model, loaded = build_model(options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=device, seed=0)
+    model, loaded = build_model(
+        options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=device, seed=0
+    )
     if not loaded:
         raise UserError(
-            f"{folder}: its base model {base} has no weights; put the trained one's name into base_model_name_or_path of adapter_config.json."
+            f"{folder}: its base model {base} has no weights; put the trained one's name into base_model_name_or_path "
+            "of adapter_config.json."
         )
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # PEFT's use of transformers
-            adapted = PeftModel.from_pretrained(model, str(folder))  # its matrices become fp32, so that the sum is rounded once
+            warnings.filterwarnings(
+                "ignore", message="`is_gradient_checkpointing` is deprecated"
+            )  # PEFT's use of transformers
+            adapted = PeftModel.from_pretrained(
+                model, str(folder)
+            )  # its matrices become fp32, so that the sum is rounded once
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(
-            f"{folder}: the adapter cannot be put on {base} ({first_line}); export it again, or name its own base model."
+            f"{folder}: the adapter cannot be put on {base} ({first_line}); export it again, or name its own base "
+            "model."
         ) from error
     return adapted.merge_and_unload()

@@ -1,12 +1,13 @@
-"""How fast a GPU really multiplies and copies: what a step can be held against, beside the vendor's peaks (llm_fp8/observability/metrics.py).
+"""How fast a GPU really multiplies and copies: what a step can be held against, beside the vendor's peaks
+(llm_fp8/observability/metrics.py).
 
     measured = measure_rates(device)              # about two seconds on one GPU
     known = known_rates("NVIDIA H200")            # what benchmarks/ceilings.py measured on such a GPU, None without a record
 
-GEMMs are 8192 x 8192 x 8192 on random normal data: zeros draw less power, so clocks stay higher than training sees. fp8 is e4m3 times e4m3 with one
-scale per tensor and a bf16 result, through torch._scaled_mm: once with fast accumulation, as Transformer Engine's forward pass multiplies on
-Hopper, once with split accumulation, as its backward pass does. FLOPs of a GEMM: 2 m n k. Each figure is the median over single launches
-timed with CUDA events.
+GEMMs are 8192 x 8192 x 8192 on random normal data: zeros draw less power, so clocks stay higher than training sees. fp8
+is e4m3 times e4m3 with one scale per tensor and a bf16 result, through torch._scaled_mm: once with fast accumulation,
+as Transformer Engine's forward pass multiplies on Hopper, once with split accumulation, as its backward pass does.
+FLOPs of a GEMM: 2 m n k. Each figure is the median over single launches timed with CUDA events.
 
 Known figures are read from the files `benchmarks/results/ceilings_*.json` alone; a GPU without one has none.
 """
@@ -58,7 +59,8 @@ class MeasuredRates:
         return flops / self.bf16_gemm_tflops / 1e12
 
     def fp8_gemm_s(self, flops: float, forward_in_fp8: bool = True) -> float | None:
-        """Seconds of these model FLOPs of fp8 layers, a third of them with fast accumulation (forward) and the rest split; None without fp8.
+        """Seconds of these model FLOPs of fp8 layers, a third of them with fast accumulation (forward) and the rest
+        split; None without fp8.
 
         Without `forward_in_fp8` the forward third is in bf16.
         """
@@ -132,7 +134,8 @@ def measure_rates(device: torch.device) -> MeasuredRates:
     with torch.cuda.device(device):
         generator = torch.Generator(device).manual_seed(0)
         left, right = (
-            torch.randn(GEMM_SIZE, GEMM_SIZE, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2)
+            torch.randn(GEMM_SIZE, GEMM_SIZE, generator=generator, device=device, dtype=torch.bfloat16)
+            for _ in range(2)
         )
         result = torch.empty_like(left)
         bf16 = gemm_tflops(GEMM_SIZE, _median_s(lambda: torch.mm(left, right, out=result), device))
@@ -166,6 +169,7 @@ def known_rates(gpu_name: str, folder: Path = RESULTS) -> KnownRates | None:
 def shares(measured: MeasuredRates, known: MeasuredRates) -> dict[str, float]:
     """Measured over known by the names of `MeasuredRates`, for the figures that both have."""
     pairs = (
-        (field.name, getattr(measured, field.name), getattr(known, field.name)) for field in dataclasses.fields(MeasuredRates)
+        (field.name, getattr(measured, field.name), getattr(known, field.name))
+        for field in dataclasses.fields(MeasuredRates)
     )
     return {name: ours / theirs for name, ours, theirs in pairs if ours is not None and theirs is not None}

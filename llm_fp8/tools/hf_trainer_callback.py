@@ -2,9 +2,10 @@
 
     trainer = Trainer(model=..., args=..., train_dataset=..., callbacks=[CertificateCallback()])
 
-It records the kernels of one optimizer step, counts the linear layers that Accelerate replaced by Transformer Engine's, and compares both with
-what was asked for. The verdict is printed, and kept in certificate.json in the output folder. A failed certificate ends the run with exit
-code 1. What the witnesses are and what they cannot see: docs/certificate.md; what Accelerate does to a Trainer: docs/accelerate.md.
+It records the kernels of one optimizer step, counts the linear layers that Accelerate replaced by Transformer Engine's,
+and compares both with what was asked for. The verdict is printed, and kept in certificate.json in the output folder. A
+failed certificate ends the run with exit code 1. What the witnesses are and what they cannot see: docs/certificate.md;
+what Accelerate does to a Trainer: docs/accelerate.md.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class CertificateCallback(TrainerCallback):
     """Records one optimizer step of a Trainer and judges it. On a machine without an NVIDIA GPU it says that it cannot.
 
     Args:
-        precision: what the run was asked to compute in. None: what `accelerate launch` asked for when this object was made, else the
-            `bf16` and `fp16` of the TrainingArguments. With fp8 the scenario is MXFP8 where the launcher asked for it, else delayed scaling.
+        precision: what the run was asked to compute in. None: what `accelerate launch` asked for when this object was
+            made, else the `bf16` and `fp16` of the TrainingArguments. With fp8 the scenario is MXFP8 where the launcher
+            asked for it, else delayed scaling.
         step: the optimizer step of this process that is recorded; the last one where there are fewer.
     """
 
@@ -72,18 +74,23 @@ class CertificateCallback(TrainerCallback):
         """Name the cause of an error of Accelerate's that comes next and does not name it."""
         if args.n_gpu > 1 and asked_precision(self._precision, self._launch, args) == "fp8":
             print(
-                f"WARNING: one process sees {args.n_gpu} GPUs, so the Trainer takes nn.DataParallel, for which Accelerate cannot convert a model to fp8; set "
-                "CUDA_VISIBLE_DEVICES to one GPU, or start a process for each.",
+                f"WARNING: one process sees {args.n_gpu} GPUs, so the Trainer takes nn.DataParallel, for which "
+                "Accelerate cannot convert a model to fp8; set CUDA_VISIBLE_DEVICES to one GPU, or start a process "
+                "for each.",
                 flush=True,
             )
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Choose the step."""
         self._recorded_step = min(state.global_step + self._step, state.max_steps)
         if not can_record() and state.is_world_process_zero:
             print("certificate: none, there is no NVIDIA GPU whose kernels could be recorded", flush=True)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Start recording."""
         if state.global_step + 1 != self._recorded_step or self.certificate is not None or not can_record():
             return
@@ -97,12 +104,16 @@ class CertificateCallback(TrainerCallback):
     def _note_recipe(self, name: str) -> None:
         self._recipe_inside = name
 
-    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Count the micro-batches of the recorded step."""
         self._num_micro_batches += 1
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Judge the recorded step; `SystemExit` with code 1 on every process where any process's step is not what was asked for."""
+        """Judge the recorded step; `SystemExit` with code 1 on every process where any process's step is not what
+        was asked for.
+        """
         if self._recording is None:
             return
         self._recording.close()
@@ -142,10 +153,13 @@ def _say(line: str, stream: TextIO) -> None:
 
 
 def asked_precision(given: AskedPrecision | None, launch: Mapping[str, str], args: TrainingArguments) -> str:
-    """fp8, bf16, fp16 or no: what was given, else what the launcher asked for in `launch`, else what the TrainingArguments say."""
+    """fp8, bf16, fp16 or no: what was given, else what the launcher asked for in `launch`, else what the
+    TrainingArguments say.
+    """
     if given is not None:
         return given
-    # The launcher exports the variables of fp8_config in an fp8 launch alone, so they tell of one whose other variable was lost.
+    # The launcher exports the variables of fp8_config in an fp8 launch alone, so they tell of one whose other variable
+    # was lost.
     lost = "fp8" if any(name.startswith(PREFIX) for name in launch) else "no"
     launched = launch.get("ACCELERATE_MIXED_PRECISION", lost).lower()
     if launched != "no":
@@ -166,9 +180,10 @@ def judge_trainer_step(
 ) -> Certificate:
     """The certificate of a recorded step of `model`, right after the step.
 
-    The promise of an fp8 run: three products in a micro-batch for each weight that Transformer Engine holds and training moves, and one more
-    where gradient checkpointing computes its layer again. Where it holds none at all, the weights that it should hold: those of every linear
-    layer whose sizes fp8 can take. A value of fp8_config that the recipe in force does not have is a failure too.
+    The promise of an fp8 run: three products in a micro-batch for each weight that Transformer Engine holds and
+    training moves, and one more where gradient checkpointing computes its layer again. Where it holds none at all, the
+    weights that it should hold: those of every linear layer whose sizes fp8 can take. A value of fp8_config that the
+    recipe in force does not have is a failure too.
 
     Args:
         model: as Accelerate converted it, without the wrapper of DDP.
@@ -241,7 +256,9 @@ def _expected_in_fp8(model: nn.Module, layers: list[nn.Module], launch: Mapping[
 
 
 def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Values of fp8_config that the recipe in force does not have: those that the file chose, and those that are the launcher's defaults."""
+    """Values of fp8_config that the recipe in force does not have: those that the file chose, and those that are the
+    launcher's defaults.
+    """
     recipe = next((meta["recipe"] for layer in layers if "recipe" in (meta := getattr(layer, "fp8_meta", {}))), None)
     failures: list[str] = []
     remarks: list[str] = []
@@ -266,6 +283,7 @@ def _remarks_on_layers(model: nn.Module, optimizer: torch.optim.Optimizer, asked
     # One that holds none of the model's parameters at all holds shards or copies of them, as under DeepSpeed.
     if lost and len(lost) < sum(parameter.requires_grad for parameter in model.parameters()):
         remarks.append(
-            f"WARNING: the optimizer does not hold {len(lost)} of the parameters that are to be trained, such as {lost[0]}"
+            f"WARNING: the optimizer does not hold {len(lost)} of the parameters that are to be trained, such as "
+            f"{lost[0]}"
         )
     return remarks

@@ -1,7 +1,7 @@
 """The layout of the W&B dashboard that compares runs: which figure is drawn where, and what a run must hold for it.
 
-The layout is data (`SECTIONS`), in the project's own keys; `build_workspace` turns it into the objects of wandb-workspaces, which sends
-it to W&B. Nothing here talks to a server.
+The layout is data (`SECTIONS`), in the project's own keys; `build_workspace` turns it into the objects of
+wandb-workspaces, which sends it to W&B. Nothing here talks to a server.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ SECTIONS: tuple[Section, ...] = (
         (
             Curve("Joules per million tokens", ("energy_j_per_million_tokens",)),
             Bars("Median joules per million tokens, by run", ("median_energy_j_per_million_tokens",)),
-            Bars("Median joules per million tokens, by precision", ("median_energy_j_per_million_tokens",), per=PRECISION),
+            Bars(
+                "Median joules per million tokens, by precision", ("median_energy_j_per_million_tokens",), per=PRECISION
+            ),
             Curve("Watts per GPU", ("gpu_power_w",)),
             Bars("Median watts per GPU, by run", ("median_gpu_power_w",)),
             Bars("Joules of the run, all GPUs", ("energy_j",)),
@@ -169,11 +171,15 @@ SUMMARY_FIGURES: frozenset[str] = frozenset(
         *(f"{CERTIFICATE}{field.name}" for field in dataclasses.fields(Certificate)),
     ]
 )
-"""What a run's summary can hold for the dashboard: the last of each metric, the medians, and the certificate's entries."""
+"""What a run's summary can hold for the dashboard: the last of each metric, the medians, and the certificate's
+entries.
+"""
 
 
 def panel_keys() -> dict[str, str]:
-    """Every figure that the dashboard draws, with where a run holds it: 'history' or 'summary'; 'summary' for the columns too."""
+    """Every figure that the dashboard draws, with where a run holds it: 'history' or 'summary'; 'summary' for the
+    columns too.
+    """
     wanted: dict[str, str] = {}
     for section in SECTIONS:
         for panel in section.panels:

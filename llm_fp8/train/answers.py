@@ -1,4 +1,5 @@
-r"""The final answer of a worked solution, and whether two answers are the same one. Pure text and exact arithmetic; no model, no tolerance.
+r"""The final answer of a worked solution, and whether two answers are the same one. Pure text and exact arithmetic; no
+model, no tolerance.
 
 `extract_answer` takes the first of these that a text has:
 
@@ -6,7 +7,8 @@ r"""The final answer of a worked solution, and whether two answers are the same 
     #### x           what follows the last one on its line (GSM8K)
     a number         the last one, where nothing marks the answer
 
-`answers_equal` reads both sides as below, after taking off what LaTeX adds to the look alone ($, \left, \text{}, spacing, \dfrac):
+`answers_equal` reads both sides as below, after taking off what LaTeX adds to the look alone ($, \left, \text{},
+spacing, \dfrac):
 
     numbers          integers, decimals, thousands commas, a/b, \frac{a}{b}, mixed numbers, a \times 10^b: compared as fractions
     units            %, degrees, currency, \text{cm}, and the plain words of `_UNIT_WORDS`: equal, or absent on one side
@@ -16,7 +18,8 @@ r"""The final answer of a worked solution, and whether two answers are the same 
     a, b             element by element
     anything else    the same characters, white space aside
 
-What is not understood is compared as text, so that doubt counts as a wrong answer: `2x+1` and `1+2x` differ, and so do 50% and 0.5.
+What is not understood is compared as text, so that doubt counts as a wrong answer: `2x+1` and `1+2x` differ, and so do
+50% and 0.5.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ _LAST_NUMBER = re.compile(
     rf"(?:(?<![\w)\]}}])-)?(?:\\[dt]?frac\{{-?\d+\}}\{{\d+\}}|\$?(?:{_PLAIN_NUMBER})(?:/\d+)?(?:\\?%)?)"
 )
 
-_CHARACTERS = str.maketrans({"−": "-", "–": "-", "π": r"\pi", "∞": r"\infty", "°": r"^\circ", "×": r"\times", "\u00a0": " "})
+_CHARACTERS = str.maketrans(
+    {"−": "-", "–": "-", "π": r"\pi", "∞": r"\infty", "°": r"^\circ", "×": r"\times", "\u00a0": " "}
+)
 _LOOK_ALONE = re.compile(
     r"(?<!\\)\\(?:(?:left|right|bigl|bigr|Bigl|Bigr|big|Big|displaystyle|limits|quad)(?![a-zA-Z])|[!,;:()\[\]])"
 )
@@ -49,7 +54,9 @@ _UNIT_WORDS = (
     "cm|mm|km|kg|mg|ml|inch|inches|foot|feet|yards?|miles?|meters?|metres?|centimeters?|kilometers?|grams?|kilograms?|liters?|litres?|"
     "pounds?|ounces?|gallons?|dollars?|cents?|euros?|seconds?|minutes?|hours?|days?|weeks?|months?|years?|mph|units?|people|percent"
 )
-_UNIT_WORD = re.compile(rf"(?P<value>.*[\d}}])\s*(?P<unit>{_UNIT_WORDS})(?P<power>\s*\^\s*\{{?\s*\d\s*\}}?)?", re.DOTALL)
+_UNIT_WORD = re.compile(
+    rf"(?P<value>.*[\d}}])\s*(?P<unit>{_UNIT_WORDS})(?P<power>\s*\^\s*\{{?\s*\d\s*\}}?)?", re.DOTALL
+)
 _OF_PERCENT, _OF_DEGREE, _OF_DOLLAR = "%", "degree", "$"
 _SYNONYMS = {"percent": _OF_PERCENT, "dollar": _OF_DOLLAR, "inche": "inch", "feet": "foot", "degree": _OF_DEGREE}
 
@@ -57,10 +64,14 @@ _DECIMAL = re.compile(rf"[-+]?(?:{_PLAIN_NUMBER}|\d+\.)")
 _RATIO = re.compile(r"([-+]?\d+)/([-+]?\d+)")
 _FRAC = re.compile(r"([-+]?)(\d+)?\\frac\{([-+]?[\d.,]+)\}\{([-+]?[\d.,]+)\}")
 _MIXED = re.compile(r"([-+]?)(\d+)[ \t]+(\d+)/(\d+)")
-_SCIENTIFIC = re.compile(r"(.+?)(?:\\times|\\cdot|\*)10\^(?:\{([-+]?\d{1,3})\}|([-+]?\d{1,3}))|([-+]?[\d.]+)[eE]([-+]?\d{1,3})")
+_SCIENTIFIC = re.compile(
+    r"(.+?)(?:\\times|\\cdot|\*)10\^(?:\{([-+]?\d{1,3})\}|([-+]?\d{1,3}))|([-+]?[\d.]+)[eE]([-+]?\d{1,3})"
+)
 
 _LONGEST_READ = 1000
-"""Characters; a longer answer is compared as text. A model that repeats itself writes numbers of more digits than Python converts."""
+"""Characters; a longer answer is compared as text. A model that repeats itself writes numbers of more digits than
+Python converts.
+"""
 
 _BRACKETS = {"(": ")", "[": "]", r"\{": r"\}"}
 _WORDS = {"yes", "no", "true", "false"}

@@ -39,8 +39,9 @@ class RunHooks:
         backend = self.run.attention_backend = te_llama.attention_backend(self.state.model)
         if backend == "unfused":
             self.trainer.reporter.print(
-                "WARNING: attention runs UNFUSED, several times slower: Transformer Engine found neither a usable cuDNN nor flash-attn for this "
-                "model's shapes and dtype. NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 in the environment prints why."
+                "WARNING: attention runs UNFUSED, several times slower: Transformer Engine found neither a usable "
+                "cuDNN nor flash-attn for this model's shapes and dtype. NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 in the "
+                "environment prints why."
             )
         else:
             self.trainer.reporter.print(f"attention: {backend}")
@@ -52,7 +53,9 @@ class RunHooks:
         self._judge(profile, num_micro_batches)
 
     def after_report(self, step: int) -> None:
-        """Once, when there are steps to tell it by: say if the GPU waits. The run says so at its end too, which may be hours away."""
+        """Once, when there are steps to tell it by: say if the GPU waits. The run says so at its end too, which may
+        be hours away.
+        """
         run, options = self.run, self.trainer.options
         enough = options.profile_step + WARMUP_STEPS <= step < options.total_steps
         if run.recorded is None or run.has_looked_for_waiting or not enough:
@@ -79,7 +82,9 @@ class RunHooks:
         return path
 
     def _judge(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Judge the recorded step and keep the verdict; `FailedCheck` on every rank where any rank's step is not what was asked for."""
+        """Judge the recorded step and keep the verdict; `FailedCheck` on every rank where any rank's step is not
+        what was asked for.
+        """
         run = self.run
         attention = run.attention_backend or run.attention_implementation
         own = certify(
@@ -98,7 +103,9 @@ class RunHooks:
             self.trainer.reporter.track({"certificate": certificate.to_dict()})
         if certificate.verdict == "failed":
             sentence = certificate.failure(path)
-            self.trainer.reporter.finish({"failed": sentence, "certificate": certificate.to_dict(), **run.parallel_record()})
+            self.trainer.reporter.finish(
+                {"failed": sentence, "certificate": certificate.to_dict(), **run.parallel_record()}
+            )
             run.accelerator.wait_for_everyone()  # The launcher ends the others as soon as one is gone.
             raise FailedCheck(sentence)
         if certificate.verdict == "undetermined":

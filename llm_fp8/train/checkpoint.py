@@ -8,15 +8,16 @@
         meta.json                what is not a tensor: step, fingerprint, position in the data, the caller's own entries
         manifest.json            every other file with its size (and SHA-256 if small); every tensor with shape and dtype
 
-A save writes all of this to `.tmp-step-00000120`, syncs files and folder to the disk, renames the folder and only then turns
-`latest` to it and deletes the oldest checkpoints beyond the limit. Renaming is atomic (POSIX rename), so a folder that is
-named `step-*` was complete when it got its name. Loading checks the manifest again all the same: disks fill, copies break off.
+A save writes all of this to `.tmp-step-00000120`, syncs files and folder to the disk, renames the folder and only then
+turns `latest` to it and deletes the oldest checkpoints beyond the limit. Renaming is atomic (POSIX rename), so a folder
+that is named `step-*` was complete when it got its name. Loading checks the manifest again all the same: disks fill,
+copies break off.
 
-Why torch.distributed.checkpoint: each rank writes the shards that it holds (DTensors of FSDP2) and a checkpoint can be read
-by another number of ranks; no rank ever gathers the model. Saving and loading are therefore collective: every rank calls
-`save` and `load`, with the same names. Its index is a pickle, so load only checkpoints that you trust; nothing of our own
-is pickled. Its writer runs with one thread: with several it loses the exceptions of all but the first, and a full disk
-would give a checkpoint with holes and no error.
+Why torch.distributed.checkpoint: each rank writes the shards that it holds (DTensors of FSDP2) and a checkpoint can be
+read by another number of ranks; no rank ever gathers the model. Saving and loading are therefore collective: every rank
+calls `save` and `load`, with the same names. Its index is a pickle, so load only checkpoints that you trust; nothing of
+our own is pickled. Its writer runs with one thread: with several it loses the exceptions of all but the first, and a
+full disk would give a checkpoint with holes and no error.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ class CheckpointManager:
             else:
                 temporary.unlink()
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], more: MoreState | None = None) -> Path:
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], more: MoreState | None = None
+    ) -> Path:
         """Write a checkpoint; collective.
 
         Args:
@@ -131,7 +134,8 @@ class CheckpointManager:
     def save_in_background(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
         """As `save`, but return once the tensors are copied to the host's memory; a thread writes the copies.
 
-        An earlier save is waited for first. Errors of the writing are raised by the next call of `save_in_background` or `finish`.
+        An earlier save is waited for first. Errors of the writing are raised by the next call of `save_in_background`
+        or `finish`.
         """
         self.finish()
         if self._background_group is None and dist.is_initialized():
@@ -148,7 +152,12 @@ class CheckpointManager:
             background.wait()
 
     def _save(
-        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], group: Any, more: MoreState | None = None
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        group: Any,
+        more: MoreState | None = None,
     ) -> Path:
         final = self.folder / f"{_STEP_PREFIX}{step:08d}"
         needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) + _FREE_SPACE_MARGIN_BYTES
@@ -215,7 +224,9 @@ class CheckpointManager:
             raise UserError(f"The checkpoint {final} could not be written: see the main process's message.")
 
     def _explained(self, error: BaseException, final: Path, needed_bytes: int) -> BaseException:
-        """The error to raise for a failed save: a sentence where the disk was full, Ctrl-C as itself, else the error."""
+        """The error to raise for a failed save: a sentence where the disk was full, Ctrl-C as itself, else the
+        error.
+        """
         causes = list(_causes(error))
         interrupt = next((cause for cause in causes if isinstance(cause, KeyboardInterrupt)), None)
         if interrupt is not None:
@@ -271,8 +282,8 @@ class CheckpointManager:
     def find(self, resume_from: str) -> Path:
         """The complete checkpoint that `--resume_from` means.
 
-        'latest' is the one that the `latest` file names or, where that is unreadable or damaged, the newest complete one,
-        with a warning. Anything else is a checkpoint's folder.
+        'latest' is the one that the `latest` file names or, where that is unreadable or damaged, the newest complete
+        one, with a warning. Anything else is a checkpoint's folder.
 
         Raises:
             UserError: there is none, or the folder is not a complete checkpoint.
@@ -286,7 +297,9 @@ class CheckpointManager:
         except (OSError, UserError) as error:
             candidates = self._newest_first()
             if not candidates:
-                raise UserError(f"--resume_from latest: there is no complete checkpoint under {self.folder}.") from error
+                raise UserError(
+                    f"--resume_from latest: there is no complete checkpoint under {self.folder}."
+                ) from error
             logger.warning("--resume_from latest: falling back to %s, because %s", candidates[0], error)
             return candidates[0]
 
@@ -302,8 +315,8 @@ class CheckpointManager:
 
         Args:
             path: 'latest' or a checkpoint's folder.
-            tensors: exactly the saved names, with the saved shapes and dtypes. Random states (names under `RNG_PREFIX`) of
-                other ranks and devices may be left out.
+            tensors: exactly the saved names, with the saved shapes and dtypes. Random states (names under `RNG_PREFIX`)
+                of other ranks and devices may be left out.
 
         Returns:
             The contents of meta.json.
@@ -339,7 +352,9 @@ def saved_names(path: str | os.PathLike[str]) -> list[str]:
     return list(_verify(Path(path))["tensors"])
 
 
-def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], may_differ: Collection[str] = ()) -> list[str]:
+def check_compatible(
+    saved: Mapping[str, Any], current: Mapping[str, Any], may_differ: Collection[str] = ()
+) -> list[str]:
     """Compare the fingerprint in a checkpoint with that of the run that wants to resume from it.
 
     Args:
@@ -354,7 +369,9 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], may_d
         UserError: any other key differs or is on one side only; the sentence lists all of them.
     """
     current = json.loads(json.dumps(current))  # tuples become lists, as they did in the file
-    different = [key for key in {**saved, **current} if (key in saved, saved.get(key)) != (key in current, current.get(key))]
+    different = [
+        key for key in {**saved, **current} if (key in saved, saved.get(key)) != (key in current, current.get(key))
+    ]
     phrases = {key: f"{key} was {_shown(saved, key)} and is {_shown(current, key)}" for key in different}
     refused = [phrases[key] for key in different if key not in may_differ]
     if refused:
@@ -403,7 +420,9 @@ def _dcp_save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> Metada
     """Write this rank's part of the tensors; returns the index of all ranks' tensors."""
     writer = dcp.FileSystemWriter(folder, thread_count=1, sync_files=True)  # one thread: see the module's docstring
     with _without_single_process_warning():
-        return dcp.save(_detached(tensors), storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+        return dcp.save(
+            _detached(tensors), storage_writer=writer, process_group=group, no_dist=not dist.is_initialized()
+        )
 
 
 def _dcp_load(tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -450,7 +469,9 @@ def _verify(folder: Path) -> dict[str, Any]:
         raise UserError(f"--resume_from {folder} is not a complete checkpoint: it has no {_MANIFEST}.")
     manifest = _read_json(folder / _MANIFEST)
     if manifest.get("format") != FORMAT_VERSION:
-        raise UserError(f"--resume_from {folder}: format {manifest.get('format')} is not {FORMAT_VERSION}, the one known here.")
+        raise UserError(
+            f"--resume_from {folder}: format {manifest.get('format')} is not {FORMAT_VERSION}, the one known here."
+        )
     for name, want in manifest["files"].items():
         path = folder / name
         if not path.is_file():
@@ -462,13 +483,17 @@ def _verify(folder: Path) -> dict[str, Any]:
                 "resume from another checkpoint."
             )
         if have["sha256"] != want["sha256"]:
-            raise UserError(f"--resume_from {folder} is damaged: {name} has been changed; resume from another checkpoint.")
+            raise UserError(
+                f"--resume_from {folder} is damaged: {name} has been changed; resume from another checkpoint."
+            )
     return manifest
 
 
 def _require_same_tensors(folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> None:
     problems = [f"{name} is not in the checkpoint" for name in wanted if name not in saved]
-    problems += [f"{name} is in the checkpoint only" for name in saved if name not in wanted and not name.startswith(RNG_PREFIX)]
+    problems += [
+        f"{name} is in the checkpoint only" for name in saved if name not in wanted and not name.startswith(RNG_PREFIX)
+    ]
     for name in wanted.keys() & saved.keys():
         have = f"{saved[name]['dtype']} {saved[name]['shape']}"
         want = f"{wanted[name].dtype} {list(wanted[name].shape)}"
@@ -477,7 +502,8 @@ def _require_same_tensors(folder: Path, saved: Mapping[str, Any], wanted: Mappin
     if problems:
         more = f"; and {len(problems) - _DIFFERENCES_SHOWN} more" if len(problems) > _DIFFERENCES_SHOWN else ""
         raise UserError(
-            f"--resume_from {folder} holds other tensors than this run: {'; '.join(sorted(problems)[:_DIFFERENCES_SHOWN])}{more}."
+            f"--resume_from {folder} holds other tensors than this run: "
+            f"{'; '.join(sorted(problems)[:_DIFFERENCES_SHOWN])}{more}."
         )
 
 
@@ -521,14 +547,15 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# Random states. All as integer tensors of fixed shape, so that they can be saved and loaded in place like any other tensor.
+# Random states. All as integer tensors of fixed shape, so that they can be saved and loaded in place like any other
+# tensor.
 
 
 def rng_state(rank: int = 0) -> dict[str, Tensor]:
     """The states of every random generator that training draws from, as tensors on the CPU.
 
-    Python's `random`, numpy's global generator, torch's CPU generator and, where CUDA is available, the current GPU's. Names
-    carry the rank, because ranks differ (dropout, data) and a checkpoint holds them all.
+    Python's `random`, numpy's global generator, torch's CPU generator and, where CUDA is available, the current GPU's.
+    Names carry the rank, because ranks differ (dropout, data) and a checkpoint holds them all.
     """
     prefix = f"{RNG_PREFIX}rank-{rank}/"
     version, internal, gauss = random.getstate()

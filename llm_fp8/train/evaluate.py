@@ -15,10 +15,13 @@ from llm_fp8.precision.context import Precision
 
 
 @torch.no_grad()
-def evaluate_loss(accelerator: Accelerator, model: nn.Module, precision: Precision, loader: Iterable[Batch]) -> dict[str, float]:
+def evaluate_loss(
+    accelerator: Accelerator, model: nn.Module, precision: Precision, loader: Iterable[Batch]
+) -> dict[str, float]:
     """Mean cross entropy over all supervised tokens of `loader`, under the `eval_` keys of `metrics.METRICS`.
 
-    The mean is over tokens, not over batches. Restores the model's training mode. `loader` gives every rank the same number of batches.
+    The mean is over tokens, not over batches. Restores the model's training mode. `loader` gives every rank the same
+    number of batches.
     """
     started = time.perf_counter()
     was_training = model.training

@@ -1,7 +1,7 @@
 """Exact match: the share of held-out problems that the model answers right, and every answer it gave.
 
-The model gets a problem as training showed it (data/prompt.py), writes a solution greedily (generation.py), and the solution's final answer
-is held against the dataset's `expected_answer` (answers.py).
+The model gets a problem as training showed it (data/prompt.py), writes a solution greedily (generation.py), and the
+solution's final answer is held against the dataset's `expected_answer` (answers.py).
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class ExactMatchResult:
 
 
 def wilson_interval(num_successes: int, num_trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval for a share of `num_trials` > 0 independent trials (E. B. Wilson, JASA 22, 1927), without continuity correction."""
+    """Wilson's score interval for a share of `num_trials` > 0 independent trials (E. B. Wilson, JASA 22, 1927),
+    without continuity correction.
+    """
     z = statistics.NormalDist().inv_cdf((1 + confidence) / 2)
     share, weight = num_successes / num_trials, z * z / num_trials
     centre = (share + weight / 2) / (1 + weight)
@@ -114,10 +116,11 @@ def in_order(answers: Iterable[Answer]) -> ExactMatchResult:
 
 @dataclass(frozen=True)
 class ExactMatchEvaluation:
-    """Exact match of a model in training, whatever it is made of and however it is split: each rank answers its share of the problems.
+    """Exact match of a model in training, whatever it is made of and however it is split: each rank answers its share
+    of the problems.
 
-    Each rank needs room for a whole copy of the model in bf16, for the time of the evaluation. Training's own model is only read: its mode,
-    the fp8 scales and the random state stay as they are.
+    Each rank needs room for a whole copy of the model in bf16, for the time of the evaluation. Training's own model is
+    only read: its mode, the fp8 scales and the random state stay as they are.
     """
 
     accelerator: Accelerator
@@ -141,7 +144,9 @@ class ExactMatchEvaluation:
         accelerator = self.accelerator
         if (missing := self._missing_memory_gib()) > 0:
             self._skip(
-                step, f"a copy of the model in bf16 and its KV cache lack {missing:.1f} GiB of GPU memory beside the training"
+                step,
+                f"a copy of the model in bf16 and its KV cache lack {missing:.1f} GiB of GPU memory beside the "
+                "training",
             )
             return {}
         copied = copy_for_generation(self.model, self.full_tensor, self.export_dtype, accelerator.device)
@@ -149,7 +154,9 @@ class ExactMatchEvaluation:
         answers: tuple[Answer, ...] | None = None
         try:
             answers = answer_problems(copied, self.tokenizer, own, self.max_new_tokens).answers
-        except torch.OutOfMemoryError:  # of this rank alone: generation is not collective, so that the others get as far as here
+        except (
+            torch.OutOfMemoryError
+        ):  # of this rank alone: generation is not collective, so that the others get as far as here
             pass
         del copied
         if accelerator.device.type == "cuda":
@@ -181,5 +188,6 @@ class ExactMatchEvaluation:
 
     def _skip(self, step: int, reason: str) -> None:
         self.warn(
-            f"WARNING: no exact match at step {step}: {reason}; evaluate the exported model with scripts/evaluate.py instead."
+            f"WARNING: no exact match at step {step}: {reason}; evaluate the exported model with scripts/evaluate.py "
+            "instead."
         )

@@ -36,16 +36,16 @@ def explained_failures(folder: Path, out_of_memory_advice: Callable[[], str]) ->
         if error.errno not in _WRITE_ERRORS:
             raise
         raise UserError(
-            f"{error.filename or folder}: {error.strerror}. Checkpoints saved before are intact; make room or choose another --output_dir, then "
-            "continue with --resume_from."
+            f"{error.filename or folder}: {error.strerror}. Checkpoints saved before are intact; make room or choose "
+            "another --output_dir, then continue with --resume_from."
         ) from error
     except RuntimeError as error:
         if not is_loss_of_a_peer(error):
             raise
         raise UserError(
-            f"another process of this run is gone (killed, out of memory, or ended by an error of its own, said above), so it cannot go on: "
-            f"{str(error).splitlines()[0][:200]}. Complete checkpoints under {folder / 'checkpoints'} are intact; continue with "
-            "--resume_from latest."
+            "another process of this run is gone (killed, out of memory, or ended by an error of its own, said "
+            f"above), so it cannot go on: {str(error).splitlines()[0][:200]}. Complete checkpoints under "
+            f"{folder / 'checkpoints'} are intact; continue with --resume_from latest."
         ) from error
 
 
@@ -64,15 +64,19 @@ class MemoryUse:
     peak_gib: float
     """Most that tensors held."""
     resident_gib: float
-    """What they held before the step: weights and, after the first step, optimizer state. 0 where training had not begun."""
+    """What they held before the step: weights and, after the first step, optimizer state. 0 where training had not
+    begun.
+    """
 
 
 def out_of_memory_advice(
     config: Config, kind: OptimizerKind, num_parameters: int, use: MemoryUse, mode: str = "single", num_shards: int = 1
 ) -> str:
-    """A sentence or two for a `UserError`: what takes the memory, and options that would fit, as far as the failure tells.
+    """A sentence or two for a `UserError`: what takes the memory, and options that would fit, as far as the failure
+    tells.
 
-    `mode` is that of --sharding_mode in effect, or 'single'; `num_shards` as in `DistributedStrategy.num_shards`; `use` is of the GPU that failed.
+    `mode` is that of --sharding_mode in effect, or 'single'; `num_shards` as in `DistributedStrategy.num_shards`; `use`
+    is of the GPU that failed.
     """
     standing_gib = num_parameters * state_bytes(mode, kind, num_shards, config) / GIB
     lean_gib = num_parameters * bytes_per_parameter("adamw_8bit").total / GIB
@@ -93,13 +97,15 @@ def out_of_memory_advice(
     advice.append("a smaller model, or a GPU with more memory")
     where = "" if mode == "single" else f" per GPU under --sharding_mode {mode}"
     return (
-        f"the GPU is out of memory: weights, gradients and optimizer state of {num_parameters / 1e9:.2f} billion parameters take "
-        f"{standing_gib:.1f} GiB{where} with --optimizer {kind}, and {use.peak_gib:.1f} of {use.total_gib:.1f} GiB were in use at the peak. "
-        f"What would lower it: {'; '.join(advice)}."
+        f"the GPU is out of memory: weights, gradients and optimizer state of {num_parameters / 1e9:.2f} billion "
+        f"parameters take {standing_gib:.1f} GiB{where} with --optimizer {kind}, and {use.peak_gib:.1f} of "
+        f"{use.total_gib:.1f} GiB were in use at the peak. What would lower it: {'; '.join(advice)}."
     )
 
 
-def _smaller_batch(config: Config, kind: OptimizerKind, num_parameters: int, use: MemoryUse, standing_gib: float) -> list[str]:
+def _smaller_batch(
+    config: Config, kind: OptimizerKind, num_parameters: int, use: MemoryUse, standing_gib: float
+) -> list[str]:
     """The largest --batch_size that may fit, at the same global batch; empty where none is known to.
 
     The step failed before it had all it wanted, so what a row takes is at least its share of what the step had got.

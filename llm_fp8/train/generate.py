@@ -1,11 +1,13 @@
 """Greedy generation: text for a list of prompts, with a KV cache, in batches padded on the left.
 
-It always runs in a plain Hugging Face model, in bf16 on a GPU and in fp32 on a CPU: what a user of the exported checkpoint runs. A model in
-training is copied into one first (`copy_for_generation`), tensor for tensor as an export would write it. The TE decoder could generate
-itself, but single tokens are not multiples of what fp8 kernels take, and its path for a KV cache is not a fast one.
+It always runs in a plain Hugging Face model, in bf16 on a GPU and in fp32 on a CPU: what a user of the exported
+checkpoint runs. A model in training is copied into one first (`copy_for_generation`), tensor for tensor as an export
+would write it. The TE decoder could generate itself, but single tokens are not multiples of what fp8 kernels take, and
+its path for a KV cache is not a fast one.
 
-Of a batch, the rows' lengths decide which kernels run, and bf16 rounds differently in each: where two tokens are all but equally likely, a
-text can depend on the batch it was generated in. With the same prompts and batch size it does not change.
+Of a batch, the rows' lengths decide which kernels run, and bf16 rounds differently in each: where two tokens are all
+but equally likely, a text can depend on the batch it was generated in. With the same prompts and batch size it does not
+change.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from collections.abc import Callable, Sequence
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from llm_fp8.config.options import GENERATION_BATCH_SIZE
 from llm_fp8.data.prepare import pad_token_id
@@ -37,38 +45,48 @@ def generation_dtype(device: torch.device) -> torch.dtype:
 
 
 def check_positions(prompts: Sequence[Sequence[int]], config: PretrainedConfig, max_new_tokens: int, flag: str) -> None:
-    """Raise `UserError` where the longest of `prompts` (token ids) and `max_new_tokens` more, which `flag` sets, are beyond the model's positions."""
+    """Raise `UserError` where the longest of `prompts` (token ids) and `max_new_tokens` more, which `flag` sets, are
+    beyond the model's positions.
+    """
     limit = getattr(config, "max_position_embeddings", None)
     longest = max(map(len, prompts))
     if limit is not None and longest + max_new_tokens > limit:
         raise UserError(
-            f"{flag} {max_new_tokens} with the longest prompt of {longest} tokens is more than the model's {limit} positions "
-            f"(max_position_embeddings); lower it to {limit - longest} or less."
+            f"{flag} {max_new_tokens} with the longest prompt of {longest} tokens is more than the model's {limit} "
+            f"positions (max_position_embeddings); lower it to {limit - longest} or less."
             if longest < limit
-            else f"the longest prompt has {longest} tokens, and the model has {limit} positions (max_position_embeddings) in all; lower --max_seq_length."
+            else f"the longest prompt has {longest} tokens, and the model has {limit} positions "
+            "(max_position_embeddings) in all; lower --max_seq_length."
         )
 
 
 def memory_needed_gib(config: PretrainedConfig, num_parameters: int, num_tokens: int, device: torch.device) -> float:
-    """GPU memory that generation takes: weights of `num_parameters`, the keys and values of `num_tokens` tokens, activations, and headroom.
+    """GPU memory that generation takes: weights of `num_parameters`, the keys and values of `num_tokens` tokens,
+    activations, and headroom.
 
-    Activations are largest where prompts pass through an MLP: three tensors as wide as its inside, and up to four as wide as the model.
+    Activations are largest where prompts pass through an MLP: three tensors as wide as its inside, and up to four as
+    wide as the model.
     """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cached = 2 * config.num_hidden_layers * heads * head_dim
     in_a_layer = 3 * config.intermediate_size + 4 * config.hidden_size
-    return (num_parameters + (cached + in_a_layer) * num_tokens) * generation_dtype(device).itemsize / GIB + HEADROOM_GIB
+    return (num_parameters + (cached + in_a_layer) * num_tokens) * generation_dtype(
+        device
+    ).itemsize / GIB + HEADROOM_GIB
 
 
 def copy_for_generation(
     model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor], export_dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """A Hugging Face model on `device` with the weights of `model`, which may be a TE model, rounded as its export would be.
+    """A Hugging Face model on `device` with the weights of `model`, which may be a TE model, rounded as its export
+    would be.
 
     `full_tensor` gives the whole of a parameter; collective where that is. Leaves the random state alone.
     """
-    config = type(model.config).from_dict(model.config.to_dict())  # what an export keeps, without the training's attention
+    config = type(model.config).from_dict(
+        model.config.to_dict()
+    )  # what an export keeps, without the training's attention
     # Buffers on the CPU, as loading an exported model computes them.
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
         copied: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=generation_dtype(device))
@@ -92,9 +110,11 @@ def generate_greedy(
     max_new_tokens: int,
     batch_size: int = GENERATION_BATCH_SIZE,
 ) -> list[str]:
-    """What `model` writes after each of `prompts` (token ids), up to the tokenizer's EOS or `max_new_tokens`, special tokens left out.
+    """What `model` writes after each of `prompts` (token ids), up to the tokenizer's EOS or `max_new_tokens`, special
+    tokens left out.
 
-    Replaces the model's generation config: sampling, penalties and further stop tokens that a checkpoint may bring do not apply.
+    Replaces the model's generation config: sampling, penalties and further stop tokens that a checkpoint may bring do
+    not apply.
     """
     pad = pad_token_id(tokenizer)
     model.generation_config = GenerationConfig(

@@ -1,8 +1,9 @@
 """Stopping a run from outside without losing work.
 
 Schedulers announce the end of a job by SIGTERM (Slurm's --signal and preemption, Kubernetes, a spot machine's notice;
-torchrun passes it on to its workers) and people press Ctrl-C (SIGINT). Python's answer to the first is to die on the spot, to
-the second an exception between any two instructions. Inside `GracefulStop` the first of either only leaves a note:
+torchrun passes it on to its workers) and people press Ctrl-C (SIGINT). Python's answer to the first is to die on the
+spot, to the second an exception between any two instructions. Inside `GracefulStop` the first of either only leaves a
+note:
 
     with GracefulStop() as stop:
         for batch in loader:
@@ -11,9 +12,10 @@ the second an exception between any two instructions. Inside `GracefulStop` the 
                 save_checkpoint()
                 return stop.exit_code   # 143 or 130
 
-Whoever sends SIGTERM usually follows with SIGKILL after a while (torchrun and Kubernetes: 30 s by default), so a step and a
-save should fit in that. A later Ctrl-C is taken at its word: it raises KeyboardInterrupt at once. Under several ranks the signal
-may reach one of them only, so `agreed` asks all of them; it takes the place of the test of `requested` above.
+Whoever sends SIGTERM usually follows with SIGKILL after a while (torchrun and Kubernetes: 30 s by default), so a step
+and a save should fit in that. A later Ctrl-C is taken at its word: it raises KeyboardInterrupt at once. Under several
+ranks the signal may reach one of them only, so `agreed` asks all of them; it takes the place of the test of `requested`
+above.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from llm_fp8.distributed.process_group import largest
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _EXIT_CODE_BASE = 128
-"""A shell reports a process ended by signal n as 128 + n; a run that a signal ended early, though cleanly, says the same."""
+"""A shell reports a process ended by signal n as 128 + n; a run that a signal ended early, though cleanly, says the
+same.
+"""
 
 
 def exit_code(signal_name: str) -> int:
@@ -65,7 +69,9 @@ class GracefulStop:
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

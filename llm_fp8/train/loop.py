@@ -1,15 +1,15 @@
 """The training loop, once, for one process or many.
 
-One optimizer step, in the order of the mathematics. The global batch is cut into micro-batches m = 1..M on each of R ranks; C counts the
-supervised tokens of all of them. With L_m the summed cross entropy of a micro-batch,
+One optimizer step, in the order of the mathematics. The global batch is cut into micro-batches m = 1..M on each of R
+ranks; C counts the supervised tokens of all of them. With L_m the summed cross entropy of a micro-batch,
 
     loss = (1 / C) * sum over ranks and m of L_m        gradient = d loss / d weights
 
-so the loss is the mean over real, supervised tokens however the batch is cut. Whatever a way of sharding divides gradients by, its
-engine (llm_fp8.distributed) undoes.
+so the loss is the mean over real, supervised tokens however the batch is cut. Whatever a way of sharding divides
+gradients by, its engine (llm_fp8.distributed) undoes.
 
-Numbers stay on the device. Every `log_every` steps (and before anything is saved or evaluated) they are read at once; that read is also
-where a loss or norm that is not finite ends the run, before it can reach a checkpoint.
+Numbers stay on the device. Every `log_every` steps (and before anything is saved or evaluated) they are read at once;
+that read is also where a loss or norm that is not finite ends the run, before it can reach a checkpoint.
 """
 
 from __future__ import annotations
@@ -48,13 +48,19 @@ class Hooks(Protocol):
     """What the loop calls between steps."""
 
     def after_first_step(self) -> None:
-        """Called once, when the first step of this process is submitted: what runs is known by then, its numbers are not."""
+        """Called once, when the first step of this process is submitted: what runs is known by then, its numbers are
+        not.
+        """
 
     def after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Called after the step that `LoopOptions.profile_step` names, which took so many micro-batches on each rank; on every rank."""
+        """Called after the step that `LoopOptions.profile_step` names, which took so many micro-batches on each
+        rank; on every rank.
+        """
 
     def after_report(self, step: int) -> None:
-        """Called when the numbers of all steps up to `step` are reported, which --log_every asked for or what follows; on every rank."""
+        """Called when the numbers of all steps up to `step` are reported, which --log_every asked for or what
+        follows; on every rank.
+        """
 
     def evaluate(self, step: int) -> None:
         """Evaluate and report; all numbers so far are read and finite."""
@@ -143,7 +149,9 @@ class Trainer:
         """By step: what belongs to its record."""
 
     def train(self, hooks: Hooks, stop_requested: Callable[[], bool]) -> None:
-        """Train to `total_steps`, or until `stop_requested()`, which saves a checkpoint too. The loader has no end of its own."""
+        """Train to `total_steps`, or until `stop_requested()`, which saves a checkpoint too. The loader has no end
+        of its own.
+        """
         options = self.options
         if self.step >= options.total_steps:
             return  # Resumed behind the last step, for what follows it.
@@ -178,7 +186,9 @@ class Trainer:
                 stamp = self._restart_clocks()  # Their time is not the next step's.
 
     def _after_profiled_step(self, profile: StepProfile, hooks: Hooks, num_micro_batches: int) -> Any:
-        """Report the recorded step and hand it over; returns a new stamp, because recording is neither training's time nor its energy."""
+        """Report the recorded step and hand it over; returns a new stamp, because recording is neither training's
+        time nor its energy.
+        """
         self._profile_figures[self.step] = profile.figures()
         self.energy.restart(self.step)
         self._read_pending()  # The hook may end the run: what was trained is reported before.
@@ -228,7 +238,9 @@ class Trainer:
         return end
 
     def _count_tokens(self, batches: list[Batch]) -> Tensor:
-        """The token counts of the step over all micro-batches and ranks, int64 [4] as in `PendingStep`, on the device."""
+        """The token counts of the step over all micro-batches and ranks, int64 [4] as in `PendingStep`, on the
+        device.
+        """
         device = self.accelerator.device
         # From page-locked memory, as the batches: any other copy would wait for all the work that the GPU has left.
         on_host = torch.tensor(dataclasses.astuple(count_tokens(batches)), pin_memory=device.type == "cuda")
@@ -279,13 +291,15 @@ class Trainer:
         return memory
 
     def require_finite_weights(self) -> None:
-        """Raise `NonFiniteLoss` where the update after the last finite loss left weights that are not finite; collective."""
+        """Raise `NonFiniteLoss` where the update after the last finite loss left weights that are not finite;
+        collective.
+        """
         local = [self.engine.local_tensor(p) for p in self._parameters]
         total = torch.stack(torch._foreach_norm(local, 1, dtype=torch.float32)).sum()
         if not math.isfinite(self.accelerator.reduce(total, reduction="sum").item()):
             raise NonFiniteLoss(
-                f"step {self.step}: its update left weights that are not finite; training stopped and they are not saved. "
-                f"{self._last_good_checkpoint()} Lower --learning_rate."
+                f"step {self.step}: its update left weights that are not finite; training stopped and they are not "
+                f"saved. {self._last_good_checkpoint()} Lower --learning_rate."
             )
 
     def _last_good_checkpoint(self) -> str:
@@ -299,6 +313,7 @@ class Trainer:
             return
         rows = ", ".join(map(str, taken.row_ids[:16])) + (", ..." if len(taken.row_ids) > 16 else "")
         raise NonFiniteLoss(
-            f"step {taken.step}: the loss is {loss} and the gradient norm {grad_norm}; training stopped. The step's dataset rows: {rows}. "
-            f"{self._last_good_checkpoint()} Lower --learning_rate, look at these rows, or in fp8 keep the outer layers in bf16 (--fp8_last_bf16_layers 2)."
+            f"step {taken.step}: the loss is {loss} and the gradient norm {grad_norm}; training stopped. The step's "
+            f"dataset rows: {rows}. {self._last_good_checkpoint()} Lower --learning_rate, look at these rows, or in "
+            "fp8 keep the outer layers in bf16 (--fp8_last_bf16_layers 2)."
         )

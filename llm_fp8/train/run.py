@@ -46,7 +46,12 @@ from llm_fp8.train.generate import check_positions
 from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.train.loop import LoopOptions, Trainer
 from llm_fp8.train.run_dir import check_free_space, is_finished, with_output_dir
-from llm_fp8.train.scale_warmup import PASSES, prepare_with_scales, supervised_tokens_per_process, warm_up_delayed_scales
+from llm_fp8.train.scale_warmup import (
+    PASSES,
+    prepare_with_scales,
+    supervised_tokens_per_process,
+    warm_up_delayed_scales,
+)
 from llm_fp8.train.setup import RunParts
 from llm_fp8.train.train_state import RunState, find_checkpoint, run_fingerprint
 from llm_fp8.utils.console import quiet_libraries
@@ -191,7 +196,9 @@ class Run(RunParts):
         self.num_trainable_parameters = sum(p.numel() for p in training_model.parameters() if p.requires_grad)
         if self.num_trainable_parameters < self.num_parameters:
             share = self.num_trainable_parameters / self.num_parameters
-            self.say(f"trainable parameters: {self.num_trainable_parameters:,} of {self.num_parameters:,} ({share:.2%})")
+            self.say(
+                f"trainable parameters: {self.num_trainable_parameters:,} of {self.num_parameters:,} ({share:.2%})"
+            )
         num_adapters = num_adapter_parameters(model)
         prepared, optimizer = prepare_with_scales(
             self.engine,
@@ -216,8 +223,8 @@ class Run(RunParts):
             self.say(f"resumed from {resume_path} after step {step}")
             if step > total_steps or (step == total_steps and is_finished(self.folder, step)):
                 raise UserError(
-                    f"--resume_from {resume_path}: it has {step} steps behind it, and the run that was asked for has {total_steps}; raise "
-                    "--max_steps or --num_epochs to train on."
+                    f"--resume_from {resume_path}: it has {step} steps behind it, and the run that was asked for has "
+                    f"{total_steps}; raise --max_steps or --num_epochs to train on."
                 )
         return Trainer(
             accelerator=accelerator,
@@ -251,7 +258,10 @@ class Run(RunParts):
         batches = first_step(data.train)
         num_supervised = supervised_tokens_per_process(self.accelerator, batches)
         warm_up_delayed_scales(training_model, self.precision, batches[0].to(self.device), num_supervised)
-        self.say(f"delayed scaling: first scales from {PASSES} passes over the first micro-batch, whose gradients are dropped")
+        self.say(
+            f"delayed scaling: first scales from {PASSES} passes over the first micro-batch, whose gradients are "
+            "dropped"
+        )
 
     def _profile_step(self, completed: int, total_steps: int) -> int:
         """The step to record: soon, but where there are enough behind the first ones, which compile and allocate."""
@@ -265,7 +275,8 @@ class Run(RunParts):
             value = getattr(options, name)
             if data.eval is None and value:
                 raise UserError(
-                    f"--{name} {value} has no effect, because no row is held out to evaluate on; raise --validation_fraction or drop it."
+                    f"--{name} {value} has no effect, because no row is held out to evaluate on; raise "
+                    "--validation_fraction or drop it."
                 )
 
     def _exact_match(
@@ -305,10 +316,12 @@ class Run(RunParts):
         self.exports_adapter = options.lora_rank > 0 and loaded and not options.lora_merge
         if self.config.run.export and options.lora_rank and not loaded and not options.lora_merge:
             self.say(
-                "final/ will hold the merged model, as with --lora_merge: the frozen weights are random and are kept nowhere else"
+                "final/ will hold the merged model, as with --lora_merge: the frozen weights are random and are kept "
+                "nowhere else"
             )
 
-    # --- gates, records, words ------------------------------------------------------------------------------------------
+    # --- gates, records, words
+    # ------------------------------------------------------------------------------------------
 
     def _parity_check(self, model: PreTrainedModel, data: PreparedData, default: bool) -> None:
         wanted = self.config.model.parity_check
@@ -336,7 +349,9 @@ class Run(RunParts):
         }
 
     def _effective_settings(self, data: PreparedData, trainer: Trainer) -> dict[str, Any]:
-        """What the options that were left to the program came to; precision and optimizer have a section of their own."""
+        """What the options that were left to the program came to; precision and optimizer have a section of their
+        own.
+        """
         return {
             "packing": self.config.packing,
             "attn_implementation": self.attention_implementation,
@@ -403,7 +418,8 @@ class Run(RunParts):
         }
         if self.config.lora.lora_rank:
             card["LoRA"] = (
-                f"rank {self.config.lora.lora_rank}, scaling {scaling_of(self.config.lora):g}, {self.config.lora.lora_targets}"
+                f"rank {self.config.lora.lora_rank}, scaling {scaling_of(self.config.lora):g}, "
+                f"{self.config.lora.lora_targets}"
             )
         shared: dict[str, Any] = {
             "card": card,

@@ -20,8 +20,8 @@ from llm_fp8.utils.ranks import LaunchRanks, agree_on
 def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
     """`config` with the output folder chosen where none was given, the same on every rank.
 
-    Processes that a launcher starts anew after a failure continue from the newest checkpoint, or begin again where there is none.
-    Raises `UserError` where the folder cannot be written or holds another run.
+    Processes that a launcher starts anew after a failure continue from the newest checkpoint, or begin again where
+    there is none. Raises `UserError` where the folder cannot be written or holds another run.
     """
     if config.run.output_dir is None:
         model = re.sub(r"[^A-Za-z0-9.]+", "-", config.model.model_name).strip("-")
@@ -36,10 +36,13 @@ def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
     if ranks.restart_count > 0:
         return _with_run(config, resume_from=LATEST if has_checkpoint(folder) else config.run.resume_from)
     resume_from = config.run.resume_from
-    continues_it = resume_from == LATEST or (resume_from is not None and folder.resolve() in Path(resume_from).resolve().parents)
+    continues_it = resume_from == LATEST or (
+        resume_from is not None and folder.resolve() in Path(resume_from).resolve().parents
+    )
     if (folder / "run.json").exists() and not continues_it:
         raise UserError(
-            f"--output_dir {folder} holds another run; choose another folder, remove this one, or continue it with --resume_from latest."
+            f"--output_dir {folder} holds another run; choose another folder, remove this one, or continue it with "
+            "--resume_from latest."
         )
     return config
 
@@ -59,8 +62,8 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
     free_gib = shutil.disk_usage(existing_part(folder)).free / GIB
     if free_gib < needed_gib:
         raise UserError(
-            f"--output_dir {folder}: the trained model will take {needed_gib:.3g} GiB and its disk has {free_gib:.3g} GiB free; make room, "
-            "choose another folder or use --no_export."
+            f"--output_dir {folder}: the trained model will take {needed_gib:.3g} GiB and its disk has {free_gib:.3g} "
+            "GiB free; make room, choose another folder or use --no_export."
         )
 
 

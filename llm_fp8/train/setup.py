@@ -1,4 +1,6 @@
-"""The parts of a run that its options alone decide: engine, optimizer, precision and model, built in the order in which they need each other."""
+"""The parts of a run that its options alone decide: engine, optimizer, precision and model, built in the order in
+which they need each other.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class RunParts:
         self.ranks = ranks
         self.device = accelerator.device
         self.folder = Path(config.run.output_dir or "")
-        self.checkpoints = CheckpointManager(self.folder, config.run.save_total_limit, is_main=accelerator.is_main_process)
+        self.checkpoints = CheckpointManager(
+            self.folder, config.run.save_total_limit, is_main=accelerator.is_main_process
+        )
         self.plan = plan
         self._check_token_multiple()
         self.certifies = certifies(config.run.certify, accelerator.device)
@@ -77,14 +81,17 @@ class RunParts:
         tokens = data.batch_size * data.max_seq_length
         if tokens % multiple:
             raise UserError(
-                f"--fp8_scenario {self.plan.effective_scenario} needs a multiple of {multiple} tokens in a micro-batch, and --batch_size {data.batch_size} times "
-                f"--max_seq_length {data.max_seq_length} is {tokens}; choose a --max_seq_length that is a multiple of {multiple}."
+                f"--fp8_scenario {self.plan.effective_scenario} needs a multiple of {multiple} tokens in a "
+                f"micro-batch, and --batch_size {data.batch_size} times --max_seq_length {data.max_seq_length} is "
+                f"{tokens}; choose a --max_seq_length that is a multiple of {multiple}."
             )
 
     def choose_strategy(self) -> None:
         """--sharding_mode and --optimizer for this run."""
         config, plan = self.config, self.plan
-        choice = choose_mode(config, self.ranks, functools.partial(count_parameters, self.hf_config), self._gpu_memory_gib())
+        choice = choose_mode(
+            config, self.ranks, functools.partial(count_parameters, self.hf_config), self._gpu_memory_gib()
+        )
         check_mode(config, choice.mode, self.ranks, plan.compute_name)
         self.engine = build_strategy(choice.mode, config, self.accelerator, self.ranks, plan.compute_dtype)
         self.optimizer_kind = self.engine.resolve_optimizer(config.optim.optimizer, plan.compute_dtype)
@@ -104,22 +111,27 @@ class RunParts:
         plan = self.plan
         if plan.fallback_reason:
             self.say(
-                f"WARNING: --fp8_scenario {plan.requested_scenario} FELL BACK to {plan.effective_scenario}: {plan.fallback_reason}"
+                f"WARNING: --fp8_scenario {plan.requested_scenario} FELL BACK to {plan.effective_scenario}: "
+                f"{plan.fallback_reason}"
             )
         self.say(
-            f"precision: {plan.name} (asked for: {plan.requested}{f' {plan.requested_scenario}' if plan.requested_scenario else ''})"
+            f"precision: {plan.name} (asked for: "
+            f"{plan.requested}{f' {plan.requested_scenario}' if plan.requested_scenario else ''})"
         )
         if plan.backend == "torchao":
             self.say(
-                "fp8 by torchao, EMULATED on the CPU: operands are rounded to fp8 and multiplied in a wider type, so this shows losses and no speed"
+                "fp8 by torchao, EMULATED on the CPU: operands are rounded to fp8 and multiplied in a wider type, so "
+                "this shows losses and no speed"
                 if plan.emulated
-                else "fp8 by torchao, with torch.compile for each decoder layer: first steps take longer, because they compile"
+                else "fp8 by torchao, with torch.compile for each decoder layer: first steps take longer, because "
+                "they compile"
             )
         trained = str(self.parameter_dtype).removeprefix("torch.")
         if self.config.lora.lora_rank:
             frozen = str(self.weight_dtype).removeprefix("torch.")
             self.say(
-                f"optimizer: {self.optimizer_kind}, adapters of rank {self.config.lora.lora_rank} in {trained}, frozen model in {frozen}"
+                f"optimizer: {self.optimizer_kind}, adapters of rank {self.config.lora.lora_rank} in {trained}, "
+                f"frozen model in {frozen}"
             )
         else:
             self.say(f"optimizer: {self.optimizer_kind}, parameters in {trained}")
@@ -127,13 +139,17 @@ class RunParts:
     def build_model(
         self, source: ModelSource, hf_config: PretrainedConfig
     ) -> tuple[PreTrainedModel, TrainingModel, bool, Fp8Coverage]:
-        """The model, what the loop calls, whether weights were loaded, and the census; the precision seam is attached to it."""
+        """The model, what the loop calls, whether weights were loaded, and the census; the precision seam is
+        attached to it.
+        """
         model, loaded = self._decoder_with_adapters(source, hf_config)
         layers = decoder_layers(model)
         reasons = self._convert_linears(model, layers)
         self.attention_implementation: str = "te" if self.config.model.use_te else model.config._attn_implementation
         if self.attention_implementation == "eager" and self.config.model.attn_implementation == "auto":
-            self.say(f"attention: eager, which is slow: transformers has no sdpa for models of type '{hf_config.model_type}'")
+            self.say(
+                f"attention: eager, which is slow: transformers has no sdpa for models of type '{hf_config.model_type}'"
+            )
         self.precision = self._attach_precision(model, layers)
         products = gemms_per_weight(model)
         census = measure_coverage(
@@ -148,7 +164,9 @@ class RunParts:
         self.say(census.describe())
         recomputed = self._checkpoint_layers(layers)
         self.promise = ExpectedKernels.of_model(self.precision, census, recomputed, products)
-        training_model = TrainingModel(model, self.config.data.max_seq_length, self.plan.compute_dtype, self.precision.fp8_head)
+        training_model = TrainingModel(
+            model, self.config.data.max_seq_length, self.plan.compute_dtype, self.precision.fp8_head
+        )
         self._shard(training_model, layers)
         if self.engine.shards_parameters:
             loaded = fill_sharded(model, self.config.model, source, self.device, self.config.optim.seed)
@@ -158,7 +176,9 @@ class RunParts:
         return model, training_model, loaded, census
 
     def _decoder_with_adapters(self, source: ModelSource, hf_config: PretrainedConfig) -> tuple[PreTrainedModel, bool]:
-        """The model, and whether weights were loaded into it; one whose parameters the engine shards has no values yet."""
+        """The model, and whether weights were loaded into it; one whose parameters the engine shards has no values
+        yet.
+        """
         options, lora, seed = self.config.model, self.config.lora, self.config.optim.seed
         shared: dict[str, Any] = {
             "parameter_dtype": self.weight_dtype,
@@ -178,9 +198,13 @@ class RunParts:
         return model, loaded
 
     def _convert_linears(self, model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, str]:
-        """Put the backend's linear layers into a Hugging Face decoder, for fp8; name -> reason for each one left alone."""
+        """Put the backend's linear layers into a Hugging Face decoder, for fp8; name -> reason for each one left
+        alone.
+        """
         if self.plan.backend == "torchao":
-            recipe = dataclasses.replace(self.plan.recipe, enable_fsdp_float8_all_gather=self.config.parallel.fp8_all_gather)
+            recipe = dataclasses.replace(
+                self.plan.recipe, enable_fsdp_float8_all_gather=self.config.parallel.fp8_all_gather
+            )
             return convert_with_torchao(model, recipe, bf16_layers(self.config.precision, layers))
         if self.plan.recipe is not None and not self.config.model.use_te:
             return swap_linears(model)
@@ -203,7 +227,10 @@ class RunParts:
             return ()
         uses_te = options.use_te or self.plan.te_recipe is not None
         return enable_gradient_checkpointing(
-            layers, options.gradient_checkpointing_every, uses_te, reentrant=uses_te and self.engine.reentrant_te_checkpoints
+            layers,
+            options.gradient_checkpointing_every,
+            uses_te,
+            reentrant=uses_te and self.engine.reentrant_te_checkpoints,
         )
 
     def _shard(self, training_model: TrainingModel, layers: nn.ModuleList) -> None:
@@ -215,7 +242,8 @@ class RunParts:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """In which the model itself is kept: `parameter_dtype`, or under LoRA the compute dtype, since a frozen model needs no master.
+        """In which the model itself is kept: `parameter_dtype`, or under LoRA the compute dtype, since a frozen model
+        needs no master.
 
         fp32 where the latter is fp16, whose range is small.
         """

@@ -1,4 +1,6 @@
-"""What a checkpoint of a run holds, and how it is put back: weights, optimizer, scales, random states, position in the data."""
+"""What a checkpoint of a run holds, and how it is put back: weights, optimizer, scales, random states, position in
+the data.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def _lora_fingerprint(config: Config) -> dict[str, Any]:
     }
 
 
-def find_checkpoint(checkpoints: CheckpointManager, resume_from: str | None, fingerprint: dict[str, Any]) -> Path | None:
+def find_checkpoint(
+    checkpoints: CheckpointManager, resume_from: str | None, fingerprint: dict[str, Any]
+) -> Path | None:
     """The checkpoint to resume from, None for a new run; `UserError` where it is another run's."""
     if resume_from is None:
         return None
@@ -98,13 +102,16 @@ def find_checkpoint(checkpoints: CheckpointManager, resume_from: str | None, fin
 
 
 def _require_readable(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Raise `UserError` where DeepSpeed and the other modes would have to read each other's checkpoints, or two of its stages."""
+    """Raise `UserError` where DeepSpeed and the other modes would have to read each other's checkpoints, or two of
+    its stages.
+    """
     was, now = saved.get("saved_by"), current["saved_by"]
     if was == now or was is None:
         return
     remedy = f"--sharding_mode {was}" if was != _BY_NAME else "--sharding_mode ddp or an fsdp mode"
     raise UserError(
-        f"--resume_from: {path} was saved under {remedy}, and what a deepspeed mode saves no other mode can read, nor the other way round; resume with {remedy}."
+        f"--resume_from: {path} was saved under {remedy}, and what a deepspeed mode saves no other mode can read, nor "
+        f"the other way round; resume with {remedy}."
     )
 
 
@@ -126,7 +133,9 @@ class RunState:
         """Every tensor of a checkpoint but the random states, by name: the live ones, not copies."""
         tensors: dict[str, Tensor] = {}
         if not self.engine.saves_itself:
-            trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+            trained = [
+                (name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad
+            ]
             named = [(name, master_of(parameter)) for name, parameter in trained]
             tensors |= {f"model.{name}": plain_rows(parameter).detach() for name, parameter in named}
             tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, named).items()}

@@ -1,8 +1,9 @@
 """JSON that survives a crash and that every reader accepts, and how files of it are read.
 
-A file that is replaced whole (run.json, summary.json) is written beside its place and renamed over it, so that a reader sees
-the old or the new one and never half of one. JSON has no NaN or infinity; they are written as the strings "NaN", "Infinity" and
-"-Infinity" instead of Python's bare words, which other parsers refuse. `read_json` gives the floats again.
+A file that is replaced whole (run.json, summary.json) is written beside its place and renamed over it, so that a reader
+sees the old or the new one and never half of one. JSON has no NaN or infinity; they are written as the strings "NaN",
+"Infinity" and "-Infinity" instead of Python's bare words, which other parsers refuse. `read_json` gives the floats
+again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def _plain(value: Any) -> Any:
 
 
 def with_floats(value: Any) -> Any:
-    """`value`, as read from JSON, with the strings that stand for NaN and infinity replaced by these floats, in lists and objects too."""
+    """`value`, as read from JSON, with the strings that stand for NaN and infinity replaced by these floats, in
+    lists and objects too.
+    """
     if isinstance(value, dict):
         return {key: with_floats(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -67,7 +70,9 @@ def _read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object of a JSON file, NaN and infinity as floats. Raises `UserError` for a file that cannot be read or holds something else."""
+    """The object of a JSON file, NaN and infinity as floats. Raises `UserError` for a file that cannot be read or
+    holds something else.
+    """
     try:
         value = json.loads(_read_text(path))
     except json.JSONDecodeError as error:
@@ -83,7 +88,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file, strings as they stand there: "Infinity" can be a problem's answer. Raises `UserError` with the line that is none."""
+    """The objects of a JSONL file, strings as they stand there: "Infinity" can be a problem's answer. Raises
+    `UserError` with the line that is none.
+    """
     records = []
     for number, line in enumerate(_read_text(path).splitlines(), start=1):
         try:
@@ -97,7 +104,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def require_writable(flag: str, path: Path) -> None:
-    """Make the folder of a file that is to be written at the end of long work, and raise `UserError` now where it could not be written then."""
+    """Make the folder of a file that is to be written at the end of long work, and raise `UserError` now where it
+    could not be written then.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -22,14 +22,18 @@ def require_te(why: str) -> Any:
     try:
         import transformer_engine.pytorch as te
     except ImportError as error:
-        raise UserError(f"{why} needs Transformer Engine, which is not installed ({error}); run: {INSTALL_TE}") from error
+        raise UserError(
+            f"{why} needs Transformer Engine, which is not installed ({error}); run: {INSTALL_TE}"
+        ) from error
     except (OSError, RuntimeError) as error:
         raise UserError(f"{why} needs Transformer Engine, which is installed but does not load: {error}") from error
     return te
 
 
 def forget_delayed_scales() -> None:
-    """Drop what Transformer Engine keeps for the whole process between runs of several models, whose maxima it would go on exchanging."""
+    """Drop what Transformer Engine keeps for the whole process between runs of several models, whose maxima it would
+    go on exchanging.
+    """
     if "transformer_engine" in sys.modules:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -37,10 +41,13 @@ def forget_delayed_scales() -> None:
 
 
 def prefer_torchs_libraries() -> None:
-    """Let Transformer Engine load torch's own cuDNN and CUDA runtime, where others are there too; call it before whatever imports it."""
+    """Let Transformer Engine load torch's own cuDNN and CUDA runtime, where others are there too; call it before
+    whatever imports it.
+    """
     _prefer_torchs_cudnn()
     if torch.version.cuda is not None:
-        # Its cuDNN frontend takes the older of two runtimes, whose structs are not those that it was compiled with. flash-attn 3 brings a second one.
+        # Its cuDNN frontend takes the older of two runtimes, whose structs are not those that it was compiled with.
+        # flash-attn 3 brings a second one.
         major = torch.version.cuda.partition(".")[0]
         os.environ.setdefault("CUDNN_FRONTEND_CUDART_LIB_NAME", f"libcudart.so.{major}")
 
@@ -48,10 +55,11 @@ def prefer_torchs_libraries() -> None:
 def _prefer_torchs_cudnn() -> None:
     """Let Transformer Engine load the cuDNN that torch brought, not an older one of the system.
 
-    It looks for the system's first. With two versions in one process its fused attention fails its own check and it takes the unfused
-    one without a word, which was 2.7 times slower on an H200. A CUDNN_HOME or CUDNN_PATH that the user set stays; an empty one counts
-    as none, because Transformer Engine would search the whole file system for it. The first library of cuDNN loads its others by name
-    when they are needed, from the system's folders too, so all of them are loaded here.
+    It looks for the system's first. With two versions in one process its fused attention fails its own check and it
+    takes the unfused one without a word, which was 2.7 times slower on an H200. A CUDNN_HOME or CUDNN_PATH that the
+    user set stays; an empty one counts as none, because Transformer Engine would search the whole file system for it.
+    The first library of cuDNN loads its others by name when they are needed, from the system's folders too, so all of
+    them are loaded here.
     """
     if "transformer_engine" in sys.modules or os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH"):
         return

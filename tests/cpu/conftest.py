@@ -21,7 +21,9 @@ ONE_WORKER = ("test_deepspeed.py", "test_trainer_callback.py")
 
 
 class _Scheduling(LoadScopeScheduling):
-    """Hands out one test at a time, and the files of `ONE_WORKER` whole. (xdist_group marks do nothing under pytest 9.2 with xdist 3.8.)"""
+    """Hands out one test at a time, and the files of `ONE_WORKER` whole. (xdist_group marks do nothing under pytest
+    9.2 with xdist 3.8.)
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
@@ -60,7 +62,9 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_architecture(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a tiny model of one layer, whose sizes are multiples of 16, with its tokenizer and without weights."""
+    """The folder of a tiny model of one layer, whose sizes are multiples of 16, with its tokenizer and without
+    weights.
+    """
     folder = tmp_path_factory.mktemp("architecture") / "tiny"
     tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
@@ -69,7 +73,9 @@ def tiny_architecture(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """What to start a script with as with `sys.executable`, but for its imports, which are done (tests/warm_python.py)."""
+    """What to start a script with as with `sys.executable`, but for its imports, which are done
+    (tests/warm_python.py).
+    """
     with warm_python_in(tmp_path_factory.mktemp("warm")) as program:
         yield program
 

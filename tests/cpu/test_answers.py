@@ -225,5 +225,7 @@ def test_every_solution_of_the_embedded_problems_holds_its_answer() -> None:
     answers = [extract_answer(row["generated_solution"]) for row in rows]
     assert all(answers_equal(answer, row["expected_answer"]) for answer, row in zip(answers, rows, strict=True))
     # and nearly none of another family's, with which it is out of step
-    shifted = [answers_equal(answer, row["expected_answer"]) for answer, row in zip(answers, rows[1:] + rows[:1], strict=True)]
+    shifted = [
+        answers_equal(answer, row["expected_answer"]) for answer, row in zip(answers, rows[1:] + rows[:1], strict=True)
+    ]
     assert sum(shifted) < 20

@@ -60,7 +60,12 @@ def refuse(capfd, tmp_path) -> Callable[..., str]:
 @pytest.fixture
 def common(tmp_path, tiny_model, rows) -> list[str]:
     """Options that work; a later option overrides an earlier one."""
-    return [f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=128", f"--output_dir={tmp_path / 'run'}"]
+    return [
+        f"--model_name={tiny_model}",
+        f"--dataset_name={rows}",
+        "--max_seq_length=128",
+        f"--output_dir={tmp_path / 'run'}",
+    ]
 
 
 # ---- models ----
@@ -214,7 +219,10 @@ def test_evaluation_without_held_out_rows(refuse, common):
         (["--fp8_last_bf16_layers=1"], ("--fp8_last_bf16_layers",)),
         (["--fp8_strict"], ("--fp8_strict",)),
         (["--fp8_lm_head=gradients"], ("--fp8_lm_head", "--mixed_precision fp8")),
-        (["--mixed_precision=fp8", "--fp8_backend=torchao", "--fp8_lm_head=all"], ("--fp8_lm_head all", "--fp8_backend torchao")),
+        (
+            ["--mixed_precision=fp8", "--fp8_backend=torchao", "--fp8_lm_head=all"],
+            ("--fp8_lm_head all", "--fp8_backend torchao"),
+        ),
         (["--parity_check"], ("--parity_check", "--use_te")),
         (["--attn_implementation=flash_attention_2"], ("--attn_implementation flash_attention_2", "pip install")),
         (["--max_seq_length=100", "--batch_size=3", "--packing"], ("--max_seq_length", "multiple of 16")),
@@ -355,7 +363,11 @@ def test_wandb_without_a_login_explains_itself(tmp_path, warm_python, common):
     )  # fmt: skip
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("error: --use_wandb") and "wandb login" in done.stderr and "WANDB_MODE=offline" in done.stderr
+    assert (
+        done.stderr.startswith("error: --use_wandb")
+        and "wandb login" in done.stderr
+        and "WANDB_MODE=offline" in done.stderr
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -417,7 +429,9 @@ def test_weights_broken_by_the_last_update_are_not_exported(tmp_path, capfd, com
     ids=["option", "config", "model"],
 )
 def test_the_script_says_it_in_one_line(tmp_path, warm_python, options, named):
-    done = subprocess.run([warm_python, str(ROOT / "train_fp8.py"), *options], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [warm_python, str(ROOT / "train_fp8.py"), *options], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and named in done.stderr and len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
@@ -447,8 +461,13 @@ def test_out_of_memory_in_a_step_is_a_sentence(tmp_path, common, monkeypatch):
     with pytest.raises(UserError) as error:
         train(*common)
     sentence = str(error.value)
-    assert sentence.startswith("the GPU is out of memory: weights, gradients and optimizer state of 0.00 billion parameters")
-    assert "15.0 of 16.0 GiB were in use at the peak" in sentence and "train_multi_gpu.py --sharding_mode fsdp_full" in sentence
+    assert sentence.startswith(
+        "the GPU is out of memory: weights, gradients and optimizer state of 0.00 billion parameters"
+    )
+    assert (
+        "15.0 of 16.0 GiB were in use at the peak" in sentence
+        and "train_multi_gpu.py --sharding_mode fsdp_full" in sentence
+    )
 
 
 WITHOUT_OPTIONS = {"container_requirements", "made_up_math", "colours", "moment_dtypes", "grad_accumulation"}

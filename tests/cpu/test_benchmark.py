@@ -1,4 +1,6 @@
-"""The benchmark of one GPU: what its arms train, measurements in processes of their own, rows and their figures. Tiny models on the CPU."""
+"""The benchmark of one GPU: what its arms train, measurements in processes of their own, rows and their figures.
+Tiny models on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def test_the_weights_are_the_same_in_both_layouts(family):
 
 
 class MadeUpTransformerEngine:
-    """te.Linear and te.autocast without Transformer Engine: a linear layer that rounds to e4m3 inside the autocast, and notes its recipe."""
+    """te.Linear and te.autocast without Transformer Engine: a linear layer that rounds to e4m3 inside the autocast,
+    and notes its recipe.
+    """
 
     recipe = None
 
@@ -104,7 +108,9 @@ class MadeUpTransformerEngine:
 
 def test_bare_transformer_engine_replaces_every_layer_and_opens_its_autocast(workload, swap_losses, monkeypatch):
     monkeypatch.setattr(rival_module, "require_te", lambda why: MadeUpTransformerEngine)
-    monkeypatch.setattr(rival_module, "resolve_precision", lambda options, device: SimpleNamespace(recipe=options.fp8_scenario))
+    monkeypatch.setattr(
+        rival_module, "resolve_precision", lambda options, device: SimpleNamespace(recipe=options.fp8_scenario)
+    )
     found = measure(Workload.parse(workload, 3), parse_variant("te_autocast"), 1, CPU)
     assert found["losses"][0] == pytest.approx(swap_losses[0], rel=1e-3) and found["losses"][0] != swap_losses[0]
     assert found["losses"][2] < found["losses"][0] and found["parameters_not_in_the_optimizer"] == []
@@ -113,7 +119,9 @@ def test_bare_transformer_engine_replaces_every_layer_and_opens_its_autocast(wor
 
 @pytest.mark.parametrize("name", ["hf_bf16", "torchao_tensorwise", "torchao_rowwise"])
 def test_rivals_train_what_we_train(workload, swap_losses, name, monkeypatch):
-    """From the same weights and tokens: first losses differ by rounding, of fp8 where it is used; losses fall. Uncompiled, for speed."""
+    """From the same weights and tokens: first losses differ by rounding, of fp8 where it is used; losses fall.
+    Uncompiled, for speed.
+    """
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(type(self).__name__))
     compiled: list[str] = []
     found = measure(Workload.parse(workload, 3), parse_variant(name), 1, CPU)
@@ -129,12 +137,18 @@ def test_rivals_train_what_we_train(workload, swap_losses, name, monkeypatch):
 
 
 def test_torchaos_fp8_layers_round(workload):
-    """That they compute in fp8, and the two recipes in different ways, shows in the gradients, which bf16 alone would round alike."""
+    """That they compute in fp8, and the two recipes in different ways, shows in the gradients, which bf16 alone
+    would round alike.
+    """
     forget_accelerator()  # of whichever test ran in this process before
     norms = {}
     for name in ("hf_bf16", "torchao_tensorwise", "torchao_rowwise"):
         rival = RIVALS[name]
-        training = parse_variant(name).build(Workload.parse(workload, 1)) if not rival.compiled else uncompiled(rival, workload)
+        training = (
+            parse_variant(name).build(Workload.parse(workload, 1))
+            if not rival.compiled
+            else uncompiled(rival, workload)
+        )
         training.model(**training._inputs[0], use_cache=False).loss.backward()
         norms[name] = training.model.model.layers[0].mlp.down_proj.weight.grad.float()
     plain = norms.pop("hf_bf16")
@@ -160,7 +174,9 @@ def test_what_is_missing_is_named(workload, monkeypatch):
             with pytest.raises(UserError, match=f"--arms {name} needs Transformer Engine, .* run: pip install"):
                 parse_variant(name).build(work)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="--arms torchao_rowwise needs torchao, which is not installed; run: pip install torchao"):
+    with pytest.raises(
+        UserError, match="--arms torchao_rowwise needs torchao, which is not installed; run: pip install torchao"
+    ):
         parse_variant("torchao_rowwise").build(work)
 
 
@@ -173,11 +189,14 @@ def test_a_header_names_the_command_to_repeat():
 
 
 def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, monkeypatch):
-    """bf16 needs Transformer Engine and a GPU, and is tried once. The first measurement that succeeds has a process of its own, from which the
-    launcher's environment stays outside and that has the variables it is given; the others, for speed, share this one."""
+    """bf16 needs Transformer Engine and a GPU, and is tried once. The first measurement that succeeds has a process of
+    its own, from which the launcher's environment stays outside and that has the variables it is given; the others, for
+    speed, share this one."""
     started, prepares = [], []
 
-    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, next_variables: dict | None):
+    def measured(
+        name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, next_variables: dict | None
+    ):
         prepares.append(next_variables)
         if arm == "hf_bf16" and not started:
             started.append(arm)
@@ -203,7 +222,10 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
     assert prepares == [{}, {}, None], "behind the last one nothing comes"
     assert record["provenance"]["command"] == recorded_command(sys.argv) and "peaks" in record
     environment = record["provenance"]["environment"]
-    assert environment["NVTE_FP8_ALLREDUCE"] == "1" and not {"NVTE_FLASH_ATTN", "ACCELERATE_FP8_BACKEND"} & environment.keys()
+    assert (
+        environment["NVTE_FP8_ALLREDUCE"] == "1"
+        and not {"NVTE_FLASH_ATTN", "ACCELERATE_FP8_BACKEND"} & environment.keys()
+    )
     failed, measured = rows
     assert "--use_te needs an NVIDIA GPU" in failed["failed"] and "tokens_per_s" not in failed
     assert failed["workload"] == measured["workload"] == workload and measured["seq_length"] == 32
@@ -224,7 +246,9 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
 def test_a_loss_that_is_no_number_is_gone_on_with(tmp_path, monkeypatch, capsys):
     """The arm that diverged is compared with one that a later call measures."""
 
-    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, next_variables: dict | None):
+    def measured(
+        name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, next_variables: dict | None
+    ):
         loss = math.nan if arm == "accelerate_te" else 7.0
         times = [1.0] * (num_steps - warmup)
         return {"failed": None, "step_times_s": times, "losses": [loss, math.inf], "wall_time_s": 1.0}
@@ -247,7 +271,9 @@ def test_an_answer_whose_loss_is_no_number_has_it_as_a_float(num_gpus, monkeypat
         folder, process = tempfile.TemporaryDirectory(), subprocess.Popen(["true"])
 
         def begin(self, words: list[str]) -> None:
-            write_json_atomic(Path(words[-1]), {"failed": None, **found, "provenance": {}, "peaks": None, "rows": [found]})
+            write_json_atomic(
+                Path(words[-1]), {"failed": None, **found, "provenance": {}, "peaks": None, "rows": [found]}
+            )
 
     monkeypatch.setattr("llm_fp8.tools.bench.worker.take_program", lambda *_: Program())
     first, second = measure_apart("Llama-3.2-1B:1x16x1", "bf16", num_gpus, 2, 1, 9.0)["losses"]
@@ -255,10 +281,14 @@ def test_an_answer_whose_loss_is_no_number_has_it_as_a_float(num_gpus, monkeypat
 
 
 def test_a_bench_goes_on_from_its_file(tmp_path, monkeypatch, capsys):
-    """Rounds that are there count, what failed or was not reached is measured; other code, steps or programs' files are refused."""
+    """Rounds that are there count, what failed or was not reached is measured; other code, steps or programs' files
+    are refused.
+    """
     path, taken, commit = tmp_path / "r.json", [], ["a" * 40]
 
-    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, next_variables: dict | None):
+    def measured(
+        name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, next_variables: dict | None
+    ):
         taken.append((arm, next_variables))
         git = {"commit": commit[0], "dirty": None}
         provenance = {"git": git, "packages": {}, "driver": "1", "gpus": [{"name": "H"}], "time_utc": str(len(taken))}
@@ -287,9 +317,13 @@ def test_a_bench_goes_on_from_its_file(tmp_path, monkeypatch, capsys):
     record = json.loads(path.read_text())
     assert record["rows"] == rows and [origin["time_utc"] for origin in record["earlier_provenance"]] == ["1", "3"]
     kept = path.read_text()
-    assert measure_arms("bf16", 2) == rows and len(taken) == 2 and path.read_text() == kept, "nothing was left to measure"
+    assert measure_arms("bf16", 2) == rows and len(taken) == 2 and path.read_text() == kept, (
+        "nothing was left to measure"
+    )
     measure_arms("block", 1)
-    assert [row.get("failed") for row in measure_arms("bf16", 2)] == [None, None, "killed", None], "and what failed stays too"
+    assert [row.get("failed") for row in measure_arms("bf16", 2)] == [None, None, "killed", None], (
+        "and what failed stays too"
+    )
     kept = path.read_text()
     with pytest.raises(UserError, match="with --steps 3 and --warmup 1; give the same"):
         measure_arms("bf16", 2, warmup=2)
@@ -325,16 +359,29 @@ def test_what_an_error_is_called():
 def test_figures_of_step_times():
     work = Workload.parse("Llama-3.2-1B:8x1024x4", 6)
     found = speed(work, [1.0, 2.0, 4.0, 2.0, 2.0])
-    assert found["tokens_per_s"] == 16384 and found["tokens_per_s_slowest"] == 8192 and found["tokens_per_s_fastest"] == 32768
-    # The tenth of the steps lies 0.4 of the way from the shortest to the next, the ninetieth 0.6 of the way to the longest.
-    assert found["tokens_per_s_p90"] == pytest.approx(32768 / 1.4) and found["tokens_per_s_p10"] == pytest.approx(32768 / 3.2)
+    assert (
+        found["tokens_per_s"] == 16384
+        and found["tokens_per_s_slowest"] == 8192
+        and found["tokens_per_s_fastest"] == 32768
+    )
+    # The tenth of the steps lies 0.4 of the way from the shortest to the next, the ninetieth 0.6 of the way to the
+    # longest.
+    assert found["tokens_per_s_p90"] == pytest.approx(32768 / 1.4) and found["tokens_per_s_p10"] == pytest.approx(
+        32768 / 3.2
+    )
     assert len(set(value for key, value in speed(work, [2.0]).items() if key.startswith("tokens"))) == 1
 
 
 def test_rounds_that_failed_are_said():
     work, arm = Workload.parse("Llama-3.2-1B:8x1024x4", 2), parse_variant("delayed")
     gemms = {"fp8": {"count": 768, "time_s": 0.3, "share": 0.75}, "bf16": {"count": 12, "time_s": 0.1, "share": 0.25}}
-    good = {"failed": None, "step_times_s": [1.0], "losses": [12.0, 11.9], "peak_memory_gib": 30.0, "gemm_kernels": gemms}
+    good = {
+        "failed": None,
+        "step_times_s": [1.0],
+        "losses": [12.0, 11.9],
+        "peak_memory_gib": 30.0,
+        "gemm_kernels": gemms,
+    }
     row = benchmark.summarise(work, arm, [good, {**good, "peak_memory_gib": 31.0}, {"failed": "out of memory"}])
     assert row["peak_memory_gib"] == 31 and row["failed_rounds"] == ["out of memory"] and len(row["rounds"]) == 2
     line = benchmark._line(row, row)
@@ -363,7 +410,10 @@ def test_quick_gives_way_to_what_is_asked():
         (["--warmup", "8"], "--warmup 8 must leave some of the 8"),
         (["--rounds", "0"], "measures nothing"),
         (["--arm_timeout_s", "nan"], "--arm_timeout_s nan leaves no time"),
-        (["--output", "/proc/none/r.json"], "--output /proc/none/r.json: .*; give a file in a folder that can be written"),
+        (
+            ["--output", "/proc/none/r.json"],
+            "--output /proc/none/r.json: .*; give a file in a folder that can be written",
+        ),
     ):
         with pytest.raises(UserError, match=sentence):
             benchmark.parse(wrong)
@@ -374,7 +424,9 @@ def test_what_belongs_to_several_gpus_is_refused():
         parse_variant("fsdp_full:delayed").check(Workload.parse("Llama-3.2-1B:1x16x1", 1), LaunchRanks())
 
 
-@pytest.mark.parametrize(("rows", "code"), [([{"failed": "no"}, {"tokens_per_s": 1.0}], 0), ([{"failed": "no"}] * 2, 1)])
+@pytest.mark.parametrize(
+    ("rows", "code"), [([{"failed": "no"}, {"tokens_per_s": 1.0}], 0), ([{"failed": "no"}] * 2, 1)]
+)
 def test_the_exit_code_says_whether_anything_was_measured(rows, code, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["scripts/benchmark.py"])
     monkeypatch.setattr(benchmark, "measure_and_print", lambda *_: rows)
@@ -391,7 +443,9 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
         return str(mistake.value)
 
     assert said("--quick") == "the benchmark needs an NVIDIA GPU, and none is found."
-    assert said("--workloads=Llama-3.2-1B:1x16x1,Llama-3.2-1B:1x16x1") == "--workloads names Llama-3.2-1B:1x16x1 twice."
+    assert said("--workloads=Llama-3.2-1B:1x16x1,Llama-3.2-1B:1x16x1") == (
+        "--workloads names Llama-3.2-1B:1x16x1 twice."
+    )
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert "run it with python" in said()
@@ -417,5 +471,6 @@ def test_the_claim_that_accelerates_own_fp8_equals_transformer_engine(capsys):
     assert benchmark.claims(rows[:1]) == benchmark.claims([rows[0], {**slower, "failed": "out of memory"}]) == []
     benchmark.print_table(rows)
     assert (
-        "accelerate_te is 0.957 x as fast as te_autocast (their steps overlap); first losses +0.0100%" in capsys.readouterr().out
+        "accelerate_te is 0.957 x as fast as te_autocast (their steps overlap); first losses +0.0100%"
+        in capsys.readouterr().out
     )

@@ -1,4 +1,6 @@
-"""The benchmark in several processes: arms, rows, arms that fail and those that follow them. gloo on the CPU, started by torchrun."""
+"""The benchmark in several processes: arms, rows, arms that fail and those that follow them. gloo on the CPU,
+started by torchrun.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, architecture, start):
-    """The TE decoder needs a GPU, so its arm fails; the one after it is measured by the processes of the second start."""
+    """The TE decoder needs a GPU, so its arm fails; the one after it is measured by the processes of the second
+    start.
+    """
     path = tmp_path / "result.json"
     ours = "fsdp_full:bf16:swap,fsdp_full:bf16,ddp:bf16:swap,ddp:hf_bf16,deepspeed_1:bf16:swap,deepspeed_3:bf16:swap"
     arms = f"{ours},deepspeed_1:hf_bf16,deepspeed_3:hf_bf16"
@@ -67,7 +71,13 @@ def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, archi
     assert record["measuring"] is None and record["provenance"]["command"][0] == "scripts/benchmark_multi_gpu.py"
     rows = record["rows"]
     assert [row["arm"] for row in rows] == arms.split(",")
-    assert [row["mode"] for row in rows] == ["fsdp_full", "fsdp_full", "ddp", "ddp", *["deepspeed_1", "deepspeed_3"] * 2]
+    assert [row["mode"] for row in rows] == [
+        "fsdp_full",
+        "fsdp_full",
+        "ddp",
+        "ddp",
+        *["deepspeed_1", "deepspeed_3"] * 2,
+    ]
     failed = rows.pop(1)
     assert "--use_te needs an NVIDIA GPU" in failed["failed"] and "tokens_per_s" not in failed
     assert printed.count("failed: --use_te needs") == 1
@@ -82,7 +92,9 @@ def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, archi
         assert row["losses"][0] == pytest.approx(6.93, abs=0.1) and row["model_tflops"] > 0 and row["build_s"] > 0
     by_arm = {row["arm"]: row["losses"] for row in rows}
     for arm in ("fsdp_full:bf16:swap", "deepspeed_1:bf16:swap", "deepspeed_3:bf16:swap"):
-        assert by_arm[arm][0] == pytest.approx(by_arm["ddp:bf16:swap"][0], rel=2e-4), "the same weights and tokens at first"
+        assert by_arm[arm][0] == pytest.approx(by_arm["ddp:bf16:swap"][0], rel=2e-4), (
+            "the same weights and tokens at first"
+        )
     for mode in ("deepspeed_1", "deepspeed_3"):
         assert by_arm[f"{mode}:bf16:swap"] == pytest.approx(by_arm["ddp:bf16:swap"], rel=2e-3), (
             "the same training but for rounding"
@@ -92,7 +104,9 @@ def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, archi
 
 
 def test_a_file_for_deepspeed(tmp_path, architecture, start):
-    """Ours is refused what a run refuses; the rival has it, and DeepSpeed then exchanges fp32. What ours may have is in its row, and harmless."""
+    """Ours is refused what a run refuses; the rival has it, and DeepSpeed then exchanges fp32. What ours may have is
+    in its row, and harmless.
+    """
     work, path = f"--workloads={architecture}:2x64x2", tmp_path / "result.json"
     file = tmp_path / "ds.json"
     sums = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -117,7 +131,9 @@ def test_a_file_for_deepspeed(tmp_path, architecture, start):
 def test_an_arm_that_takes_too_long_and_one_that_is_killed(tmp_path, architecture, start):
     path = tmp_path / "result.json"
     works = f"--workloads={architecture}:1x16x100000,{architecture}:2x16x100000,{architecture}:1x16x1"
-    process = start(path, works, "--arms=fsdp_full:bf16:swap", "--steps=2", "--warmup=1", "--arm_timeout_s=10", max_restarts=2)
+    process = start(
+        path, works, "--arms=fsdp_full:bf16:swap", "--steps=2", "--warmup=1", "--arm_timeout_s=10", max_restarts=2
+    )
     deadline = time.monotonic() + 90
     while not (path.exists() and (json.loads(path.read_text())["measuring"] or {}).get("batch_size") == 2):
         assert time.monotonic() < deadline and process.poll() is None
@@ -147,7 +163,9 @@ def test_mistakes_are_one_sentence(tmp_path, architecture, monkeypatch):
     assert "fsdp_full:hf_bf16: Accelerate's FSDP2 needs NVIDIA GPUs" in said(
         f"--workloads={architecture}:1x16x1", "--arms=fsdp_full:hf_bf16"
     )
-    assert "--arms delayed: say how it is spread over the GPUs" in said(f"--workloads={architecture}:1x16x1", "--arms=delayed")
+    assert "--arms delayed: say how it is spread over the GPUs" in said(
+        f"--workloads={architecture}:1x16x1", "--arms=delayed"
+    )
     assert "--warmup 6 must leave some" in said("--warmup=6")
     assert "names Llama-3.2-1B:1x16x1 twice" in said("--workloads=Llama-3.2-1B:1x16x1,Llama-3.2-1B:1x16x1")
     assert "can be written" in said("--output=/proc/none/r.json")
@@ -164,7 +182,9 @@ def test_mistakes_are_one_sentence(tmp_path, architecture, monkeypatch):
     + ["fsdp_grad:hf_bf16", "cp2:ddp:hf_bf16", "delayed:sync", "delayed:fp8_params", "bf16:", "bf16:lora0", "bf16:lora8:lora16", "hf_bf16:lora8"],
 )  # fmt: skip
 def test_unknown_arms(name):
-    with pytest.raises(UserError, match=f"--arms {name} is unknown; choose from bf16, delayed, .* hf_bf16, .* fsdp_full"):
+    with pytest.raises(
+        UserError, match=f"--arms {name} is unknown; choose from bf16, delayed, .* hf_bf16, .* fsdp_full"
+    ):
         parse_variant(name)
 
 
@@ -178,7 +198,11 @@ def test_names_of_arms():
     on_one = parse_variant("delayed:swap")
     assert (on_one.mode, on_one.what.use_te, on_one.what.parallel) == (None, False, ParallelConfig())
     adapted, of_qv = parse_variant("delayed:lora16"), parse_variant("ddp:bf16:recompute:lora8qv")
-    assert (adapted.what.lora.lora_rank, adapted.what.lora.lora_targets, on_one.what.lora.lora_rank) == (16, "all-linear", 0)
+    assert (adapted.what.lora.lora_rank, adapted.what.lora.lora_targets, on_one.what.lora.lora_rank) == (
+        16,
+        "all-linear",
+        0,
+    )
     assert (of_qv.what.lora.lora_rank, of_qv.what.lora.lora_targets, of_qv.what.gradient_checkpointing) == (
         8,
         "q_proj,v_proj",
@@ -193,17 +217,32 @@ def test_names_of_arms():
     with pytest.raises(UserError, match="a rival under DeepSpeed computes in bf16; write deepspeed_3:hf_bf16"):
         parse_variant("deepspeed_3:accelerate_te")
     with_file = parse_variant("deepspeed_3:hf_bf16").with_deepspeed_config(Path("a.json"))
-    assert with_file.deepspeed_file == Path("a.json") and parse_variant("deepspeed_3:hf_bf16").deepspeed_file.name == "ds_z3.json"
+    assert (
+        with_file.deepspeed_file == Path("a.json")
+        and parse_variant("deepspeed_3:hf_bf16").deepspeed_file.name == "ds_z3.json"
+    )
     assert parse_variant("ddp:bf16").with_deepspeed_config(Path("a.json")) == parse_variant("ddp:bf16")
     rival = parse_variant("ddp:torchao_rowwise")
-    assert (rival.mode, rival.what.torchao_recipe, rival.what.compiled, rival.computes_in_fp8) == ("ddp", "rowwise", True, True)
-    assert [parse_variant(name).computes_in_fp8 for name in ("bf16", "hf_bf16", "accelerate_te")] == [False, False, True]
+    assert (rival.mode, rival.what.torchao_recipe, rival.what.compiled, rival.computes_in_fp8) == (
+        "ddp",
+        "rowwise",
+        True,
+        True,
+    )
+    assert [parse_variant(name).computes_in_fp8 for name in ("bf16", "hf_bf16", "accelerate_te")] == [
+        False,
+        False,
+        True,
+    ]
     with pytest.raises(UserError, match="names bf16 twice"):
         parse_variants("bf16,delayed,bf16")
 
 
 def test_what_an_arm_cannot_do_is_known_beforehand(architecture):
-    work, ranks = Workload.parse(f"{architecture}:2x64x2", 4), LaunchRanks(world_size=4, local_world_size=4, launched=True)
+    work, ranks = (
+        Workload.parse(f"{architecture}:2x64x2", 4),
+        LaunchRanks(world_size=4, local_world_size=4, launched=True),
+    )
     parse_variant("cp2:fsdp_full:delayed").check(work, ranks)
     for name, sentence in (
         ("cp3:fsdp_full:bf16", "--context_parallel_size 3 does not divide the 4 processes"),
@@ -215,7 +254,8 @@ def test_what_an_arm_cannot_do_is_known_beforehand(architecture):
 
 
 @pytest.mark.parametrize(
-    "text", ["Llama-3.2-1B", "Llama-3.2-1B:8x1024", "Llama-3.2-1B:8x0x4", ":8x1024x4", "Llama-9:8x1024x4", "/nowhere:1x16x1"]
+    "text",
+    ["Llama-3.2-1B", "Llama-3.2-1B:8x1024", "Llama-3.2-1B:8x0x4", ":8x1024x4", "Llama-9:8x1024x4", "/nowhere:1x16x1"],
 )
 def test_unknown_workloads(text):
     with pytest.raises(UserError):
@@ -234,7 +274,9 @@ def test_figures_of_an_arm():
     # 6 x linear weights and 6 x layers x width x length a token: 1.236e9 weights, 16 layers of 2048.
     assert row["model_tflops"] == pytest.approx(16384 * (6 * 1.2358e9 + 6 * 16 * 2048 * 1024) / 1e12, rel=1e-3)
     shared = summarise(work, parse_variant("cp2:fsdp_full:delayed"), times)
-    assert shared["tokens_per_s"] == row["tokens_per_s"] / 2 and shared["model_tflops"] == pytest.approx(row["model_tflops"] / 2)
+    assert shared["tokens_per_s"] == row["tokens_per_s"] / 2 and shared["model_tflops"] == pytest.approx(
+        row["model_tflops"] / 2
+    )
 
 
 def test_each_process_has_tokens_of_its_own():

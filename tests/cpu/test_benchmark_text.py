@@ -1,4 +1,6 @@
-"""Benchmarks on real documents: packed by ours, padded by the rivals, the same documents and the same loss per token."""
+"""Benchmarks on real documents: packed by ours, padded by the rivals, the same documents and the same loss per
+token.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,10 @@ def test_packed_and_padded_have_the_same_loss_per_token(tiny_architecture):
     assert ours["losses"][2] < ours["losses"][0] and theirs["losses"][2] < theirs["losses"][0]
     real = ours["step_tokens"]["num_real_tokens"]
     assert (
-        theirs["step_tokens"]["num_real_tokens"] == real < ours["step_tokens"]["num_tokens"] < theirs["step_tokens"]["num_tokens"]
+        theirs["step_tokens"]["num_real_tokens"]
+        == real
+        < ours["step_tokens"]["num_tokens"]
+        < theirs["step_tokens"]["num_tokens"]
     )
     rows = []
     for name, found in (("hf_bf16", theirs), ("bf16:swap", ours)):
@@ -88,7 +93,10 @@ def test_packed_and_padded_have_the_same_loss_per_token(tiny_architecture):
     assert [row["real_tokens_per_s"] for row in rows] == [real / 2, real / 2] and rows[0]["tokens_per_s"] > rows[1][
         "tokens_per_s"
     ]
-    assert rows[0]["text"] == "embedded" and rows[0]["real_tokens_per_s_p90"] <= rows[0]["real_tokens_per_s_fastest"] == real
+    assert (
+        rows[0]["text"] == "embedded"
+        and rows[0]["real_tokens_per_s_p90"] <= rows[0]["real_tokens_per_s_fastest"] == real
+    )
     assert "1.00 x hf_bf16" in benchmark._line(rows[1], rows[0]), "held against it by real tokens"
 
 
@@ -107,13 +115,16 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
         Workload.parse("embedded:1x64x1@none.jsonl", 1)
     (tmp_path / "short.jsonl").write_text('{"text": "one two three"}\n')
     with pytest.raises(
-        UserError, match="short.jsonl holds .* tokens in 1 documents of at most 64, and a step of 1 rows of 64 takes more"
+        UserError,
+        match="short.jsonl holds .* tokens in 1 documents of at most 64, and a step of 1 rows of 64 takes more",
     ):
         Workload.parse(f"embedded:1x64x1@{tmp_path}/short.jsonl", 1).batches(1024)
     launch = LaunchRanks(world_size=2, local_world_size=2, launched=True)
     with pytest.raises(UserError, match="real documents are measured on one GPU alone"):
         parse_variant("ddp:bf16:swap").check(Workload.parse("embedded:1x64x1@embedded", 1), launch)
-    monkeypatch.setattr("sys.argv", ["hf_trainer.py", "--workload=embedded:1x64x1@embedded", f"--output={tmp_path}/r.json"])
+    monkeypatch.setattr(
+        "sys.argv", ["hf_trainer.py", "--workload=embedded:1x64x1@embedded", f"--output={tmp_path}/r.json"]
+    )
     with pytest.raises(UserError, match="rows of its own; drop @embedded"):
         hf_trainer.main()
 

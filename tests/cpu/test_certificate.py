@@ -44,7 +44,10 @@ HEAD_GEMMS = {
     "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": (2, 0.005049),
 }
 OTHERS = {
-    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1_cga1x1x1_kernel0_0": (32, 0.005353),
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1_cga1x1x1_kernel0_0": (
+        32,
+        0.005353,
+    ),
     "cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*, __nv_fp8_e4m3*)": (64, 0.0022),
     "_update_kernel": (98, 0.006691),
 }
@@ -65,14 +68,23 @@ NO_RULE = {f"device_kernel_{number}": times for number, times in enumerate(FP8_G
 DELAYED = ExpectedKernels("fp8 delayed", "bf16", "delayed", num_fp8_weights=64, fp8_linear_flop_share=0.787)
 BF16 = ExpectedKernels("bf16", "bf16")
 IN_FP8 = ModuleState(
-    num_modules=48, num_in_fp8=48, recipes={"DelayedScaling": 48}, quantizers={"Float8Quantizer": 320}, num_without_maxima=0
+    num_modules=48,
+    num_in_fp8=48,
+    recipes={"DelayedScaling": 48},
+    quantizers={"Float8Quantizer": 320},
+    num_without_maxima=0,
 )
 NOT_IN_FP8 = ModuleState(num_modules=48)
 
 
 def judge(promise=DELAYED, kernels=FP8_STEP, state=IN_FP8, num_micro_batches=2, recipe_inside_modules=None, **more):
     return certify(
-        promise, kernels, state, num_micro_batches=num_micro_batches, recipe_inside_modules=recipe_inside_modules, **more
+        promise,
+        kernels,
+        state,
+        num_micro_batches=num_micro_batches,
+        recipe_inside_modules=recipe_inside_modules,
+        **more,
     )
 
 
@@ -82,7 +94,8 @@ def test_a_step_that_is_what_was_asked_for():
     assert (certificate.num_fp8_gemm_kernels, certificate.num_expected_fp8_gemm_kernels) == (384, 384)
     assert certificate.fp8_gemm_time_share == pytest.approx(34.547 / 50.253, rel=1e-3)
     assert certificate.describe() == (
-        "certificate: fp8 delayed, 384 of 390 GEMM kernels in fp8 (68.7% of GEMM time), 78.7% of linear FLOPs, attention fused (cuDNN)"
+        "certificate: fp8 delayed, 384 of 390 GEMM kernels in fp8 (68.7% of GEMM time), 78.7% of linear FLOPs, "
+        "attention fused (cuDNN)"
     )
     assert list(certificate.time_s_by_class) == ["gemm", "optimizer", "attention", "cast"]
     stored = json.loads(json.dumps(certificate.to_dict()))
@@ -103,25 +116,33 @@ FAILURES = {
         "expected at least 384 fp8 GEMM kernels",
         "and 0 ran",
     ),
-    "fp8 asked for, autocast lost": (dict(kernels=BF16_STEP, state=NOT_IN_FP8), "of 48 modules of Transformer Engine 0 say"),
+    "fp8 asked for, autocast lost": (
+        dict(kernels=BF16_STEP, state=NOT_IN_FP8),
+        "of 48 modules of Transformer Engine 0 say",
+    ),
     "one layer fewer in fp8": (
         dict(kernels=FP8_STEP | {"nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_TNT": (72, 0.0037)}),
         "and 360 ran",
     ),
     "recomputed outside fp8": (
         dict(promise=dataclasses.replace(DELAYED, num_recomputed_fp8_weights=64)),
-        "expected at least 512 fp8 GEMM kernels (64 weights x 3 products and 64 products computed again in each of 2 micro-batches)",
+        "expected at least 512 fp8 GEMM kernels (64 weights x 3 products and 64 products computed again in each of 2 "
+        "micro-batches)",
     ),
     "an output head outside fp8": (
         dict(promise=dataclasses.replace(DELAYED, num_fp8_lm_head_gemms=2)),
-        "expected at least 388 fp8 GEMM kernels (64 weights x 3 products and 2 of the output head's in each of 2 micro-batches), and 384 ran",
+        "expected at least 388 fp8 GEMM kernels (64 weights x 3 products and 2 of the output head's in each of 2 "
+        "micro-batches), and 384 ran",
     ),
     "one micro-batch outside fp8": (dict(num_micro_batches=4), "expected at least 768"),
     "too few unknown kernels to be the missing ones": (
         dict(kernels=BF16_STEP | {"a_gemm": (40, 0.001)}),
         "and 0 ran (all GEMM kernels: 390 bf16, 40 unknown)",
     ),
-    "kernels unknown, and the modules say that they are not in fp8": (dict(kernels=RENAMED, state=NOT_IN_FP8), "and 0 ran"),
+    "kernels unknown, and the modules say that they are not in fp8": (
+        dict(kernels=RENAMED, state=NOT_IN_FP8),
+        "and 0 ran",
+    ),
     "kernels that no rule knows, and the modules say that they are not in fp8": (
         dict(kernels=NO_RULE, state=NOT_IN_FP8),
         "and 0 ran",
@@ -140,7 +161,11 @@ FAILURES = {
         "and 0 ran",
     ),
     "one fp8 kernel in a bf16 run beside kernels that no rule knows": (
-        dict(promise=BF16, kernels=NO_RULE | {"nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT": (1, 1e-5)}, state=ModuleState()),
+        dict(
+            promise=BF16,
+            kernels=NO_RULE | {"nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT": (1, 1e-5)},
+            state=ModuleState(),
+        ),
         "and 1 ran",
     ),
     "another recipe": (
@@ -155,14 +180,28 @@ FAILURES = {
         dict(state=dataclasses.replace(IN_FP8, quantizers={"MXFP8Quantizer": 320})),
         "expected quantizers of the class Float8Quantizer",
     ),
-    "maxima never noted": (dict(state=dataclasses.replace(IN_FP8, num_without_maxima=3)), "maxima of 3 of 48 modules is empty"),
-    "fp8 left on in a bf16 run": (dict(promise=BF16, kernels=FP8_STEP, state=IN_FP8), "expected no fp8 GEMM kernel, and 384 ran"),
+    "maxima never noted": (
+        dict(state=dataclasses.replace(IN_FP8, num_without_maxima=3)),
+        "maxima of 3 of 48 modules is empty",
+    ),
+    "fp8 left on in a bf16 run": (
+        dict(promise=BF16, kernels=FP8_STEP, state=IN_FP8),
+        "expected no fp8 GEMM kernel, and 384 ran",
+    ),
     "one fp8 kernel in a bf16 run": (
-        dict(promise=BF16, kernels=BF16_STEP | {"nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT": (1, 1e-5)}, state=NOT_IN_FP8),
+        dict(
+            promise=BF16,
+            kernels=BF16_STEP | {"nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT": (1, 1e-5)},
+            state=NOT_IN_FP8,
+        ),
         "and 1 ran",
     ),
     "a module in fp8 in a bf16 run": (
-        dict(promise=BF16, kernels=BF16_STEP, state=dataclasses.replace(NOT_IN_FP8, num_in_fp8=1, recipes={"DelayedScaling": 1})),
+        dict(
+            promise=BF16,
+            kernels=BF16_STEP,
+            state=dataclasses.replace(NOT_IN_FP8, num_in_fp8=1, recipes={"DelayedScaling": 1}),
+        ),
         "expected no module in fp8",
     ),
     "a bf16 run that computes in fp32": (
@@ -186,14 +225,16 @@ def test_renamed_kernels_are_unknown_and_never_bf16():
     assert certificate.verdict == "undetermined"
     assert certificate.gemm_kernels_by_type == {"unknown": 384, "bf16": 6} and len(certificate.unknown_gemm_names) == 5
     assert "384 GEMM kernels of unknown type" in certificate.reasons[0]
-    # Of a bf16 run short ones are a remark; those of a layer could be fp8, and were all of them unknown, nothing would show that it is one.
+    # Of a bf16 run short ones are a remark; those of a layer could be fp8, and were all of them unknown, nothing would
+    # show that it is one.
     short = judge(BF16, BF16_STEP | {"a_gemm": (3, 0.0005)}, NOT_IN_FP8)
     assert short.verdict == "certified" and short.remarks == ["3 GEMM kernels of unknown type"]
     assert judge(BF16, BF16_STEP | {"a_gemm": (3, 0.001)}, NOT_IN_FP8).verdict == "undetermined"
     assert judge(BF16, {"a_gemm": (390, 0.1)}, NOT_IN_FP8).verdict == "undetermined"
     few = {"nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT": (3, 0.005), "nvjet_sm100_xx_foo": (500, 0.1)}
     assert judge(BF16, few, ModuleState()).reasons == [
-        "500 GEMM kernels of unknown type (95.2% of the time of GEMMs and kernels that no rule knows; namely: nvjet_sm100_xx_foo), which may be in fp8"
+        "500 GEMM kernels of unknown type (95.2% of the time of GEMMs and kernels that no rule knows; namely: "
+        "nvjet_sm100_xx_foo), which may be in fp8"
     ]
 
 
@@ -203,8 +244,8 @@ def test_kernels_that_no_rule_knows_may_be_gemms():
     assert certificate.other_kernel_names == [f"device_kernel_{number}" for number in range(5)]
     assert certificate.unrecognised_time_share == pytest.approx(34.547 / 50.253, rel=1e-3)
     assert certificate.reasons[0].startswith(
-        "384 kernels that no rule knows (68.7% of the time of GEMMs and kernels that no rule knows; the longest: device_kernel_0, device_kernel_1, "
-        "device_kernel_2): 0 of the 384 expected fp8 GEMM kernels were recognised"
+        "384 kernels that no rule knows (68.7% of the time of GEMMs and kernels that no rule knows; the longest: "
+        "device_kernel_0, device_kernel_1, device_kernel_2): 0 of the 384 expected fp8 GEMM kernels were recognised"
     )
     half = {f"some_gemm{name}" if number % 2 else name: times for number, (name, times) in enumerate(NO_RULE.items())}
     assert judge(kernels=half).verdict == "undetermined", "of both kinds together"
@@ -214,7 +255,8 @@ def test_kernels_that_no_rule_knows_may_be_gemms():
     # Outside fp8 nothing else would show them.
     assert judge(BF16, NO_RULE, ModuleState()).verdict == judge(BF16, NO_RULE, NOT_IN_FP8).verdict == "undetermined"
     assert (
-        judge(BF16, {"device_kernel": (390, 0.1), "ampere_sgemm_128x64_tn": (2, 0.001)}, ModuleState()).verdict == "undetermined"
+        judge(BF16, {"device_kernel": (390, 0.1), "ampere_sgemm_128x64_tn": (2, 0.001)}, ModuleState()).verdict
+        == "undetermined"
     )
     assert judge(BF16, BF16_STEP | {"a_short_kernel": (900, 0.0005)}, ModuleState()).verdict == "certified"
     # A step with all the fp8 kernels that were promised is what was asked for, whatever else runs in it.
@@ -254,7 +296,8 @@ def test_attention_of_hugging_face_is_told_by_its_kernels():
         == "flash"
     )
     assert (
-        attention_library({"fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)": (32, 0.1)}) == "memory-efficient"
+        attention_library({"fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)": (32, 0.1)})
+        == "memory-efficient"
     )
     assert attention_library(HEAD_GEMMS) == "math"
 
@@ -264,7 +307,8 @@ def test_the_worst_of_all_ranks_speaks():
     assert worst([good, good]) is good and worst([good, open_]) is open_ and worst([open_, bad, good]) is bad
 
 
-# --- Transformer Engine's own account ---------------------------------------------------------------------------------------
+# --- Transformer Engine's own account
+# ---------------------------------------------------------------------------------------
 
 
 class DelayedScaling:
@@ -283,7 +327,10 @@ def te_linear(in_fp8: bool, largest: float = 2.0) -> nn.Linear:
         history = torch.zeros(16, 3)
         history[-1, 0] = largest
         module.fp8_meta = {"recipe": DelayedScaling(), "scaling_fwd": SimpleNamespace(amax_history=history)}
-        module.quantizers = {"scaling_fwd": [Float8Quantizer(), Float8Quantizer(), None], "scaling_bwd": [Float8Quantizer()]}
+        module.quantizers = {
+            "scaling_fwd": [Float8Quantizer(), Float8Quantizer(), None],
+            "scaling_bwd": [Float8Quantizer()],
+        }
     return module
 
 
@@ -316,7 +363,8 @@ def test_fp8_weights_are_counted_by_matrix_and_by_recomputed_layer():
     assert list(enable_gradient_checkpointing(layers, 2, uses_te=False)) == list(layers[::2])
 
 
-# --- in a run ---------------------------------------------------------------------------------------------------------------
+# --- in a run
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def step_profile(kernels, num_ranks: int = 1, work_s: float = 0.1) -> StepProfile:
@@ -338,7 +386,11 @@ def test_figures_of_a_recorded_step():
     assert figures["fp8_gemm_time_share"] == pytest.approx(0.687, abs=1e-3)
     assert "communication_share" not in figures and "communication_s" not in one.to_dict()
     assert "communication" not in one.describe() and "gemm 78%" in one.describe()
-    assert two.figures()["communication_share"] == 0.0 and "slowest rank" in two.describe() and "work_s_by_rank" in two.to_dict()
+    assert (
+        two.figures()["communication_share"] == 0.0
+        and "slowest rank" in two.describe()
+        and "work_s_by_rank" in two.to_dict()
+    )
     assert "kernels" not in two.to_dict()
 
 
@@ -346,7 +398,9 @@ def test_how_much_of_a_step_the_gpu_waits(tmp_path):
     metrics, two = tmp_path / "metrics.jsonl", step_profile(FP8_STEP, num_ranks=2)
 
     def waiting(step_time_s: float, profile=two):
-        metrics.write_text("".join(json.dumps({"step": number, "step_time_s": step_time_s}) + "\n" for number in range(1, 5)))
+        metrics.write_text(
+            "".join(json.dumps({"step": number, "step_time_s": step_time_s}) + "\n" for number in range(1, 5))
+        )
         return gpu_idle(profile, own_steps(metrics))
 
     two.work_s_by_rank = [0.04, 0.06]
@@ -378,7 +432,9 @@ def _a_program_of_its_own() -> None:
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, float]], work_s: float = 0.1) -> None:
-    """Let a run on the CPU record these kernels, as if they were those of its step and the GPU had been at work for so long."""
+    """Let a run on the CPU record these kernels, as if they were those of its step and the GPU had been at work for
+    so long.
+    """
 
     @contextlib.contextmanager
     def profiled(_):
@@ -397,7 +453,9 @@ def options(model: str, rows: str, folder, *more: str) -> list[str]:
 
 def test_a_certified_run_says_so(tiny_model, rows, tmp_path, monkeypatch, capsys):
     pretend_gpu(monkeypatch, BF16_STEP)
-    assert run_training(parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=7", "--save_every=6"))) == 0
+    assert (
+        run_training(parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=7", "--save_every=6"))) == 0
+    )
     printed = capsys.readouterr().out
     assert "certificate: bf16, none of 390 GEMM kernels in fp8, attention sdpa (math)" in printed
     stored = json.loads((tmp_path / "run" / "certificate.json").read_text())
@@ -407,7 +465,9 @@ def test_a_certified_run_says_so(tiny_model, rows, tmp_path, monkeypatch, capsys
     waiting, median_s = summary["gpu_waiting"], summary["throughput"]["median_step_time_s"]
     assert waiting == {"work_s": 0.1, "step_time_s": median_s, "share": max(0.0, 1 - 0.1 / median_s)}
     assert ("the GPU waits for its host" in printed) == (waiting["share"] >= WORTH_A_WORD)
-    assert ["num_gemm_kernels" in record for record in steps(tmp_path / "run")] == [number == 5 for number in range(1, 8)]
+    assert ["num_gemm_kernels" in record for record in steps(tmp_path / "run")] == [
+        number == 5 for number in range(1, 8)
+    ]
     # A process that continues the run records a step of its own, also where there are fewer steps than it would wait.
     again = options(tiny_model, rows, tmp_path / "run", "--max_steps=8", "--resume_from=latest")
     assert run_training(parse_config(again)) == 0
@@ -418,7 +478,9 @@ def test_a_certified_run_says_so(tiny_model, rows, tmp_path, monkeypatch, capsys
 def test_a_run_says_early_that_its_gpu_waits(work_s, waits, tiny_model, rows, tmp_path, monkeypatch, capsys):
     """Once, ten steps behind the recorded one, and again at its end."""
     pretend_gpu(monkeypatch, BF16_STEP, work_s)
-    reports = [word for word in options(tiny_model, rows, tmp_path / "run", "--max_steps=20") if "log_every" not in word]
+    reports = [
+        word for word in options(tiny_model, rows, tmp_path / "run", "--max_steps=20") if "log_every" not in word
+    ]
     assert run_training(parse_config([*reports, "--log_every=2"])) == 0
     printed = capsys.readouterr().out
     assert printed.count("the GPU waits for its host") == 2 * waits and printed.count("so far the GPU waits") == waits
@@ -500,7 +562,9 @@ def test_without_certify_nothing_is_recorded(tiny_model, rows, tmp_path, monkeyp
 
 
 def test_the_cpu_certifies_nothing(tiny_model, rows, tmp_path):
-    with pytest.raises(UserError, match="--certify records the kernels of an NVIDIA GPU and this run has none; drop it"):
+    with pytest.raises(
+        UserError, match="--certify records the kernels of an NVIDIA GPU and this run has none; drop it"
+    ):
         run_training(parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=2", "--certify")))
     assert not (tmp_path / "run").exists()
 

@@ -1,4 +1,6 @@
-"""The guard against regressions: ratios within a file are held against recorded ones, and what cannot be compared is named."""
+"""The guard against regressions: ratios within a file are held against recorded ones, and what cannot be compared is
+named.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ WORKLOAD = "Llama-3.1-8B:8x1024x8"
 def row(arm: str, tokens_per_s: float | None, spread: float = 0.0, num_gpus: int = 1, **more) -> dict:
     """An arm's row, with `spread` to both sides of the median; None: it failed."""
     model, shape = WORKLOAD.split(":")
-    found = {"model": model, **dict(zip(("batch_size", "seq_length", "micro_batches"), map(int, shape.split("x")), strict=True))}
+    found = {
+        "model": model,
+        **dict(zip(("batch_size", "seq_length", "micro_batches"), map(int, shape.split("x")), strict=True)),
+    }
     found.update({"workload": WORKLOAD, "arm": arm, "num_gpus": num_gpus, **more})
     if tokens_per_s is None:
         return {**found, "failed": "out of memory"}
@@ -64,7 +69,9 @@ def test_a_ratio_may_fall_by_the_spreads_and_the_minimum(tmp_path, now, spreads,
 
 def test_a_slower_rival_does_not_hide_a_slower_arm(tmp_path):
     """Absolute speeds are 30% up, and ours has lost to the rival all the same."""
-    found = held(tmp_path, [row("delayed", 23_400), row("hf_bf16", 14_000)], [row("delayed", 18_000), row("hf_bf16", 10_000)])
+    found = held(
+        tmp_path, [row("delayed", 23_400), row("hf_bf16", 14_000)], [row("delayed", 18_000), row("hf_bf16", 10_000)]
+    )
     assert len(found.regressions) == 1 and "-7.1%" in found.regressions[0]
 
 
@@ -73,7 +80,10 @@ def test_an_arm_that_fails_now_is_a_regression_and_one_that_failed_before_is_not
     new = [row("delayed", None), row("block", 15_000), row("current", 17_000), row("hf_bf16", 10_000)]
     found = held(tmp_path, new, recorded)
     assert found.regressions == [f"{WORKLOAD} delayed failed (out of memory), and was 1.800 times hf_bf16 (old.json)."]
-    assert any(note.startswith(f"{WORKLOAD} block: no recorded file has it") for note in found.notes) and found.num_compared == 2
+    assert (
+        any(note.startswith(f"{WORKLOAD} block: no recorded file has it") for note in found.notes)
+        and found.num_compared == 2
+    )
 
 
 def test_missing_rivals_arms_and_workloads_are_named(tmp_path):
@@ -123,7 +133,13 @@ def test_the_newest_record_of_the_same_gpu_counts(tmp_path):
     new = read(write(tmp_path / "new.json", row("delayed", 15_000), row("hf_bf16", 10_000)))
     old = [
         read(
-            write(tmp_path / f"{name}.json", row("delayed", ours), row("hf_bf16", 10_000), gpu=gpu, time_utc=f"2026-0{month}-01")
+            write(
+                tmp_path / f"{name}.json",
+                row("delayed", ours),
+                row("hf_bf16", 10_000),
+                gpu=gpu,
+                time_utc=f"2026-0{month}-01",
+            )
         )
         for name, ours, gpu, month in (
             ("a", 15_000, "NVIDIA H200", 1),
@@ -132,7 +148,9 @@ def test_the_newest_record_of_the_same_gpu_counts(tmp_path):
         )
     ]
     elsewhere = read(
-        write(tmp_path / "d.json", row("delayed", 15_000), row("hf_bf16", 10_000), gpu="NVIDIA L4", time_utc="2026-09-01")
+        write(
+            tmp_path / "d.json", row("delayed", 15_000), row("hf_bf16", 10_000), gpu="NVIDIA L4", time_utc="2026-09-01"
+        )
     )
     found = compare(new, [*old, elsewhere], "hf_bf16", 0.02)
     assert len(found.regressions) == 1 and "(b.json)" in found.regressions[0]
@@ -171,7 +189,9 @@ def test_spreads_of_older_files():
 
 
 @pytest.mark.parametrize(
-    "path", [path for pattern in check_regression.RECORDED for path in sorted(RESULTS.glob(pattern))], ids=lambda p: p.stem
+    "path",
+    [path for pattern in check_regression.RECORDED for path in sorted(RESULTS.glob(pattern))],
+    ids=lambda p: p.stem,
 )
 def test_every_recorded_file_is_understood_and_no_regression_against_itself(path):
     measured = read(path)
@@ -187,7 +207,9 @@ def test_every_recorded_file_is_understood_and_no_regression_against_itself(path
         found = compare(measured, [measured], "hf_bf16", 0.0)
         # Of two GPUs whose memory was full the steps scatter too much.
         scattered = sum("scatter too much to tell" in note for note in found.notes)
-        assert found.regressions == [] and found.num_compared + scattered == sum(ratio is not None for _, ratio in ratios)
+        assert found.regressions == [] and found.num_compared + scattered == sum(
+            ratio is not None for _, ratio in ratios
+        )
         assert scattered == (2 if path.stem == "speed_table_h200" else 0)
     for entry in json.loads(path.read_text())["rows"]:
         assert entry["model"] in workload_of(entry, [])

@@ -95,7 +95,9 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 
 
 def test_a_kill_while_replacing_loses_nothing(tmp_path):
-    """Between the two renames of a replacement the old checkpoint has another name; it is still found, and renamed back."""
+    """Between the two renames of a replacement the old checkpoint has another name; it is still found, and renamed
+    back.
+    """
     manager = CheckpointManager(tmp_path, limit=2)
     path = manager.save(7, make_tensors(), {})
     replaced = path.with_name(".replaced-" + path.name)
@@ -207,7 +209,9 @@ def test_other_tensors_are_refused_by_name(tmp_path):
     path = manager.save(3, make_tensors(), {})
 
     def load(changes, sentence):
-        targets = {name: tensor for name, tensor in {**blank_like(make_tensors()), **changes}.items() if tensor is not None}
+        targets = {
+            name: tensor for name, tensor in {**blank_like(make_tensors()), **changes}.items() if tensor is not None
+        }
         with pytest.raises(UserError, match=sentence):
             manager.load(path, targets)
         assert not any(tensor.any() for tensor in targets.values())
@@ -218,13 +222,21 @@ def test_other_tensors_are_refused_by_name(tmp_path):
         {"model/weight": torch.zeros(32, 64)},
         r"model/weight is torch.float32 \[64, 32\] in the checkpoint and torch.float32 \[32, 64\]",
     )
-    load({"model/bf16": torch.zeros(33)}, r"model/bf16 is torch.bfloat16 \[33\] in the checkpoint and torch.float32 \[33\]")
+    load(
+        {"model/bf16": torch.zeros(33)},
+        r"model/bf16 is torch.bfloat16 \[33\] in the checkpoint and torch.float32 \[33\]",
+    )
     load({f"extra/{i}": torch.zeros(1) for i in range(8)}, "extra/0 .*; extra/1 .*; extra/2 .*; and 5 more")
 
 
 def test_compatibility():
-    saved = json.loads(json.dumps({"hidden_size": 64, "layers": (1, 2), "recipe": "delayed", "optimizer": "adamw_fp32"}))
-    assert check_compatible(saved, {"hidden_size": 64, "layers": (1, 2), "recipe": "delayed", "optimizer": "adamw_fp32"}) == []
+    saved = json.loads(
+        json.dumps({"hidden_size": 64, "layers": (1, 2), "recipe": "delayed", "optimizer": "adamw_fp32"})
+    )
+    assert (
+        check_compatible(saved, {"hidden_size": 64, "layers": (1, 2), "recipe": "delayed", "optimizer": "adamw_fp32"})
+        == []
+    )
     changed = {"hidden_size": 64, "layers": (1, 2), "recipe": "current", "optimizer": "adamw_fp32"}
     assert check_compatible(saved, changed, may_differ=["recipe"]) == ["recipe was 'delayed' and is 'current'"]
     with pytest.raises(UserError, match="recipe was 'delayed' and is 'current'"):
@@ -375,7 +387,9 @@ def test_ctrl_c_during_a_save_is_an_interrupt_and_cleans_up(tmp_path):
 
 
 def save_sharded(output_dir, rendezvous, rank):
-    """One of two ranks: saves half of a sharded tensor, a replicated one and its own random state, and loads them again."""
+    """One of two ranks: saves half of a sharded tensor, a replicated one and its own random state, and loads them
+    again.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     manager = CheckpointManager(output_dir, limit=1, is_main=rank == 0)
@@ -438,7 +452,8 @@ def small_disk(tmp_path):
     "too_much",
     [
         pytest.param({"weight": torch.zeros(5_000_000)}, id="seen-beforehand"),
-        # The numbers are few but each tensor takes more than a kilobyte of file, so the disk fills in the middle of a save.
+        # The numbers are few but each tensor takes more than a kilobyte of file, so the disk fills in the middle of a
+        # save.
         pytest.param({f"weight_{i}": torch.zeros(1) for i in range(6000)}, id="during-the-save"),
     ],
 )

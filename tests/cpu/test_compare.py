@@ -58,7 +58,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compare_performance.
 
 
 def test_the_interval_of_speed_covers_the_truth_as_often_as_it_says():
-    """Runs drawn from a known world: seeds differ by 1%, steps by 3%; the interval of ten seeds should cover the middle about 95% of the time."""
+    """Runs drawn from a known world: seeds differ by 1%, steps by 3%; the interval of ten seeds should cover the
+    middle about 95% of the time.
+    """
     world = np.random.default_rng(7)
     covered = 0
     for _ in range(100):
@@ -141,27 +143,36 @@ def test_the_figures_of_an_arm():
     better = variant_figures("delayed", three("delayed", 130_000, [0.8, 0.8, 0.8]), base)
     reached, whole = better.equal_loss_time.by_seed_s[1], better.equal_loss_time.reference_by_seed_s[1]
     assert 0 < reached < whole == pytest.approx(60 * 8192 / 100_000, rel=0.8)
-    assert reached == pytest.approx(own[0].wall_times_s[44], rel=0.02), "the evaluation after step 45 is the first at or below"
+    assert reached == pytest.approx(own[0].wall_times_s[44], rel=0.02), (
+        "the evaluation after step 45 is the first at or below"
+    )
 
 
 def test_without_evaluations_during_training_the_training_loss_times_the_arms():
-    final_only = [dataclasses.replace(run, evaluations=run.evaluations[-1:]) for run in three("bf16", 1e5, [1.0, 1.0, 1.0])]
+    final_only = [
+        dataclasses.replace(run, evaluations=run.evaluations[-1:]) for run in three("bf16", 1e5, [1.0, 1.0, 1.0])
+    ]
     own = [dataclasses.replace(run, evaluations=[]) for run in three("delayed", 2e5, [1.0, 1.0, 1.0])]
     figures = variant_figures("delayed", own, final_only)
     assert figures.equal_loss_time.loss == "training" and figures.loss_gap is None
-    assert figures.equal_loss_time.by_seed_s[1] == pytest.approx(figures.equal_loss_time.reference_by_seed_s[1] / 2, rel=0.2)
+    assert figures.equal_loss_time.by_seed_s[1] == pytest.approx(
+        figures.equal_loss_time.reference_by_seed_s[1] / 2, rel=0.2
+    )
     assert "not measured" in table_rows([figures])[0]
 
 
 def test_what_was_not_measured_is_said_and_not_zero():
     keys = ("peak_memory_gib", "energy_j_per_million_tokens")
     bare = [
-        dataclasses.replace(run, steps=[{k: v for k, v in step.items() if k not in keys} for step in run.steps], evaluations=[])
+        dataclasses.replace(
+            run, steps=[{k: v for k, v in step.items() if k not in keys} for step in run.steps], evaluations=[]
+        )
         for run in three("bf16", 1e5, [1.0, 1.0, 1.0])
     ]
     figures = variant_figures("bf16", bare, bare)
     assert (
-        figures.peak_memory_gib is figures.energy_j_per_million_tokens is None and figures.eval_loss == figures.exact_match == {}
+        figures.peak_memory_gib is figures.energy_j_per_million_tokens is None
+        and figures.eval_loss == figures.exact_match == {}
     )
     assert table_rows([figures])[0].count("not measured") == 4  # memory, energy, held-out loss, exact match
 
@@ -194,12 +205,19 @@ def test_losses_and_times_that_are_not_numbers_spoil_no_more_than_their_own():
     base, own = three("bf16", 1e5, [1.0, 1.04, 1.02]), three("delayed", 1.3e5, [1.0, 1.04, 1.02])
 
     def diverged(run: RunRecord) -> RunRecord:
-        return dataclasses.replace(run, evaluations=[*run.evaluations[:-1], {**run.evaluations[-1], "eval_loss": math.nan}])
+        return dataclasses.replace(
+            run, evaluations=[*run.evaluations[:-1], {**run.evaluations[-1], "eval_loss": math.nan}]
+        )
 
     assert compare([*base, diverged(own[0]), *own[1:]]).verdicts["delayed"].conclusion == "worse"
     without_one = compare([diverged(base[0]), *base[1:], *own])
-    assert without_one.verdicts["delayed"].conclusion == "too few seeds" and list(without_one.arms[1].loss_gap.by_seed) == [2, 3]
-    bare = [dataclasses.replace(run, steps=[{"step": s["step"], "loss": s["loss"]} for s in run.steps]) for run in [*base, *own]]
+    assert without_one.verdicts["delayed"].conclusion == "too few seeds" and list(
+        without_one.arms[1].loss_gap.by_seed
+    ) == [2, 3]
+    bare = [
+        dataclasses.replace(run, steps=[{"step": s["step"], "loss": s["loss"]} for s in run.steps])
+        for run in [*base, *own]
+    ]
     comparison = compare(bare)
     assert comparison.arms[1].equal_loss_time is None and comparison.verdicts["delayed"].conclusion == "speed unknown"
     assert "NaN" not in render_page(comparison).split('id="data">')[1].split("</script>")[0]
@@ -208,7 +226,9 @@ def test_losses_and_times_that_are_not_numbers_spoil_no_more_than_their_own():
 # ---- verdicts, a test per branch ----
 
 REFERENCE = variant_figures("bf16", three("bf16", 100_000, [1.00, 1.04, 1.02]), [])
-GOOD = variant_figures("delayed", three("delayed", 130_000, [1.01, 1.03, 1.02]), three("bf16", 100_000, [1.00, 1.04, 1.02]))
+GOOD = variant_figures(
+    "delayed", three("delayed", 130_000, [1.01, 1.03, 1.02]), three("bf16", 100_000, [1.00, 1.04, 1.02])
+)
 GAP = LossGap(mean=0.0, by_seed={1: 0.01, 2: -0.01, 3: 0.0}, reference_spread=0.04, num_reference_seeds=3)
 
 TWO_SEEDS = LossGap(mean=0.0, by_seed={1: 0.01, 2: -0.01}, reference_spread=0.04, num_reference_seeds=3)
@@ -222,8 +242,8 @@ def test_verdict_use_it():
     given = verdict(answers=PairedAnswers(500, 300, 22, 20), speedup=Interval(1.31, 1.29, 1.33), loss_gap=GAP)
     assert given.conclusion == "use it"
     assert given.sentence == (
-        "fp8 delayed is faster, at 1.31x the speed (1.29 to 1.33), its held-out loss differs by +0.0000 nats/token, inside the spread of 0.0400 over 3 bf16 "
-        "seeds, exact match differs by -0.4 points (p = 0.88): use it."
+        "fp8 delayed is faster, at 1.31x the speed (1.29 to 1.33), its held-out loss differs by +0.0000 nats/token, "
+        "inside the spread of 0.0400 over 3 bf16 seeds, exact match differs by -0.4 points (p = 0.88): use it."
     )
 
 
@@ -244,7 +264,11 @@ def test_verdict_names_a_lean_that_the_spread_hides():
             "fell back",
             "fp8 delayed ran in its place",
         ),
-        ({"certificate": CertificateState("failed", ["0 fp8 kernels"])}, "not certified", "certificate failed (0 fp8 kernels)"),
+        (
+            {"certificate": CertificateState("failed", ["0 fp8 kernels"])},
+            "not certified",
+            "certificate failed (0 fp8 kernels)",
+        ),
         ({"certificate": CertificateState("missing", [])}, "not certified", "no certificate shows"),
         ({"certificate": CertificateState("undetermined", ["names"])}, "not certified", "undetermined (names)"),
         ({"loss_gap": dataclasses.replace(GAP, mean=0.05)}, "worse", "+0.0500 nats/token, outside the spread"),
@@ -274,7 +298,9 @@ def test_verdict_without_or_with_a_broken_reference():
     broken = dataclasses.replace(REFERENCE, certificate=CertificateState("failed", ["fp8 kernels ran"]))
     given = verdict(reference=broken)
     assert given.conclusion == "not comparable" and "fp8 kernels ran" in given.sentence
-    assert judge(broken, broken, []).conclusion == "reference" and "fp8 kernels ran" in judge(broken, broken, []).sentence
+    assert (
+        judge(broken, broken, []).conclusion == "reference" and "fp8 kernels ran" in judge(broken, broken, []).sentence
+    )
 
 
 @pytest.mark.parametrize(
@@ -289,13 +315,20 @@ def test_verdict_without_or_with_a_broken_reference():
 def test_verdict_of_runs_that_differ(effect, conclusion, words):
     given = verdict([Difference("optim.learning_rate", effect, {}, ["delayed"])])
     assert given.conclusion == conclusion and words in given.sentence
-    assert verdict([Difference("optim.learning_rate", effect, {}, ["current"])]).conclusion == "use it", "another arm's concern"
+    assert verdict([Difference("optim.learning_rate", effect, {}, ["current"])]).conclusion == "use it", (
+        "another arm's concern"
+    )
 
 
 def test_the_certificate_of_an_arm_is_that_of_its_worst_run():
     good, open_, bad = ({"verdict": v, "reasons": [v]} for v in ("certified", "undetermined", "failed"))
     assert certificate_state([good, good]).state == "certified"
-    assert certificate_state([good, None]).state == certificate_state([None]).state == certificate_state([]).state == "missing"
+    assert (
+        certificate_state([good, None]).state
+        == certificate_state([None]).state
+        == certificate_state([]).state
+        == "missing"
+    )
     assert certificate_state([good, open_, None]) == CertificateState("undetermined", ["undetermined"])
     assert certificate_state([good, bad, open_]) == CertificateState("failed", ["failed"])
     assert certificate_state([{"verdict": "splendid"}]).state == "undetermined"
@@ -329,7 +362,13 @@ def changed(run: RunRecord, section: str, path: list[str], value: Any) -> RunRec
         ("provenance", ["packages", "torch"], "2.13.0", "provenance.packages.torch", "all"),
         ("provenance", ["git", "commit"], "1" * 40, "provenance.git.commit", "all"),
         ("provenance", ["driver"], "999", "provenance.driver", "speed"),
-        ("provenance", ["environment", "CUDA_VISIBLE_DEVICES"], "3", "provenance.environment.CUDA_VISIBLE_DEVICES", "note"),
+        (
+            "provenance",
+            ["environment", "CUDA_VISIBLE_DEVICES"],
+            "3",
+            "provenance.environment.CUDA_VISIBLE_DEVICES",
+            "note",
+        ),
     ],
 )
 def test_a_field_that_differs_is_flagged_with_what_it_spoils(section, path, value, field, effect):
@@ -381,7 +420,9 @@ def test_shared_hardware_resumes_uncommitted_code_and_missing_sections_are_flagg
         made_up_run("bf16", provenance=dirty),
         made_up_run("delayed", provenance=dirty, resumes=[{"resumed_after_step": 30}], data={}),
     ]
-    alone = find_differences([made_up_run(arm) for arm in ("bf16", "block", "delayed")], [("block seed 1", "delayed seed 1")])
+    alone = find_differences(
+        [made_up_run(arm) for arm in ("bf16", "block", "delayed")], [("block seed 1", "delayed seed 1")]
+    )
     assert [d.arms for d in alone] == [["block", "delayed"]]
     with_reference = find_differences(
         [made_up_run(arm) for arm in ("bf16", "block", "delayed")], [("bf16 seed 1", "block seed 1")]
@@ -423,12 +464,17 @@ def test_answers_decide_through_whole_folders(tmp_path):
     for arm, num_right in (("bf16", 70), ("delayed", 30)):
         for seed in (1, 2, 3):
             answers = {60: {row: row < num_right for row in range(100)}}
-            folder = write_run_folder(tmp_path / f"{arm}{seed}", made_up_run(arm, seed, 1e5 if arm == "bf16" else 1.3e5), answers)
+            folder = write_run_folder(
+                tmp_path / f"{arm}{seed}", made_up_run(arm, seed, 1e5 if arm == "bf16" else 1.3e5), answers
+            )
             records.append(read_run_folder(folder))
     comparison = compare(records)
     assert comparison.verdicts["delayed"].conclusion == "worse"
     assert comparison.arms[1].answers == PairedAnswers(300, 90, 120, 0)
-    assert list(comparison.verdicts) == ["delayed", "bf16"] and [arm.arm for arm in comparison.arms] == ["bf16", "delayed"]
+    assert list(comparison.verdicts) == ["delayed", "bf16"] and [arm.arm for arm in comparison.arms] == [
+        "bf16",
+        "delayed",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -438,7 +484,11 @@ def test_answers_decide_through_whole_folders(tmp_path):
         ("run.json", None, "it is not a run's --output_dir"),
         ("run.json", "{", "is not valid JSON"),
         ("run.json", "{}", "run.json lacks config.optim.seed"),
-        ("run.json", '{"config": {"optim": {"seed": 1}}, "precision": {"requested": "bf16"}}', "lacks precision.effective"),
+        (
+            "run.json",
+            '{"config": {"optim": {"seed": 1}}, "precision": {"requested": "bf16"}}',
+            "lacks precision.effective",
+        ),
         ("metrics.jsonl", '{"step": 59, "loss": 1.0}\n', "ends at step 59 and summary.json at step 60"),
         ("metrics.jsonl", b"\xff\xfe", "cannot be read"),
         ("metrics.jsonl", "", "holds no optimizer step"),
@@ -472,7 +522,9 @@ def test_a_fallback_is_said_in_the_arms_row_and_verdict():
 
 
 def test_an_arm_whose_runs_all_failed_is_still_reported():
-    comparison = compare([made_up_run("bf16")], [Failure("block", 1, "exit code 1: boom", "log")], arm_order=["bf16", "block"])
+    comparison = compare(
+        [made_up_run("bf16")], [Failure("block", 1, "exit code 1: boom", "log")], arm_order=["bf16", "block"]
+    )
     assert comparison.verdicts["block"].conclusion == "failed" and comparison.arms[1].num_failed == 1
 
 
@@ -480,7 +532,11 @@ def test_long_runs_are_thinned_to_means_over_all_their_steps():
     run = made_up_run()
     steps = [{**run.steps[-1], "step": n, "tokens_per_s": 100.0 + n % 2} for n in range(1, 1501)]
     (curve,) = compare([dataclasses.replace(run, steps=steps, evaluations=[])]).curves
-    assert len(curve["step"]) == len(curve["tokens_per_s"]) == 500 and curve["step"][-1] == 1500 and curve["grouped_steps"] == 3
+    assert (
+        len(curve["step"]) == len(curve["tokens_per_s"]) == 500
+        and curve["step"][-1] == 1500
+        and curve["grouped_steps"] == 3
+    )
     assert {round(value, 4) for value in curve["tokens_per_s"]} == {100.3333, 100.6667}
 
 
@@ -495,7 +551,9 @@ def test_arms_by_name():
 
 
 def test_options_of_fp8_reach_only_the_arms_in_which_they_take_effect():
-    words = "--max_steps 3 --fp8_strict --amax_history_len 16 --fp8_format E4M3 --fp8_last_bf16_layers=2 --use_te".split()
+    words = (
+        "--max_steps 3 --fp8_strict --amax_history_len 16 --fp8_format E4M3 --fp8_last_bf16_layers=2 --use_te".split()
+    )
     plain = ["--max_steps", "3", "--use_te"]
     fp8 = ["--fp8_strict", "--fp8_last_bf16_layers", "2"]
     assert variant_words("bf16", words) == [*plain, "--mixed_precision", "bf16"]
@@ -537,14 +595,20 @@ def test_a_plan_that_cannot_be_is_refused(tmp_path, train, expected):
 def test_a_folder_belongs_to_one_comparison(tmp_path):
     plan = plan_runs("--max_steps 3", ["bf16"], [1], 1, tmp_path / "out")
     claim_folder(plan)
-    claim_folder(plan_runs("--max_steps  3", ["bf16", "no"], [1, 2], 1, tmp_path / "out"))  # more arms and seeds go on in it
+    claim_folder(
+        plan_runs("--max_steps  3", ["bf16", "no"], [1, 2], 1, tmp_path / "out")
+    )  # more arms and seeds go on in it
     with pytest.raises(UserError, match="other --train options"):
         claim_folder(plan_runs("--max_steps 4", ["bf16"], [1], 1, tmp_path / "out"))
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.tex").touch()
     with pytest.raises(UserError, match="holds no comparison"):
         claim_folder(dataclasses.replace(plan, folder=tmp_path / "taken"))
-    assert default_folder("--max_steps 3", 1) == default_folder("--max_steps  '3'", 1) != default_folder("--max_steps 3", 2)
+    assert (
+        default_folder("--max_steps 3", 1)
+        == default_folder("--max_steps  '3'", 1)
+        != default_folder("--max_steps 3", 2)
+    )
 
 
 def test_runs_get_gpus_of_their_own_unless_told():
@@ -605,7 +669,8 @@ def test_a_signal_stops_the_runs_before_the_script_and_no_two_work_in_one_folder
         "signal.signal(signal.SIGTERM, save); (folder / 'begun').touch(); time.sleep(60)\n"
     )
     monkeypatch.setattr(
-        "llm_fp8.tools.compare.launch.command_line", lambda plan, run: [sys.executable, "-c", stand_in, str(plan.run_folder(run))]
+        "llm_fp8.tools.compare.launch.command_line",
+        lambda plan, run: [sys.executable, "-c", stand_in, str(plan.run_folder(run))],
     )
     script, run = load_script(), tmp_path / "runs" / "bf16-seed1"
     monkeypatch.setattr(script, "usable_gpus", lambda given: [])
@@ -629,7 +694,10 @@ def test_a_signal_stops_the_runs_before_the_script_and_no_two_work_in_one_folder
             if time.monotonic() > deadline:
                 return
             time.sleep(0.02)
-        with pytest.raises(UserError, match="another comparison, or a run of one, is at work"), only_launcher(plan.folder):
+        with (
+            pytest.raises(UserError, match="another comparison, or a run of one, is at work"),
+            only_launcher(plan.folder),
+        ):
             pass
         refused.append(True)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -638,7 +706,9 @@ def test_a_signal_stops_the_runs_before_the_script_and_no_two_work_in_one_folder
     thread.start()
     assert script.main() == 143
     thread.join()
-    assert (run / "saved").exists() and refused and "stopped by SIGTERM; the same command again" in capsys.readouterr().out
+    assert (
+        (run / "saved").exists() and refused and "stopped by SIGTERM; the same command again" in capsys.readouterr().out
+    )
     with only_launcher(plan.folder):
         pass  # free again
 
@@ -650,9 +720,10 @@ def test_the_reason_of_a_failure_is_its_last_error():
     )
     assert failure_reason("$ x\nlast words\n", -9) == "killed by SIGKILL: last words"
     torchrun = (
-        "[rank0]: ValueError: boom\nE1121 torch/distributed/elastic failed (exitcode: 1) local_rank: 0\nTraceback (most recent call last):\n"
-        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\nRoot Cause (first observed failure):\n"
-        "  error_file: <N/A>\n  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html\n=====\n"
+        "[rank0]: ValueError: boom\nE1121 torch/distributed/elastic failed (exitcode: 1) local_rank: 0\nTraceback "
+        "(most recent call last):\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\nRoot "
+        "Cause (first observed failure):\n  error_file: <N/A>\n  traceback : To enable traceback see: "
+        "https://pytorch.org/docs/stable/elastic/errors.html\n=====\n"
     )
     assert failure_reason(torchrun, 1) == "exit code 1: [rank0]: ValueError: boom"
     assert failure_reason("", 1) == "exit code 1: it printed nothing"
@@ -663,7 +734,9 @@ def test_the_reason_of_a_failure_is_its_last_error():
 
 def run_script(*options: str, cwd: Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """The script as a process of its own."""
-    return subprocess.run([sys.executable, str(SCRIPT), *options], cwd=cwd, capture_output=True, text=True, env=environment)
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *options], cwd=cwd, capture_output=True, text=True, env=environment
+    )
 
 
 def test_the_help_gives_each_default_once(capsys):
@@ -675,7 +748,9 @@ def test_the_help_gives_each_default_once(capsys):
 
 def test_mistakes_are_said_in_one_sentence(tmp_path, monkeypatch):
     script = load_script()
-    monkeypatch.setattr(script, "PAIR", (tmp_path / "train_bf16", tmp_path / "train_fp8"))  # which this repository may hold
+    monkeypatch.setattr(
+        script, "PAIR", (tmp_path / "train_bf16", tmp_path / "train_fp8")
+    )  # which this repository may hold
     (tmp_path / "a file").touch()
     for options, words in (
         ([], "give --train OPTIONS .* or run scripts/train_bf16.sh and scripts/train_fp8.sh first"),
@@ -699,16 +774,23 @@ def test_mistakes_are_said_in_one_sentence(tmp_path, monkeypatch):
     assert done.returncode == 2 and done.stderr.startswith("error: --runs") and done.stderr.count("\n") == 1
 
 
-def test_an_interrupted_run_continues_from_its_checkpoint_or_begins_anew_beside_what_it_left(tmp_path, tiny_model, rows):
+def test_an_interrupted_run_continues_from_its_checkpoint_or_begins_anew_beside_what_it_left(
+    tmp_path, tiny_model, rows
+):
     """Two real runs that stopped early: one saved, one did not."""
-    train = f"--model_name {tiny_model} --dataset_name {rows} --max_seq_length 128 --batch_size 2 --max_steps 4 --save_every 2 --no_export"
+    train = (
+        f"--model_name {tiny_model} --dataset_name {rows} --max_seq_length 128 --batch_size 2 --max_steps 4 "
+        "--save_every 2 --no_export"
+    )
     plan = plan_runs(train, ["no"], [1, 2], 1, tmp_path)
     saved, unsaved = plan.runs
     small.train(*saved.words, "--max_steps", 2, "--output_dir", plan.run_folder(saved))
     (plan.run_folder(saved) / "summary.json").unlink()
     plan.run_folder(unsaved).mkdir(parents=True)
     (plan.run_folder(unsaved) / "run.json").write_text("{}")
-    assert command_line(plan, saved)[-2:] == ["--resume_from", "latest"] and "--resume_from" not in command_line(plan, unsaved)
+    assert command_line(plan, saved)[-2:] == ["--resume_from", "latest"] and "--resume_from" not in command_line(
+        plan, unsaved
+    )
     for run in plan.runs:
         set_aside(plan.run_folder(run))
     assert plan.run_folder(saved).exists() and not plan.run_folder(unsaved).exists()

@@ -22,7 +22,9 @@ ARMS = {"bf16": 100_000.0, "delayed": 131_000.0, "current": 126_000.0, "block": 
 
 @pytest.fixture(scope="module")
 def comparison() -> Comparison:
-    """Six arms: four with three seeds, one that fell back, one whose runs failed; with answers, energy, memory and flags."""
+    """Six arms: four with three seeds, one that fell back, one whose runs failed; with answers, energy, memory and
+    flags.
+    """
     runs = []
     for arm, rate in ARMS.items():
         for seed in (1, 2, 3):
@@ -44,7 +46,9 @@ def page(comparison: Comparison, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def test_the_page_is_whole_and_safe(page, comparison):
     text = page.read_text(encoding="utf-8")
-    assert not re.findall(r"<(?:script|img|link|iframe)[^>]+(?:src|href)=[\"'](?!data:)", text), "nothing outside the file"
+    assert not re.findall(r"<(?:script|img|link|iframe)[^>]+(?:src|href)=[\"'](?!data:)", text), (
+        "nothing outside the file"
+    )
     assert "<script>alert" not in text and "&lt;/script&gt;" in text, "what a log says is text"
     assert "/data/&lt;runs&gt;/a&amp;b/bf16-1" in text
     for verdict in comparison.verdicts.values():
@@ -131,7 +135,9 @@ def test_the_page_in_a_browser(page, tmp_path):
         dark = picture(full_screenshot(browser, tmp_path / "dark.png"))
         assert dark[2, 2].sum() < 150, "a dark ground"
         text_colour = "return getComputedStyle(document.querySelector('#chart-loss-step text.xtitle')).fill"
-        assert sum(map(int, re.findall(r"\d+", browser.execute_script(text_colour))[:3])) > 600, "with light words in the charts"
+        assert sum(map(int, re.findall(r"\d+", browser.execute_script(text_colour))[:3])) > 600, (
+            "with light words in the charts"
+        )
         set_dark(browser, False)
 
         # The arm's heading comes before all else, also on a phone, and the gap's axis holds the zero that is bf16.
@@ -146,7 +152,10 @@ def test_the_page_in_a_browser(page, tmp_path):
         screen = browser.execute_script(CHART_SIZES)
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
         browser.execute_script("dispatchEvent(new Event('beforeprint'))")
-        assert browser.execute_script("return getComputedStyle(document.querySelector('.figures td')).display") == "table-cell"
+        assert (
+            browser.execute_script("return getComputedStyle(document.querySelector('.figures td')).display")
+            == "table-cell"
+        )
         assert all(drawn_in[1] <= drawn_in[3] and drawn_in[0] < 700 for drawn_in in browser.execute_script(CHART_SIZES))
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
         browser.execute_script("dispatchEvent(new Event('afterprint'))")

@@ -1,4 +1,6 @@
-"""The comparison of runs that were really trained: the embedded model in bf16 and fp32, two seeds each, through the script."""
+"""The comparison of runs that were really trained: the embedded model in bf16 and fp32, two seeds each, through the
+script.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,16 @@ from tests.made_up_runs import made_up_run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compare_performance.py"
 TRAIN = (
-    "--max_steps 8 --eval_every 4 --eval_batches 2 --batch_size 4 --max_seq_length 128 --num_of_samples 200 --no_export --use_wandb "
-    "--eval_exact_match 4 --eval_max_new_tokens 4"
+    "--max_steps 8 --eval_every 4 --eval_batches 2 --batch_size 4 --max_seq_length 128 --num_of_samples 200 "
+    "--no_export --use_wandb --eval_exact_match 4 --eval_max_new_tokens 4"
 )
 NAMES = ["bf16-seed1", "no-seed1", "bf16-seed2", "no-seed2"]
 
 
 def script_says(python: str, *options: str, cwd: Path) -> tuple[int, str]:
-    """Exit code and words of the script, called in this process; the runs that it starts with `python` are processes of their own."""
+    """Exit code and words of the script, called in this process; the runs that it starts with `python` are processes
+    of their own.
+    """
     spec = importlib.util.spec_from_file_location("compare_performance", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -61,7 +65,9 @@ def train_here(folder: Path, name: str) -> None:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Path:
-    """The output folder of a comparison, trained once for all worker processes of the test run; the script itself starts the last run."""
+    """The output folder of a comparison, trained once for all worker processes of the test run; the script itself
+    starts the last run.
+    """
     own = tmp_path_factory.getbasetemp()
     base = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     with open(base / "trained.lock", "w") as lock:
@@ -153,7 +159,9 @@ def test_an_offline_wandb_run_tells_what_the_folder_tells(trained, monkeypatch):
 
 
 class StandInRun:
-    """What wandb.Api gives for a run, filled from an offline run's file; stands in for the server alone, which no test can reach."""
+    """What wandb.Api gives for a run, filled from an offline run's file; stands in for the server alone, which no
+    test can reach.
+    """
 
     def __init__(self, config: dict[str, Any], history: list[dict[str, Any]], state: str = "finished") -> None:
         self.config, self.state, self._history = config, state, history
@@ -187,7 +195,9 @@ def test_a_run_of_the_server_tells_what_its_file_tells(trained):
     online = read_wandb("team/llm-fp8/abc", StandInApi(run))
     assert online.certificate == {"verdict": "undetermined", "reasons": ["['no kernel']"]}
     offline = read_wandb(str(file.parent))
-    assert online.steps == offline.steps and online.evaluations == offline.evaluations and online.config == offline.config
+    assert (
+        online.steps == offline.steps and online.evaluations == offline.evaluations and online.config == offline.config
+    )
     with pytest.raises(UserError, match="Could not find run"):
         read_wandb("team/llm-fp8/xyz", StandInApi(StandInRun(stored.config, stored.history)))
     with pytest.raises(UserError, match="is running; give a run that finished"):

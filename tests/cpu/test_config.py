@@ -135,7 +135,9 @@ def test_trackers():
 
 def test_yaml_is_read_and_the_command_line_overrides_it(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("learning_rate: 3e-4\nbatch_size: 2\nexport: false\npacking: true\nmax_steps:\nmodel_name: some/model\n")
+    file.write_text(
+        "learning_rate: 3e-4\nbatch_size: 2\nexport: false\npacking: true\nmax_steps:\nmodel_name: some/model\n"
+    )
     options = flat(parse_config(["--config", str(file), "--batch_size", "4", "--no_packing"]))
     assert options == {
         **flat(Config()),
@@ -171,7 +173,9 @@ def test_a_missing_yaml_file_is_named():
         parse_config(["--config", "/no/such.yaml"])
 
 
-@pytest.mark.parametrize("content", ["batch_size: eight", "batch_size: [1, 2]", "use_te: perhaps", "mixed_precision: fp4"])
+@pytest.mark.parametrize(
+    "content", ["batch_size: eight", "batch_size: [1, 2]", "use_te: perhaps", "mixed_precision: fp4"]
+)
 def test_a_bad_value_in_the_yaml_file_is_named(tmp_path, capsys, content):
     file = tmp_path / "run.yaml"
     file.write_text(content + "\n")
@@ -200,7 +204,14 @@ def test_what_the_parser_refuses_is_one_sentence(capsys, argv, named):
         *[
             [f"--{name}", "0"]
             for name in (
-                *("batch_size", "max_seq_length", "num_epochs", "max_steps", "gradient_accumulation_steps", "log_every"),
+                *(
+                    "batch_size",
+                    "max_seq_length",
+                    "num_epochs",
+                    "max_steps",
+                    "gradient_accumulation_steps",
+                    "log_every",
+                ),
                 *(
                     "save_total_limit",
                     "num_of_samples",
@@ -214,7 +225,15 @@ def test_what_the_parser_refuses_is_one_sentence(capsys, argv, named):
         *[
             [f"--{name}", "-1"]
             for name in (
-                *("learning_rate", "num_warmup_steps", "weight_decay", "max_grad_norm", "save_every", "eval_every", "seed"),
+                *(
+                    "learning_rate",
+                    "num_warmup_steps",
+                    "weight_decay",
+                    "max_grad_norm",
+                    "save_every",
+                    "eval_every",
+                    "seed",
+                ),
                 *("fp8_first_bf16_layers", "fp8_last_bf16_layers", "adam_beta1", "adam_beta2", "validation_fraction"),
             )
         ],
@@ -244,7 +263,9 @@ def test_a_value_that_cannot_be_is_refused_by_name(argv):
     assert len(str(error.value).splitlines()) == 1
 
 
-RUN_FILES = [p for p in (Path(__file__).resolve().parents[2] / "configs").glob("*.yaml") if not p.stem.startswith("accelerate_")]
+RUN_FILES = [
+    p for p in (Path(__file__).resolve().parents[2] / "configs").glob("*.yaml") if not p.stem.startswith("accelerate_")
+]
 
 
 @pytest.mark.parametrize("path", sorted(RUN_FILES), ids=lambda path: path.stem)

@@ -1,4 +1,6 @@
-"""The container's files, as far as they can be checked without building it: what they name exists, and what stays as the image has it."""
+"""The container's files, as far as they can be checked without building it: what they name exists, and what stays as
+the image has it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def instructions() -> list[tuple[str, str]]:
     """The Dockerfile's instructions with what stands behind them, comments left out and continued lines joined."""
     lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n", " ", "\n".join(lines))
-    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line.strip())]
+    return [
+        (word, rest.strip()) for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line.strip())
+    ]
 
 
 def all_of(word: str) -> list[str]:
@@ -39,7 +43,9 @@ def copied() -> dict[str, str]:
 
 
 def is_ignored(path: str) -> bool:
-    """Whether .dockerignore keeps `path`, relative to the repository, from the build; the last line that matches decides."""
+    """Whether .dockerignore keeps `path`, relative to the repository, from the build; the last line that matches
+    decides.
+    """
     ignored = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern = line.removeprefix("!")
@@ -47,7 +53,10 @@ def is_ignored(path: str) -> bool:
             continue
         parts = Path(path).parts
         prefixes = ["/".join(parts[: number + 1]) for number in range(len(parts))]
-        if any(fnmatch.fnmatchcase(p, pattern) or fnmatch.fnmatchcase(f"/{p}", pattern.replace("**/", "*/")) for p in prefixes):
+        if any(
+            fnmatch.fnmatchcase(p, pattern) or fnmatch.fnmatchcase(f"/{p}", pattern.replace("**/", "*/"))
+            for p in prefixes
+        ):
             ignored = not line.startswith("!")
     return ignored
 
@@ -70,13 +79,19 @@ def test_everything_that_is_copied_is_there_and_goes_to_its_own_place():
     assert copied()
     for source, destination in copied().items():
         assert (ROOT / source).exists() and not is_ignored(source), source
-        place = f"{destination}{Path(source).name}" if destination.endswith("/") and not source.endswith("/") else destination
+        place = (
+            f"{destination}{Path(source).name}"
+            if destination.endswith("/") and not source.endswith("/")
+            else destination
+        )
         assert place.removeprefix("./") == source, "the repository's layout is kept"
 
 
 def test_what_the_benchmarks_start_is_there():
     started = {
-        name for path in (ROOT / "benchmarks").glob("*.py") for name in re.findall(r"\"(\w+/\w+\.py|\w+\.py)\"", path.read_text())
+        name
+        for path in (ROOT / "benchmarks").glob("*.py")
+        for name in re.findall(r"\"(\w+/\w+\.py|\w+\.py)\"", path.read_text())
     }
     assert "examples/hf_trainer_fp8.py" in started
     assert not [name for name in started if name not in copied() and f"{name.partition('/')[0]}/" not in copied()]
@@ -86,11 +101,23 @@ def test_nothing_else_reaches_the_build():
     assert all(
         map(
             is_ignored,
-            (".git", ".venv", "runs", "checkpoints", "tests", "docs", "wandb", "llm_fp8/__pycache__", "scripts/__pycache__"),
+            (
+                ".git",
+                ".venv",
+                "runs",
+                "checkpoints",
+                "tests",
+                "docs",
+                "wandb",
+                "llm_fp8/__pycache__",
+                "scripts/__pycache__",
+            ),
         )
     )
     assert not any(
-        map(is_ignored, ("llm_fp8/tools/verify/steps.py", "benchmarks/results/ceilings_h200.json", "configs/ds_z1.json"))
+        map(
+            is_ignored, ("llm_fp8/tools/verify/steps.py", "benchmarks/results/ceilings_h200.json", "configs/ds_z1.json")
+        )
     )
     assert is_ignored("benchmarks/plots/throughput.png")
 
@@ -102,10 +129,14 @@ def test_what_runs_by_default_was_copied():
 
 
 def test_what_the_first_installation_needs_stands_before_it():
-    """Its script imports modules of this project, and must find them with nothing but the files that were copied by then."""
+    """Its script imports modules of this project, and must find them with nothing but the files that were copied by
+    then.
+    """
     order = instructions()
     (installs,) = [
-        number for number, (word, rest) in enumerate(order) if word == "RUN" and "container_requirements.py write" in rest
+        number
+        for number, (word, rest) in enumerate(order)
+        if word == "RUN" and "container_requirements.py write" in rest
     ]
     before = [source for word, rest in order[:installs] if word == "COPY" for source in rest.split()[:-1]]
     assert set(versions.REQUIREMENTS) <= set(before)
@@ -147,12 +178,16 @@ def test_what_a_page_names_is_there(page):
 
 def test_the_memory_of_the_page_is_that_of_the_files():
     text = (ROOT / "docs" / "containers.md").read_text()
-    lines = re.findall(r"^\| (\S+), \d+ rows.*? \| ([\d.]+) GiB \| ([\d.]+) GiB \| ([-+][\d.]+)%, `(\w+\.json)` \|$", text, re.M)
+    lines = re.findall(
+        r"^\| (\S+), \d+ rows.*? \| ([\d.]+) GiB \| ([\d.]+) GiB \| ([-+][\d.]+)%, `(\w+\.json)` \|$", text, re.M
+    )
     assert len(lines) == 5
     for model, bf16, delayed, change, file in lines:
         rows = json.loads((ROOT / "benchmarks" / "results" / file).read_text())["rows"]
         mode = "fsdp_full:" if "multi_gpu" in file else ""
-        peaks = {row["arm"]: row["peak_memory_gib"] for row in rows if row["model"] == model and "peak_memory_gib" in row}
+        peaks = {
+            row["arm"]: row["peak_memory_gib"] for row in rows if row["model"] == model and "peak_memory_gib" in row
+        }
         assert (bf16, delayed) == (f"{peaks[f'{mode}bf16']:.1f}", f"{peaks[f'{mode}delayed']:.1f}")
         places = len(change.partition(".")[2])
         assert f"{(peaks[f'{mode}delayed'] / peaks[f'{mode}bf16'] - 1) * 100:+.{places}f}" == change
@@ -179,7 +214,9 @@ def test_the_images_own_packages_are_kept(tmp_path, monkeypatch, capsys):
     assert {pin.name for pin in left} == {pin.name for pin in versions.read_pins()} - set(IMAGE)
     assert all("==" in str(pin.requirement.specifier) for pin in left)
     assert container_requirements.main(["check", str(tmp_path)]) == 0
-    monkeypatch.setattr(container_requirements, "installed", lambda names: {**IMAGE, "torch": Installed("2.13.0", "/usr")})
+    monkeypatch.setattr(
+        container_requirements, "installed", lambda names: {**IMAGE, "torch": Installed("2.13.0", "/usr")}
+    )
     assert container_requirements.main(["check", str(tmp_path)]) == 1
     assert "torch==2.13.0a0+9186a08b2c.nv26.07 became 2.13.0" in capsys.readouterr().err
 
@@ -187,7 +224,10 @@ def test_the_images_own_packages_are_kept(tmp_path, monkeypatch, capsys):
 def test_an_image_without_torch_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(container_requirements, "installed", lambda names: {"numpy": IMAGE["numpy"]})
     assert container_requirements.main(["write", str(tmp_path / "out")]) == 2
-    assert "the image has no torch and no transformer-engine" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert (
+        "the image has no torch and no transformer-engine" in capsys.readouterr().err
+        and not (tmp_path / "out").exists()
+    )
     assert container_requirements.main(["check", str(tmp_path / "out")]) == 2
 
 
@@ -199,7 +239,10 @@ def test_the_verifier_does_not_mend_what_an_image_keeps(tmp_path, kept, mends):
     pins = [pin for pin in versions.read_pins() if pin.name == "torch"]
     constraints = versions.read_constraints({"PIP_CONSTRAINT": str(file)} if kept else {})
     result = versions.judge(pins, {"torch": IMAGE["torch"]}, True, constraints)
-    assert result.status == "warning" and "torch is 2.13.0a0+9186a08b2c.nv26.07, requirements.txt pins ==2.13.0" in result.summary
+    assert (
+        result.status == "warning"
+        and "torch is 2.13.0a0+9186a08b2c.nv26.07, requirements.txt pins ==2.13.0" in result.summary
+    )
     assert len(result.mends) == mends and (f"{file} keeps it so" in result.summary) is kept
 
 

@@ -1,7 +1,7 @@
 """Context parallelism without a GPU: how batches are split, that nothing is lost, and what is refused.
 
-Attention is emulated here: every rank of a group, all in this process, lets its own queries attend to the keys of all ranks. What
-Transformer Engine makes of it on GPUs is checked by tests/multi_gpu/context_parallel_check.py.
+Attention is emulated here: every rank of a group, all in this process, lets its own queries attend to the keys of all
+ranks. What Transformer Engine makes of it on GPUs is checked by tests/multi_gpu/context_parallel_check.py.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def _bounds(batch: Batch) -> list[int]:
     return [row * width for row in range(rows + 1)]
 
 
-# --- the split ---------------------------------------------------------------------------------------------------------
+# --- the split
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_takes_a_chunk_from_each_end_of_every_document() -> None:
@@ -161,7 +162,8 @@ def test_a_slice_on_its_own_is_a_packed_batch(layout: str, size: int) -> None:
         assert torch.equal(alone.input_ids, part.input_ids)
 
 
-# --- collate and pack --------------------------------------------------------------------------------------------------
+# --- collate and pack
+# --------------------------------------------------------------------------------------------------
 
 
 @sizes
@@ -213,7 +215,8 @@ def test_rows_are_packed_by_padded_lengths() -> None:
         PackedCollate(1, 16, PAD, 4)([[_document(7, 0), _document(9, 1)]])
 
 
-# --- loss and gradients ------------------------------------------------------------------------------------------------
+# --- loss and gradients
+# ------------------------------------------------------------------------------------------------
 
 
 class TinyDecoder(nn.Module):
@@ -241,11 +244,14 @@ class TinyDecoder(nn.Module):
             values = torch.cat([v for _q, _k, v in projected])
             for rank, (q, _k, _v) in enumerate(projected):
                 visible = (documents[rank][:, None] == all_documents) & (positions[rank][:, None] >= all_positions)
-                attended = F.scaled_dot_product_attention(_rotate(q, positions[rank])[None], keys[None], values[None], visible)
+                attended = F.scaled_dot_product_attention(
+                    _rotate(q, positions[rank])[None], keys[None], values[None], visible
+                )
                 hidden[rank] = hidden[rank] + attended[0]
                 hidden[rank] = hidden[rank] + torch.tanh(mlp(hidden[rank]))
         losses = [
-            linear_cross_entropy_sum(x[None], self.embedding.weight, part.labels) for x, part in zip(hidden, parts, strict=True)
+            linear_cross_entropy_sum(x[None], self.embedding.weight, part.labels)
+            for x, part in zip(hidden, parts, strict=True)
         ]
         return torch.stack(losses).sum()
 
@@ -259,7 +265,9 @@ def _document_numbers(part: Batch, size: int) -> Tensor:
 def _rotate(x: Tensor, positions: Tensor) -> Tensor:
     angles = positions[:, None].double() * torch.logspace(0, -2, x.shape[-1] // 2, dtype=torch.float64)
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()), dim=-1)
+    return torch.cat(
+        (first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()), dim=-1
+    )
 
 
 def _loss_and_gradients(parts: Sequence[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -309,7 +317,8 @@ def test_swapped_chunks_would_be_noticed() -> None:
     assert abs(float(wrong_loss - loss)) > 1e-3 * float(loss)
 
 
-# --- ranks -------------------------------------------------------------------------------------------------------------
+# --- ranks
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _of_rank(rank: int, world_size: int, size: int, address: str) -> None:
@@ -339,7 +348,8 @@ def test_consecutive_ranks_share_rows_and_count_each_token_once(tmp_path: Path) 
     context.set_forkserver_preload(["llm_fp8.distributed.context_parallel"])
     address = str(tmp_path / "rendezvous")
     processes = [
-        context.Process(target=_of_rank, args=(rank, world_size, size, address), daemon=True) for rank in range(world_size)
+        context.Process(target=_of_rank, args=(rank, world_size, size, address), daemon=True)
+        for rank in range(world_size)
     ]
     for process in processes:
         process.start()
@@ -348,7 +358,9 @@ def test_consecutive_ranks_share_rows_and_count_each_token_once(tmp_path: Path) 
     assert [process.exitcode for process in processes] == [0] * world_size
     counts, gathered = json.loads(Path(f"{address}.result").read_text())
     whole = PackedCollate(2, 64, PAD, size)
-    batches = [whole([[document] for document in DOCUMENTS[start : start + 2]]) for start in range(0, len(DOCUMENTS), 2)]
+    batches = [
+        whole([[document] for document in DOCUMENTS[start : start + 2]]) for start in range(0, len(DOCUMENTS), 2)
+    ]
     batches += [whole([])] * (sum(entry[3] for entry in gathered) // size - len(batches))
     assert counts == [sum(getattr(batch, name) for batch in batches) for name in COUNTS]
     assert [entry[0] for entry in gathered] == [0, 1, 0, 1]
@@ -357,10 +369,13 @@ def test_consecutive_ranks_share_rows_and_count_each_token_once(tmp_path: Path) 
     assert sorted(gathered[0][2] + gathered[2][2]) == list(range(len(DOCUMENTS)))
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------------
+# --- what is refused
+# ---------------------------------------------------------------------------------------------------
 
 
-def _check(*options: str, windows: Sequence[int | None] = (None, None), compute: str = "bf16", multiple: int = 1) -> None:
+def _check(
+    *options: str, windows: Sequence[int | None] = (None, None), compute: str = "bf16", multiple: int = 1
+) -> None:
     config = parse_config(["--use_te", "--context_parallel_size", "4", *options], parallel=True)
     check_context_parallel(config, windows, compute, multiple)
 

@@ -1,4 +1,6 @@
-"""The W&B dashboard: its keys against the project's, the view against W&B's own client, and runs that train_fp8.py made offline."""
+"""The W&B dashboard: its keys against the project's, the view against W&B's own client, and runs that train_fp8.py
+made offline.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,10 @@ def test_a_run_of_train_fp8_arrives_with_group_tags_labels_and_every_key(offline
     recorded = json.loads((offline_folder / "run.json").read_text())
     assert run.config["precision_name"] == "bf16" and run.config["tokens_per_step"] == 2 * 4 * 128
     assert run.config["num_parameters"] == recorded["model"]["num_parameters"] > 0
-    assert run.config["effective"]["precision"] == recorded["precision"] and run.config["provenance"] == recorded["provenance"]
+    assert (
+        run.config["effective"]["precision"] == recorded["precision"]
+        and run.config["provenance"] == recorded["provenance"]
+    )
     assert {section: run.config[section] for section in recorded["config"]} == recorded["config"]
     assert set(LABELS) <= set(run.config)
 
@@ -139,7 +144,9 @@ def test_a_run_of_train_fp8_arrives_with_group_tags_labels_and_every_key(offline
     on_one_cpu = re.compile(
         r"memory|mfu_|energy|gpu_power|communication|slowest_rank|certificate/"
     )  # what such a machine cannot measure
-    missing = [key for key in missing_keys(run.config, list(run.history[-1]), list(run.summary)) if not on_one_cpu.search(key)]
+    missing = [
+        key for key in missing_keys(run.config, list(run.history[-1]), list(run.summary)) if not on_one_cpu.search(key)
+    ]
     assert missing == ["eval_exact_match"]  # it was not asked for
 
 
@@ -241,7 +248,14 @@ VIEWER = (
     200,
     {
         "data": {
-            "viewer": {"id": "VXNlcjox", "username": "me", "entity": "team", "email": "", "flags": "{}", "teams": {"edges": []}}
+            "viewer": {
+                "id": "VXNlcjox",
+                "username": "me",
+                "entity": "team",
+                "email": "",
+                "flags": "{}",
+                "teams": {"edges": []},
+            }
         }
     },
 )
@@ -260,7 +274,9 @@ REFUSED = (200, {"data": None, "errors": [{"message": "permission denied"}]})
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandIn]]:
     """The stand-in, with W&B's client pointed at it."""
-    handler = type("Handler", (StandIn,), {"answers": {"upsertView": SAVED, "Runs(": runs(3), "viewer": VIEWER}, "requests": []})
+    handler = type(
+        "Handler", (StandIn,), {"answers": {"upsertView": SAVED, "Runs(": runs(3), "viewer": VIEWER}, "requests": []}
+    )
     served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=served.serve_forever, daemon=True).start()
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_MODE"):
@@ -277,7 +293,9 @@ def test_the_view_is_sent_and_its_address_printed(
     server: type[StandIn], call: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("--project", "llm-fp8", "--group", "llama") == 0
-    assert re.search(r"^3 runs compared in \S+/team/llm-fp8\?nw=abcdefghijk$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert re.search(
+        r"^3 runs compared in \S+/team/llm-fp8\?nw=abcdefghijk$", capsys.readouterr().out, flags=re.MULTILINE
+    )
     listing = next(request for request in server.requests if "Runs(" in request["query"])
     assert json.loads(listing["variables"]["filters"]) == {"jobType": "train", "group": "llama"}
     sent = next(request for request in server.requests if "upsertView" in request["query"])["variables"]
@@ -292,7 +310,10 @@ def test_the_view_is_sent_and_its_address_printed(
         ({"Runs(": NO_PROJECT}, "--project team/llm-fp8: W&B shows no such project"),
         ({"Runs(": runs(0)}, "--project team/llm-fp8: there is no training run in the group llama"),
         ({"upsertView": REFUSED}, r"did not do what was asked for project llm-fp8 \(.*permission denied.*\)"),
-        ({"viewer": (401, {"errors": [{"message": "user is not logged in"}]})}, "W&B did not accept this machine's login"),
+        (
+            {"viewer": (401, {"errors": [{"message": "user is not logged in"}]})},
+            "W&B did not accept this machine's login",
+        ),
     ],
     ids=["no-project", "no-runs", "may-not-write", "bad-key"],
 )

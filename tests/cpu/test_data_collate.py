@@ -71,7 +71,9 @@ def test_padded_layout() -> None:
     assert batch.row_ids == (1, 2)
 
 
-@pytest.mark.parametrize(("longest", "limit", "width"), [(1, 1024, 128), (128, 1024, 128), (129, 1024, 256), (90, 96, 96)])
+@pytest.mark.parametrize(
+    ("longest", "limit", "width"), [(1, 1024, 128), (128, 1024, 128), (129, 1024, 256), (90, 96, 96)]
+)
 def test_padded_width(longest: int, limit: int, width: int) -> None:
     rows = [[_document(longest, 0)]]
     assert PaddedCollate(2, limit, PAD)(rows).input_ids.shape == (2, width)
@@ -108,7 +110,9 @@ def test_to_moves_every_tensor() -> None:
 
 
 def _predictions(batch: Batch) -> list[tuple[list[int], int]]:
-    """Every supervised position as (the document's tokens up to it, the token to predict), read from the tensors alone."""
+    """Every supervised position as (the document's tokens up to it, the token to predict), read from the tensors
+    alone.
+    """
     found = []
     lines = batch.input_ids.tolist(), batch.labels.tolist(), batch.position_ids.tolist()
     for ids, labels, positions in zip(*lines, strict=True):
@@ -143,7 +147,10 @@ def _loss_and_gradients(batch: Batch, attention: str, view: tuple[int, int]) -> 
     model = LlamaForCausalLM(config)
     mask = None if batch.attention_mask is None else batch.attention_mask.view(view)
     logits = model(
-        input_ids=batch.input_ids.view(view), position_ids=batch.position_ids.view(view), attention_mask=mask, use_cache=False
+        input_ids=batch.input_ids.view(view),
+        position_ids=batch.position_ids.view(view),
+        attention_mask=mask,
+        use_cache=False,
     ).logits
     loss = torch.nn.functional.cross_entropy(
         logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -183,5 +190,7 @@ def test_the_labels_train_on_the_token_that_hugging_face_trains_on() -> None:
         num_key_value_heads=2,
         max_position_embeddings=128,
     )
-    theirs = LlamaForCausalLM(config)(input_ids=batch.input_ids, labels=batch.input_ids).loss  # shifts by itself, takes the mean
+    theirs = LlamaForCausalLM(config)(
+        input_ids=batch.input_ids, labels=batch.input_ids
+    ).loss  # shifts by itself, takes the mean
     torch.testing.assert_close(loss / 39, theirs.detach(), rtol=1e-5, atol=1e-6)

@@ -160,7 +160,9 @@ COMMIT = "a" * 40
 
 
 class _Hub(http.server.BaseHTTPRequestHandler):
-    """Answers as the hub does: for one dataset that is there, for one that is gated, and for others that are not there."""
+    """Answers as the hub does: for one dataset that is there, for one that is gated, and for others that are not
+    there.
+    """
 
     files: dict[str, bytes]
     downloads: list[str]
@@ -176,7 +178,9 @@ class _Hub(http.server.BaseHTTPRequestHandler):
                 return self._refuse(404, "EntryNotFound")
             if self.command == "GET":
                 self.downloads.append(file)
-            self._send(self.files[file], {"ETag": f'"{hashlib.sha1(self.files[file]).hexdigest()}"', "X-Repo-Commit": COMMIT})
+            self._send(
+                self.files[file], {"ETag": f'"{hashlib.sha1(self.files[file]).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            )
         elif "/tree/" in path:
             folder = path.split(COMMIT)[1].strip("/")
             inside = [file for file in self.files if folder in ("", file.split("/")[0])]
@@ -232,10 +236,18 @@ def hub(tmp_path: Path) -> Iterator[str]:
 
 def _run_with_hub(hub: str, home: Path, program: str, offline: bool = False) -> subprocess.CompletedProcess[str]:
     flag = "1" if offline else "0"
-    environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HUB_OFFLINE": flag, "HF_DATASETS_OFFLINE": flag, "HF_HOME": str(home)}
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub,
+        "HF_HUB_OFFLINE": flag,
+        "HF_DATASETS_OFFLINE": flag,
+        "HF_HOME": str(home),
+    }
     environment["HF_DATASETS_CACHE"] = str(home / "datasets")
     command = [sys.executable, "-c", "from llm_fp8.data.load import *\n" + program]
-    return subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_a_hub_that_refuses(hub: str, tmp_path: Path) -> None:
@@ -248,7 +260,9 @@ for name in ("nobody/nothing", "somebody/gated"):
 """
     said = _run_with_hub(hub, tmp_path / "home", program).stdout.splitlines()
     for name, sentence in zip(("nobody/nothing", "somebody/gated"), said, strict=True):
-        assert sentence.startswith(f"--dataset_name {name} is not a local path, and the Hugging Face hub has no such dataset")
+        assert sentence.startswith(
+            f"--dataset_name {name} is not a local path, and the Hugging Face hub has no such dataset"
+        )
 
 
 def test_a_hub_dataset_and_then_without_the_hub(hub: str, tmp_path: Path) -> None:
@@ -269,4 +283,7 @@ def test_a_cache_without_the_data_is_no_dataset(hub: str, tmp_path: Path) -> Non
     online = _run_with_hub(hub, tmp_path / "home", "open_source('own/math')")
     assert online.returncode == 0, online.stderr
     offline = _run_with_hub("http://127.0.0.1:9", tmp_path / "home", "open_source('own/math')", offline=True)
-    assert "UserError: --dataset_name own/math is not a local path, and the Hugging Face hub cannot be reached" in offline.stderr
+    assert (
+        "UserError: --dataset_name own/math is not a local path, and the Hugging Face hub cannot be reached"
+        in offline.stderr
+    )

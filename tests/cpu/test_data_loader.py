@@ -29,7 +29,9 @@ def _read(indices: Any) -> list[Document]:
 
 
 def _rows(packed: bool = False, seed: int = 0) -> MapRows:
-    return MapRows(pack(LENGTHS, 32) if packed else one_per_row(NUM_DOCUMENTS), _read, seed, f"packed {packed}, seed {seed}")
+    return MapRows(
+        pack(LENGTHS, 32) if packed else one_per_row(NUM_DOCUMENTS), _read, seed, f"packed {packed}, seed {seed}"
+    )
 
 
 def _loader(
@@ -85,7 +87,9 @@ def test_a_global_batch_does_not_know_how_it_is_cut(packed: bool) -> None:
         ranks = [_loader(batch_size, accumulate, rank, world_size, packed) for rank in range(world_size)]
         per_rank = [_steps(loader, 9) for loader in ranks]
         num_steps = ranks[0].steps_per_epoch
-        by_cut.append([sorted(row for steps in per_rank for batch in steps[i] for row in batch.row_ids) for i in range(9)])
+        by_cut.append(
+            [sorted(row for steps in per_rank for batch in steps[i] for row in batch.row_ids) for i in range(9)]
+        )
         for i in range(9):
             assert len({len(steps[i]) for steps in per_rank}) == 1, "every rank has as many micro-batches"
             assert len(per_rank[0][i]) <= accumulate

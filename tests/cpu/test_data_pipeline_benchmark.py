@@ -20,7 +20,9 @@ from tests.processes import CONTEXT
 
 @pytest.fixture
 def own_cache(monkeypatch, tmp_path):
-    """The bench sets this for its process; a test puts it back. Ranks start from a server that has imported everything."""
+    """The bench sets this for its process; a test puts it back. Ranks start from a server that has imported
+    everything.
+    """
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "converted")
     monkeypatch.setattr(bench, "PROCESSES", CONTEXT)
 
@@ -61,14 +63,20 @@ def test_a_run_on_a_few_rows(own_cache, tmp_path, monkeypatch):
     assert record["num_rows"] == 300 and record["provenance"]["cpu"]["num_cores"]
     short, long = record["preparation"]
     assert (short["max_seq_length"], long["max_seq_length"]) == (512, 4096)
-    assert short["num_rows_used"] < long["num_rows_used"] == 300, "some rows are too long for 512 tokens, none for 4,096"
+    assert short["num_rows_used"] < long["num_rows_used"] == 300, (
+        "some rows are too long for 512 tokens, none for 4,096"
+    )
     assert short["length_percentiles"]["99"] <= 512
     assert short["rows_per_s"] == pytest.approx(300 / short["tokenise_s"])
     assert short["tokenise_cpu_s"] > 0
     assert short["tokens_per_s"] == pytest.approx(short["num_tokens"] / short["tokenise_s"])
     packed, padded = record["layouts"]
     assert [row["layout"] for row in record["layouts"]] == layouts
-    assert padded["pack_s"] is None and packed["pack_s"] > 0 and padded["padding_efficiency"] < packed["padding_efficiency"]
+    assert (
+        padded["pack_s"] is None
+        and packed["pack_s"] > 0
+        and padded["padding_efficiency"] < packed["padding_efficiency"]
+    )
     assert len({row["batches_sha256"] for row in record["layouts"]}) == 2
     for row in (packed, padded):
         for loaders in row["loaders"]:

@@ -142,7 +142,9 @@ def test_a_validation_split_without_the_problems_trained_on(prepare: Any, tmp_pa
 def test_a_validation_split_that_is_all_trained_on(prepare: Any, tmp_path: Path) -> None:
     rows = _repeated_problems(tmp_path / "train.jsonl", num_problems=5)
     _write(tmp_path / "validation.jsonl", rows[:4])
-    with pytest.raises(UserError, match="none of its 4 rows can be evaluated on: 4 hold a problem that split train trains on"):
+    with pytest.raises(
+        UserError, match="none of its 4 rows can be evaluated on: 4 hold a problem that split train trains on"
+    ):
         prepare(tmp_path)
 
 
@@ -165,7 +167,12 @@ def test_every_row_is_counted(prepare: Any, tmp_path: Path, streaming: list[str]
         # A stream is read on and on to fill the batches, so its counts are a multiple.
         times = report.num_rows_read // 5
         assert times == 1 or (times > 1 and streaming)
-        counts = (report.num_rows_read, report.num_rows_used, report.num_overlong_dropped, report.num_overlong_truncated)
+        counts = (
+            report.num_rows_read,
+            report.num_rows_used,
+            report.num_overlong_dropped,
+            report.num_overlong_truncated,
+        )
         assert counts == (5 * times, used * times, dropped * times, truncated * times) and report.num_empty == 2 * times
         assert first[0].num_real_tokens > 0
 
@@ -291,7 +298,9 @@ def test_a_stream_resumes_where_it_was(prepare: Any, tmp_path: Path, packing: st
 
 def test_a_stream_hands_poorly_filled_rows_on(prepare: Any, tmp_path: Path) -> None:
     _repeated_problems(tmp_path / "train.jsonl", num_problems=200)
-    data = _small_buffer(prepare(tmp_path, "--packing", "--validation_fraction", "0", "--streaming", "--batch_size", "2"), 37)
+    data = _small_buffer(
+        prepare(tmp_path, "--packing", "--validation_fraction", "0", "--streaming", "--batch_size", "2"), 37
+    )
     carried = []
     batches = []
     for step in data.train:

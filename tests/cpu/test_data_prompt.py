@@ -27,27 +27,37 @@ CHATML = (
 )
 # Llama 3: writes BOS itself, ends turns with a token that is the tokenizer's EOS.
 LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] | trim }}<|eot_id|>"
-    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] | "
+    "trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% "
+    "endif %}"
 )
 # Mistral: no generation prompt, EOS after the answer, a space before it; refuses two user turns in a row.
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]"
-    "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}[INST] {{ m['content'] "
+    "}}[/INST]{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-# Qwen 3: only the last assistant turn shows (empty) reasoning, so the beginning of a conversation changes as it goes on.
+# Qwen 3: only the last assistant turn shows (empty) reasoning, so the beginning of a conversation changes as it goes
+# on.
 QWEN3 = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] "
+    "}}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>"
-    "{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}{{ "
+    "m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TURN_TOKENS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "[INST]", "[/INST]"]
+TURN_TOKENS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "[INST]",
+    "[/INST]",
+]
 
 PROBLEM = {"problem": " What is 7 * 8? ", "generated_solution": "7 * 8 = 56\nThe answer is \\boxed{56}.\n"}
 CHAT = {
@@ -113,7 +123,9 @@ def test_columns() -> None:
     assert detect_columns(["messages", "id"]) == "messages"
     assert detect_columns(["prompt", "completion"]) == "prompt_completion"
     assert detect_columns(["text"]) == "text"
-    with pytest.raises(UserError, match=r"columns question, answer; understood are: problem \+ generated_solution; messages;"):
+    with pytest.raises(
+        UserError, match=r"columns question, answer; understood are: problem \+ generated_solution; messages;"
+    ):
         detect_columns(["question", "answer"])
 
 

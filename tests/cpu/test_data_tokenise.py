@@ -62,7 +62,10 @@ def test_outcomes_when_truncating(dataset: Dataset, tokenizer: PreTrainedTokeniz
     whole = tokenise(dataset, tokenizer, dataclasses.replace(OPTIONS, max_seq_length=4096), str(tmp_path))
     cut, full = DocumentStore(tokenised)([1])[0], DocumentStore(whole)([1])[0]
     assert len(cut.input_ids) == 64
-    assert cut.input_ids.tolist() == full.input_ids[:64].tolist() and cut.supervised.tolist() == full.supervised[:64].tolist()
+    assert (
+        cut.input_ids.tolist() == full.input_ids[:64].tolist()
+        and cut.supervised.tolist() == full.supervised[:64].tolist()
+    )
     assert tokenizer.eos_token_id not in cut.input_ids  # stopping in mid-solution is not taught
 
 
@@ -70,7 +73,9 @@ def test_a_length_that_just_fits(dataset: Dataset, tokenizer: PreTrainedTokenize
     length = tokenise(dataset, tokenizer, OPTIONS, str(tmp_path))["length"][0]
     for limit, outcome in ((length, Outcome.USED), (length - 1, Outcome.OVERLONG)):
         assert (
-            _outcomes(tokenise(dataset, tokenizer, dataclasses.replace(OPTIONS, max_seq_length=limit), str(tmp_path)))[0]
+            _outcomes(tokenise(dataset, tokenizer, dataclasses.replace(OPTIONS, max_seq_length=limit), str(tmp_path)))[
+                0
+            ]
             == outcome
         )
 
@@ -121,7 +126,9 @@ def test_everything_that_shapes_the_tokens_changes_the_key(
     assert len(set(keys.values())) == len(keys)
     monkeypatch.undo()
     assert cache_key("d", AutoTokenizer.from_pretrained(MODEL_DIR), OPTIONS) == keys["same"]
-    assert tokenizer_digest(changed("pad_token", "<|eos|>")) == tokenizer_digest(tokenizer)  # padding is told by position
+    assert tokenizer_digest(changed("pad_token", "<|eos|>")) == tokenizer_digest(
+        tokenizer
+    )  # padding is told by position
 
 
 def test_workers_give_the_same(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -147,6 +154,8 @@ def test_documents_are_those_of_the_rows_wherever_they_lie(
     assert len(DocumentStore(tokenised)._chunks) > 2 and sum(len(document.input_ids) > 0 for document in documents) > 4
 
 
-def test_documents_of_picked_rows_are_refused(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_documents_of_picked_rows_are_refused(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="not in the order of its table"):
         DocumentStore(tokenise(dataset, tokenizer, OPTIONS, str(tmp_path)).select([2, 0]))

@@ -1,4 +1,5 @@
-"""DeepSpeed's stages against one plain process, in two real processes that exchange through gloo; and the checks of its file.
+"""DeepSpeed's stages against one plain process, in two real processes that exchange through gloo; and the checks of its
+file.
 
 Both processes are started once and go through every case; the tests look at what they left.
 """
@@ -75,7 +76,9 @@ class Case:
     def name(self) -> str:
         marks = {"overlap": self.overlap, "recompute": self.recompute, "fp32_sums": bool(self.file_entries)}
         kind = "tied" if self.tied else "untied"
-        return "_".join([f"z{self.stage}", kind, str(self.dtype).removeprefix("torch."), *[m for m, on in marks.items() if on]])
+        return "_".join(
+            [f"z{self.stage}", kind, str(self.dtype).removeprefix("torch."), *[m for m, on in marks.items() if on]]
+        )
 
     @property
     def mode(self) -> str:
@@ -83,7 +86,12 @@ class Case:
 
     def write_file(self, folder: Path) -> None:
         """Its DeepSpeed file."""
-        section = {"stage": "auto", "overlap_comm": self.overlap, **ZERO_SECTION, **(ZERO3_SECTION if self.stage == 3 else {})}
+        section = {
+            "stage": "auto",
+            "overlap_comm": self.overlap,
+            **ZERO_SECTION,
+            **(ZERO3_SECTION if self.stage == 3 else {}),
+        }
         (folder / f"{self.name}.json").write_text(json.dumps({"zero_optimization": section, **dict(self.file_entries)}))
 
     def config(self, folder: Path, *options: str) -> Config:
@@ -105,7 +113,10 @@ CASES = [
     *[Case(stage, tied) for stage in STAGES for tied in (False, True)],
     *[Case(stage, overlap=True, recompute=True) for stage in STAGES],
     *[Case(stage, dtype=torch.bfloat16) for stage in STAGES],
-    *[Case(stage, dtype=torch.bfloat16, file_entries=(("data_types", {"grad_accum_dtype": "fp32"}),)) for stage in (2, 3)],
+    *[
+        Case(stage, dtype=torch.bfloat16, file_entries=(("data_types", {"grad_accum_dtype": "fp32"}),))
+        for stage in (2, 3)
+    ],
 ]
 FP32_CASES = [case for case in CASES if case.dtype == torch.float32]
 BF16_CASES = [case for case in CASES if case.dtype == torch.bfloat16]
@@ -119,7 +130,9 @@ def options_of(mode: str, *options: str) -> Config:
 
 
 def make_model(case: Case, seed: int = 1) -> PreTrainedModel:
-    """A model with gradients of some size in every weight: its biases and norms are not ones, its matrices not close to zero."""
+    """A model with gradients of some size in every weight: its biases and norms are not ones, its matrices not close
+    to zero.
+    """
     torch.manual_seed(seed)
     config = tiny_config(tie_word_embeddings=case.tied, mlp_bias=True, intermediate_size=47)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -168,7 +181,8 @@ def learning_rate(step: int) -> float:
     return PEAK * learning_rate_factor(step, NUM_STEPS, 0, "linear")
 
 
-# --- what runs in the two processes ---------------------------------------------------------------------------------------
+# --- what runs in the two processes
+# ---------------------------------------------------------------------------------------
 
 
 def run_rank(rank: int, port: int, folder: str) -> None:
@@ -274,7 +288,10 @@ def run_case(case: Case, folder: Path, rank: int) -> dict[str, Any]:
     other = ["--weight_decay=0.2", "--max_grad_norm=0.25"]
     engine, model, optimizer, plain, config = start(case, folder, *other, seed=2)
     engine.load_state(checkpoint)
-    result["own_options"] = [group["weight_decay"] for group in optimizer.param_groups], engine._zero.optimizer.clip_grad
+    result["own_options"] = (
+        [group["weight_decay"] for group in optimizer.param_groups],
+        engine._zero.optimizer.clip_grad,
+    )
     model.destroy()
 
     engine, model, optimizer, plain, config = start(case, folder, seed=2)
@@ -302,7 +319,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     for case in CASES:
         case.write_file(folder)
     port = free_port()
-    processes = [CONTEXT.Process(target=run_rank, args=(rank, port, str(folder)), daemon=True) for rank in range(NUM_RANKS)]
+    processes = [
+        CONTEXT.Process(target=run_rank, args=(rank, port, str(folder)), daemon=True) for rank in range(NUM_RANKS)
+    ]
     for process in processes:
         process.start()
     deadline = time.monotonic() + DEADLINE_S
@@ -321,11 +340,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder, made
 
 
-# --- one plain process ----------------------------------------------------------------------------------------------------
+# --- one plain process
+# ----------------------------------------------------------------------------------------------------
 
 
 def reference(case: Case) -> dict[str, Any]:
-    """The same steps with Hugging Face's model, torch's AdamW and clipping, in fp32, on all batches one after the other."""
+    """The same steps with Hugging Face's model, torch's AdamW and clipping, in fp32, on all batches one after the
+    other.
+    """
     model = make_model(case).float()
     optimizer = torch.optim.AdamW(parameter_groups(model.named_parameters(), 0.1), lr=PEAK, betas=(0.9, 0.95), eps=1e-8)
     gradients: dict[str, Tensor] = {}
@@ -333,8 +355,12 @@ def reference(case: Case) -> dict[str, Any]:
     for step in range(NUM_STEPS):
         total = torch.zeros(())
         for batch in all_batches(step):
-            logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long(), use_cache=False).logits
-            loss = F.cross_entropy(logits.view(-1, 1024), batch.labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
+            logits = model(
+                input_ids=batch.input_ids, attention_mask=batch.attention_mask.long(), use_cache=False
+            ).logits
+            loss = F.cross_entropy(
+                logits.view(-1, 1024), batch.labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
+            )
             (loss / num_supervised(step)).backward()
             total += loss.detach() / num_supervised(step)
         if step == 0:
@@ -369,8 +395,11 @@ def test_steps_are_those_of_one_process(outcomes, case):
             assert have == pytest.approx(want, rel=2e-5)
         for name, weight in expected["after"].items():
             assert (weight - result["before"][name]).abs().max() > 2 * PEAK / NUM_STEPS
-            # AdamW's update of an element whose gradient nearly cancels turns on the last bits of a sum: a hundredth of an update.
-            torch.testing.assert_close(result["after"][name], weight, rtol=0, atol=PEAK / 100, msg=lambda m, n=name: f"{n}: {m}")
+            # AdamW's update of an element whose gradient nearly cancels turns on the last bits of a sum: a hundredth of
+            # an update.
+            torch.testing.assert_close(
+                result["after"][name], weight, rtol=0, atol=PEAK / 100, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 @cases
@@ -417,7 +446,9 @@ def test_evaluation_sees_the_trained_weights(outcomes, case):
         batch = make_batch(0, 0, rank)
         with torch.no_grad():
             logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()).logits
-        expected = F.cross_entropy(logits.view(-1, 1024), batch.labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
+        expected = F.cross_entropy(
+            logits.view(-1, 1024), batch.labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
+        )
         assert result["evaluation"] == pytest.approx(expected.item(), rel=1e-5)
 
 
@@ -428,10 +459,13 @@ def test_bf16_weights_have_fp32_masters(outcomes, case):
     expected = reference(case)
     for name, weight in expected["after"].items():
         moved, exact = result["after"][name] - result["before"][name], weight - result["before"][name]
-        # The direction of AdamW's early updates is the sign of a gradient, which bf16's rounding turns where it is small.
+        # The direction of AdamW's early updates is the sign of a gradient, which bf16's rounding turns where it is
+        # small.
         assert F.cosine_similarity(moved.flatten(), exact.flatten(), dim=0) > 0.95, name
         assert not torch.equal(result["after"][name], result["after"][name].bfloat16().float()), name
-    assert [norm for _, norm, _ in result["taken"]] == pytest.approx([norm for _, norm, _ in expected["taken"]], rel=0.02)
+    assert [norm for _, norm, _ in result["taken"]] == pytest.approx(
+        [norm for _, norm, _ in expected["taken"]], rel=0.02
+    )
 
 
 @pytest.mark.parametrize("kind", ["adamw_master", "adamw_8bit"])
@@ -453,7 +487,8 @@ def test_another_number_of_ranks_is_refused(outcomes):
         engine.load_state(outcomes[0] / "z1_untied_float32-checkpoint")
 
 
-# --- the file -------------------------------------------------------------------------------------------------------------
+# --- the file
+# -------------------------------------------------------------------------------------------------------------
 
 
 def settings_of(
@@ -467,7 +502,9 @@ def settings_of(
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("compute_name", ["fp32", "bf16"])
 def test_default_files_are_accepted_and_completed(stage, compute_name):
-    config = options_of(f"deepspeed_{stage}", "--batch_size=3", "--gradient_accumulation_steps=5", "--max_grad_norm=0.7")
+    config = options_of(
+        f"deepspeed_{stage}", "--batch_size=3", "--gradient_accumulation_steps=5", "--max_grad_norm=0.7"
+    )
     settings = deepspeed_settings(config, f"deepspeed_{stage}", compute_name, 4)
     assert default_file(f"deepspeed_{stage}").is_file()
     assert settings["zero_optimization"]["stage"] == stage
@@ -478,7 +515,10 @@ def test_default_files_are_accepted_and_completed(stage, compute_name):
 
 def test_the_smallest_file_of_users(tmp_path):
     section = {"stage": 1, "overlap_comm": False, "contiguous_gradients": True}
-    assert settings_of(tmp_path, {"zero_optimization": section})["zero_optimization"] == {**section, "parameter_alignment": True}
+    assert settings_of(tmp_path, {"zero_optimization": section})["zero_optimization"] == {
+        **section,
+        "parameter_alignment": True,
+    }
 
 
 def test_auto_is_accepted_everywhere(tmp_path):
@@ -501,7 +541,10 @@ REFUSED = {
     "fp8": ({**ZERO, "fp8": {"enabled": True}}, '"fp8": fp8 is Transformer Engine\'s'),
     "fp32_communication": ({**ZERO, "communication_data_type": "fp32"}, '"communication_data_type": "fp32".*double'),
     "fp16_communication": ({**ZERO, "communication_data_type": "fp16"}, '"communication_data_type": "fp16"'),
-    "fp32_sums": ({**ZERO, "data_types": {"grad_accum_dtype": "fp32"}}, '"data_types.grad_accum_dtype": "fp32".*deepspeed_2'),
+    "fp32_sums": (
+        {**ZERO, "data_types": {"grad_accum_dtype": "fp32"}},
+        '"data_types.grad_accum_dtype": "fp32".*deepspeed_2',
+    ),
     "param_dtype": ({**ZERO, "data_types": {"param_dtype": "fp32"}}, '"data_types.param_dtype": "fp32"'),
     "batch": ({**ZERO, "train_batch_size": 7}, '"train_batch_size": 7: this run has 32, from --batch_size'),
     "micro_batch": ({**ZERO, "train_micro_batch_size_per_gpu": 7}, "this run has 8, from --batch_size"),
@@ -517,7 +560,10 @@ REFUSED = {
     "old_offload": ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, "fsdp_offload"),
     "no_norm": ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "compute_grad_norm"),
     "unknown": ({**ZERO, "gradient_allreduce_op": "sum"}, '"gradient_allreduce_op": it has no effect'),
-    "unknown_in_zero": ({"zero_optimization": {"stage": 1, "bucket": 5}}, '"zero_optimization.bucket": DeepSpeed refuses'),
+    "unknown_in_zero": (
+        {"zero_optimization": {"stage": 1, "bucket": 5}},
+        '"zero_optimization.bucket": DeepSpeed refuses',
+    ),
     "type_in_zero": ({"zero_optimization": {"stage": 1, "reduce_bucket_size": "big"}}, "reduce_bucket_size"),
     "no_section": ({"bf16": {"enabled": True}}, "has no section"),
     "a_list": ([1], "has no section"),

@@ -70,7 +70,9 @@ def test_without_a_gpu_it_says_what_it_can_and_exits_3(tmp_path, tiny_model):
     found = json.loads(path.read_text())
     assert found["exit_code"] == 3 and found["time"] is None and found["memory"] is None and found["layers"] == []
     layer = 32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48
-    assert found["census"]["num_fp8_weights"] == layer and found["census"]["num_linear_weights"] == 2 * layer + 1024 * 32
+    assert (
+        found["census"]["num_fp8_weights"] == layer and found["census"]["num_linear_weights"] == 2 * layer + 1024 * 32
+    )
     assert sum(found["planned_memory_gib"].values()) * GIB > 0
 
 
@@ -78,7 +80,11 @@ def test_without_a_gpu_it_says_what_it_can_and_exits_3(tmp_path, tiny_model):
     ("options", "environ", "said"),
     [
         (["--warmup_steps", "0"], {}, "--warmup_steps must be at least 1"),
-        (["--warmup_steps", "x"], {}, "error: argument --warmup_steps: invalid int value: 'x'; 'diagnose_fp8.py --help'"),
+        (
+            ["--warmup_steps", "x"],
+            {},
+            "error: argument --warmup_steps: invalid int value: 'x'; 'diagnose_fp8.py --help'",
+        ),
         (["--json", "one.json", "--trace", "./one.json"], {}, "--json and --trace both name one.json"),
         ([], {"WORLD_SIZE": "2"}, "the launcher started 2"),
         (["--json", "/"], {}, "--json /"),
@@ -94,9 +100,13 @@ def test_mistakes_are_one_sentence(options, environ, said):
 
 def test_sizes_that_fp8_cannot_take_are_named(tmp_path):
     model = write_model(tmp_path / "odd", intermediate_size=40)
-    found = diagnose_without_gpu(parse_config(["--model_name", model, "--max_seq_length", "128", "--mixed_precision", "fp8"]))
+    found = diagnose_without_gpu(
+        parse_config(["--model_name", model, "--max_seq_length", "128", "--mixed_precision", "fp8"])
+    )
     assert found.outside_fp8["model.layers.*.mlp.up_proj"] == "2 bf16 (size 32 x 40 is not a multiple of 16)"
-    assert found.census is not None and found.census.converted == {f"model.layers.*.self_attn.{part}_proj": 2 for part in "qkvo"}
+    assert found.census is not None and found.census.converted == {
+        f"model.layers.*.self_attn.{part}_proj": 2 for part in "qkvo"
+    }
 
 
 def test_an_output_head_in_fp8_is_planned(tmp_path):
@@ -106,7 +116,9 @@ def test_an_output_head_in_fp8_is_planned(tmp_path):
         census = diagnose_without_gpu(parse_config([*words, f"--fp8_lm_head={value}"])).census
         assert census is not None
         shares[value] = census.fp8_linear_flop_share
-        assert census.skipped["lm_head"] == (f"1 bf16 (output head{f', {in_fp8} of 3 products in fp8' if in_fp8 else ''})")
+        assert census.skipped["lm_head"] == (
+            f"1 bf16 (output head{f', {in_fp8} of 3 products in fp8' if in_fp8 else ''})"
+        )
     assert shares["none"] < shares["gradients"] < shares["all"] == 1
     odd = [*words, "--fp8_lm_head=all"]
     odd[1] = write_model(tmp_path / "odd", vocab_size=1030)
@@ -160,7 +172,10 @@ def test_tables():
     assert "40.0" in lines["fp8 operands"] and "13.5" in lines["fp8 operands"]
     assert "9.0%" in lines["gaps"] and "--batch_size" in lines["gaps between kernels"]
     assert "7.00" in lines["other"] and "25.0%" in lines["other"] and "3.00" in lines["allocator slack"]
-    assert "90.0% of linear FLOPs in fp8" in text and "one step: 100.0 ms (150.0 ms while its kernels were recorded)" in text
+    assert (
+        "90.0% of linear FLOPs in fp8" in text
+        and "one step: 100.0 ms (150.0 ms while its kernels were recorded)" in text
+    )
     assert "sums of gradients" not in text  # not among the largest three
     assert "memory at the peak, in the loss: 28.00 GiB" in text and "no problem" in text
 
@@ -192,9 +207,9 @@ def test_json(tmp_path):
     time = found["time"]
     classes = sum(taken["time_s"] for taken in time["classes"].values())
     assert classes + time["gap_s"] - time["overlap_s"] == pytest.approx(time["step_time_s"])
-    assert time["classes"]["gemm"]["floor_s"] == pytest.approx(16.5e-3) and time["gemms"]["fp8"]["floor_s"] == pytest.approx(
-        13.5e-3
-    )
+    assert time["classes"]["gemm"]["floor_s"] == pytest.approx(16.5e-3) and time["gemms"]["fp8"][
+        "floor_s"
+    ] == pytest.approx(13.5e-3)
     assert time["ceilings"]["copy_tb_s"] == 4.0
     assert [loss["share"] for loss in time["losses"]][:3] == pytest.approx([0.27, 0.10, 0.09])
     memory = found["memory"]

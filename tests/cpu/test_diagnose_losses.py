@@ -17,14 +17,24 @@ from tests.recorded_kernels import recorded
 FP8_GEMM = "nvjet_sm90_qrtst_128x128_128x6_2x1_v_bz_coopA_algo2_TNT"
 BF16_GEMM = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
 ATTENTION = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0"
-AMAX = "void transformer_engine::(anonymous namespace)::amax_kernel<16, true, __nv_bfloat16>(__nv_bfloat16 const*, float*, unsigned long)"
-CAST = "cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*, __nv_fp8_e5m2*, __nv_fp8_e5m2*, float const*, float*, float*)"
+AMAX = (
+    "void transformer_engine::(anonymous namespace)::amax_kernel<16, true, __nv_bfloat16>(__nv_bfloat16 const*, "
+    "float*, unsigned long)"
+)
+CAST = (
+    "cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*, __nv_fp8_e5m2*, __nv_fp8_e5m2*, float "
+    "const*, float*, float*)"
+)
 
 
 def test_a_step_is_classes_and_gaps():
     step = step_time(
         recorded(
-            (FP8_GEMM, 100, 400), (BF16_GEMM, 400, 500), (ATTENTION, 600, 700), ("_update_kernel", 650, 900), (AMAX, 950, 1000)
+            (FP8_GEMM, 100, 400),
+            (BF16_GEMM, 400, 500),
+            (ATTENTION, 600, 700),
+            ("_update_kernel", 650, 900),
+            (AMAX, 950, 1000),
         ),
         step_s=800e-6,
     )
@@ -32,7 +42,9 @@ def test_a_step_is_classes_and_gaps():
     assert step.gap_s == pytest.approx(50e-6), "of the step that was not recorded: 750 of its 800 us are kernels"
     assert dataclasses.replace(step, step_s=740e-6).gap_s == 0
     assert step.overlap_s == pytest.approx(50e-6)
-    assert step.class_s("gemm") == pytest.approx(400e-6) and step.class_s("attention", "optimizer") == pytest.approx(350e-6)
+    assert step.class_s("gemm") == pytest.approx(400e-6) and step.class_s("attention", "optimizer") == pytest.approx(
+        350e-6
+    )
     assert step.gemms["fp8"].time_s == pytest.approx(300e-6) and step.gemms["bf16"].count == 1
     assert step.named_s("cast", "amax") == pytest.approx(50e-6) and step.named_s("cast", "transpose") == 0
     assert step.has_fused_attention
@@ -40,7 +52,10 @@ def test_a_step_is_classes_and_gaps():
 
 
 def test_softmax_is_no_fused_attention():
-    softmax = "void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 10, false, false>(c10::BFloat16*, int)"
+    softmax = (
+        "void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 10, false, "
+        "false>(c10::BFloat16*, int)"
+    )
     step = step_time(recorded((softmax, 0, 1), (BF16_GEMM, 1, 2)), 1.0)
     assert "attention" in step.classes and not step.has_fused_attention
 
@@ -62,7 +77,9 @@ def facts(**changes) -> StepMeasurements:
         "norm": 2e-3,
     }
     times = {name: KernelTime(1, seconds, {name: seconds}) for name, seconds in classes.items()}
-    step = StepTime(step_s=100e-3, recorded_span_s=150e-3, busy_s=91e-3, classes=times, gemms={"fp8": KernelTime(9, 40e-3)})
+    step = StepTime(
+        step_s=100e-3, recorded_span_s=150e-3, busy_s=91e-3, classes=times, gemms={"fp8": KernelTime(9, 40e-3)}
+    )
     values = dict(
         time=step,
         ceilings=MeasuredRates(1000.0, 2000.0, 2000.0, 4.0),
@@ -107,18 +124,22 @@ def test_floors():
     # A head in fp8: two thirds of its 6 ms at twice the rate, or all; fast accumulation is for the logits.
     gradients, whole = facts(num_fp8_lm_head_gemms=2), facts(num_fp8_lm_head_gemms=3)
     assert gradients.head_gemm_s == pytest.approx(4e-3) and whole.head_gemm_s == pytest.approx(3e-3)
-    assert gradients.gemms_at_measured_rates_s == pytest.approx(31e-3) and whole.gemms_at_measured_rates_s == pytest.approx(30e-3)
+    assert gradients.gemms_at_measured_rates_s == pytest.approx(
+        31e-3
+    ) and whole.gemms_at_measured_rates_s == pytest.approx(30e-3)
     assert gradients.gemm_floors_s == pytest.approx({"fp8": 14.5e-3, "bf16": 1e-3})
     assert whole.gemm_floors_s == pytest.approx({"fp8": 15e-3, "bf16": 0.0})
-    assert facts(num_fp8_lm_head_gemms=3, ceilings=MeasuredRates(1000.0, 2000.0, 1000.0, 4.0)).head_gemm_s == pytest.approx(5e-3)
+    assert facts(
+        num_fp8_lm_head_gemms=3, ceilings=MeasuredRates(1000.0, 2000.0, 1000.0, 4.0)
+    ).head_gemm_s == pytest.approx(5e-3)
     # A card that multiplies faster than its data sheet says.
     low = facts(peak=PeakTflops(900.0, 1800.0, "none"))
     assert low.floors_s["gemm"] == pytest.approx(33e-3) and low.floors_s["attention"] == pytest.approx(2e-3)
 
 
 def test_no_floor_lies_above_what_an_h200_took():
-    """Llama-3.2-1B in delayed scaling on one H200, 2 micro-batches of 4 x 1,024: the GEMMs took 51.3 ms, faster than the ceilings of a GPU that
-    multiplies without a pause, which gave 56.7."""
+    """Llama-3.2-1B in delayed scaling on one H200, 2 micro-batches of 4 x 1,024: the GEMMs took 51.3 ms, faster than
+    the ceilings of a GPU that multiplies without a pause, which gave 56.7."""
     step = facts(
         ceilings=MeasuredRates(680.1, 1307.5, 1250.6, 4.27),
         peak=peak_tflops("NVIDIA H200"),
@@ -149,7 +170,9 @@ def test_layers_outside_fp8_name_the_option_that_fits():
     assert losses.layers_outside_fp8(facts()) is None
     kept = facts(num_fp8_weights=600_000_000, num_wide_weights=300_000_000)
     loss = losses.layers_outside_fp8(kept)
-    assert loss.lost_s == pytest.approx(18e-3 - 9e-3) and "33%" in loss.cause and "--fp8_first_bf16_layers" in loss.advice
+    assert (
+        loss.lost_s == pytest.approx(18e-3 - 9e-3) and "33%" in loss.cause and "--fp8_first_bf16_layers" in loss.advice
+    )
     bf16 = facts(num_fp8_weights=0, num_wide_weights=900_000_000, scenario=None)
     assert losses.layers_outside_fp8(bf16).advice.startswith("--mixed_precision fp8")
     assert losses.layers_outside_fp8(dataclasses.replace(kept, use_te=False)).advice.startswith("--use_te")
@@ -158,7 +181,9 @@ def test_layers_outside_fp8_name_the_option_that_fits():
 
 def test_work_of_known_bytes():
     assert losses.weight_casts(facts()).lost_s == pytest.approx(4 * 0.9e9 / 4e12)
-    assert losses.weight_casts(with_classes(facts(), cast=1e-4)).lost_s == pytest.approx(1e-4)  # never more than was seen
+    assert losses.weight_casts(with_classes(facts(), cast=1e-4)).lost_s == pytest.approx(
+        1e-4
+    )  # never more than was seen
     assert losses.weight_casts(facts(num_fp8_weights=0)) is None
     assert losses.main_grads(facts()).lost_s == pytest.approx(3 * 0.4e9 / 4e12)
     assert losses.main_grads(facts(num_micro_batches=1)).lost_s == 0

@@ -1,4 +1,6 @@
-"""Memory by kind: bytes of made-up tensors, the peak divided among made-up marks, and the probe on a real training step."""
+"""Memory by kind: bytes of made-up tensors, the peak divided among made-up marks, and the probe on a real training
+step.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ class Float8BlockwiseQTensor(torch.Tensor):
 
 class HybridStorage:
     def __init__(self) -> None:
-        self._rowwise_storage, self._columnwise_storage, self._quantizer = Float8TensorStorage(2), Float8TensorStorage(4), None
+        self._rowwise_storage, self._columnwise_storage, self._quantizer = (
+            Float8TensorStorage(2),
+            Float8TensorStorage(4),
+            None,
+        )
 
 
 def test_bytes_of_quantised_tensors_are_those_of_their_parts():
@@ -77,7 +83,10 @@ def test_known_bytes_of_a_model():
 
 def mark(stage, allocated, peak_before=0, weights=100, fp8=0, gradients=0, state=50):
     return Mark(
-        stage, allocated, peak_before, {"weights": weights, "fp8_weights": fp8, "gradients": gradients, "optimizer_state": state}
+        stage,
+        allocated,
+        peak_before,
+        {"weights": weights, "fp8_weights": fp8, "gradients": gradients, "optimizer_state": state},
     )
 
 
@@ -117,7 +126,9 @@ def test_peak_in_the_losss_backward_pass():
 
 def test_peak_in_a_forward_pass_counts_what_is_kept():
     """A layer keeps 25 and its casts take 30; 5 more lived for a moment."""
-    found = divided([mark("forward", 160), mark("forward", 170, 170), mark("loss", 225, 230, fp8=30), mark("end", 160, 180)])
+    found = divided(
+        [mark("forward", 160), mark("forward", 170, 170), mark("loss", 225, 230, fp8=30), mark("end", 160, 180)]
+    )
     assert (found.peak, found.stage) == (230, "forward")
     assert found.kinds["activations"] == 10 + 25 and found.kinds["fp8_weights"] == 30 and found.kinds["other"] == 10 + 5
 
@@ -163,7 +174,9 @@ def test_probe_and_recorder_on_a_real_step(tiny_model, packing, checkpointing):
         number = next(count)
         return number, number
 
-    probe = MemoryProbe(trainer.model, training.model.base_model, decoder_layers(training.model), trainer.optimizer, CPU, meter)
+    probe = MemoryProbe(
+        trainer.model, training.model.base_model, decoder_layers(training.model), trainer.optimizer, CPU, meter
+    )
     with probe.watching():
         training.take(1)
     stages = [mark.stage for mark in probe.marks]

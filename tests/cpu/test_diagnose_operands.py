@@ -140,12 +140,18 @@ def owner():
 @pytest.mark.parametrize("recompute", [False, True])
 def test_each_gemm_goes_to_its_module_and_pass(owner, recompute):
     torch.manual_seed(0)
-    decoder = Decoder([Layer(owner, recompute), Layer(owner, recompute, fp8=False), Layer(owner, recompute, wide_wgrad=True)])
+    decoder = Decoder(
+        [Layer(owner, recompute), Layer(owner, recompute, fp8=False), Layer(owner, recompute, wide_wgrad=True)]
+    )
     found = {module.name: module for module in record(decoder, owner)}
     assert list(found) == [*(f"layers.{n}.{part}" for n in range(3) for part in ("qkv", "output")), "lm_head"]
     for part in ("qkv", "output"):
         fp8, wide, faulty = (found[f"layers.{n}.{part}"] for n in range(3))
-        assert [fp8.operands(p) for p in ("fprop", "dgrad", "wgrad")] == [("e4m3 x e4m3",), ("e4m3 x e5m2",), ("e4m3 x e5m2",)]
+        assert [fp8.operands(p) for p in ("fprop", "dgrad", "wgrad")] == [
+            ("e4m3 x e4m3",),
+            ("e4m3 x e5m2",),
+            ("e4m3 x e5m2",),
+        ]
         assert {pair for p in ("fprop", "dgrad", "wgrad") for pair in wide.operands(p)} == {"fp32 x fp32"}
         assert faulty.operands("dgrad") == ("e4m3 x e5m2",) and faulty.operands("wgrad") == ("fp32 x fp32",)
         assert (fp8.is_fp8, wide.is_fp8, faulty.is_fp8) == (True, False, False)
@@ -174,7 +180,9 @@ def test_torchs_own_layers_are_told_by_autocast(owner):
     recorder = GemmRecorder(model)
     with recorder.recording([]), torch.autocast("cpu", torch.bfloat16):
         model(torch.randn(2, 16)).sum().backward()
-    assert [(m.told_by, m.kind, m.operands("dgrad")) for m in recorder.modules()] == [("dtype", "Linear", ("bf16 x bf16",))] * 2
+    assert [(m.told_by, m.kind, m.operands("dgrad")) for m in recorder.modules()] == [
+        ("dtype", "Linear", ("bf16 x bf16",))
+    ] * 2
     recorder = GemmRecorder(model)
     with recorder.recording([]):
         model(torch.randn(2, 16)).sum().backward()
@@ -205,7 +213,9 @@ def module(name, fprop="e4m3 x e4m3", dgrad="e4m3 x e5m2", wgrad="e4m3 x e5m2", 
 
 def test_identical_layers_are_one_line():
     wide = {"fprop": "bf16 x bf16", "dgrad": "bf16 x bf16", "wgrad": "bf16 x bf16"}
-    modules = [module(f"model.layers.{n}.{part}", **(wide if n == 3 else {})) for n in range(5) for part in ("qkv", "mlp")]
+    modules = [
+        module(f"model.layers.{n}.{part}", **(wide if n == 3 else {})) for n in range(5) for part in ("qkv", "mlp")
+    ]
     groups = group_layers([*modules, module("lm_head", **wide)])
     assert [(g.module, g.layer_ranges) for g in groups] == [
         ("qkv", "0-2, 4"),
@@ -221,7 +231,9 @@ def test_identical_layers_are_one_line():
 def test_problems_name_the_module_and_the_pass():
     good, silent = module("model.layers.0.qkv"), "model.layers.1.qkv"
     assert precision_problems(FP8, [good], [good.name], "DelayedScaling") == []
-    assert precision_problems(FP8, [good], [good.name, silent], "DelayedScaling") == ["model.layers.1.qkv: no GEMM was seen"]
+    assert precision_problems(FP8, [good], [good.name, silent], "DelayedScaling") == [
+        "model.layers.1.qkv: no GEMM was seen"
+    ]
     faulty = module("model.layers.0.mlp", wgrad="bf16 x bf16; e4m3 x e5m2")
     (problem,) = precision_problems(FP8, [faulty], [faulty.name], "DelayedScaling")
     assert problem == "model.layers.0.mlp: wgrad multiplies bf16 x bf16, e4m3 x e5m2, not fp8"
@@ -251,7 +263,10 @@ def test_reasons_outside_fp8():
     why = reasons_outside_fp8(census, PrecisionConfig(mixed_precision="fp8", fp8_last_bf16_layers=2), FP8)
     assert why["model.layers.*.qkv"] == "2 bf16 (kept by --fp8_first_bf16_layers 0 --fp8_last_bf16_layers 2)"
     assert why["lm_head"] == "1 bf16 (output head)"
-    assert reasons_outside_fp8(census, PrecisionConfig(), BF16)["model.layers.*.qkv"] == "2 bf16 (--mixed_precision bf16 runs)"
+    assert (
+        reasons_outside_fp8(census, PrecisionConfig(), BF16)["model.layers.*.qkv"]
+        == "2 bf16 (--mixed_precision bf16 runs)"
+    )
     assert left_out_problems(census) == ["odd: 1 bf16 (size 20 x 24 is not a multiple of 16), so it is not in fp8"]
 
 

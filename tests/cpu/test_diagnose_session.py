@@ -1,4 +1,6 @@
-"""The whole of a diagnosis on a real model's training steps, with stand-ins for what only a GPU has: its allocator's counts and its kernels."""
+"""The whole of a diagnosis on a real model's training steps, with stand-ins for what only a GPU has: its allocator's
+counts and its kernels.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,16 @@ from tests.stand_in_te import install_stand_in
 
 CEILINGS = MeasuredRates(800.0, 1400.0, 1300.0, 4.0)
 SOFTMAX = (
-    "void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 10, false, false>(c10::BFloat16*, int)"
+    "void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 10, false, "
+    "false>(c10::BFloat16*, int)"
 )
 
 
 @pytest.fixture
 def diagnosed(tiny_model, monkeypatch):
-    """Diagnose the tiny model with these options and this attention kernel; gives the findings and the steps that were taken."""
+    """Diagnose the tiny model with these options and this attention kernel; gives the findings and the steps that
+    were taken.
+    """
 
     def run(*options: str, attention: str = ATTENTION, trace: Path | None = None):
         forget_accelerator()
@@ -54,11 +59,16 @@ def diagnosed(tiny_model, monkeypatch):
 
 
 def test_a_bf16_run(diagnosed, tmp_path):
-    found, steps = diagnosed("--mixed_precision", "bf16", "--gradient_accumulation_steps", "2", trace=tmp_path / "trace.json")
+    found, steps = diagnosed(
+        "--mixed_precision", "bf16", "--gradient_accumulation_steps", "2", trace=tmp_path / "trace.json"
+    )
     assert found.exit_code == 0 and found.problems == []
     assert steps == 2 + session.NUM_TIMED_STEPS + session.NUM_MEMORY_STEPS + 3  # the operands, the memory, the kernels
     assert (tmp_path / "trace.json").exists()
-    assert [(group.module, group.layer_ranges) for group in found.groups][::7] == [("self_attn.q_proj", "0-1"), ("lm_head", "")]
+    assert [(group.module, group.layer_ranges) for group in found.groups][::7] == [
+        ("self_attn.q_proj", "0-1"),
+        ("lm_head", ""),
+    ]
     assert found.attention == "sdpa" and found.outside_fp8["lm_head"] == "1 bf16 (output head)"
     assert found.time is not None and found.time.step.step_s > 0
     layer = 32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48
@@ -110,6 +120,8 @@ def test_too_little_memory_is_a_sentence(tiny_model, monkeypatch):
     monkeypatch.setattr(session, "measure_rates", lambda device: CEILINGS)
     monkeypatch.setattr(session, "_Session", fails)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 * GIB)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"total_memory": 80 * GIB}))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"total_memory": 80 * GIB})
+    )
     with pytest.raises(session.UserError, match="2.0 of 80.0 GiB were in use.*--batch_size"):
         session.diagnose(parse_config(["--model_name", tiny_model, "--max_seq_length", "64"]), 1)

@@ -1,4 +1,6 @@
-"""Codes and steps of EightBitAdamW against torchao's own functions; stochastic rounding; what a run and its resumption give."""
+"""Codes and steps of EightBitAdamW against torchao's own functions; stochastic rounding; what a run and its
+resumption give.
+"""
 
 import json
 
@@ -29,7 +31,11 @@ SIGNS = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigne
 
 def neighbours(numbers, reach):
     """Each number and the `reach` fp32 numbers on either side of it."""
-    return (numbers.view(torch.int32)[:, None] + torch.arange(-reach, reach + 1, dtype=torch.int32)).view(torch.float32).flatten()
+    return (
+        (numbers.view(torch.int32)[:, None] + torch.arange(-reach, reach + 1, dtype=torch.int32))
+        .view(torch.float32)
+        .flatten()
+    )
 
 
 def dense_numbers(signed):
@@ -38,12 +44,15 @@ def dense_numbers(signed):
     middles = (values[1:] + values[:-1]) / 2
     generator = torch.Generator().manual_seed(0)
     magnitudes = 10 ** (-13 * torch.rand(100_000, generator=generator))
-    found = torch.cat([neighbours(values[values != 0], 500), neighbours(middles, 500), magnitudes, torch.linspace(0, 1, 100_001)])
+    found = torch.cat(
+        [neighbours(values[values != 0], 500), neighbours(middles, 500), magnitudes, torch.linspace(0, 1, 100_001)]
+    )
     found = torch.cat([found, -found]) if signed else found
     return found[(found <= 1) & (found >= (-1 if signed else 0))]
 
 
-# --- codes --------------------------------------------------------------------------------------------------------------------
+# --- codes
+# --------------------------------------------------------------------------------------------------------------------
 
 
 @SIGNS
@@ -61,7 +70,9 @@ def test_values_and_codes_are_torchaos(signed):
 def test_blocks_are_encoded_and_decoded_as_torchao_does(signed):
     torchao = pytest.importorskip("torchao.optim.quant_utils")
     generator = torch.Generator().manual_seed(1)
-    numbers = torch.randn(4000, CODE_BLOCK, generator=generator) * 10 ** torch.empty(4000, 1).uniform_(-9, 2, generator=generator)
+    numbers = torch.randn(4000, CODE_BLOCK, generator=generator) * 10 ** torch.empty(4000, 1).uniform_(
+        -9, 2, generator=generator
+    )
     numbers = (numbers if signed else numbers.square()).view(-1)
     numbers[: 3 * CODE_BLOCK] = 0
     numbers[3 * CODE_BLOCK : 4 * CODE_BLOCK] *= 1e-30
@@ -77,7 +88,9 @@ def test_blocks_are_encoded_and_decoded_as_torchao_does(signed):
 @SIGNS
 @pytest.mark.parametrize("shift", [0.3, 0.5, 0.7])
 def test_seven_lines_foresee_every_code(shift, signed):
-    """What the GPU's kernel looks up: the second of two codes that are possible. In fp64; the kernel's shift is 0.5, and fp32 errs by far less than 0.2."""
+    """What the GPU's kernel looks up: the second of two codes that are possible. In fp64; the kernel's shift is 0.5,
+    and fp32 errs by far less than 0.2.
+    """
     numbers = dense_numbers(signed).double()
     finest = 1 if signed else 2
     lines = [finest * 2**i * (numbers.abs() * 10 ** (6 - i) / 0.9 + 8 / 9) - (finest - 1) for i in range(7)]
@@ -96,7 +109,8 @@ def test_a_number_that_is_not_finite_spoils_its_block_alone(value):
     assert not decoded[1].isfinite().any() and decoded[[0, 2]].isfinite().all()
 
 
-# --- stochastic rounding ------------------------------------------------------------------------------------------------------
+# --- stochastic rounding
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_random_bits_are_those_of_the_documented_hash():
@@ -114,7 +128,10 @@ def test_random_bits_are_those_of_the_documented_hash():
 
 def test_random_bits_are_even_and_of_every_seed_step_and_parameter():
     count = 2**20
-    drawn = {place: rounding_bits(rounding_key(*place), 0, count, CPU) for place in [(0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 1, 1)]}
+    drawn = {
+        place: rounding_bits(rounding_key(*place), 0, count, CPU)
+        for place in [(0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 1, 1)]
+    }
     for bits in drawn.values():
         assert 0 <= bits.min() and bits.max() < 2**16
         counts = torch.bincount(bits >> 8, minlength=256).double()
@@ -135,7 +152,10 @@ def test_rounding_takes_a_neighbour_and_is_right_on_average():
     above = ((numbers.view(torch.int32) & ~0xFFFF) + 0x10000).view(torch.float32)
     draws = 20_000
     rounded = torch.stack(
-        [round_stochastically(numbers, rounding_bits(rounding_key(0, step, 0), 0, 64, CPU)).float() for step in range(draws)]
+        [
+            round_stochastically(numbers, rounding_bits(rounding_key(0, step, 0), 0, 64, CPU)).float()
+            for step in range(draws)
+        ]
     )
     assert ((rounded == below) | (rounded == above)).all()
     spacing = (above - below).abs()
@@ -150,7 +170,8 @@ def test_what_bf16_holds_is_not_rounded_and_nan_and_infinity_stay():
     assert round_stochastically(of_gpu_and_cpu, highest[:3]).isnan().all()
 
 
-# --- steps --------------------------------------------------------------------------------------------------------------------
+# --- steps
+# --------------------------------------------------------------------------------------------------------------------
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SHAPES = {"codes": (64, 128), "odd": (127, 65), "bias": (300,)}
@@ -204,7 +225,9 @@ def test_a_step_is_torchaos():
     below = (exact.view(torch.int32) & ~0xFFFF).view(torch.float32)
     ulps = (weight.detach().float() - below).abs() / (2.0 ** (exact.abs().log2().floor() - 7))
     assert ((ulps == 0) | (ulps == 1)).float().mean() > 0.999 and ulps.max() <= 2
-    away = rounding_bits(rounding_key(0, 4, 0), 0, weight.numel(), CPU).view(weight.shape) + (exact.view(torch.int32) & 0xFFFF)
+    away = rounding_bits(rounding_key(0, 4, 0), 0, weight.numel(), CPU).view(weight.shape) + (
+        exact.view(torch.int32) & 0xFFFF
+    )
     assert ((away >= 0x10000) == (ulps > 0.5)).float().mean() > 0.999
     # torchao's own rounding goes away from zero as often, of the same number.
     torch.manual_seed(0)
@@ -215,7 +238,9 @@ def test_a_step_is_torchaos():
 def test_small_tensors_and_those_that_are_no_whole_blocks_keep_fp32_moments():
     parameters, optimizer = make()
     optimizer.initialize_state()
-    dtypes = {name: {part: tensor.dtype for part, tensor in optimizer.state[p].items()} for name, p in parameters.items()}
+    dtypes = {
+        name: {part: tensor.dtype for part, tensor in optimizer.state[p].items()} for name, p in parameters.items()
+    }
     plain = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
     assert dtypes["odd"] == dtypes["bias"] == plain
     codes = {"exp_avg": torch.uint8, "exp_avg_sq": torch.uint8}
@@ -244,7 +269,9 @@ def test_chunks_do_not_show(monkeypatch):
     train(in_parts, other, range(3))
     assert all(torch.equal(whole[name], in_parts[name]) for name in whole)
     pairs = zip(
-        optimizer_tensors(optimizer, whole.items()).items(), optimizer_tensors(other, in_parts.items()).values(), strict=True
+        optimizer_tensors(optimizer, whole.items()).items(),
+        optimizer_tensors(other, in_parts.items()).values(),
+        strict=True,
     )
     assert all(torch.equal(tensor, its) for (_, tensor), its in pairs)
 
@@ -260,7 +287,9 @@ def test_it_learns_as_fp32_adamw_does():
         weight = Parameter(torch.zeros(64, 128, dtype=dtype))
         options = {"lr": 2e-2, "betas": (0.9, 0.95)}
         optimizer = (
-            EightBitAdamW([weight], **options) if name == "ours" else torch.optim.AdamW([weight], weight_decay=0, **options)
+            EightBitAdamW([weight], **options)
+            if name == "ours"
+            else torch.optim.AdamW([weight], weight_decay=0, **options)
         )
         for x, error in zip(inputs, noise, strict=True):
             loss = (x @ weight.float().T - x @ target.T - error).square().mean()
@@ -386,7 +415,9 @@ def test_an_update_counts_its_steps_as_documented():
     for step in range(3):
         set_gradients(parameters, step)
         coefficients = Coefficients.of_step(step + 1, **OPTIONS)
-        update_with_torch_(weight, parameters["odd"].grad, m, None, v, None, None, rounding_key(5, step + 1, 1), coefficients)
+        update_with_torch_(
+            weight, parameters["odd"].grad, m, None, v, None, None, rounding_key(5, step + 1, 1), coefficients
+        )
         optimizer.step()
     assert torch.equal(weight, parameters["odd"])
 

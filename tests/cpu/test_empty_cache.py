@@ -20,7 +20,9 @@ def test_the_cache_is_emptied_every_so_many_steps(
     monkeypatch: pytest.MonkeyPatch, device: str, every: int, emptied_after: list[int]
 ) -> None:
     """The loop itself, around steps that do nothing: no GPU is needed to see when it asks for that."""
-    options = LoopOptions(total_steps=7, max_grad_norm=1.0, log_every=0, eval_every=0, save_every=0, empty_cache_every=every)
+    options = LoopOptions(
+        total_steps=7, max_grad_norm=1.0, log_every=0, eval_every=0, save_every=0, empty_cache_every=every
+    )
     nothing = lambda *_: None  # noqa: E731
     loop: Any = SimpleNamespace(
         options=options, step=0, model=SimpleNamespace(train=nothing), loader=[[]] * 10, accelerator=SimpleNamespace(device=torch.device(device)),

@@ -1,4 +1,6 @@
-"""The arithmetic of the energy meter on a counter and a clock that the test moves, one process and two, and where there is no counter."""
+"""The arithmetic of the energy meter on a counter and a clock that the test moves, one process and two, and where
+there is no counter.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_energy_per_token_power_and_total() -> None:
     board.watts = 300.0
     board.wait(2)
     (figures,) = meter.read({3: 10_000}).values()
-    assert figures == pytest.approx({"energy_j_per_million_tokens": 600 / 0.01, "gpu_power_w": 300.0, "energy_j": 36_600.0})
+    assert figures == pytest.approx(
+        {"energy_j_per_million_tokens": 600 / 0.01, "gpu_power_w": 300.0, "energy_j": 36_600.0}
+    )
 
 
 def test_what_lies_before_a_restart_is_in_the_total_only() -> None:
@@ -115,7 +119,9 @@ def test_nvml_without_a_driver_is_a_reason_and_not_an_error(monkeypatch: pytest.
 
 
 def give_each_rank_a_board() -> None:
-    """In a training process: a board of 100 W, or 300 W on rank 1, whose counter fails from 30 s on; each reading of the clock takes 10 s."""
+    """In a training process: a board of 100 W, or 300 W on rank 1, whose counter fails from 30 s on; each reading of
+    the clock takes 10 s.
+    """
     import llm_fp8.train.loop
 
     first = os.environ["RANK"] == "0"

@@ -16,7 +16,9 @@ def documented() -> dict[str, str]:
     """Each variable of the documentation's table -> what its row says of acting here; a `*` becomes some ending."""
     _, _, section = DOCS.read_text().partition("## Environment variables\n")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| `")]
-    quoted = [(word, acts) for cell, acts, _ in rows for words in re.findall(r"`([^`]*)`", cell) for word in words.split()]
+    quoted = [
+        (word, acts) for cell, acts, _ in rows for words in re.findall(r"`([^`]*)`", cell) for word in words.split()
+    ]
     names = [(word.partition("=")[0], acts) for word, acts in quoted]
     assert len(names) == len(dict(names)), "each variable stands in one row"
     return {name.replace("*", "SOMETHING"): acts for name, acts in names}
@@ -45,7 +47,10 @@ def test_the_documentation_and_the_rules_agree():
         ({"CUDA_LAUNCH_BLOCKING": "0"}, []),
         ({"NVTE_FUSED_ATTN": "0"}, [("NVTE_FUSED_ATTN", "slower")]),
         ({"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0"}, [("NVTE_FLASH_ATTN", "slower")]),
-        ({"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0"}, [("NVTE_FLASH_ATTN", "harmful"), ("NVTE_FUSED_ATTN", "harmful")]),
+        (
+            {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0"},
+            [("NVTE_FLASH_ATTN", "harmful"), ("NVTE_FUSED_ATTN", "harmful")],
+        ),
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, [("PYTORCH_CUDA_ALLOC_CONF", "slower")]),
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}, []),
         ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, [("PYTORCH_ALLOC_CONF", "no effect")]),
@@ -79,5 +84,7 @@ def test_the_worst_comes_first():
 
 
 def test_left_overs():
-    assert all(map(is_left_over, ("RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "FSDP_VERSION")))
+    assert all(
+        map(is_left_over, ("RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "FSDP_VERSION"))
+    )
     assert not any(map(is_left_over, ("PATH", "NVTE_FUSED_ATTN", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS")))

@@ -1,4 +1,6 @@
-"""The bench of environment variables: settings take turns, none has another's variables, and each is held against none at all."""
+"""The bench of environment variables: settings take turns, none has another's variables, and each is held against
+none at all.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ STEP_S = {"CUDA_LAUNCH_BLOCKING": 2.0, "NVTE_FP8_ALLREDUCE": 1.0}
 
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
-    """A run of the bench with a measurement that is slower under one of the variables; the calls, the rows and the file."""
+    """A run of the bench with a measurement that is slower under one of the variables; the calls, the rows and the
+    file.
+    """
     calls, following = [], []
 
     def measure(workload, arm, num_gpus, num_steps, warmup, timeout_s, variables, next_variables):
@@ -64,13 +68,25 @@ def test_settings_take_turns_and_have_no_variable_of_another(measured):
 
 def test_each_is_held_against_none(measured):
     _, rows, record = measured
-    nothing, slow, failed = (rows[name] for name in ("NVTE_FP8_ALLREDUCE=1", "CUDA_LAUNCH_BLOCKING=1", "NVTE_FUSED_ATTN=0"))
+    nothing, slow, failed = (
+        rows[name] for name in ("NVTE_FP8_ALLREDUCE=1", "CUDA_LAUNCH_BLOCKING=1", "NVTE_FUSED_ATTN=0")
+    )
     assert nothing["speed_ratio"] == pytest.approx(1) and nothing["speeds_overlap"] and nothing["memory_ratio"] == 1
-    assert slow["speed_ratio"] == pytest.approx(0.5) and not slow["speeds_overlap"] and slow["first_loss_difference"] == 0
-    assert [found["level"] for found in slow["judged"]] == ["harmful"] and slow["variables"] == {"CUDA_LAUNCH_BLOCKING": "1"}
-    assert failed["failed"] == "RuntimeError: no attention" and "speed_ratio" not in failed and "speed_ratio" not in rows["none"]
+    assert (
+        slow["speed_ratio"] == pytest.approx(0.5) and not slow["speeds_overlap"] and slow["first_loss_difference"] == 0
+    )
+    assert [found["level"] for found in slow["judged"]] == ["harmful"] and slow["variables"] == {
+        "CUDA_LAUNCH_BLOCKING": "1"
+    }
+    assert (
+        failed["failed"] == "RuntimeError: no attention"
+        and "speed_ratio" not in failed
+        and "speed_ratio" not in rows["none"]
+    )
     assert len(slow["rounds"]) == 2
-    assert record["rows"] == list(rows.values()) and record["provenance"]["environment"] == {}, "the origin is that of none"
+    assert record["rows"] == list(rows.values()) and record["provenance"]["environment"] == {}, (
+        "the origin is that of none"
+    )
     assert record["provenance"]["command"] == recorded_command(sys.argv)
     lines = [bench.line_of(row) for row in rows.values()]
     assert (
@@ -84,7 +100,9 @@ def test_each_is_held_against_none(measured):
 def test_the_settings_of_the_guides_are_documented():
     for settings in (bench.SETTINGS, bench.SETTINGS_OF_EXCHANGES):
         names = {name for setting in settings for name in bench.variables_of(setting)}
-        assert names <= {re.sub("SOMETHING$", "", name) for name in documented()} and len(settings) == len(set(settings))
+        assert names <= {re.sub("SOMETHING$", "", name) for name in documented()} and len(settings) == len(
+            set(settings)
+        )
     assert all(bench.judged(setting) for setting in bench.SETTINGS_OF_EXCHANGES)
     names = {name for setting in bench.SETTINGS for name in bench.variables_of(setting)}
     judged = {name for name in names if any(rule.speaks_of(name) for rule in RULES)}
@@ -140,9 +158,16 @@ def test_a_launch_has_the_variables_of_its_setting(tmp_path, tiny_architecture, 
     settings, path = ["NCCL_P2P_DISABLE=0 TORCH_DISTRIBUTED_DEBUG=DETAIL"], tmp_path / "r.json"
     none, set_ = bench.measure_all(work, arm, settings, 1, 1, 120.0, path, 2)
     names = ("NCCL_P2P_DISABLE", "TORCH_DISTRIBUTED_DEBUG", "NCCL_NVLS_ENABLE")
-    assert [[environment.get(name) for name in names] for environment in found] == [[None, None, "0"], ["0", "DETAIL", "0"]]
+    assert [[environment.get(name) for name in names] for environment in found] == [
+        [None, None, "0"],
+        ["0", "DETAIL", "0"],
+    ]
     for row in (none, set_):
-        assert row["num_gpus"] == 2 and len(row["rounds"]) == 1 and len(row["rounds"][0]["median_step_time_s_by_rank"]) == 2
+        assert (
+            row["num_gpus"] == 2
+            and len(row["rounds"]) == 1
+            and len(row["rounds"][0]["median_step_time_s_by_rank"]) == 2
+        )
         assert row["tokens_per_s"] == pytest.approx(row["rounds"][0]["tokens_per_s"]), "of both processes"
     assert set_["speed_ratio"] > 0 and set_["first_loss_difference"] == pytest.approx(0, abs=1e-6)
     assert [row["setting"] for row in json.loads(path.read_text())["rows"]] == ["none", *settings]

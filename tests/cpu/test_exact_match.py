@@ -1,4 +1,6 @@
-"""Generated answers against expected ones: a model that knows some problems by heart, alone, in training and on disk."""
+"""Generated answers against expected ones: a model that knows some problems by heart, alone, in training and on
+disk.
+"""
 
 from __future__ import annotations
 
@@ -83,23 +85,35 @@ def _problems(rows: Rows) -> list[Problem]:
 
 def test_what_is_known_by_heart_is_right_and_scrambled_answers_are_not(memorised, known, embedded_rows, tmp_path):
     data = _dataset(tmp_path / "known", embedded_rows[20:30], known)
-    result = evaluate_exact_match_folder(memorised, num_problems=6, max_new_tokens=100, changes={"dataset_name": str(data)})
+    result = evaluate_exact_match_folder(
+        memorised, num_problems=6, max_new_tokens=100, changes={"dataset_name": str(data)}
+    )
     assert result.share == 1.0 and result.row_ids == list(range(6)) and result.correct == [True] * 6
     assert [answer.generated for answer in result.answers] == [row["generated_solution"] for row in known]
 
     answers = [row["expected_answer"] for row in known]
-    scrambled = [{**row, "expected_answer": answer} for row, answer in zip(known, answers[1:] + answers[:1], strict=True)]
+    scrambled = [
+        {**row, "expected_answer": answer} for row, answer in zip(known, answers[1:] + answers[:1], strict=True)
+    ]
     data = _dataset(tmp_path / "scrambled", embedded_rows[20:30], scrambled)
-    result = evaluate_exact_match_folder(memorised, num_problems=6, max_new_tokens=100, changes={"dataset_name": str(data)})
-    assert result.share == 0.0 and [answer.generated for answer in result.answers] == [row["generated_solution"] for row in known]
+    result = evaluate_exact_match_folder(
+        memorised, num_problems=6, max_new_tokens=100, changes={"dataset_name": str(data)}
+    )
+    assert result.share == 0.0 and [answer.generated for answer in result.answers] == [
+        row["generated_solution"] for row in known
+    ]
 
-    half = evaluate_exact_match_folder(memorised, num_problems=3, max_new_tokens=100, changes={"dataset_name": str(data)})
+    half = evaluate_exact_match_folder(
+        memorised, num_problems=3, max_new_tokens=100, changes={"dataset_name": str(data)}
+    )
     keys = sorted(range(6), key=lambda i: problem_key(known[i]["problem"]))
     assert half.row_ids == sorted(keys[:3]), "the smallest hashes"
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 32])
-def test_batches_padded_on_the_left_give_what_each_prompt_gives_alone(memorised, tokenizer, known, embedded_rows, batch_size):
+def test_batches_padded_on_the_left_give_what_each_prompt_gives_alone(
+    memorised, tokenizer, known, embedded_rows, batch_size
+):
     model = AutoModelForCausalLM.from_pretrained(memorised)
     rows = [*known, *embedded_rows[40:46]]
     prompts = [encode_prompt(row["problem"], tokenizer) for row in rows]
@@ -118,7 +132,9 @@ def test_batches_padded_on_the_left_give_what_each_prompt_gives_alone(memorised,
 def test_a_checkpoints_own_sampling_options_do_not_apply(memorised, tokenizer, known):
     model = AutoModelForCausalLM.from_pretrained(memorised)
     prompts = [encode_prompt(row["problem"], tokenizer) for row in known]
-    model.generation_config = GenerationConfig(do_sample=True, temperature=2.0, repetition_penalty=5.0, max_new_tokens=3)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=2.0, repetition_penalty=5.0, max_new_tokens=3
+    )
     assert generate_greedy(model, tokenizer, prompts, 100) == [row["generated_solution"] for row in known]
 
 
@@ -202,14 +218,19 @@ def test_a_run_reports_exact_match_and_keeps_every_answer(run, known):
         answers = _answers(run, record["step"])
         assert [answer["row_id"] for answer in answers] == [0, 1, 2, 3, 4]
         assert [answer["correct"] for answer in answers] == [True, True, True, False, False]
-        assert answers[0]["generated"] == known[0]["generated_solution"] and answers[0]["expected"] == known[0]["expected_answer"]
+        assert (
+            answers[0]["generated"] == known[0]["generated_solution"]
+            and answers[0]["expected"] == known[0]["expected_answer"]
+        )
         assert record["eval_exact_match"] == 0.6 and record["eval_num_problems"] == 5
         assert record["eval_generation_time_s"] > 0
     assert json.loads((run / "summary.json").read_text())["last_evaluation"]["eval_exact_match"] == 0.6
 
 
 def test_the_exported_folder_gives_the_same_answers(run, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", f"--model={run / 'final'}", "--num_problems=9", "--max_new_tokens=100"])
+    monkeypatch.setattr(
+        sys, "argv", ["evaluate.py", f"--model={run / 'final'}", "--num_problems=9", "--max_new_tokens=100"]
+    )
     assert evaluate.main() == 0
     printed = capsys.readouterr().out
     written = json.loads((run / "exact_match.json").read_text())
@@ -220,7 +241,13 @@ def test_the_exported_folder_gives_the_same_answers(run, monkeypatch, capsys):
 
 
 def test_training_does_not_feel_the_evaluation(run, memorised, dataset, tmp_path):
-    options = [f"--model_name={memorised}", f"--dataset_name={dataset}", *OPTIONS, "--learning_rate=1e-6", "--no_export"]
+    options = [
+        f"--model_name={memorised}",
+        f"--dataset_name={dataset}",
+        *OPTIONS,
+        "--learning_rate=1e-6",
+        "--no_export",
+    ]
     assert train(*options, "--max_steps=4", f"--output_dir={tmp_path / 'without'}") == 0
     assert [step["loss"] for step in steps(run)] == [step["loss"] for step in steps(tmp_path / "without")]
 
@@ -258,11 +285,17 @@ def _prepared(path: Path, tokenizer: PreTrainedTokenizerBase, *options: str) -> 
 
 def test_held_out_problems_are_asked_once_and_never_trained_on(tokenizer, tmp_path):
     rows = [
-        {"problem": f"What is {i} + {i}?" + " " * way, "generated_solution": f"way {way}: {2 * i}", "expected_answer": str(2 * i)}
+        {
+            "problem": f"What is {i} + {i}?" + " " * way,
+            "generated_solution": f"way {way}: {2 * i}",
+            "expected_answer": str(2 * i),
+        }
         for way in range(3)
         for i in range(40)
     ]
-    data = _prepared(_write(tmp_path / "rows.jsonl", rows), tokenizer, "--validation_fraction=0.3", "--eval_exact_match=1000")
+    data = _prepared(
+        _write(tmp_path / "rows.jsonl", rows), tokenizer, "--validation_fraction=0.3", "--eval_exact_match=1000"
+    )
     assert len({problem.problem for problem in data.problems}) == len(data.problems) > 5
     assert all(problem.row_id < 40 and rows[problem.row_id]["problem"] == problem.problem for problem in data.problems)
     keys = [problem_key(problem.problem) for problem in data.problems]
@@ -281,7 +314,9 @@ def test_held_out_problems_are_asked_once_and_never_trained_on(tokenizer, tmp_pa
 
 
 def test_problems_without_an_expected_answer_are_passed_over(tokenizer, embedded_rows, tmp_path):
-    held_out = [{**row, "expected_answer": None if i % 2 else row["expected_answer"]} for i, row in enumerate(embedded_rows[:8])]
+    held_out = [
+        {**row, "expected_answer": None if i % 2 else row["expected_answer"]} for i, row in enumerate(embedded_rows[:8])
+    ]
     data = _prepared(_dataset(tmp_path / "some", embedded_rows[20:30], held_out), tokenizer, "--eval_exact_match=8")
     assert sorted(problem.row_id for problem in data.problems) == [0, 2, 4, 6]
     held_out = [{**row, "expected_answer": ""} for row in held_out]
@@ -307,7 +342,12 @@ def test_what_cannot_be_is_said_before_anything_is_trained(tokenizer, embedded_r
             parse_config(["--eval_exact_match=1", wrong])
     model = write_model(tmp_path / "model")
     path = _write(tmp_path / "rows.jsonl", embedded_rows[:20])
-    common = [f"--model_name={model}", f"--dataset_name={path}", "--max_seq_length=128", f"--output_dir={tmp_path / 'run'}"]
+    common = [
+        f"--model_name={model}",
+        f"--dataset_name={path}",
+        "--max_seq_length=128",
+        f"--output_dir={tmp_path / 'run'}",
+    ]
     with pytest.raises(UserError, match="--eval_exact_match 3 has no effect, because no row is held out"):
         train(*common, "--validation_fraction=0", "--eval_exact_match=3")
     with pytest.raises(UserError, match="--eval_max_new_tokens 250 with the longest prompt"):
@@ -327,7 +367,8 @@ def test_what_cannot_be_is_said_before_anything_is_trained(tokenizer, embedded_r
     ("options", "sentence"),
     [
         (["--model={run}"], "--model {run} is a run's folder, and its model is in {run}/final; give that."),
-        (["--model={unfinished}"], "--model {unfinished} is a run's folder, and there is no model in {unfinished}/final: the run did"),
+        (["--model={unfinished}"], "--model {unfinished} is a run's folder, and there is no model in "
+            "{unfinished}/final: the run did"),
         (["--model=no/such/folder"], "no such folder"),
         (["--model=embedded"], "has no weights that could be evaluated"),
         (["--model={run}/final", "--num_problems=0"], "--num_problems must be at least 1"),
@@ -367,7 +408,12 @@ def test_the_data_are_those_of_the_runs_last_start_unless_said_otherwise(run, da
     resumed["data"] |= {"num_of_samples": 7, "streaming": True, "option_of_another_version": 1}
     (tmp_path / "run.json").write_text(json.dumps({**recorded, "resumes": [{"config": resumed}]}))
     found = data_options(tmp_path / "final", {"max_seq_length": 64})
-    assert (found.dataset_name, found.num_of_samples, found.max_seq_length, found.streaming) == (str(dataset), 7, 64, False)
+    assert (found.dataset_name, found.num_of_samples, found.max_seq_length, found.streaming) == (
+        str(dataset),
+        7,
+        64,
+        False,
+    )
     assert data_options(dataset, {}).dataset_name == "embedded", "no run made it"
 
 

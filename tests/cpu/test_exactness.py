@@ -39,7 +39,9 @@ def test_with_the_loss_on_the_prompt_too(tmp_path, tiny_model, sixteen_rows, pac
     )
 
 
-@pytest.mark.parametrize("options", [["--gradient_checkpointing"], ["--attn_implementation=eager", "--packing"]], ids=str)
+@pytest.mark.parametrize(
+    "options", [["--gradient_checkpointing"], ["--attn_implementation=eager", "--packing"]], ids=str
+)
 def test_what_saves_memory_changes_nothing(tmp_path, tiny_model, sixteen_rows, options):
     compare_with_reference(tmp_path, tiny_model, sixteen_rows, False, "--batch_size=16", *options)
 

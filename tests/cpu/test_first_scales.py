@@ -100,7 +100,9 @@ def batch():
 
 
 def errors(num_passes: int, batch, monkeypatch, **size) -> dict[str, float]:
-    """Of the first step's gradients behind so many passes: the worst relative error of the first and of the second products."""
+    """Of the first step's gradients behind so many passes: the worst relative error of the first and of the second
+    products.
+    """
     monkeypatch.setattr("llm_fp8.train.scale_warmup.PASSES", num_passes)
     model = Blocks(**size)
     seam = Seam(model)
@@ -207,7 +209,9 @@ def test_a_run_is_bit_for_bit_what_it_is_without_them(tmp_path, tiny_model, sixt
 
 
 def note_backward_losses(folder: Path) -> None:
-    """In a process: take the run for one with delayed scaling, and note for its rank what each of its backward passes begins with."""
+    """In a process: take the run for one with delayed scaling, and note for its rank what each of its backward
+    passes begins with.
+    """
     Precision.scales_lag = property(lambda self: True)
     Precision.state_tensors = lambda self: {}
     backward = torch.Tensor.backward
@@ -222,7 +226,9 @@ def note_backward_losses(folder: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "fsdp_offload", "deepspeed_3"])
 def test_gradients_are_as_large_as_trainings_on_several_ranks(mode, tmp_path, tiny_model, sixteen_rows):
-    """Every rank begins its passes with the very loss that its first micro-batch has in training, whatever the others have, and keeps no gradient."""
+    """Every rank begins its passes with the very loss that its first micro-batch has in training, whatever the
+    others have, and keeps no gradient.
+    """
     log = tmp_path / "log"
     options = [
         f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--max_seq_length=256", "--batch_size=2", "--gradient_accumulation_steps=2",

@@ -1,4 +1,6 @@
-"""flash-attn 3 and 4 in the TE decoder: what is refused, and what they are called with. On a CPU with stand-ins for all packages."""
+"""flash-attn 3 and 4 in the TE decoder: what is refused, and what they are called with. On a CPU with stand-ins for
+all packages.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ NO_MASK = torch.empty(0, 0, 0, 0)
 VERSION_4 = FLASH_ATTENTION_PACKAGES[FLASH_ATTENTION_4].version
 
 
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size):
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size
+):
     """As flash-attn 4 computes it; returns the output and what it keeps for itself."""
     assert causal and cu_seqlens_k is cu_seqlens_q and cu_seqlens_q.dtype == torch.int32
     bounds = cu_seqlens_q.tolist()
@@ -110,7 +114,9 @@ def test_packed_rows_are_what_transformer_engine_makes_of_them(bounds, flash):
     assert len(flash.windows()) == 2 and te_llama.attention_backend(other) == "fused (cuDNN)"
     torch.testing.assert_close(logits, expected, atol=0.02, rtol=0.02)
     for name, gradient in gradients.items():
-        difference = (gradient.float() - expected_gradients[name].float()).norm() / expected_gradients[name].float().norm()
+        difference = (gradient.float() - expected_gradients[name].float()).norm() / expected_gradients[
+            name
+        ].float().norm()
         assert difference < 0.02, name
 
 
@@ -178,7 +184,9 @@ def test_what_was_not_compared_is_refused(which, monkeypatch):
     with pytest.raises(UserError, match=r"this GPU has 10\.0"):
         require_flash_attention(which, (10, 0))
     monkeypatch.setattr(flash_attention, "package_version", lambda name: None)
-    with pytest.raises(UserError, match=rf"needs {package.package} {package.version}, which is not installed; run: pip install"):
+    with pytest.raises(
+        UserError, match=rf"needs {package.package} {package.version}, which is not installed; run: pip install"
+    ):
         require_flash_attention(which, HOPPER)
     monkeypatch.setattr(flash_attention, "package_version", lambda name: "4.0.0")
     with pytest.raises(UserError, match=r"and 4\.0\.0 is installed; run: pip install"):
@@ -201,7 +209,8 @@ def test_flash_attn_4_that_does_not_load_is_one_sentence(monkeypatch):
         require_flash_attention(FLASH_ATTENTION_4, HOPPER)
 
 
-# --- the operators of flash-attn 3 ------------------------------------------------------------------------------------------
+# --- the operators of flash-attn 3
+# ------------------------------------------------------------------------------------------
 
 RUNTIME = "nvidia-cuda-runtime-cu12"
 FILES = {"xformers": "xformers/flash_attn_3/_C.so", RUNTIME: "nvidia/cuda_runtime/lib/libcudart.so.12"}
@@ -209,7 +218,9 @@ FILES = {"xformers": "xformers/flash_attn_3/_C.so", RUNTIME: "nvidia/cuda_runtim
 
 @pytest.fixture
 def loading(tmp_path, monkeypatch):
-    """A function: `load_operators` with the named packages installed, `broken` libraries not loading; gives what was loaded, in this order."""
+    """A function: `load_operators` with the named packages installed, `broken` libraries not loading; gives what was
+    loaded, in this order.
+    """
 
     def load(*packages: str, system_runtime: bool, broken: tuple[str, ...] = ()) -> list[str]:
         loaded = []
@@ -271,15 +282,23 @@ def test_operators_that_cannot_be_had_are_one_sentence_with_the_command(packages
 
 
 def test_operators_of_another_package_are_refused(loading):
-    with stand_in_operators(), pytest.raises(UserError, match=r"another package has loaded .* uninstall it \(flash-attn-3\)"):
+    with (
+        stand_in_operators(),
+        pytest.raises(UserError, match=r"another package has loaded .* uninstall it \(flash-attn-3\)"),
+    ):
         loading("xformers", system_runtime=True)
 
 
-# --- which attention a model has --------------------------------------------------------------------------------------------
+# --- which attention a model has
+# --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("head_dim", "version", "value"), [(80, VERSION_4, "0"), (128, VERSION_4, None), (80, None, None)])
-def test_transformer_engine_does_not_come_to_it_by_itself_where_it_was_not_compared(head_dim, version, value, monkeypatch):
+@pytest.mark.parametrize(
+    ("head_dim", "version", "value"), [(80, VERSION_4, "0"), (128, VERSION_4, None), (80, None, None)]
+)
+def test_transformer_engine_does_not_come_to_it_by_itself_where_it_was_not_compared(
+    head_dim, version, value, monkeypatch
+):
     monkeypatch.setenv("NVTE_FLASH_ATTN_V4", "unset after this test")
     monkeypatch.delenv("NVTE_FLASH_ATTN_V4")
     monkeypatch.setattr(flash_attention, "package_version", lambda name: version if name == "flash-attn-4" else "1.0")
@@ -320,5 +339,7 @@ def test_an_arm_with_two_attentions_is_refused():
 @pytest.mark.parametrize("which", FLASH_ATTENTION_PACKAGES)
 def test_a_row_that_gpus_share_is_refused(which):
     options = ["--use_te", "--attn_implementation", which, "--context_parallel_size", "2"]
-    with pytest.raises(UserError, match=f"{which} cannot share a row between GPUs; drop it, or --context_parallel_size 2"):
+    with pytest.raises(
+        UserError, match=f"{which} cannot share a row between GPUs; drop it, or --context_parallel_size 2"
+    ):
         parse_config(options, parallel=True)

@@ -1,4 +1,6 @@
-"""Every key of fp8_config goes through Accelerate's own launcher and recipes; what each does there is what the table says."""
+"""Every key of fp8_config goes through Accelerate's own launcher and recipes; what each does there is what the table
+says.
+"""
 
 from __future__ import annotations
 
@@ -61,14 +63,18 @@ def launch(monkeypatch, tmp_path):
         arguments = launch_command_parser().parse_args(["--config_file", str(config), *options, "train_fp8.py"])
         arguments, _, _ = _validate_launch_command(arguments)
         _, made = accelerate.utils.launch.prepare_simple_launcher_cmd_env(arguments)
-        return {name: value for name, value in made.items() if name.startswith("ACCELERATE_") and name not in os.environ}
+        return {
+            name: value for name, value in made.items() if name.startswith("ACCELERATE_") and name not in os.environ
+        }
 
     return variables
 
 
 @pytest.fixture
 def recipe_of(monkeypatch):
-    """A function: the recipe, and whether evaluation runs in it, of a model that Accelerate prepares under these variables."""
+    """A function: the recipe, and whether evaluation runs in it, of a model that Accelerate prepares under these
+    variables.
+    """
     made_up_te.install(monkeypatch)
 
     def recipe(environ: dict[str, str]) -> tuple[dict, bool]:
@@ -92,10 +98,17 @@ def recipe_of(monkeypatch):
 
 def test_the_table_names_every_key_that_the_launcher_or_a_recipe_knows(launch):
     options = {
-        name.removeprefix("fp8_") for name in vars(launch_command_parser().parse_args(["x.py"])) if name.startswith("fp8_")
+        name.removeprefix("fp8_")
+        for name in vars(launch_command_parser().parse_args(["x.py"]))
+        if name.startswith("fp8_")
     }
-    fields = {name for handler in (TERecipeKwargs, MSAMPRecipeKwargs, AORecipeKwargs) for name in handler.__dataclass_fields__}
-    known = {name.removeprefix("fp8_") for name in options | fields} - {"config", "module_filter_func"}  # these are objects
+    fields = {
+        name for handler in (TERecipeKwargs, MSAMPRecipeKwargs, AORecipeKwargs) for name in handler.__dataclass_fields__
+    }
+    known = {name.removeprefix("fp8_") for name in options | fields} - {
+        "config",
+        "module_filter_func",
+    }  # these are objects
     assert {key.name.removeprefix("fp8_") for key in KEYS} == known == {name.removeprefix("fp8_") for name in OTHER}
 
 
@@ -196,7 +209,9 @@ def test_a_run_says_which_keys_do_nothing(launch, monkeypatch, capsys, tmp_path)
 
 
 def test_the_files_for_one_gpu_give_the_run_of_the_same_options(launch):
-    """In the form of the guide this project started from, `distributed_type: NO` without quotation marks, which YAML reads as false."""
+    """In the form of the guide this project started from, `distributed_type: NO` without quotation marks, which YAML
+    reads as false.
+    """
     for precision in ("fp8", "bf16"):
         environ = launch(REPOSITORY / "configs" / f"accelerate_{precision}.yaml")
         assert idle_keys(environ) == {}

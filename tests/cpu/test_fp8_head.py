@@ -1,4 +1,6 @@
-"""--fp8_lm_head in emulated fp8: what it leaves exact, how far its gradients are from exact ones, what it keeps, and where it is refused."""
+"""--fp8_lm_head in emulated fp8: what it leaves exact, how far its gradients are from exact ones, what it keeps, and
+where it is refused.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def inputs(tokens: int = TOKENS, spread: float = 4.0, seed: int = 0):
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------------
+# --- numbers
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
@@ -76,7 +79,8 @@ def test_gradients_are_near_the_exact_ones_without_bias(mode, spread, chunk_toke
 def test_the_rounding_hardly_favours_a_direction():
     """Over several batches: in one, the few tokens with the largest gradients decide the slope.
 
-    What is left, 0.6%, lengthens the gradient: entries of labels that were not foreseen lie just below the bound, and round up to it.
+    What is left, 0.6%, lengthens the gradient: entries of labels that were not foreseen lie just below the bound, and
+    round up to it.
     """
     slopes = []
     for seed in range(8):
@@ -132,7 +136,9 @@ def test_the_bound_serves_as_well_as_the_largest_value():
 def test_the_tail_of_a_softmax_survives_in_e5m2_alone():
     probabilities = torch.tensor([[-1.0, 0.9, 1e-3, 1e-5, 1e-6, 1e-8, 1e-9]]) / 8192
     largest = torch.tensor(1 / 8192)
-    wide, narrow = (cast_to_fp8(probabilities, kind, largest=largest).dequantized(torch.float32) for kind in (E5M2, E4M3))
+    wide, narrow = (
+        cast_to_fp8(probabilities, kind, largest=largest).dequantized(torch.float32) for kind in (E5M2, E4M3)
+    )
     assert torch.equal(wide[0, 0], probabilities[0, 0]), "the label's entry of a token that was not foreseen is exact"
     assert ((wide - probabilities).abs() <= probabilities.abs() / 8).all()
     assert (narrow[0, 4:] == 0).all() and (narrow[0, :4] != 0).all()
@@ -143,7 +149,11 @@ def test_casts_saturate_and_do_not_hide_what_is_not_finite():
     assert not zeros.dequantized(torch.float32).any() and torch.equal(zeros.scale_inverse, torch.ones(1))
     beyond = cast_to_fp8(torch.tensor([[1.1, -3.0]]), E5M2, largest=torch.tensor(1.0)).dequantized(torch.float32)
     assert torch.equal(beyond, torch.tensor([[1.0, -1.0]]))
-    assert cast_to_fp8(torch.tensor([[math.nan, 1.0]]), E5M2, largest=torch.tensor(1.0)).dequantized(torch.float32)[0, 0].isnan()
+    assert (
+        cast_to_fp8(torch.tensor([[math.nan, 1.0]]), E5M2, largest=torch.tensor(1.0))
+        .dequantized(torch.float32)[0, 0]
+        .isnan()
+    )
     hidden, weight, labels = inputs()
     with torch.no_grad():
         hidden[9, 3] = math.nan
@@ -174,7 +184,9 @@ def test_without_a_label_loss_and_gradients_are_zero(tokens, mode, chunk_tokens)
     labels = torch.full((tokens,), IGNORE_INDEX)
     loss, *gradients = run(hidden, weight, labels, head_of(weight, mode), 1.0, chunk_tokens)
     assert loss == 0
-    assert [gradient.shape for gradient in gradients] == [hidden.shape, weight.shape] and not any(map(torch.any, gradients))
+    assert [gradient.shape for gradient in gradients] == [hidden.shape, weight.shape] and not any(
+        map(torch.any, gradients)
+    )
 
 
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
@@ -195,14 +207,15 @@ def test_a_tied_weight_gets_both_gradients(mode):
     tokens = torch.arange(TOKENS)
     loss = linear_cross_entropy_sum(F.embedding(tokens, weight), weight, labels, fp8_head=head_of(weight, mode))
     got = torch.autograd.grad(loss, weight)[0]
-    grad_hidden, grad_weight = run(weight.detach()[:TOKENS].requires_grad_(), weight, labels, head_of(weight, mode), factor=1.0)[
-        1:
-    ]
+    grad_hidden, grad_weight = run(
+        weight.detach()[:TOKENS].requires_grad_(), weight, labels, head_of(weight, mode), factor=1.0
+    )[1:]
     torch.testing.assert_close(got[TOKENS:], grad_weight[TOKENS:])
     torch.testing.assert_close(got[:TOKENS], grad_weight[:TOKENS] + grad_hidden)
 
 
-# --- what is kept -----------------------------------------------------------------------------------------------------------
+# --- what is kept
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_weight_is_cast_once_a_step(monkeypatch):
@@ -217,7 +230,12 @@ def test_the_weight_is_cast_once_a_step(monkeypatch):
     for mode in MODES:
         for chunk_tokens in CHUNKS:
             head = head_of(weight, mode)
-            for positions, expected in (((True, False, False), 1), ((True, False), 1), ((None, None), 2), ((False,), 1)):
+            for positions, expected in (
+                ((True, False, False), 1),
+                ((True, False), 1),
+                ((None, None), 2),
+                ((False,), 1),
+            ):
                 shapes.clear()
                 for head.is_first_microbatch in positions:
                     run(hidden, weight, labels, head, chunk_tokens=chunk_tokens)
@@ -254,7 +272,9 @@ def test_a_second_backward_pass_is_an_error(overwrites, monkeypatch):
     """Also where nothing writes into the logits, as the kernel for GPUs does not."""
     if not overwrites:
         in_two_steps = fp8_head.gradient_in_two_steps
-        monkeypatch.setattr(fp8_head, "gradient_in_two_steps", lambda logits, *rest: in_two_steps(logits.clone(), *rest))
+        monkeypatch.setattr(
+            fp8_head, "gradient_in_two_steps", lambda logits, *rest: in_two_steps(logits.clone(), *rest)
+        )
     hidden, weight, labels = inputs()
     loss = linear_cross_entropy_sum(hidden, weight, labels, fp8_head=head_of(weight, "all"))
     loss.backward(retain_graph=True)
@@ -262,7 +282,8 @@ def test_a_second_backward_pass_is_an_error(overwrites, monkeypatch):
         loss.backward()
 
 
-# --- in a training ----------------------------------------------------------------------------------------------------------
+# --- in a training
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_help_of_the_bench_measures_nothing(monkeypatch, capsys):
@@ -304,7 +325,8 @@ def put_head_in(mode: str) -> None:
 
 @pytest.mark.parametrize(("mode", "tied"), [("gradients", False), ("all", True)])
 def test_two_processes_take_the_steps_of_one(mode, tied, tmp_path, rows):
-    """One process or two take the same micro-batches, and so round the same numbers to fp8; FSDP those of weights that it gathered.
+    """One process or two take the same micro-batches, and so round the same numbers to fp8; FSDP those of weights that
+    it gathered.
 
     In the fourth step the rows run out, and the second process has a batch without any.
     """
@@ -345,7 +367,8 @@ def test_the_seam_tells_the_head_which_micro_batch_it_is():
             assert precision.fp8_head.is_first_microbatch is first
 
 
-# --- what is said of it -----------------------------------------------------------------------------------------------------
+# --- what is said of it
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -357,7 +380,9 @@ def test_census_and_promise_count_its_products(mode, lora, num_gemms_of):
     model = AutoModelForCausalLM.from_config(tiny_config())
     if lora:
         add_adapters(model, LoraConfig(lora_rank=lora), torch.float32)
-    precision = Precision(PrecisionPlan("fp8", "fp8", "delayed", "delayed", backend="te"), PrecisionConfig(), CPU, torch.bfloat16)
+    precision = Precision(
+        PrecisionPlan("fp8", "fp8", "delayed", "delayed", backend="te"), PrecisionConfig(), CPU, torch.bfloat16
+    )
     precision.fp8_head = Fp8Head(model.get_output_embeddings(), mode)
     products = gemms_per_weight(model)
     in_head = precision.lm_head_gemms(products)
@@ -382,11 +407,14 @@ def test_arms_of_the_benchmarks():
             parse_variant(name)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------------
+# --- refusals
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_where_it_is_refused():
-    with pytest.raises(UserError, match="--fp8_lm_head gradients: the output head has 1001 x 64 weights, .* multiples of 16"):
+    with pytest.raises(
+        UserError, match="--fp8_lm_head gradients: the output head has 1001 x 64 weights, .* multiples of 16"
+    ):
         head_of(torch.empty(1001, 64), "gradients")
     with pytest.raises(UserError, match="--fp8_lm_head has no effect with --mixed_precision bf16"):
         resolve_precision(PrecisionConfig(mixed_precision="bf16", fp8_lm_head="all"), CPU)

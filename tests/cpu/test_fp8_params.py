@@ -1,8 +1,8 @@
 """fp8 parameters: what is refused, and the bookkeeping of masters, gradients and scales on two processes.
 
-Transformer Engine needs a GPU, so a tensor stands in for its `Float8Tensor`: it has the same extension points for FSDP2, the same identity of
-its scale, and torch's own cast. FSDP2, DTensor, the optimizer and the collectives are the real ones. What TE makes of fp8 parameters is checked
-on GPUs (tests/multi_gpu/fp8_params_check.py).
+Transformer Engine needs a GPU, so a tensor stands in for its `Float8Tensor`: it has the same extension points for
+FSDP2, the same identity of its scale, and torch's own cast. FSDP2, DTensor, the optimizer and the collectives are the
+real ones. What TE makes of fp8 parameters is checked on GPUs (tests/multi_gpu/fp8_params_check.py).
 """
 
 from __future__ import annotations
@@ -41,15 +41,20 @@ MAX_NORM = 0.05
 OPTIM = OptimConfig(learning_rate=1e-3, weight_decay=0.1)
 
 
-# --- What stands in for Transformer Engine -------------------------------------------------------------------------------------
+# --- What stands in for Transformer Engine
+# -------------------------------------------------------------------------------------
 
 
 class StandInFloat8(torch.Tensor):
-    """A tensor of nominal `dtype` that holds bytes and the reciprocal of their scale, and knows what FSDP2 asks of it."""
+    """A tensor of nominal `dtype` that holds bytes and the reciprocal of their scale, and knows what FSDP2 asks of
+    it.
+    """
 
     @staticmethod
     def __new__(cls, data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> StandInFloat8:
-        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device)
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device
+        )
         made.bytes, made.scale_inv = data, scale_inv
         return made
 
@@ -110,7 +115,10 @@ class StandInLinear(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH, device="meta")
-        self.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=1), "bias": SimpleNamespace(fp8_meta_index=None)}
+        self.param_init_meta = {
+            "weight": SimpleNamespace(fp8_meta_index=1),
+            "bias": SimpleNamespace(fp8_meta_index=None),
+        }
         self.primary_weights_in_fp8 = False
 
     def init_fp8_metadata(self, num_gemms: int) -> None:
@@ -150,7 +158,9 @@ class SmallModel(nn.Module):
 
 def precision_of(modules: Any, scenario: str = "current") -> Any:
     recipe = SimpleNamespace(fp8_format=SimpleNamespace(value=SimpleNamespace(max_fwd=LARGEST)))
-    return SimpleNamespace(plan=SimpleNamespace(effective_scenario=scenario, recipe=recipe), fp8_modules=frozenset(modules))
+    return SimpleNamespace(
+        plan=SimpleNamespace(effective_scenario=scenario, recipe=recipe), fp8_modules=frozenset(modules)
+    )
 
 
 def initial(name: str, shape: torch.Size) -> Tensor:
@@ -173,10 +183,13 @@ def cast(master: Tensor) -> Tensor:
     return (master * scale).to(torch.float8_e4m3fn).float() * (1 / scale)
 
 
-# --- On two processes ----------------------------------------------------------------------------------------------------------
+# --- On two processes
+# ----------------------------------------------------------------------------------------------------------
 
 
-def train_in_fp8(rank: int, mode: str, compute_dtype: torch.dtype, sync_every_micro_batch: bool = False) -> dict[str, Any]:
+def train_in_fp8(
+    rank: int, mode: str, compute_dtype: torch.dtype, sync_every_micro_batch: bool = False
+) -> dict[str, Any]:
     """Of four ranks two and two have the same rows, so that the mean over ranks is that of two."""
     install_stand_in()
     options = ParallelConfig(fp8_params=True, sync_every_micro_batch=sync_every_micro_batch)
@@ -211,7 +224,9 @@ def train_in_fp8(rank: int, mode: str, compute_dtype: torch.dtype, sync_every_mi
         "scale_inv": {name: float(parameter._local_tensor.scale_inv) for name, parameter in fp8.items()},
         "state": sorted(optimizer_tensors(optimizer, [(name, master_of(p)) for name, p in named.items()])),
         "left_gradients": sum(p.grad is not None or master_of(p).grad is not None for p in parameters),
-        "is_optimized": all(any(master_of(p) is q for g in optimizer.param_groups for q in g["params"]) for p in parameters),
+        "is_optimized": all(
+            any(master_of(p) is q for g in optimizer.param_groups for q in g["params"]) for p in parameters
+        ),
         "local": {name: engine.local_tensor(parameter).dtype for name, parameter in named.items()},
     }
     # A checkpoint is read into the masters.
@@ -260,7 +275,9 @@ def is_fp8(name: str) -> bool:
         (4, "fsdp_hybrid", False),
     ],
 )
-def test_masters_take_the_steps_of_one_process(tmp_path: Path, num_ranks: int, mode: str, sync_every_micro_batch: bool) -> None:
+def test_masters_take_the_steps_of_one_process(
+    tmp_path: Path, num_ranks: int, mode: str, sync_every_micro_batch: bool
+) -> None:
     norms, masters = train_whole()
     assert max(norms) > 2 * MAX_NORM, "a step must be clipped for this to mean anything"
     for result in on_ranks(num_ranks, tmp_path / "ranks", train_in_fp8, mode, torch.float32, sync_every_micro_batch):
@@ -289,7 +306,8 @@ def test_weights_are_gathered_as_bytes(tmp_path: Path) -> None:
     assert results[0]["norms"] == results[1]["norms"] == pytest.approx(train_whole()[0], rel=5e-2)
 
 
-# --- Numbers and refusals ------------------------------------------------------------------------------------------------------
+# --- Numbers and refusals
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_scales() -> None:

@@ -11,7 +11,9 @@ from tests.processes import exit_code, start_ranks
 
 
 @pytest.mark.parametrize("mode", ["fsdp_full", "fsdp_grad"])
-def test_a_checkpoint_after_an_evaluation_holds_everything(tmp_path: Path, tiny_model: str, rows: str, mode: str) -> None:
+def test_a_checkpoint_after_an_evaluation_holds_everything(
+    tmp_path: Path, tiny_model: str, rows: str, mode: str
+) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     processes = start_ranks(
         2, log, f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=256", "--batch_size=2", "--max_steps=2",
@@ -20,7 +22,8 @@ def test_a_checkpoint_after_an_evaluation_holds_everything(tmp_path: Path, tiny_
     )  # fmt: skip
     assert [exit_code(process) for process in processes] == [0, 0], log.read_text()[-4000:]
     after_evaluation, last = (
-        json.loads((folder / "checkpoints" / f"step-0000000{step}" / "manifest.json").read_text())["tensors"] for step in (1, 2)
+        json.loads((folder / "checkpoints" / f"step-0000000{step}" / "manifest.json").read_text())["tensors"]
+        for step in (1, 2)
     )
     assert after_evaluation == last
     weights = [name.removeprefix("model.") for name in last if name.startswith("model.")]

@@ -180,7 +180,9 @@ def test_whole_machine():
 
 @pytest.fixture
 def several(tmp_path):
-    """A function: run tests of every kind as on a machine with these GPUs; exit code, and entries of the record by name."""
+    """A function: run tests of every kind as on a machine with these GPUs; exit code, and entries of the record by
+    name.
+    """
 
     def run(gpus: list[str], workers: int, exclusive: list, whole: str = "True"):
         (tmp_path / "test_several.py").write_text(SEVERAL.format(exclusive=exclusive, whole=whole))
@@ -188,7 +190,8 @@ def several(tmp_path):
         done = subprocess.run(
             [sys.executable, "-c", program, "--output", "record.json", f"--workers={workers}", "test_several.py"],
             cwd=tmp_path,
-            env=os.environ | {"LLM_FP8_COMMIT": "1" * 40, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONPATH": str(ROOT)},
+            env=os.environ
+            | {"LLM_FP8_COMMIT": "1" * 40, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
             timeout=300,
@@ -220,18 +223,29 @@ def test_every_gpu_is_used_and_what_needs_one_for_itself_has_it(several, tmp_pat
     assert set(seen_by(first, "test_exclusive[")) == {"0", "GPU-b"}
     assert seen_by(first, "test_exclusive_of") == seen_by(first, "test_whole") == ["0,GPU-b"]
     parts = sorted(
-        [span(first, "test_shared"), span(first, "test_exclusive["), span(first, "test_exclusive_of"), span(first, "test_whole")]
+        [
+            span(first, "test_shared"),
+            span(first, "test_exclusive["),
+            span(first, "test_exclusive_of"),
+            span(first, "test_whole"),
+        ]
     )
-    assert all(earlier[1] <= later[0] for earlier, later in zip(parts, parts[1:], strict=False)), "one part after the other"
+    assert all(earlier[1] <= later[0] for earlier, later in zip(parts, parts[1:], strict=False)), (
+        "one part after the other"
+    )
     assert parts[0] == span(first, "test_shared") and parts[1] == span(first, "test_exclusive[")
     exclusive = [test["properties"] for name, test in first.items() if name.startswith("test_exclusive[")]
     for gpu in ("0", "GPU-b"):
         spans = sorted(properties["span"] for properties in exclusive if properties["gpus"] == gpu)
-        assert all(earlier[1] <= later[0] for earlier, later in zip(spans, spans[1:], strict=False)), "one at a time on a GPU"
+        assert all(earlier[1] <= later[0] for earlier, later in zip(spans, spans[1:], strict=False)), (
+            "one at a time on a GPU"
+        )
     # Their durations are known now: the longest one is alone on its GPU while the other takes what is left.
     code, second = several(["0", "GPU-b"], 4, seconds)
     longest = second["test_exclusive[1.5]"]["properties"]
-    assert code == 0 and longest["span"][0] < min(second[f"test_exclusive[{s}]"]["properties"]["span"][1] for s in seconds[:3])
+    assert code == 0 and longest["span"][0] < min(
+        second[f"test_exclusive[{s}]"]["properties"]["span"][1] for s in seconds[:3]
+    )
     assert sum(gpu == longest["gpus"] for gpu in seen_by(second, "test_exclusive[")) <= 2
 
 
@@ -240,7 +254,9 @@ def test_what_follows_a_death_on_a_gpu_runs_on_it_as_well(several, tmp_path):
     code, tests = several(["0", "1", "2"], 2, ["death", "held", "held too", 0.1, 0.2, 0.3], whole="False")
     outcome = {name: test["outcome"] for name, test in tests.items()}
     assert (
-        code == 1 and len(tests) == 14 and outcome.pop("test_exclusive[death]") == outcome.pop("test_whole_machine") == "failed"
+        code == 1
+        and len(tests) == 14
+        and outcome.pop("test_exclusive[death]") == outcome.pop("test_whole_machine") == "failed"
     )
     assert set(outcome.values()) == {"passed"} and set(seen_by(tests, "test_shared")) == {"0,1,2", "1,2,0"}
     assert "crashed" in tests.pop("test_exclusive[death]")["reason"]
@@ -262,4 +278,6 @@ def test_the_longest_test_of_every_worker_comes_first(tmp_path):
     }}))  # fmt: skip
     known = Outcomes(tmp_path / "record.json", [])
     assert dealt(["1", "2", "3", "4", "5", "unknown"], 2, known) == ["5", "3", "1", "unknown", "4", "2"]
-    assert dealt(["1", "2", "3", "4", "5"], 2, known) == ["4", "2", "5", "3", "1"], "the first chunk of five is two tests"
+    assert dealt(["1", "2", "3", "4", "5"], 2, known) == ["4", "2", "5", "3", "1"], (
+        "the first chunk of five is two tests"
+    )

@@ -1,4 +1,6 @@
-"""The trainings whose loss curves are compared: their commands, that a step is the same on one GPU and on several, and the comparison."""
+"""The trainings whose loss curves are compared: their commands, that a step is the same on one GPU and on several,
+and the comparison.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plot_curves
-from benchmarks.gsm8k_curves import ARMS, check, compare_to_one_gpu, finished_runs, make_parser, parse_seeds, parse_variants, plan
+from benchmarks.gsm8k_curves import (
+    ARMS,
+    check,
+    compare_to_one_gpu,
+    finished_runs,
+    make_parser,
+    parse_seeds,
+    parse_variants,
+    plan,
+)
 from benchmarks.plot_curves import draw
 from llm_fp8.config.parser import parse_config
 from llm_fp8.utils.errors import FailedCheck, UserError
@@ -18,7 +29,9 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def settings(num_gpus: int) -> argparse.Namespace:
-    return argparse.Namespace(data="rows.jsonl", seeds="1,2", epochs=4, eval_every=25, num_gpus=num_gpus, arms=",".join(ARMS))
+    return argparse.Namespace(
+        data="rows.jsonl", seeds="1,2", epochs=4, eval_every=25, num_gpus=num_gpus, arms=",".join(ARMS)
+    )
 
 
 def test_on_one_gpu_every_precision_with_every_seed():
@@ -26,7 +39,9 @@ def test_on_one_gpu_every_precision_with_every_seed():
     assert [(job.arm, job.seed) for job in jobs] == [(arm, seed) for seed in (1, 2) for arm in ARMS]
     for job in jobs:
         config = parse_config(job.options(Path("out"), settings(1)))
-        assert config.data.batch_size == 8 and config.optim.optimizer == "auto" and job.launch(1)[1:] == ["train_fp8.py"]
+        assert (
+            config.data.batch_size == 8 and config.optim.optimizer == "auto" and job.launch(1)[1:] == ["train_fp8.py"]
+        )
 
 
 @pytest.mark.parametrize("arms", ["bf16,fp16", "delayed", "bf16,delayed,delayed"])
@@ -104,7 +119,9 @@ def test_seeds_that_are_none(seeds):
         parse_seeds(seeds)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", (RESULTS / "throughput_1b.json").read_text()], ids=["broken", "list", "another"])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", (RESULTS / "throughput_1b.json").read_text()], ids=["broken", "list", "another"]
+)
 def test_an_output_of_another_kind_is_not_gone_on_from(tmp_path, content):
     output = tmp_path / "some.json"
     output.write_text(content)
@@ -122,7 +139,13 @@ def test_the_comparison_with_one_gpu_and_its_plot(tmp_path):
     ]
     comparison = compare_to_one_gpu(runs)
     assert comparison["arms"]["ddp:bf16"] == [
-        {"seed": 1, "final_eval_loss": 2.25, "final_eval_loss_one_gpu": 2.0, "final_difference": 0.25, "largest_difference": 0.5}
+        {
+            "seed": 1,
+            "final_eval_loss": 2.25,
+            "final_eval_loss_one_gpu": 2.0,
+            "final_difference": 0.25,
+            "largest_difference": 0.5,
+        }
     ]
     assert comparison["arms"]["fsdp_full:delayed"][0]["final_difference"] == -0.5
     draw({"runs": runs}, tmp_path / "plots" / "curves.png")

@@ -1,4 +1,6 @@
-"""The benchmark of transformers' Trainer: that its arms train on the same tokens, and what it makes of their records."""
+"""The benchmark of transformers' Trainer: that its arms train on the same tokens, and what it makes of their
+records.
+"""
 
 from __future__ import annotations
 
@@ -67,14 +69,20 @@ def test_the_trainers_arms_are_the_example_under_the_two_files(work, model_and_r
         assert arguments.per_device_train_batch_size == 2 and arguments.gradient_accumulation_steps == 2
         assert not arguments.bf16 and rest[rest.index("--max_seq_length") + 1] == "64"
     assert (
-        "--mixed_precision" in command_of("train_bf16", work, *model_and_rows, tmp_path, "float32") and "train_bf16" in OUR_ARMS
+        "--mixed_precision" in command_of("train_bf16", work, *model_and_rows, tmp_path, "float32")
+        and "train_bf16" in OUR_ARMS
     )
 
 
 def write_state(folder, tokens_per_step: int) -> None:
     runtimes = [1.0, 1.5, 1.75, 2.0]
     history: list[dict] = [
-        {"loss": 3.0 - step, "step": step + 1, "train_runtime": runtime, "num_input_tokens_seen": tokens_per_step * (step + 1)}
+        {
+            "loss": 3.0 - step,
+            "step": step + 1,
+            "train_runtime": runtime,
+            "num_input_tokens_seen": tokens_per_step * (step + 1),
+        }
         for step, runtime in enumerate(runtimes)
     ]
     history.append({"peak_memory_gib": 12.5, "step": 4})
@@ -92,7 +100,13 @@ def test_a_trainers_steps_are_what_lies_between_its_logs(work, tmp_path):
 
 def test_rows_and_ratios(work):
     def found(*times: float, peak: float) -> dict:
-        return {"failed": None, "step_times_s": list(times), "losses": [1.0], "peak_memory_gib": peak, "certificate": None}
+        return {
+            "failed": None,
+            "step_times_s": list(times),
+            "losses": [1.0],
+            "peak_memory_gib": peak,
+            "certificate": None,
+        }
 
     rows = [
         summarise("trainer_bf16", work, [found(1.0, 1.0, peak=10.0), found(1.0, peak=12.0)]),
@@ -120,7 +134,11 @@ def test_a_training_that_fails_says_why(work, model_and_rows, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [(["--arms", "trainer_fp16"], "trainer_fp16"), (["--warmup", "5"], "--warmup 5"), (["--rounds", "0"], "--rounds 0")],
+    [
+        (["--arms", "trainer_fp16"], "trainer_fp16"),
+        (["--warmup", "5"], "--warmup 5"),
+        (["--rounds", "0"], "--rounds 0"),
+    ],
 )
 def test_what_cannot_be_measured_is_one_sentence(options, named, tmp_path):
     with pytest.raises(UserError, match=named):

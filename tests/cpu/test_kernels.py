@@ -46,8 +46,8 @@ GEMMS = {
     "ampere_sgemm_128x64_tn": "fp32",
     "cutlass_80_tensorop_i16832gemm_s8_128x128_64x3_tn_align16": "unknown",
     "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int>, "
-    "cutlass::gemm::collective::CollectiveMma<cutlass::gemm::MainloopSm90TmaGmmaWarpSpecialized<4>, cutlass::float_e4m3_t, "
-    "cutlass::float_e4m3_t>, cutlass::bfloat16_t> > >": "fp8",
+    "cutlass::gemm::collective::CollectiveMma<cutlass::gemm::MainloopSm90TmaGmmaWarpSpecialized<4>, "
+    "cutlass::float_e4m3_t, cutlass::float_e4m3_t>, cutlass::bfloat16_t> > >": "fp8",
     "void gemv2T_kernel_val<int, int, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16, float, 128, 16, 4, 4, false>(float)": "bf16",
     "triton_tem_fused__scaled_mm_7": "fp8",
     "triton_tem_fused_mm_3": "unknown",
@@ -60,73 +60,95 @@ NO_GEMMS = {
     "void cudnn::fusion::compute_dot_do_o_ragged_specialized<true, 64>(void const*, void const*, void*, void*)": "attention",
     "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int)": "attention",
     "transformer_engine::fused_attn::cu_seqlens_padded_to_offsets(transformer_engine::fused_attn::RaggedOffsetMultipliers)": "attention",
-    "void transformer_engine::kv_cache::convert_thd_to_bshd_kernel<__nv_bfloat16>(__nv_bfloat16*, __nv_bfloat16*, int*, int, int, int, int)": "attention",
-    "void transformer_engine::kv_cache::convert_bshd_to_thd_kernel<__nv_bfloat16>(__nv_bfloat16*, __nv_bfloat16*, int*, int, int, int, int)": "attention",
+    "void transformer_engine::kv_cache::convert_thd_to_bshd_kernel<__nv_bfloat16>(__nv_bfloat16*, __nv_bfloat16*, "
+    "int*, int, int, int, int)": "attention",
+    "void transformer_engine::kv_cache::convert_bshd_to_thd_kernel<__nv_bfloat16>(__nv_bfloat16*, __nv_bfloat16*, "
+    "int*, int, int, int, int)": "attention",
     "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at_": "attention",
     "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at_": "attention",
     "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_object_at_": "attention",
     # as the operators of flash-attn 3 name theirs
-    "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90<2, cute::tuple<cute::C<1>, cute::C<1>, "
-    "cute::C<1> >, cute::tuple<cute::C<128>, cute::C<128>, cute::C<128> >, 128, cutlass::bfloat16_t, float, cutlass::arch::Sm90, true> > > >": "attention",
-    "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnBwdSm90<flash::CollectiveMainloopBwdSm90<2, 2, 2, cute::tuple<cute::C<1> >, "
-    "cutlass::bfloat16_t, float, cutlass::arch::Sm90> > > >": "attention",
-    "void cutlass::device_kernel<flash::FlashAttnBwdPreprocess<cute::tuple<cute::C<80>, cute::C<128> >, cutlass::bfloat16_t, float, cutlass::arch::Sm90> >": "attention",
-    "void cutlass::device_kernel<flash::FlashAttnBwdPostprocessConvertdQ<cute::tuple<cute::C<80>, cute::C<128> >, cutlass::bfloat16_t, float, "
-    "cutlass::arch::Sm90, 256> >": "attention",
-    "flash::prepare_varlen_num_blocks_kernel(int, int, int, int const*, int const*, int const*, int const*, int const*, int const*)": "attention",
+    "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90<2, "
+    "cute::tuple<cute::C<1>, cute::C<1>, cute::C<1> >, cute::tuple<cute::C<128>, cute::C<128>, cute::C<128> >, 128, "
+    "cutlass::bfloat16_t, float, cutlass::arch::Sm90, true> > > >": "attention",
+    "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnBwdSm90<flash::CollectiveMainloopBwdSm90<2, 2, 2, "
+    "cute::tuple<cute::C<1> >, cutlass::bfloat16_t, float, cutlass::arch::Sm90> > > >": "attention",
+    "void cutlass::device_kernel<flash::FlashAttnBwdPreprocess<cute::tuple<cute::C<80>, cute::C<128> >, "
+    "cutlass::bfloat16_t, float, cutlass::arch::Sm90> >": "attention",
+    "void cutlass::device_kernel<flash::FlashAttnBwdPostprocessConvertdQ<cute::tuple<cute::C<80>, cute::C<128> >, "
+    "cutlass::bfloat16_t, float, cutlass::arch::Sm90, 256> >": "attention",
+    "flash::prepare_varlen_num_blocks_kernel(int, int, int, int const*, int const*, int const*, int const*, int "
+    "const*, int const*)": "attention",
     "_ZN7cutlass13device_kernelIN5flash11enable_sm90INS1_16FlashAttnFwdSm90INS1_25CollectiveMainloopFwdSm90ILi2EN4cute5tupleEEEEEEEEvNT_6ParamsE": "attention",
     "_ZN7cutlass13device_kernelIN5flash22FlashAttnBwdPreprocessIN4cute5tupleIJNS3_1CILi80EEENS5_ILi128EEEEEENS_10bfloat16_tEfNS_4arch4Sm90E": "attention",
     "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::gemm::GemmShape>)": "attention",
-    "void transformer_engine::scaled_masked_softmax_warp_forward<__nv_bfloat16, __nv_bfloat16, float, 10>(__nv_bfloat16*)": "attention",
-    "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>(float*, float const*, int)": "attention",
+    "void transformer_engine::scaled_masked_softmax_warp_forward<__nv_bfloat16, __nv_bfloat16, float, "
+    "10>(__nv_bfloat16*)": "attention",
+    "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>(float*, float const*, "
+    "int)": "attention",
     "cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*, __nv_fp8_e4m3*, __nv_fp8_e4m3*, float const*)": "cast",
-    "cast_transpose_fusion_kernel_optimized(transformer_engine::CTDBiasDActParam<__nv_bfloat16, __nv_bfloat16, __nv_fp8_e5m2, float>)": "cast",
-    "void transformer_engine::(anonymous namespace)::block_scaled_1d_cast_transpose_kernel<true, float, __nv_bfloat16, __nv_fp8_e4m3>()": "cast",
+    "cast_transpose_fusion_kernel_optimized(transformer_engine::CTDBiasDActParam<__nv_bfloat16, __nv_bfloat16, "
+    "__nv_fp8_e5m2, float>)": "cast",
+    "void transformer_engine::(anonymous namespace)::block_scaled_1d_cast_transpose_kernel<true, float, "
+    "__nv_bfloat16, __nv_fp8_e4m3>()": "cast",
     "transpose_optimized_kernel(__nv_fp8_e4m3 const*, float const*, __nv_fp8_e4m3*, unsigned long, unsigned long)": "cast",
-    "void transformer_engine::(anonymous namespace)::amax_kernel<16, true, __nv_bfloat16>(__nv_bfloat16 const*, float*)": "cast",
+    "void transformer_engine::(anonymous namespace)::amax_kernel<16, true, __nv_bfloat16>(__nv_bfloat16 const*, "
+    "float*)": "cast",
     "transformer_engine::(anonymous namespace)::compute_scale_from_amax_kernel(float const*, float*, float, bool)": "cast",
-    "transformer_engine::delayed_scaling_recipe::(anonymous namespace)::amax_and_scale_update_impl::kernel_bulk(float*)": "cast",
-    "void transformer_engine::unary_kernel<16, true, float, transformer_engine::Empty, &transformer_engine::dispatch::fp8::detail::identity, "
-    "__nv_bfloat16, __nv_fp8_e4m3>(__nv_bfloat16 const*)": "cast",
+    "transformer_engine::delayed_scaling_recipe::(anonymous "
+    "namespace)::amax_and_scale_update_impl::kernel_bulk(float*)": "cast",
+    "void transformer_engine::unary_kernel<16, true, float, transformer_engine::Empty, "
+    "&transformer_engine::dispatch::fp8::detail::identity, __nv_bfloat16, __nv_fp8_e4m3>(__nv_bfloat16 const*)": "cast",
     "triton_poi_fused__scaled_mm__to_copy_clamp_clone_mul_reciprocal_silu_t_view_2": "cast",
     "triton_poi_fused__to_copy_clamp_exp2_floor_log2_mul_reciprocal_t_19": "cast",
     "triton_red_fused_abs_max_t_15": "cast",
-    "void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<Kernel_traits<__nv_bfloat16, __nv_bfloat16, __nv_fp8_e4m3>>()": "norm",
+    "void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<Kernel_traits<__nv_bfloat16, __nv_bfloat16, "
+    "__nv_fp8_e4m3>>()": "norm",
     "ln_tma_fwd_kernel": "norm",
     "ln_fwd_kernel": "norm",
     "ln_bwd_finalize_kernel": "norm",
     "triton_red_fused__to_copy__unsafe_view_add_mean_mul_pow_rsqrt_3": "norm",
     "triton_red_fused__to_copy_abs_add_max_mean_mul_pow_rsqrt_0": "norm",
     "triton_per_fused__to_copy_add_div_expand_mul_pow_sum_view_20": "norm",
-    "void transformer_engine::gated_act_kernel<16, true, float, transformer_engine::Empty, &(float transformer_engine::silu<float, float>(float)), "
-    "__nv_bfloat16, __nv_fp8_e4m3>(__nv_bfloat16 const*, __nv_fp8_e4m3*, float const*)": "activation",
-    "void at::native::vectorized_elementwise_kernel<8, at::native::(anonymous namespace)::silu_kernel(at::TensorIteratorBase&)::{lambda()#1}>()": "activation",
+    "void transformer_engine::gated_act_kernel<16, true, float, transformer_engine::Empty, &(float "
+    "transformer_engine::silu<float, float>(float)), __nv_bfloat16, __nv_fp8_e4m3>(__nv_bfloat16 const*, "
+    "__nv_fp8_e4m3*, float const*)": "activation",
+    "void at::native::vectorized_elementwise_kernel<8, at::native::(anonymous "
+    "namespace)::silu_kernel(at::TensorIteratorBase&)::{lambda()#1}>()": "activation",
     "triton_poi_fused__to_copy_clamp_exp2_floor_log2_mul_reciprocal_silu_silu_backward_t_view_7": "activation",
     "triton_poi_fused__unsafe_view_mul_silu_4": "activation",
-    "void transformer_engine::fused_rope_backward_kernel<__nv_bfloat16>(__nv_bfloat16 const*, int const*, float const*)": "rope",
+    "void transformer_engine::fused_rope_backward_kernel<__nv_bfloat16>(__nv_bfloat16 const*, int const*, float "
+    "const*)": "rope",
     "_split_rope_kernel": "rope",
     "triton_poi_fused_add_cat_mul_neg_slice_transpose_unsqueeze_view_9": "rope",
     "cross_entropy_backward_kernel": "loss",
     "_softmax_gradient_cast_kernel": "loss",
-    "void at::native::(anonymous namespace)::cunn_SoftMaxBackward<4, float, float, float, at::native::(anonymous namespace)::"
-    "LogSoftMaxBackwardEpilogue>(float*, float const*, float const*, long)": "loss",
-    "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*, float*)": "loss",
+    "void at::native::(anonymous namespace)::cunn_SoftMaxBackward<4, float, float, float, at::native::(anonymous "
+    "namespace)::LogSoftMaxBackwardEpilogue>(float*, float const*, float const*, long)": "loss",
+    "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*, "
+    "float*)": "loss",
     "_update_kernel": "optimizer",
     "_eight_bit_update_kernel": "optimizer",
-    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::FusedOptimizerTensorListMetadata<4>, "
-    "at::native::(anonymous namespace)::FusedAdamMathFunctor<c10::BFloat16, 4>>()": "optimizer",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous "
+    "namespace)::FusedOptimizerTensorListMetadata<4>, at::native::(anonymous "
+    "namespace)::FusedAdamMathFunctor<c10::BFloat16, 4>>()": "optimizer",
     "void at::native::lpnorm_cleanup<c10::BFloat16, (at::native::NormType)1, float, true, float>(float const*)": "optimizer",
     "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
     "Memcpy DtoD (Device -> Device)": "copy",
     "Memset (Device)": "copy",
-    "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>>()": "copy",
-    "void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::(anonymous namespace)::OpaqueType<2u>, unsigned int, 4, 64, 64>()": "copy",
-    "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul> >(int)": "elementwise",
-    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float, float, float>, unsigned int>>()": "elementwise",
+    "void at::native::elementwise_kernel<128, 4, "
+    "at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>>()": "copy",
+    "void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::(anonymous namespace)::OpaqueType<2u>, "
+    "unsigned int, 4, 64, 64>()": "copy",
+    "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, "
+    "3ul> >(int)": "elementwise",
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float, float, "
+    "float>, unsigned int>>()": "elementwise",
     "triton_poi_fused_add_view_20": "elementwise",
     "triton_poi_fused__to_copy_view_21": "copy",
     "a_kernel_of_no_known_library": "other",
-    "void splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, false, false>(cublasSplitKParams<float>)": "gemm",
+    "void splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, false, "
+    "false>(cublasSplitKParams<float>)": "gemm",
 }
 
 
@@ -178,7 +200,9 @@ def test_of_a_profile_only_what_the_gpu_ran_counts():
 
 
 def test_events_are_read_as_torch_keeps_them(monkeypatch):
-    """A real recording of the CPU, taken for one of a GPU: names and times as torch's own, slower, reading gives them."""
+    """A real recording of the CPU, taken for one of a GPU: names and times as torch's own, slower, reading gives
+    them.
+    """
     import llm_fp8.observability.kernel_trace as kernels
 
     monkeypatch.setattr(kernels, "_GPU", torch.autograd.DeviceType.CPU)
@@ -195,7 +219,9 @@ def test_events_are_read_as_torch_keeps_them(monkeypatch):
 
 
 def test_recording_gives_no_warning(monkeypatch):
-    """torch warns of cleared events unless it is told to keep them; here on the CPU, where CUDA has nothing to record."""
+    """torch warns of cleared events unless it is told to keep them; here on the CPU, where CUDA has nothing to
+    record.
+    """
     import llm_fp8.observability.kernel_trace as kernels
 
     monkeypatch.setattr(kernels, "ProfilerActivity", type("Cpu", (), {"CUDA": ProfilerActivity.CPU}))

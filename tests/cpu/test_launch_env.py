@@ -100,15 +100,22 @@ def test_backend_ao_is_torchao():
     environ = {**AO, "PATH": "/bin"}
     assert take_launch_settings(environ) == {"mixed_precision": "fp8", "fp8_backend": "torchao", "fp8_all_gather": True}
     assert environ == {"PATH": "/bin"}
-    off = {**AO, "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "False", "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING": "False"}
+    off = {
+        **AO,
+        "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "False",
+        "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING": "False",
+    }
     assert take_launch_settings(off) == {"mixed_precision": "fp8", "fp8_backend": "torchao"}
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("AMAX_HISTORY_LEN", "16"), ("FORMAT", "E4M3"), ("MARGIN", "1"), ("USE_MXFP8_BLOCK_SCALING", "true")]
+    ("variable", "value"),
+    [("AMAX_HISTORY_LEN", "16"), ("FORMAT", "E4M3"), ("MARGIN", "1"), ("USE_MXFP8_BLOCK_SCALING", "true")],
 )
 def test_settings_of_transformer_engine_with_backend_ao_are_errors(variable, value):
-    with pytest.raises(UserError, match=f"fp8_config sets (fp8_)?{variable.lower()} to {value}, .* no effect with backend AO"):
+    with pytest.raises(
+        UserError, match=f"fp8_config sets (fp8_)?{variable.lower()} to {value}, .* no effect with backend AO"
+    ):
         take_launch_settings({**AO, f"ACCELERATE_FP8_{variable}": value})
 
 
@@ -141,7 +148,12 @@ MESH = {
     "PARALLELISM_CONFIG_SP_BACKEND": "deepspeed",
 }
 LAUNCHED = {"WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-PLAIN = {**LAUNCHED, "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_MODE": "default"}
+PLAIN = {
+    **LAUNCHED,
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+    "ACCELERATE_DYNAMO_MODE": "default",
+}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +184,10 @@ def test_the_launchers_default_gathers_in_fp8_where_that_can_be(variables, words
             {**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"},
             {"sharding_mode": "fsdp_full", "gradient_checkpointing": True},
         ),
-        ({**FSDP, "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer,Qwen2DecoderLayer"}, {"sharding_mode": "fsdp_full"}),
+        (
+            {**FSDP, "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer,Qwen2DecoderLayer"},
+            {"sharding_mode": "fsdp_full"},
+        ),
         ({"ACCELERATE_USE_FSDP": "1"}, {"sharding_mode": "fsdp_full"}),
         (FSDP1, {"sharding_mode": "fsdp_full"}),
         ({**FSDP1, "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}, {"sharding_mode": "fsdp_grad"}),
@@ -277,7 +292,9 @@ def test_a_deepspeed_file_says_the_stage(tmp_path, stage):
     assert settings == {"sharding_mode": f"deepspeed_{stage}", "deepspeed_config": str(file)}
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"zero_optimization": {"stage": "auto"}}', '{"zero_optimization": {"stage": 0}}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"zero_optimization": {"stage": "auto"}}', '{"zero_optimization": {"stage": 0}}']
+)
 def test_a_deepspeed_file_without_a_stage_is_an_error(tmp_path, text):
     file = tmp_path / "ds.json"
     file.write_text(text)
@@ -319,7 +336,9 @@ def test_torchrun_alone_changes_nothing():
 
 def test_plain_multi_gpu_means_ddp_unless_a_flag_says_otherwise():
     assert apply_launch_settings(config_of(), dict(PLAIN)).parallel.sharding_mode == "ddp"
-    assert apply_launch_settings(config_of("--sharding_mode=fsdp_full"), dict(PLAIN)).parallel.sharding_mode == "fsdp_full"
+    assert (
+        apply_launch_settings(config_of("--sharding_mode=fsdp_full"), dict(PLAIN)).parallel.sharding_mode == "fsdp_full"
+    )
     assert apply_launch_settings(config_of(), {**PLAIN, "WORLD_SIZE": "1"}).parallel.sharding_mode == "auto"
 
 
@@ -357,7 +376,9 @@ def test_another_recipe_sheds_the_defaults_of_delayed_scaling(algorithm):
     }
     config = apply_launch_settings(config_of("--fp8_scenario=current"), {**PLAIN, **defaults})
     assert config.precision == PrecisionConfig(mixed_precision="fp8", fp8_scenario="current")
-    asked = apply_launch_settings(config_of("--fp8_scenario=current"), {**PLAIN, **FP8})  # a history of 16, which is no default
+    asked = apply_launch_settings(
+        config_of("--fp8_scenario=current"), {**PLAIN, **FP8}
+    )  # a history of 16, which is no default
     assert asked.precision.amax_history_len == 16
 
 
@@ -372,7 +393,9 @@ def test_train_multi_gpu_needs_a_launcher():
         require_launched({"WORLD_SIZE": "2", "RANK": "0"})
 
 
-@pytest.mark.parametrize(("variables", "named"), [({"WORLD_SIZE": "2"}, "started 2"), (FSDP, "FSDP"), (DEEPSPEED, "DEEPSPEED")])
+@pytest.mark.parametrize(
+    ("variables", "named"), [({"WORLD_SIZE": "2"}, "started 2"), (FSDP, "FSDP"), (DEEPSPEED, "DEEPSPEED")]
+)
 def test_train_fp8_is_one_process(variables, named):
     require_single_process({"WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "false"})
     with pytest.raises(UserError, match=f"{named}.*train_multi_gpu.py"):

@@ -1,4 +1,6 @@
-"""The launchers and their files: accelerate's configurations, the multi-node script and the Slurm script, run with real processes."""
+"""The launchers and their files: accelerate's configurations, the multi-node script and the Slurm script, run with
+real processes.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,9 @@ def launch_environment(monkeypatch, config_file: Path, *options: str) -> dict[st
     # Whether fp8 could run is a question to the machine's libraries, and not what these tests are about.
     monkeypatch.setattr(accelerate.utils.launch, "is_fp8_available", lambda: True)
     port = ["--main_process_port", str(free_port())]
-    arguments = launch_command_parser().parse_args(["--config_file", str(config_file), *port, *options, "train_multi_gpu.py"])
+    arguments = launch_command_parser().parse_args(
+        ["--config_file", str(config_file), *port, *options, "train_multi_gpu.py"]
+    )
     arguments, _, _ = _validate_launch_command(arguments)
     made = accelerate.utils.launch.prepare_multi_gpu_env(arguments)
     ours = {name: value for name, value in made.items() if os.environ.get(name) != value}
@@ -178,14 +182,18 @@ def accelerate_launch(python: str, name: str, *options: str) -> list[str]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_accelerate_launch_with_two_processes(environment, script, tmp_path, warm_python, mode):
-    result = run([*accelerate_launch(warm_python, f"bf16_{mode}"), script(SETTINGS_SCRIPT), "--batch_size=2"], environment)
+    result = run(
+        [*accelerate_launch(warm_python, f"bf16_{mode}"), script(SETTINGS_SCRIPT), "--batch_size=2"], environment
+    )
     assert result.returncode == 0, result.stderr
     expected = {"mode": MODES[mode], "precision": "bf16", "processes": 2, "type": "MULTI_CPU", "left": []}
     assert told_by_ranks(tmp_path) == [expected, expected]
 
 
 def test_accelerate_launch_with_a_flag_that_contradicts_the_file(environment, script, tmp_path, warm_python):
-    result = run([*accelerate_launch(warm_python, "bf16_fsdp"), script(SETTINGS_SCRIPT), "--sharding_mode=ddp"], environment)
+    result = run(
+        [*accelerate_launch(warm_python, "bf16_fsdp"), script(SETTINGS_SCRIPT), "--sharding_mode=ddp"], environment
+    )
     assert result.returncode != 0
     sentence = "error: --sharding_mode ddp contradicts accelerate's launch configuration, which asks for fsdp_full"
     assert result.stderr.count(sentence) == 1  # of two processes
@@ -199,13 +207,21 @@ def test_two_nodes_on_this_host_form_one_group(environment, script, tmp_path):
     environment |= {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
     environment |= {"TRAIN_SCRIPT": script(RANKS_SCRIPT), "GLOO_SOCKET_IFNAME": "lo"}
     nodes = [
-        subprocess.Popen([MULTI_NODE, "--some_option", "a b"], env={**environment, "NODE_RANK": rank}, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [MULTI_NODE, "--some_option", "a b"], env={**environment, "NODE_RANK": rank}, stderr=subprocess.PIPE
+        )
         for rank in ("0", "1")
     ]
     for node in nodes:
         _, said = node.communicate(timeout=DEADLINE_S)
         assert node.returncode == 0, said
-    shared = {"world_size": 2, "sum": 1, "arguments": ["--some_option", "a b"], "local_world_size": "1", "interface": "lo"}
+    shared = {
+        "world_size": 2,
+        "sum": 1,
+        "arguments": ["--some_option", "a b"],
+        "local_world_size": "1",
+        "interface": "lo",
+    }
     assert told_by_ranks(tmp_path) == [{"rank": rank, **shared} for rank in (0, 1)]
 
 
@@ -228,7 +244,13 @@ def test_sigterm_lets_every_process_end_in_its_own_time(environment, script, tmp
 
 
 def test_a_dry_run_prints_the_command(environment, script):
-    environment |= {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "10.0.0.1", "NPROC_PER_NODE": "8", "MAX_RESTARTS": "2"}
+    environment |= {
+        "NNODES": "4",
+        "NODE_RANK": "3",
+        "MASTER_ADDR": "10.0.0.1",
+        "NPROC_PER_NODE": "8",
+        "MAX_RESTARTS": "2",
+    }
     path = script("")
     result = run([MULTI_NODE, "--dry_run", "--model_name", "a b"], {**environment, "TRAIN_SCRIPT": path})
     assert result.returncode == 0, result.stderr
@@ -241,7 +263,10 @@ def test_a_dry_run_prints_the_command(environment, script):
     [
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not set"),
         ({"NNODES": "2", "MASTER_ADDR": "h"}, "NODE_RANK is not set"),
-        ({"NNODES": "2", "MASTER_ADDR": "h", "NODE_RANK": "2"}, "NODE_RANK must be a whole number from 0 to 1, and is '2'"),
+        (
+            {"NNODES": "2", "MASTER_ADDR": "h", "NODE_RANK": "2"},
+            "NODE_RANK must be a whole number from 0 to 1, and is '2'",
+        ),
         ({"NNODES": "2", "MASTER_ADDR": "h", "NODE_RANK": "-1"}, "NODE_RANK must be"),
         ({"NNODES": "two"}, "NNODES must be a whole number"),
         ({"NNODES": "08"}, "NNODES must be a whole number"),
@@ -256,7 +281,9 @@ def test_a_dry_run_prints_the_command(environment, script):
     ],
 )
 def test_what_is_missing_is_one_sentence(environment, script, variables, sentence):
-    result = run([MULTI_NODE, "--dry_run"], {**environment, "TRAIN_SCRIPT": script(""), "NPROC_PER_NODE": "1", **variables})
+    result = run(
+        [MULTI_NODE, "--dry_run"], {**environment, "TRAIN_SCRIPT": script(""), "NPROC_PER_NODE": "1", **variables}
+    )
     assert result.returncode == 2
     assert result.stderr.startswith("error: ") and sentence in result.stderr and result.stderr.count("\n") == 1
     assert result.stdout == ""
@@ -272,12 +299,17 @@ def test_the_slurm_script_starts_one_launcher_per_host(environment, script, tmp_
     (programs / "scontrol").write_text('#!/bin/sh\n[ "$3" = "node[1-2]" ] && printf "127.0.0.1\\nother\\n"\n')
     (programs / "srun").write_text(
         "#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\n"
-        'for node in 0 1; do SLURM_NODEID=$node "$@" & tasks+=($!); done\nfor task in "${tasks[@]}"; do wait "$task" || exit 1; done\n'
+        'for node in 0 1; do SLURM_NODEID=$node "$@" & tasks+=($!); done\nfor task in "${tasks[@]}"; do wait "$task" '
+        "|| exit 1; done\n"
     )
     for program in programs.iterdir():
         program.chmod(0o755)
     copy = shutil.copy(SLURM, tmp_path / "slurm_script")  # as sbatch does
-    environment |= {"PATH": f"{programs}:{environment['PATH']}", "TRAIN_SCRIPT": script(RANKS_SCRIPT), "NPROC_PER_NODE": "1"}
+    environment |= {
+        "PATH": f"{programs}:{environment['PATH']}",
+        "TRAIN_SCRIPT": script(RANKS_SCRIPT),
+        "NPROC_PER_NODE": "1",
+    }
     environment |= {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": str(free_port())}
     environment |= {"SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_CPUS_PER_TASK": "1"}
     result = run(["bash", copy, "--resume_from", "latest"], environment, cwd=tmp_path)
@@ -290,7 +322,9 @@ def test_the_slurm_script_starts_one_launcher_per_host(environment, script, tmp_
 
 
 def test_slurm_announces_the_end_to_the_tasks():
-    directives = [line.removeprefix("#SBATCH ") for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH ")]
+    directives = [
+        line.removeprefix("#SBATCH ") for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH ")
+    ]
     assert "--ntasks-per-node=1" in directives
     notice = next(line for line in directives if line.startswith("--signal="))
     assert notice.startswith("--signal=TERM@")  # without the B: that would leave it to the batch shell

@@ -1,4 +1,6 @@
-"""What the documents point at is there: files, headings, results whose figures they give, and the options of their training commands."""
+"""What the documents point at is there: files, headings, results whose figures they give, and the options of their
+training commands.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path):
 def test_every_result_and_program_that_is_named_is_there(document):
     words = {word for code in re.findall(r"`([^`\n]+)`", document.read_text()) for word in code.split()}
     programs = {
-        word for word in words if re.fullmatch(r"(scripts|benchmarks|examples|tests|llm_fp8|configs)/[\w/.-]+\.\w+", word)
+        word
+        for word in words
+        if re.fullmatch(r"(scripts|benchmarks|examples|tests|llm_fp8|configs)/[\w/.-]+\.\w+", word)
     }
     results = {word for word in words if re.fullmatch(r"\w+\.json", word)} - WRITTEN_BY_RUNS
     folders = ("benchmarks/results", "configs")
@@ -72,12 +76,16 @@ def test_every_training_command_parses(document):
 
 
 def test_the_readmes_commands_are_found():
-    assert [script_of(command) for command in training_commands(README)] == ["train_fp8.py"] * 5 + ["train_multi_gpu.py"]
+    assert [script_of(command) for command in training_commands(README)] == ["train_fp8.py"] * 5 + [
+        "train_multi_gpu.py"
+    ]
 
 
 def test_the_gpu_test_runs_every_training_command_of_the_readme():
     (names,) = [
-        mark.args[1] for mark in gpu.test_a_documented_command_trains_in_what_it_asks_for.pytestmark if mark.name == "parametrize"
+        mark.args[1]
+        for mark in gpu.test_a_documented_command_trains_in_what_it_asks_for.pytestmark
+        if mark.name == "parametrize"
     ]
     meant = [config_of(gpu.RUN[name]) for name in (*names, gpu.ON_TWO_GPUS)]
     assert [command for command in training_commands(README) if config_of(command) not in meant] == []

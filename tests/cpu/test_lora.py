@@ -1,4 +1,6 @@
-"""LoRA against PEFT used directly: losses, gradients, exports, and what stays frozen, on Hugging Face's decoder and on the TE decoder."""
+"""LoRA against PEFT used directly: losses, gradients, exports, and what stays frozen, on Hugging Face's decoder and
+on the TE decoder.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def started_by_peft(model_folder: str, targets: tuple[str, ...] | str) -> peft.P
 
 
 @functools.cache
-def lora_reference(model_folder: str, rows: str, targets: tuple[str, ...] | str) -> tuple[list[float], list[float], dict]:
+def lora_reference(
+    model_folder: str, rows: str, targets: tuple[str, ...] | str
+) -> tuple[list[float], list[float], dict]:
     """Losses and gradient norms of PEFT in a plain loop, and the adapters that it ends with, by PEFT's names."""
     model = started_by_peft(model_folder, targets)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -114,11 +118,15 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def loaded_by_peft(model_folder: str, folder: Path) -> peft.PeftModel:
-    return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32), folder)
+    return peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32), folder
+    )
 
 
 def test_a_run_is_peft_in_a_plain_loop(tmp_path, tied_model, sixteen_rows, monkeypatch):
-    """And its frozen weights are those of the file, bit for bit; its exports, adapter and merged, compute what it ends with."""
+    """And its frozen weights are those of the file, bit for bit; its exports, adapter and merged, compute what it
+    ends with.
+    """
     ended: list = []
 
     def export(model, *arguments, **options):
@@ -136,7 +144,9 @@ def test_a_run_is_peft_in_a_plain_loop(tmp_path, tied_model, sixteen_rows, monke
     frozen = {name.replace(".base_layer", ""): p for name, p in ended[0].named_parameters() if not p.requires_grad}
     assert frozen.keys() == stored.keys() and all(torch.equal(frozen[name], stored[name]) for name in stored)
     expected = logits(ended[0])
-    torch.testing.assert_close(logits(loaded_by_peft(tied_model, tmp_path / "run" / "final")), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        logits(loaded_by_peft(tied_model, tmp_path / "run" / "final")), expected, rtol=0, atol=1e-6
+    )
     assert (logits(AutoModelForCausalLM.from_pretrained(tied_model)) - expected).abs().max() > 1e-3
     train(*reference_options(tied_model, sixteen_rows, tmp_path / "merged"), *cut, "--lora_merge")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged" / "final", dtype=torch.float32)
@@ -145,7 +155,10 @@ def test_a_run_is_peft_in_a_plain_loop(tmp_path, tied_model, sixteen_rows, monke
     num_trainable = sum(tensor.numel() for tensor in adapter(tmp_path / "run").values())
     assert record["model"]["num_trainable_parameters"] == num_trainable
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["num_trainable_parameters"], summary["num_parameters"]) == (num_trainable, record["model"]["num_parameters"])
+    assert (summary["num_trainable_parameters"], summary["num_parameters"]) == (
+        num_trainable,
+        record["model"]["num_parameters"],
+    )
 
 
 def install_stand_in_for_good() -> None:
@@ -243,7 +256,9 @@ class CountProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default):
-            self.counts.update({tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)})
+            self.counts.update(
+                {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -267,14 +282,20 @@ def test_products_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use
     checked = 0
     for module, number in products.items():
         for name, weight in module.named_parameters(recurse=False):
-            if name in ("weight", "fc1_weight", "fc2_weight") and weight.ndim == 2 and module is not model.get_input_embeddings():
+            if (
+                name in ("weight", "fc1_weight", "fc2_weight")
+                and weight.ndim == 2
+                and module is not model.get_input_embeddings()
+            ):
                 assert counted.counts[weight.untyped_storage().data_ptr()] == number, name
                 checked += 1
     layers = tiny_config().num_hidden_layers
     assert checked == layers * (4 if use_te else 7) + 1
     census = measure_coverage(model, [m for m in products if m is not model.lm_head], "bf16", {}, products)
     adapters = num_adapter_parameters(model)
-    own = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "lora" not in name and "embed" not in name)
+    own = sum(
+        p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "lora" not in name and "embed" not in name
+    )
     assert census.num_linear_weights == own + adapters
     assert census.linear_flops_per_token <= 4 * own + 6 * adapters
     assert 0 < census.fp8_linear_flop_share < 1
@@ -312,7 +333,9 @@ def test_no_more_products_are_expected_than_run_beside_attention(config):
     assert all(1 <= expected <= ran for expected, ran in found.values()), found
     assert all(expected == ran == 2 for name, (expected, ran) in found.items() if "layers.1." in name), found
     assert all(
-        found[name] == (1, 1) for name in found if "layers.0." in name and name.split(".")[-2] in ("fc1", "gate_proj", "up_proj")
+        found[name] == (1, 1)
+        for name in found
+        if "layers.0." in name and name.split(".")[-2] in ("fc1", "gate_proj", "up_proj")
     ), found
 
 
@@ -330,12 +353,16 @@ def test_a_resumed_run_takes_the_same_steps_and_its_checkpoints_hold_adapters_al
     names = [name for name in saved_names(checkpoint) if name.startswith(("model.", "optimizer."))]
     assert names and all("lora_" in name for name in names)
     train(*options(tmp_path / "again", f"--resume_from={checkpoint}"))
-    assert [step["loss"] for step in steps(tmp_path / "again")] == [step["loss"] for step in steps(tmp_path / "whole")][3:]
+    assert [step["loss"] for step in steps(tmp_path / "again")] == [step["loss"] for step in steps(tmp_path / "whole")][
+        3:
+    ]
     one, other = adapter(tmp_path / "whole"), adapter(tmp_path / "again")
     assert all(torch.equal(one[name], other[name]) for name in one)
     for changed in ("--lora_alpha=3", "--lora_targets=q_proj", "--lora_rank=0"):
         words = [
-            word for word in options(tmp_path / "x", f"--resume_from={checkpoint}") if not word.startswith(changed.split("=")[0])
+            word
+            for word in options(tmp_path / "x", f"--resume_from={checkpoint}")
+            if not word.startswith(changed.split("=")[0])
         ]
         if changed == "--lora_rank=0":
             words = [word for word in words if "--lora" not in word]
@@ -388,7 +415,11 @@ def test_an_adapter_is_merged_and_evaluated_as_the_model_that_it_makes(trained_a
         dataset = (
             []
             if number == 0
-            else ["--dataset_name", run_json(trained_adapter)["config"]["data"]["dataset_name"], "--validation_fraction=0.1"]
+            else [
+                "--dataset_name",
+                run_json(trained_adapter)["config"]["data"]["dataset_name"],
+                "--validation_fraction=0.1",
+            ]
         )
         words = [
             "--model_name",
@@ -400,7 +431,9 @@ def test_an_adapter_is_merged_and_evaluated_as_the_model_that_it_makes(trained_a
             *dataset,
         ]
         assert script("evaluate", *words, "--max_seq_length=256") == 0
-        answers.append([answer["generated"] for answer in json.loads((tmp_path / f"{number}.json").read_text())["answers"]])
+        answers.append(
+            [answer["generated"] for answer in json.loads((tmp_path / f"{number}.json").read_text())["answers"]]
+        )
     assert answers[0] == answers[1] and len(answers[0]) == 2
 
 
@@ -421,7 +454,9 @@ def test_what_is_wrong_with_an_adapters_folder_is_said(trained_adapter, tiny_mod
         script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged", "--base_model", other)
     description = json.loads((copied / "adapter_config.json").read_text())
     (copied / "adapter_config.json").write_text(json.dumps({**description, "base_model_name_or_path": "/no/such"}))
-    with pytest.raises(UserError, match=r"its base model cannot be loaded \(/no/such: no such folder\).* with --base_model"):
+    with pytest.raises(
+        UserError, match=r"its base model cannot be loaded \(/no/such: no such folder\).* with --base_model"
+    ):
         script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged")
     (copied / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="adapter_config.json is not PEFT's description"):
@@ -452,7 +487,13 @@ def test_the_study_compares_each_kind_of_adapters_with_itself():
             "rounds": rounds,
         }
 
-    rows = [row("bf16", 100), row("delayed", 150), row("bf16:lora8", 200), row("delayed:lora8", 220), row("bf16:lora32", 200)]
+    rows = [
+        row("bf16", 100),
+        row("delayed", 150),
+        row("bf16:lora8", 200),
+        row("delayed:lora8", 220),
+        row("bf16:lora32", 200),
+    ]
     full, eight, thirty_two = speed_ups(
         [*rows, {"workload": work.name, "model": work.model, "arm": "delayed:lora32", "failed": "out of memory"}]
     )
@@ -473,7 +514,9 @@ def test_a_benchmark_arm_trains_adapters_alone(tmp_path):
 
     tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(tmp_path)
     work = Workload.parse(f"{tmp_path}:2x32x2", 2)
-    full, adapted = (measure(work, parse_variant(name), 1, torch.device("cpu")) for name in ("bf16:swap", "bf16:swap:lora8qv"))
+    full, adapted = (
+        measure(work, parse_variant(name), 1, torch.device("cpu")) for name in ("bf16:swap", "bf16:swap:lora8qv")
+    )
     assert adapted["losses"][0] == pytest.approx(full["losses"][0], rel=1e-3), "the same weights"
     assert (full["num_adapter_parameters"], adapted["num_adapter_parameters"]) == (0, 8 * (64 + 64) + 8 * (64 + 32))
 
@@ -493,7 +536,9 @@ def test_adapters_start_from_the_seed_and_the_layers_name_alone(tiny_model):
     assert len(wide) == 14 and len(narrow) == 2
     assert all(torch.equal(wide[name], a) and not torch.equal(other[name], a) for name, a in narrow.items())
     values = torch.cat([a.flatten() for a in wide.values() if a.shape[1] == 32])
-    assert values.abs().max() <= 1 / math.sqrt(32) and values.std().item() == pytest.approx(1 / math.sqrt(3 * 32), rel=0.05)
+    assert values.abs().max() <= 1 / math.sqrt(32) and values.std().item() == pytest.approx(
+        1 / math.sqrt(3 * 32), rel=0.05
+    )
 
 
 def test_frozen_weights_are_cast_once(monkeypatch):
@@ -524,7 +569,13 @@ def test_memory_is_reckoned_for_frozen_weights():
         config = parse_config([*words, "--gradient_accumulation_steps=4"], parallel=True)
         return state_bytes(mode, "adamw_fp32", 4, config)
 
-    assert [bytes_of(mode, *LORA) for mode in ("single", "ddp", "fsdp_grad", "fsdp_full", "fsdp_offload")] == [2, 2, 2.5, 0.5, 0]
+    assert [bytes_of(mode, *LORA) for mode in ("single", "ddp", "fsdp_grad", "fsdp_full", "fsdp_offload")] == [
+        2,
+        2,
+        2.5,
+        0.5,
+        0,
+    ]
     assert bytes_of("fsdp_full") == 16 / 4 + 4
 
 
@@ -555,7 +606,9 @@ def test_what_cannot_be_is_said(case):
 
 def test_a_layer_that_the_model_has_not_is_named(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    with pytest.raises(UserError, match=r"--lora_targets qkv_proj: LlamaForCausalLM has the linear layers q_proj, k_proj"):
+    with pytest.raises(
+        UserError, match=r"--lora_targets qkv_proj: LlamaForCausalLM has the linear layers q_proj, k_proj"
+    ):
         add_adapters(model, LoraConfig(lora_rank=4, lora_targets="q_proj,qkv_proj"), torch.float32)
 
 
@@ -573,7 +626,9 @@ def test_peft_is_imported_after_the_choice_of_cudnn_and_what_it_fails_on_is_said
     monkeypatch.delitem(sys.modules, "peft")
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
     monkeypatch.setattr("llm_fp8.models.lora.prefer_torchs_libraries", lambda: seen.append("cuDNN"))
-    with pytest.raises(UserError, match="--lora_rank 4 needs PEFT, .* Transformer Engine, .*: libcublas.so.13: cannot open"):
+    with pytest.raises(
+        UserError, match="--lora_rank 4 needs PEFT, .* Transformer Engine, .*: libcublas.so.13: cannot open"
+    ):
         require_peft("--lora_rank 4")
     assert seen == ["cuDNN", "peft"]
 

@@ -29,7 +29,8 @@ def reference(hidden, weight, labels):
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 36, 37, 1000, None])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)],
 )
 def test_matches_torch_for_every_chunking(dtype, tolerance, chunk_tokens):
     hidden, weight, labels = make_inputs(dtype)
@@ -37,7 +38,11 @@ def test_matches_torch_for_every_chunking(dtype, tolerance, chunk_tokens):
     assert loss.dtype == torch.promote_types(dtype, torch.float32)
     (loss * 0.37).backward()
     want_loss, want_hidden, want_weight = reference(hidden, weight, labels)
-    pairs = {"loss": (loss, want_loss), "hidden": (hidden.grad, 0.37 * want_hidden), "weight": (weight.grad, 0.37 * want_weight)}
+    pairs = {
+        "loss": (loss, want_loss),
+        "hidden": (hidden.grad, 0.37 * want_hidden),
+        "weight": (weight.grad, 0.37 * want_weight),
+    }
     for name, (got, want) in pairs.items():
         error = (got.double() - want).norm() / want.norm()
         assert error < tolerance, f"{name}: relative error {error:.1e}"
@@ -60,7 +65,9 @@ def test_gradcheck_when_chunked():
     labels %= 19
     labels[2] = IGNORE_INDEX
     weight = weight[:19].detach().requires_grad_()
-    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy_sum(h, w, labels, chunk_tokens=3), (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_cross_entropy_sum(h, w, labels, chunk_tokens=3), (hidden, weight)
+    )
 
 
 @pytest.mark.parametrize("chunk_tokens", [4, 100])

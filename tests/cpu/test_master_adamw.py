@@ -16,7 +16,9 @@ def bits(tensor):
 
 
 def edge_masters():
-    """Each upper half with lower halves at and around the tie: both signs, denormals, powers of two, infinities and NaNs."""
+    """Each upper half with lower halves at and around the tie: both signs, denormals, powers of two, infinities and
+    NaNs.
+    """
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32).repeat_interleave(len(LOWER_HALVES))
     return ((upper << 16) | torch.tensor(LOWER_HALVES, dtype=torch.int32).repeat(2**16)).view(torch.float32)
 
@@ -35,7 +37,9 @@ def test_the_split_keeps_every_bit_and_rounds_to_nearest(masters):
     assert (weight.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
     numbers = ~master.isnan()
     assert torch.equal(bits(join_master(weight, remainder))[numbers], bits(master)[numbers])
-    assert torch.equal(weight.isnan(), master.isnan()) and torch.equal(join_master(weight, remainder).isnan(), master.isnan())
+    assert torch.equal(weight.isnan(), master.isnan()) and torch.equal(
+        join_master(weight, remainder).isnan(), master.isnan()
+    )
     tie = (bits(master) & 0xFFFF) == 0x8000
     ordinary = numbers & ~tie
     assert torch.equal(bits(weight)[ordinary], bits(master.bfloat16())[ordinary])

@@ -10,7 +10,8 @@ BILLION = 10**9
 
 def test_a_batch_that_fits_keeps_the_global_batch():
     config = parse_config(["--batch_size", "12", "--gradient_accumulation_steps", "2"])
-    # 8 billion parameters stand at 89.4 GiB of 139.8; the step had taken 60 GiB of activations for 12 rows when it failed: 5 GiB a row.
+    # 8 billion parameters stand at 89.4 GiB of 139.8; the step had taken 60 GiB of activations for 12 rows when it
+    # failed: 5 GiB a row.
     use = MemoryUse(total_gib=139.8, peak_gib=15 + 14.9 + 60, resident_gib=15)
     advice = out_of_memory_advice(config, "adamw_master", 8 * BILLION, use)
     assert "89.4 GiB with --optimizer adamw_master" in advice

@@ -15,9 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_growth_is_the_slope_after_the_first_tenth():
-    leaking = [Sample(step, 900.0 if step <= 20 else 100 + step / 50, 7, 4 + step // 100) for step in range(10, 201, 10)]
+    leaking = [
+        Sample(step, 900.0 if step <= 20 else 100 + step / 50, 7, 4 + step // 100) for step in range(10, 201, 10)
+    ]
     found = growth(leaking, num_steps=200)
-    assert found["rss_mib"] == pytest.approx({"first": 100.6, "last": 104.0, "most": 104.0, "growth_per_1000_steps": 20.0})
+    assert found["rss_mib"] == pytest.approx(
+        {"first": 100.6, "last": 104.0, "most": 104.0, "growth_per_1000_steps": 20.0}
+    )
     assert found["num_open_files"]["growth_per_1000_steps"] == 0
     assert found["num_threads"]["last"] == 6 and found["num_threads"]["growth_per_1000_steps"] > 0
     assert set(found) == {"rss_mib", "num_open_files", "num_threads"}, "no figure of a GPU where there is none"
@@ -33,7 +37,14 @@ def test_options_by_which_samples_are_taken_are_refused(tmp_path):
 def test_samples_are_of_the_training(tmp_path, warm_python):
     words = ["--max_seq_length=128", "--batch_size=2", "--num_of_samples=60", "--no_export"]
     done = subprocess.run(
-        [warm_python, "benchmarks/memory_over_steps.py", "--steps=20", f"--output={tmp_path / 'memory.json'}", "--", *words],
+        [
+            warm_python,
+            "benchmarks/memory_over_steps.py",
+            "--steps=20",
+            f"--output={tmp_path / 'memory.json'}",
+            "--",
+            *words,
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -57,7 +57,8 @@ def test_flops_agree_with_those_that_torch_counts() -> None:
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.zeros(rows, length, dtype=torch.long)).logits.sum().backward()
     size = DecoderSize.from_config(config)
-    # Eager attention computes the whole square, of which the causal half counts here; torch also sees RoPE's outer product.
+    # Eager attention computes the whole square, of which the causal half counts here; torch also sees RoPE's outer
+    # product.
     attention_forward = 2 * size.num_layers * size.attention_width * length**2 * rows
     tokens = StepTokens(rows * length, rows * length, rows * length, rows * length**2)
     assert counter.get_total_flops() == pytest.approx(step_flops(size, tokens) + 3 * attention_forward, rel=0.01)

@@ -10,7 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_config
@@ -55,7 +62,9 @@ def export(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
 
 def stored_weights(folder: str | Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder's safetensors files."""
-    return {name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return {
+        name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()
+    }
 
 
 def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -197,30 +206,47 @@ def another_family(model_type: str, **changes: object) -> PretrainedConfig:
 @pytest.fixture
 def bloom(tmp_path) -> str:
     """A folder with a small model of a family for which transformers has eager attention alone."""
-    AutoModelForCausalLM.from_config(another_family("bloom"), attn_implementation="eager").save_pretrained(tmp_path / "bloom")
+    AutoModelForCausalLM.from_config(another_family("bloom"), attn_implementation="eager").save_pretrained(
+        tmp_path / "bloom"
+    )
     AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(tmp_path / "bloom")
     return str(tmp_path / "bloom")
 
 
 @pytest.mark.parametrize("options", [[], ["--random_init"]], ids=str)
 def test_a_family_without_sdpa_trains_with_eager_and_says_so(bloom, tmp_path, capsys, options):
-    words = ["--mixed_precision=no", "--max_steps=1", "--num_of_samples=40", "--max_seq_length=128", "--eval_batches=1", *options]
+    words = [
+        "--mixed_precision=no",
+        "--max_steps=1",
+        "--num_of_samples=40",
+        "--max_seq_length=128",
+        "--eval_batches=1",
+        *options,
+    ]
     assert train(f"--model_name={bloom}", *words, f"--output_dir={tmp_path / 'run'}") == 0
     assert run_json(tmp_path / "run")["effective"]["attn_implementation"] == "eager"
     said = " ".join(capsys.readouterr().out.split())
     assert "attention: eager, which is slow: transformers has no sdpa for models of type 'bloom'" in said
     assert (
-        len(evaluate_exact_match_folder(tmp_path / "run" / "final", num_problems=1, max_new_tokens=2, batch_size=1).answers) == 1
+        len(
+            evaluate_exact_match_folder(
+                tmp_path / "run" / "final", num_problems=1, max_new_tokens=2, batch_size=1
+            ).answers
+        )
+        == 1
     )
 
 
 def test_an_attention_that_a_family_lacks_is_named_when_it_is_asked_for(bloom):
-    with pytest.raises(UserError, match="--attn_implementation sdpa: transformers has none for models of type 'bloom'; .* eager"):
+    with pytest.raises(
+        UserError, match="--attn_implementation sdpa: transformers has none for models of type 'bloom'; .* eager"
+    ):
         build(bloom, attn_implementation="sdpa")
 
 
 @pytest.mark.parametrize(
-    "model_type", ["llama", "gpt2", "gpt_neox", "phi3", "olmo2", "gemma2", "biogpt", "bloom", "falcon", "xglm", "openai-gpt"]
+    "model_type",
+    ["llama", "gpt2", "gpt_neox", "phi3", "olmo2", "gemma2", "biogpt", "bloom", "falcon", "xglm", "openai-gpt"],
 )
 def test_which_families_keep_packed_documents_apart(model_type):
     hf_config = another_family(model_type, **({"final_logit_softcapping": None} if model_type == "gemma2" else {}))
@@ -281,7 +307,9 @@ def test_other_architectures_have_their_own_loss_and_size(model_type):
         assert torch.allclose(hidden @ model.get_output_embeddings().weight.T, model(input_ids=ids).logits, atol=1e-5)
     size = decoder_size(config)
     embeddings = {id(module) for module in model.modules() if isinstance(module, nn.Embedding)}
-    matrices = [module.weight for module in model.modules() if hasattr(module, "weight") and id(module) not in embeddings]
+    matrices = [
+        module.weight for module in model.modules() if hasattr(module, "weight") and id(module) not in embeddings
+    ]
     assert size.num_linear_parameters == sum(weight.numel() for weight in matrices if weight.dim() == 2)
     assert (size.num_layers, size.attention_width) == (2, 32)
 

@@ -1,4 +1,6 @@
-"""Training in several processes: the same mathematics in every sharding mode, resumed, stopped, killed. gloo on the CPU."""
+"""Training in several processes: the same mathematics in every sharding mode, resumed, stopped, killed. gloo on the
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,13 @@ MODES = [
     (2, "ddp", 3, 3, ["--gradient_checkpointing"]),
     (2, "fsdp_full", 8, 1, ["--gradient_checkpointing"]),
     (2, "fsdp_full", 2, 4, []),
-    (2, "fsdp_full", 4, 2, ["--sync_every_micro_batch", "--gradient_checkpointing", "--gradient_checkpointing_every=2"]),
+    (
+        2,
+        "fsdp_full",
+        4,
+        2,
+        ["--sync_every_micro_batch", "--gradient_checkpointing", "--gradient_checkpointing_every=2"],
+    ),
     (2, "fsdp_grad", 4, 2, []),
     (2, "fsdp_offload", 4, 2, []),
     (3, "fsdp_full", 2, 3, []),
@@ -109,15 +117,24 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_model, rows, mode, sa
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     cut = ["--batch_size=3", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}", *saving]
     run_ranks(2, whole, *options_of_short_run(tiny_model, rows, whole), *cut, "--max_steps=6")
-    run_ranks(2, stopped, *options_of_short_run(tiny_model, rows, stopped), *cut, "--max_steps=6", "--save_total_limit=9")
+    run_ranks(
+        2, stopped, *options_of_short_run(tiny_model, rows, stopped), *cut, "--max_steps=6", "--save_total_limit=9"
+    )
     checkpoint = stopped / "checkpoints" / "step-00000002"
     expected = [step["loss"] for step in steps(whole)]
     again = tmp_path / "again"
-    run_ranks(2, again, *options_of_short_run(tiny_model, rows, again), *cut, "--max_steps=6", f"--resume_from={checkpoint}")
+    run_ranks(
+        2, again, *options_of_short_run(tiny_model, rows, again), *cut, "--max_steps=6", f"--resume_from={checkpoint}"
+    )
     assert_goes_on(whole, again, completed=2)
     if mode.startswith("deepspeed"):
         folder, log = tmp_path / "other", tmp_path / "other.log"
-        options = [*options_of_short_run(tiny_model, rows, folder), *cut, "--max_steps=6", f"--resume_from={checkpoint}"]
+        options = [
+            *options_of_short_run(tiny_model, rows, folder),
+            *cut,
+            "--max_steps=6",
+            f"--resume_from={checkpoint}",
+        ]
         assert [exit_code(process) for process in start_ranks(3, log, *options)] == [2, 2, 2]
         assert "was saved by 2 processes under DeepSpeed" in log.read_text()
     if mode.startswith("deepspeed") or saving:
@@ -146,7 +163,12 @@ def test_a_rank_killed_in_a_save_ends_all_and_leaves_complete_checkpoints(tmp_pa
 
 def test_a_run_that_fails_first_completes_what_it_is_saving(tmp_path, tiny_model, rows):
     folder, log = tmp_path / "run", tmp_path / "log"
-    options = [*options_of_short_run(tiny_model, rows, folder), "--save_every=1", "--async_save", "--sharding_mode=fsdp_full"]
+    options = [
+        *options_of_short_run(tiny_model, rows, folder),
+        "--save_every=1",
+        "--async_save",
+        "--sharding_mode=fsdp_full",
+    ]
     blows_up = ["--learning_rate=1e20", "--lr_scheduler=constant", "--max_steps=6"]
     ranks = start_ranks(2, log, *options, *blows_up)
     assert [exit_code(rank) for rank in ranks] == [2, 2], log.read_text()
@@ -168,7 +190,11 @@ def note_tokenising(folder: Path) -> None:
 def test_one_process_of_a_host_prepares_the_data(tmp_path, tiny_model, rows):
     folder, log, noted = tmp_path / "run", tmp_path / "log", tmp_path / "noted"
     noted.mkdir()
-    options = [*options_of_short_run(tiny_model, rows, folder), "--max_steps=1", f"--data_cache_dir={tmp_path / 'cache'}"]
+    options = [
+        *options_of_short_run(tiny_model, rows, folder),
+        "--max_steps=1",
+        f"--data_cache_dir={tmp_path / 'cache'}",
+    ]
     ranks = start_ranks(3, log, *options, "--sharding_mode=ddp", first=functools.partial(note_tokenising, noted))
     assert [exit_code(rank) for rank in ranks] == [0, 0, 0], log.read_text()
     assert [path.name for path in noted.iterdir()] == ["0"]

@@ -18,7 +18,9 @@ IDLE = pynvml.nvmlClocksThrottleReasonGpuIdle
 
 
 class Board:
-    """NVML with one GPU that goes through `states` (clock in MHz, power in W, reasons), one for each look, and then fails."""
+    """NVML with one GPU that goes through `states` (clock in MHz, power in W, reasons), one for each look, and then
+    fails.
+    """
 
     def __init__(self, states: list[tuple[int, float, int]]) -> None:
         self.states = iter(states)
@@ -56,8 +58,12 @@ def sampled(monkeypatch: pytest.MonkeyPatch, states: list[tuple[int, float, int]
 def test_clock_power_and_the_limit(monkeypatch):
     states = [(1980, 700.0, 0), (1500, 650.0, CAPPED), (1600, 690.0, CAPPED | IDLE)]
     sampler = sampled(monkeypatch, states)
-    assert sampler.figures(last_s=100.0) == pytest.approx({"sm_clock_mhz": 1600, "power_w": 680.0, "power_capped_share": 2 / 3})
-    assert sampler.figures(last_s=0.0) == pytest.approx({"sm_clock_mhz": 1600, "power_w": 690.0, "power_capped_share": 1.0})
+    assert sampler.figures(last_s=100.0) == pytest.approx(
+        {"sm_clock_mhz": 1600, "power_w": 680.0, "power_capped_share": 2 / 3}
+    )
+    assert sampler.figures(last_s=0.0) == pytest.approx(
+        {"sm_clock_mhz": 1600, "power_w": 690.0, "power_capped_share": 1.0}
+    )
 
 
 def test_a_gpu_that_does_not_answer_has_no_figures(monkeypatch):

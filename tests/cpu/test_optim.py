@@ -149,9 +149,14 @@ def test_bytes_are_what_is_allocated(kind):
 
 @pytest.mark.parametrize("kind", get_args(OptimizerKind))
 def test_options_reach_the_optimizer(kind):
-    config = OptimConfig(learning_rate=3e-4, weight_decay=0.2, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6, seed=7)
+    config = OptimConfig(
+        learning_rate=3e-4, weight_decay=0.2, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6, seed=7
+    )
     optimizer = build_optimizer(config, kind, named(TinyModel().to(parameter_dtype(kind))))
-    assert type(optimizer) is {"adamw_fp32": torch.optim.AdamW, "adamw_master": MasterAdamW, "adamw_8bit": EightBitAdamW}[kind]
+    assert (
+        type(optimizer)
+        is {"adamw_fp32": torch.optim.AdamW, "adamw_master": MasterAdamW, "adamw_8bit": EightBitAdamW}[kind]
+    )
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.9), 1e-6)
@@ -169,7 +174,9 @@ def test_small_updates_accumulate():
     """100 updates of 1e-5 move a weight of 0.02 by 1e-3 in fp32 or with a remainder, and not at all in plain bf16."""
     config = OptimConfig(learning_rate=1e-5)
     start = torch.full((8, 8), 0.02).bfloat16()
-    full, split, lost = (torch.nn.Parameter(start.clone().to(dtype)) for dtype in (torch.float32, torch.bfloat16, torch.bfloat16))
+    full, split, lost = (
+        torch.nn.Parameter(start.clone().to(dtype)) for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
+    )
     optimizers = [
         build_optimizer(config, "adamw_fp32", [("full", full)]),
         build_optimizer(config, "adamw_master", [("split", split)]),
@@ -267,7 +274,9 @@ def test_initialize_state_changes_nothing(wrapped, kind, accelerator):
     assert all(torch.equal(parameter, before[name]) for name, parameter in named(model))
     tensors = optimizer_tensors(optimizer, named(model))
     assert len(tensors) == 4 * len(STATE[kind]) and not any(tensor.any() for tensor in tensors.values())
-    assert torch.equal(model.linear.weight.grad, torch.ones_like(model.linear.weight)) and model.norm.weight.grad is None
+    assert (
+        torch.equal(model.linear.weight.grad, torch.ones_like(model.linear.weight)) and model.norm.weight.grad is None
+    )
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2]
     optimizer.zero_grad()
 
@@ -305,7 +314,8 @@ def test_resumed_run_is_the_uninterrupted_run(kind):
     train(second, second_optimizer, 5, seed=2)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
     ends = [
-        optimizer_tensors(optimizer, named(model)) for model, optimizer in ((whole, whole_optimizer), (second, second_optimizer))
+        optimizer_tensors(optimizer, named(model))
+        for model, optimizer in ((whole, whole_optimizer), (second, second_optimizer))
     ]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
@@ -345,7 +355,8 @@ def test_clip_and_step(kind, wrapped, max_norm, accelerator):
         set_gradients(model, step)
         norm = clip_and_step(optimizer, list(model.parameters()), max_norm)
         assert norm.dtype == torch.float32 and float(norm) == pytest.approx(want_norm, rel=1e-5)
-    # Scaling bf16 gradients by hand rounds them once more; the weights' bf16 spacing hides it or shows it as one spacing.
+    # Scaling bf16 gradients by hand rounds them once more; the weights' bf16 spacing hides it or shows it as one
+    # spacing.
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if kind == "adamw_fp32" else {"rtol": 2**-7, "atol": 1e-4}
     for ours, by_hand in zip(model.parameters(), want.parameters(), strict=True):
         torch.testing.assert_close(ours.detach(), by_hand.detach(), **tolerance)
@@ -388,7 +399,8 @@ def test_state_that_does_not_fit_is_named():
     load(missing, "norm.weight.exp_avg is missing")
     load({**good, "extra.weight.exp_avg": torch.zeros(1)}, "extra.weight.exp_avg is unexpected")
     load(
-        {**good, "linear.bias.exp_avg": torch.zeros(9)}, r"linear.bias.exp_avg is torch.float32 \(9,\), not torch.float32 \(8,\)"
+        {**good, "linear.bias.exp_avg": torch.zeros(9)},
+        r"linear.bias.exp_avg is torch.float32 \(9,\), not torch.float32 \(8,\)",
     )
     load({**good, "linear.bias.exp_avg": good["linear.bias.exp_avg"].bfloat16()}, "torch.bfloat16")
     load({}, "is missing.* and 9 more")

@@ -50,7 +50,10 @@ def test_the_reason_names_what_was_compared():
 def test_bytes_of_every_mode():
     once, accumulated = config(), config("--gradient_accumulation_steps=2")
     assert state_bytes("single", "adamw_master", 1, once) == state_bytes("ddp", "adamw_master", 8, accumulated) == 12
-    assert state_bytes("fsdp_full", "adamw_fp32", 8, once) == 2 and state_bytes("fsdp_full", "adamw_fp32", 8, accumulated) == 6
+    assert (
+        state_bytes("fsdp_full", "adamw_fp32", 8, once) == 2
+        and state_bytes("fsdp_full", "adamw_fp32", 8, accumulated) == 6
+    )
     assert state_bytes("fsdp_grad", "adamw_fp32", 8, once) == 4
     assert state_bytes("fsdp_hybrid", "adamw_fp32", 4, once) == 4
     assert [state_bytes(f"deepspeed_{stage}", "adamw_fp32", 8, once) for stage in (1, 2, 3)] == [5.5, 3.75, 2]
@@ -62,10 +65,30 @@ def test_bytes_of_every_mode():
         ("fsdp_full", [], "fp16", "--mixed_precision fp16 cannot go with --sharding_mode fsdp_full"),
         ("fsdp_full", ["--optimizer=adamw_8bit"], "bf16", "--optimizer adamw_8bit cannot go with"),
         ("ddp", ["--fp8_params"], "bf16", "--fp8_params needs an fsdp mode"),
-        ("fsdp_full", ["--fp8_params"], "bf16", "has --sharding_mode fsdp_full and lacks --use_te, --mixed_precision fp8."),
-        ("fsdp_offload", ["--fp8_params", "--use_te", "--mixed_precision=fp8"], "bf16", "fsdp_offload and lacks such a mode."),
-        ("ddp", ["--context_parallel_size=2", "--use_te"], "bf16", "--context_parallel_size 2 needs --use_te and an fsdp mode"),
-        ("fsdp_full", ["--context_parallel_size=2"], "bf16", "this run has --sharding_mode fsdp_full and lacks --use_te."),
+        (
+            "fsdp_full",
+            ["--fp8_params"],
+            "bf16",
+            "has --sharding_mode fsdp_full and lacks --use_te, --mixed_precision fp8.",
+        ),
+        (
+            "fsdp_offload",
+            ["--fp8_params", "--use_te", "--mixed_precision=fp8"],
+            "bf16",
+            "fsdp_offload and lacks such a mode.",
+        ),
+        (
+            "ddp",
+            ["--context_parallel_size=2", "--use_te"],
+            "bf16",
+            "--context_parallel_size 2 needs --use_te and an fsdp mode",
+        ),
+        (
+            "fsdp_full",
+            ["--context_parallel_size=2"],
+            "bf16",
+            "this run has --sharding_mode fsdp_full and lacks --use_te.",
+        ),
         ("fsdp_full", ["--context_parallel_size=3", "--use_te"], "bf16", "does not divide the 8 processes"),
         ("fsdp_full", ["--hybrid_shard_size=2"], "bf16", "--hybrid_shard_size 2 has no effect"),
         ("ddp", ["--deepspeed_config=x.json"], "bf16", "--deepspeed_config x.json has no effect"),
@@ -88,9 +111,15 @@ def test_hybrid_shards_inside_a_host():
 
 def test_advice_on_memory_knows_the_mode():
     use = MemoryUse(total_gib=139.8, peak_gib=130, resident_gib=40)
-    sharded = out_of_memory_advice(config("--gradient_accumulation_steps=4"), "adamw_fp32", 14 * BILLION, use, "fsdp_full", 4)
+    sharded = out_of_memory_advice(
+        config("--gradient_accumulation_steps=4"), "adamw_fp32", 14 * BILLION, use, "fsdp_full", 4
+    )
     assert "104.3 GiB per GPU under --sharding_mode fsdp_full" in sharded
-    assert "--sync_every_micro_batch" in sharded and "--sharding_mode fsdp_offload" in sharded and "adamw_8bit" not in sharded
+    assert (
+        "--sync_every_micro_batch" in sharded
+        and "--sharding_mode fsdp_offload" in sharded
+        and "adamw_8bit" not in sharded
+    )
     alone = out_of_memory_advice(parse_config([]), "adamw_master", 14 * BILLION, use)
     assert "train_multi_gpu.py --sharding_mode fsdp_full" in alone
 

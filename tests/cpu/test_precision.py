@@ -32,7 +32,9 @@ def test_fp16_needs_a_gpu():
         resolve_precision(PrecisionConfig(mixed_precision="fp16"), CPU)
 
 
-@pytest.mark.parametrize("option", [dict(fp8_scenario="current"), dict(amax_history_len=4), dict(fp8_last_bf16_layers=1)])
+@pytest.mark.parametrize(
+    "option", [dict(fp8_scenario="current"), dict(amax_history_len=4), dict(fp8_last_bf16_layers=1)]
+)
 def test_fp8_options_without_fp8_are_refused(option):
     with pytest.raises(UserError, match=f"--{next(iter(option))} has no effect"):
         resolve_precision(PrecisionConfig(mixed_precision="bf16", **option), CPU)
@@ -70,7 +72,9 @@ def test_micro_batch_position_reaches_the_modules():
     ids=["none", "empty", "home", "path"],
 )
 def test_transformer_engine_is_pointed_at_torchs_cudnn(environment, expected, tmp_path, monkeypatch):
-    """A stand-in `nvidia.cudnn` and a stand-in Transformer Engine that notes where it would look; the first of the two variables counts."""
+    """A stand-in `nvidia.cudnn` and a stand-in Transformer Engine that notes where it would look; the first of the
+    two variables counts.
+    """
     (tmp_path / "nvidia" / "cudnn").mkdir(parents=True)
     (tmp_path / "nvidia" / "cudnn" / "__init__.py").touch()
     engine = tmp_path / "transformer_engine"
@@ -99,7 +103,12 @@ def test_transformer_engine_is_pointed_at_torchs_cudnn(environment, expected, tm
 
 @pytest.mark.parametrize(
     ("version", "asked", "expected"),
-    [("13.0", None, "libcudart.so.13"), ("12.8", None, "libcudart.so.12"), ("13.0", "mine.so", "mine.so"), (None, None, None)],
+    [
+        ("13.0", None, "libcudart.so.13"),
+        ("12.8", None, "libcudart.so.12"),
+        ("13.0", "mine.so", "mine.so"),
+        (None, None, None),
+    ],
 )
 def test_transformer_engines_cudnn_is_pointed_at_torchs_cuda_runtime(version, asked, expected, monkeypatch):
     name = "CUDNN_FRONTEND_CUDART_LIB_NAME"

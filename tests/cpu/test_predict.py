@@ -57,10 +57,12 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "when_fp8_pays.md"
 
 TIME_ERROR, TIME_ERRORS_BEFORE = 0.035, (-0.07, 0.02)
-"""Largest error allowed of the step time, which has to hold how far GPUs of one kind differ; least and most for rows of the decoder before, which was slower."""
+"""Largest error allowed of the step time, which has to hold how far GPUs of one kind differ; least and most for rows
+of the decoder before, which was slower.
+"""
 TIME_ERROR_SEVERAL = 0.035
-"""On several GPUs. No sum of kernels knows which GPUs a run gets: the same GEMMs of the arm flash4 took 2.37 s in row 8b_x2 and 2.25 s in row
-8b_s8192_x2, and constants of either are wrong for the other."""
+"""On several GPUs. No sum of kernels knows which GPUs a run gets: the same GEMMs of the arm flash4 took 2.37 s in row
+8b_x2 and 2.25 s in row 8b_s8192_x2, and constants of either are wrong for the other."""
 ONE_POOL_SINCE = "2026-11-22T16"
 """Of a row's time: those before took the gradients' rows from another stream's memory than the backward pass's."""
 MEMORY_ERROR = 0.005
@@ -73,10 +75,13 @@ MEMORY_BEYOND = {
     ("multi_gpu_throughput_8b_engines_x2.json", "fsdp_full:bf16"): 0.4,
     ("multi_gpu_throughput_8b_engines_x2.json", "fsdp_full:delayed"): 0.53,
 }
-"""GiB that rows have beyond what is counted. The first: tensors that were not found out. The second is two bytes for every parameter, as in `first_rank_more`. The others
-have 4,096 tokens in a micro-batch and are of code that kept whole gradients beside the rows that came of them, which by the count explains it."""
+"""GiB that rows have beyond what is counted. The first: tensors that were not found out. The second is two bytes for
+every parameter, as in `first_rank_more`. The others have 4,096 tokens in a micro-batch and are of code that kept whole
+gradients beside the rows that came of them, which by the count explains it."""
 RESERVED_BEYOND = ("multi_gpu_throughput_8b_b4_x2.json", "multi_gpu_throughput_8b_engines_x2.json")
-"""Their rows, with 4,096 tokens in a micro-batch under fsdp_full, have 6 to 9 GiB reserved beyond what is counted: rows for which whole gradients made no room."""
+"""Their rows, with 4,096 tokens in a micro-batch under fsdp_full, have 6 to 9 GiB reserved beyond what is counted:
+rows for which whole gradients made no room.
+"""
 SUMS_LET_GO = ("levers_8b_x2_sums_let_go.json", "levers_8b_x2_recompute.json")
 """Rows of such shapes whose whole gradients are let go of: nothing of theirs is beyond the count."""
 
@@ -100,7 +105,8 @@ def gib(of: StepWorkload) -> float:
     return peak_memory(of).total_gib
 
 
-# --- against the records ----------------------------------------------------------------------------------------------------
+# --- against the records
+# ----------------------------------------------------------------------------------------------------
 
 
 def first_rank_more(record) -> float:
@@ -117,7 +123,9 @@ def memory_beyond(record) -> float:
 
 
 @pytest.mark.parametrize(
-    "record", recorded_rows(), ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row.get('row', r.row['model'])}-{r.arm}"
+    "record",
+    recorded_rows(),
+    ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row.get('row', r.row['model'])}-{r.arm}",
 )
 def test_recorded_row(record):
     if record.out_of_memory:
@@ -144,7 +152,9 @@ def test_where_the_first_gpu_needs_more_it_is_a_copy_of_every_parameter():
 
 
 def test_what_the_allocator_reserves_under_fsdp():
-    """Above what is counted are its gaps, below it the GPU's end. Before, the gradients' rows were on another stream, which filled the GPU in rows that are not scored."""
+    """Above what is counted are its gaps, below it the GPU's end. Before, the gradients' rows were on another
+    stream, which filled the GPU in rows that are not scored.
+    """
     rows = [r for r in recorded_rows() if r.todays and r.prediction.scenario.sharded and not r.out_of_memory]
     assert len(rows) >= 24 and {r.num_gpus for r in rows} == {2, 4}
     assert {r.num_gpus for r in rows if r.measured_utc >= ONE_POOL_SINCE} == {2}
@@ -168,23 +178,32 @@ def test_what_the_allocator_reserves_under_fsdp():
     filling = ("fsdp_grad:delayed", "fsdp_grad:delayed:fp8_params:fp8head_all:flash4")
     assert {(r.row["row"], r.arm) for r in full} == {(row, arm) for row in ("8b_x2", "8b_s8192_x2") for arm in filling}
     one_gpu = [r for r in recorded_rows() if r.num_gpus == 1 and (r.reserved_gib or 0) > 137]
-    assert one_gpu and not any(r.memory_was_full for r in one_gpu), "one stream has what it needs from the first step on"
+    assert one_gpu and not any(r.memory_was_full for r in one_gpu), (
+        "one stream has what it needs from the first step on"
+    )
 
 
 def test_the_hosts_time_is_that_of_the_slowest_recorded_machine():
     """In steps whose GPUs had little to do, or that were much longer elsewhere."""
 
     def slowest(pattern: str, arm: str) -> float:
-        rows = [row for path in RESULTS.glob(pattern) for row in json.loads(path.read_text())["rows"] if row["arm"] == arm]
+        rows = [
+            row for path in RESULTS.glob(pattern) for row in json.loads(path.read_text())["rows"] if row["arm"] == arm
+        ]
         found = [
-            statistics.median(measured["step_times_s"]) / row["micro_batches"] / bundled_size(row["model"]).spec.num_layers
+            statistics.median(measured["step_times_s"])
+            / row["micro_batches"]
+            / bundled_size(row["model"]).spec.num_layers
             for row in rows
             for measured in row.get("rounds", [row])
         ]
         assert found
         return max(found)
 
-    single = slowest("levers_3b_recompute_*.json", "delayed"), slowest("levers_3b_recompute_*.json", "delayed:recompute")
+    single = (
+        slowest("levers_3b_recompute_*.json", "delayed"),
+        slowest("levers_3b_recompute_*.json", "delayed:recompute"),
+    )
     sharded = (
         slowest("multi_gpu_throughput_8b_engines_x2.json", "fsdp_full:delayed"),
         slowest("documented_3b_x2*.json", "fsdp_full:delayed:recompute"),
@@ -207,7 +226,9 @@ def test_a_step_that_the_host_can_make_longer_is_told():
     assert told(model="Llama-3.2-1B", tokens=8192, **sharded) and not told(model="Llama-3.2-1B", tokens=8192)
     assert not told() and not told(**sharded)
     bf16 = scenario(model="Llama-3.2-3B", tokens=512, recomputed_layers=28, recipe="bf16", **sharded)
-    assert predict(bf16, known_gpu(CALIBRATED_GPU)).host_s is None, "less, and how much is recorded for few of the set-ups"
+    assert predict(bf16, known_gpu(CALIBRATED_GPU)).host_s is None, (
+        "less, and how much is recorded for few of the set-ups"
+    )
     assert not told(model="Llama-3.2-3B", tokens=512, recipe="bf16")
 
 
@@ -245,7 +266,9 @@ def test_the_stream_of_gathers_holds_the_largest_of_them():
 
 
 def test_few_tokens_computed_again_need_what_comes_later():
-    """3B with 512 tokens: the gradients of a tied matrix as embedding and as head, and of FSDP's exchange a layer's copy, are not counted."""
+    """3B with 512 tokens: the gradients of a tied matrix as embedding and as head, and of FSDP's exchange a layer's
+    copy, are not counted.
+    """
     gpu = known_gpu(CALIBRATED_GPU)
     for name in ("levers_3b_recompute_after.json", "levers_3b_x2_sums_let_go.json"):
         for row in json.loads((RESULTS / name).read_text())["rows"]:
@@ -275,7 +298,9 @@ def test_the_exchange_of_steps_before_gemms_added_up_gradients():
             casts = (8 * (3 + 4) - 4) * layers
             exchanged = 7 * 2 * parameters
         kernels = fsdp / rates.fsdp_tb_s + (casts - gemm_accumulator_bytes(then)) / rates.weight_tb_s
-        expected = time.total_s + (1 + idle_share(then.num_gpus)) * kernels / 1e12 + exchanged / rates.exchange_tb_s / 1e12
+        expected = (
+            time.total_s + (1 + idle_share(then.num_gpus)) * kernels / 1e12 + exchanged / rates.exchange_tb_s / 1e12
+        )
         assert expected == pytest.approx(then.tokens_per_step / row["tokens_per_s"], rel=TIME_ERROR_SEVERAL)
 
 
@@ -285,9 +310,11 @@ def test_the_exchange_of_steps_before_gemms_added_up_gradients():
     ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row.get('row')}-{r.arm}",
 )
 def test_kernels_of_several_gpus_take_what_their_parts_and_the_exchange_do(record):
-    """While the exchange runs, others' kernels take longer, each by a few percent. The prediction has that in `exchange_s` and not in their parts.
+    """While the exchange runs, others' kernels take longer, each by a few percent. The prediction has that in
+    `exchange_s` and not in their parts.
 
-    Under fsdp_full the exchange runs all the time, and GEMMs take up to 8.3% longer. A GPU may be 2% faster than the rates, which are of the mean of others.
+    Under fsdp_full the exchange runs all the time, and GEMMs take up to 8.3% longer. A GPU may be 2% faster than the
+    rates, which are of the mean of others.
     """
     step = record.measured["recorded_step"]
     classes, time = step["time_s_by_class"], record.prediction.time
@@ -326,7 +353,9 @@ def test_the_parts_of_a_step_are_those_of_its_kernels(record):
     others = sum(classes.values()) - classes["gemm"] - classes["attention"]
     attention = 0.2 if record.row.get("row") == "text_1b" else 0.08  # short documents
     if record.prediction.scenario.recipe == "block":
-        attention = 0.13  # shorter than predicted: such steps ran at 1,575 MHz and more, and those that the rate is from at 1,410 to 1,500
+        # shorter than predicted: such steps ran at 1,575 MHz and more, and those that the rate is from at 1,410 to
+        # 1,500
+        attention = 0.13
     assert time.gemm_s == pytest.approx(classes["gemm"], rel=0.035)
     assert time.attention_s == pytest.approx(classes["attention"], rel=attention)
     assert time.passes_s + time.casts_s + time.weights_s == pytest.approx(others, rel=0.065)
@@ -345,7 +374,8 @@ def test_the_records_hold_every_kind_of_row():
     assert counts == {mode: set(numbers) for mode, numbers in MEASURED_GPUS.items()}
     by_row = {(row.row.get("row", row.file), row.held_out) for row in several}
     held_out = {
-        (name, True) for name in ("8b_x2", "8b_s8192_x2", "8b_s8192_x4", "3b_x2", "1b_x2", *RESERVED_BEYOND, *SUMS_LET_GO)
+        (name, True)
+        for name in ("8b_x2", "8b_s8192_x2", "8b_s8192_x4", "3b_x2", "1b_x2", *RESERVED_BEYOND, *SUMS_LET_GO)
     }
     assert by_row == {("8b_x4", False), *held_out}, "others are news to the notes and to calibration.py"
     for row in several:  # that no note calls a recorded run unrecorded
@@ -369,7 +399,9 @@ def test_the_records_hold_every_kind_of_row():
         ("text_1b", "delayed"),
     }
     assert {row.file for row in todays if not row.held_out} == {"speed_table_h200.json", "levers_8b_first_scales.json"}
-    assert not any("hf_" in row.arm or "cp4" in row.arm or "deepspeed" in row.arm for row in rows + rows_for_memory_alone())
+    assert not any(
+        "hf_" in row.arm or "cp4" in row.arm or "deepspeed" in row.arm for row in rows + rows_for_memory_alone()
+    )
     assert any(row.prediction.scenario.fp8_params for row in several)
 
 
@@ -411,11 +443,13 @@ def test_what_14b_needs_on_two_gpus_is_what_the_document_says():
     summed, exchanged, recomputed = (gib(scenario("Qwen2.5-14B", **two, **way)) for way in ways)
     text = " ".join((ROOT / "docs" / "multi_gpu.md").read_text(encoding="utf-8").split())
     assert (
-        f"says {summed:.0f} GiB, {exchanged:.0f} with gradients exchanged in every micro-batch, and {recomputed:.0f} with" in text
+        f"says {summed:.0f} GiB, {exchanged:.0f} with gradients exchanged in every micro-batch, and {recomputed:.0f} "
+        "with" in text
     )
 
 
-# --- the sizes --------------------------------------------------------------------------------------------------------------
+# --- the sizes
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", bundled_architectures())
@@ -427,11 +461,14 @@ def test_sizes_are_those_of_the_model(model):
 
 
 def test_a_model_without_te_decoder_is_refused():
-    with pytest.raises(UserError, match="--model_name: there is no prediction for this model, because model_type 'gpt2'"):
+    with pytest.raises(
+        UserError, match="--model_name: there is no prediction for this model, because model_type 'gpt2'"
+    ):
         ModelSize.from_config(GPT2Config())
 
 
-# --- how time and memory behave ---------------------------------------------------------------------------------------------
+# --- how time and memory behave
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -456,7 +493,9 @@ def test_fp8_gains_more_on_wider_models_and_less_on_longer_documents():
     def gain(**of) -> float:
         return step_s(scenario(recipe="bf16", **of)) / step_s(scenario(**of))
 
-    assert gain(model="Llama-3.2-1B") < gain(model="Llama-3.2-3B") < gain(model="Llama-3.1-8B") < gain(model="Qwen2.5-14B")
+    assert (
+        gain(model="Llama-3.2-1B") < gain(model="Llama-3.2-3B") < gain(model="Llama-3.1-8B") < gain(model="Qwen2.5-14B")
+    )
     assert gain(mean_length=16384) < gain(mean_length=4096) < gain(mean_length=128)
     assert gain(micro_batches=1) < gain(micro_batches=8)
 
@@ -487,7 +526,9 @@ def test_recomputation_that_no_record_has_is_told(recipe, mode, worked_out):
 def test_norms_of_queries_and_keys_cost_time_and_memory():
     with_norms = scenario("Qwen3-8B")
     model = with_norms.model
-    bare = dataclasses.replace(with_norms, model=dataclasses.replace(model, spec=dataclasses.replace(model.spec, qk_norm=False)))
+    bare = dataclasses.replace(
+        with_norms, model=dataclasses.replace(model, spec=dataclasses.replace(model.spec, qk_norm=False))
+    )
     assert step_s(bare) < step_s(with_norms) and gib(bare) < gib(with_norms)
     assert any("Qwen3" in note for note in predict(with_norms, known_gpu(CALIBRATED_GPU)).notes)
 
@@ -495,7 +536,10 @@ def test_norms_of_queries_and_keys_cost_time_and_memory():
 def test_norms_take_longer_where_no_fast_kernel_has_their_width():
     def norms(width: int, recipe: str = "bf16") -> float:
         """Per element of a norm."""
-        return norm_seconds(dataclasses.replace(bundled_size("Llama-3.1-8B").spec, hidden_size=width), recipe, Rates()) / width
+        return (
+            norm_seconds(dataclasses.replace(bundled_size("Llama-3.1-8B").spec, hidden_size=width), recipe, Rates())
+            / width
+        )
 
     tuned = norms(4096)
     general = tuned * Rates().pass_tb_s / Rates().general_norm_tb_s
@@ -534,7 +578,8 @@ def test_an_optimizer_of_8_bit_moments_takes_the_time_of_its_own_kernel():
     master, eight_bit = (scenario(optimizer=kind) for kind in ("adamw_master", "adamw_8bit"))
     assert update_bytes(eight_bit) < update_bytes(master)
     assert (
-        step_time(eight_bit, Rates()).weights_s > step_time(eight_bit, dataclasses.replace(Rates(), eight_bit_tb_s=3.0)).weights_s
+        step_time(eight_bit, Rates()).weights_s
+        > step_time(eight_bit, dataclasses.replace(Rates(), eight_bit_tb_s=3.0)).weights_s
     )
     assert step_time(master, Rates()) == step_time(master, dataclasses.replace(Rates(), eight_bit_tb_s=3.0))
 
@@ -553,14 +598,18 @@ def test_layers_gradients_are_added_up_by_gemms_where_no_exchange_waits_for_them
     first, second = (weight_bytes(scenario(micro_batches=n, **ddp)) for n in (1, 2))
     assert second - first == pytest.approx(6 * model.num_parameters), "the last is autograd's"
     synced = more(sync_every_micro_batch=True, **ddp)
-    assert synced == pytest.approx((6 + 4) * model.num_parameters), "so are all, and copied into buckets, where each is exchanged"
+    assert synced == pytest.approx((6 + 4) * model.num_parameters), (
+        "so are all, and copied into buckets, where each is exchanged"
+    )
     small = bundled_size("Llama-3.2-1B")  # its head is its embedding, which gets two gradients
     outside = small.num_parameters - small.spec.num_layers * small.layer_linear
     assert more(model="Llama-3.2-1B") == pytest.approx(6 * (outside + small.head))
 
 
 def test_bytes_of_fsdp():
-    """Those of a further micro-batch, in bytes per weight of the layers and of what is outside of them, embedding and head."""
+    """Those of a further micro-batch, in bytes per weight of the layers and of what is outside of them, embedding
+    and head.
+    """
     model = bundled_size("Llama-3.1-8B")
     layers = model.spec.num_layers * model.layer_linear
     outside = model.num_parameters - layers
@@ -568,7 +617,8 @@ def test_bytes_of_fsdp():
 
     def more(of, mode: str, recipe: str = "delayed", **options) -> float:
         few, many = (
-            scenario(recipe=recipe, micro_batches=n, mode=mode, num_gpus=4, optimizer="adamw_fp32", **options) for n in (4, 5)
+            scenario(recipe=recipe, micro_batches=n, mode=mode, num_gpus=4, optimizer="adamw_fp32", **options)
+            for n in (4, 5)
         )
         return of(many) - of(few)
 
@@ -604,9 +654,13 @@ def test_weights_kept_in_fp8_cost_and_save_memory():
     own_rows = layers / 4
     assert held("fsdp_full", fp8_params=True) - held("fsdp_full") == pytest.approx(own_rows - model.layer_linear)
     whole_in_fp8 = own_rows - layers
-    assert held("fsdp_grad", fp8_params=True) - held("fsdp_grad") == pytest.approx(whole_in_fp8 - 2 * layers), "and no casts kept"
+    assert held("fsdp_grad", fp8_params=True) - held("fsdp_grad") == pytest.approx(whole_in_fp8 - 2 * layers), (
+        "and no casts kept"
+    )
     for recipe in ("bf16", "block"):
-        plain, asked = (scenario(recipe=recipe, mode="fsdp_full", num_gpus=4, fp8_params=kept) for kept in (False, True))
+        plain, asked = (
+            scenario(recipe=recipe, mode="fsdp_full", num_gpus=4, fp8_params=kept) for kept in (False, True)
+        )
         assert gib(plain) == gib(asked) and step_s(plain) == step_s(asked), "recipes without such weights"
 
 
@@ -623,7 +677,12 @@ def test_sharding_takes_memory_off_and_adds_exchange():
     whole = scenario(optimizer="adamw_fp32", mode="fsdp_grad", num_gpus=4)
     synced = dataclasses.replace(four, sync_every_micro_batch=True)
     assert gib(whole) > gib(four) > gib(synced)
-    assert step_time(synced, Rates()).exchange_s > step_time(four, Rates()).exchange_s > step_time(whole, Rates()).exchange_s > 0
+    assert (
+        step_time(synced, Rates()).exchange_s
+        > step_time(four, Rates()).exchange_s
+        > step_time(whole, Rates()).exchange_s
+        > 0
+    )
     assert step_time(scenario(), Rates()).exchange_s == 0
     assert gib(scenario(mode="ddp", num_gpus=4)) > gib(scenario())
 
@@ -648,12 +707,15 @@ def test_scenarios_that_cannot_be():
             scenario(**wrong)
 
 
-# --- GPUs -------------------------------------------------------------------------------------------------------------------
+# --- GPUs
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_gpu_has_no_prediction():
     assert known_gpu("NVIDIA Imaginary 1") is None
-    with pytest.raises(UserError, match=f"--gpu NVIDIA Imaginary 1: nothing was measured .* known are .*{CALIBRATED_GPU}"):
+    with pytest.raises(
+        UserError, match=f"--gpu NVIDIA Imaginary 1: nothing was measured .* known are .*{CALIBRATED_GPU}"
+    ):
         gpu_by_name("NVIDIA Imaginary 1")
 
 
@@ -693,11 +755,16 @@ def test_head_sizes_beside_the_measured_ones():
     assert rates.attention_rate(32) == rates.attention_rate(64) < rates.attention_rate(112) == rates.attention_rate(256)
 
 
-# --- a run ------------------------------------------------------------------------------------------------------------------
+# --- a run
+# ------------------------------------------------------------------------------------------------------------------
 
 
-def write_steps(path: Path, step_time_s: float, lengths: list[list[int]], positions: int, peak_gib: float) -> DecoderSize:
-    """A metrics.jsonl of steps on `positions` positions that hold documents of these lengths, as the loop reports them."""
+def write_steps(
+    path: Path, step_time_s: float, lengths: list[list[int]], positions: int, peak_gib: float
+) -> DecoderSize:
+    """A metrics.jsonl of steps on `positions` positions that hold documents of these lengths, as the loop reports
+    them.
+    """
     size = DecoderSize.from_config(hf_config("Llama-3.2-1B"))
     lines = []
     for number, step in enumerate(lengths, start=1):
@@ -715,9 +782,16 @@ def run_config(**more) -> Config:
 
 
 def outcome(
-    path: Path, config: Config, recipe: str = "delayed", mode: str = "single", num_gpus: int = 1, gpu: str = CALIBRATED_GPU
+    path: Path,
+    config: Config,
+    recipe: str = "delayed",
+    mode: str = "single",
+    num_gpus: int = 1,
+    gpu: str = CALIBRATED_GPU,
 ):
-    return run_prediction(config, hf_config("Llama-3.2-1B"), recipe, "adamw_master", mode, num_gpus, gpu, own_steps(path))
+    return run_prediction(
+        config, hf_config("Llama-3.2-1B"), recipe, "adamw_master", mode, num_gpus, gpu, own_steps(path)
+    )
 
 
 def test_a_run_is_held_against_the_tokens_it_had(tmp_path):
@@ -727,12 +801,14 @@ def test_a_run_is_held_against_the_tokens_it_had(tmp_path):
     found = outcome(path, run_config())
     mean = sum(n * n for n in documents) / sum(documents)
     assert found["micro_batch_tokens"] == 16384 and found["mean_length"] == pytest.approx(mean)
-    assert mean_length(size, 6 * (size.num_linear_parameters + size.num_layers * size.attention_width * 300)) == pytest.approx(
-        300
-    )
+    assert mean_length(
+        size, 6 * (size.num_linear_parameters + size.num_layers * size.attention_width * 300)
+    ) == pytest.approx(300)
     expected = predict(scenario("Llama-3.2-1B", tokens=16384, mean_length=mean), known_gpu(CALIBRATED_GPU))
     assert found["predicted_step_time_s"] == pytest.approx(expected.step_time_s)
-    assert found["measured_step_time_s"] == 0.7 and found["measured_peak_memory_gib"] == 36.9  # without the slow first steps
+    assert (
+        found["measured_step_time_s"] == 0.7 and found["measured_peak_memory_gib"] == 36.9
+    )  # without the slow first steps
     line = describe_comparison(found)
     took, held = 0.7 / expected.step_time_s - 1, 36.9 / expected.peak_memory_gib - 1
     assert f"took 0.7 ({took:+.0%})" in line and f"took 36.9 ({held:+.0%})" in line
@@ -746,7 +822,8 @@ def test_a_resumed_run_is_held_against_its_own_steps(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text(
         "\n".join(
-            json.dumps({**line, "step_time_s": 0.7} if line["step"] > 6 and "step_time_s" in line else line) for line in lines
+            json.dumps({**line, "step_time_s": 0.7} if line["step"] > 6 and "step_time_s" in line else line)
+            for line in lines
         )
     )
     found = outcome(path, run_config())
@@ -775,7 +852,10 @@ def test_what_is_not_predicted_gives_nothing(tmp_path):
     assert outcome(path, config, mode="fsdp_full") is None
     assert outcome(path, config, mode="fsdp_full", num_gpus=8) is not None
     assert outcome(path, config, mode="fsdp_full", num_gpus=16) is None, "several hosts"
-    assert outcome(path, run_config(parallel=ParallelConfig(context_parallel_size=2)), mode="fsdp_full", num_gpus=2) is None
+    assert (
+        outcome(path, run_config(parallel=ParallelConfig(context_parallel_size=2)), mode="fsdp_full", num_gpus=2)
+        is None
+    )
     assert outcome(path, dataclasses.replace(config, model=ModelConfig())) is None
     path.write_text("")
     assert outcome(path, config) is None
@@ -785,9 +865,13 @@ def test_options_of_a_run_reach_its_prediction(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 0.7, [[1024] * 64] * 4, 65536, 36.9)
     plain = outcome(path, run_config())
-    recomputed = outcome(path, dataclasses.replace(run_config(), model=ModelConfig(use_te=True, gradient_checkpointing=True)))
+    recomputed = outcome(
+        path, dataclasses.replace(run_config(), model=ModelConfig(use_te=True, gradient_checkpointing=True))
+    )
     assert recomputed["predicted_peak_memory_gib"] < plain["predicted_peak_memory_gib"]
-    outer = run_config(precision=PrecisionConfig(mixed_precision="fp8", fp8_first_bf16_layers=2, fp8_last_bf16_layers=2))
+    outer = run_config(
+        precision=PrecisionConfig(mixed_precision="fp8", fp8_first_bf16_layers=2, fp8_last_bf16_layers=2)
+    )
     assert outcome(path, outer)["predicted_step_time_s"] > plain["predicted_step_time_s"]
     head = run_config(precision=PrecisionConfig(mixed_precision="fp8", fp8_lm_head="all"))
     assert outcome(path, head)["predicted_step_time_s"] < plain["predicted_step_time_s"]
@@ -800,7 +884,9 @@ def test_options_of_a_run_reach_its_prediction(tmp_path):
 
 def test_notes_are_printed_with_the_outcome():
     found = predict(scenario(tokens=2048), known_gpu(CALIBRATED_GPU))
-    assert any("this one has 2,048" in note for note in found.notes) and any("the host's time" in note for note in found.notes)
+    assert any("this one has 2,048" in note for note in found.notes) and any(
+        "the host's time" in note for note in found.notes
+    )
     entry = compare(found, 1.0, 100.0)
     kept, fp8_params = (scenario(mode="fsdp_grad", num_gpus=4, fp8_params=fp8) for fp8 in (False, True))
     assert not any("no recorded run" in note for of in (kept, fp8_params) for note in predict(of, found.gpu).notes)
@@ -818,7 +904,8 @@ def test_notes_are_printed_with_the_outcome():
     assert entry["notes"] and all(note in describe_comparison(entry) for note in entry["notes"])
 
 
-# --- the command ------------------------------------------------------------------------------------------------------------
+# --- the command
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -853,7 +940,16 @@ def test_command(run_command):
 
 def test_options_of_the_kernels_reach_the_command(run_command, tmp_path):
     path = tmp_path / "predicted.json"
-    flags = ("--fp8_lm_head", "all", "--attn_implementation", "flash_attention_4", "--gpu", CALIBRATED_GPU, "--json", str(path))
+    flags = (
+        "--fp8_lm_head",
+        "all",
+        "--attn_implementation",
+        "flash_attention_4",
+        "--gpu",
+        CALIBRATED_GPU,
+        "--json",
+        str(path),
+    )
     code, printed, said = run_command(*EIGHT_B, *flags)
     assert code == 0, said
     for row in json.loads(path.read_text())["rows"]:
@@ -863,7 +959,17 @@ def test_options_of_the_kernels_reach_the_command(run_command, tmp_path):
 
 def test_weights_in_fp8_reach_the_command(run_command, tmp_path):
     path = tmp_path / "predicted.json"
-    flags = ("--num_gpus", "4", "--sharding_mode", "fsdp_grad", "--fp8_params", "--gpu", CALIBRATED_GPU, "--json", str(path))
+    flags = (
+        "--num_gpus",
+        "4",
+        "--sharding_mode",
+        "fsdp_grad",
+        "--fp8_params",
+        "--gpu",
+        CALIBRATED_GPU,
+        "--json",
+        str(path),
+    )
     code, printed, said = run_command(*EIGHT_B, *flags)
     assert code == 0 and "bf16 is predicted without it" in printed and "nothing was measured" not in printed, said
     rows = json.loads(path.read_text())["rows"]
@@ -874,7 +980,16 @@ def test_weights_in_fp8_reach_the_command(run_command, tmp_path):
 
 
 def test_memory_that_is_there_and_still_too_little_is_tight(run_command):
-    flags = ("--gradient_accumulation_steps", "8", "--num_gpus", "2", "--sharding_mode", "fsdp_grad", "--gpu", CALIBRATED_GPU)
+    flags = (
+        "--gradient_accumulation_steps",
+        "8",
+        "--num_gpus",
+        "2",
+        "--sharding_mode",
+        "fsdp_grad",
+        "--gpu",
+        CALIBRATED_GPU,
+    )
     _, printed, _ = run_command("--model_name", "Llama-3.1-8B", "--batch_size", "8", "--max_seq_length", "1024", *flags)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line.startswith("│")]
     assert {row[0]: row[-1] for row in rows} == {"bf16": "yes", "delayed": "tight", "current": "tight", "block": "no"}
@@ -883,7 +998,9 @@ def test_memory_that_is_there_and_still_too_little_is_tight(run_command):
 
 
 def test_a_head_size_that_flash_attention_4_does_not_take_is_refused(run_command, tmp_path):
-    LlamaConfig(hidden_size=640, num_attention_heads=8, num_key_value_heads=8, intermediate_size=1280).save_pretrained(tmp_path)
+    LlamaConfig(hidden_size=640, num_attention_heads=8, num_key_value_heads=8, intermediate_size=1280).save_pretrained(
+        tmp_path
+    )
     code, printed, said = run_command("--model_name", str(tmp_path), "--attn_implementation", "flash_attention_4")
     assert code == 2 and not printed and "heads have 80 elements" in said and said.count("\n") == 1
     assert run_command("--model_name", str(tmp_path))[0] == 0
@@ -917,17 +1034,25 @@ def test_the_command_keeps_its_figures(run_command, tmp_path):
         (("--num_gpus", "4"), "error: --num_gpus 4 needs --sharding_mode: ddp, fsdp_grad, fsdp_full."),
         (("--num_gpus", "16", "--sharding_mode", "ddp"), "error: --num_gpus 16: several hosts were never measured"),
         (("--sharding_mode", "ddp"), "error: --sharding_mode has no effect on one GPU; add --num_gpus or drop it."),
-        (("--max_seq_length", "1000000"), "error: --max_seq_length 1000000 is more than the 131072 positions of .*Llama-3.1-8B"),
+        (
+            ("--max_seq_length", "1000000"),
+            "error: --max_seq_length 1000000 is more than the 131072 positions of .*Llama-3.1-8B",
+        ),
         (("--fp8_params",), "error: --fp8_params needs --sharding_mode fsdp_grad or fsdp_full"),
         (
             ("--fp8_params", "--num_gpus", "3", "--sharding_mode", "fsdp_grad"),
-            "error: --fp8_params splits the rows of every weight evenly, and a weight of 4096 x 4096 cannot be split over 3 GPUs; use a number of GPUs that",
+            "error: --fp8_params splits the rows of every weight evenly, and a weight of 4096 x 4096 cannot be split "
+            "over 3 GPUs; use a number of GPUs that",
         ),
         (
             ("--fp8_params", "--optimizer", "adamw_master", "--num_gpus", "2", "--sharding_mode", "fsdp_full"),
-            "error: --fp8_params keeps fp32 masters, which --optimizer adamw_master does not have; use adamw_fp32 or auto.",
+            "error: --fp8_params keeps fp32 masters, which --optimizer adamw_master does not have; use adamw_fp32 or "
+            "auto.",
         ),
-        (("--json", "/proc/none/r.json"), "error: --json /proc/none/r.json: .*; give a file in a folder that can be written"),
+        (
+            ("--json", "/proc/none/r.json"),
+            "error: --json /proc/none/r.json: .*; give a file in a folder that can be written",
+        ),
         (("--mean_length", "5000"), "error: --mean_length 5000 must be from 1 to --max_seq_length 1024."),
     ],
 )

@@ -46,7 +46,10 @@ def test_each_board_is_named_as_nvidia_smi_names_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
     found = collect_provenance(["x"])
-    assert found["gpu_uuids"] == ["GPU-00000000-0000-0000-0000-000000000000", "GPU-00000000-0000-0000-0000-000000000001"]
+    assert found["gpu_uuids"] == [
+        "GPU-00000000-0000-0000-0000-000000000000",
+        "GPU-00000000-0000-0000-0000-000000000001",
+    ]
     assert found["gpus"][0] == found["gpus"][1], "runs on two boards of one kind differ in nothing here"
 
 
@@ -150,7 +153,10 @@ def test_what_is_not_finite_is_read_as_it_was_written(tmp_path: Path) -> None:
     read = read_json(path)
     (row,) = read["rows"]
     assert (
-        row["losses"][0] == 7.0 and math.isnan(row["losses"][1]) and row["last_loss"] == math.inf and read["name"] == "NaN or not"
+        row["losses"][0] == 7.0
+        and math.isnan(row["losses"][1])
+        and row["last_loss"] == math.inf
+        and read["name"] == "NaN or not"
     )
     path.write_text(json_line({"expected_answer": "Infinity"}))
     assert read_jsonl(path) == [{"expected_answer": "Infinity"}], "rows of data are text"

@@ -1,4 +1,5 @@
-"""The memory of FSDP2's exchange, with stand-ins for CUDA's streams: on whose stream it is asked for, and what a torch without the class does.
+"""The memory of FSDP2's exchange, with stand-ins for CUDA's streams: on whose stream it is asked for, and what a torch
+without the class does.
 
 That an exchange lets go of sums is in test_sharded_wgrad.py, with the real FSDP2.
 """
@@ -20,7 +21,9 @@ BACKWARD, EXCHANGE = "stream of the backward pass", "stream of the exchange"
 
 
 class Streams:
-    """CUDA's current stream, which `use` changes while a block lasts; `allocated` and `recorded` are the streams of memory."""
+    """CUDA's current stream, which `use` changes while a block lasts; `allocated` and `recorded` are the streams of
+    memory.
+    """
 
     def __init__(self) -> None:
         self.current, self.allocated, self.recorded = BACKWARD, [], []

@@ -1,4 +1,6 @@
-"""Numbers handed to the reporter, read back from every place they should have reached, with each tracker's own reader."""
+"""Numbers handed to the reporter, read back from every place they should have reached, with each tracker's own
+reader.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,9 @@ def test_the_summary_does_not_need_the_name_of_the_metrics(tmp_path: Path) -> No
         throughput = reporter.finish({})["throughput"]
         reporter.steps([a_step(31)])
     assert throughput == throughput_summary([a_step(step) for step in range(1, 31)])
-    assert [json.loads(line)["step"] for line in (tmp_path / "moved.jsonl").read_text().splitlines()] == list(range(1, 32))
+    assert [json.loads(line)["step"] for line in (tmp_path / "moved.jsonl").read_text().splitlines()] == list(
+        range(1, 32)
+    )
 
 
 def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
@@ -173,7 +177,9 @@ def test_the_reporter_refuses_what_would_mislead(tmp_path: Path) -> None:
             reporter.steps([{"step": 3, "loss": torch.tensor(1.0)}])  # type: ignore[dict-item]
 
 
-def test_wandb_offline_holds_the_same_numbers_and_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_holds_the_same_numbers_and_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -189,7 +195,8 @@ def test_wandb_offline_holds_the_same_numbers_and_the_configuration(tmp_path: Pa
         reporter.steps(steps[20:])
         reporter.evaluation(an_evaluation(TOTAL_STEPS))
         reporter.finish({"stopped_by": None, "certificate": {"verdict": "fp8", "gemms": {"fp8": 7}}})
-    wandb.teardown()  # W&B's service writes the file behind our back; a process that ends waits for it, and so does this.
+    # W&B's service writes the file behind our back; a process that ends waits for it, and so does this.
+    wandb.teardown()
     (stored,), _ = offline_runs(folder)
 
     by_step: dict[int, dict[str, Any]] = {}
@@ -232,7 +239,9 @@ def test_wandb_offline_holds_the_same_numbers_and_the_configuration(tmp_path: Pa
 
 
 def without_wandb_variables() -> dict[str, str]:
-    """The environment for a process with a W&B of its own: W&B tells child processes to share their parent's service."""
+    """The environment for a process with a W&B of its own: W&B tells child processes to share their parent's
+    service.
+    """
     return {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "NETRC"))}
 
 
@@ -302,7 +311,9 @@ LOGINS: dict[str, tuple[str, dict[str, str], str]] = {
     "key": ("--use_wandb", {"WANDB_API_KEY": "0" * 40}, ""),
     "no key": ("--report_to=all", {"WANDB_API_KEY": "short"}, "--report_to all: the stored W&B login is not usable"),
 }
-"""Option and environment of a user without any stored login -> how the sentence begins that `check_trackers` ends on, empty for none."""
+"""Option and environment of a user without any stored login -> how the sentence begins that `check_trackers` ends
+on, empty for none.
+"""
 
 
 def test_whether_wandb_can_work_is_known_before_anything_is_trained(tmp_path: Path) -> None:
@@ -343,21 +354,27 @@ print(json.dumps(said))
 
 def test_only_the_first_process_is_asked_for_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("llm_fp8.observability.reporter.wandb_login_state", lambda flag: pytest.fail("looked for a login"))
+    monkeypatch.setattr(
+        "llm_fp8.observability.reporter.wandb_login_state", lambda flag: pytest.fail("looked for a login")
+    )
     check_trackers(a_config(tmp_path, "--use_wandb"))
 
 
 def test_trackers_that_nobody_asked_for_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llm_fp8.observability.reporter.package_version", lambda name: pytest.fail(f"looked for {name}"))
+    monkeypatch.setattr(
+        "llm_fp8.observability.reporter.package_version", lambda name: pytest.fail(f"looked for {name}")
+    )
     check_trackers(a_config(tmp_path))
 
 
 def test_wandb_that_is_not_installed_is_named_even_beside_a_folder_of_its_name(tmp_path: Path) -> None:
-    """A folder `wandb`, as W&B leaves it, imports as an empty package; an interpreter without site-packages has no other."""
+    """A folder `wandb`, as W&B leaves it, imports as an empty package; an interpreter without site-packages has no
+    other.
+    """
     (tmp_path / "wandb").mkdir()
     code = (
-        "import sys; from llm_fp8.observability.tracker_labels import wandb_login_state; from llm_fp8.utils.errors import run_script; "
-        "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; "
+        "import sys; from llm_fp8.observability.tracker_labels import wandb_login_state; from llm_fp8.utils.errors "
+        "import run_script; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; "
         "run_script(lambda: int(bool(wandb_login_state('--use_wandb'))))"
     )
     done = subprocess.run(
@@ -392,7 +409,12 @@ def test_a_pipe_gets_a_plain_line_every_log_every_steps() -> None:
     display.print("[not markup] " + "x" * 100)
     display.close()
     lines = out.getvalue().splitlines()
-    assert [line.partition("  loss")[0] for line in lines[:-1]] == ["step  1/25", "step 10/25", "step 20/25", "step 25/25"]
+    assert [line.partition("  loss")[0] for line in lines[:-1]] == [
+        "step  1/25",
+        "step 10/25",
+        "step 20/25",
+        "step 25/25",
+    ]
     assert lines[1] == format_step(a_step(10), 25, 15 * 0.25)
     assert lines[-1] == "[not markup] " + "x" * 100
     assert "\x1b" not in out.getvalue()
@@ -421,7 +443,14 @@ def test_a_narrow_terminal_keeps_the_bar_and_all_figures() -> None:
 
 
 def test_the_line_of_a_step_leaves_out_what_is_not_there() -> None:
-    full = {"step": 7, "loss": 1.23456, "grad_norm": 0.5, "learning_rate": 1e-5, "tokens_per_s": 18912.3, "model_tflops": 867.4}
+    full = {
+        "step": 7,
+        "loss": 1.23456,
+        "grad_norm": 0.5,
+        "learning_rate": 1e-5,
+        "tokens_per_s": 18912.3,
+        "model_tflops": 867.4,
+    }
     text = "step   7/100  loss 1.2346  grad norm 0.5  lr 1.00e-05  18,912 tokens/s  867 TFLOP/s  41.2 GiB  1:02:03 left"
     assert format_step(full | {"peak_memory_gib": 41.23}, 100, 3723.2) == text
     assert format_step({"step": 7, "loss": 1.0}, 100, None) == "step   7/100  loss 1.0000"

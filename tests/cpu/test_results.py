@@ -75,7 +75,11 @@ def test_gpu_tests_ran_and_passed():
 def test_parity_by_family():
     ((_, record),) = load("gpu_tests.json")
     name = re.compile(r".*test_loss_logits_and_every_gradient\[(\w+)-torch\.(\w+)-(packed|padded)\]")
-    rows = {match.groups(): test["properties"] for test_id, test in record["tests"].items() if (match := name.fullmatch(test_id))}
+    rows = {
+        match.groups(): test["properties"]
+        for test_id, test in record["tests"].items()
+        if (match := name.fullmatch(test_id))
+    }
     assert set(rows) == set(itertools.product(FAMILIES, ("float32", "bfloat16"), ("packed", "padded")))
     for (_, dtype, _), row in rows.items():
         if dtype == "float32":
@@ -87,7 +91,9 @@ def test_parity_by_family():
 def test_kernels_by_recipe():
     ((_, record),) = load("gpu_tests.json")
     found = {
-        name: test["properties"]["gemm_kernels"] for name, test in record["tests"].items() if "test_kernels_are_what" in name
+        name: test["properties"]["gemm_kernels"]
+        for name, test in record["tests"].items()
+        if "test_kernels_are_what" in name
     }
     assert len(found) >= 8
     for name, kernels in found.items():
@@ -107,7 +113,9 @@ def properties_of(test: str) -> dict[str, dict]:
     ((_, record),) = load("gpu_tests.json")
     name = re.compile(rf"[^:]*::{test}(?:\[(.*)\])?")
     return {
-        match[1] or "": entry["properties"] for test_id, entry in record["tests"].items() if (match := name.fullmatch(test_id))
+        match[1] or "": entry["properties"]
+        for test_id, entry in record["tests"].items()
+        if (match := name.fullmatch(test_id))
     }
 
 
@@ -153,7 +161,9 @@ def test_throughput_rows(name):
         assert row["peak_memory_gib"] > 0 and row["model_tflops"] > 0
         for measured in row["rounds"]:
             kernels = measured["gemm_kernels"]
-            assert ("fp8" in kernels) == parse_variant(row["arm"]).computes_in_fp8, "fp8 kernels in fp8 arms, and only there"
+            assert ("fp8" in kernels) == parse_variant(row["arm"]).computes_in_fp8, (
+                "fp8 kernels in fp8 arms, and only there"
+            )
 
 
 @pytest.mark.parametrize("name", [name for name, _ in load("speed_table*.json")])
@@ -164,7 +174,10 @@ def test_speed_table_rows(name):
     for row in record["rows"]:
         if "failed" in row:
             continue
-        assert row["tokens_per_s_per_gpu"] * row["num_gpus"] == pytest.approx(row["tokens_per_s"]) and row["peak_memory_gib"] > 0
+        assert (
+            row["tokens_per_s_per_gpu"] * row["num_gpus"] == pytest.approx(row["tokens_per_s"])
+            and row["peak_memory_gib"] > 0
+        )
         assert 0 < row["step"]["gemm_floor_s"] < row["step"]["step_s"]
         for measured in row["rounds"]:
             assert measured["run"] < len(record["runs"])
@@ -177,7 +190,9 @@ def test_speed_table_rows(name):
                 assert times == pytest.approx(rows[arm][kind] / rows[rival][kind])
             if "fp8_params" in arm:
                 continue  # whose weights are in fp8 before they could be drawn as the others are
-            assert all(abs(apart) < 0.01 for apart in of_arm["first_loss_differences"].values()), "the same weights and tokens"
+            assert all(abs(apart) < 0.01 for apart in of_arm["first_loss_differences"].values()), (
+                "the same weights and tokens"
+            )
 
 
 def test_curves():
@@ -222,7 +237,9 @@ def test_multi_gpu_throughput_rows(name):
         assert row["tokens_per_s_per_gpu"] * row["num_gpus"] == pytest.approx(row["tokens_per_s"])
         assert len(row["median_step_time_s_by_rank"]) == len(row["recorded_step"]["work_s_by_rank"]) == row["num_gpus"]
         assert 0 < row["peak_memory_gib"] <= row["peak_reserved_memory_gib"] and row["model_tflops"] > 0
-        assert 0 <= row["exposed_communication_share"] <= row["communication_share"] < 1 and row["communication_share"] > 0
+        assert (
+            0 <= row["exposed_communication_share"] <= row["communication_share"] < 1 and row["communication_share"] > 0
+        )
         in_fp8 = parse_variant(OLD_NAMES.get(row["arm"], row["arm"])).computes_in_fp8
         assert ("fp8" in row["gemm_kernels"]) == in_fp8, "fp8 kernels in fp8 arms, and only there"
 
@@ -242,14 +259,17 @@ def test_multi_gpu_curves(name):
     ((_, of_seeds),) = load("gsm8k_curves.json")
     for name, seeds in arms.items():
         for seed in seeds:
-            # Other orders of summation let the curves of one seed drift apart, by less than another seed does: that is all the bound says.
+            # Other orders of summation let the curves of one seed drift apart, by less than another seed does: that is
+            # all the bound says.
             assert abs(seed["final_difference"]) < of_seeds["comparison"]["bf16_spread"], name
 
 
 def test_the_curves_on_two_gpus_are_what_the_document_says():
     ((_, record),) = load("multi_gpu_curves.json")
     runs = {run["arm"]: run for run in record["runs"]}
-    for line, precision in zip(documented_table("docs/evidence.md", "| | one GPU | 2 GPUs"), ("bf16", "delayed"), strict=True):
+    for line, precision in zip(
+        documented_table("docs/evidence.md", "| | one GPU | 2 GPUs"), ("bf16", "delayed"), strict=True
+    ):
         one, *cells = line[1:]
         assert one == f"{runs[precision]['final_eval_loss']:.3f}"
         for cell, mode in zip(cells, ("ddp", "fsdp_full"), strict=True):
@@ -301,7 +321,8 @@ def test_memory_over_steps(name):
         values = [sample[figure] for sample in record["samples"] if sample["step"] > 200]
         found = record["growth"][figure]
         assert (found["first"], found["last"], found["most"]) == (values[0], values[-1], max(values))
-        # Host memory of a process with hundreds of threads moves by what their allocators keep: a few jumps of a MiB or two.
+        # Host memory of a process with hundreds of threads moves by what their allocators keep: a few jumps of a MiB or
+        # two.
         limit = 0 if figure.startswith("gpu_") else 0.002 * found["first"]
         assert abs(found["growth_per_1000_steps"]) <= limit, "docs/metrics.md says that it does not grow"
 
@@ -318,7 +339,9 @@ def test_data_pipeline(name):
         for loaders in row["loaders"]:
             rates = [rank["tokens_per_s"] for rank in loaders["ranks"]]
             assert len(rates) == loaders["num_ranks"] == 8
-            assert loaders["tokens_per_s"] == pytest.approx(sum(rates)) and loaders["tokens_per_s_slowest_rank"] == min(rates)
+            assert loaders["tokens_per_s"] == pytest.approx(sum(rates)) and loaders["tokens_per_s_slowest_rank"] == min(
+                rates
+            )
             assert loaders["meets_target"] == (min(rates) >= 150_000)
 
 
@@ -328,7 +351,9 @@ def test_the_million_rows_take_what_the_document_says():
     assert made["num_rows"] == 1_000_000 and record["num_proc"] == 2 and record["load_average"] < 1
     text = " ".join((RESULTS.parents[1] / "docs" / "data.md").read_text().split())
     assert f"{made['num_tokens'] / made['num_rows_used']:.0f} tokens on average" in text
-    assert f"{made['tokenise_s']:.1f} s on two cores" in text and f"{made['tokenise_cpu_s']:.0f} s of their time" in text
+    assert (
+        f"{made['tokenise_s']:.1f} s on two cores" in text and f"{made['tokenise_cpu_s']:.0f} s of their time" in text
+    )
     assert f"({made['num_rows'] / made['tokenise_cpu_s']:,.0f} rows per second of a core)" in text
     assert f"the {made['cache_gib']:.1f} GiB of tokens in {made['cached_tokenise_s']:.2f} s" in text
     assert f"after {row['start_s']:.2f} s" in text
@@ -340,7 +365,9 @@ def test_first_updates_lag_only_from_rounded_weights():
 
 
 def test_every_rival_was_measured_beside_our_recipes():
-    """In the files of one H200 with rows of 1,024 tokens: all arms, and the claim that Accelerate's own fp8 is Transformer Engine's."""
+    """In the files of one H200 with rows of 1,024 tokens: all arms, and the claim that Accelerate's own fp8 is
+    Transformer Engine's.
+    """
     for size in ("1b", "3b", "8b"):
         record = json.loads((RESULTS / f"throughput_{size}.json").read_text())
         assert [row["arm"] for row in record["rows"]] == [*RIVALS, *PRECISIONS]
@@ -443,7 +470,10 @@ def test_the_pair_of_1b():
     fp8, bf16, containers = pair("comparison_1b_pair.json", 200)
     more, less = (fp8[key] / bf16[key] - 1 for key in ("peak_memory_gib", "energy_j_per_million_tokens"))
     faster, low, high = (fp8["speedup"][key] for key in ("value", "low", "high"))
-    said = f"{faster:.2f} times as fast in fp8 ({low:.2f} to {high:.2f}), {more:.0%} more memory, {-less:.0%} less energy, both certified"
+    said = (
+        f"{faster:.2f} times as fast in fp8 ({low:.2f} to {high:.2f}), {more:.0%} more memory, {-less:.0%} less "
+        "energy, both certified"
+    )
     assert f"{said}, held-out loss {fp8['eval_loss']['42'] - bf16['eval_loss']['42']:.4f} higher" in containers
 
 
@@ -457,9 +487,12 @@ def test_the_documented_command_of_two_gpus():
         rows = {row["arm"]: row for row in record["rows"]}
         fp8, bf16 = (rows[f"fsdp_full:{recipe}:recompute"] for recipe in ("delayed", "bf16"))
         ratios.append(fp8["tokens_per_s"] / bf16["tokens_per_s"])
-        # What is behind docs/performance_log.md's entry on whole sums: those of q, k and v were FSDP2's own in fp8, and all are now.
+        # What is behind docs/performance_log.md's entry on whole sums: those of q, k and v were FSDP2's own in fp8, and
+        # all are now.
         kept_gib = sums_gib if name.startswith("documented") else 0.0
-        assert bf16["peak_memory_gib"] - fp8["peak_memory_gib"] == pytest.approx(kept_gib, abs=0.01 if kept_gib else 0.1)
+        assert bf16["peak_memory_gib"] - fp8["peak_memory_gib"] == pytest.approx(
+            kept_gib, abs=0.01 if kept_gib else 0.1
+        )
         for row in (fp8, bf16):
             classes = row["recorded_step"]["time_s_by_class"]
             busy.append((sum(classes.values()) - classes["communication"]) / statistics.median(row["step_times_s"]))
@@ -476,7 +509,10 @@ def test_the_pair_of_8b():
     guides, pays = ((RESULTS.parents[1] / "docs" / name).read_text() for name in ("guides.md", "when_fp8_pays.md"))
     more, less = (fp8[key] / bf16[key] - 1 for key in ("peak_memory_gib", "energy_j_per_million_tokens"))
     faster, low, high = (fp8["speedup"][key] for key in ("value", "low", "high"))
-    assert f"{faster:.2f} times as fast with 2 rows a micro-batch, {more:.0%} more memory, {-less:.0%} less energy" in guides
+    assert (
+        f"{faster:.2f} times as fast with 2 rows a micro-batch, {more:.0%} more memory, {-less:.0%} less energy"
+        in guides
+    )
     assert f"at {faster:.2f} times the speed ({low:.2f} to {high:.2f}) and {-less:.0%} less energy" in containers
     peaks = "{:.1f} GiB in bf16 and {:.1f} GiB in fp8".format(*(arm["peak_memory_gib"] for arm in (bf16, fp8)))
     assert f"{peaks} ({more:+.0%})" in containers and f"ran at {faster:.2f} times bf16's speed" in pays
@@ -496,7 +532,9 @@ LORA_STUDIES = {
     "delayed": {"Llama-3.2-1B": "lora_study_1b.json", "Llama-3.1-8B": "lora_study_8b.json"},
     HEAD: {"Llama-3.2-1B": "lora_study_1b_fp8head.json", "Llama-3.1-8B": "lora_study_8b.json"},
 }
-"""Recipe, and model of a workload of the study -> the record whose figures the document gives in that recipe's table."""
+"""Recipe, and model of a workload of the study -> the record whose figures the document gives in that recipe's
+table.
+"""
 TABLE_OF = {
     "delayed": "| model, adapters | bf16, tokens/s | `delayed`, tokens/s | speed-up (range) |",
     HEAD: "| model, adapters | bf16, tokens/s | `delayed`, tokens/s | head in fp8, tokens/s |",
@@ -522,7 +560,9 @@ def measured_pairs(name: str, recipe: str) -> dict[str, dict]:
 
 
 def measured_study(recipe: str, *, of_table: str) -> list[dict[str, dict]]:
-    """Of 1B and of 8B: kind of adapters -> what the record behind the table of `of_table` says of `recipe` over bf16."""
+    """Of 1B and of 8B: kind of adapters -> what the record behind the table of `of_table` says of `recipe` over
+    bf16.
+    """
     return [measured_pairs(name, recipe) for name in LORA_STUDIES[of_table].values()]
 
 
@@ -545,24 +585,33 @@ def with_range(row: dict) -> str:
 
 
 def test_the_time_of_adapters_in_the_document():
-    """bf16 products of an fp8 step are the output head's, two of three where it is frozen, and the adapters'; with the head in fp8 theirs alone."""
+    """bf16 products of an fp8 step are the output head's, two of three where it is frozen, and the adapters'; with
+    the head in fp8 theirs alone.
+    """
     time_ms = bf16_gemms_ms("lora_study_8b.json")
     arms = [f"delayed:lora{rank}" for rank in (8, 16, 32)]
     head_ms = time_ms["delayed"] * 2 / 3
     on_all = [time_ms[arm] - head_ms for arm in arms]
     of_step = [steps_ms("lora_study_8b.json")[arm] for arm in arms]
-    told = f"take {min(on_all):.0f} to {max(on_all):.0f} ms of {min(of_step):,.0f} to {max(of_step):,.0f}, those of q and v"
+    told = (
+        f"take {min(on_all):.0f} to {max(on_all):.0f} ms of {min(of_step):,.0f} to {max(of_step):,.0f}, those of "
+        "q and v"
+    )
     assert f"{told} {time_ms['delayed:lora16qv'] - head_ms:.0f} ms" in LORA_TEXT
     assert time_ms[HEAD] == 0
     alone = (time_ms[f"{HEAD}:lora16"], time_ms[f"{HEAD}:lora16qv"])
     assert (
-        "With the head in fp8, where no other product is in bf16, they take {:.0f} and {:.0f} ms (rank 16)".format(*alone)
+        "With the head in fp8, where no other product is in bf16, they take {:.0f} and {:.0f} ms (rank 16)".format(
+            *alone
+        )
         in LORA_TEXT
     )
 
 
 def test_the_speed_ups_with_adapters_in_the_document():
-    """Every pair that the study is of has its row there: with the record's figures, or with words that say that it is not measured."""
+    """Every pair that the study is of has its row there: with the record's figures, or with words that say that it
+    is not measured.
+    """
     told = documented_study("delayed")
     kinds = (FULL, *ADAPTERS.split(","))
     models = [work.partition(":")[0] for work in WORKLOADS.split(",")]
@@ -572,7 +621,10 @@ def test_the_speed_ups_with_adapters_in_the_document():
         for kind in {*kinds, *measured}:
             expected = ["not measured", "not measured", "-"]
             if row := measured.get(kind):
-                expected = [*(f"{row['tokens_per_s'][precision]:,.0f}" for precision in ("bf16", "delayed")), with_range(row)]
+                expected = [
+                    *(f"{row['tokens_per_s'][precision]:,.0f}" for precision in ("bf16", "delayed")),
+                    with_range(row),
+                ]
                 assert told[model, kind][3].partition(",")[0] == (row["guides"] or "-")
             assert told[model, kind][:3] == expected, (model, kind)
 
@@ -604,15 +656,25 @@ def test_what_follows_from_the_speed_ups_with_adapters():
     small, large = measured_study("delayed", of_table="delayed")
     lows = [min(row["speed_up_low"] for row in rows.values()) for rows in (small, large)]
     assert "low end of the range by {:.2f} and more for 1B and {:.2f} for 8B".format(*lows) in LORA_TEXT
-    full, all_layers, q_and_v = ([rows[kind]["speed_up"] for rows in (small, large)] for kind in (FULL, "lora16", "lora16qv"))
+    full, all_layers, q_and_v = (
+        [rows[kind]["speed_up"] for rows in (small, large)] for kind in (FULL, "lora16", "lora16qv")
+    )
     of_full = f"({q_and_v[0]:.2f} of {full[0]:.2f} for 1B, {q_and_v[1]:.2f} of {full[1]:.2f} for 8B)"
     assert f"nearly what it gives full fine-tuning {of_full}" in LORA_TEXT
     kept = [(pair - 1) / (whole - 1) for pair, whole in zip(all_layers, full, strict=True)]
     assert "of rank 16 on all layers {:.0%} (1B) and {:.0%} (8B) of the gain".format(*kept) in LORA_TEXT
-    chosen = [rows["lora16qv"]["tokens_per_s"]["delayed"] / rows["lora16"]["tokens_per_s"]["delayed"] for rows in (small, large)]
+    chosen = [
+        rows["lora16qv"]["tokens_per_s"]["delayed"] / rows["lora16"]["tokens_per_s"]["delayed"]
+        for rows in (small, large)
+    ]
     assert "q and v cost least: {:.2f} (1B) and {:.2f} (8B) times".format(*chosen) in LORA_TEXT
-    peaks = [large[kind]["peak_memory_gib"][precision] for kind in (FULL, "lora16") for precision in ("bf16", "delayed")]
-    told = "of the {:.0f} GiB (bf16) and {:.0f} GiB (`delayed`) of full fine-tuning 8B, rank 16 leaves {:.0f} and {:.0f} GiB"
+    peaks = [
+        large[kind]["peak_memory_gib"][precision] for kind in (FULL, "lora16") for precision in ("bf16", "delayed")
+    ]
+    told = (
+        "of the {:.0f} GiB (bf16) and {:.0f} GiB (`delayed`) of full fine-tuning 8B, rank 16 leaves {:.0f} and "
+        "{:.0f} GiB"
+    )
     assert told.format(*peaks) in LORA_TEXT
     over_full = [large["lora16"]["over_full"][precision] for precision in ("bf16", "delayed")]
     told = "LoRA itself is {:.2f} times as fast as full fine-tuning in bf16 (8B, rank 16, all) and {:.2f} in fp8"
@@ -633,7 +695,10 @@ def test_what_follows_from_the_head_in_fp8_below_adapters():
     without, with_head = (measured_study(recipe, of_table=HEAD) for recipe in ("delayed", HEAD))
     kinds = ("lora16", "lora16qv")
     gains = [rows[size][kind]["speed_up"] for size in (0, 1) for kind in kinds for rows in (without, with_head)]
-    told = "{:.2f} -> {:.2f} on all linear layers and {:.2f} -> {:.2f} on q and v for 1B, {:.2f} -> {:.2f} and {:.2f} -> {:.2f} for 8B"
+    told = (
+        "{:.2f} -> {:.2f} on all linear layers and {:.2f} -> {:.2f} on q and v for 1B, {:.2f} -> {:.2f} and "
+        "{:.2f} -> {:.2f} for 8B"
+    )
     assert told.format(*gains) in LORA_TEXT
     steps = [
         rows[kind]["tokens_per_s"][HEAD] / before[kind]["tokens_per_s"]["delayed"]
@@ -641,10 +706,15 @@ def test_what_follows_from_the_head_in_fp8_below_adapters():
         for kind in kinds
     ]
     assert "as steps {:.2f}, {:.2f}, {:.2f} and {:.2f} times as fast".format(*steps) in LORA_TEXT
-    against = [rows[size][kind]["speed_up"] for size in (0, 1) for rows, kind in ((with_head, "lora16qv"), (without, FULL))]
+    against = [
+        rows[size][kind]["speed_up"] for size in (0, 1) for rows, kind in ((with_head, "lora16qv"), (without, FULL))
+    ]
     assert all(ours > full for ours, full in (against[:2], against[2:]))
     assert "({:.2f} against {:.2f} for 1B, {:.2f} against {:.2f} for 8B)".format(*against) in LORA_TEXT
-    assert "gains by itself with it, {:.2f} and {:.2f}".format(*(rows[FULL]["speed_up"] for rows in with_head)) in LORA_TEXT
+    assert (
+        "gains by itself with it, {:.2f} and {:.2f}".format(*(rows[FULL]["speed_up"] for rows in with_head))
+        in LORA_TEXT
+    )
     for kind in kinds:
         more = [
             rows[kind]["peak_memory_gib"][HEAD] - before[kind]["peak_memory_gib"]["delayed"]
@@ -653,7 +723,9 @@ def test_what_follows_from_the_head_in_fp8_below_adapters():
         assert "{:.1f} GiB for 1B and {:.1f} for 8B".format(*more) in LORA_TEXT
     tests = load("gpu_tests.json")[0][1]["tests"]
     differences = [
-        test["properties"]["largest_difference"] for name, test in tests.items() if "test_a_frozen_output_head_in_fp8" in name
+        test["properties"]["largest_difference"]
+        for name, test in tests.items()
+        if "test_a_frozen_output_head_in_fp8" in name
     ]
     assert f"up to {max(differences):.0%} from those below a bf16 head" in LORA_TEXT
 
@@ -672,7 +744,13 @@ def test_how_near_the_two_runs_of_1b_with_adapters_come():
 def test_the_memory_by_kind_in_the_document():
     kinds = [json.loads((RESULTS / f"diagnose_8b_{name}.json").read_text())["memory"] for name in ("bf16", "fp8")]
     cells = {line[0]: line[1:3] for line in documented_table("docs/containers.md", "| kind | bf16 | fp8 |")}
-    for names in (("weights", "gradients", "optimizer_state"), ("fp8_weights",), ("activations",), ("loss",), ("other",)):
+    for names in (
+        ("weights", "gradients", "optimizer_state"),
+        ("fp8_weights",),
+        ("activations",),
+        ("loss",),
+        ("other",),
+    ):
         expected = [", ".join(f"{memory['kinds_gib'][name]:.1f}" for name in names) for memory in kinds]
         assert cells[", ".join(f"`{name}`" for name in names)] == expected
     assert cells["all"] == [f"{memory['peak_gib']:.1f}" for memory in kinds]
@@ -703,22 +781,30 @@ def test_what_the_guides_claim_of_speed_is_answered_from_the_files():
         "ACCELERATE_DEBUG_MODE=true": "{:.2f} times the speed, within the spread",
     }
     for setting, sentence in told.items():
-        (line,) = (line for line in multi_gpu.splitlines() if line.startswith("|") and f"`{setting.partition('=')[0]}" in line)
+        (line,) = (
+            line for line in multi_gpu.splitlines() if line.startswith("|") and f"`{setting.partition('=')[0]}" in line
+        )
         assert sentence.format(on_two[setting]["speed_ratio"]) in line
 
     arms = speeds("throughput_8b.json")
-    tensorwise, rowwise, compiled = (arms[name] for name in ("torchao_tensorwise", "torchao_rowwise", "hf_bf16_compiled"))
-    assert f"{tensorwise / arms['hf_bf16']:.2f} (`torchao_tensorwise`) and {rowwise / arms['hf_bf16']:.2f} times" in text
+    tensorwise, rowwise, compiled = (
+        arms[name] for name in ("torchao_tensorwise", "torchao_rowwise", "hf_bf16_compiled")
+    )
+    assert (
+        f"{tensorwise / arms['hf_bf16']:.2f} (`torchao_tensorwise`) and {rowwise / arms['hf_bf16']:.2f} times" in text
+    )
     assert f"{tensorwise / compiled:.2f} and {rowwise / compiled:.2f} times as fast as the same compiled" in text
 
     told = (
-        "within the Trainer {:.2f} for 8B (`hf_trainer_8b.json`), {:.2f} for 3B (`hf_trainer_3b.json`) and {:.2f} for the guide's Qwen2.5-7B "
-        "(`hf_trainer_7b.json`), with {:.0f}, {:.0f} and {:.0f}% more memory"
+        "within the Trainer {:.2f} for 8B (`hf_trainer_8b.json`), {:.2f} for 3B (`hf_trainer_3b.json`) and {:.2f} for "
+        "the guide's Qwen2.5-7B (`hf_trainer_7b.json`), with {:.0f}, {:.0f} and {:.0f}% more memory"
     )
     pairs = []
     for size in ("8b", "3b", "7b"):
         rows = {row["arm"]: row for row in load(f"hf_trainer_{size}.json")[0][1]["rows"]}
-        pairs.append([rows["trainer_fp8"][key] / rows["trainer_bf16"][key] for key in ("tokens_per_s", "peak_memory_gib")])
+        pairs.append(
+            [rows["trainer_fp8"][key] / rows["trainer_bf16"][key] for key in ("tokens_per_s", "peak_memory_gib")]
+        )
     (speeds_of, memory_of) = zip(*pairs, strict=True)
     assert told.format(*speeds_of, *(100 * (ratio - 1) for ratio in memory_of)) in text
 
@@ -730,7 +816,10 @@ def test_what_the_guides_claim_of_speed_is_answered_from_the_files():
     small, large = measured_study("delayed", of_table="delayed")
     guides = [small["lora16"], large["lora32"], large["lora8"], small["lora16qv"], large["lora16qv"]]
     head = [rows["lora16qv"] for rows in measured_study(HEAD, of_table=HEAD)]
-    told = "{:.2f}, {:.2f} and {:.2f}; adapters on q and v alone, rank 16, {:.2f} (1B) and {:.2f} (8B), with `--fp8_lm_head all` {:.2f} and {:.2f}"
+    told = (
+        "{:.2f}, {:.2f} and {:.2f}; adapters on q and v alone, rank 16, {:.2f} (1B) and {:.2f} (8B), with "
+        "`--fp8_lm_head all` {:.2f} and {:.2f}"
+    )
     assert told.format(*(row["speed_up"] for row in guides + head)) in text
 
     in_bf16 = bf16_gemms_ms("lora_study_8b.json")
@@ -744,25 +833,37 @@ def test_what_the_guides_claim_of_speed_is_answered_from_the_files():
         (f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['peak_memory_gib']:.0f}")
         for row in (rows["deepspeed_3:delayed"], rows["fsdp_full:delayed:sync"])
     )
-    assert "{} tokens/s per GPU and {} GiB".format(*of_deepspeed) in text and "takes {} and {}:".format(*of_fsdp) in text
+    assert (
+        "{} tokens/s per GPU and {} GiB".format(*of_deepspeed) in text and "takes {} and {}:".format(*of_fsdp) in text
+    )
     arms = speeds("multi_gpu_throughput_8b_engines_x2.json")
     ours, bf16, theirs = (arms[f"deepspeed_1:{name}"] for name in ("delayed", "bf16", "hf_bf16"))
-    assert f"{ours / bf16:.2f} times as fast as the same modules in bf16 and {ours / theirs:.2f} times as Hugging Face" in text
+    assert (
+        f"{ours / bf16:.2f} times as fast as the same modules in bf16 and {ours / theirs:.2f} times as Hugging Face"
+        in text
+    )
 
 
 def test_what_entries_of_deepspeeds_file_cost_in_the_guides():
     text = (RESULTS.parents[1] / "docs" / "guides.md").read_text()
     name = "multi_gpu_throughput_1b_deepspeed{}_x2.json"
     (without, sums, traffic) = (
-        {row["arm"]: row for row in load(name.format(kind))[0][1]["rows"]} for kind in ("", "_fp32_sums", "_fp32_traffic")
+        {row["arm"]: row for row in load(name.format(kind))[0][1]["rows"]}
+        for kind in ("", "_fp32_sums", "_fp32_traffic")
     )
     rival, ours = "deepspeed_1:hf_bf16", "deepspeed_2:delayed"
-    assert traffic[rival]["deepspeed_config"] == without[rival]["deepspeed_config"] | {"communication_data_type": "fp32"}
-    assert sums[ours]["deepspeed_config"] == without[ours]["deepspeed_config"] | {"data_types": {"grad_accum_dtype": "fp32"}}
+    assert traffic[rival]["deepspeed_config"] == without[rival]["deepspeed_config"] | {
+        "communication_data_type": "fp32"
+    }
+    assert sums[ours]["deepspeed_config"] == without[ours]["deepspeed_config"] | {
+        "data_types": {"grad_accum_dtype": "fp32"}
+    }
     longer = without[rival]["tokens_per_s"] / traffic[rival]["tokens_per_s"] - 1
     assert f'as "2x", {longer:.1%} of a step' in text
     more = sums[ours]["peak_memory_gib"] - without[ours]["peak_memory_gib"]
-    pair = "{:,.0f} against {:,.0f} tokens/s per GPU".format(*(rows[ours]["tokens_per_s_per_gpu"] for rows in (sums, without)))
+    pair = "{:,.0f} against {:,.0f} tokens/s per GPU".format(
+        *(rows[ours]["tokens_per_s_per_gpu"] for rows in (sums, without))
+    )
     assert f"took {more:.1f} GiB more and was no slower, {pair}" in text
 
 
@@ -787,8 +888,13 @@ def test_the_engines_beside_each_other_in_the_documents():
     text, pays, torchao = (
         (RESULTS.parents[1] / "docs" / name).read_text() for name in ("multi_gpu.md", "when_fp8_pays.md", "torchao.md")
     )
-    assert f"communication alone took {alone}, and the GPU drew {power}" in text and f"communication alone took {alone}" in pays
-    faster = {row["arm"]: row["tokens_per_s_per_gpu"] for row in load("multi_gpu_throughput_8b_b4_x2.json")[0][1]["rows"]}
+    assert (
+        f"communication alone took {alone}, and the GPU drew {power}" in text
+        and f"communication alone took {alone}" in pays
+    )
+    faster = {
+        row["arm"]: row["tokens_per_s_per_gpu"] for row in load("multi_gpu_throughput_8b_b4_x2.json")[0][1]["rows"]
+    }
     fp8, bf16 = faster["fsdp_full:delayed"], faster["fsdp_full:bf16"]
     assert f"`fsdp_full` took {fp8:,.0f} in `delayed` and {bf16:,.0f} in bf16" in text
     slower = rows["fsdp_full:delayed"]["tokens_per_s"] / rows["fsdp_full:bf16"]["tokens_per_s"]
@@ -803,7 +909,9 @@ def test_the_engines_beside_each_other_in_the_documents():
 
 
 def test_the_trainers_table_is_that_of_the_files():
-    lines = {line[0]: line[1:] for line in documented_table("docs/accelerate.md", "| tokens/s, peak GiB | Trainer, bf16 |")}
+    lines = {
+        line[0]: line[1:] for line in documented_table("docs/accelerate.md", "| tokens/s, peak GiB | Trainer, bf16 |")
+    }
     for label, size in (("Llama-3.1-8B, 4 rows", "8b"), ("Qwen2.5-7B, 4 rows", "7b"), ("Llama-3.2-3B, 8 rows", "3b")):
         rows = {row["arm"]: row for row in load(f"hf_trainer_{size}.json")[0][1]["rows"]}
         cells = [
@@ -860,7 +968,9 @@ def speed_and_memory(row: dict | None) -> str:
     """A cell of a document's table of speeds; empty for a row that is not there."""
     if row is None:
         return ""
-    return row["failed"] if "failed" in row else f"{row['tokens_per_s_per_gpu']:,.0f}, {row['peak_memory_gib']:.0f} GiB"
+    return (
+        row["failed"] if "failed" in row else (f"{row['tokens_per_s_per_gpu']:,.0f}, {row['peak_memory_gib']:.0f} GiB")
+    )
 
 
 @pytest.mark.parametrize(
@@ -913,7 +1023,9 @@ def test_what_is_said_of_several_gpus_is_that_of_the_files():
     )
     percent = [f"{100 * scaling[which]:.0f}" for which in kept]
     assert (
-        "keeps {}% with `fsdp_full` in `delayed` and {}% with `fsdp_grad`, of rows of 8,192 tokens {} and {}%".format(*percent)
+        "keeps {}% with `fsdp_full` in `delayed` and {}% with `fsdp_grad`, of rows of 8,192 tokens {} and {}%".format(
+            *percent
+        )
         in text
     )
     ddp = [f"{scaling[size, 'ddp:delayed']:.0%}" for size in ("3b_x2", "1b_x2")]
@@ -930,7 +1042,10 @@ def test_what_is_said_of_several_gpus_is_that_of_the_files():
     assert f"{roomy['peak_memory_gib']:.0f} GiB in tensors and {roomy['peak_reserved_memory_gib']:.0f} reserved" in text
     before = json.loads((RESULTS / "multi_gpu_throughput_8b_s8192_x4.json").read_text())["rows"]
     speeds = {row["arm"]: f"{row['tokens_per_s_per_gpu']:,.0f}" for row in before}
-    told = "{hf_fsdp2_bf16}, `fsdp_full` {fsdp_full:bf16} in bf16, {fsdp_full:current} in `current` and {fsdp_full:delayed} in `delayed`, `fsdp_grad` in `delayed` {fsdp_grad:delayed}"
+    told = (
+        "{hf_fsdp2_bf16}, `fsdp_full` {fsdp_full:bf16} in bf16, {fsdp_full:current} in `current` and "
+        "{fsdp_full:delayed} in `delayed`, `fsdp_grad` in `delayed` {fsdp_grad:delayed}"
+    )
     for name, speed in speeds.items():
         told = told.replace(f"{{{name}}}", speed)
     assert told in text
@@ -938,7 +1053,9 @@ def test_what_is_said_of_several_gpus_is_that_of_the_files():
 
 def test_the_readmes_speeds_are_those_of_the_table():
     text = " ".join((RESULTS.parents[1] / "README.md").read_text().split())
-    table = {(row["row"], row["arm"]): row for row in json.loads((RESULTS / "speed_table_h200.json").read_text())["rows"]}
+    table = {
+        (row["row"], row["arm"]): row for row in json.loads((RESULTS / "speed_table_h200.json").read_text())["rows"]
+    }
     sizes = ("1b", "3b", "8b", "8b_s8192")
     ours = ("bf16", "block", "current", "delayed", "delayed:fp8head_all")
     ours += ("delayed:fp8head_all:flash3", "delayed:fp8head_all:flash4")
@@ -978,7 +1095,10 @@ def test_the_readmes_speeds_are_those_of_the_table():
         "fsdp_full:bf16",
         "fsdp_full:hf_bf16",
     )
-    told = "{:,.0f} tokens/s with `fsdp_full` in `delayed`, {:,.0f} with `fsdp_grad`, and {:,.0f} with `fsdp_grad --fp8_params`, the head in fp8 and flash-attn 4 besides; {:,.0f} with `fsdp_full` in bf16, and {:,.0f} with"
+    told = (
+        "{:,.0f} tokens/s with `fsdp_full` in `delayed`, {:,.0f} with `fsdp_grad`, and {:,.0f} with `fsdp_grad "
+        "--fp8_params`, the head in fp8 and flash-attn 4 besides; {:,.0f} with `fsdp_full` in bf16, and {:,.0f} with"
+    )
     assert told.format(*(table["8b_x4", arm]["tokens_per_s_per_gpu"] for arm in spread)) in text
 
 
@@ -986,9 +1106,10 @@ def test_the_start_of_8b_takes_what_the_document_says():
     ((_, record),) = load("startup_8b.json")
     (start,) = record["starts"]
     phases = start["phases_s"]
-    told = "ends {:.0f} s after the command: {:.0f} s of imports, {:.0f} of the comparison with Hugging Face's decoder, {:.0f} for {:.0f} GiB".format(
-        start["first_step_s"], phases["imports"], phases["parity"], phases["weights"], record["weights_gib"]
-    )
+    told = (
+        "ends {:.0f} s after the command: {:.0f} s of imports, {:.0f} of the comparison with Hugging Face's "
+        "decoder, {:.0f} for {:.0f} GiB"
+    ).format(start["first_step_s"], phases["imports"], phases["parity"], phases["weights"], record["weights_gib"])
     assert told in (RESULTS.parents[1] / "docs" / "metrics.md").read_text()
 
 
@@ -996,18 +1117,25 @@ def test_the_losses_with_first_scales_are_those_of_the_file():
     rows = {row["arm"]: row["rounds"][0]["losses"] for row in load("levers_8b_first_scales.json")[0][1]["rows"]}
     told = (f"{rows[arm][step - 1]:.3f}" for arm in ("delayed", "current") for step in (1, 2, 3, 7))
     text = " ".join((RESULTS.parents[1] / "docs" / "numerics.md").read_text().split())
-    assert "With the passes `delayed` has {}, {}, {} and {}, beside {}, {}, {} and {} of `current`".format(*told) in text
+    assert (
+        "With the passes `delayed` has {}, {}, {} and {}, beside {}, {}, {} and {} of `current`".format(*told) in text
+    )
 
 
 def test_the_losses_on_real_documents_are_what_the_document_says():
     rows = {
-        row["arm"]: row for row in json.loads((RESULTS / "speed_table_h200.json").read_text())["rows"] if row["row"] == "text_1b"
+        row["arm"]: row
+        for row in json.loads((RESULTS / "speed_table_h200.json").read_text())["rows"]
+        if row["row"] == "text_1b"
     }
     rival, ours = rows.pop("hf_bf16"), rows.values()
     first = max(abs(row["first_loss"] / rival["first_loss"] - 1) for row in ours)
     last = [1 - row["last_loss"] / rival["last_loss"] for row in ours]
     assert all(len(answer["losses"]) == 6 for row in ours for answer in row["rounds"])
-    told = f"first losses are at most {first:.2%} apart and sixth ones {100 * min(last):.0f} to {max(last):.0%}, ours lower"
+    told = (
+        f"first losses are at most {first:.2%} apart and sixth ones {100 * min(last):.0f} to {max(last):.0%}, "
+        "ours lower"
+    )
     assert told in " ".join((RESULTS.parents[1] / "docs" / "benchmark.md").read_text().split())
 
 
@@ -1023,14 +1151,19 @@ def test_the_versions_of_the_gpu_runs_are_what_the_document_says():
             found.add(origin["packages"][package])
     assert names == {"NVIDIA H200"}
     listed = [f"{package} {', '.join(sorted(found))}" for package, found in versions.items()]
-    assert "all are of H200s with {}, {} and {} (".format(*listed) in (RESULTS.parents[1] / "docs" / "evidence.md").read_text()
+    assert (
+        "all are of H200s with {}, {} and {} (".format(*listed)
+        in (RESULTS.parents[1] / "docs" / "evidence.md").read_text()
+    )
 
 
 def test_how_near_two_gpus_come_to_one_is_what_the_document_says():
     def worst(test: str, group: Callable[[str], str]) -> dict[str, float]:
         found: dict[str, float] = {}
         for name, kept in properties_of(test).items():
-            apart = max(abs(several / one - 1) for several, one in zip(kept["loss"], kept["loss_on_one_gpu"], strict=True))
+            apart = max(
+                abs(several / one - 1) for several, one in zip(kept["loss"], kept["loss_on_one_gpu"], strict=True)
+            )
             found[group(name)] = max(found.get(group(name), 0.0), apart)
         return found
 
@@ -1043,8 +1176,8 @@ def test_how_near_two_gpus_come_to_one_is_what_the_document_says():
     text = (RESULTS.parents[1] / "docs" / "evidence.md").read_text()
     two = worst("test_two_gpus_take_the_steps_of_one", kind)
     assert (
-        f"at most {two['-bf16']:.3%} apart in bf16, {two['fp8']:.2%} in Transformer Engine's fp8, {two['fp8_params']:.2%} with"
-        in text
+        f"at most {two['-bf16']:.3%} apart in bf16, {two['fp8']:.2%} in Transformer Engine's fp8, "
+        f"{two['fp8_params']:.2%} with" in text
     )
     assert f"`--fp8_params` and {two['wise']:.2%} in torchao's" in text
     adapters = worst("test_adapters_take_the_steps_of_one_gpu", width)
@@ -1061,9 +1194,15 @@ def test_how_the_gpu_tests_ended_is_what_the_documents_say():
     evidence, readme = ((RESULTS.parents[1] / name).read_text() for name in ("docs/evidence.md", "README.md"))
     assert said in evidence and said in readme
     commits = Counter(test["commit"][:7] for test in record["tests"].values())
-    assert re.findall(r"(\d+) at ([0-9a-f]{7})\b", evidence) == [(str(count), commit) for commit, count in commits.most_common()]
+    assert re.findall(r"(\d+) at ([0-9a-f]{7})\b", evidence) == [
+        (str(count), commit) for commit, count in commits.most_common()
+    ]
     fewest = commits.most_common()[-1][0]
-    told = {name.partition("::")[2].partition("[")[0] for name, test in record["tests"].items() if test["commit"][:7] == fewest}
+    told = {
+        name.partition("::")[2].partition("[")[0]
+        for name, test in record["tests"].items()
+        if test["commit"][:7] == fewest
+    }
     assert told and all(f"`{name}`" in evidence for name in told)
 
 
@@ -1071,13 +1210,17 @@ LOG = RESULTS.parents[1] / "docs" / "performance_log.md"
 
 
 def test_the_logs_speeds_are_those_of_the_files():
-    """Every figure of a thousand and more in a line of its tables that names files is the speed of a row of one of them."""
+    """Every figure of a thousand and more in a line of its tables that names files is the speed of a row of one of
+    them.
+    """
     checked = 0
     for line in LOG.read_text().splitlines():
         names = re.findall(r"`((?:(?:multi_gpu_)?throughput|levers|lora_study|speed_table)_\w+\.json)`", line)
         if not line.startswith("|") or not names:
             continue
-        rows = [row for name in names for row in json.loads((RESULTS / name).read_text())["rows"] if "tokens_per_s" in row]
+        rows = [
+            row for name in names for row in json.loads((RESULTS / name).read_text())["rows"] if "tokens_per_s" in row
+        ]
         known = {f"{row['tokens_per_s'] / row.get('num_gpus', 1):,.0f}" for row in rows}
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         figures = cells[3:4] if cells[0].startswith("`") and len(cells) == 6 else cells[1:3]
@@ -1091,7 +1234,9 @@ def test_the_logs_speeds_are_those_of_the_files():
 
 
 def times_and_shares(columns: list[tuple[dict[str, float], float]]) -> list[list[str]]:
-    """The lines of a table of parts of a step: the part, and for each column, (seconds by part, seconds of the step), its ms and its share."""
+    """The lines of a table of parts of a step: the part, and for each column, (seconds by part, seconds of the
+    step), its ms and its share.
+    """
     lines: dict[str, list[str]] = {}
     for parts, step_s in columns:
         for name, time_s in parts.items():
@@ -1113,7 +1258,8 @@ def test_the_logs_time_of_8b_is_that_of_the_file():
         parts = {f"`{name}`": statistics.mean(of_round[name] for of_round in by_class) for name in by_class[0]}
         columns.append((parts | {"no kernel": step_s - sum(parts.values())}, step_s))
         (floor_s,) = {
-            gemm_floor_s(answer, row["batch_size"] * row["seq_length"] * row["micro_batches"], ceilings) for answer in answers
+            gemm_floor_s(answer, row["batch_size"] * row["seq_length"] * row["micro_batches"], ceilings)
+            for answer in answers
         }
         assert floor_s is not None
         floors.append(f"{floor_s * 1e3:,.1f}")
@@ -1202,6 +1348,8 @@ def test_the_gpu_is_at_its_limit_of_power_where_the_log_says_so():
     ):
         assert all(state["power_capped_share"] == 1 for state in states[size])
         ends = [
-            f"{end(state[figure] for state in states[size]):,.0f}" for figure in ("power_w", "sm_clock_mhz") for end in (min, max)
+            f"{end(state[figure] for state in states[size]):,.0f}"
+            for figure in ("power_w", "sm_clock_mhz")
+            for end in (min, max)
         ]
         assert told.format(*ends) in paragraph

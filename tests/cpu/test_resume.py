@@ -1,4 +1,6 @@
-"""A run that was stopped or killed and resumed is the run that was not: the same bits in weights, optimizer and metrics."""
+"""A run that was stopped or killed and resumed is the run that was not: the same bits in weights, optimizer and
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from tests.small import final_weights, records, run_json, steps, train, write_mo
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 10
-MEASURED = ("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "real_tokens_per_s", "supervised_tokens_per_s", "model_tflops")
+MEASURED = (
+    "step_time_s",
+    "tokens_per_s",
+    "tokens_per_s_per_gpu",
+    "real_tokens_per_s",
+    "supervised_tokens_per_s",
+    "model_tflops",
+)
 """What depends on the clock."""
 
 
@@ -67,7 +76,10 @@ def meta(folder: Path, step: int) -> dict:
 
 def without_clock(folder: Path) -> list[dict]:
     """metrics.jsonl without what depends on the clock."""
-    return [{key: value for key, value in record.items() if key not in (*MEASURED, "eval_time_s")} for record in records(folder)]
+    return [
+        {key: value for key, value in record.items() if key not in (*MEASURED, "eval_time_s")}
+        for record in records(folder)
+    ]
 
 
 def assert_same_run(whole: Path, resumed: Path, last_step: int = NUM_STEPS) -> None:
@@ -188,7 +200,9 @@ def test_ctrl_c_saves_and_exits_with_130(tmp_path, options):
     assert (run / "checkpoints" / "latest").exists()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+)
 def test_before_there_is_anything_to_save_a_signal_ends_the_process_at_once(tmp_path, options, number, code):
     log = tmp_path / "log"
     process = start_training(log, *options, f"--output_dir={tmp_path / 'run'}")
@@ -211,7 +225,11 @@ def test_kills_between_and_during_saves_lose_no_bit(tmp_path, options):
     for kill in range(6):
         before = (checkpoints / "latest").read_text() if resume else ""
         process = start_training(log, *options, f"--output_dir={killed}", *resume)
-        assert wait_until(lambda before=before: (checkpoints / "latest").exists() and (checkpoints / "latest").read_text() != before, process), log.read_text()  # fmt: skip
+        # fmt: skip
+        assert wait_until(
+            lambda before=before: (checkpoints / "latest").exists() and (checkpoints / "latest").read_text() != before,
+            process,
+        ), log.read_text()
         if kill % 2:
             wait_until(lambda: any(checkpoints.glob(".tmp-step-*/*")), process, poll_s=0)
         else:
@@ -270,7 +288,9 @@ def test_an_older_checkpoint_of_the_run_and_one_for_another_folder(tmp_path, opt
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     older = whole / "checkpoints" / "step-00000004"
     assert train(*options, f"--resume_from={older}", f"--output_dir={branch}") == 0
-    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before, "a branch leaves the run alone"
+    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before, (
+        "a branch leaves the run alone"
+    )
     assert [step["step"] for step in steps(branch)] == list(range(5, NUM_STEPS + 1))
     assert [step["loss"] for step in steps(branch)] == [step["loss"] for step in steps(whole)][4:]
     assert run_json(branch)["resumed_after_step"] == 4

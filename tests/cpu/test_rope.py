@@ -1,4 +1,6 @@
-"""Split and RoPE without a GPU: the reference that the GPU tests hold the kernel to, which decoder layers take the kernel, and how they call it."""
+"""Split and RoPE without a GPU: the reference that the GPU tests hold the kernel to, which decoder layers take the
+kernel, and how they call it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ REPOSITORY = Path(__file__).parents[2]
 def hf_split_rope(fused, angles, num_heads, num_kv_heads, cu_seqlens=None):
     """Hugging Face's rotate-half on every token's own cosine and sine; what lies beyond the rotary columns passes."""
     rotary_dim = angles.shape[-1]
-    positions = torch.arange(fused.shape[-2]).expand(fused.shape[:-1]) if cu_seqlens is None else positions_of(cu_seqlens)
+    positions = (
+        torch.arange(fused.shape[-2]).expand(fused.shape[:-1]) if cu_seqlens is None else positions_of(cu_seqlens)
+    )
     table = angles[positions, 0, 0].to(fused.dtype)
     heads = fused.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
@@ -74,7 +78,9 @@ def next_documents_too_early(fused, angles, num_heads, num_kv_heads, cu_seqlens=
     return split_rope_reference(fused, angles, num_heads, num_kv_heads, bounds)
 
 
-@pytest.mark.parametrize(("wrong", "dtype"), [(next_documents_too_early, torch.float32), (hf_split_rope, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("wrong", "dtype"), [(next_documents_too_early, torch.float32), (hf_split_rope, torch.bfloat16)]
+)
 def test_the_comparison_finds_what_is_wrong(wrong, dtype):
     """Hugging Face's bf16 sines, cosines and products among it."""
     with pytest.raises(AssertionError, match="beyond the bound"):
@@ -88,7 +94,9 @@ def test_pairs_of_columns():
 
 @pytest.fixture
 def stand_in_kernel(monkeypatch):
-    """Transformer Engine and the kernel in plain torch, and layers that take the CPU for a GPU; yields the shapes that the kernel was given."""
+    """Transformer Engine and the kernel in plain torch, and layers that take the CPU for a GPU; yields the shapes
+    that the kernel was given.
+    """
     install_stand_in(monkeypatch)
     calls = []
 
@@ -129,7 +137,9 @@ def test_a_layer_calls_the_kernel_with_what_it_needs(layout, recompute, stand_in
     assert stand_in_kernel == [((*shape, width), bounds)] * config.num_hidden_layers * (2 if recompute else 1)
     assert found.keys() == wanted.keys()
     for name, value in found.items():
-        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            value, wanted[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -177,12 +187,16 @@ print([tuple(part.shape) for part in empty])
 def test_the_kernel_in_tritons_interpreter():
     """The kernel itself, run by numpy."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "a projection of shape (4, 30) cannot be split into 8 heads",
-        "angles have to be a contiguous fp32 table whose even width is at most the head's 32; they are torch.float32 of shape (37, 1, 1, 64)",
+        "angles have to be a contiguous fp32 table whose even width is at most the head's 32; they are torch.float32 "
+        "of shape (37, 1, 1, 64)",
         "cu_seqlens have to be contiguous int32; they are torch.int64",
-        "angles have to be a contiguous fp32 table whose even width is at most the head's 64; they are torch.float16 of shape (37, 1, 1, 64)",
+        "angles have to be a contiguous fp32 table whose even width is at most the head's 64; they are torch.float16 "
+        "of shape (37, 1, 1, 64)",
         "[(0, 4, 64), (0, 2, 64), (0, 2, 64)]",
     ]

@@ -25,7 +25,9 @@ def pinned(file: str) -> list[str]:
 
 
 def imported(files: list[Path]) -> set[str]:
-    """Top-level names of the packages that `files` import anywhere, those of the standard library and of the project left out."""
+    """Top-level names of the packages that `files` import anywhere, those of the standard library and of the project
+    left out.
+    """
     names: set[str] = set()
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(), str(file))):
@@ -78,7 +80,9 @@ def test_every_requirement_is_pinned_and_says_why(file: str) -> None:
 
 
 def test_a_version_that_stands_in_two_places_is_the_same() -> None:
-    """DeepSpeed for its users and for tests; Transformer Engine's build tools in the script that installs them and where it is explained."""
+    """DeepSpeed for its users and for tests; Transformer Engine's build tools in the script that installs them and
+    where it is explained.
+    """
     pins = [re.findall(r"^deepspeed==\S+", (REPOSITORY / file).read_text(), re.MULTILINE) for file in REQUIREMENTS[-2:]]
     assert pins[0] == pins[1] and len(pins[0]) == 1
     script = (REPOSITORY / "scripts" / "_setup.sh").read_text()
@@ -98,7 +102,9 @@ def test_the_packages_that_the_product_imports_are_required() -> None:
 
 
 def test_the_packages_that_scripts_and_tests_import_are_required() -> None:
-    files = [path for pattern in ("scripts/*.py", "examples/*.py", "tests/**/*.py") for path in REPOSITORY.glob(pattern)]
+    files = [
+        path for pattern in ("scripts/*.py", "examples/*.py", "tests/**/*.py") for path in REPOSITORY.glob(pattern)
+    ]
     required = {name for file in REQUIREMENTS for name in pinned(file)}
     # Peers that the benchmarks measure where they are installed; protobuf comes with wandb, to read its files.
     optional = {"flash-attn", "liger-kernel", "protobuf"}

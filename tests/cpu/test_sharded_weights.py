@@ -1,4 +1,6 @@
-"""Weights in and out of models whose parameters are split over processes (gloo, the CPU): the same bits, read and written in parts."""
+"""Weights in and out of models whose parameters are split over processes (gloo, the CPU): the same bits, read and
+written in parts.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ IDS = torch.arange(3, 43)[None]
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
-# --- Real processes --------------------------------------------------------------------------------------------------------
+# --- Real processes
+# --------------------------------------------------------------------------------------------------------
 
 
 def _rank_main(rank: int, num_ranks: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -48,7 +51,9 @@ def _rank_main(rank: int, num_ranks: int, folder: str, function: Callable[..., A
     torch.set_num_threads(1)
     result: Any
     try:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks
+        )
         result = function(rank, *args)
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -107,7 +112,13 @@ def whole_model(name: str, dtype: torch.dtype = torch.float32, **options: Any) -
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)
     return build_model(
-        config, source, load_config(config, source), parameter_dtype=dtype, compute_dtype=torch.float32, device=CPU, seed=3
+        config,
+        source,
+        load_config(config, source),
+        parameter_dtype=dtype,
+        compute_dtype=torch.float32,
+        device=CPU,
+        seed=3,
     )[0]
 
 
@@ -115,10 +126,13 @@ def folder_contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-# --- In and out, Hugging Face's models ---------------------------------------------------------------------------------------
+# --- In and out, Hugging Face's models
+# ---------------------------------------------------------------------------------------
 
 
-def load_and_export(rank: int, name: str, out: str, dtype: torch.dtype, mode: str, hybrid_shard_size: int) -> dict[str, Any]:
+def load_and_export(
+    rank: int, name: str, out: str, dtype: torch.dtype, mode: str, hybrid_shard_size: int
+) -> dict[str, Any]:
     engine = engine_of(mode, hybrid_shard_size)
     model = sharded_model(name, engine)
     # Only the main rank may touch the disk, so the others are given a place where nothing can be written.
@@ -151,11 +165,19 @@ def load_and_export(rank: int, name: str, out: str, dtype: torch.dtype, mode: st
 def test_a_model_loaded_in_parts_is_the_whole_one_and_comes_out_with_the_same_bits(tmp_path, num_ranks, tied, stored):
     # 4 rows of q, k and v: the last of 3 ranks has none of them.
     source = write_model(
-        tmp_path / "source", stored, "40KB", tie_word_embeddings=tied, head_dim=2, num_key_value_heads=2, num_attention_heads=2
+        tmp_path / "source",
+        stored,
+        "40KB",
+        tie_word_embeddings=tied,
+        head_dim=2,
+        num_key_value_heads=2,
+        num_attention_heads=2,
     )
     assert (Path(source) / "model.safetensors.index.json").exists()
     GenerationConfig(temperature=0.6, do_sample=True, eos_token_id=1).save_pretrained(source)
-    results = on_ranks(num_ranks, tmp_path / "run", load_and_export, source, str(tmp_path / "out"), stored, "fsdp_full", 1)
+    results = on_ranks(
+        num_ranks, tmp_path / "run", load_and_export, source, str(tmp_path / "out"), stored, "fsdp_full", 1
+    )
     assert_same_bits(stored_weights(tmp_path / "out"), stored_weights(source))
 
     whole = whole_model(source)
@@ -195,7 +217,10 @@ def test_the_exported_files_are_those_of_save_pretrained(tmp_path, family, max_f
     ours, theirs = folder_contents(tmp_path / "ours"), folder_contents(tmp_path / "theirs")
     assert_same_bits(stored_weights(tmp_path / "ours"), stored_weights(tmp_path / "theirs"))
     assert ("model.safetensors.index.json" in ours) == (max_file_size == "40KB")
-    if (family, max_file_size) != ("mixtral", "40KB"):  # save_pretrained keeps what were views of one tensor in one file
+    if (family, max_file_size) != (
+        "mixtral",
+        "40KB",
+    ):  # save_pretrained keeps what were views of one tensor in one file
         assert {name: ours[name] for name in theirs} == theirs
 
 
@@ -282,7 +307,9 @@ def export_watched(rank: int, name: str, out: str) -> tuple[int, list[tuple[int,
 
 def test_files_are_written_as_soon_as_their_tensors_are_gathered(tmp_path):
     source = write_model(tmp_path / "source", max_shard_size="40KB")
-    (num_parameters, written), (_, nothing) = on_ranks(2, tmp_path / "run", export_watched, source, str(tmp_path / "out"))
+    (num_parameters, written), (_, nothing) = on_ranks(
+        2, tmp_path / "run", export_watched, source, str(tmp_path / "out")
+    )
     assert len(written) >= 4 and nothing == []
     done = 0
     for num_gathered, num_tensors in written:
@@ -318,7 +345,8 @@ def test_a_main_rank_that_cannot_write_leaves_no_rank_waiting(tmp_path, tiny_mod
     assert "could not be written" in said and nothing == ""
 
 
-# --- Random weights ------------------------------------------------------------------------------------------------------------
+# --- Random weights
+# ------------------------------------------------------------------------------------------------------------
 
 
 def random_whole(rank: int, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -340,7 +368,8 @@ def test_random_weights_do_not_depend_on_the_number_of_ranks(tmp_path, tiny_mode
         assert_same_bits(weights, expected)
 
 
-# --- TE models -------------------------------------------------------------------------------------------------------------
+# --- TE models
+# -------------------------------------------------------------------------------------------------------------
 
 
 class StandInLayer(te_llama.TEDecoderLayer):
@@ -366,7 +395,9 @@ def te_structure(name: str) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for layer in range(config.num_hidden_layers):
             prefix = f"model.layers.{layer}."
-            own = {te_name.removeprefix(prefix): shape for te_name, shape in shapes.items() if te_name.startswith(prefix)}
+            own = {
+                te_name.removeprefix(prefix): shape for te_name, shape in shapes.items() if te_name.startswith(prefix)
+            }
             model.model.layers[layer] = StandInLayer(own, torch.float32)
             model.model.layers[layer].spec = te_llama.decoder_spec(config)
         model.model.rotary_emb = nn.Identity()
@@ -414,7 +445,8 @@ def test_fused_parameters_are_filled_from_the_rows_of_several_tensors(tmp_path, 
     assert config == json.loads((tmp_path / "source" / "config.json").read_text())
 
 
-# --- Blocks of rows ----------------------------------------------------------------------------------------------------------
+# --- Blocks of rows
+# ----------------------------------------------------------------------------------------------------------
 
 
 def blocks_of(rank: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -442,7 +474,8 @@ def test_a_block_is_where_its_rows_are(tmp_path):
     assert any(len(data) == 0 for result in results for _, data, _ in result)
 
 
-# --- What does not fit -------------------------------------------------------------------------------------------------------
+# --- What does not fit
+# -------------------------------------------------------------------------------------------------------
 
 
 def fill_in_one_piece(name: str, **options: Any) -> PreTrainedModel:
@@ -475,8 +508,14 @@ def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], object])
     ("change", "named"),
     [
         (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), "lacks model.layers.1.self_attn.k_proj.weight"),
-        (lambda t: t.update({"model.layers.0.extra.weight": torch.zeros(2)}), r"safetensors.*'model.layers.0.extra.weight'"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(17)}), r"safetensors.*'model.norm.weight'.*\[17\].*\[32\]"),
+        (
+            lambda t: t.update({"model.layers.0.extra.weight": torch.zeros(2)}),
+            r"safetensors.*'model.layers.0.extra.weight'",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(17)}),
+            r"safetensors.*'model.norm.weight'.*\[17\].*\[32\]",
+        ),
         (lambda t: t.update({"model.norm.weight": torch.zeros(32, 2)}), r"safetensors.*'model.norm.weight'.*\[32, 2\]"),
     ],
     ids=["missing", "unexpected", "wrong shape", "another dimension"],
@@ -549,7 +588,8 @@ def test_a_mixture_of_experts_is_refused_in_a_sentence(tmp_path):
         fill_in_one_piece(str(tmp_path / "source"))
 
 
-# --- The structure -----------------------------------------------------------------------------------------------------------
+# --- The structure
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)

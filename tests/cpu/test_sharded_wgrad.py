@@ -1,6 +1,8 @@
-"""Micro-batches of a step on two processes (gloo): who adds gradients up, how often weights are gathered, and that the steps are the same.
+"""Micro-batches of a step on two processes (gloo): who adds gradients up, how often weights are gathered, and that the
+steps are the same.
 
-Transformer Engine is stood in for, by modules that keep its rules for `main_grad`; DDP, FSDP2 and the optimizer are the real ones.
+Transformer Engine is stood in for, by modules that keep its rules for `main_grad`; DDP, FSDP2 and the optimizer are the
+real ones.
 """
 
 from __future__ import annotations
@@ -116,7 +118,9 @@ MODES = ("ddp", "fsdp_grad", "fsdp_full")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     found: dict[Any, list[dict[str, Any]]] = {}
 
-    def run(mode: str, dtype: torch.dtype = torch.float32, in_gemms: bool = True, sync_every_micro_batch: bool = False) -> Any:
+    def run(
+        mode: str, dtype: torch.dtype = torch.float32, in_gemms: bool = True, sync_every_micro_batch: bool = False
+    ) -> Any:
         key = (mode, dtype, in_gemms, sync_every_micro_batch)
         if key not in found:
             found[key] = on_ranks(RANKS, tmp_path_factory.mktemp("runs") / "ranks", train, *key)
@@ -154,10 +158,13 @@ def test_gemms_add_in_micro_batches_that_exchange_nothing(runs, mode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mode", ["fsdp_grad", "fsdp_full", "fsdp_hybrid"])
 def test_whole_sums_are_gone_when_the_rows_of_their_layer_are_asked_for(runs, mode, dtype):
-    """A layer after the other, the last one first, and behind them the outermost unit. `fsdp_hybrid` has copies of one rank each."""
+    """A layer after the other, the last one first, and behind them the outermost unit. `fsdp_hybrid` has copies of
+    one rank each.
+    """
     found = runs(mode, dtype)
     layers = list(reversed(range(tiny_config().num_hidden_layers)))
-    # FSDP2 asks twice, and has its own hold on a layer's at first, and with several ranks on the last of them until its function returns.
+    # FSDP2 asks twice, and has its own hold on a layer's at first, and with several ranks on the last of them until its
+    # function returns.
     held = 0 if mode == "fsdp_hybrid" else 1
     first = [WEIGHTS_OF_LAYER * (number + 1) for number in layers] + [0]
     then = [WEIGHTS_OF_LAYER * number + held for number in layers] + [0]
@@ -180,13 +187,17 @@ def test_sums_in_bf16_computation_are_fp32_and_nearer_to_the_exact_ones(runs, mo
 
 
 def kept_casts(rank: int, mode: str, fp8_params: bool) -> tuple[bool, set[bool]]:
-    """Whether the loop lets casts serve further micro-batches, and whether modules think that their weights are let go."""
+    """Whether the loop lets casts serve further micro-batches, and whether modules think that their weights are let
+    go.
+    """
     with pytest.MonkeyPatch.context() as patch:
         stand_in_te.install_stand_in(patch)
         model = model_of()
         engine = FsdpStrategy(mode, Accelerator(cpu=True), ParallelConfig(fp8_params=fp8_params), torch.bfloat16, 1)
         engine.shard(model, decoder_layers(model))
-        return engine.caches_weight_casts, {m.is_fsdp2 for m in model.modules() if hasattr(m, "fuse_wgrad_accumulation")}
+        return engine.caches_weight_casts, {
+            m.is_fsdp2 for m in model.modules() if hasattr(m, "fuse_wgrad_accumulation")
+        }
 
 
 @pytest.mark.parametrize(("mode", "fp8_params"), [("fsdp_grad", False), ("fsdp_grad", True), ("fsdp_full", False)])
@@ -208,5 +219,7 @@ def test_a_module_that_would_lose_the_sum_is_left_to_fsdp():
 def test_fsdp_grad_gathers_once_a_step_and_fsdp_full_twice_a_micro_batch(runs):
     layers = tiny_config().num_hidden_layers
     assert [result["gathers"] for result in runs("fsdp_grad")] == [STEPS * (layers + 1)] * RANKS
-    assert [result["gathers"] for result in runs("fsdp_grad", sync_every_micro_batch=True)] == [STEPS * (layers + 1)] * RANKS
+    assert [result["gathers"] for result in runs("fsdp_grad", sync_every_micro_batch=True)] == [
+        STEPS * (layers + 1)
+    ] * RANKS
     assert [result["gathers"] for result in runs("fsdp_full")] == [STEPS * MICRO_BATCHES * (2 * layers + 1)] * RANKS

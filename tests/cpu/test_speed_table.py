@@ -1,4 +1,6 @@
-"""The speed table: its rows and targets, measurements that go on where a call ended, rows spread over GPUs, and what is compared."""
+"""The speed table: its rows and targets, measurements that go on where a call ended, rows spread over GPUs, and what
+is compared.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,8 @@ class Fake:
         return made_up(STEP_S[arm.name.rpartition(":")[2]], 12.0 if arm.name == "hf_bf16" else 12.012)
 
 
-# --- the table --------------------------------------------------------------------------------------------------------------
+# --- the table
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_the_projects_table(tmp_path):
@@ -159,27 +162,34 @@ def test_the_floor_of_the_gemms():
     ceilings = MeasuredRates(bf16_gemm_tflops=100.0, fp8_gemm_tflops=300.0, fp8_split_gemm_tflops=200.0, copy_tb_s=4.0)
     answer = {"census": {"num_fp8_weights": 10**9, "num_linear_weights": 3 * 10**9}}
     tflop = 6 * 1000 / 1e3  # of 10**9 weights and 1000 tokens
-    assert gemm_floor_s(answer, 1000, ceilings) == pytest.approx(2 * tflop / 100 + tflop / 3 / 300 + 2 * tflop / 3 / 200)
+    assert gemm_floor_s(answer, 1000, ceilings) == pytest.approx(
+        2 * tflop / 100 + tflop / 3 / 300 + 2 * tflop / 3 / 200
+    )
     assert gemm_floor_s({**answer, "num_adapter_parameters": 5}, 1000, ceilings) is None
     assert gemm_floor_s(answer, 1000, MeasuredRates(100.0, None, None, 4.0)) is None
 
 
 @pytest.mark.parametrize(("mode", "logits_tflops"), [("gradients", 100.0), ("all", 300.0)])
 def test_the_floor_of_a_head_in_fp8(mode, logits_tflops):
-    """The census of a model in which the head's products alone are in fp8: the logits fast or in bf16, the gradients split."""
+    """The census of a model in which the head's products alone are in fp8: the logits fast or in bf16, the gradients
+    split.
+    """
     ceilings = MeasuredRates(bf16_gemm_tflops=100.0, fp8_gemm_tflops=300.0, fp8_split_gemm_tflops=200.0, copy_tb_s=4.0)
     model = AutoModelForCausalLM.from_config(tiny_config())
     head = model.get_output_embeddings()
     in_head = {head: Fp8Head(head, mode).num_gemms_of(of=GEMMS_PER_WEIGHT)}
     census = measure_coverage(model, (), "bf16", {}, lm_head_gemms=in_head)
-    rest = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)) - head.weight.numel()
+    rest = (
+        sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)) - head.weight.numel()
+    )
     tflop = 6 * 1000 / 1e12  # of a weight and 1000 tokens
     expected = tflop * (rest / 100 + head.weight.numel() / 3 * (1 / logits_tflops + 2 / 200))
     assert gemm_floor_s({"census": census.to_dict()}, 1000, ceilings) == pytest.approx(expected)
     assert gemm_floor_s({"census": census.to_dict()}, 1000, MeasuredRates(100.0, None, None, 4.0)) is None
 
 
-# --- going on ---------------------------------------------------------------------------------------------------------------
+# --- going on
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def run(
@@ -204,9 +214,14 @@ def test_a_second_call_measures_what_the_first_left(tmp_path, capsys):
 
     record, limit = Record(path, rows, SETTINGS), Limit(0.0)
     measure_table(rows, record, Turns(1), until_two, limit, ["0"])
-    assert [arm for _, arm, _ in first.asked] == ["delayed", "current"] and limit.left == ["1b hf_bf16", "1b accelerate_te"]
+    assert [arm for _, arm, _ in first.asked] == ["delayed", "current"] and limit.left == [
+        "1b hf_bf16",
+        "1b accelerate_te",
+    ]
     kept = json.loads(path.read_text())
-    assert [row["arm"] for row in kept["rows"]] == ["delayed", "current"] and kept["rows"][1]["failed"] == "out of memory"
+    assert [row["arm"] for row in kept["rows"]] == ["delayed", "current"] and kept["rows"][1][
+        "failed"
+    ] == "out of memory"
     assert kept["comparisons"][0]["ours"]["delayed"]["times"] == {}
 
     second = Fake()
@@ -250,8 +265,15 @@ def test_figures_targets_and_where_the_time_went(tmp_path, capsys):
     ceilings = MeasuredRates(**json.loads((ROOT / "benchmarks/results/ceilings_h200.json").read_text())["ceilings"])
     assert step["gemm_floor_s"] == pytest.approx(gemm_floor_s(made_up(1.0), 65_536, ceilings))
     (comparison,) = record["comparisons"]
-    assert comparison["best"] == "delayed" and comparison["share_of_target"] == pytest.approx(1.31072) and comparison["same_run"]
-    assert comparison["ours"]["delayed"]["times"] == {"hf_bf16": pytest.approx(2.0), "accelerate_te": pytest.approx(1.6)}
+    assert (
+        comparison["best"] == "delayed"
+        and comparison["share_of_target"] == pytest.approx(1.31072)
+        and comparison["same_run"]
+    )
+    assert comparison["ours"]["delayed"]["times"] == {
+        "hf_bf16": pytest.approx(2.0),
+        "accelerate_te": pytest.approx(1.6),
+    }
     assert comparison["ours"]["current"]["first_loss_differences"]["hf_bf16"] == pytest.approx(0.001)
     speed_table.print_table(rows, kept)
     printed = capsys.readouterr().out
@@ -278,7 +300,9 @@ def test_rows_that_are_not_measured_this_time_stay(tmp_path):
     measure_table([one], Record(path, [one], SETTINGS), Turns(2, ("delayed",)), fake, Limit(0.0), ["0"])
     again = json.loads(path.read_text())
     assert [(row["row"], row["arm"]) for row in again["rows"]] == [(row["row"], row["arm"]) for row in after["rows"]]
-    assert [entry["row"] for entry in again["comparisons"]] == ["1b", "other"] and again["rows"][4:] == after["rows"][4:]
+    assert [entry["row"] for entry in again["comparisons"]] == ["1b", "other"] and again["rows"][4:] == after["rows"][
+        4:
+    ]
 
 
 def test_a_file_that_was_made_otherwise_is_refused(tmp_path):
@@ -300,7 +324,8 @@ def test_a_file_that_was_made_otherwise_is_refused(tmp_path):
         Record(ROOT / "benchmarks/results/throughput_1b.json", rows, SETTINGS)
 
 
-# --- several GPUs -----------------------------------------------------------------------------------------------------------
+# --- several GPUs
+# -----------------------------------------------------------------------------------------------------------
 
 
 class Slow(Fake):
@@ -354,14 +379,19 @@ def test_rows_of_several_gpus_follow_alone_and_are_compared_with_one(tmp_path):
     assert [(row, gpus) for row, _, gpus in fake.asked] == [("1b", "3")] * 4 + [("x2", "3,5")] * 2
     record = json.loads((tmp_path / "r.json").read_text())
     of_two = [row for row in record["rows"] if row["row"] == "x2"]
-    assert all(row["tokens_per_s"] == 2 * row["tokens_per_s_per_gpu"] for row in of_two) and "gap_s" not in of_two[0]["step"]
+    assert (
+        all(row["tokens_per_s"] == 2 * row["tokens_per_s_per_gpu"] for row in of_two)
+        and "gap_s" not in of_two[0]["step"]
+    )
     (scaling,) = (found["scaling"] for found in record["comparisons"] if "scaling" in found)
     (alone,) = (row for row in record["rows"] if (row["row"], row["arm"]) == ("1b", "delayed"))
     assert scaling == {"ddp:delayed": pytest.approx(of_two[0]["tokens_per_s_per_gpu"] / alone["tokens_per_s"])}
 
 
 def test_rows_of_several_gpus_side_by_side(tmp_path):
-    """On four of eight GPUs: two rows of two, then one of four, then on all eight what needs them; nothing shares a GPU."""
+    """On four of eight GPUs: two rows of two, then one of four, then on all eight what needs them; nothing shares a
+    GPU.
+    """
     table = write_table(tmp_path, of_gpus(8, "x8", 32), of_gpus(4, "x4", 4), of_gpus(2, "a", 8), of_gpus(2, "b", 8))
     fake = Slow(0.1)
     run(None, read_table(table, 3), fake, gpus=tuple("01234567"), gpus_parallel=4)
@@ -373,7 +403,12 @@ def test_rows_of_several_gpus_side_by_side(tmp_path):
 def test_a_row_that_fits_does_not_wait_for_one_that_does_not(tmp_path):
     """One of three GPUs and one of two on four: those of one GPU run beside both, whatever comes first in the table."""
     table = write_table(
-        tmp_path, of_gpus(1, "r0", 2), of_gpus(1, "r1", 2), of_gpus(2, "x2", 8), of_gpus(3, "x3", 16), of_gpus(1, "r2", 2)
+        tmp_path,
+        of_gpus(1, "r0", 2),
+        of_gpus(1, "r1", 2),
+        of_gpus(2, "x2", 8),
+        of_gpus(3, "x3", 16),
+        of_gpus(1, "r2", 2),
     )
     fake = Slow(0.1)
     run(None, read_table(table, 3), fake, gpus=tuple("0123"), gpus_parallel=4)
@@ -413,7 +448,9 @@ def test_rows_without_enough_gpus_are_left_out(tmp_path):
     several = {**ROW, "name": "x4", "num_gpus": 4, "ours": ["ddp:delayed"], "rivals": ["ddp:hf_bf16"]}
     rows = read_table(write_table(tmp_path, ROW, several), 3)
     kept, left_out = speed_table.leave_out(rows, 1)
-    assert [row.name for row in kept] == ["1b"] and left_out == [{"row": "x4", "reason": "it needs 4 GPUs, and 1 is there"}]
+    assert [row.name for row in kept] == ["1b"] and left_out == [
+        {"row": "x4", "reason": "it needs 4 GPUs, and 1 is there"}
+    ]
     assert speed_table.leave_out(rows, 4)[1] == []
 
 
@@ -433,7 +470,9 @@ def test_a_mistake_in_one_row_ends_the_others(tmp_path):
 
 
 def test_a_mistake_in_a_launch_ends_what_runs_and_what_waits(tmp_path):
-    """One of two launches side by side fails: the other is stopped, and the row of four that waits for both is not begun."""
+    """One of two launches side by side fails: the other is stopped, and the row of four that waits for both is not
+    begun.
+    """
     table = write_table(tmp_path, of_gpus(2, "a", 8), of_gpus(2, "bad", 8), of_gpus(4, "x4"), of_gpus(8, "x8"))
     limit, asked, both = Limit(0.0), [], threading.Barrier(2, timeout=30)
 
@@ -465,7 +504,8 @@ def test_the_time_limit_holds_for_rows_that_waited(tmp_path):
     assert limit.left == ["x4 ddp:delayed", "x4 ddp:hf_bf16", "x8 ddp:delayed", "x8 ddp:hf_bf16"]
 
 
-# --- real measurements on the CPU -------------------------------------------------------------------------------------------
+# --- real measurements on the CPU
+# -------------------------------------------------------------------------------------------
 
 
 def on_the_cpu(row, arm, gpu):
@@ -507,7 +547,12 @@ def test_other_documents_of_the_same_name_are_not_gone_on_with(tmp_path, tiny_ar
     text = tmp_path / "some.jsonl"
     lines = [json.dumps({"text": f"document {number}: " + "one two three " * 4}) for number in range(200)]
     text.write_text("\n".join(lines))
-    entry = {"name": "text", "workload": f"{tiny_architecture}:1x64x1@{text}", "ours": ["bf16:swap"], "rivals": ["hf_bf16"]}
+    entry = {
+        "name": "text",
+        "workload": f"{tiny_architecture}:1x64x1@{text}",
+        "ours": ["bf16:swap"],
+        "rivals": ["hf_bf16"],
+    }
     table, path = write_table(tmp_path, entry), tmp_path / "r.json"
     run(path, read_table(table, 3), on_the_cpu, only=("hf_bf16",))
     (row,) = read_table(table, 3)
@@ -531,7 +576,9 @@ def test_two_launches_of_two_processes_at_a_time(tmp_path, tiny_architecture):
     assert swapped["num_gpus"] == 2 and swapped["tokens_per_s_per_gpu"] * 2 == swapped["tokens_per_s"] > 0
     assert swapped["tokens_per_s"] == pytest.approx(answer["tokens_per_s"]) and len(answer["step_times_s"]) == 2
     assert answer["gpu"] in ("-1,-2", "-3,-4")
-    assert "--use_te needs an NVIDIA GPU" in fused["failed"] and record["provenance"]["command"] == recorded_command(sys.argv)
+    assert "--use_te needs an NVIDIA GPU" in fused["failed"] and record["provenance"]["command"] == recorded_command(
+        sys.argv
+    )
 
 
 def test_a_measurement_is_ended_from_outside(tiny_architecture, started_processes):
@@ -570,7 +617,8 @@ def test_the_next_measurement_is_prepared_where_one_follows_on_as_many_gpus(tmp_
     assert by_number[4] == [True, True], "their failures leave nothing to follow, which is known when they are there"
 
 
-# --- the command ------------------------------------------------------------------------------------------------------------
+# --- the command
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
@@ -589,13 +637,16 @@ def test_the_plan_says_what_is_left_to_measure(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
 def test_the_plan_tells_rows_side_by_side_from_those_that_follow(tmp_path, monkeypatch, capsys):
     table = write_table(tmp_path, of_gpus(8, "x8", 40), of_gpus(2, "a", 40), of_gpus(2, "b", 40))
-    monkeypatch.setattr(sys, "argv", ["speed_table.py", "--dry_run", "--steps=99", f"--table={table}", "--gpus_parallel=4"])
+    monkeypatch.setattr(
+        sys, "argv", ["speed_table.py", "--dry_run", "--steps=99", f"--table={table}", "--gpus_parallel=4"]
+    )
     assert speed_table.main() == 0
     printed = capsys.readouterr().out
     (of_a_row,) = set(re.findall(r"^    about (\d+) minutes", printed, re.M))
     assert int(of_a_row) > 1
     assert printed.splitlines()[-1] == (
-        f"rows of up to 4 GPUs, spread over 4: about {of_a_row} minutes; rows of more GPUs, one by one: about {of_a_row} minutes"
+        f"rows of up to 4 GPUs, spread over 4: about {of_a_row} minutes; rows of more GPUs, one by one: about "
+        f"{of_a_row} minutes"
     )
     monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "--gpus_parallel=1"])
     assert speed_table.main() == 0
@@ -629,13 +680,23 @@ def test_the_whole_command(tmp_path, tiny_architecture, monkeypatch, capsys):
     kept = signal.getsignal(signal.SIGTERM)
 
     def main(*options: str) -> int:
-        words = ["benchmarks/speed_table.py", f"--table={table}", f"--output={path}", "--steps=3", "--warmup=1", *options]
+        words = [
+            "benchmarks/speed_table.py",
+            f"--table={table}",
+            f"--output={path}",
+            "--steps=3",
+            "--warmup=1",
+            *options,
+        ]
         monkeypatch.setattr(sys, "argv", words)
         return speed_table.main()
 
     try:
         assert main("--time_limit_s=0.001") == 1 and not path.exists()
-        assert "2 measurements are left, the next of them tiny bf16:swap: run the same command again" in capsys.readouterr().out
+        assert (
+            "2 measurements are left, the next of them tiny bf16:swap: run the same command again"
+            in capsys.readouterr().out
+        )
         assert main() == 0
     finally:
         signal.signal(signal.SIGTERM, kept)
@@ -643,12 +704,17 @@ def test_the_whole_command(tmp_path, tiny_architecture, monkeypatch, capsys):
     assert "left out: x2: it needs 2 GPUs, and 1 is there" in printed and printed.count("tokens/s per GPU") == 2
     record = json.loads(path.read_text())
     assert [row["arm"] for row in record["rows"]] == ["bf16:swap", "hf_bf16"] and record["left_out"][0]["row"] == "x2"
-    assert record["provenance"]["command"] == recorded_command(sys.argv) and record["settings"] == {"steps": 3, "warmup": 1}
+    assert record["provenance"]["command"] == recorded_command(sys.argv) and record["settings"] == {
+        "steps": 3,
+        "warmup": 1,
+    }
     assert abs(record["comparisons"][0]["ours"]["bf16:swap"]["first_loss_differences"]["hf_bf16"]) < 1e-4
 
 
 def test_a_call_that_is_terminated_leaves_no_process_and_is_gone_on_with(tmp_path, warm_python, tiny_architecture):
-    """Two rows side by side, in processes of their own: what was measured stays, and what ran is measured by the next call."""
+    """Two rows side by side, in processes of their own: what was measured stays, and what ran is measured by the
+    next call.
+    """
     quick = {"name": "quick", "workload": f"{tiny_architecture}:2x32x2", "ours": ["bf16:swap"], "rivals": ["hf_bf16"]}
     endless = {**quick, "name": "endless", "workload": f"{tiny_architecture}:3x16x1000000"}
     table, path = write_table(tmp_path, quick, endless), tmp_path / "r.json"
@@ -669,7 +735,9 @@ def test_a_call_that_is_terminated_leaves_no_process_and_is_gone_on_with(tmp_pat
     assert process.wait(60) == speed_table.EXIT_TERMINATED
     wait_for_the_end_of_processes_with("WHOSE", str(tmp_path))
     record = json.loads(path.read_text())
-    assert [row["row"] for row in record["rows"]] == ["quick", "quick"] and all("failed" not in row for row in record["rows"])
+    assert [row["row"] for row in record["rows"]] == ["quick", "quick"] and all(
+        "failed" not in row for row in record["rows"]
+    )
     assert [row["rounds"][0]["gpu"] for row in record["rows"]] == ["1", "1"], "the longer row took the first"
     first, second = (Record(path, [row], SETTINGS) for row in read_table(table, 3))
     assert list(Turns(1).due(read_table(table, 3)[0], first)) == []

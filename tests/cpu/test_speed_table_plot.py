@@ -33,7 +33,9 @@ def rows(tmp_path):
 def test_a_step_is_its_kernels_and_the_gaps(rows):
     parts = step_parts(rows[0])
     assert list(parts) == ["gemm", "attention", GAP] and sum(parts.values()) == pytest.approx(525)
-    assert list(step_parts(rows[-1])) == ["gemm", "attention"], "on several GPUs kernels overlap, so gaps are not told from sums"
+    assert list(step_parts(rows[-1])) == ["gemm", "attention"], (
+        "on several GPUs kernels overlap, so gaps are not told from sums"
+    )
 
 
 def test_lines_go_from_one_gpu_to_many(rows):
@@ -47,7 +49,10 @@ def test_lines_go_from_one_gpu_to_many(rows):
 def test_all_is_drawn(rows, tmp_path):
     path = tmp_path / "r.json"
     failed = {
-        **{name: rows[0][name] for name in ("row", "side", "workload", "model", "batch_size", "seq_length", "micro_batches")}
+        **{
+            name: rows[0][name]
+            for name in ("row", "side", "workload", "model", "batch_size", "seq_length", "micro_batches")
+        }
     }
     path.write_text(json.dumps({"rows": [*rows, {**failed, "arm": "block", "failed": "out of memory", "num_gpus": 1}]}))
     done = run_as_main("benchmarks/plot_speed_table.py", path, "--output", tmp_path / "plots" / "t.png")
@@ -70,7 +75,11 @@ def test_targets_and_real_tokens(rows, tmp_path, monkeypatch):
     assert lines == [100_000]
     ends = ("", "_p10", "_p90")
     text = {**rows[0], "text": "embedded", **{f"real_tokens_per_s{end}": 90_000.0 for end in ends}}
-    assert plot_throughput.tokens_per_s(text) == (90_000, 90_000, 90_000) and "real documents" in plot_throughput.group_of(text)
+    assert plot_throughput.tokens_per_s(text) == (
+        90_000,
+        90_000,
+        90_000,
+    ) and "real documents" in plot_throughput.group_of(text)
 
 
 def test_mistakes_are_one_sentence(tmp_path):

@@ -22,7 +22,10 @@ def hf_tensors(config):
 
 
 def empty_te_parameters(spec):
-    return {name: torch.full((parts[-1].stop, *parts[0].shape[1:]), float("nan")) for name, parts in parameter_map(spec).items()}
+    return {
+        name: torch.full((parts[-1].stop, *parts[0].shape[1:]), float("nan"))
+        for name, parts in parameter_map(spec).items()
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -123,7 +126,9 @@ def test_a_tensor_that_comes_twice_is_refused():
 
 
 def test_a_tied_head_stored_all_the_same_is_passed_over():
-    filled_but(family_config("llama_tied"), lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    filled_but(
+        family_config("llama_tied"), lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    )
 
 
 def test_windows_are_read_per_layer():

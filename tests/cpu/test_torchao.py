@@ -1,4 +1,6 @@
-"""--fp8_backend torchao: emulated on the CPU, where operands are rounded to fp8 as on a GPU and multiplied in a wider type."""
+"""--fp8_backend torchao: emulated on the CPU, where operands are rounded to fp8 as on a GPU and multiplied in a
+wider type.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ def converted(scenario: str, **changes: object) -> tuple[nn.Module, Precision, P
     return model, precision, plan
 
 
-# --- a training ------------------------------------------------------------------------------------------------------------
+# --- a training
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +86,11 @@ def test_it_trains_close_to_bf16(scenario, tiny_model, rows, bf16_losses, tmp_pa
     effective = "tensorwise" if scenario == "default" else scenario
     said = run_json(tmp_path)["precision"]
     assert (said["requested"], said["effective"], said["backend"], said["emulated"]) == ("fp8", "fp8", "torchao", True)
-    assert (said["requested_scenario"], said["effective_scenario"], said["fallback_reason"]) == (scenario, effective, None)
+    assert (said["requested_scenario"], said["effective_scenario"], said["fallback_reason"]) == (
+        scenario,
+        effective,
+        None,
+    )
     assert (
         said["optimizer"] == "adamw_fp32"
         and said["parameter_dtype"] == "torch.float32"
@@ -97,11 +104,17 @@ def test_it_trains_close_to_bf16(scenario, tiny_model, rows, bf16_losses, tmp_pa
 
 
 def test_what_goes_together_with_it(tiny_model, rows, tmp_path):
-    """Packed rows, recomputation, bf16 parameters with their remainders, evaluation, resuming, layers left in bf16; and the files are those of any run."""
+    """Packed rows, recomputation, bf16 parameters with their remainders, evaluation, resuming, layers left in bf16;
+    and the files are those of any run.
+    """
     shared = ["--batch_size=2", *FP8, "--packing", "--optimizer=adamw_master", "--fp8_last_bf16_layers=1"]
     kept, again, resumed = tmp_path / "kept", tmp_path / "again", tmp_path / "resumed"
     train(*options(tiny_model, rows, kept, *shared, "--save_every=2", "--validation_fraction=0.3"))
-    train(*options(tiny_model, rows, again, *shared, "--gradient_checkpointing", "--validation_fraction=0.3", "--no_export"))
+    train(
+        *options(
+            tiny_model, rows, again, *shared, "--gradient_checkpointing", "--validation_fraction=0.3", "--no_export"
+        )
+    )
     checkpoint = kept / "checkpoints" / "step-00000002"
     train(*options(tiny_model, rows, resumed, *shared, f"--resume_from={checkpoint}", "--validation_fraction=0.3"))
     assert losses(again) == losses(kept), "what is computed again is the same"
@@ -117,18 +130,29 @@ def test_what_goes_together_with_it(tiny_model, rows, tmp_path):
 
 def test_a_checkpoint_of_another_backend_is_not_continued(tiny_model, rows, tmp_path):
     train(
-        *options(tiny_model, rows, tmp_path / "bf16", "--mixed_precision=bf16", "--max_steps=1", "--save_every=1", "--no_export")
+        *options(
+            tiny_model,
+            rows,
+            tmp_path / "bf16",
+            "--mixed_precision=bf16",
+            "--max_steps=1",
+            "--save_every=1",
+            "--no_export",
+        )
     )
     checkpoint = tmp_path / "bf16" / "checkpoints" / "step-00000001"
     with pytest.raises(UserError, match="precision was 'bf16' and is 'fp8 tensorwise'"):
         train(*options(tiny_model, rows, tmp_path / "fp8", *FP8, f"--resume_from={checkpoint}"))
 
 
-# --- several processes -----------------------------------------------------------------------------------------------------
+# --- several processes
+# -----------------------------------------------------------------------------------------------------
 
 
 def say_what_is_gathered() -> None:
-    """Let a process print the types of the weights that torchao hands to FSDP2, and how often scales are computed for all of them at once."""
+    """Let a process print the types of the weights that torchao hands to FSDP2, and how often scales are computed
+    for all of them at once.
+    """
     import torchao.float8
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
 
@@ -178,7 +202,8 @@ def test_weights_are_gathered_in_fp8_and_a_resumed_run_goes_on(tiny_model, rows,
     assert losses(tmp_path / "two") == pytest.approx(one_process, rel=3e-3)
     gathered = [line for line in log.splitlines() if line.startswith("gathers")]
     assert set(gathered) == {"gathers torch.float8_e4m3fn now", "gathers torch.float8_e4m3fn ahead"}
-    # Only before the first step is there no scale: 14 weights, gathered for the forward and again for the backward pass, on two ranks.
+    # Only before the first step is there no scale: 14 weights, gathered for the forward and again for the backward
+    # pass, on two ranks.
     assert gathered.count("gathers torch.float8_e4m3fn now") == 14 * 2 * 2
     assert log.count("computes all scales") == 2 * NUM_STEPS
     checkpoint = tmp_path / "two" / "checkpoints" / "step-00000002"
@@ -192,7 +217,8 @@ def test_weights_are_gathered_in_fp8_and_a_resumed_run_goes_on(tiny_model, rows,
     assert losses(tmp_path / "alone") == pytest.approx(losses(tmp_path / "two")[2:], rel=3e-3)
 
 
-# --- which layers ----------------------------------------------------------------------------------------------------------
+# --- which layers
+# ----------------------------------------------------------------------------------------------------------
 
 
 class Odd(nn.Module):
@@ -225,7 +251,13 @@ def test_the_filter_and_the_census():
 
 
 def test_the_output_head_stays_out_under_any_name():
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 96}
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "vocab_size": 96,
+    }
     model = BioGptForCausalLM(BioGptConfig(**shape))
     left = convert_with_torchao(model, torchao_fp8.build_config("tensorwise", emulate=True))
     assert left == {"output_projection": "output head"} and type(model.get_output_embeddings()) is nn.Linear
@@ -248,7 +280,9 @@ OPERANDS = {
 
 @pytest.mark.parametrize("scenario", TORCHAO_SCENARIOS)
 def test_the_diagnosis_sees_the_operands(scenario):
-    """What each product really multiplies, recorded where torch dispatches it; a layer that was left in bf16 is a problem."""
+    """What each product really multiplies, recorded where torch dispatches it; a layer that was left in bf16 is a
+    problem.
+    """
     model, precision, plan = converted(scenario)
     ids = torch.randint(0, 1000, (2, 32))
     recorder = GemmRecorder(model)
@@ -300,14 +334,17 @@ def test_layers_share_their_compiled_code(monkeypatch):
     found = loss_and_gradient()
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert found[0] == pytest.approx(expected[0], rel=1e-3)
-    assert torch.nn.functional.cosine_similarity(found[1].float().flatten(), expected[1].float().flatten(), dim=0) > 0.99
+    assert (
+        torch.nn.functional.cosine_similarity(found[1].float().flatten(), expected[1].float().flatten(), dim=0) > 0.99
+    )
     assert [name for name, _ in model.named_parameters()] == names
     with torchao_fp8.uncompiled(layers):
         assert layers[0]._compiled_call_impl is None
     assert layers[0]._compiled_call_impl is not None
 
 
-# --- the certificate -------------------------------------------------------------------------------------------------------
+# --- the certificate
+# -------------------------------------------------------------------------------------------------------
 
 FP8_KERNEL = "nvjet_sm90_qqtst_128x256_128x6_2x1_v_bz_coopA_TNT"
 BF16_KERNEL = "nvjet_sm90_ttt_128x256_64x4_2x1_v_bz_coopA_TNT"
@@ -329,7 +366,9 @@ def same_recipe(config: object, name: str) -> bool:
 def test_the_certificate_counts_the_products_of_the_recipe(scenario, products):
     model, precision, plan = converted(scenario)
     all_in_fp8 = measure_coverage(model, precision.fp8_modules, plan.compute_name, {}).fp8_linear_flop_share
-    census = measure_coverage(model, precision.fp8_modules, plan.compute_name, {}, most_in_fp8=precision.num_fp8_gemms_per_weight)
+    census = measure_coverage(
+        model, precision.fp8_modules, plan.compute_name, {}, most_in_fp8=precision.num_fp8_gemms_per_weight
+    )
     assert census.fp8_linear_flop_share == pytest.approx(all_in_fp8 * products / 3)
     promise = ExpectedKernels.of_model(precision, census, recomputed=decoder_layers(model))
     assert promise.num_fp8_gemms(2) == 2 * products * 14, "what torch.compile computes again is its own affair"
@@ -352,7 +391,8 @@ def test_the_certificate_counts_the_products_of_the_recipe(scenario, products):
     )
     renamed = verdict(expected, "some_new_gemm")
     assert (
-        renamed.verdict == "undetermined" and "of 14 modules of torchao 14 say that they are set up for fp8" in renamed.reasons[0]
+        renamed.verdict == "undetermined"
+        and "of 14 modules of torchao 14 say that they are set up for fp8" in renamed.reasons[0]
     )
     # One module whose forward function something replaced denies it.
     model.model.layers[0].mlp.up_proj.forward = lambda x: x
@@ -365,18 +405,26 @@ def test_another_recipe_and_torchao_in_a_bf16_run_are_failures():
     kernels = {FP8_KERNEL: (42, 0.1), BF16_KERNEL: (3, 0.1)}
     asked = ExpectedKernels("fp8 tensorwise", "bf16", "tensorwise", num_fp8_weights=14)
     found = certify(asked, kernels, precision.module_state(), num_micro_batches=1)
-    assert found.verdict == "failed" and found.reasons == ["expected the recipe tensorwise, and modules computed by rowwise (14)"]
+    assert found.verdict == "failed" and found.reasons == [
+        "expected the recipe tensorwise, and modules computed by rowwise (14)"
+    ]
     options = PrecisionConfig(mixed_precision="bf16")
     bf16 = Precision(resolve_precision(options, CPU), options, CPU, torch.bfloat16)
     bf16.attach(model, decoder_layers(model))
     found = certify(ExpectedKernels("bf16", "bf16"), {BF16_KERNEL: (45, 0.1)}, bf16.module_state(), num_micro_batches=1)
-    assert found.verdict == "failed" and "expected no module in fp8, and of 14 modules of torchao 14" in found.reasons[0]
+    assert (
+        found.verdict == "failed" and "expected no module in fp8, and of 14 modules of torchao 14" in found.reasons[0]
+    )
 
 
-# --- what cannot be --------------------------------------------------------------------------------------------------------
+# --- what cannot be
+# --------------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "delayed is Transformer Engine's": (["--fp8_scenario=delayed"], "--fp8_scenario delayed is a recipe of --fp8_backend te"),
+    "delayed is Transformer Engine's": (
+        ["--fp8_scenario=delayed"],
+        "--fp8_scenario delayed is a recipe of --fp8_backend te",
+    ),
     "mxfp8 too": (["--fp8_scenario=mxfp8"], "tensorwise, rowwise, rowwise_with_gw_hp; change one"),
     "rowwise is torchao's": (
         ["--fp8_backend=te", "--fp8_scenario=rowwise"],
@@ -386,8 +434,14 @@ REFUSED = {
     "a history of maxima": (["--amax_history_len=16"], "--amax_history_len belongs to Transformer Engine's recipes"),
     "a format": (["--fp8_format=E4M3"], "--fp8_format belongs to Transformer Engine's recipes"),
     "tokens": (["--max_seq_length=30", "--batch_size=1"], "multiple of 16"),
-    "gathering by rows": (["--fp8_all_gather", "--fp8_scenario=rowwise"], "--fp8_all_gather gathers a weight with the one scale"),
-    "gathering without torchao": (["--fp8_all_gather", "--fp8_backend=te"], "--fp8_all_gather belongs to --fp8_backend torchao"),
+    "gathering by rows": (
+        ["--fp8_all_gather", "--fp8_scenario=rowwise"],
+        "--fp8_all_gather gathers a weight with the one scale",
+    ),
+    "gathering without torchao": (
+        ["--fp8_all_gather", "--fp8_backend=te"],
+        "--fp8_all_gather belongs to --fp8_backend torchao",
+    ),
 }
 
 
@@ -435,16 +489,22 @@ def test_fp8_with_a_quantised_model_is_refused(method, backend, tiny_model, tmp_
     for path in Path(tiny_model).iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     entries = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**entries, "quantization_config": {"quant_method": method, "bits": 4}}))
+    (folder / "config.json").write_text(
+        json.dumps({**entries, "quantization_config": {"quant_method": method, "bits": 4}})
+    )
     config: Config = parse_config([f"--model_name={folder}", "--mixed_precision=fp8", f"--fp8_backend={backend}"])
     source = resolve_source(config.model)
-    with pytest.raises(UserError, match=rf"--mixed_precision fp8 cannot go with a quantised model.*{folder}.*\({method} in the"):
+    with pytest.raises(
+        UserError, match=rf"--mixed_precision fp8 cannot go with a quantised model.*{folder}.*\({method} in the"
+    ):
         check_model(config, load_config(config.model, source), load_tokenizer(config.model, source)[0])
 
 
 def test_a_missing_package_is_named(monkeypatch, tiny_model, rows, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="--fp8_backend torchao needs torchao, which is not installed; run: pip install torchao"):
+    with pytest.raises(
+        UserError, match="--fp8_backend torchao needs torchao, which is not installed; run: pip install torchao"
+    ):
         train(*options(tiny_model, rows, tmp_path, *FP8))
 
 
@@ -468,7 +528,8 @@ def test_fp8_that_cannot_run_is_an_error_and_never_another_precision(tiny_model,
     assert not (tmp_path / "te" / "run.json").exists()
 
 
-# --- arms of a comparison --------------------------------------------------------------------------------------------------
+# --- arms of a comparison
+# --------------------------------------------------------------------------------------------------
 
 
 def test_arms_of_a_comparison():
@@ -484,7 +545,8 @@ def test_arms_of_a_comparison():
 
 def test_arms_of_a_benchmark():
     with pytest.raises(
-        UserError, match="--arms tensorwise: torchao converts the layers of the Hugging Face decoder; write tensorwise:swap"
+        UserError,
+        match="--arms tensorwise: torchao converts the layers of the Hugging Face decoder; write tensorwise:swap",
     ):
         parse_variant("tensorwise")
     arm = parse_variant("fsdp_full:tensorwise:swap:fp8_all_gather")

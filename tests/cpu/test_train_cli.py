@@ -86,7 +86,9 @@ def test_comparisons_and_benchmarks_answer_without_models(program, words):
 
 
 def _answers_without(program: str, words: str, *modules: str) -> None:
-    """Assert that a program ends with help or a mistake, by its exit code, and has loaded none of `modules` and of what else takes long to import."""
+    """Assert that a program ends with help or a mistake, by its exit code, and has loaded none of `modules` and of
+    what else takes long to import.
+    """
     code = (
         "import runpy, sys\n"
         f"sys.argv = [{program!r}, *{words.split()!r}]\n"
@@ -98,7 +100,16 @@ def _answers_without(program: str, words: str, *modules: str) -> None:
     assert done.returncode == 0, done.stderr
     *_, ended, loaded = done.stdout.splitlines()
     assert ended == ("code 0" if words == "--help" else "code 2"), done.stderr
-    slow = {"transformers.modeling_utils", "datasets", "pandas", "wandb", "peft", "torchao", "deepspeed", "transformer_engine"}
+    slow = {
+        "transformers.modeling_utils",
+        "datasets",
+        "pandas",
+        "wandb",
+        "peft",
+        "torchao",
+        "deepspeed",
+        "transformer_engine",
+    }
     assert "llm_fp8.utils.errors" in loaded.split()
     assert (slow | set(modules)) & set(loaded.split()) == set()
 
@@ -107,14 +118,26 @@ def _answers_without(program: str, words: str, *modules: str) -> None:
 
 
 def test_without_a_model_or_dataset_the_embedded_ones_are_trained_evaluated_and_exported(tmp_path):
-    done = script("--max_steps=12", "--max_seq_length=128", "--num_of_samples=300", "--learning_rate=3e-3", cwd=tmp_path)
+    done = script(
+        "--max_steps=12", "--max_seq_length=128", "--num_of_samples=300", "--learning_rate=3e-3", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "no word of any library"
     (run,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}-embedded-auto", run.name)
 
     summary = json.loads((run / "summary.json").read_text())
-    phases = ["imports", "devices", "config_and_tokenizer", "data", "weights", "parity", "optimizer", "records", "first_step"]
+    phases = [
+        "imports",
+        "devices",
+        "config_and_tokenizer",
+        "data",
+        "weights",
+        "parity",
+        "optimizer",
+        "records",
+        "first_step",
+    ]
     assert list(summary["phases_s"]) == phases and min(summary["phases_s"].values()) >= 0
     assert summary["phases_s"]["imports"] > 0.1, "from the script's first line"
     assert summary["phases_s"]["first_step"] == records(run)[0]["step_time_s"]
@@ -184,8 +207,13 @@ def test_a_documented_command(name, tmp_path, hub_models, hub_dataset, monkeypat
     assert train(*words, "--max_steps=3", "--eval_batches=1", f"--output_dir={folder}") == 0
     wandb.teardown()
     recorded = run_json(folder)
-    assert recorded["data"]["num_rows_read"] == 300 and recorded["config"]["data"]["split_name"] == asked.data.split_name
-    assert recorded["effective"]["global_batch_size"] == asked.data.batch_size and recorded["precision"]["effective"] == "bf16"
+    assert (
+        recorded["data"]["num_rows_read"] == 300 and recorded["config"]["data"]["split_name"] == asked.data.split_name
+    )
+    assert (
+        recorded["effective"]["global_batch_size"] == asked.data.batch_size
+        and recorded["precision"]["effective"] == "bf16"
+    )
     assert len(steps(folder)) == 3 and (folder / "final" / "model.safetensors").exists()
     assert len(list(folder.glob("wandb/offline-run-*/*.wandb"))) == asked.run.use_wandb
 
@@ -200,7 +228,9 @@ def launch_config(tmp_path: Path, **entries: object) -> str:
     """An accelerate configuration file."""
     path = tmp_path / "accelerate.yaml"
     path.write_text(
-        yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_processes": 1, **entries})
+        yaml.safe_dump(
+            {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_processes": 1, **entries}
+        )
     )
     return str(path)
 
@@ -227,7 +257,9 @@ def test_accelerate_launch_decides_the_precision(tmp_path, warm_python, tiny_mod
     "override", [{}, {"override_linear_precision": [False, False, False], "use_autocast_during_eval": False}]
 )
 def test_an_fp8_configuration_file_of_accelerate_becomes_our_options(tmp_path, override):
-    """With the variables that accelerate's own launcher makes of it (which itself refuses to start without a GPU library)."""
+    """With the variables that accelerate's own launcher makes of it (which itself refuses to start without a GPU
+    library).
+    """
     fp8 = {"backend": "TE", "fp8_format": "HYBRID", "amax_compute_algo": "max", "amax_history_len": 1024, **override}
     content = {"mixed_precision": "fp8", "fp8_config": fp8}
     arguments = launch_command_parser().parse_args(["train_fp8.py"])
@@ -236,7 +268,11 @@ def test_an_fp8_configuration_file_of_accelerate_becomes_our_options(tmp_path, o
     environment = {"ACCELERATE_MIXED_PRECISION": content["mixed_precision"], **setup_fp8_env(arguments, {})}
     settings = merge_launch_settings(PrecisionConfig(), take_launch_settings(environment))
     assert settings == PrecisionConfig(
-        mixed_precision="fp8", fp8_format="HYBRID", amax_compute_algo="max", amax_history_len=1024, fp8_margin=settings.fp8_margin
+        mixed_precision="fp8",
+        fp8_format="HYBRID",
+        amax_compute_algo="max",
+        amax_history_len=1024,
+        fp8_margin=settings.fp8_margin,
     )
     assert settings.fp8_margin in (None, 0)
     assert environment == {}
@@ -366,9 +402,15 @@ def test_the_optimizer_follows_its_options(run, option):
     [("linear", 0, 0), ("linear", 1000, 3), ("cosine", 2, 2), ("cosine", 1000, 3), ("constant", 2, 2)],
 )
 def test_the_learning_rate_warms_up_over_a_tenth_at_most(run, scheduler, asked, warmup):
-    shape = {"linear": lambda p: 1 - p, "cosine": lambda p: (1 + math.cos(math.pi * p)) / 2, "constant": lambda p: 1.0}[scheduler]
+    shape = {"linear": lambda p: 1 - p, "cosine": lambda p: (1 + math.cos(math.pi * p)) / 2, "constant": lambda p: 1.0}[
+        scheduler
+    ]
     folder = run(
-        "--max_steps=30", f"--lr_scheduler={scheduler}", f"--num_warmup_steps={asked}", "--no_export", "--num_of_samples=16"
+        "--max_steps=30",
+        f"--lr_scheduler={scheduler}",
+        f"--num_warmup_steps={asked}",
+        "--no_export",
+        "--num_of_samples=16",
     )
     expected = [(i + 1) / warmup for i in range(warmup)] + [shape(i / (30 - warmup)) for i in range(30 - warmup)]
     assert learning_rates(folder) == pytest.approx([1e-2 * share for share in expected], rel=1e-6, abs=1e-12)
@@ -410,7 +452,9 @@ def test_gradient_checkpointing_and_attention_are_recorded_and_change_no_result(
 
 def test_trackers_get_the_run(run, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    folder = run("--report_to=all", "--wandb_project=my-project", "--wandb_run_name=my-run", "--no_export", "--max_steps=2")
+    folder = run(
+        "--report_to=all", "--wandb_project=my-project", "--wandb_run_name=my-run", "--no_export", "--max_steps=2"
+    )
     wandb.teardown()  # waits for W&B's own process, which writes the file
     (stored,) = folder.glob("wandb/offline-run-*/*.wandb")
     assert b"my-project" in stored.read_bytes() and b"my-run" in stored.read_bytes()
@@ -454,6 +498,8 @@ def test_a_bf16_model_is_trained_in_fp32_and_exported_in_bf16(tmp_path, rows):
 
 def test_the_default_folder_is_named_after_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = with_output_dir(parse_config(["--model_name=meta-llama/Llama-3.2-1B", "--mixed_precision=bf16"]), LaunchRanks())
+    config = with_output_dir(
+        parse_config(["--model_name=meta-llama/Llama-3.2-1B", "--mixed_precision=bf16"]), LaunchRanks()
+    )
     assert re.fullmatch(r"runs/\d{8}-\d{6}-meta-llama-Llama-3\.2-1B-bf16", str(config.run.output_dir))
     assert list(tmp_path.iterdir()) == []

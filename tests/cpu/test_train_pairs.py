@@ -1,4 +1,6 @@
-"""The scripts that train a pair in bf16 and fp8: they differ in precision alone, options behind them win, and one really trains."""
+"""The scripts that train a pair in bf16 and fp8: they differ in precision alone, options behind them win, and one
+really trains.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def test_a_dry_run_of_a_twin_prints_the_command(stand_in):
 
 
 def test_an_interpreter_that_is_not_there_is_one_sentence():
-    done = subprocess.run([SCRIPTS / "train_fp8.sh"], env={**os.environ, "PYTHON": "/no/python"}, capture_output=True, text=True)
+    done = subprocess.run(
+        [SCRIPTS / "train_fp8.sh"], env={**os.environ, "PYTHON": "/no/python"}, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert done.stderr == "error: PYTHON=/no/python: no such program; set PYTHON to the interpreter that has torch.\n"
 
@@ -116,7 +120,11 @@ def compare_script() -> ModuleType:
 
 @pytest.mark.parametrize(
     ("options", "num_runs", "optimizer"),
-    [([], 2, "auto"), (["--seeds", "3"], 6, "auto"), (["--seeds", "3", "--", "--optimizer", "adamw_8bit"], 6, "adamw_8bit")],
+    [
+        ([], 2, "auto"),
+        (["--seeds", "3"], 6, "auto"),
+        (["--seeds", "3", "--", "--optimizer", "adamw_8bit"], 6, "adamw_8bit"),
+    ],
 )
 def test_one_command_compares_the_8b_pair(options, num_runs, optimizer, stand_in, tmp_path):
     words = words_of("compare_llama_8b", stand_in, *options)
@@ -153,8 +161,20 @@ def test_without_options_the_pairs_own_runs_are_compared(tmp_path, monkeypatch):
 
 def test_the_baseline_really_trains(tmp_path, warm_python):
     """The script itself, on the CPU, with the hub's model and dataset replaced by the embedded ones."""
-    small = ["--model_name=embedded", "--dataset_name=embedded", "--split_name=train", "--use_te=false", "--num_of_samples=200"]
-    small += ["--max_seq_length=128", "--max_steps=3", "--eval_batches=1", "--preprocessing_workers=1", "--learning_rate=3e-3"]
+    small = [
+        "--model_name=embedded",
+        "--dataset_name=embedded",
+        "--split_name=train",
+        "--use_te=false",
+        "--num_of_samples=200",
+    ]
+    small += [
+        "--max_seq_length=128",
+        "--max_steps=3",
+        "--eval_batches=1",
+        "--preprocessing_workers=1",
+        "--learning_rate=3e-3",
+    ]
     done = subprocess.run(
         [SCRIPTS / "train_bf16.sh", *small, "--output_dir", tmp_path / "run"],
         cwd=tmp_path,

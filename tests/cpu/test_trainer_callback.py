@@ -1,6 +1,8 @@
-"""The certificate of a transformers Trainer: what Accelerate makes of a Trainer under every launch, judged with made-up kernels.
+"""The certificate of a transformers Trainer: what Accelerate makes of a Trainer under every launch, judged with made-up
+kernels.
 
-The Trainer and Accelerate are real, Transformer Engine is made up (`tests/made_up_te.py`), and so is what the GPU is said to have run.
+The Trainer and Accelerate are real, Transformer Engine is made up (`tests/made_up_te.py`), and so is what the GPU is
+said to have run.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ EXPECTED = NUM_LINEARS * 3 * MICRO_BATCHES
 
 @pytest.fixture
 def trained(monkeypatch, tmp_path):
-    """A function: train a tiny model for three steps under a launch, with a callback that sees these kernels; the Trainer."""
+    """A function: train a tiny model for three steps under a launch, with a callback that sees these kernels; the
+    Trainer.
+    """
     made_up_te.install(monkeypatch)
     recorded: list[int] = []
     monkeypatch.setattr(callback_module, "can_record", lambda: True)
@@ -99,7 +103,10 @@ def test_a_trainer_launched_in_fp8_is_certified(trained, tmp_path, capsys):
     assert stored["num_expected_fp8_gemm_kernels"] == stored["num_fp8_gemm_kernels"] == EXPECTED
     assert stored["modules"]["num_in_fp8"] == NUM_LINEARS and stored["recipe_inside_modules"] == "DelayedScaling"
     assert stored["fp8_linear_flop_share"] == 1 and stored["num_micro_batches"] == MICRO_BATCHES
-    assert capsys.readouterr().out.count(f"certificate: fp8 delayed, {EXPECTED} of {EXPECTED + 4} GEMM kernels in fp8") == 1
+    assert (
+        capsys.readouterr().out.count(f"certificate: fp8 delayed, {EXPECTED} of {EXPECTED + 4} GEMM kernels in fp8")
+        == 1
+    )
 
 
 def test_a_trainer_launched_in_bf16_is_certified_and_fp8_kernels_in_it_are_not(trained, tmp_path, capsys):
@@ -115,7 +122,10 @@ def test_one_kernel_fewer_ends_the_run_after_the_step(trained, tmp_path, capsys)
         trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED - 1})
     assert stopped.value.code == 1
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
-    assert line.startswith("error: the GPU does not run what was asked for (fp8 delayed)") and f"at least {EXPECTED}" in line
+    assert (
+        line.startswith("error: the GPU does not run what was asked for (fp8 delayed)")
+        and f"at least {EXPECTED}" in line
+    )
     assert line.endswith("without CertificateCallback it trains all the same.")
     assert certificate_of(tmp_path)["verdict"] == "failed"
 
@@ -127,7 +137,10 @@ def test_kernels_of_unknown_names_are_a_warning(trained, capsys):
 
 def test_the_last_step_is_recorded_where_there_are_fewer(trained):
     trainer = trained(BF16_LAUNCH, {BF16_KERNEL: 1}, step=5)
-    assert trainer.certificate_callback._recorded_step == 3 and trainer.certificate_callback.certificate.verdict == "certified"
+    assert (
+        trainer.certificate_callback._recorded_step == 3
+        and trainer.certificate_callback.certificate.verdict == "certified"
+    )
 
 
 # What Accelerate and the Trainer do of their own accord, and whether the callback sees it.
@@ -142,9 +155,14 @@ def test_a_lost_launch_is_caught(trained, capsys):
 
 
 def test_the_bf16_flag_takes_the_place_of_fp8_and_the_recipe_is_lost(trained, capsys):
-    """ACCELERATE_FP8_BACKEND alone converts the model, and without a recipe of its own Transformer Engine takes its default."""
+    """ACCELERATE_FP8_BACKEND alone converts the model, and without a recipe of its own Transformer Engine takes its
+    default.
+    """
     trainer = trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, bf16=True)
-    assert trainer.accelerator.mixed_precision == "bf16" and trainer.certificate_callback.certificate.verdict == "certified"
+    assert (
+        trainer.accelerator.mixed_precision == "bf16"
+        and trainer.certificate_callback.certificate.verdict == "certified"
+    )
     chosen = {**FP8_LAUNCH, "ACCELERATE_FP8_AMAX_HISTORY_LEN": "16", "ACCELERATE_FP8_FORMAT": "E4M3"}
     trained(chosen, {FP8_KERNEL: EXPECTED})
     with pytest.raises(SystemExit):
@@ -202,8 +220,12 @@ def test_a_tied_head_leaves_the_optimizer(trained):
 
 
 def test_layers_that_the_conversion_left_out_are_named(trained):
-    """It returns at the key projection, whose 8 rows fp8 cannot take, and never gets to the output projection, which it could."""
-    certificate = trained(FP8_LAUNCH, {FP8_KERNEL: 9 * 3 * MICRO_BATCHES}, model={"head_dim": 8}).certificate_callback.certificate
+    """It returns at the key projection, whose 8 rows fp8 cannot take, and never gets to the output projection, which
+    it could.
+    """
+    certificate = trained(
+        FP8_LAUNCH, {FP8_KERNEL: 9 * 3 * MICRO_BATCHES}, model={"head_dim": 8}
+    ).certificate_callback.certificate
     assert certificate.verdict == "certified" and certificate.num_expected_fp8_gemm_kernels == 9 * 3 * MICRO_BATCHES
     assert certificate.remarks == [
         "2 linear layers that fp8 could compute were not converted, such as model.layers.0.self_attn.o_proj"
@@ -240,7 +262,9 @@ def training_options(tiny_model: str, rows: str, folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory, warm_python, tiny_model, rows):
-    """What accelerate launch with configs/accelerate_bf16.yaml left of the example and of train_fp8.py, run at the same time: folder, output."""
+    """What accelerate launch with configs/accelerate_bf16.yaml left of the example and of train_fp8.py, run at the
+    same time: folder, output.
+    """
     folder = tmp_path_factory.mktemp("launched")
     example = [
         "--max_steps",
@@ -268,7 +292,9 @@ def launched(tmp_path_factory, warm_python, tiny_model, rows):
     }
     launch = ["-m", "accelerate.commands.launch", "--config_file", "configs/accelerate_bf16.yaml"]
     processes = {
-        name: subprocess.Popen([python, *launch, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        name: subprocess.Popen(
+            [python, *launch, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         for name, (python, *words) in scripts.items()
     }
     outputs = {name: process.communicate(timeout=120)[0] for name, process in processes.items()}
@@ -310,12 +336,26 @@ def test_mistakes_in_the_examples_options_are_one_sentence(tmp_path, monkeypatch
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="says that Transformer Engine is not there")
 def test_a_launchers_fp8_without_transformer_engine_is_one_sentence(tmp_path):
-    command = [sys.executable, "examples/hf_trainer_fp8.py", "--num_of_samples", "64", "--output_dir", str(tmp_path), "--use_cpu"]
-    launchers = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}  # what accelerate launch sets from the file
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **launchers}, capture_output=True, text=True, timeout=120)
+    command = [
+        sys.executable,
+        "examples/hf_trainer_fp8.py",
+        "--num_of_samples",
+        "64",
+        "--output_dir",
+        str(tmp_path),
+        "--use_cpu",
+    ]
+    launchers = {
+        "ACCELERATE_MIXED_PRECISION": "fp8",
+        "ACCELERATE_FP8_BACKEND": "TE",
+    }  # what accelerate launch sets from the file
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **launchers}, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert (
-        "error: the launcher's --config_file asks for what is not installed (TransformerEngine is not available." in done.stderr
+        "error: the launcher's --config_file asks for what is not installed (TransformerEngine is not available."
+        in done.stderr
     )
 
 

@@ -64,7 +64,8 @@ def setup(tmp_path) -> Setup:
     return Setup("meta-llama/Llama-3.2-1B", 1024, 8, True, tmp_path / "runs", ("ddp",), {}, scratch=tmp_path)
 
 
-# --- results and the runner ---------------------------------------------------------------------------------------------
+# --- results and the runner
+# ---------------------------------------------------------------------------------------------
 
 
 def test_a_failure_must_say_what_mends_it():
@@ -161,13 +162,16 @@ def test_every_registered_check_has_its_function():
 
 def rows_of(*statuses: str) -> list[Row]:
     return [
-        Row(Check("c", "C"), Result(status, "s", mends=("mend it",) if status == "failed" else ()), 1.0) for status in statuses
+        Row(Check("c", "C"), Result(status, "s", mends=("mend it",) if status == "failed" else ()), 1.0)
+        for status in statuses
     ]
 
 
 def test_the_documentation_has_every_check():
     rows = [
-        line.split("|")[1].strip() for line in (ROOT / "docs" / "verify.md").read_text().splitlines() if line.startswith("| `")
+        line.split("|")[1].strip()
+        for line in (ROOT / "docs" / "verify.md").read_text().splitlines()
+        if line.startswith("| `")
     ]
     assert sorted(rows) == sorted(f"`{check.name}`" for check in CHECKS)
 
@@ -190,7 +194,9 @@ def test_the_table_shows_what_mends_a_failure(capsys):
 
 
 def test_the_file_is_written_as_far_as_it_got(tmp_path):
-    """What is there when the script is killed: the checks that ended, which one was under way, which were not reached."""
+    """What is there when the script is killed: the checks that ended, which one was under way, which were not
+    reached.
+    """
     done, under_way, later = (Check(name, name) for name in ("done", "under_way", "later"))
     record = Record(tmp_path / "verify.json", {}, (done, under_way, later))
     record.begin(done)
@@ -201,11 +207,12 @@ def test_the_file_is_written_as_far_as_it_got(tmp_path):
     assert [(check["name"], check["wall_s"]) for check in found["checks"]] == [("done", 1.5)]
 
 
-# --- versions, imports, GPU ---------------------------------------------------------------------------------------------
+# --- versions, imports, GPU
+# ---------------------------------------------------------------------------------------------
 
 PINS = versions.pins_of(
-    "torch==2.13.0  # tensors\nnumpy==2.4.6; python_version >= '3.10'\nnumpy==1.0; python_version < '3.0'\n# a comment\n\n"
-    "transformer-engine[pytorch]==2.20.2\nwandb==0.31.0\n",
+    "torch==2.13.0  # tensors\nnumpy==2.4.6; python_version >= '3.10'\nnumpy==1.0; python_version < '3.0'\n# a "
+    "comment\n\ntransformer-engine[pytorch]==2.20.2\nwandb==0.31.0\n",
     "requirements.txt",
 )
 FOUND = {
@@ -222,7 +229,16 @@ def test_pins_that_hold_here():
         ("torch", "==2.13.0"), ("numpy", "==2.4.6"), ("transformer-engine", "==2.20.2"), ("wandb", "==0.31.0"),
     ]  # fmt: skip
     real = {pin.name for pin in versions.read_pins()}
-    assert {"torch", "accelerate", "transformers", "datasets", "deepspeed", "torchao", "transformer-engine", "wandb"} <= real
+    assert {
+        "torch",
+        "accelerate",
+        "transformers",
+        "datasets",
+        "deepspeed",
+        "torchao",
+        "transformer-engine",
+        "wandb",
+    } <= real
 
 
 def without(name: str) -> dict:
@@ -239,7 +255,9 @@ def test_versions():
     assert optional.status == "passed" and any("wandb is not installed" in line for line in optional.details)
     drift = versions.judge(PINS, {**FOUND, "numpy": versions.Installed("2.0.0", "/site")}, has_gpu=True)
     assert drift.status == "warning" and "numpy is 2.0.0" in drift.summary and "numpy==2.4.6" in drift.mends[0]
-    parts = versions.judge(PINS, {**FOUND, "transformer-engine-torch": versions.Installed("2.19.0", "/site")}, has_gpu=True)
+    parts = versions.judge(
+        PINS, {**FOUND, "transformer-engine-torch": versions.Installed("2.19.0", "/site")}, has_gpu=True
+    )
     assert parts.status == "failed" and "uninstall" in parts.mends[0]
 
 
@@ -249,13 +267,17 @@ def test_imports():
     assert imports.judge({"torch": None}).status == "passed"
     broken = imports.judge({"torch": None, "transformer_engine.pytorch": "fp8 needs Transformer Engine, ..."})
     assert broken.status == "failed" and "requirements-gpu.txt" in broken.mends[0]
-    optional = imports.judge({"torch": None, "deepspeed": "ImportError: no", "flash_attn": "ImportError: undefined symbol"})
+    optional = imports.judge(
+        {"torch": None, "deepspeed": "ImportError: no", "flash_attn": "ImportError: undefined symbol"}
+    )
     assert optional.status == "warning" and "--sharding_mode deepspeed_1 to 3" in optional.summary
     assert "'deepspeed==" in optional.mends[0] and "uninstall -y flash-attn" in optional.mends[1]
     fourth = imports.judge({"torch": None, "flash_attn.cute": "ImportError: cannot import name 'cute'"})
     assert fourth.status == "warning" and "--attn_implementation flash_attention_4" in fourth.summary
     assert fourth.mends[0].endswith(f"-m {FLASH_ATTENTION_PACKAGES[FLASH_ATTENTION_4].install}")
-    third = imports.judge({"torch": None, "flash-attn 3": "--attn_implementation flash_attention_3: its operators do not load"})
+    third = imports.judge(
+        {"torch": None, "flash-attn 3": "--attn_implementation flash_attention_3: its operators do not load"}
+    )
     assert third.status == "warning" and "--attn_implementation flash_attention_3" in third.summary
     assert third.mends[0].endswith(f"-m {FLASH_ATTENTION_PACKAGES[FLASH_ATTENTION_3].install}")
 
@@ -273,14 +295,18 @@ def test_each_flash_attn_is_imported_where_its_own_package_is(packages, modules,
     monkeypatch.syspath_prepend(tmp_path)
     for package in packages:
         (tmp_path / f"{package}-1.0.dist-info").mkdir()
-        (tmp_path / f"{package}-1.0.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (tmp_path / f"{package}-1.0.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
+        )
     tried = []
     monkeypatch.setattr(imports, "try_import", tried.append)
     imports.check(SimpleNamespace(num_gpus=0))
     assert {name for name in tried if name.startswith("flash_attn")} == modules
 
 
-@pytest.mark.parametrize(("version", "num_gpus", "tried"), [("0.0.34", 1, 1), ("0.0.34", 0, 0), ("0.0.35", 1, 0), (None, 1, 0)])
+@pytest.mark.parametrize(
+    ("version", "num_gpus", "tried"), [("0.0.34", 1, 1), ("0.0.34", 0, 0), ("0.0.35", 1, 0), (None, 1, 0)]
+)
 def test_the_operators_of_flash_attn_3_are_loaded_where_they_can_be(version, num_gpus, tried, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     if version is not None:
@@ -313,8 +339,16 @@ UNUSABLE = dataclasses.replace(H200, names=(), capabilities=(), memory_gib=())
     ("facts", "status", "word"),
     [
         (H200, "passed", "compute capability 9.0"),
-        (dataclasses.replace(H200, names=("NVIDIA H200", "NVIDIA L4"), capabilities=((9, 0), (8, 9))), "warning", "slowest"),
-        (dataclasses.replace(UNUSABLE, driver_gpus=None, driver=None, has_device_file=False), "skipped", "no NVIDIA GPU"),
+        (
+            dataclasses.replace(H200, names=("NVIDIA H200", "NVIDIA L4"), capabilities=((9, 0), (8, 9))),
+            "warning",
+            "slowest",
+        ),
+        (
+            dataclasses.replace(UNUSABLE, driver_gpus=None, driver=None, has_device_file=False),
+            "skipped",
+            "no NVIDIA GPU",
+        ),
         (dataclasses.replace(UNUSABLE, driver_gpus=None, driver=None), "failed", "driver does not answer"),
         (dataclasses.replace(UNUSABLE, visible_devices=""), "failed", "CUDA_VISIBLE_DEVICES"),
         (dataclasses.replace(UNUSABLE, torch="2.13.0+cpu", torch_cuda=None), "failed", "build for CPUs"),
@@ -339,7 +373,8 @@ def test_gpus_that_differ_are_left_out_by_number(visible, given):
     assert result.status == "warning" and result.mends == (f"export CUDA_VISIBLE_DEVICES={given}",)
 
 
-# --- environment, folder, tracking, data --------------------------------------------------------------------------------
+# --- environment, folder, tracking, data
+# --------------------------------------------------------------------------------
 
 
 def test_variables():
@@ -375,7 +410,8 @@ def test_data():
     assert data.judge(data.TEXT, {"real": 0.9, "supervised": 0.0}, "fine").status == "failed"
 
 
-# --- recipes and steps --------------------------------------------------------------------------------------------------
+# --- recipes and steps
+# --------------------------------------------------------------------------------------------------
 
 
 def test_recipes():
@@ -384,8 +420,12 @@ def test_recipes():
         "mxfp8: needs compute capability 10.0",
         "--fp8_backend torchao: tensorwise, rowwise, rowwise_with_gw_hp",
     )
-    without = recipes.judge({"delayed": None}, "NVIDIA H200", "--fp8_backend torchao needs torchao, which is not installed")
-    assert without.status == "passed" and without.details == ("--fp8_backend torchao needs torchao, which is not installed",)
+    without = recipes.judge(
+        {"delayed": None}, "NVIDIA H200", "--fp8_backend torchao needs torchao, which is not installed"
+    )
+    assert without.status == "passed" and without.details == (
+        "--fp8_backend torchao needs torchao, which is not installed",
+    )
     assert recipes.judge({"delayed": "needs 8.9"}, "NVIDIA A100").status == "failed"
 
 
@@ -424,8 +464,12 @@ def test_a_probe_that_ends_early_says_in_which_precision():
     assert "not finite" in steps.judge_probe(Ended(0, "", 1.0), {"under_way": None, "found": plain}).summary
     fault = steps.judge_probe(Ended(-11, "loading\n", 1.0), {"under_way": "block", "found": {"bf16": plain["bf16"]}})
     assert fault.status == "failed" and fault.summary.startswith("block:") and "-11" in fault.summary
-    assert fault.facts["precisions"]["bf16"]["losses"] == BF16.losses and fault.facts["process"]["output"] == "loading\n"
-    assert steps.judge_probe(Ended(1, "ImportError: libcudnn.so.9\n", 1.0), None).summary.endswith("ImportError: libcudnn.so.9")
+    assert (
+        fault.facts["precisions"]["bf16"]["losses"] == BF16.losses and fault.facts["process"]["output"] == "loading\n"
+    )
+    assert steps.judge_probe(Ended(1, "ImportError: libcudnn.so.9\n", 1.0), None).summary.endswith(
+        "ImportError: libcudnn.so.9"
+    )
 
 
 TORCHAO_BF16 = steps.Evidence([6.93, 6.92, 6.91], {"bf16": 45})
@@ -473,7 +517,8 @@ def test_torchaos_steps_are_emulated_on_the_cpu(setup):
     found = result.facts["precisions"]
     assert list(found) == ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
     assert all(
-        found[name]["losses"] != found["bf16"]["losses"] and 0.9 < found[name]["cosine"] < 0.9999 for name in list(found)[1:]
+        found[name]["losses"] != found["bf16"]["losses"] and 0.9 < found[name]["cosine"] < 0.9999
+        for name in list(found)[1:]
     )
     wrong = {name: steps.Evidence(**evidence) for name, evidence in found.items()}
     wrong["rowwise"].cosine = 0.5
@@ -495,7 +540,12 @@ def of_capability(*capability):
 @pytest.mark.parametrize(
     ("missing", "capability", "reason", "mend"),
     [
-        ("torchao", (9, 0), "needs torchao, which is not installed", "-m pip install --force-reinstall --no-deps 'torchao=="),
+        (
+            "torchao",
+            (9, 0),
+            "needs torchao, which is not installed",
+            "-m pip install --force-reinstall --no-deps 'torchao==",
+        ),
         (None, (8, 0), "needs an NVIDIA GPU of compute capability 8.9", "python train_fp8.py --mixed_precision bf16 "),
         ("triton", (9, 0), "needs Triton, and it is not installed", "-m pip install triton"),
         ("gcc", (9, 0), "Triton needs a C compiler", "apt-get install -y gcc"),
@@ -511,7 +561,9 @@ def test_what_torchao_lacks_is_a_warning_with_its_mend(missing, capability, reas
     vars(setup).update(num_gpus=1, device=torch.device("cuda", 0))
     probe = setup.probes["torchao_steps"] = FakeProbe()
     result = torchao_steps.check(setup)
-    assert result.status == "warning" and reason in result.summary and len(result.mends) == 1 and mend in result.mends[0]
+    assert (
+        result.status == "warning" and reason in result.summary and len(result.mends) == 1 and mend in result.mends[0]
+    )
     assert probe.killed
     with pytest.raises(UserError) as refused:
         resolve_precision(TORCHAO, setup.device)
@@ -525,7 +577,9 @@ def test_where_torchao_lacks_nothing_a_run_on_a_gpu_is_not_emulated(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", of_capability(8, 9))
     device = torch.device("cuda", 0)
     assert recipes.torchao_lack(device) is None and not resolve_precision(TORCHAO, device).emulated
-    assert set(torchao_needs(torch.device("cpu"))) == {"torchao"} and all(map(recipes.torchao_fix, torchao_needs(device)))
+    assert set(torchao_needs(torch.device("cpu"))) == {"torchao"} and all(
+        map(recipes.torchao_fix, torchao_needs(device))
+    )
 
 
 @without_gpu
@@ -538,7 +592,9 @@ def test_the_steps_probe_is_a_process_whose_error_is_the_answer(setup):
 
 
 def test_steps_of_a_real_model_on_the_cpu(tmp_path):
-    """The architecture that the GPU check trains, without Transformer Engine: losses of random weights, one gradient for every parameter."""
+    """The architecture that the GPU check trains, without Transformer Engine: losses of random weights, one gradient
+    for every parameter.
+    """
     evidence, gradient = steps.take_steps(
         steps.write_architecture(tmp_path / "model"), steps.PRECISIONS["bf16"], use_te=False, batch_size=1
     )
@@ -554,7 +610,8 @@ def test_cpu_steps():
     assert cpu_steps.judge([6.9], 0.0, 1024).status == "failed"
 
 
-# --- attention and cuDNN ------------------------------------------------------------------------------------------------
+# --- attention and cuDNN
+# ------------------------------------------------------------------------------------------------
 
 DEBUG = """\
 [DEBUG    | DotProductAttention]: Running with config={'compute_capability': 'sm90', 'cudnn_version': '9.15.1'}
@@ -574,7 +631,10 @@ def test_transformer_engines_words():
         "FlashAttention 2": ["due to NVTE_FLASH_ATTN=0 or NVTE_FLASH_ATTN_V2=0"],
         "FusedAttention": ["due to NVTE_FUSED_ATTN=0"],
     }
-    assert attention.parse_debug(FUSED).selected == "FusedAttention sub-backend 1" and not attention.parse_debug(FUSED).reasons
+    assert (
+        attention.parse_debug(FUSED).selected == "FusedAttention sub-backend 1"
+        and not attention.parse_debug(FUSED).reasons
+    )
     assert attention.parse_debug("nothing").selected is None
 
 
@@ -589,7 +649,9 @@ def test_a_flash_attention_that_is_not_installed_is_a_reason():
     assert report.selected == recorded["facts"]["selected"] and report.reasons == {"FlashAttention": ["not installed"]}
     found = attention.judge(Ended(0, recorded["facts"]["output"], 1.0), {"backend": "fused (cuDNN)"}, "8 rows")
     assert found.summary == "fused (cuDNN) for 8 rows (not FlashAttention: not installed)"
-    installed = recorded["facts"]["output"].replace("'flash_attn_version': 'not installed'", "'flash_attn_version': '2.8.3'")
+    installed = recorded["facts"]["output"].replace(
+        "'flash_attn_version': 'not installed'", "'flash_attn_version': '2.8.3'"
+    )
     assert not attention.parse_debug(installed).reasons
 
 
@@ -603,7 +665,9 @@ def test_attention():
     assert why.status == "passed" and "not FusedAttention: due to NVTE_FUSED_ATTN=0" in why.summary
     other = attention.judge(Ended(0, "", 1.0), {"backend": "unfused"}, "8 rows")
     assert any("cudnn" in mend for mend in other.mends) and any("flash-attn==" in mend for mend in other.mends)
-    crashed = attention.judge(Ended(1, "Traceback\nte_llama.UnsupportedArchitecture: no such RoPE\n", 1.0), None, "8 rows")
+    crashed = attention.judge(
+        Ended(1, "Traceback\nte_llama.UnsupportedArchitecture: no such RoPE\n", 1.0), None, "8 rows"
+    )
     assert crashed.status == "failed" and "no such RoPE" in crashed.summary
     assert "did not end within" in attention.judge(Ended(None, "", 180.0), None, "8 rows").summary
 
@@ -628,7 +692,11 @@ def test_what_the_probe_reads_and_runs():
     assert attention_probe.one_of_each_window((None, None, 24, 24)) == 3
     work = attention_probe.Workload("Llama-3.2-1B", 2, 64, 1, 1)
     batch = attention_probe.padded(attention_probe.random_batch(work, 1024, 0), 2, 64)
-    assert batch.input_ids.shape == (2, 64) and batch.attention_mask.sum(dim=1).tolist() == [32, 32] and not batch.is_packed
+    assert (
+        batch.input_ids.shape == (2, 64)
+        and batch.attention_mask.sum(dim=1).tolist() == [32, 32]
+        and not batch.is_packed
+    )
 
 
 def test_cudnn(tmp_path):
@@ -644,7 +712,8 @@ def test_cudnn(tmp_path):
     assert cudnn.version_of(str(tmp_path)) == "9.8.0"
 
 
-# --- rates, exchanges, engines ------------------------------------------------------------------------------------------
+# --- rates, exchanges, engines
+# ------------------------------------------------------------------------------------------
 
 KNOWN = KnownRates(MeasuredRates(800.0, 1400.0, 1300.0, 4.0), "benchmarks/results/ceilings_test.json")
 
@@ -660,7 +729,9 @@ def test_rates():
         ["process 7 (x) holds 1 MiB"],
     )
     assert slow.status == "warning" and "bf16 50%" in slow.summary
-    assert "application clocks are set below the maximum" in slow.details and "process 7 (x) holds 1 MiB" in slow.details
+    assert (
+        "application clocks are set below the maximum" in slow.details and "process 7 (x) holds 1 MiB" in slow.details
+    )
     assert slow.mends[0] == "sudo nvidia-smi --reset-applications-clocks"
     unknown = rates.judge(MeasuredRates(400.0, None, None, 2.0), None, "NVIDIA Other", [], [])
     assert unknown.status == "info" and "fp8" not in unknown.summary
@@ -679,7 +750,12 @@ def test_exchanges_between_real_processes(setup):
     result = nccl.exchange(setup, num_processes=2, mebibytes=1)
     assert result.status == "passed", result
     seen = result.facts["seen"]
-    assert seen["world_size"] == 2 and seen["all_reduce_right"] and seen["all_gather_right"] and seen["all_gather_gb_s"] > 0
+    assert (
+        seen["world_size"] == 2
+        and seen["all_reduce_right"]
+        and seen["all_gather_right"]
+        and seen["all_gather_gb_s"] > 0
+    )
 
 
 def test_exchanges():
@@ -690,7 +766,11 @@ def test_exchanges():
     command = torchrun(2, "-m", "llm_fp8.tools.verify.nccl_probe", "nccl.json")
     assert nccl.judge(Ended(0, "", 1.0), seen, command).status == "passed"
     wrong = nccl.judge(Ended(0, "", 1.0), {**seen, "all_gather_right": False}, command)
-    assert wrong.status == "failed" and "all-gather" in wrong.summary and wrong.mends[0].startswith("NCCL_DEBUG=WARN torchrun")
+    assert (
+        wrong.status == "failed"
+        and "all-gather" in wrong.summary
+        and wrong.mends[0].startswith("NCCL_DEBUG=WARN torchrun")
+    )
     assert nccl.judge(Ended(0, "", 1.0), {**seen, "without_peer_access": [1]}, command).status == "warning"
     failed = nccl.judge(Ended(1, "[rank1]: torch.distributed.DistBackendError: NCCL error\n", 1.0), None, command)
     assert failed.status == "failed" and "NCCL error" in failed.summary
@@ -782,7 +862,8 @@ def test_processes_end_with_their_output(tmp_path):
     failed = Started([sys.executable, "-c", "print('first'); raise ValueError('wrong')"], tmp_path / "a.log").wait(30)
     assert failed.code == 1 and failed.why() == "ValueError: wrong" and "first" in failed.output
     torchruns = (
-        "E1121 15:16:40.1 7 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 2) local_rank: 0\nFailures:\n"
+        "E1121 15:16:40.1 7 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 2) "
+        "local_rank: 0\nFailures:\n"
     )
     assert Ended(1, f"error: --x is wrong.\n{torchruns}", 1.0).evidence == ("error: --x is wrong.",)
 
@@ -833,7 +914,8 @@ time.sleep(60)
     assert_ends(int(log.read_text()))
 
 
-# --- the script ---------------------------------------------------------------------------------------------------------
+# --- the script
+# ---------------------------------------------------------------------------------------------------------
 
 
 def verify(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -855,11 +937,14 @@ def test_without_a_gpu_it_does_what_it_can(tmp_path):
     by_name = {check["name"]: check for check in found["checks"]}
     assert set(by_name) == {check.name for check in CHECKS}
     assert all(
-        set(check) == {"name", "title", "status", "summary", "details", "mends", "facts", "wall_s"} for check in by_name.values()
+        set(check) == {"name", "title", "status", "summary", "details", "mends", "facts", "wall_s"}
+        for check in by_name.values()
     )
     assert {name for name, check in by_name.items() if check["status"] == "skipped"} == set(found["not_checked"])
     assert set(found["not_checked"]) == {"gpu", "recipes", "steps", "attention", "cudnn", "rates", "nccl", "engines"}
-    assert all(by_name[name]["status"] == "passed" for name in ("imports", "data", "cpu_steps", "torchao_steps", "tracking"))
+    assert all(
+        by_name[name]["status"] == "passed" for name in ("imports", "data", "cpu_steps", "torchao_steps", "tracking")
+    )
     assert by_name["variables"]["status"] == "warning" and by_name["variables"]["mends"] == ["unset NVTE_FP8_ALLREDUCE"]
     assert "unset NVTE_FP8_ALLREDUCE" in done.stdout and "without a GPU nothing is said of fp8" in done.stdout
     assert found["provenance"]["packages"]["torch"] and "Traceback" not in done.stderr
@@ -870,7 +955,9 @@ def test_a_package_that_does_not_load_is_one_failed_check(tmp_path):
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").write_text("raise ImportError('built for another Python')\n")
     path = tmp_path / "verify.json"
-    done = verify("--json", str(path), "--only", "versions,imports,variables,output_folder,data", PYTHONPATH=str(tmp_path))
+    done = verify(
+        "--json", str(path), "--only", "versions,imports,variables,output_folder,data", PYTHONPATH=str(tmp_path)
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(path.read_text())
     by_name = {check["name"]: check for check in found["checks"]}
@@ -902,7 +989,9 @@ def test_a_signal_keeps_what_was_found(monkeypatch, tmp_path, capsys):
         module_check(monkeypatch, "slow", stopped),
         Check("later", "L"),
     ]
-    monkeypatch.setattr("llm_fp8.tools.verify.cli.CHECKS", tuple(dataclasses.replace(check, limit_s=None) for check in checks))
+    monkeypatch.setattr(
+        "llm_fp8.tools.verify.cli.CHECKS", tuple(dataclasses.replace(check, limit_s=None) for check in checks)
+    )
     before = signal.getsignal(signal.SIGTERM)
     assert main(["--json", str(tmp_path / "verify.json"), "--output_dir", str(tmp_path)]) == 143
     found = json.loads((tmp_path / "verify.json").read_text())

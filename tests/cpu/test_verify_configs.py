@@ -1,4 +1,6 @@
-"""The verifier's look through DeepSpeed's and Accelerate's files: each entry that the guides warn of is named, with what it does."""
+"""The verifier's look through DeepSpeed's and Accelerate's files: each entry that the guides warn of is named, with
+what it does.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def written(tmp_path):
     def write(content: object, name: str = "") -> Path:
         is_json = isinstance(content, dict) and "compute_environment" not in content
         path = tmp_path / (name or ("ds.json" if is_json else "accelerate.yaml"))
-        path.write_text(content if isinstance(content, str) else json.dumps(content) if is_json else yaml.safe_dump(content))
+        path.write_text(
+            content if isinstance(content, str) else json.dumps(content) if is_json else yaml.safe_dump(content)
+        )
         return path
 
     return write
@@ -59,7 +63,8 @@ def test_every_broken_entry_of_a_deepspeed_file_is_named(written):
         "zero_optimization.bucket",
     ]
     assert (
-        "fp32 would double that traffic" in dict(zip(named, (says for _, says in found), strict=True))["communication_data_type"]
+        "fp32 would double that traffic"
+        in dict(zip(named, (says for _, says in found), strict=True))["communication_data_type"]
     )
 
 
@@ -100,7 +105,8 @@ def with_fp8(**entries: object) -> dict[str, object]:
         (with_fp8(backend="te"), [("elsewhere", "fp8_config.backend te is in small letters: ")]),
         ({**GUIDE, "fp8_config": {"backend": "ao"}}, [("elsewhere", "ends in a ValueError; write backend: AO")]),
         ({**with_fp8(backend=None), "mixed_precision": "bf16"}, [("no effect", "so no fp8 runs")]),
-        ({**GUIDE, "mixed_precision": "bf16", "fp8_config": TE}, [("no effect", "fp8_config: mixed_precision is bf16, so no fp8 runs")]),
+        ({**GUIDE, "mixed_precision": "bf16", "fp8_config": TE}, [("no effect", "fp8_config: mixed_precision is bf16, "
+            "so no fp8 runs")]),
         (with_fp8(override_linear_precision=[True, False, False]), [("refused", "override_linear_precision")]),
         (with_fp8(backend="MSAMP"), [("refused", "asks for backend MSAMP")]),
         ({**with_fp8(), "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, [("refused", "asks for torch.compile")]),
@@ -126,7 +132,13 @@ def test_the_deepspeed_file_that_an_accelerate_file_names_is_looked_through_too(
     deepspeed = written({**ZERO, "fp8": {"enabled": True}})
     section = {"deepspeed_config_file": str(deepspeed), "zero3_init_flag": False}
     file = written(
-        {**GUIDE, "distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "fp8_config": None, "deepspeed_config": section}
+        {
+            **GUIDE,
+            "distributed_type": "DEEPSPEED",
+            "mixed_precision": "bf16",
+            "fp8_config": None,
+            "deepspeed_config": section,
+        }
     )
     found = configs.findings(file, "Accelerate")
     assert [(finding.path, finding.says.partition(":")[0]) for finding in found] == [
@@ -159,19 +171,25 @@ def test_what_lies_in_the_folder(written, tmp_path):
     written("{'no json", "broken.json")
     named = written(ZERO, "named.json")
     found = dict(configs._lying_in(tmp_path, {named: []}))
-    assert [path.name for path in found] == ["broken.json"] and "is neither JSON nor YAML" in found[tmp_path / "broken.json"][
-        0
-    ].says
+    assert [path.name for path in found] == ["broken.json"] and "is neither JSON nor YAML" in found[
+        tmp_path / "broken.json"
+    ][0].says
 
 
 def test_this_repositorys_own_files_are_fine():
     found = dict(configs._lying_in(configs.FOLDER, {}))
-    assert len(found) >= 7 and not [finding for of_file in found.values() for finding in of_file if finding.level == "refused"]
+    assert len(found) >= 7 and not [
+        finding for of_file in found.values() for finding in of_file if finding.level == "refused"
+    ]
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "cannot be read: No such file"), ("a: [1", "neither JSON nor YAML"), ("batch_size: 8\n", "neither a DeepSpeed file")],
+    [
+        (None, "cannot be read: No such file"),
+        ("a: [1", "neither JSON nor YAML"),
+        ("batch_size: 8\n", "neither a DeepSpeed file"),
+    ],
 )
 def test_a_file_that_is_none_of_them_is_the_users_mistake(written, tmp_path, content, words):
     path = tmp_path / "none.yaml" if content is None else written(content, "some.yaml")

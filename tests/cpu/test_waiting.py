@@ -1,4 +1,6 @@
-"""Programs that have their imports when a measurement begins: who gets them, and that none outlives the one they wait for. Tiny models on the CPU."""
+"""Programs that have their imports when a measurement begins: who gets them, and that none outlives the one they
+wait for. Tiny models on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def mark(tmp_path) -> dict[str, str]:
 def ranks_of_launch(mark: dict[str, str], number: int) -> set[int]:
     """Its processes, once so many are there; what tells them from torchrun's own is a variable that it sets."""
     deadline = time.monotonic() + 60
-    while len(ranks := set(processes_with("WHOSE", mark["WHOSE"])) & set(processes_with("WORLD_SIZE", str(number)))) < number:
+    while (
+        len(ranks := set(processes_with("WHOSE", mark["WHOSE"])) & set(processes_with("WORLD_SIZE", str(number))))
+        < number
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     return ranks
@@ -65,15 +70,25 @@ def test_the_next_launch_has_its_processes_and_their_imports(tiny_architecture, 
     assert len(started_processes) == 5 and prepared.poll() is None and ranks_of_launch(mark, 2) == ranks
     second = measure_apart(*asked, timeout_s=100, variables=mark)
     assert len(started_processes) == 5 and prepared.returncode == 0
-    assert first["failed"] is None and second["losses"] == pytest.approx(first["losses"]) and len(second["step_times_s"]) == 2
+    assert (
+        first["failed"] is None
+        and second["losses"] == pytest.approx(first["losses"])
+        and len(second["step_times_s"]) == 2
+    )
     assert second.keys() == first.keys() and second["header"].keys() == first["header"].keys()
 
 
 def test_the_next_program_can_be_of_another_environment(started_processes, mark):
     """As of settings that take turns: each is prepared during the one before it, and none twice."""
     here, there = dict(os.environ), {**os.environ, **mark}
-    first, second, third = take_program(here, None, there), take_program(there, None, here), take_program(here, None, here)
-    assert [program.process for program in (first, second, third)] == started_processes[:3] and len(started_processes) == 4
+    first, second, third = (
+        take_program(here, None, there),
+        take_program(there, None, here),
+        take_program(here, None, here),
+    )
+    assert [program.process for program in (first, second, third)] == started_processes[:3] and len(
+        started_processes
+    ) == 4
     take_program(there, None, here).dismiss()
     assert len(started_processes) == 5, "what is asked for next waits already"
     for program in (first, second, third):

@@ -13,7 +13,8 @@ import pytest
 from tests.warm_python import warm_python_in
 
 SAYS = (
-    "import os, sys; print(sys.argv[1:], os.getcwd(), os.environ['SAID'], sys.stdin.read(), 'torch' in sys.modules); sys.exit(7)"
+    "import os, sys; print(sys.argv[1:], os.getcwd(), os.environ['SAID'], sys.stdin.read(), 'torch' in "
+    "sys.modules); sys.exit(7)"
 )
 WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
 

@@ -1,4 +1,5 @@
-"""Gradients of micro-batches that the modules themselves add up: the same gradients, with autograd's additions gone and nothing left behind.
+"""Gradients of micro-batches that the modules themselves add up: the same gradients, with autograd's additions gone and
+nothing left behind.
 
 Transformer Engine is stood in for, by modules that keep its rules for `main_grad`.
 """
@@ -268,5 +269,7 @@ def test_a_resumed_run_that_evaluates_takes_the_same_steps(tmp_path, tiny_model,
 def test_the_tied_model_trains_too(tmp_path, fused):
     model = write_model(tmp_path / "tied", tie_word_embeddings=True)
     rows = write_rows(tmp_path / "rows.jsonl", NUM_ROWS)
-    compare_with_reference(tmp_path / "run", model, rows, False, "--use_te", "--batch_size=4", "--gradient_accumulation_steps=4")
+    compare_with_reference(
+        tmp_path / "run", model, rows, False, "--use_te", "--batch_size=4", "--gradient_accumulation_steps=4"
+    )
     assert fused

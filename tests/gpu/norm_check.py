@@ -1,4 +1,5 @@
-"""Norms of a process in which `choose_norm_backend` has chosen, against fp32: a line of JSON for each width and number of tokens.
+"""Norms of a process in which `choose_norm_backend` has chosen, against fp32: a line of JSON for each width and number
+of tokens.
 
     python -m tests.gpu.norm_check 3072 4096
 
@@ -38,7 +39,9 @@ def reference(layer: te.LayerNormLinear, inputs: Tensor, gradient: Tensor) -> li
 def check(width: int, num_tokens: int, fp8: bool) -> dict[str, object]:
     """Of the fourth pass, in which delayed scaling has its scales; the first one's time as well."""
     torch.manual_seed(width)
-    layer = te.LayerNormLinear(width, 128, eps=EPSILON, bias=False, normalization="RMSNorm", params_dtype=torch.bfloat16)
+    layer = te.LayerNormLinear(
+        width, 128, eps=EPSILON, bias=False, normalization="RMSNorm", params_dtype=torch.bfloat16
+    )
     nn.init.uniform_(layer.layer_norm_weight, 0.5, 1.5)
     inputs = torch.randn(num_tokens, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
     gradient = torch.randn(num_tokens, 128, device="cuda", dtype=torch.bfloat16)

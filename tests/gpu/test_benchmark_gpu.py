@@ -79,14 +79,18 @@ def test_kernels_of_an_arm(name, workload, first_loss, device, record_property):
 
 
 def test_accelerates_own_fp8_unties_and_freezes_a_tied_output_head(tmp_path, device):
-    """What Accelerate 1.15 does, and what the row then says. Should it stop doing so, this fails and docs/benchmark.md has to change."""
+    """What Accelerate 1.15 does, and what the row then says. Should it stop doing so, this fails and
+    docs/benchmark.md has to change.
+    """
     tied = write_architecture(tmp_path / "tied", tie_word_embeddings=True)
     found = measure(Workload.parse(tied, 2), parse_variant("accelerate_te"), 1, device)
     assert found["parameters_not_in_the_optimizer"] == ["lm_head.weight"]
 
 
 def test_accelerates_own_fp8_trains_what_bare_transformer_engine_trains(workload, device):
-    """The same kernels in the same number; losses differ by the order of sums in the attention's and the norm's gradients alone."""
+    """The same kernels in the same number; losses differ by the order of sums in the attention's and the norm's
+    gradients alone.
+    """
     own, bare = (measure(Workload.parse(workload, 4), parse_variant(name), 1, device) for name in CLAIM)
     assert own["losses"][0] == pytest.approx(bare["losses"][0], rel=1e-6)
     assert own["losses"] == pytest.approx(bare["losses"], rel=1e-3)
@@ -97,7 +101,14 @@ def test_accelerates_own_fp8_trains_what_bare_transformer_engine_trains(workload
 def test_the_script_writes_rows_with_their_spread(workload, tmp_path):
     output = tmp_path / "r.json"
     arms = "hf_bf16,bf16,delayed,accelerate_te"
-    options = [f"--workloads={workload}", f"--arms={arms}", "--rounds=2", "--steps=3", "--warmup=1", f"--output={output}"]
+    options = [
+        f"--workloads={workload}",
+        f"--arms={arms}",
+        "--rounds=2",
+        "--steps=3",
+        "--warmup=1",
+        f"--output={output}",
+    ]
     done = subprocess.run(
         [sys.executable, "scripts/benchmark.py", *options], cwd=ROOT, capture_output=True, text=True, timeout=500
     )
@@ -134,12 +145,16 @@ print("transformer_engine.pytorch" in sys.modules, before, has_context())
 
 def test_what_is_imported_beside_another_measurement_leaves_the_gpu_alone():
     """It makes no context, which would hold memory; a tensor does."""
-    done = subprocess.run([sys.executable, "-c", LOOKS_FOR_A_CONTEXT], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKS_FOR_A_CONTEXT], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.split()[-3:] == ["True", "False", "True"], done.stderr
 
 
 def test_packed_documents_have_the_loss_of_padded_ones(device, record_property):
-    """In Transformer Engine's decoder, whose attention must not cross documents, beside transformers' own with its padding mask."""
+    """In Transformer Engine's decoder, whose attention must not cross documents, beside transformers' own with its
+    padding mask.
+    """
     work = Workload.parse("Llama-57M:4x1024x2@embedded", 4)
     theirs = measure(work, parse_variant("hf_bf16"), 1, device)
     for name, tolerance in (("bf16", 5e-4), ("delayed", 5e-3), ("current", 5e-3)):
@@ -153,16 +168,32 @@ def test_packed_documents_have_the_loss_of_padded_ones(device, record_property):
 
 def test_the_speed_table_of_one_small_row(workload, tmp_path):
     """The whole command, in two calls; the guard finds nothing when the file is held against itself."""
-    row = {"name": "small", "workload": workload, "ours": ["delayed"], "rivals": ["hf_bf16"], "target_tokens_per_s_per_gpu": 1}
+    row = {
+        "name": "small",
+        "workload": workload,
+        "ours": ["delayed"],
+        "rivals": ["hf_bf16"],
+        "target_tokens_per_s_per_gpu": 1,
+    }
     table, output = tmp_path / "table.json", tmp_path / "r.json"
     table.write_text(json.dumps({"rows": [row]}))
-    command = [sys.executable, "benchmarks/speed_table.py", f"--table={table}", f"--output={output}", "--steps=3", "--warmup=1"]
+    command = [
+        sys.executable,
+        "benchmarks/speed_table.py",
+        f"--table={table}",
+        f"--output={output}",
+        "--steps=3",
+        "--warmup=1",
+    ]
     for arms in ("delayed", "delayed,hf_bf16"):
         done = subprocess.run([*command, f"--arms={arms}"], cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
     record = json.loads(output.read_text())
     assert [found["arm"] for found in record["rows"]] == ["delayed", "hf_bf16"] and len(record["runs"]) == 2
-    assert "fp8" in record["rows"][0]["rounds"][0]["gemm_kernels"] and record["rows"][0]["step"]["time_s_by_class"]["gemm"] > 0
+    assert (
+        "fp8" in record["rows"][0]["rounds"][0]["gemm_kernels"]
+        and record["rows"][0]["step"]["time_s_by_class"]["gemm"] > 0
+    )
     (comparison,) = record["comparisons"]
     assert comparison["share_of_target"] > 1 and comparison["same_run"] is False
     for found in record["rows"]:  # two steps of a small model can scatter too much to be compared

@@ -98,7 +98,9 @@ def test_autocast_around_plain_linear_layers_is_caught(device, record_property):
     with te.autocast(enabled=True, recipe=plan.recipe):
         kernels = recorded_step(model, precision, device)
     num_linears = sum(isinstance(m, torch.nn.Linear) for m in decoder_layers(model.model).modules())
-    promise = ExpectedKernels(plan.name, plan.compute_name, plan.effective_scenario, num_linears, fp8_linear_flop_share=0.9)
+    promise = ExpectedKernels(
+        plan.name, plan.compute_name, plan.effective_scenario, num_linears, fp8_linear_flop_share=0.9
+    )
     certificate = certify(promise, kernels, ModuleState(), num_micro_batches=MICRO_BATCHES)
     record_property("certificate", certificate.to_dict())
     assert certificate.verdict == "failed"
@@ -139,8 +141,16 @@ def context(self, first_microbatch):
 P.context = context
 """
 BROKEN = {
-    "fp8 asked for and autocast not entered": (LOST_AUTOCAST, ["--mixed_precision=fp8", "--fp8_scenario=current"], "and 0 ran"),
-    "one layer of three not in fp8": (ONE_LAYER_LOST, ["--mixed_precision=fp8"], "expected at least 72 fp8 GEMM kernels"),
+    "fp8 asked for and autocast not entered": (
+        LOST_AUTOCAST,
+        ["--mixed_precision=fp8", "--fp8_scenario=current"],
+        "and 0 ran",
+    ),
+    "one layer of three not in fp8": (
+        ONE_LAYER_LOST,
+        ["--mixed_precision=fp8"],
+        "expected at least 72 fp8 GEMM kernels",
+    ),
     "fp8 left on in a bf16 run": (LEFT_ON, ["--mixed_precision=bf16"], "expected no fp8 GEMM kernel"),
 }
 
@@ -158,7 +168,10 @@ def test_a_broken_run_ends_with_code_1(case, model_folder, tmp_path, record_prop
     assert last.startswith("error: the GPU does not run what was asked for") and words in last
     stored = certificate_of(tmp_path / "run")
     record_property("certificate", stored)
-    assert stored["verdict"] == "failed" and json.loads((tmp_path / "run" / "summary.json").read_text())["certificate"] == stored
+    assert (
+        stored["verdict"] == "failed"
+        and json.loads((tmp_path / "run" / "summary.json").read_text())["certificate"] == stored
+    )
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5], "it ended right after the recorded step"
 
@@ -181,7 +194,9 @@ def test_a_run_prints_its_certificate(model_folder, tmp_path, record_property): 
 
 
 def test_a_run_of_one_step_and_a_swapped_model_are_certified(model_folder, tmp_path):  # noqa: F811
-    options = [option for option in common(model_folder, tmp_path / "run", "--mixed_precision", "fp8") if option != "--use_te"]
+    options = [
+        option for option in common(model_folder, tmp_path / "run", "--mixed_precision", "fp8") if option != "--use_te"
+    ]
     done = train(*options, "--packing", "--max_steps", "1")
     assert done.returncode == 0, done.stderr
     assert certificate_of(tmp_path / "run")["num_fp8_gemm_kernels"] == 3 * 7 * 3 * MICRO_BATCHES
@@ -191,7 +206,9 @@ def test_a_run_of_one_step_and_a_swapped_model_are_certified(model_folder, tmp_p
 @pytest.mark.parametrize("precision", ["fp16", "no"])
 def test_runs_outside_bf16_are_certified(precision, model_folder, tmp_path):  # noqa: F811
     options = [
-        option for option in common(model_folder, tmp_path / "run", "--mixed_precision", precision) if option != "--use_te"
+        option
+        for option in common(model_folder, tmp_path / "run", "--mixed_precision", precision)
+        if option != "--use_te"
     ]
     done = train(*options, "--max_steps", "2")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""The comparison with real fp8 arms: certificates, memory, fallback, and GPUs of their own for runs at the same time."""
+"""The comparison with real fp8 arms: certificates, memory, fallback, and GPUs of their own for runs at the same
+time.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def compared(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
     """comparison.json and what the script said."""
     command = [sys.executable, str(SCRIPT), "--train", TRAIN, "--output", "out", *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr + "".join(log.read_text()[-2000:] for log in folder.glob("out/logs/*"))
+    assert done.returncode == 0, (
+        done.stdout + done.stderr + "".join(log.read_text()[-2000:] for log in folder.glob("out/logs/*"))
+    )
     assert (folder / "out" / "comparison.html").stat().st_size > 4_000_000, "with plotly.js in it"
     return json.loads((folder / "out" / "comparison.json").read_text()), done.stdout
 
@@ -45,12 +49,24 @@ def test_arms_on_one_gpu(tmp_path):
         assert comparison["verdicts"][arm]["conclusion"] in ("slower", "not faster", "too few seeds")
         assert abs(arms[arm]["loss_gap"]["mean"]) < 0.3
     if torch.cuda.get_device_capability()[0] != 10:
-        assert arms["mxfp8"]["effective"] == ["fp8 delayed"] and comparison["verdicts"]["mxfp8"]["conclusion"] == "fell back"
+        assert (
+            arms["mxfp8"]["effective"] == ["fp8 delayed"]
+            and comparison["verdicts"]["mxfp8"]["conclusion"] == "fell back"
+        )
 
 
 def test_runs_that_share_a_gpu_are_flagged(tmp_path):
     comparison, _ = compared(
-        tmp_path, "--arms", "bf16,fp8", "--seeds", "1", "--gpus", usable_gpus(None)[0], "--parallel", "2", "--share_gpus"
+        tmp_path,
+        "--arms",
+        "bf16,fp8",
+        "--seeds",
+        "1",
+        "--gpus",
+        usable_gpus(None)[0],
+        "--parallel",
+        "2",
+        "--share_gpus",
     )
     assert any(d["field"] == "hardware shared while running" for d in comparison["differences"])
     assert comparison["verdicts"]["delayed"]["conclusion"] == "speed unknown"

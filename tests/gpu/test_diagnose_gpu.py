@@ -19,13 +19,17 @@ HYBRID = ("e4m3 x e4m3", "e4m3 x e5m2", "e4m3 x e5m2")
 BLOCK = ("e4m3/block x e4m3/block",) * 3
 BF16 = ("bf16 x bf16",) * 3
 TE_MODULES = ("qkv", "output", "mlp")
-HF_MODULES = tuple(f"self_attn.{part}_proj" for part in "qkvo") + tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
+HF_MODULES = tuple(f"self_attn.{part}_proj" for part in "qkvo") + tuple(
+    f"mlp.{part}_proj" for part in ("gate", "up", "down")
+)
 NUM_LAYERS = 4
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """Small, of sizes that every recipe and cuDNN's attention take; wide enough that its tensors outweigh libraries' workspaces."""
+    """Small, of sizes that every recipe and cuDNN's attention take; wide enough that its tensors outweigh libraries'
+    workspaces.
+    """
     return write_model(
         tmp_path_factory.mktemp("diagnose") / "model",
         hidden_size=1024,
@@ -63,7 +67,9 @@ def check_sums(found: dict) -> None:
     assert time["busy_s"] <= time["recorded_span_s"]
     # Not the optimizer's, which comes from a copy bandwidth that is measured beside other tests.
     floors = [(name, taken["floor_s"], taken["time_s"]) for name, taken in (time["classes"] | time["gemms"]).items()]
-    assert all(floor_s <= time_s for name, floor_s, time_s in floors if floor_s is not None and name != "optimizer"), floors
+    assert all(floor_s <= time_s for name, floor_s, time_s in floors if floor_s is not None and name != "optimizer"), (
+        floors
+    )
     assert time["classes"]["optimizer"]["floor_s"] > 0
     gemms = sum(taken["time_s"] for taken in time["gemms"].values())
     assert 0 < gemms <= time["classes"]["gemm"]["time_s"] * 1.001
@@ -86,7 +92,9 @@ def operands(found: dict, module: str) -> set[tuple[str, ...]]:
     [(None, BF16, "bf16"), ("delayed", HYBRID, "fp8"), ("current", HYBRID, "fp8"), ("block", BLOCK, "fp8")],
 )
 def test_te_decoder(model, tmp_path, scenario, expected, kind):
-    precision = ["--mixed_precision", "bf16"] if scenario is None else ["--mixed_precision", "fp8", "--fp8_scenario", scenario]
+    precision = (
+        ["--mixed_precision", "bf16"] if scenario is None else ["--mixed_precision", "fp8", "--fp8_scenario", scenario]
+    )
     found = diagnose(model, tmp_path, "--use_te", *precision)
     for module in TE_MODULES:
         assert operands(found, module) == {expected}, module
@@ -95,12 +103,18 @@ def test_te_decoder(model, tmp_path, scenario, expected, kind):
     assert found["attention"] == "fused (cuDNN)"
     gemms = found["time"]["gemms"]
     if scenario is None:
-        assert "fp8" not in gemms and "cast" not in found["time"]["classes"] and found["memory"]["kinds_gib"]["fp8_weights"] == 0
+        assert (
+            "fp8" not in gemms
+            and "cast" not in found["time"]["classes"]
+            and found["memory"]["kinds_gib"]["fp8_weights"] == 0
+        )
     else:
         # Forward, data gradient and weight gradient of 4 weights a layer, in each of two micro-batches.
         assert gemms[kind]["count"] >= 2 * 3 * 4 * NUM_LAYERS and gemms["bf16"]["count"] > 0
         kinds = found["memory"]["kinds_gib"]
-        assert 0.3 * kinds["weights"] < kinds["fp8_weights"] < 1.5 * kinds["weights"]  # a cast and its transpose, 1 byte each
+        assert (
+            0.3 * kinds["weights"] < kinds["fp8_weights"] < 1.5 * kinds["weights"]
+        )  # a cast and its transpose, 1 byte each
 
 
 def test_swapped_layers(model, tmp_path):
@@ -145,7 +159,9 @@ def test_layers_kept_in_bf16_and_recomputation(model, tmp_path):
 
 
 def test_unfused_attention_is_a_problem(model, tmp_path):
-    found = diagnose(model, tmp_path, "--use_te", "--mixed_precision", "fp8", code=1, NVTE_FUSED_ATTN="0", NVTE_FLASH_ATTN="0")
+    found = diagnose(
+        model, tmp_path, "--use_te", "--mixed_precision", "fp8", code=1, NVTE_FUSED_ATTN="0", NVTE_FLASH_ATTN="0"
+    )
     assert found["attention"] == "unfused" and found["problems"] == ["attention runs unfused"]
     first = found["time"]["losses"][0]
     assert first["name"] == "unfused attention" and "NVTE_FUSED_ATTN" in first["advice"]

@@ -1,9 +1,9 @@
-"""The commands of the guide that the training scripts started from and the README's, as they stand, at their real shapes: random weights, a few
-steps, no hub. A command of the README that means what one of the guide means runs once.
+"""The commands of the guide that the training scripts started from and the README's, as they stand, at their real
+shapes: random weights, a few steps, no hub. A command of the README that means what one of the guide means runs once.
 
-What is added: --random_init, three steps, no export. What is replaced: the dataset by a folder of its form. W&B is offline, or dropped
-where it is not installed. The guide's Qwen2.5-14B takes an optimizer that one GPU of 141 GB has room for, and recomputes its
-layers.
+What is added: --random_init, three steps, no export. What is replaced: the dataset by a folder of its form. W&B is
+offline, or dropped where it is not installed. The guide's Qwen2.5-14B takes an optimizer that one GPU of 141 GB has
+room for, and recomputes its layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ import pytest
 import torch
 
 from llm_fp8.utils.subprocesses import torchrun
-from tests.documented_commands import COMMANDS, config_of, is_multi_gpu, options_of, readme_commands, with_values, write_dataset
+from tests.documented_commands import (
+    COMMANDS,
+    config_of,
+    is_multi_gpu,
+    options_of,
+    readme_commands,
+    with_values,
+    write_dataset,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.exclusive]
 
@@ -50,7 +58,9 @@ def words_of(name: str, dataset: Path, folder: Path) -> list[str]:
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     """The command from the repository, as a user gives it."""
-    variables = {name: value for name, value in os.environ.items() if name != "NVIDIA_TF32_OVERRIDE"} | {"WANDB_MODE": "offline"}
+    variables = {name: value for name, value in os.environ.items() if name != "NVIDIA_TF32_OVERRIDE"} | {
+        "WANDB_MODE": "offline"
+    }
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=580)
 
 
@@ -73,7 +83,10 @@ def check(name: str, done: subprocess.CompletedProcess[str], folder: Path, recor
     assert ("fp8" in kernels) == (asked.mixed_precision == "fp8"), kernels
     if asked.fp8_scenario == "mxfp8" and recorded["precision"]["fallback_reason"] is not None:
         assert "FELL BACK to delayed" in done.stdout
-        assert (recorded["precision"]["requested_scenario"], recorded["precision"]["effective_scenario"]) == ("mxfp8", "delayed")
+        assert (recorded["precision"]["requested_scenario"], recorded["precision"]["effective_scenario"]) == (
+            "mxfp8",
+            "delayed",
+        )
     record_property("gemm_kernels", kernels)
     record_property("peak_memory_gib", max(step["peak_memory_gib"] for step in steps))
     record_property("tokens_per_s_of_steps", [step["tokens_per_s"] for step in steps])
@@ -94,7 +107,10 @@ def test_a_split_that_is_not_there_is_one_sentence(dataset, tmp_path):
     """The dataset has no split of this name on the hub either."""
     done = run([sys.executable, "train_fp8.py", *words_of("split_test", dataset, tmp_path / "run")])
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: --split_name test:") and "it has: train, train_1M" in done.stderr
+    assert (
+        done.stderr.splitlines()[-1].startswith("error: --split_name test:")
+        and "it has: train, train_1M" in done.stderr
+    )
 
 
 @pytest.mark.multi_gpu

@@ -74,7 +74,17 @@ def test_the_counter_only_rises_and_is_in_joules(device):
 
 def test_a_training_reports_energy_that_fits_its_power_and_speed(model_folder: Path, tmp_path: Path):
     # Steps of this model take some ten milliseconds: long intervals of many steps.
-    options = ["--max_steps", "600", "--log_every", "300", "--num_epochs", "50", "--no_export", "--mixed_precision", "fp8"]
+    options = [
+        "--max_steps",
+        "600",
+        "--log_every",
+        "300",
+        "--num_epochs",
+        "50",
+        "--no_export",
+        "--mixed_precision",
+        "fp8",
+    ]
     done = train(*common(model_folder, tmp_path, *options))
     assert done.returncode == 0, done.stderr
     taken = steps(tmp_path)

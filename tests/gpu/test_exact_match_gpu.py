@@ -1,4 +1,6 @@
-"""Answers generated in the middle of a Transformer Engine training are those of the exported checkpoint, and training does not feel them."""
+"""Answers generated in the middle of a Transformer Engine training are those of the exported checkpoint, and
+training does not feel them.
+"""
 
 from __future__ import annotations
 
@@ -89,9 +91,13 @@ def test_the_exported_folder_gives_the_answers_that_training_saw(precision, data
     evaluations = [record for record in records(run) if "eval_loss" in record]
     assert [record["step"] for record in evaluations] == [60, 120]
     last = evaluations[-1]
-    assert last["eval_num_problems"] == NUM_PROBLEMS and last["eval_exact_match"] > 0, "something was learnt, or nothing is shown"
+    assert last["eval_num_problems"] == NUM_PROBLEMS and last["eval_exact_match"] > 0, (
+        "something was learnt, or nothing is shown"
+    )
 
-    done = script("scripts/evaluate.py", "--model", run / "final", "--num_problems", NUM_PROBLEMS, "--max_new_tokens", 40)
+    done = script(
+        "scripts/evaluate.py", "--model", run / "final", "--num_problems", NUM_PROBLEMS, "--max_new_tokens", 40
+    )
     assert done.returncode == 0, done.stderr
     written = json.loads((run / "exact_match.json").read_text())
     assert written["dtype"] == "torch.bfloat16"
@@ -133,7 +139,9 @@ def test_the_copy_of_a_te_model_is_the_hugging_face_model(family, device, tmp_pa
 
 
 def test_the_memory_that_is_asked_for_is_enough_and_not_far_too_much(device):
-    """A batch of prompts of the longest kind that fits; a GPU that has what `memory_needed_gib` says must not run out."""
+    """A batch of prompts of the longest kind that fits; a GPU that has what `memory_needed_gib` says must not run
+    out.
+    """
     config = LlamaConfig(
         vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=4,
         max_position_embeddings=2048, bos_token_id=0, eos_token_id=1, pad_token_id=2,

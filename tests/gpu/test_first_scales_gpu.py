@@ -34,7 +34,9 @@ def first_gradients(options, use_te, device, find: bool) -> dict[str, torch.Tens
         loss = model(batch) / NUM_SUPERVISED
     loss.backward()
     return {
-        name: parameter.grad.float() for name, parameter in model.named_parameters() if parameter.ndim > 1 and "layers" in name
+        name: parameter.grad.float()
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 1 and "layers" in name
     }
 
 

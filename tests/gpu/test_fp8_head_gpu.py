@@ -88,9 +88,11 @@ def test_products_are_those_of_the_emulation(layout):
     generator = torch.Generator("cuda").manual_seed(2)
     shapes = {"TN": ((96, 64), (32, 64)), "NN": ((64, 96), (32, 64)), "NT": ((64, 96), (64, 32))}[layout]
     a, b = (torch.randn(*shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
-    usages = {"TN": ((True, False), (True, False)), "NN": ((False, True), (True, False)), "NT": ((False, True), (False, True))}[
-        layout
-    ]
+    usages = {
+        "TN": ((True, False), (True, False)),
+        "NN": ((False, True), (True, False)),
+        "NT": ((False, True), (False, True)),
+    }[layout]
     formats = (E4M3, E4M3 if layout == "TN" else E5M2)
     cast, emulated = [], []
     for value, (rowwise, columnwise), kind in zip((a, b), usages, formats, strict=True):
@@ -209,7 +211,9 @@ def test_bytes_that_are_kept_between_micro_batches(mode, bytes_per_weight):
 @pytest.mark.parametrize("tokens", [8 * TOKENS, 8 * TOKENS - 5])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_peak_is_as_without_it_or_that_of_logits_beside_their_gradient(mode, tokens, record_property):
-    """With more than 2 h tokens, as here, it is the latter: 3 bytes per logit, with any number of tokens. The cast weight comes on top."""
+    """With more than 2 h tokens, as here, it is the latter: 3 bytes per logit, with any number of tokens. The cast
+    weight comes on top.
+    """
 
     def peak_bytes(head) -> int:
         values[0].grad = values[1].grad = None

@@ -1,4 +1,6 @@
-"""transformers' Trainer under accelerate launch on a GPU: its certificate, set-ups that lose fp8, and what Transformer Engine takes of fp8_config."""
+"""transformers' Trainer under accelerate launch on a GPU: its certificate, set-ups that lose fp8, and what
+Transformer Engine takes of fp8_config.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,13 @@ def fp8_file(folder: Path, **fp8_config: object) -> Path:
 def test_the_trainer_is_certified_in_fp8_and_trains_as_in_bf16(dtype, model_folder, tmp_path, record_property):  # noqa: F811
     done = {
         precision: example(
-            f"configs/accelerate_{precision}.yaml", model_folder, tmp_path / precision, "--weights_dtype", dtype, "--seed", "1"
+            f"configs/accelerate_{precision}.yaml",
+            model_folder,
+            tmp_path / precision,
+            "--weights_dtype",
+            dtype,
+            "--seed",
+            "1",
         )
         for precision in ("fp8", "bf16")
     }
@@ -120,7 +128,9 @@ def test_a_trainer_that_lost_fp8_ends_with_code_1(case, model_folder, tmp_path, 
     program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + BROKEN.format(patch=patch))
     done = example("configs/accelerate_fp8.yaml", model_folder, tmp_path / "run", *options, program=[str(program)])
     assert done.returncode == 1, done.stdout + done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: the GPU does not run what was asked for")]
+    errors = [
+        line for line in done.stderr.splitlines() if line.startswith("error: the GPU does not run what was asked for")
+    ]
     record_property("error", errors)
     assert len(errors) == 1 and words in errors[0], done.stderr
     assert certificate_of(tmp_path / "run")["verdict"] == "failed"
@@ -128,10 +138,13 @@ def test_a_trainer_that_lost_fp8_ends_with_code_1(case, model_folder, tmp_path, 
 
 
 def test_gradient_checkpointing_is_not_certified(model_folder, tmp_path, record_property):  # noqa: F811
-    """The layers are computed again outside the autocast: either torch's checkpointing notices, or the certificate does."""
+    """The layers are computed again outside the autocast: either torch's checkpointing notices, or the certificate
+    does.
+    """
     done = example("configs/accelerate_fp8.yaml", model_folder, tmp_path, "--gradient_checkpointing", "true")
     record_property(
-        "last_words", [line for line in done.stderr.splitlines() if line.startswith("error: ") or "Error: " in line][-3:]
+        "last_words",
+        [line for line in done.stderr.splitlines() if line.startswith("error: ") or "Error: " in line][-3:],
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert not (tmp_path / "certificate.json").exists() or certificate_of(tmp_path)["verdict"] == "failed"
@@ -152,7 +165,13 @@ def test_the_bf16_flag_drops_the_recipe_of_the_file(model_folder, tmp_path, reco
 
 
 def test_train_fp8_names_and_records_a_key_that_does_nothing(model_folder, tmp_path):  # noqa: F811
-    launcher = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(fp8_file(tmp_path, interval=3)))
+    launcher = (
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(fp8_file(tmp_path, interval=3)),
+    )
     done = train(*common(model_folder, tmp_path / "run", "--max_steps", "1"), launcher=launcher)
     assert done.returncode == 0, done.stderr
     assert "WARNING: fp8_config.interval does nothing here" in done.stdout

@@ -1,4 +1,6 @@
-"""LoRA on a GPU: the kernels of frozen weights, casts that are made once, and adapters that PEFT loads into the plain model."""
+"""LoRA on a GPU: the kernels of frozen weights, casts that are made once, and adapters that PEFT loads into the
+plain model.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ pytestmark = pytest.mark.gpu
 
 ALL, ATTENTION, LAST = "all-linear", "q_proj,v_proj", "down_proj"
 HEAD_ROUNDING = 0.2
-"""Of a gradient of adapters, between a head in fp8 and one in bf16. Measured: up to 0.1. A wrong scale is off by a factor of two and more."""
+"""Of a gradient of adapters, between a head in fp8 and one in bf16. Measured: up to 0.1. A wrong scale is off by a
+factor of two and more.
+"""
 
 
 def build(options, device, use_te: bool, targets: str, dropout: float = 0.0, keep_casts: bool = True):
@@ -91,7 +95,9 @@ def certificate_of_step(model, precision, promise: ExpectedKernels, device) -> C
 @pytest.mark.parametrize("targets", [ALL, ATTENTION, LAST])
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
 @pytest.mark.parametrize("scenario", ["delayed", "current", "block", None])
-def test_the_kernels_are_those_that_the_certificate_expects(scenario, use_te, targets, recomputed, device, record_property):
+def test_the_kernels_are_those_that_the_certificate_expects(
+    scenario, use_te, targets, recomputed, device, record_property
+):
     options = BF16 if scenario is None else fp8(fp8_scenario=scenario)
     model, precision, census, products = build(options, device, use_te, targets)
     layers = decoder_layers(model.model)
@@ -105,7 +111,8 @@ def test_the_kernels_are_those_that_the_certificate_expects(scenario, use_te, ta
         assert certificate.num_fp8_gemm_kernels == 0
     else:
         surplus = certificate.num_fp8_gemm_kernels - promise.num_fp8_gemms(MICRO_BATCHES)
-        # A weight gradient of a frozen weight would be one too many. A product of block scaling may take several kernels.
+        # A weight gradient of a frozen weight would be one too many. A product of block scaling may take several
+        # kernels.
         assert surplus == 0 or (scenario == "block" and surplus > 0)
         assert 0.7 < census.fp8_linear_flop_share < 1
     assert {name for name, p in model.named_parameters() if p.grad is not None} == {
@@ -117,7 +124,9 @@ def test_the_kernels_are_those_that_the_certificate_expects(scenario, use_te, ta
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_frozen_output_head_in_fp8(mode, use_te, targets, device, record_property):
-    """Two products of it are left, of which `gradients` computes one in fp8; adapters below it learn as with a bf16 head."""
+    """Two products of it are left, of which `gradients` computes one in fp8; adapters below it learn as with a bf16
+    head.
+    """
     model, precision, census, products = build(fp8(fp8_lm_head=mode), device, use_te, targets)
     model.train()
     promise = ExpectedKernels.of_model(precision, census, (), products)
@@ -140,7 +149,9 @@ def test_a_frozen_output_head_in_fp8(mode, use_te, targets, device, record_prope
 @pytest.mark.parametrize("scenario", ["delayed", "current", "block"])
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
 def test_casts_made_once_are_those_made_each_time(scenario, use_te, device):
-    """The losses of training passes with an evaluation between: bit for bit. An optimizer step then moves the adapters alone."""
+    """The losses of training passes with an evaluation between: bit for bit. An optimizer step then moves the
+    adapters alone.
+    """
     batch, losses = packed_batch(device), []
     for keep in (True, False):
         model, precision, _, _ = build(fp8(fp8_scenario=scenario), device, use_te, ALL, keep_casts=keep)
@@ -191,7 +202,8 @@ def test_the_te_decoder_computes_what_peft_does(family, targets, tmp_path, devic
     "more", [["--use_te"], ["--use_te", "--gradient_checkpointing", "--lora_targets=q_proj,v_proj"], ["--packing"]]
 )
 @pytest.mark.parametrize(
-    "precision", [["--mixed_precision=bf16"], ["--mixed_precision=fp8"], ["--mixed_precision=fp8", "--fp8_scenario=current"]]
+    "precision",
+    [["--mixed_precision=bf16"], ["--mixed_precision=fp8"], ["--mixed_precision=fp8", "--fp8_scenario=current"]],
 )
 def test_a_run_exports_an_adapter_of_the_plain_model(precision, more, model_folder, tmp_path, device, record_property):  # noqa: F811
     import peft  # not above: it imports Transformer Engine, before the tests that choose a cuDNN for it
@@ -201,7 +213,9 @@ def test_a_run_exports_an_adapter_of_the_plain_model(precision, more, model_fold
         for option in common(model_folder, tmp_path / "run", *precision, *more)
         if option != "--use_te" or "--use_te" in more
     ]
-    done = train(*options, "--lora_rank=8", "--lora_dropout=0.1", "--max_steps=30", "--save_every=15", "--eval_every=15")
+    done = train(
+        *options, "--lora_rank=8", "--lora_dropout=0.1", "--max_steps=30", "--save_every=15", "--eval_every=15"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     certificate = certificate_of(tmp_path / "run")
     record_property("certificate", certificate)
@@ -223,7 +237,8 @@ def test_a_run_exports_an_adapter_of_the_plain_model(precision, more, model_fold
 
 
 @pytest.mark.parametrize(
-    "precision", [["--mixed_precision=bf16"], ["--mixed_precision=fp8"], ["--mixed_precision=fp8", "--fp8_scenario=current"]]
+    "precision",
+    [["--mixed_precision=bf16"], ["--mixed_precision=fp8"], ["--mixed_precision=fp8", "--fp8_scenario=current"]],
 )
 def test_a_resumed_run_takes_the_same_steps(precision, model_folder, tmp_path):  # noqa: F811
     """Though it casts the frozen weights anew, with scales from the checkpoint."""
@@ -242,7 +257,9 @@ def test_a_resumed_run_takes_the_same_steps(precision, model_folder, tmp_path): 
     "name", ["bf16:lora16", "delayed:lora16", "delayed:lora16qv", "current:swap:lora16", "delayed:recompute:lora16"]
 )
 def test_arms_of_the_study(name, tmp_path, device):
-    tiny_config(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
+    tiny_config(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2).save_pretrained(
+        tmp_path
+    )
     arm = parse_variant(name)
     found = measure(Workload.parse(f"{tmp_path}:2x128x2", 2), arm, 1, device)
     assert ("fp8" in found["gemm_kernels"]) == arm.computes_in_fp8 and found["num_adapter_parameters"] > 0

@@ -18,14 +18,20 @@ ROOT = Path(__file__).resolve().parents[2]
 OTHER_WIDTHS = (1536, 2560, 3072, 3584, 5120, 6144)
 """Of Qwen and Llama models."""
 BOUNDS = {False: 0.005, True: 0.09}
-"""Relative differences from fp32 in bf16 and in fp8, whose gradients in E5M2 have an eighth as the largest error of an element."""
+"""Relative differences from fp32 in bf16 and in fp8, whose gradients in E5M2 have an eighth as the largest error of
+an element.
+"""
 
 
 @pytest.mark.parametrize("kind", ["tuned", "others"])
 def test_norms_are_right(kind, record_property):
     widths = TUNED_WIDTHS if kind == "tuned" else OTHER_WIDTHS
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.norm_check", *map(str, widths)], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "tests.gpu.norm_check", *map(str, widths)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -1,4 +1,5 @@
-"""The Triton kernels of MasterAdamW and EightBitAdamW against their torch implementations and fp32 AdamW; saved state; memory; speed.
+"""The Triton kernels of MasterAdamW and EightBitAdamW against their torch implementations and fp32 AdamW; saved state;
+memory; speed.
 
 python -m pytest tests/gpu/test_optim_gpu.py -s      (-s shows the kernels' speed)
 """
@@ -59,7 +60,11 @@ def make_tensors(shape, dtype, any_magnitude=False):
         return torch.randn(shape, generator=generator, device="cuda")
 
     if any_magnitude:
-        drawn = torch.randint(-(2**31), 2**31, shape, generator=generator, device="cuda").to(torch.int32).view(torch.float32)
+        drawn = (
+            torch.randint(-(2**31), 2**31, shape, generator=generator, device="cuda")
+            .to(torch.int32)
+            .view(torch.float32)
+        )
         master = torch.where(drawn.isnan(), 0.02, drawn)
     else:
         master = 0.02 * normal()
@@ -70,14 +75,18 @@ def make_tensors(shape, dtype, any_magnitude=False):
 def assert_same_bits(tensors, others):
     for name, one, other in zip(["weight", "remainder", "gradient", "m", "v"], tensors, others, strict=True):
         if one is not None:
-            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                one, other, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 @pytest.mark.parametrize("clipped", [False, True], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(1,), (1000,), (4096,), (2**20 + 3,), (257, 1000)], ids=str)
 def test_the_kernel_is_the_torch_implementation_bit_for_bit(shape, dtype, clipped):
-    """Neither fuses a product and a sum, and roots and quotients are the correctly rounded ones: nothing is left to differ."""
+    """Neither fuses a product and a sum, and roots and quotients are the correctly rounded ones: nothing is left to
+    differ.
+    """
     scale = torch.tensor(0.37, device="cuda") if clipped else None
     ours, reference = make_tensors(shape, dtype), make_tensors(shape, dtype)
     for step in range(1, 6):
@@ -167,7 +176,9 @@ def test_remainders_follow_fp32_adamw():
 
 
 def test_the_gpu_is_the_cpu():
-    """Whole clipped steps on both devices: the same masters but for the last bits of the clip factor, whose sum has another order."""
+    """Whole clipped steps on both devices: the same masters but for the last bits of the clip factor, whose sum has
+    another order.
+    """
     ends = []
     for device in ("cuda", "cpu"):
         parameters = make_parameters(torch.bfloat16)
@@ -217,10 +228,13 @@ def test_save_and_restore_is_exact(kind):
     assert all(torch.equal(final[name], resumed_final[name]) for name in final)
 
 
-# --- EightBitAdamW ------------------------------------------------------------------------------------------------------------
+# --- EightBitAdamW
+# ------------------------------------------------------------------------------------------------------------
 
 EIGHT_BIT_TRAFFIC = 10 + 16 / CODE_BLOCK
-"""Reads: weight and gradient 2 bytes each, m and v 1 each. Writes: weight 2, m and v 1 each. Both scales are read and written once per block."""
+"""Reads: weight and gradient 2 bytes each, m and v 1 each. Writes: weight 2, m and v 1 each. Both scales are read
+and written once per block.
+"""
 
 
 def make_eight_bit(shape, dtype, device="cuda"):
@@ -230,7 +244,12 @@ def make_eight_bit(shape, dtype, device="cuda"):
     def normal():
         return torch.randn(shape, generator=generator)
 
-    weight, gradient, m, v = (0.02 * normal()).to(dtype), (1e-3 * normal()).to(dtype), 1e-3 * normal(), 1e-6 * normal().square()
+    weight, gradient, m, v = (
+        (0.02 * normal()).to(dtype),
+        (1e-3 * normal()).to(dtype),
+        1e-3 * normal(),
+        1e-6 * normal().square(),
+    )
     scale = scale_sq = None
     if weight.numel() >= eight_bit_adamw.SMALLEST_ENCODED and weight.numel() % CODE_BLOCK == 0:
         (m, scale), (v, scale_sq) = encode(m.view(-1), True), encode(v.view(-1), False)
@@ -239,7 +258,9 @@ def make_eight_bit(shape, dtype, device="cuda"):
 
 
 def assert_same_eight_bits(tensors, others):
-    for name, one, other in zip(["weight", "gradient", "m", "scale of m", "v", "scale of v"], tensors, others, strict=True):
+    for name, one, other in zip(
+        ["weight", "gradient", "m", "scale of m", "v", "scale of v"], tensors, others, strict=True
+    ):
         if one is not None:
             torch.testing.assert_close(
                 one.cpu(), other.cpu(), rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
@@ -261,14 +282,22 @@ def test_the_eight_bit_kernel_is_the_torch_implementation_bit_for_bit(shape, dty
 
 
 def test_the_eight_bit_kernel_finds_every_code():
-    """New moments at, and next to, every limit between codes: with betas of zero m is the gradient, v its square less what rounding takes."""
+    """New moments at, and next to, every limit between codes: with betas of zero m is the gradient, v its square
+    less what rounding takes.
+    """
     for signed in (True, False):
         limits = code_tables(torch.device("cpu"))[1 if signed else 3][1:]
         wanted = limits if signed else limits.sqrt()
-        around = (wanted.view(torch.int32)[:, None] + torch.arange(-20, 21, dtype=torch.int32)).view(torch.float32).flatten()
+        around = (
+            (wanted.view(torch.int32)[:, None] + torch.arange(-20, 21, dtype=torch.int32)).view(torch.float32).flatten()
+        )
         around = torch.cat([around, around.new_zeros(-around.numel() % (CODE_BLOCK - 1))]).view(-1, CODE_BLOCK - 1)
         gradient = torch.cat([torch.ones(len(around), 1), around], dim=1).flatten()  # so that every scale is 1
-        tensors = [torch.zeros_like(gradient), gradient, *(torch.zeros(gradient.shape, dtype=torch.uint8) for _ in range(2))]
+        tensors = [
+            torch.zeros_like(gradient),
+            gradient,
+            *(torch.zeros(gradient.shape, dtype=torch.uint8) for _ in range(2)),
+        ]
         scales = [torch.zeros(len(around)) for _ in range(2)]
         reference = [*tensors[:3], scales[0], tensors[3], scales[1]]
         ours = [tensor.cuda() for tensor in reference]
@@ -331,7 +360,9 @@ def test_speed_of_the_eight_bit_kernel(record_property):
     """Prints and records what the kernel moves per second; the GPU's memory bandwidth is the bound."""
     generator = torch.Generator("cuda").manual_seed(0)
     count, repeats = 2**30, 20
-    weight, gradient = (torch.randn(count, generator=generator, device="cuda", dtype=torch.bfloat16) * 1e-2 for _ in range(2))
+    weight, gradient = (
+        torch.randn(count, generator=generator, device="cuda", dtype=torch.bfloat16) * 1e-2 for _ in range(2)
+    )
     codes, codes_sq = (torch.zeros(count, dtype=torch.uint8, device="cuda") for _ in range(2))
     scale, scale_sq = (torch.zeros(count // CODE_BLOCK, device="cuda") for _ in range(2))
     tensors, clip = [weight, gradient, codes, scale, codes_sq, scale_sq], torch.ones((), device="cuda")
@@ -346,16 +377,22 @@ def test_speed_of_the_eight_bit_kernel(record_property):
     seconds = start.elapsed_time(end) / 1e3 / repeats
     gb_per_s = EIGHT_BIT_TRAFFIC * count / seconds / 1e9
     record_property("gb_per_s", gb_per_s)
-    print(f"\nEightBitAdamW: 2^30 elements in {seconds * 1e3:.2f} ms, {gb_per_s:.0f} GB/s on {torch.cuda.get_device_name()}")
+    print(
+        f"\nEightBitAdamW: 2^30 elements in {seconds * 1e3:.2f} ms, {gb_per_s:.0f} GB/s on "
+        f"{torch.cuda.get_device_name()}"
+    )
 
 
-# --- both ---------------------------------------------------------------------------------------------------------------------
+# --- both
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["adamw_master", "adamw_8bit"])
 def test_memory_is_what_the_table_says(kind):
     """12 or 6 bytes per parameter at rest, and a clipped step needs next to nothing beyond them."""
-    matrices = {f"layer_{i}": torch.nn.Parameter(torch.zeros(2**13, 2**12, device="cuda").bfloat16()) for i in range(16)}
+    matrices = {
+        f"layer_{i}": torch.nn.Parameter(torch.zeros(2**13, 2**12, device="cuda").bfloat16()) for i in range(16)
+    }
     count = sum(parameter.numel() for parameter in matrices.values())
     before = torch.cuda.memory_allocated() - 2 * count
     optimizer = build_optimizer(OptimConfig(), kind, matrices.items())
@@ -386,4 +423,6 @@ def test_speed_of_the_kernel(record_property):
     seconds = start.elapsed_time(end) / 1e3 / repeats
     gb_per_s = TRAFFIC_BYTES_PER_ELEMENT * count / seconds / 1e9
     record_property("gb_per_s", gb_per_s)
-    print(f"\nMasterAdamW: 2^28 elements in {seconds * 1e3:.2f} ms, {gb_per_s:.0f} GB/s on {torch.cuda.get_device_name()}")
+    print(
+        f"\nMasterAdamW: 2^28 elements in {seconds * 1e3:.2f} ms, {gb_per_s:.0f} GB/s on {torch.cuda.get_device_name()}"
+    )

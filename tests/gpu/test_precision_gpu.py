@@ -104,7 +104,9 @@ def test_a_recipe_this_gpu_lacks_falls_back_or_is_refused(device):
 
 
 def test_options_reach_the_recipe(device):
-    plan = resolve_precision(fp8(amax_history_len=16, amax_compute_algo="most_recent", fp8_margin=1, fp8_format="E4M3"), device)
+    plan = resolve_precision(
+        fp8(amax_history_len=16, amax_compute_algo="most_recent", fp8_margin=1, fp8_format="E4M3"), device
+    )
     recipe = plan.recipe
     assert (recipe.amax_history_len, recipe.amax_compute_algo, recipe.margin) == (16, "most_recent", 1)
     assert recipe.fp8_format.name == "E4M3"
@@ -123,7 +125,8 @@ def test_swap_and_te_keep_ties_and_train_every_parameter(use_te, device):
         optimizer.step()
         optimizer.zero_grad()
     assert model.model.lm_head.weight is model.model.get_input_embeddings().weight
-    # A norm's weight of 1 has a bf16 spacing of 0.0078, which three steps of 1e-3 do not cross: its remainder moves instead.
+    # A norm's weight of 1 has a bf16 spacing of 0.0078, which three steps of 1e-3 do not cross: its remainder moves
+    # instead.
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved >= {name for name, p in before.items() if p.ndim > 1}
 
@@ -179,7 +182,9 @@ def test_gradient_checkpointing_gives_the_same_gradients(scenario, use_te, devic
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
 def test_recomputation_leaves_the_scales_as_they_are_without(use_te, every, reentrant, device, monkeypatch):
-    """Each micro-batch leaves one row in every history, and exchanges its maxima behind the forward pass and behind the backward pass."""
+    """Each micro-batch leaves one row in every history, and exchanges its maxima behind the forward pass and behind
+    the backward pass.
+    """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     exchanges: list[bool] = []

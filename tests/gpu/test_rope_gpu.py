@@ -1,4 +1,6 @@
-"""The kernel that splits the fused projection and rotates q and k: against plain torch, against Transformer Engine's, and in a model."""
+"""The kernel that splits the fused projection and rotates q and k: against plain torch, against Transformer
+Engine's, and in a model.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,9 @@ def test_another_number_of_documents_compiles_nothing(split_rope, device, monkey
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("layout", BATCHES)
 def test_a_model_trains_as_with_transformer_engines_path(layout, recompute, device, monkeypatch):
-    """Loss and every gradient, and which kernels ran: one forward and one backward per layer, one more where a layer is recomputed."""
+    """Loss and every gradient, and which kernels ran: one forward and one backward per layer, one more where a layer
+    is recomputed.
+    """
     config = family_config("llama3_rope_gqa")
     batch = BATCHES[layout](device)
     results, kernels = [], []

@@ -35,8 +35,12 @@ def softmax_gradient_cast():
     return softmax_gradient_cast
 
 
-def inputs(shape: tuple[int, int], dtype: torch.dtype, device: Any, spread: float = 4.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, their statistics and labels, among them the first column, the last one and, of three tokens or more, an ignored one."""
+def inputs(
+    shape: tuple[int, int], dtype: torch.dtype, device: Any, spread: float = 4.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, their statistics and labels, among them the first column, the last one and, of three tokens or more,
+    an ignored one.
+    """
     tokens, vocabulary = shape
     generator = torch.Generator(device=device).manual_seed(0)
     logits = (spread * torch.randn(shape, generator=generator, device=device)).to(dtype)
@@ -74,7 +78,8 @@ def test_values_are_the_exact_ones_rounded_once(shape, dtype, grad_output, softm
     assert torch.equal(logits, before)
     assert found.dtype == E5M2 and found.shape == (num_rows, shape[1])
     scaled = exact(logits, labels, value, scale, num_rows).clamp(-LARGEST, LARGEST)
-    # Half a unit in the last place, of subnormal numbers half their spacing, and what fp32 rounds where the probability of the label is near one.
+    # Half a unit in the last place, of subnormal numbers half their spacing, and what fp32 rounds where the probability
+    # of the label is near one.
     allowed = scaled.abs() * 2.0**-3 * (1 + 1e-3) + 2.0**-17 * (1 + 1e-3) + LARGEST * 2.0**-22
     assert bool(((found.double() - scaled).abs() <= allowed).all())
     differing = (found.view(torch.uint8) != scaled.float().to(E5M2).view(torch.uint8)) & (scaled != 0)
@@ -134,7 +139,9 @@ def test_labels_of_every_second_token_and_no_token(softmax_gradient_cast, device
     apart = torch.stack((labels, labels.flip(0)), dim=1)[:, 0]
     assert not apart.is_contiguous()
     rest = (*factors(1.0, device), 16, E5M2)
-    found, want = (softmax_gradient_cast(logits, statistics, which, *rest).view(torch.uint8) for which in (apart, labels))
+    found, want = (
+        softmax_gradient_cast(logits, statistics, which, *rest).view(torch.uint8) for which in (apart, labels)
+    )
     assert torch.equal(found, want)
     assert not softmax_gradient_cast(logits[:0], statistics[:0], labels[:0], *rest).view(torch.uint8).any()
 
@@ -142,7 +149,11 @@ def test_labels_of_every_second_token_and_no_token(softmax_gradient_cast, device
 def test_wrong_shapes(softmax_gradient_cast, device):
     logits, statistics, labels = inputs((16, 64), torch.bfloat16, device)
     rest = (*factors(1.0, device), 16, E5M2)
-    for values in ((logits[:, ::2], statistics, labels), (logits, statistics[:8], labels), (logits, statistics, labels[:8])):
+    for values in (
+        (logits[:, ::2], statistics, labels),
+        (logits, statistics[:8], labels),
+        (logits, statistics, labels[:8]),
+    ):
         with pytest.raises(ValueError, match="need contiguous statistics"):
             softmax_gradient_cast(*values, *rest)
     with pytest.raises(ValueError, match="at least 16 rows"):

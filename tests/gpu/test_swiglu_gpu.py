@@ -96,11 +96,17 @@ def test_wrong_shapes(dswiglu_cast, device):
     for gradient, gate_and_up in (((16, 16), (16, 16)), ((16, 16), (32, 32))):
         with pytest.raises(ValueError, match="needs a contiguous input"):
             dswiglu_cast(
-                torch.ones(gradient, device=device), torch.ones(gate_and_up, device=device), *scalars(device), torch.float8_e5m2
+                torch.ones(gradient, device=device),
+                torch.ones(gate_and_up, device=device),
+                *scalars(device),
+                torch.float8_e5m2,
             )
     with pytest.raises(ValueError, match="needs a contiguous input"):
         dswiglu_cast(
-            torch.ones(16, 32, device=device)[:, ::2], torch.ones(16, 32, device=device), *scalars(device), torch.float8_e5m2
+            torch.ones(16, 32, device=device)[:, ::2],
+            torch.ones(16, 32, device=device),
+            *scalars(device),
+            torch.float8_e5m2,
         )
 
 
@@ -137,7 +143,11 @@ def unfuse(model: torch.nn.Module) -> None:
 def test_gradients_of_a_model_are_as_near_to_bf16_as_without_it(scenario, device, record_property):
     batch = packed_batch(device)
     found = {}
-    for name, options in {"bf16": BF16, "fused": fp8(fp8_scenario=scenario), "apart": fp8(fp8_scenario=scenario)}.items():
+    for name, options in {
+        "bf16": BF16,
+        "fused": fp8(fp8_scenario=scenario),
+        "apart": fp8(fp8_scenario=scenario),
+    }.items():
         model, precision, _ = build(options, device)
         if name == "apart":
             unfuse(model)

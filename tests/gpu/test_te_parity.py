@@ -22,8 +22,9 @@ FP32_TOLERANCE = 2e-5
 """Both sides round differently (fused QKV, another order of summation), and gradients pass through three layers."""
 
 BF16_EXCESS = 3.0
-"""In bf16 a tensor of TE may be so many times as far from fp32 as Hugging Face's own bf16 is. Some gradients (a key bias, whose shift softmax does not
-see) are nearly all rounding in both, so that a fixed tolerance would be either blind or wrong, and their ratio is one of two accidents."""
+"""In bf16 a tensor of TE may be so many times as far from fp32 as Hugging Face's own bf16 is. Some gradients (a key
+bias, whose shift softmax does not see) are nearly all rounding in both, so that a fixed tolerance would be either blind
+or wrong, and their ratio is one of two accidents."""
 MEAN_BF16_EXCESS = 1.1
 """The geometric mean of these ratios over all tensors, which leaves no room for a rounding too many."""
 
@@ -83,7 +84,9 @@ def test_loss_logits_and_every_gradient(family, dtype, layout, tmp_path, device,
 
 def hf_run(folder, batch, dtype):
     """Hugging Face's own loss, logits and gradients."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(batch.input_ids.device)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(
+        batch.input_ids.device
+    )
     return run(model, batch, dtype)
 
 

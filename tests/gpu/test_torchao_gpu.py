@@ -1,4 +1,6 @@
-"""--fp8_backend torchao on a GPU: real fp8 kernels, compiled layers, certified, resumed and diagnosed. Real processes, as a user runs them."""
+"""--fp8_backend torchao on a GPU: real fp8 kernels, compiled layers, certified, resumed and diagnosed. Real
+processes, as a user runs them.
+"""
 
 from __future__ import annotations
 
@@ -62,10 +64,16 @@ def test_every_recipe_is_certified(scenario, more, model_folder, bf16_losses, tm
     assert certificate["num_expected_fp8_gemm_kernels"] == expected <= certificate["num_fp8_gemm_kernels"]
     if not more:
         assert certificate["num_fp8_gemm_kernels"] == expected, "one kernel for each product, and nothing else in fp8"
-    assert certificate["modules"]["library"] == "torchao" and certificate["modules"]["recipes"] == {scenario: NUM_WEIGHTS}
+    assert certificate["modules"]["library"] == "torchao" and certificate["modules"]["recipes"] == {
+        scenario: NUM_WEIGHTS
+    }
     assert f"certificate: fp8 {scenario}" in done.stdout and "recompile_limit" not in done.stdout + done.stderr
     precision = read(folder, "run.json")["precision"]
-    assert (precision["backend"], precision["emulated"], precision["effective_scenario"]) == ("torchao", False, scenario)
+    assert (precision["backend"], precision["emulated"], precision["effective_scenario"]) == (
+        "torchao",
+        False,
+        scenario,
+    )
     assert precision["optimizer"] == ("adamw_fp32" if "adamw_fp32" in more else "adamw_master")
     found = losses(folder)
     record_property("losses", found)
@@ -93,9 +101,12 @@ def test_a_resumed_run_goes_on_and_its_files_are_those_of_any_run(model_folder, 
     # sdpa's gradients are not bitwise reproducible.
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
     before, after = (
-        load_file(path) for path in (model_folder / "model.safetensors", tmp_path / "parts" / "final" / "model.safetensors")
+        load_file(path)
+        for path in (model_folder / "model.safetensors", tmp_path / "parts" / "final" / "model.safetensors")
     )
-    assert before.keys() == after.keys() and all(before[name].dtype == after[name].dtype == torch.bfloat16 for name in before)
+    assert before.keys() == after.keys() and all(
+        before[name].dtype == after[name].dtype == torch.bfloat16 for name in before
+    )
 
 
 @pytest.mark.parametrize("scenario", PRODUCTS)

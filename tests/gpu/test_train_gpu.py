@@ -26,7 +26,9 @@ def train(
 ) -> subprocess.CompletedProcess:
     """Run train_fp8.py; returns the finished process with its output."""
     command = [*(launcher or (sys.executable,)), "train_fp8.py", *options]
-    variables = {name: value for name, value in os.environ.items() if name != "NVIDIA_TF32_OVERRIDE"} | (environment or {})
+    variables = {name: value for name, value in os.environ.items() if name != "NVIDIA_TF32_OVERRIDE"} | (
+        environment or {}
+    )
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
 
 
@@ -75,12 +77,16 @@ def test_resume_continues_bit_for_bit_with_deterministic_attention(precision, mo
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_loss_does_not_depend_on_how_the_batch_is_cut(precision, model_folder, tmp_path):
-    """The same global batch as 8 x 2, 4 x 4 and 16 x 1 rows gives the same losses up to rounding, in training and evaluation."""
+    """The same global batch as 8 x 2, 4 x 4 and 16 x 1 rows gives the same losses up to rounding, in training and
+    evaluation.
+    """
     found = {}
     for batch_size, micro_batches in ((8, 2), (4, 4), (16, 1)):
         folder = tmp_path / f"{batch_size}x{micro_batches}"
         cut = ["--batch_size", str(batch_size), "--gradient_accumulation_steps", str(micro_batches)]
-        done = train(*common(model_folder, folder, *PRECISIONS[precision], *cut, "--max_steps", "4", "--learning_rate", "1e-4"))
+        done = train(
+            *common(model_folder, folder, *PRECISIONS[precision], *cut, "--max_steps", "4", "--learning_rate", "1e-4")
+        )
         assert done.returncode == 0, done.stderr
         found[batch_size] = losses(folder)
     for values in found.values():
@@ -90,7 +96,9 @@ def test_loss_does_not_depend_on_how_the_batch_is_cut(precision, model_folder, t
 
 def test_the_run_says_what_ran_and_exports_a_hugging_face_model(model_folder, tmp_path):
     done = train(
-        *common(model_folder, tmp_path / "run", "--mixed_precision", "fp8", "--fp8_scenario", "mxfp8", "--max_steps", "4")
+        *common(
+            model_folder, tmp_path / "run", "--mixed_precision", "fp8", "--fp8_scenario", "mxfp8", "--max_steps", "4"
+        )
     )
     assert done.returncode == 0, done.stderr
     assert "parity with Hugging Face over 3 layers" in done.stdout
@@ -115,7 +123,8 @@ def test_a_system_cudnn_does_not_push_attention_off_the_fused_path(model_folder,
     kept = [p for p in environment["LD_LIBRARY_PATH"].split(":") if "cudnn" not in p]
     environment["LD_LIBRARY_PATH"] = ":".join(kept)
     done = train(
-        *common(model_folder, tmp_path / "run", "--mixed_precision", "bf16", "--max_steps", "2"), environment=environment
+        *common(model_folder, tmp_path / "run", "--mixed_precision", "bf16", "--max_steps", "2"),
+        environment=environment,
     )
     assert done.returncode == 0, done.stderr
     assert "fused (cuDNN)" in done.stdout
@@ -124,8 +133,8 @@ def test_a_system_cudnn_does_not_push_attention_off_the_fused_path(model_folder,
 def test_accelerate_launch_sets_the_recipe(model_folder, tmp_path):
     config = tmp_path / "fp8.yaml"
     config.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: fp8\nnum_processes: 1\nfp8_config:\n"
-        "  backend: TE\n  fp8_format: HYBRID\n  amax_history_len: 32\n  amax_compute_algo: max\n"
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: fp8\nnum_processes: "
+        "1\nfp8_config:\n  backend: TE\n  fp8_format: HYBRID\n  amax_history_len: 32\n  amax_compute_algo: max\n"
         "  override_linear_precision: [false, false, false]\n  use_autocast_during_eval: false\n"
     )
     launcher = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config))
@@ -152,7 +161,9 @@ def test_out_of_memory_is_a_sentence(tmp_path):
 
 def test_adamw_8bit_trains(model_folder, tmp_path):
     done = train(
-        *common(model_folder, tmp_path / "run", "--mixed_precision", "fp8", "--optimizer", "adamw_8bit", "--max_steps", "6")
+        *common(
+            model_folder, tmp_path / "run", "--mixed_precision", "fp8", "--optimizer", "adamw_8bit", "--max_steps", "6"
+        )
     )
     assert done.returncode == 0, done.stderr
     values = losses(tmp_path / "run")

@@ -1,4 +1,6 @@
-"""scripts/verify_fp8.py on a GPU, as a user runs it: a sound machine passes, and set-ups broken on purpose are each caught."""
+"""scripts/verify_fp8.py on a GPU, as a user runs it: a sound machine passes, and set-ups broken on purpose are each
+caught.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ def findings(checks: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def start_s() -> float:
     """What one start of a run's Python takes on this machine, the second time: files are cached by then."""
-    program = "import torch, transformers, accelerate, datasets; from llm_fp8.precision.context import require_te; require_te('')"
+    program = (
+        "import torch, transformers, accelerate, datasets; from llm_fp8.precision.context import require_te; "
+        "require_te('')"
+    )
     for _ in range(2):
         began = time.perf_counter()
         subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=200)
@@ -63,22 +68,38 @@ def start_s() -> float:
 
 @pytest.mark.whole_machine
 def test_a_sound_machine(tmp_path, record_property, start_s):
-    """Every check that is about the GPU passes. The versions are the machine's business: it may lack a pin that nothing here needs."""
+    """Every check that is about the GPU passes. The versions are the machine's business: it may lack a pin that
+    nothing here needs.
+    """
     _, checks, wall_s, output = verify(tmp_path / "verify.json")
     record_property("wall_s", wall_s)
     record_property("start_s", start_s)
     record_property("wall_s_by_check", {name: check["wall_s"] for name, check in checks.items()})
     record_property("summaries", {name: check["summary"] for name, check in checks.items()})
-    for name in ("imports", "gpu", "output_folder", "data", "recipes", "steps", "attention", "cudnn", "engines", "torchao_steps"):
+    for name in (
+        "imports",
+        "gpu",
+        "output_folder",
+        "data",
+        "recipes",
+        "steps",
+        "attention",
+        "cudnn",
+        "engines",
+        "torchao_steps",
+    ):
         assert checks[name]["status"] in ("passed", "warning"), (name, checks[name], output)
     assert (
-        checks["rates"]["status"] in ("passed", "warning", "info") and checks["rates"]["facts"]["measured"]["fp8_gemm_tflops"] > 0
+        checks["rates"]["status"] in ("passed", "warning", "info")
+        and checks["rates"]["facts"]["measured"]["fp8_gemm_tflops"] > 0
     )
     assert checks["recipes"]["facts"]["recipes"]["delayed"] is None
     found = checks["steps"]["facts"]["precisions"]
     usable = [name for name, reason in checks["recipes"]["facts"]["recipes"].items() if reason is None]
     assert list(found) == ["bf16", *usable]
-    assert "fp8" not in found["bf16"]["gemm_kernels"] and all(found[name]["cosine"] > steps.MIN_COSINE for name in usable)
+    assert "fp8" not in found["bf16"]["gemm_kernels"] and all(
+        found[name]["cosine"] > steps.MIN_COSINE for name in usable
+    )
     found = checks["torchao_steps"]["facts"]["precisions"]
     record_property("torchao_steps", found)
     assert list(found) == ["bf16", *TORCHAO_SCENARIOS], checks[
@@ -95,7 +116,9 @@ def test_a_sound_machine(tmp_path, record_property, start_s):
     if torch.cuda.device_count() == 1:
         assert checks["nccl"]["status"] == "skipped"
         waited_s = wall_s - checks["torchao_steps"]["wall_s"]  # for what torch.compile takes longer than all the others
-        assert waited_s < 4 * start_s + 30, "the verifier, torchrun and its worker start one after another, and nothing else does"
+        assert waited_s < 4 * start_s + 30, (
+            "the verifier, torchrun and its worker start one after another, and nothing else does"
+        )
     else:
         assert checks["nccl"]["status"] in ("passed", "warning"), checks["nccl"]
 
@@ -150,7 +173,9 @@ def test_harmful_variables_are_caught(tmp_path, record_property):
 
 
 def test_two_cudnns_are_caught(tmp_path, record_property):
-    """Transformer Engine is pointed at a copy of torch's cuDNN: another file, so another library in the same process."""
+    """Transformer Engine is pointed at a copy of torch's cuDNN: another file, so another library in the same
+    process.
+    """
     nvidia = pytest.importorskip("nvidia.cudnn", reason="cuDNN is not torch's package here")
     copied = tmp_path / "cudnn"
     shutil.copytree(Path(next(iter(nvidia.__path__)), "lib"), copied / "lib")
@@ -168,14 +193,17 @@ def test_two_cudnns_are_caught(tmp_path, record_property):
 def test_absent_fp8_kernels_are_caught(tmp_path, record_property):
     """A recipe that says fp8 and runs bf16, as a lost autocast would."""
     patched = (
-        "import sys; from pathlib import Path; from llm_fp8.config.options import PrecisionConfig; from llm_fp8.tools.verify import steps, steps_probe; "
-        "steps.PRECISIONS['delayed'] = PrecisionConfig(mixed_precision='bf16'); steps_probe.main(*map(Path, sys.argv[1:3]), sys.argv[3])"
+        "import sys; from pathlib import Path; from llm_fp8.config.options import PrecisionConfig; from "
+        "llm_fp8.tools.verify import steps, steps_probe; steps.PRECISIONS['delayed'] = "
+        "PrecisionConfig(mixed_precision='bf16'); steps_probe.main(*map(Path, sys.argv[1:3]), sys.argv[3])"
     )
     program = (
         "import sys; from llm_fp8.tools.verify import steps; from llm_fp8.tools.verify.cli import main; "
         f"steps.PROBE = ('-c', {patched!r}); sys.exit(main(sys.argv[1:]))"
     )
-    code, checks, _, output = verify(tmp_path / "verify.json", "--only", "steps", program=[sys.executable, "-c", program])
+    code, checks, _, output = verify(
+        tmp_path / "verify.json", "--only", "steps", program=[sys.executable, "-c", program]
+    )
     record_property("findings", findings(checks))
     assert code == 1, output
     assert checks["steps"]["status"] == "failed" and checks["steps"]["summary"].startswith(

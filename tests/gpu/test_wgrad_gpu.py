@@ -42,7 +42,9 @@ ADDITION = "CUDAFunctor_add"
 LOSS_SCALE = 1024.0
 """Keeps gradients inside fp16's range; nothing else feels a power of two."""
 ALLOCATORS_BLOCK = 2**20
-"""Bytes by which what the allocator hands out may be larger than what was asked for; the gradients have several times as many."""
+"""Bytes by which what the allocator hands out may be larger than what was asked for; the gradients have several
+times as many.
+"""
 BF16_ROUNDING = 2.0**-9
 """The largest relative error of rounding to bf16."""
 
@@ -59,7 +61,8 @@ def micro_batches(number: int, device) -> list[Batch]:
         return torch.where(ids >= 3, 3 + (ids - 3 + 101 * by) % 1021, ids)
 
     return [
-        dataclasses.replace(first, input_ids=other(first.input_ids, by), labels=other(first.labels, by)) for by in range(number)
+        dataclasses.replace(first, input_ids=other(first.input_ids, by), labels=other(first.labels, by))
+        for by in range(number)
     ]
 
 
@@ -76,9 +79,15 @@ def prepared(model: nn.Module, summed_by: str):
 
 
 def backward(
-    engine: DistributedStrategy, model: nn.Module, precision: Precision, batches: list[Batch], watched: WatchedSums | None = None
+    engine: DistributedStrategy,
+    model: nn.Module,
+    precision: Precision,
+    batches: list[Batch],
+    watched: WatchedSums | None = None,
 ) -> int:
-    """A step's gradients, as the loop computes them; returns how many weights the GEMMs of the last micro-batch added to."""
+    """A step's gradients, as the loop computes them; returns how many weights the GEMMs of the last micro-batch
+    added to.
+    """
     adding = 0
     for number, batch in enumerate(batches, start=1):
         if watched is not None:
@@ -100,11 +109,13 @@ def te_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 class WatchedSums:
     """Beside every weight gradient's GEMM: the sum of the products in fp32, and the sum as autograd rounds it.
 
-    Both are made of the operands of the GEMM that is watched, because another backward pass would not have the same: attention's is not the
-    same twice, and a maximum that moves by a bit moves every value of a tensor in fp8.
+    Both are made of the operands of the GEMM that is watched, because another backward pass would not have the same:
+    attention's is not the same twice, and a maximum that moves by a bit moves every value of a tensor in fp8.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, compute_dtype: torch.dtype, gradient_dtype: torch.dtype
+    ) -> None:
         self._compute_dtype, self._gradient_dtype = compute_dtype, gradient_dtype
         self._call = 0
         self.exact: list[Tensor] = []
@@ -139,9 +150,15 @@ class WatchedSums:
     def errors(self, weights: dict[str, nn.Parameter]) -> tuple[list[float], list[float]]:
         """Relative errors of the weights' gradients, and of those that autograd would have summed."""
         written = {weight.grad.data_ptr(): weight.grad for weight in weights.values()}
-        assert sorted(written) == sorted(self.targets), "every GEMM writes to the gradient of a weight, and to each once"
-        ours = [relative_difference(written[target], exact) for target, exact in zip(self.targets, self.exact, strict=True)]
-        return ours, [relative_difference(rounded, exact) for rounded, exact in zip(self.by_autograd, self.exact, strict=True)]
+        assert sorted(written) == sorted(self.targets), (
+            "every GEMM writes to the gradient of a weight, and to each once"
+        )
+        ours = [
+            relative_difference(written[target], exact) for target, exact in zip(self.targets, self.exact, strict=True)
+        ]
+        return ours, [
+            relative_difference(rounded, exact) for rounded, exact in zip(self.by_autograd, self.exact, strict=True)
+        ]
 
 
 def warm_up(engine: DistributedStrategy, model: nn.Module, precision: Precision, batches: list[Batch]) -> None:
@@ -158,7 +175,9 @@ def root_mean_square(differences: list[float]) -> float:
 @pytest.mark.parametrize("recomputed", [False, True], ids=["", "recomputed"])
 @pytest.mark.parametrize("num_micro_batches", [2, NUM_MICRO_BATCHES])
 @pytest.mark.parametrize(("kind", "scenario"), ARMS)
-def test_sums_are_as_exact_as_autograds(kind, scenario, num_micro_batches, recomputed, device, monkeypatch, record_property):
+def test_sums_are_as_exact_as_autograds(
+    kind, scenario, num_micro_batches, recomputed, device, monkeypatch, record_property
+):
     model, precision, _ = build(options_of(scenario), device, use_te=kind == "te")
     layers = decoder_layers(model.model)
     if recomputed:

@@ -8,10 +8,10 @@ All processes form one context group. For each case three models with the same w
     plain    in the case's precision, the whole batch on every GPU
     split    in the case's precision, a slice of the batch on each GPU, loss and gradients summed over them
 
-Neither of the last two is the truth, so no fixed tolerance would do. Plain's distance from exact is what the precision costs; split may be `EXCESS`
-times as far from exact, plus `FLOOR`. It rounds a little more: attention's output once per step of the ring instead of once, and a
-weight's gradient once per GPU instead of once. A wrong chunk, position or document is off by tenths: the cases named "control" give a rank the
-rotary angles of another and must fail.
+Neither of the last two is the truth, so no fixed tolerance would do. Plain's distance from exact is what the precision
+costs; split may be `EXCESS` times as far from exact, plus `FLOOR`. It rounds a little more: attention's output once per
+step of the ring instead of once, and a weight's gradient once per GPU instead of once. A wrong chunk, position or
+document is off by tenths: the cases named "control" give a rank the rotary angles of another and must fail.
 
 Where the embedding is not tied, PAD's row of it must have a gradient of exactly zero: PAD occurs in padding only.
 
@@ -55,7 +55,9 @@ from tests.multi_gpu.check_records import report, write_records
 EXCESS = 2.0
 FLOOR = 2e-3
 EVAL_TOLERANCE = {"bf16": 1e-3, "delayed": 1e-2, "current": 1e-2}
-"""Relative difference between the loss in training and in evaluation mode: the same kernels, but in fp8 with newer scales."""
+"""Relative difference between the loss in training and in evaluation mode: the same kernels, but in fp8 with newer
+scales.
+"""
 STEPS = {"delayed": 3}
 """Passes before the one that is compared: delayed scaling needs them to find its scales."""
 
@@ -169,8 +171,12 @@ def run(case: Case, precision_name: str, batch: Batch, group: ContextGroup, devi
         with precision.context(first_microbatch=None):
             loss = training_model(batch) / num_supervised
         loss.backward()
-    whole_gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    gradients = {name: summed(gradient.float(), group) for name, gradient in by_hf_matrix(model, whole_gradients).items()}
+    whole_gradients = {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    gradients = {
+        name: summed(gradient.float(), group) for name, gradient in by_hf_matrix(model, whole_gradients).items()
+    }
     training_model.eval()
     with torch.no_grad(), precision.preserving_state(), precision.context(first_microbatch=None):
         eval_loss = training_model(batch) / num_supervised
@@ -178,7 +184,8 @@ def run(case: Case, precision_name: str, batch: Batch, group: ContextGroup, devi
 
 
 def by_hf_matrix(model: PreTrainedModel, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients with fused matrices taken apart, so that a large part does not hide a small one; vectors stay whole.
+    """The gradients with fused matrices taken apart, so that a large part does not hide a small one; vectors stay
+    whole.
 
     (The gradient of k's bias alone would be nothing but rounding, because softmax does not see a shift of all keys.)
     """

@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node=2 tests/multi_gpu/fp8_params_check.py [--output FILE]
 
-Trains a small model with weights, each time by the code of train_multi_gpu.py, and compares. Rank 0 prints a JSON line per check; what the runs
-say goes to stderr. The exit code is 1 if any check fails; one that fails does not keep the others from running. After WATCHDOG_S seconds all
-stacks are printed and the process ends.
+Trains a small model with weights, each time by the code of train_multi_gpu.py, and compares. Rank 0 prints a JSON line
+per check; what the runs say goes to stderr. The exit code is 1 if any check fails; one that fails does not keep the
+others from running. After WATCHDOG_S seconds all stacks are printed and the process ends.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ FP8_WEIGHTS_PER_LAYER = 4
 """Fused QKV, attention's output, fc1 and fc2."""
 
 FIRST_LOSS = 2e-3
-"""Relative difference allowed in the first step: one run rounds its masters to bf16 and then to fp8, the other at once."""
+"""Relative difference allowed in the first step: one run rounds its masters to bf16 and then to fp8, the other at
+once.
+"""
 EXCESS, FLOOR = 2.0, 5e-3
-"""In 20 steps losses may be so many times as far from bf16's as those of fp8 without fp8 parameters are, and a little: some weights differ by a
-spacing of fp8."""
+"""In 20 steps losses may be so many times as far from bf16's as those of fp8 without fp8 parameters are, and a little:
+some weights differ by a spacing of fp8."""
 SAME_LOSSES = 1e-3
 """Between runs that compute the same. Gradients of attention are not bitwise reproducible."""
 RECOMPUTED = 2e-3
@@ -107,7 +109,9 @@ run_module.end_process_group = _stay_in_group
 
 @dataclass
 class Result:
-    """What a run left. `parameters`: this rank's part of the decoder layers' weights, (master fp32, what is between steps) by name."""
+    """What a run left. `parameters`: this rank's part of the decoder layers' weights, (master fp32, what is between
+    steps) by name.
+    """
 
     losses: list[float]
     grad_norms: list[float]
@@ -119,7 +123,9 @@ class Result:
     """Weights whose fp8 cast Transformer Engine's modules keep between micro-batches."""
     sent_bytes: list[int]
     layer_bytes: dict[str, int]
-    """What a rank puts into the gather of one decoder layer, by what it holds: 'fp8' as it is, 'bf16' if all of it were bf16."""
+    """What a rank puts into the gather of one decoder layer, by what it holds: 'fp8' as it is, 'bf16' if all of it
+    were bf16.
+    """
     initial: dict[str, Tensor]
     masters: dict[str, Tensor]
     parameters: dict[str, Tensor]
@@ -227,7 +233,8 @@ def layer_gathers(result: Result, num_steps: int, per_step: int) -> int:
     return (num_steps * per_step + EVAL_BATCHES) * num_layers(result)
 
 
-# --- Checks: each gives (whether it holds, its figures) -------------------------------------------------------------------------
+# --- Checks: each gives (whether it holds, its figures)
+# -------------------------------------------------------------------------
 
 
 def same_steps(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
@@ -260,7 +267,9 @@ def bytes_between_steps(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
     held = sum(tensor._data.nbytes for tensor in fp8)
     elements = sum(tensor.numel() for tensor in weights)
     transposes = sum(tensor._transpose is not None for tensor in fp8)
-    holds = len(fp8) == len(weights) == num_layers(result) * FP8_WEIGHTS_PER_LAYER and held == elements and transposes == 0
+    holds = (
+        len(fp8) == len(weights) == num_layers(result) * FP8_WEIGHTS_PER_LAYER and held == elements and transposes == 0
+    )
     return holds, {
         "weights": len(weights),
         "in_fp8": len(fp8),
@@ -274,9 +283,14 @@ def bytes_gathered(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
     """(2) Every layer is gathered as bytes, for each forward and backward pass."""
     plain, fp8 = trainings.plain(), trainings.fp8()
     expected = layer_gathers(fp8, STEPS, per_step=2 * MICRO_BATCHES)
-    counts = {"plain": plain.sent_bytes.count(plain.layer_bytes["bf16"]), "fp8": fp8.sent_bytes.count(fp8.layer_bytes["fp8"])}
+    counts = {
+        "plain": plain.sent_bytes.count(plain.layer_bytes["bf16"]),
+        "fp8": fp8.sent_bytes.count(fp8.layer_bytes["fp8"]),
+    }
     share = fp8.layer_bytes["fp8"] / plain.layer_bytes["bf16"]
-    holds = counts == {"plain": expected, "fp8": expected} and len(plain.sent_bytes) == len(fp8.sent_bytes) and share < 0.51
+    holds = (
+        counts == {"plain": expected, "fp8": expected} and len(plain.sent_bytes) == len(fp8.sent_bytes) and share < 0.51
+    )
     return holds, {
         "layer_gathers": counts, "expected": expected, "layer_bytes": [plain.layer_bytes["bf16"], fp8.layer_bytes["fp8"]],
         "share": share, "all_gathers": [len(plain.sent_bytes), len(fp8.sent_bytes)],
@@ -285,9 +299,11 @@ def bytes_gathered(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
 
 
 def sums_in_gemms(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
-    """GEMMs add to the whole fp32 gradients of the linear weights, in all micro-batches but a step's first; with fp8 parameters and without fp8 too.
+    """GEMMs add to the whole fp32 gradients of the linear weights, in all micro-batches but a step's first; with fp8
+    parameters and without fp8 too.
 
-    Of fsdp_full in fp8 without fp8 parameters the fused projection is left out (`llm_fp8.distributed.fsdp_internals._would_lose_main_grad`).
+    Of fsdp_full in fp8 without fp8 parameters the fused projection is left out
+    (`llm_fp8.distributed.fsdp_internals._would_lose_main_grad`).
     """
     runs = {"plain": trainings.plain(), "fp8": trainings.fp8(), "bf16": trainings.bf16()}
     per_layer = {"plain": FP8_WEIGHTS_PER_LAYER - 1, "fp8": FP8_WEIGHTS_PER_LAYER, "bf16": FP8_WEIGHTS_PER_LAYER}
@@ -311,7 +327,11 @@ def one_scale_per_weight(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
         # E4M3: three bits behind the leading one; below 2^-6 a fixed spacing of 2^-9.
         half_spacing = torch.maximum(master.abs() * 2.0**-4, tensor._scale_inv * 2.0**-10)
         worst = max(worst, float(((tensor.dequantize(dtype=torch.float32) - master).abs() / half_spacing).max()))
-    return agree and len(fp8) > 0 and worst <= 1.001, {"ranks_agree": agree, "weights": len(fp8), "error_in_half_spacings": worst}
+    return agree and len(fp8) > 0 and worst <= 1.001, {
+        "ranks_agree": agree,
+        "weights": len(fp8),
+        "error_in_half_spacings": worst,
+    }
 
 
 def small_updates(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
@@ -335,7 +355,10 @@ def resumed(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
     tensors = json.loads((checkpoint / "manifest.json").read_text())["tensors"]
     weights = {name: entry["dtype"] for name, entry in tensors.items() if name.startswith("model.")}
     saved = set(weights.values())
-    return worst <= SAME_LOSSES and saved == {"torch.float32"}, {"largest_difference": worst, "saved_dtypes": sorted(saved)}
+    return worst <= SAME_LOSSES and saved == {"torch.float32"}, {
+        "largest_difference": worst,
+        "saved_dtypes": sorted(saved),
+    }
 
 
 def round_trip(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
@@ -343,13 +366,19 @@ def round_trip(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
     result = trainings("still", "--max_steps=2", "--learning_rate=0", "--fp8_params", "--sharding_mode=fsdp_full")
     before = load_file(trainings.model / "model.safetensors")
     after = load_file(result.folder / "final" / "model.safetensors")
-    different = [n for n in before if n not in after or before[n].dtype != after[n].dtype or not torch.equal(before[n], after[n])]
+    different = [
+        n for n in before if n not in after or before[n].dtype != after[n].dtype or not torch.equal(before[n], after[n])
+    ]
     return before.keys() == after.keys() and not different, {"tensors": len(before), "different": different[:4]}
 
 
 def recomputed(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
-    """Gradient checkpointing takes the same steps: it computes a layer again from rows gathered for the backward pass."""
-    result = trainings("recomputed", "--max_steps=3", "--lr_scheduler=constant", "--no_export", "--gradient_checkpointing", *FP8)
+    """Gradient checkpointing takes the same steps: it computes a layer again from rows gathered for the backward
+    pass.
+    """
+    result = trainings(
+        "recomputed", "--max_steps=3", "--lr_scheduler=constant", "--no_export", "--gradient_checkpointing", *FP8
+    )
     kept = trainings("three", "--max_steps=3", "--lr_scheduler=constant", "--no_export", *FP8)
     worst = largest_difference(result.losses, kept.losses)
     return worst <= RECOMPUTED, {"largest_difference": worst}
@@ -371,7 +400,9 @@ def kept_whole(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
 
 
 def casts_kept_whole(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
-    """fsdp_grad without fp8 parameters: one gather a step, and casts that serve its micro-batches, where fsdp_full keeps none; GEMMs add for all weights."""
+    """fsdp_grad without fp8 parameters: one gather a step, and casts that serve its micro-batches, where fsdp_full
+    keeps none; GEMMs add for all weights.
+    """
     options = ("--no_export", "--max_steps=3", "--lr_scheduler=constant")
     result = trainings("grad-plain", *options, "--sharding_mode=fsdp_grad")
     other = trainings("three-plain", *options, "--sharding_mode=fsdp_full")
@@ -426,8 +457,9 @@ def main() -> int:
     folder = Path(place[0])
     try:
         if dist.get_rank() == 0:
-            # Not in bf16: values that bf16 holds exactly do not move in bf16 before the updates add up to half a spacing, so that the runs
-            # without fp8 parameters, bf16 too, would lag behind by most of a step, 2% of the loss after the first.
+            # Not in bf16: values that bf16 holds exactly do not move in bf16 before the updates add up to half a
+            # spacing, so that the runs without fp8 parameters, bf16 too, would lag behind by most of a step, 2% of the
+            # loss after the first.
             write_model(folder / "model", "llama3_rope_gqa", torch.float32)
         dist.barrier()
         all_hold = True

@@ -1,4 +1,6 @@
-"""--context_parallel_size and --fp8_params as a user asks for them: torchrun, certified, near the run without, saved, resumed, exported."""
+"""--context_parallel_size and --fp8_params as a user asks for them: torchrun, certified, near the run without,
+saved, resumed, exported.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ FAMILY = "llama3_rope_gqa"
 NUM_STEPS, SAVED_STEP = 6, 3
 MICRO_BATCHES = 2
 NUM_ROWS = 32
-"""All of them fit into one step. So each step takes the same tokens however they are packed, which depends on the size of context groups."""
+"""All of them fit into one step. So each step takes the same tokens however they are packed, which depends on the
+size of context groups.
+"""
 ROWS_PER_GPU = {"--packing": 4, "--no_packing": 8}
 """Of a micro-batch, at least: 16 rows a step hold the packed documents."""
 
@@ -73,9 +77,13 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def assert_in_fp8(folder: Path) -> None:
-    """The recorded step had every GEMM of the decoder in fp8: forward, data gradient and weight gradient, in each micro-batch."""
+    """The recorded step had every GEMM of the decoder in fp8: forward, data gradient and weight gradient, in each
+    micro-batch.
+    """
     told = summary(folder)
-    gemms = family_config(FAMILY).num_hidden_layers * 4 * 3 * MICRO_BATCHES  # fused QKV, attention's output, fc1 and fc2
+    gemms = (
+        family_config(FAMILY).num_hidden_layers * 4 * 3 * MICRO_BATCHES
+    )  # fused QKV, attention's output, fc1 and fc2
     assert told["certificate"]["verdict"] == "certified", told["certificate"]["reasons"]
     assert told["certificate"]["num_expected_fp8_gemm_kernels"] == gemms <= told["recorded_step"]["gemm_kernels"]["fp8"]
     assert told["recipe_inside_modules"] == "DelayedScaling"
@@ -92,10 +100,12 @@ def test_rows_shared_by_two_gpus_take_the_steps_of_whole_ones(precision, layout,
     for name in ("loss", "grad_norm"):
         record_property(name, figures(shared, name))
         record_property(f"{name}_of_whole_rows", figures(whole, name))
-    assert [run_json(run)["effective"]["global_batch_size"] for run in (whole, shared)] == [2 * MICRO_BATCHES * rows] * 2
+    assert [run_json(run)["effective"]["global_batch_size"] for run in (whole, shared)] == [
+        2 * MICRO_BATCHES * rows
+    ] * 2
     assert figures(shared, "tokens_seen") == figures(whole, "tokens_seen")
-    # The same tokens, cut otherwise: bf16 rounds sums differently (such cuts on CPUs: 3e-5 of the loss, 2e-4 of the norm), fp8 has other scales
-    # for other tensors (as in test_modes.py).
+    # The same tokens, cut otherwise: bf16 rounds sums differently (such cuts on CPUs: 3e-5 of the loss, 2e-4 of the
+    # norm), fp8 has other scales for other tensors (as in test_modes.py).
     first, rest, norms = (2e-4, 1e-3, 1e-2) if precision == "bf16" else (2e-3, 1e-2, 5e-2)
     assert figures(shared)[0] == pytest.approx(figures(whole)[0], rel=first)
     assert figures(shared) == pytest.approx(figures(whole), rel=rest)
@@ -114,7 +124,9 @@ def test_rows_shared_by_two_gpus_take_the_steps_of_whole_ones(precision, layout,
 
 
 def test_fp8_parameters(options, model, tmp_path, record_property):
-    """The steps of a run without them; resumed bit for bit; what is exported is a Hugging Face model that has learnt the rows."""
+    """The steps of a run without them; resumed bit for bit; what is exported is a Hugging Face model that has learnt
+    the rows.
+    """
     without, fp8, resumed = tmp_path / "without", tmp_path / "fp8", tmp_path / "resumed"
     common = [*options, *PRECISIONS["delayed"], "--packing", f"--batch_size={ROWS_PER_GPU['--packing']}"]
     deterministic = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}  # gradients of attention have the same bits each time
@@ -133,5 +145,6 @@ def test_fp8_parameters(options, model, tmp_path, record_property):
     with torch.no_grad():
         loss = float(mean_loss(exported, documents(str(tmp_path / "rows.jsonl"), str(model), False)))
     record_property("loss_of_export", loss)
-    # The learning rate is near its end, so the last update is small; training as a whole moves the loss by more than a tenth.
+    # The learning rate is near its end, so the last update is small; training as a whole moves the loss by more than a
+    # tenth.
     assert loss == pytest.approx(figures(fp8)[-1], rel=2e-2) and figures(fp8)[-1] < 0.9 * figures(fp8)[0]

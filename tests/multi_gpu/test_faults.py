@@ -1,4 +1,6 @@
-"""A rank that is signalled or killed under NCCL, and checkpoints written beside training: nothing is lost. As a user starts it, with torchrun."""
+"""A rank that is signalled or killed under NCCL, and checkpoints written beside training: nothing is lost. As a user
+starts it, with torchrun.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every sharding mode on two GPUs: the steps of one GPU, in the precision that was asked for, told by the kernels of a recorded step."""
+"""Every sharding mode on two GPUs: the steps of one GPU, in the precision that was asked for, told by the kernels of
+a recorded step.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,18 @@ FOUR_MICRO_BATCHES = ("--batch_size=2", "--gradient_accumulation_steps=4")
 FSDP = ("fsdp_grad", "fsdp_full", "fsdp_offload")
 DEEPSPEED = ("deepspeed_1", "deepspeed_2", "deepspeed_3")
 CASES = [
-    *((mode, precision, ["--use_te"]) for mode in ("ddp", *FSDP, *DEEPSPEED) for precision in ("bf16", "delayed", "current")),
+    *(
+        (mode, precision, ["--use_te"])
+        for mode in ("ddp", *FSDP, *DEEPSPEED)
+        for precision in ("bf16", "delayed", "current")
+    ),
     ("ddp", "block", ["--use_te"]),
     ("fsdp_full", "block", ["--use_te"]),
-    *((mode, precision, []) for mode in ("ddp", "fsdp_full", "deepspeed_3") for precision in ("bf16", "delayed", "current")),
+    *(
+        (mode, precision, [])
+        for mode in ("ddp", "fsdp_full", "deepspeed_3")
+        for precision in ("bf16", "delayed", "current")
+    ),
     ("ddp", "delayed", ["--use_te", "--gradient_checkpointing"]),
     ("fsdp_full", "bf16", ["--use_te", "--gradient_checkpointing"]),
     ("fsdp_full", "delayed", ["--use_te", "--gradient_checkpointing"]),
@@ -91,7 +101,9 @@ def train(num_gpus: int, folder: Path, model: Path, *options: str) -> tuple[list
 def single_gpu(tmp_path_factory) -> Callable[..., list[dict[str, float]]]:
     """Gives the steps of a training on one GPU; each is run once, also where tests run in several processes."""
     # The folder above is shared by pytest-xdist's workers.
-    shared = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.getbasetemp()
+    shared = (
+        tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.getbasetemp()
+    )
 
     def steps(model: Path, *options: str) -> list[dict[str, float]]:
         name = hashlib.sha256(repr((model.name, options)).encode()).hexdigest()[:16]
@@ -107,7 +119,9 @@ def single_gpu(tmp_path_factory) -> Callable[..., list[dict[str, float]]]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "precision", "options"), CASES, ids=["-".join([mode, p, *(o.strip("-") for o in more)]) for mode, p, more in CASES]
+    ("mode", "precision", "options"),
+    CASES,
+    ids=["-".join([mode, p, *(o.strip("-") for o in more)]) for mode, p, more in CASES],
 )
 def test_two_gpus_take_the_steps_of_one(mode, precision, options, models, single_gpu, tmp_path, record_property):
     model = models["llama3_rope_gqa"]
@@ -127,15 +141,23 @@ def test_two_gpus_take_the_steps_of_one(mode, precision, options, models, single
     first, rest = (2e-4, 2e-3) if precision == "bf16" else (2e-3, 1e-2)
     assert taken[0]["loss"] == pytest.approx(expected[0]["loss"], rel=first)
     assert [r["loss"] for r in taken] == pytest.approx([r["loss"] for r in expected], rel=rest)
-    # Delayed scaling begins with scales of 1, under which much of a small gradient is lost, more or less with other micro-batches.
+    # Delayed scaling begins with scales of 1, under which much of a small gradient is lost, more or less with other
+    # micro-batches.
     number = 2 if precision == "delayed" else 0
-    assert taken[number]["grad_norm"] == pytest.approx(expected[number]["grad_norm"], rel=2e-2 if precision == "bf16" else 5e-2)
+    assert taken[number]["grad_norm"] == pytest.approx(
+        expected[number]["grad_norm"], rel=2e-2 if precision == "bf16" else 5e-2
+    )
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.05, "training must move the loss for this to mean anything"
     gemms = summary["recorded_step"]["gemm_kernels"]
     record_property("gemm_kernels", gemms)
     record_property("loss", [r["loss"] for r in taken])
     record_property("loss_on_one_gpu", [r["loss"] for r in expected])
-    inside = {"bf16": "none", "delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
+    inside = {
+        "bf16": "none",
+        "delayed": "DelayedScaling",
+        "current": "Float8CurrentScaling",
+        "block": "Float8BlockScaling",
+    }
     if options or precision != "bf16":  # plain Hugging Face in bf16 has no module of Transformer Engine to look into
         assert summary["recipe_inside_modules"] == inside[precision]
     num_layers = family_config("llama3_rope_gqa").num_hidden_layers
@@ -217,7 +239,9 @@ def test_copies_over_several_gpus_take_the_steps_of_one(precision, models, singl
     record_property("loss", [r["loss"] for r in taken])
     record_property("loss_on_one_gpu", [r["loss"] for r in expected])
     record_property("gemm_kernels", summary["recorded_step"]["gemm_kernels"])
-    assert [r["loss"] for r in taken] == pytest.approx([r["loss"] for r in expected], rel=2e-3 if precision == "bf16" else 1e-2)
+    assert [r["loss"] for r in taken] == pytest.approx(
+        [r["loss"] for r in expected], rel=2e-3 if precision == "bf16" else 1e-2
+    )
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.05
     assert ("fp8" in summary["recorded_step"]["gemm_kernels"]) == (precision != "bf16")
 
@@ -258,12 +282,16 @@ def check_adapters(mode, precision, options, models, single_gpu, tmp_path, recor
     model, lora = models["llama3_rope_gqa"], ["--lora_rank=8", "--learning_rate=2e-3"]
     on_one = [option for option in options if option != "--gradient_checkpointing"]
     expected = single_gpu(model, *PRECISIONS[precision], *on_one, *lora)
-    taken, summary, _ = train(2, tmp_path / "two", model, *PRECISIONS[precision], *options, *lora, f"--sharding_mode={mode}")
+    taken, summary, _ = train(
+        2, tmp_path / "two", model, *PRECISIONS[precision], *options, *lora, f"--sharding_mode={mode}"
+    )
     record_property("loss", [r["loss"] for r in taken])
     record_property("loss_on_one_gpu", [r["loss"] for r in expected])
     record_property("certificate", summary["certificate"])
     assert summary["certificate"]["verdict"] == "certified"
-    assert [r["loss"] for r in taken] == pytest.approx([r["loss"] for r in expected], rel=2e-3 if precision == "bf16" else 1e-2)
+    assert [r["loss"] for r in taken] == pytest.approx(
+        [r["loss"] for r in expected], rel=2e-3 if precision == "bf16" else 1e-2
+    )
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.02, "training must move the loss for this to mean anything"
     adapter = load_file(tmp_path / "two" / "final" / "adapter_model.safetensors")
     assert summary["num_trainable_parameters"] == sum(tensor.numel() for tensor in adapter.values())

@@ -1,4 +1,6 @@
-"""Gradients' rows from the backward pass's own memory, where whole gradients were: the steps are FSDP2's, and as much less is reserved."""
+"""Gradients' rows from the backward pass's own memory, where whole gradients were: the steps are FSDP2's, and as
+much less is reserved.
+"""
 
 from __future__ import annotations
 

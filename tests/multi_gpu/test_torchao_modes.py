@@ -1,4 +1,6 @@
-"""--fp8_backend torchao on two GPUs: the steps of one, in fp8 by the kernels of a recorded step; weights gathered in bf16 and in fp8."""
+"""--fp8_backend torchao on two GPUs: the steps of one, in fp8 by the kernels of a recorded step; weights gathered in
+bf16 and in fp8.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("mode", "scenario", "options"), CASES, ids=["-".join([mode, s, *(o.strip("-") for o in more)]) for mode, s, more in CASES]
+    ("mode", "scenario", "options"),
+    CASES,
+    ids=["-".join([mode, s, *(o.strip("-") for o in more)]) for mode, s, more in CASES],
 )
 def test_two_gpus_take_the_steps_of_one(mode, scenario, options, models, single_gpu, tmp_path, record_property):  # noqa: F811
     model = models["llama3_rope_gqa"]

@@ -5,8 +5,8 @@
 - `dataset/data/{train,validation}-*.jsonl`: rows in the columns of nvidia/OpenMathInstruct-2 (`problem`,
   `generated_solution`, `expected_answer`, `problem_source`). No two rows hold the same problem, so no problem of the
   validation split is in the training split. The families (problems.py) take turns, so every prefix is balanced.
-- `model/tokenizer.json`, `tokenizer_config.json`: a byte-level BPE trained on the training split, digits split singly as
-  arithmetic wants it, a BOS put before every text as the tokenizers of Llama do.
+- `model/tokenizer.json`, `tokenizer_config.json`: a byte-level BPE trained on the training split, digits split singly
+  as arithmetic wants it, a BOS put before every text as the tokenizers of Llama do.
 - `model/config.json`: a Llama of 1.7 million parameters with grouped-query attention, tied embeddings and every size a
   multiple of 128, which even the block-scaled fp8 recipe can run. It carries no weights: they are drawn at the start.
 
@@ -146,7 +146,9 @@ def generate(out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the embedded dataset, tokenizer and model configuration.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="Folder to write to (default: the package).")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent, help="Folder to write to (default: the package)."
+    )
     generate(parser.parse_args().out)
 
 

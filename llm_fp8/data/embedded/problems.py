@@ -1,15 +1,15 @@
 """Twenty families of word problems and algebra with worked solutions whose numbers are computed, never typed.
 
-A family is a function of a `random.Random` that returns a `Problem`. They are graded: one step (`product`, `remainder`),
-two or three (`shopping`, `linear_equation`), up to five (`linear_system`, `rectangle`). Operands of several digits keep a
-small model from getting all of them right.
+A family is a function of a `random.Random` that returns a `Problem`. They are graded: one step (`product`,
+`remainder`), two or three (`shopping`, `linear_equation`), up to five (`linear_system`, `rectangle`). Operands of
+several digits keep a small model from getting all of them right.
 
 Every equality in a solution that holds numbers alone ("47 * 86 = 4042") is true as it stands, with `*` and `/` for the
-products and the quotients and the usual precedence, so that a reader, or a test, can evaluate it. The answer stands once, at
-the end, in `\\boxed{...}`.
+products and the quotients and the usual precedence, so that a reader, or a test, can evaluate it. The answer stands
+once, at the end, in `\\boxed{...}`.
 
-Only `randrange`, `randint` and `choice` are drawn from, whose sequences for a given seed are the same in every supported
-version of Python.
+Only `randrange`, `randint` and `choice` are drawn from, whose sequences for a given seed are the same in every
+supported version of Python.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from fractions import Fraction
 from random import Random
 
 NAMES = tuple(
-    "Ada Ben Carla Deniz Emma Farid Grace Hugo Ines Jonas Kira Liam Mona Nils Olga Pedro Quinn Rosa Samir Tara Umberto Vera "
-    "Walter Xenia Yusuf Zoe Amara Boris Chloe Dmitri Elif Fiona Gustav Hannah Ivan Julia Kenji Lucia Marek Nadia Omar Priya".split()
+    "Ada Ben Carla Deniz Emma Farid Grace Hugo Ines Jonas Kira Liam Mona Nils Olga Pedro Quinn Rosa Samir Tara "
+    "Umberto Vera Walter Xenia Yusuf Zoe Amara Boris Chloe Dmitri Elif Fiona Gustav Hannah Ivan Julia Kenji Lucia "
+    "Marek Nadia Omar Priya".split()
 )
 GOODS = tuple(
-    "pens books apples candles stamps ropes bowls maps shirts bulbs cups tiles pencils brushes chairs blankets hammers lemons "
-    "mirrors notebooks onions plates ribbons spoons tickets umbrellas vases whistles baskets cushions gloves jackets".split()
+    "pens books apples candles stamps ropes bowls maps shirts bulbs cups tiles pencils brushes chairs blankets "
+    "hammers lemons mirrors notebooks onions plates ribbons spoons tickets umbrellas vases whistles baskets cushions "
+    "gloves jackets".split()
 )
 THINGS = tuple(
     "marbles stickers coins shells beads cards buttons pebbles acorns badges tokens magnets postcards figurines".split()
@@ -44,7 +46,15 @@ HABITS = (
 )
 TRAVELLERS = tuple("train bus truck car boat cyclist motorbike helicopter".split())
 GADGETS = tuple("coat lamp desk bike phone camera guitar printer sofa telescope".split())
-JOBS = ("paint a wall", "mow a field", "fill a pool", "load a van", "clean a kitchen", "harvest an orchard", "repair a roof")
+JOBS = (
+    "paint a wall",
+    "mow a field",
+    "fill a pool",
+    "load a van",
+    "clean a kitchen",
+    "harvest an orchard",
+    "repair a roof",
+)
 
 
 @dataclass(frozen=True)
@@ -227,7 +237,8 @@ def _ages(rng: Random) -> Problem:
     young, years, times = rng.randint(3, 25), rng.randint(2, 20), rng.randint(2, 5)
     later = young + years
     return _problem(
-        f"{second} is {young}. In {years} years {first} will be {times} times as old as {second}. How old is {first} now?",
+        f"{second} is {young}. In {years} years {first} will be {times} times as old as {second}. How old is {first} "
+        "now?",
         times * later - years,
         f"In {years} years {second} is {young} + {years} = {later}",
         f"{first} is then {times} * {later} = {times * later}",
@@ -302,7 +313,8 @@ def _ratio(rng: Random) -> Problem:
     first, second = _two(rng, NAMES)
     total, big = part * (p + q), part * max(p, q)
     return _problem(
-        f"{first} and {second} share {total} {rng.choice(THINGS)} in the ratio {p}:{q}. How many does the larger share hold?",
+        f"{first} and {second} share {total} {rng.choice(THINGS)} in the ratio {p}:{q}. How many does the larger "
+        "share hold?",
         big,
         f"There are {p} + {q} = {p + q} parts",
         f"One part is {total} / {p + q} = {part}",
@@ -354,7 +366,8 @@ def _shopping(rng: Random) -> Problem:
     cost = n * p + m * q
     paid = cost + rng.randint(1, 60)
     return _problem(
-        f"{rng.choice(NAMES)} buys {n} {first} at ${p} and {m} {second} at ${q} and pays with ${paid}. What is the change?",
+        f"{rng.choice(NAMES)} buys {n} {first} at ${p} and {m} {second} at ${q} and pays with ${paid}. What is the "
+        "change?",
         paid - cost,
         f"The {first} cost {n} * {p} = {n * p}",
         f"The {second} cost {m} * {q} = {m * q}",

@@ -1,4 +1,5 @@
-"""Training with random weights, to be timed: what scripts/benchmark.py, scripts/benchmark_multi_gpu.py and benchmarks/speed_table.py share.
+"""Training with random weights, to be timed: what scripts/benchmark.py, scripts/benchmark_multi_gpu.py and
+benchmarks/speed_table.py share.
 
 workload.py    the shape of a step and its batches
 text.py        real documents for a step, packed and padded

@@ -1,4 +1,5 @@
-"""The usual set-ups, to be measured beside ours: transformers' model and Accelerate, written as their documentation does.
+"""The usual set-ups, to be measured beside ours: transformers' model and Accelerate, written as their documentation
+does.
 
     hf_bf16              Accelerate's bf16 mixed precision, sdpa attention
     hf_bf16_compiled     the same, each decoder layer compiled
@@ -9,8 +10,8 @@
     torchao_tensorwise   torchao's fp8 training, one scale per tensor; the output head stays in bf16; decoder layers compiled
     torchao_rowwise      the same, one scale per row
 
-All with torch's fused AdamW at our learning rate, betas and weight decay, the loss as transformers computes it, and gradients accumulated by
-`accelerator.accumulate`. How they are spread:
+All with torch's fused AdamW at our learning rate, betas and weight decay, the loss as transformers computes it, and
+gradients accumulated by `accelerator.accumulate`. How they are spread:
 
     one process, DDP   bf16 weights and no master: lighter than ours
     FSDP2              Accelerate's plugin, wrapped per decoder layer: fp32 weights and moments, split; gathered and reduced in bf16
@@ -55,8 +56,8 @@ class HfTraining:
     Attributes:
         accelerator: of this arm.
         model: transformers' model, as Accelerate prepared it, without the wrapper of DDP.
-        recorder: times and losses of the steps so far; a loss is the mean over the step's labels on this process. (Gradients are those of the mean
-            over micro-batches, as Accelerate accumulates them.)
+        recorder: times and losses of the steps so far; a loss is the mean over the step's labels on this process.
+            (Gradients are those of the mean over micro-batches, as Accelerate accumulates them.)
         facts: what a reader should know of the arm.
     """
 
@@ -86,7 +87,9 @@ class HfTraining:
         self._model, self._optimizer = accelerator.prepare(model, optimizer)
         self.model = accelerator.unwrap_model(self._model)
         if rival.accelerate_te:
-            census = _census(self.model)  # Accelerate has converted it; DeepSpeed's third stage has left no weights to count
+            census = _census(
+                self.model
+            )  # Accelerate has converted it; DeepSpeed's third stage has left no weights to count
         layers = decoder_layers(self.model)
         if fsdp2 and not isinstance(layers[0], FSDPModule):
             raise RuntimeError("Accelerate did not wrap the decoder layers")
@@ -94,13 +97,17 @@ class HfTraining:
             compile_layers(layers)
         self._model.train()
         self._inputs = [{name: tensor.to(accelerator.device) for name, tensor in of_one.items()} for of_one in inputs]
-        num_labels = torch.tensor([int((of_one["labels"][:, 1:] != IGNORED).sum()) for of_one in inputs], dtype=torch.float32)
+        num_labels = torch.tensor(
+            [int((of_one["labels"][:, 1:] != IGNORED).sum()) for of_one in inputs], dtype=torch.float32
+        )
         self._shares = (num_labels / num_labels.sum()).to(accelerator.device)
         self._clock = StepClock(accelerator.device)
         self.recorder = Recorder()
         self.facts: dict[str, Any] = {
             "attention": "sdpa",
-            "optimizer": "torch fused AdamW on DeepSpeed's fp32 masters" if deepspeed else f"torch fused AdamW on {name} weights",
+            "optimizer": "torch fused AdamW on DeepSpeed's fp32 masters"
+            if deepspeed
+            else f"torch fused AdamW on {name} weights",
             "compiled": rival.compiled,
             "census": census.to_dict(),
             # DeepSpeed's optimizer holds one long tensor of its own for each group.
@@ -154,7 +161,8 @@ def _accelerator(work: Workload, num_micro_batches: int, rival: Baseline, mode: 
     if rival.accelerate_te:
         from accelerate.utils import TERecipeKwargs
 
-        # Their defaults but for the amax: the maximum of the history, as in our recipe, so that the two rows differ in nothing else.
+        # Their defaults but for the amax: the maximum of the history, as in our recipe, so that the two rows differ in
+        # nothing else.
         handlers = [TERecipeKwargs(fp8_format="HYBRID", amax_history_len=1024, amax_compute_algo="max")]
     return Accelerator(
         cpu=not torch.cuda.is_available(),
@@ -185,16 +193,24 @@ def _accelerator_with_deepspeed(work: Workload, rival: Baseline, mode: str) -> A
 
 
 def _wrap_in_te(model: PreTrainedModel, why: str) -> None:
-    """Put te.Linear in place of every nn.Linear, the output head included, and the forward pass into te.autocast with delayed scaling."""
+    """Put te.Linear in place of every nn.Linear, the output head included, and the forward pass into te.autocast
+    with delayed scaling.
+    """
     te = require_te(why)
-    plan = resolve_precision(PrecisionConfig(mixed_precision="fp8", fp8_scenario="delayed", fp8_strict=True), own_device())
+    plan = resolve_precision(
+        PrecisionConfig(mixed_precision="fp8", fp8_scenario="delayed", fp8_strict=True), own_device()
+    )
     linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     for name, linear in linears:
         if linear.in_features % SIZE_MULTIPLE or linear.out_features % SIZE_MULTIPLE:
             continue
         weight, bias = linear.weight, linear.bias
         replaced = te.Linear(
-            linear.in_features, linear.out_features, bias=bias is not None, params_dtype=weight.dtype, device=weight.device
+            linear.in_features,
+            linear.out_features,
+            bias=bias is not None,
+            params_dtype=weight.dtype,
+            device=weight.device,
         )
         with torch.no_grad():
             replaced.weight.copy_(weight)

@@ -25,18 +25,24 @@ from llm_fp8.utils.te_import import forget_delayed_scales
 def measure(work: Workload, arm: Variant, warmup: int, device: torch.device) -> dict[str, Any]:
     """Build an arm, time its steps, record one more, and let go of it. Collective.
 
-    Memory is counted from the first step on, so that building does not show in it; figures are of the process that has most of it.
-    The CPU keeps no count of memory and runs no kernels, so there their keys are absent.
+    Memory is counted from the first step on, so that building does not show in it; figures are of the process that has
+    most of it. The CPU keeps no count of memory and runs no kernels, so there their keys are absent.
 
     Returns:
-        step_times_s_by_rank: those of each process, without the first `warmup` steps. losses: of all steps, in nats per token.
+        step_times_s_by_rank: those of each process, without the first `warmup` steps. losses: of all steps, in nats per
+            token.
         peak_memory_gib, peak_reserved_memory_gib, memory_before_gib (still held by others).
-        gpu_state: clocks and power in the timed steps (`GpuStateSampler.figures`), on this process's GPU; None without NVML.
-        gemm_kernels: of the recorded step on this process, by operand type: how many, how long (seconds), and their share of all GEMMs' time.
-        recorded_step: what else the recorded step shows, and its figures under the keys of `llm_fp8.observability.metrics.METRICS`.
+        gpu_state: clocks and power in the timed steps (`GpuStateSampler.figures`), on this process's GPU; None without
+            NVML.
+        gemm_kernels: of the recorded step on this process, by operand type: how many, how long (seconds), and their
+            share of all GEMMs' time.
+        recorded_step: what else the recorded step shows, and its figures under the keys of
+            `llm_fp8.observability.metrics.METRICS`.
         build_s, wall_time_s, and the arm's own facts.
     """
-    AcceleratorState._reset_state(reset_partial_state=True)  # the arms differ in what they ask of Accelerate's singletons
+    AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # the arms differ in what they ask of Accelerate's singletons
     GradientState._reset_state()
     forget_delayed_scales()
     started = time.perf_counter()
@@ -50,7 +56,9 @@ def measure(work: Workload, arm: Variant, warmup: int, device: torch.device) -> 
         training.take(work.num_steps)
     times, losses = training.recorder.step_times_s[warmup:], list(training.recorder.losses)
     memory = _memory_gib(device)
-    figures = torch.tensor([[*times, memory["peak"], memory["reserved"], memory_before]], dtype=torch.float64, device=device)
+    figures = torch.tensor(
+        [[*times, memory["peak"], memory["reserved"], memory_before]], dtype=torch.float64, device=device
+    )
     by_rank = training.accelerator.gather(figures)
     found = {**training.facts, "step_times_s_by_rank": by_rank[:, :-3].tolist(), "losses": losses}
     if device.type == "cuda":
@@ -113,12 +121,14 @@ def speed(
     num_adapter_parameters: int = 0,
     step_tokens: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
-    """What step times (seconds, at least one) come to; `num_adapter_parameters` is that of an arm with LoRA, `step_tokens` the `StepTokens` of an arm
-    on real documents.
+    """What step times (seconds, at least one) come to; `num_adapter_parameters` is that of an arm with LoRA,
+    `step_tokens` the `StepTokens` of an arm on real documents.
 
     Returns:
-        tokens_per_s: the positions of all GPUs over the median step; _slowest and _fastest: over the longest and the shortest one; _p10 and _p90:
-        between them lie the middle eight tenths of the steps. On real documents also real_tokens_per_s and so on, without padding.
+        tokens_per_s: the positions of all GPUs over the median step; _slowest and _fastest: over the longest and the
+            shortest one; _p10 and _p90:
+        between them lie the middle eight tenths of the steps. On real documents also real_tokens_per_s and so on,
+        without padding.
         model_tflops: model TFLOP/s of one GPU at the median step.
     """
     if step_tokens is not None:
@@ -138,4 +148,6 @@ def speed(
 
 def describe_gemms(gemm_kernels: dict[str, dict[str, float]]) -> str:
     """The `gemm_kernels` of a measurement in words."""
-    return ", ".join(f"{kind} {found['count']} ({found['share']:.0%})" for kind, found in gemm_kernels.items()) or "none"
+    return (
+        ", ".join(f"{kind} {found['count']} ({found['share']:.0%})" for kind, found in gemm_kernels.items()) or "none"
+    )

@@ -60,7 +60,9 @@ class _QuietParts(RunParts):
         self.hf_config = work.hf_config()
         self.choose_strategy()
         model, training_model, loaded, census = self.build_model(work.source, self.hf_config)
-        if not loaded and not self.config.parallel.fp8_params:  # which have given their fp32 values away when they are built
+        if (
+            not loaded and not self.config.parallel.fp8_params
+        ):  # which have given their fp32 values away when they are built
             draw_weights_(model, self.device, is_te=self.config.model.use_te)
         return self.hf_config, model, training_model, census
 

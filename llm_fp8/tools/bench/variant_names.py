@@ -69,7 +69,9 @@ class Variant:
     name: str
     what: OurVariant | Baseline
     mode: str | None
-    """How it is spread over several GPUs: a value of --sharding_mode (for a rival the one that is most like it); None on one GPU."""
+    """How it is spread over several GPUs: a value of --sharding_mode (for a rival the one that is most like it);
+    None on one GPU.
+    """
 
     @property
     def computes_in_fp8(self) -> bool:
@@ -112,13 +114,18 @@ class Variant:
             raise UserError(f"--arms {self.name}: say how it is spread over the GPUs, for example ddp:{self.name}.")
         if not ranks.launched and self.mode is not None:
             raise UserError(
-                f"--arms {self.name} is spread over several GPUs, which scripts/benchmark_multi_gpu.py measures; drop '{self.mode}:' here."
+                f"--arms {self.name} is spread over several GPUs, which scripts/benchmark_multi_gpu.py measures; drop "
+                f"'{self.mode}:' here."
             )
         if work.text is not None and self.mode is not None:
-            raise UserError(f"--arms {self.name} with --workloads {work.name}: real documents are measured on one GPU alone.")
+            raise UserError(
+                f"--arms {self.name} with --workloads {work.name}: real documents are measured on one GPU alone."
+            )
         if isinstance(self.what, Baseline):
             if self.mode == "fsdp_full" and not torch.cuda.is_available():
-                raise UserError(f"--arms {self.name}: Accelerate's FSDP2 needs NVIDIA GPUs, and none is found; drop it.")
+                raise UserError(
+                    f"--arms {self.name}: Accelerate's FSDP2 needs NVIDIA GPUs, and none is found; drop it."
+                )
             if self.mode in DEEPSPEED_MODES:
                 from llm_fp8.distributed.deepspeed_config import load_deepspeed
 
@@ -182,12 +189,15 @@ def parse_variant(name: str) -> Variant:
     if heads:
         if what not in PRECISIONS or precision.mixed_precision != "fp8" or len(heads) > 1:
             raise UserError(
-                f"--arms {name}: one of {' and '.join(HEADS)} goes with a recipe of Transformer Engine; write delayed:{heads[0]}."
+                f"--arms {name}: one of {' and '.join(HEADS)} goes with a recipe of Transformer Engine; write "
+                f"delayed:{heads[0]}."
             )
         precision = dataclasses.replace(precision, fp8_lm_head=HEADS[heads[0]])
     flash = [option for option in options if option in FLASH_ATTENTIONS]
     if len(flash) > 1:
-        raise UserError(f"--arms {name}: {' and '.join(flash)} are two attentions, and a decoder has one; drop one of them.")
+        raise UserError(
+            f"--arms {name}: {' and '.join(flash)} are two attentions, and a decoder has one; drop one of them."
+        )
     parallel = ParallelConfig()
     if mode is not None:
         parallel = ParallelConfig(
@@ -227,7 +237,8 @@ def parse_variants(text: str) -> list[Variant]:
 
 def _choices() -> str:
     return (
-        f"from {', '.join(PRECISIONS)}, each with :{', :'.join(_OPTIONS_OF_ONE_GPU)}, :loraN or :loraNqv behind it if wanted, {', '.join(f'{name}:swap' for name in TORCHAO_PRECISIONS)}, and {', '.join(RIVALS)}; on several "
-        f"GPUs with MODE: before it ({', '.join(SHARDING_MODES)}; rivals {', '.join(RIVAL_MODES)}), for ours also cpN: before that and "
-        f"{' or '.join(f':{option}' for option in _OPTIONS_OF_SEVERAL)} behind"
+        f"from {', '.join(PRECISIONS)}, each with :{', :'.join(_OPTIONS_OF_ONE_GPU)}, :loraN or :loraNqv behind it if "
+        f"wanted, {', '.join(f'{name}:swap' for name in TORCHAO_PRECISIONS)}, and {', '.join(RIVALS)}; on several "
+        f"GPUs with MODE: before it ({', '.join(SHARDING_MODES)}; rivals {', '.join(RIVAL_MODES)}), for ours also "
+        f"cpN: before that and {' or '.join(f':{option}' for option in _OPTIONS_OF_SEVERAL)} behind"
     )

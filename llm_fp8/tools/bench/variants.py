@@ -1,4 +1,6 @@
-"""What is trained how, ours and the rivals', in words that options can be checked by: what trains it is in ours.py and rival.py. Imports nothing heavy."""
+"""What is trained how, ours and the rivals', in words that options can be checked by: what trains it is in ours.py
+and rival.py. Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ class OurVariant:
             precision=self.precision,
             data=DataConfig(max_seq_length=work.seq_length, batch_size=work.batch_size, packing=True),
             optim=dataclasses.replace(
-                OPTIMISATION, gradient_accumulation_steps=work.micro_batches, max_steps=work.num_steps, optimizer=self.optimizer
+                OPTIMISATION,
+                gradient_accumulation_steps=work.micro_batches,
+                max_steps=work.num_steps,
+                optimizer=self.optimizer,
             ),
             run=RunConfig(output_dir=os.devnull),  # nothing is written
             lora=self.lora,

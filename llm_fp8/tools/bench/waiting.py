@@ -1,16 +1,17 @@
-"""Programs for measurements that have their imports and wait for a script to run, in one process or in all those of a launch.
+"""Programs for measurements that have their imports and wait for a script to run, in one process or in all those of a
+launch.
 
     program = take_program(environment, num_processes=4, next_environment=environment)
     with program.folder as folder:                               # for what the script leaves
         program.begin(["scripts/benchmark_multi_gpu.py", "--output", f"{folder}/result.json"])
         program.process.wait()
 
-Importing takes seconds, and a launcher some more. With `next_environment` another program does that meanwhile, and the next who asks for as many
-processes in that environment has it; it touches no GPU before it has a script.
+Importing takes seconds, and a launcher some more. With `next_environment` another program does that meanwhile, and the
+next who asks for as many processes in that environment has it; it touches no GPU before it has a script.
 
-The standard input of a program is a pipe whose other end this process alone holds, and which torchrun leaves to all that it starts. Nothing is
-written to it: its end says that the script is named in the program's folder, or, where none is, that no more will come. So what waits ends when
-this process does, even if that is killed.
+The standard input of a program is a pipe whose other end this process alone holds, and which torchrun leaves to all
+that it starts. Nothing is written to it: its end says that the script is named in the program's folder, or, where none
+is, that no more will come. So what waits ends when this process does, even if that is killed.
 """
 
 from __future__ import annotations
@@ -35,14 +36,17 @@ _JOB = "job.json"
 """In a program's folder: the script and its words."""
 
 
-# --- who asks for a program -------------------------------------------------------------------------------------------------
+# --- who asks for a program
+# -------------------------------------------------------------------------------------------------
 
 
 class WaitingProgram:
-    """A program that imports, and then waits; of `num_processes` under torchrun, or without a launcher where that is None.
+    """A program that imports, and then waits; of `num_processes` under torchrun, or without a launcher where that is
+    None.
 
     Attributes:
-        process: torchrun's, or the program's own. What it prints goes to this one's standard error; `os.killpg` reaches what it starts.
+        process: torchrun's, or the program's own. What it prints goes to this one's standard error; `os.killpg` reaches
+            what it starts.
         folder: the program's own, until the context of it is left.
     """
 
@@ -51,19 +55,26 @@ class WaitingProgram:
         words = ["-m", __name__, self.folder.name]
         self.process = subprocess.Popen(
             [sys.executable, *words] if num_processes is None else torchrun(num_processes, *words),
-            env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))},
+            env={
+                **environment,
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")])),
+            },
             stdin=subprocess.PIPE,
             stdout=sys.stderr,
             start_new_session=True,
         )
 
     def begin(self, words: Sequence[str]) -> None:
-        """Have it run a script, the first of `words`, with the others as its command line. Raises nothing where it has ended."""
+        """Have it run a script, the first of `words`, with the others as its command line. Raises nothing where it
+        has ended.
+        """
         write_json_atomic(Path(self.folder.name) / _JOB, words)
         self._end_input()
 
     def dismiss(self) -> None:
-        """End it without a script, at once; processes of a launch that are still importing end when they have done that."""
+        """End it without a script, at once; processes of a launch that are still importing end when they have done
+        that.
+        """
         self.process.kill()
         self._end_input()
         self.process.wait()
@@ -82,7 +93,9 @@ _lock = threading.Lock()
 def take_program(
     environment: Mapping[str, str], num_processes: int | None = None, next_environment: Mapping[str, str] | None = None
 ) -> WaitingProgram:
-    """A program in this environment, prepared or new; the one after it is started in `next_environment`, unless that is None."""
+    """A program in this environment, prepared or new; the one after it is started in `next_environment`, unless that
+    is None.
+    """
     with _lock:
         program = _prepared.pop(_key(environment, num_processes), None)
         if program is not None and program.process.poll() is not None:
@@ -106,13 +119,15 @@ def dismiss_prepared() -> None:
             _prepared.popitem()[1].dismiss()
 
 
-# --- the program ------------------------------------------------------------------------------------------------------------
+# --- the program
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _import_what_measures() -> None:
     """Import what a measurement imports in any case, and Transformer Engine where there is one.
 
-    None of it makes a context on a GPU. What few arms need and what looks at GPUs when it is imported (DeepSpeed, torchao) they import themselves.
+    None of it makes a context on a GPU. What few arms need and what looks at GPUs when it is imported (DeepSpeed,
+    torchao) they import themselves.
     """
     from llm_fp8.utils.errors import UserError
     from llm_fp8.utils.te_import import require_te
@@ -128,7 +143,9 @@ def _main() -> None:
     try:
         sys.argv = json.loads((folder / _JOB).read_text())
     except FileNotFoundError:
-        with contextlib.suppress(OSError):  # one of the processes removes what is left where the one that asked was killed
+        with contextlib.suppress(
+            OSError
+        ):  # one of the processes removes what is left where the one that asked was killed
             folder.rmdir()
     else:
         try:

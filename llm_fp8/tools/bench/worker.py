@@ -1,13 +1,16 @@
-"""One measurement in processes of its own, so that nothing of an arm outlives it: compiled code, Transformer Engine's globals, memory.
+"""One measurement in processes of its own, so that nothing of an arm outlives it: compiled code, Transformer Engine's
+globals, memory.
 
     answer = measure_apart("Llama-3.2-1B:8x1024x4", "delayed", num_gpus=1, num_steps=8, warmup=3, timeout_s=300)
-    answer = measure_apart("Llama-3.1-8B:8x1024x4", "fsdp_full:delayed", num_gpus=4, num_steps=8, warmup=3, timeout_s=300)
+    answer = measure_apart("Llama-3.1-8B:8x1024x4", "fsdp_full:delayed", num_gpus=4, num_steps=8, warmup=3,
+    timeout_s=300)
 
-A measurement's processes import for seconds before they touch the GPU. With `next_variables` others do that meanwhile, and the next measurement
-with these variables, on as many GPUs, has them (llm_fp8/tools/bench/waiting.py).
+A measurement's processes import for seconds before they touch the GPU. With `next_variables` others do that meanwhile,
+and the next measurement with these variables, on as many GPUs, has them (llm_fp8/tools/bench/waiting.py).
 
-An answer is what `llm_fp8.tools.bench.measure.measure` returns, its step times under step_times_s (of a launch, the row of
-scripts/benchmark_multi_gpu.py), with its `header` and "failed": None; where it was not measured, "failed" is the reason.
+An answer is what `llm_fp8.tools.bench.measure.measure` returns, its step times under step_times_s (of a launch, the row
+of scripts/benchmark_multi_gpu.py), with its `header` and "failed": None; where it was not measured, "failed" is the
+reason.
 """
 
 from __future__ import annotations
@@ -56,11 +59,14 @@ def measure_apart(
 ) -> dict[str, Any]:
     """Measure `arm` on `workload` (both by name) and return the answer; raises nothing for what goes wrong over there.
 
-    `num_gpus`: of this host; one is measured in a process without a launcher, several in a launch of scripts/benchmark_multi_gpu.py. `variables`: of
-    the processes' environment, in place of this one's; None takes one out. `stopped`: ends the measurement when it is set. `next_variables`:
-    those of the measurement that is to follow on as many GPUs; None where none is.
+    `num_gpus`: of this host; one is measured in a process without a launcher, several in a launch of
+        scripts/benchmark_multi_gpu.py. `variables`: of
+    the processes' environment, in place of this one's; None takes one out. `stopped`: ends the measurement when it is
+    set. `next_variables`: those of the measurement that is to follow on as many GPUs; None where none is.
     """
-    follows = next_variables is not None and not (stopped is not None and stopped.is_set())  # none is prepared when it is to end
+    follows = next_variables is not None and not (
+        stopped is not None and stopped.is_set()
+    )  # none is prepared when it is to end
     next_environment = _environment(next_variables) if follows else None
     program = take_program(_environment(variables), None if num_gpus == 1 else num_gpus, next_environment)
     with program.folder as folder:
@@ -68,9 +74,20 @@ def measure_apart(
         if num_gpus == 1:
             program.begin([str(ALONE), workload, arm, str(num_steps), str(warmup), str(path)])
             return _answer_of_process(path, _outcome(program.process, timeout_s, stopped))
-        words = [str(SEVERAL), "--workloads", workload, "--arms", arm, "--steps", str(num_steps), "--warmup", str(warmup)]
+        words = [
+            str(SEVERAL),
+            "--workloads",
+            workload,
+            "--arms",
+            arm,
+            "--steps",
+            str(num_steps),
+            "--warmup",
+            str(warmup),
+        ]
         program.begin([*words, "--arm_timeout_s", str(timeout_s), "--output", str(path)])
-        # The launch keeps the limit itself, with a row that says so; this one is for a launch that hangs before or after.
+        # The launch keeps the limit itself, with a row that says so; this one is for a launch that hangs before or
+        # after.
         return _answer_of_launch(path, _outcome(program.process, timeout_s + LAUNCH_S, stopped))
 
 
@@ -95,7 +112,8 @@ def _answer_of_launch(path: Path, failed: str | None) -> dict[str, Any]:
 def take_header(answer: dict[str, Any], argv: list[str]) -> dict[str, Any]:
     """Take the header out of an answer; empty where the measurement ended before it could write one.
 
-    Its command becomes `argv`, the command line (`sys.argv`) of the program that asked for the measurement: the one to repeat.
+    Its command becomes `argv`, the command line (`sys.argv`) of the program that asked for the measurement: the one to
+    repeat.
     """
     header: dict[str, Any] = answer.pop("header", {})
     if header:
@@ -111,12 +129,16 @@ def _environment(variables: Mapping[str, str | None] | None) -> dict[str, str]:
         environment.pop(name, None)
         if value is not None:
             environment[name] = value
-    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # for every arm, as in the training scripts
+    environment.setdefault(
+        "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+    )  # for every arm, as in the training scripts
     return environment
 
 
 def _outcome(process: subprocess.Popen[bytes], timeout_s: float, stopped: threading.Event | None) -> str | None:
-    """Wait for a program's end; returns why it did not come to a good one, None where it did. Where it is stopped, so are those that wait."""
+    """Wait for a program's end; returns why it did not come to a good one, None where it did. Where it is stopped,
+    so are those that wait.
+    """
     deadline = time.monotonic() + timeout_s
     try:
         while (left := deadline - time.monotonic()) > 0:
@@ -144,7 +166,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 # --- options ---------------------------------------------------------------------------------------------
-# The options that all benches of training share: how many steps are timed, how often, for how long at most, and where the results go.
+# The options that all benches of training share: how many steps are timed, how often, for how long at most, and where
+# the results go.
 
 
 def add_measuring_options(
@@ -163,9 +186,13 @@ def add_measuring_options(
         default=steps,
         help="optimizer steps of a measurement, the left-out ones included (default %(default)s)",
     )
-    parser.add_argument("--warmup", type=int, default=warmup, help="first steps of a measurement, left out (default %(default)s)")
+    parser.add_argument(
+        "--warmup", type=int, default=warmup, help="first steps of a measurement, left out (default %(default)s)"
+    )
     if rounds is not None:
-        parser.add_argument("--rounds", type=int, default=rounds, help="how often the arms take turns (default %(default)s)")
+        parser.add_argument(
+            "--rounds", type=int, default=rounds, help="how often the arms take turns (default %(default)s)"
+        )
     parser.add_argument(
         "--arm_timeout_s",
         type=float,
@@ -180,7 +207,8 @@ def add_resuming_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="keep what --output holds and measure the rounds and arms that it lacks, or that failed; same code, packages and kind of GPU only",
+        help="keep what --output holds and measure the rounds and arms that it lacks, or that failed; same code, "
+        "packages and kind of GPU only",
     )
 
 
@@ -192,11 +220,15 @@ def check_measuring_options(options: argparse.Namespace, recorded_step: int = 0)
     if not 0 <= options.warmup < options.steps:
         raise UserError(f"--warmup {options.warmup} must leave some of the {options.steps} --steps to be timed.")
     if recorded_step and options.warmup <= recorded_step:
-        raise UserError(f"--warmup {options.warmup} must be more than {recorded_step}, the step whose kernels are recorded.")
+        raise UserError(
+            f"--warmup {options.warmup} must be more than {recorded_step}, the step whose kernels are recorded."
+        )
     if "rounds" in options and options.rounds < 1:
         raise UserError(f"--rounds {options.rounds} measures nothing; give 1 or more.")
     if not options.arm_timeout_s > 0:
-        raise UserError(f"--arm_timeout_s {options.arm_timeout_s:g} leaves no time to measure in; give seconds, more than 0.")
+        raise UserError(
+            f"--arm_timeout_s {options.arm_timeout_s:g} leaves no time to measure in; give seconds, more than 0."
+        )
     if options.output is None and "resume" in options and options.resume:
         raise UserError("--resume goes on from the file of --output, and none is named.")
     if options.output is not None:
@@ -206,9 +238,10 @@ def check_measuring_options(options: argparse.Namespace, recorded_step: int = 0)
 # --- results ---------------------------------------------------------------------------------------------
 # The results file of a benchmark in several processes, one row per measurement, rewritten after each.
 #
-# A measurement can end its processes: a GPU out of memory leaves the others waiting in a collective operation, and what NCCL was doing cannot
-# be taken back. So a process that fails writes the row that says so and ends; the launcher (torchrun --max-restarts) ends the others and
-# starts all of them anew, and they go on behind the last row. The file is the only thing that outlives them.
+# A measurement can end its processes: a GPU out of memory leaves the others waiting in a collective operation, and what
+# NCCL was doing cannot be taken back. So a process that fails writes the row that says so and ends; the launcher
+# (torchrun --max-restarts) ends the others and starts all of them anew, and they go on behind the last row. The file is
+# the only thing that outlives them.
 
 ENDED_IN_SILENCE = "a process ended without saying why: killed, or a fault in native code"
 

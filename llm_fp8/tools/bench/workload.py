@@ -1,4 +1,6 @@
-"""What every arm of a benchmark trains on: full rows of random tokens, one document each, or real documents (llm_fp8/tools/bench/workload.py)."""
+"""What every arm of a benchmark trains on: full rows of random tokens, one document each, or real documents
+(llm_fp8/tools/bench/workload.py).
+"""
 
 from __future__ import annotations
 
@@ -46,25 +48,27 @@ class Workload:
     num_steps: int
     """Steps per round, the left-out ones included."""
     text: str | None = field(default=None, kw_only=True)
-    """Real documents instead of random tokens: a dataset as --dataset_name takes it. Ours packs them into `micro_batches` of `batch_size` rows, a
-    rival pads the same documents, one to a row of `seq_length` tokens, and takes as many micro-batches as they need."""
+    """Real documents instead of random tokens: a dataset as --dataset_name takes it. Ours packs them into
+    `micro_batches` of `batch_size` rows, a rival pads the same documents, one to a row of `seq_length` tokens, and
+    takes as many micro-batches as they need."""
 
     @classmethod
     def parse(cls, text: str, num_steps: int, flag: str = "--workloads") -> Workload:
-        """'MODEL:ROWSxLENGTHxMICRO_BATCHES[@DATASET]' as a workload. Raises `UserError`, which names `flag`, where it is none, or the model or
-        dataset is unknown."""
+        """'MODEL:ROWSxLENGTHxMICRO_BATCHES[@DATASET]' as a workload. Raises `UserError`, which names `flag`, where it
+        is none, or the model or dataset is unknown."""
         match = _NAME.fullmatch(text)
         if match is None:
             raise UserError(
-                f"{flag} {text}: write MODEL:ROWSxLENGTHxMICRO_BATCHES, for example Llama-3.1-8B:8x1024x4 for 4 micro-batches of 8 rows of "
-                "1024 tokens, and @FILE.jsonl behind it for real documents."
+                f"{flag} {text}: write MODEL:ROWSxLENGTHxMICRO_BATCHES, for example Llama-3.1-8B:8x1024x4 for 4 "
+                "micro-batches of 8 rows of 1024 tokens, and @FILE.jsonl behind it for real documents."
             )
         model, dataset = match[1], match[5]
         batch_size, seq_length, micro_batches = (int(match[number]) for number in (2, 3, 4))
         work = cls(model, batch_size, seq_length, micro_batches, num_steps, text=dataset)
         if not work.source.is_local and not work.source.location.endswith(".json"):
             raise UserError(
-                f"{flag} {text}: {model} is unknown; give a folder with a config.json, or one of {', '.join(bundled_architectures())}."
+                f"{flag} {text}: {model} is unknown; give a folder with a config.json, or one of "
+                f"{', '.join(bundled_architectures())}."
             )
         if dataset is not None:
             try:
@@ -100,7 +104,11 @@ class Workload:
         """The documents of a step with `text`."""
         assert self.text is not None
         return TextStep(
-            self.text, load_tokenizer(self.model_options, self.source)[0], self.batch_size, self.seq_length, self.micro_batches
+            self.text,
+            load_tokenizer(self.model_options, self.source)[0],
+            self.batch_size,
+            self.seq_length,
+            self.micro_batches,
         )
 
     @property
@@ -118,20 +126,26 @@ class Workload:
         return load_config(self.model_options, self.source)
 
     def batches(self, vocab_size: int, reader: int = 0) -> list[Batch]:
-        """The micro-batches of a step, packed; each `reader`, a process with data of its own, has others. Real documents have one reader."""
+        """The micro-batches of a step, packed; each `reader`, a process with data of its own, has others. Real
+        documents have one reader.
+        """
         if self.text is not None:
             return self.text_step.packed()
-        return [random_batch(self, vocab_size, reader * self.micro_batches + number) for number in range(self.micro_batches)]
+        return [
+            random_batch(self, vocab_size, reader * self.micro_batches + number) for number in range(self.micro_batches)
+        ]
 
     def text_facts(self, padded: bool = False) -> dict[str, Any]:
-        """What a row of real documents says of them: `documents` and `step_tokens`, which `speed` reads; nothing for random tokens."""
+        """What a row of real documents says of them: `documents` and `step_tokens`, which `speed` reads; nothing for
+        random tokens.
+        """
         if self.text is None:
             return {}
         return {"documents": self.text_step.facts(), "step_tokens": dataclasses.asdict(self.step_tokens(padded))}
 
     def hf_inputs(self, vocab_size: int, reader: int = 0) -> list[dict[str, Tensor]]:
-        """The same step as transformers' model takes it, by micro-batch: input_ids and labels int64 [B, S], not shifted, and for real documents
-        attention_mask bool [B, S]."""
+        """The same step as transformers' model takes it, by micro-batch: input_ids and labels int64 [B, S], not
+        shifted, and for real documents attention_mask bool [B, S]."""
         if self.text is not None:
             return [_hf_rows(batch) for batch in self.text_step.padded()]
         rows = (batch.input_ids.view(self.batch_size, -1) for batch in self.batches(vocab_size, reader))
@@ -139,9 +153,15 @@ class Workload:
 
 
 def _hf_rows(batch: Batch) -> dict[str, Tensor]:
-    """A padded batch with labels that the model shifts itself: the last label of a row is none, so that rolling it to the front loses nothing."""
+    """A padded batch with labels that the model shifts itself: the last label of a row is none, so that rolling it
+    to the front loses nothing.
+    """
     assert batch.attention_mask is not None
-    return {"input_ids": batch.input_ids, "labels": batch.labels.roll(1, dims=1), "attention_mask": batch.attention_mask}
+    return {
+        "input_ids": batch.input_ids,
+        "labels": batch.labels.roll(1, dims=1),
+        "attention_mask": batch.attention_mask,
+    }
 
 
 def parse_workloads(text: str, num_steps: int) -> list[Workload]:
@@ -201,10 +221,11 @@ class Recorder:
 # --- text ------------------------------------------------------------------------------------------------
 # Real documents for a step of a benchmark: the same ones for an arm that packs them and for one that pads them.
 #
-# Documents come in the dataset's order, by the tokenizer of the model (a bundled architecture has the embedded one), prompt included among what is
-# learnt: every token of a document but its first is predicted, in both arms, so that losses are means over the same tokens. As many are taken as
-# fit the rows of a step when packed. The padded arm gets one document to a row, padded to the length of a row, and fewer rows in its last
-# micro-batch, so that it computes no row for nothing.
+# Documents come in the dataset's order, by the tokenizer of the model (a bundled architecture has the embedded one),
+# prompt included among what is
+# learnt: every token of a document but its first is predicted, in both arms, so that losses are means over the same
+# tokens. As many are taken as fit the rows of a step when packed. The padded arm gets one document to a row, padded to
+# the length of a row, and fewer rows in its last micro-batch, so that it computes no row for nothing.
 
 ROWS_AT_A_TIME = 256
 """Of the dataset that are tokenised before it is known whether more are needed."""
@@ -237,8 +258,8 @@ class TextStep:
         lengths = [len(document.input_ids) for document in found]
         if sum(lengths) <= num_rows * self.seq_length:
             raise UserError(
-                f"{self.dataset} holds {sum(lengths)} tokens in {len(found)} documents of at most {self.seq_length}, and a step of {num_rows} rows "
-                f"of {self.seq_length} takes more; give a longer text or fewer rows."
+                f"{self.dataset} holds {sum(lengths)} tokens in {len(found)} documents of at most {self.seq_length}, "
+                f"and a step of {num_rows} rows of {self.seq_length} takes more; give a longer text or fewer rows."
             )
         taken = len(found) - 1
         while len(pack(lengths[:taken], self.seq_length)) > num_rows:
@@ -254,7 +275,9 @@ class TextStep:
         for first in range(0, len(dataset), ROWS_AT_A_TIME):
             rows = list(dataset.select(range(first, min(first + ROWS_AT_A_TIME, len(dataset)))))
             columns = tokenise_rows(rows, range(first, first + len(rows)), self.tokenizer, options)
-            for ids, supervised, row_id in zip(columns["input_ids"], columns["supervised"], columns["row_id"], strict=True):
+            for ids, supervised, row_id in zip(
+                columns["input_ids"], columns["supervised"], columns["row_id"], strict=True
+            ):
                 if not ids:
                     continue  # empty, or longer than a row
                 found.append(Document(np.array(ids, dtype=np.int64), np.array(supervised, dtype=bool), row_id))
@@ -286,7 +309,9 @@ class TextStep:
         return count_tokens(self.padded() if padded else self.packed())
 
     def facts(self) -> dict[str, Any]:
-        """What a reader should know of the documents; sha256 is of their tokens, and tells whether two arms trained on the same."""
+        """What a reader should know of the documents; sha256 is of their tokens, and tells whether two arms trained
+        on the same.
+        """
         digest = hashlib.sha256()
         for document in self.documents:
             digest.update(document.input_ids.tobytes())
@@ -302,14 +327,15 @@ class TextStep:
 # --- weights ---------------------------------------------------------------------------------------------
 # The same random weights for every arm of a benchmark, whatever its modules are called and however it is split.
 #
-# Each Hugging Face tensor is drawn in bf16 from a seed of its own, made from its name. So arms start from equal models, and their first losses
-# show whether they compute the same thing.
+# Each Hugging Face tensor is drawn in bf16 from a seed of its own, made from its name. So arms start from equal models,
+# and their first losses show whether they compute the same thing.
 
 
 def draw_weights_(model: PreTrainedModel, device: torch.device, *, is_te: bool) -> None:
     """Fill `model` in place: a Hugging Face model, or one of `te_llama` (`is_te`); of a split one this process's rows.
 
-    Adapters keep the values that they have. A tensor is drawn whole on `device`, one in memory at a time. The distribution is that of `te_llama.random_`.
+    Adapters keep the values that they have. A tensor is drawn whole on `device`, one in memory at a time. The
+    distribution is that of `te_llama.random_`.
     """
     std = getattr(model.config, "initializer_range", 0.02)
     if not is_te:

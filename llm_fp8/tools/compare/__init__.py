@@ -1,4 +1,5 @@
-"""The honest comparison of training runs that differ in precision alone: what scripts/compare_performance.py is made of.
+"""The honest comparison of training runs that differ in precision alone: what scripts/compare_performance.py is made
+of.
 
 arms.py          names of arms -> options; a run -> its arm
 launch.py        the command lines of the runs, in order, one after another or on several GPUs

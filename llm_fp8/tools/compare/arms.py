@@ -17,7 +17,10 @@ ARMS: dict[str, tuple[str, ...]] = {
     "bf16": ("--mixed_precision", "bf16"),
     "fp8": ("--mixed_precision", "fp8", "--fp8_scenario", "delayed"),
     **{name: ("--mixed_precision", "fp8", "--fp8_scenario", name) for name in TE_SCENARIOS},
-    **{name: ("--mixed_precision", "fp8", "--fp8_backend", "torchao", "--fp8_scenario", name) for name in TORCHAO_SCENARIOS},
+    **{
+        name: ("--mixed_precision", "fp8", "--fp8_backend", "torchao", "--fp8_scenario", name)
+        for name in TORCHAO_SCENARIOS
+    },
     "no": ("--mixed_precision", "no"),
 }
 """Name -> options. 'fp8' is another name of 'delayed'; 'no' is fp32."""
@@ -38,12 +41,16 @@ def parse_variants(text: str) -> list[str]:
         raise UserError(f"--arms: {', '.join(unknown)} is unknown; choose from {', '.join(ARMS)}.")
     canonical = [_CANONICAL.get(name, name) for name in names]
     if doubled := {name for name in canonical if canonical.count(name) > 1}:
-        raise UserError(f"--arms {text} names {', '.join(sorted(doubled))} twice ('fp8' is 'delayed'); name each arm once.")
+        raise UserError(
+            f"--arms {text} names {', '.join(sorted(doubled))} twice ('fp8' is 'delayed'); name each arm once."
+        )
     return sorted(canonical, key=lambda name: name != REFERENCE)
 
 
 def variant_words(arm: str, words: list[str]) -> list[str]:
-    """The options `words` of a training command as `arm` takes them: its precision added, fp8 options that cannot take effect in it left out."""
+    """The options `words` of a training command as `arm` takes them: its precision added, fp8 options that cannot
+    take effect in it left out.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in _FP8_OPTIONS:
         parser.add_argument(f"--{name}", nargs="?", const=True, default=argparse.SUPPRESS)

@@ -14,7 +14,9 @@ from llm_fp8.tools.compare.arms import ARM_FIELDS, REFERENCE
 from llm_fp8.tools.compare.run_record import RunRecord
 
 Effect = Literal["all", "quality", "speed", "note"]
-"""What a difference makes incomparable: everything, losses and answers, speed (memory and energy too), or nothing by itself."""
+"""What a difference makes incomparable: everything, losses and answers, speed (memory and energy too), or nothing by
+itself.
+"""
 
 FIRST_LOSS_TOLERANCE = 0.05
 """Relative difference of the first step's loss, on the same weights and rows, that rounding does not explain."""
@@ -176,14 +178,18 @@ def _precision_differences(runs: Sequence[RunRecord]) -> list[Difference]:
         for field in sorted({name for run in own for name in run.config.get("precision", {})}):
             if field not in ARM_FIELDS:
                 found.append(
-                    _difference(f"config.precision.{field}", [(r, r.config.get("precision", {}).get(field)) for r in own], "all")
+                    _difference(
+                        f"config.precision.{field}", [(r, r.config.get("precision", {}).get(field)) for r in own], "all"
+                    )
                 )
         found.append(_difference("effective precision", [(run, run.effective_name) for run in own], "all"))
     return [difference for difference in found if difference is not None]
 
 
 def _per_seed_differences(runs: Sequence[RunRecord]) -> list[Difference]:
-    """Same seed, same rows in the same order, same initial weights: shown by the tokens seen after each step and by the first loss."""
+    """Same seed, same rows in the same order, same initial weights: shown by the tokens seen after each step and by
+    the first loss.
+    """
     found: list[Difference | None] = []
     for seed in sorted({run.seed for run in runs}):
         own = [run for run in runs if run.seed == seed]
@@ -231,7 +237,9 @@ def _remarks(runs: Sequence[RunRecord]) -> list[Difference]:
     for section in ("effective", "data", "model", "provenance"):
         without = [label(run) for run in runs if section not in _sections(run)]
         if without:
-            found.append(Difference(f"{section}: not kept by the source, so not compared", "note", {NOT_RECORDED: without}, []))
+            found.append(
+                Difference(f"{section}: not kept by the source, so not compared", "note", {NOT_RECORDED: without}, [])
+            )
     tests: list[tuple[str, Effect, Callable[[RunRecord], bool]]] = [
         ("resumed during the run", "note", lambda run: bool(run.resumes)),
         ("code had uncommitted changes", "note", lambda run: bool((run.provenance.get("git") or {}).get("dirty"))),

@@ -88,8 +88,12 @@ def by_seed(runs: Sequence[RunRecord]) -> dict[int, RunRecord]:
     return {run.seed: run for run in runs}
 
 
-def variant_figures(arm: str, runs: Sequence[RunRecord], reference: Sequence[RunRecord], num_failed: int = 0) -> VariantFigures:
-    """The figures of `runs`, all of one arm and each of its own seed, against those of the reference arm; both in order of seed."""
+def variant_figures(
+    arm: str, runs: Sequence[RunRecord], reference: Sequence[RunRecord], num_failed: int = 0
+) -> VariantFigures:
+    """The figures of `runs`, all of one arm and each of its own seed, against those of the reference arm; both in
+    order of seed.
+    """
     own, base = by_seed(runs), by_seed(reference)
     common = [seed for seed in own if seed in base]
     is_reference = arm == REFERENCE
@@ -104,7 +108,9 @@ def variant_figures(arm: str, runs: Sequence[RunRecord], reference: Sequence[Run
         arm=arm,
         name=describe_variant(arm),
         effective=sorted({run.effective_name for run in runs}),
-        fallback_reasons=sorted({run.precision["fallback_reason"] for run in runs if run.precision.get("fallback_reason")}),
+        fallback_reasons=sorted(
+            {run.precision["fallback_reason"] for run in runs if run.precision.get("fallback_reason")}
+        ),
         options=_fp8_options(runs),
         seeds=list(own),
         num_steps_measured=sum(len(values) for values in rates),
@@ -116,7 +122,9 @@ def variant_figures(arm: str, runs: Sequence[RunRecord], reference: Sequence[Run
         loss_gap=None if is_reference else _loss_gap(own, base),
         equal_loss_time=_equal_loss_time(own, base, common),
         exact_match={seed: share for seed, run in own.items() if (share := run.exact_match) is not None},
-        answers=None if is_reference else pair_answers([base[s].answers for s in common], [own[s].answers for s in common]),
+        answers=None
+        if is_reference
+        else pair_answers([base[s].answers for s in common], [own[s].answers for s in common]),
         certificate=certificate_state([run.certificate for run in runs]),
         num_failed=num_failed,
     )
@@ -129,7 +137,9 @@ def _fp8_options(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _energy(runs: Sequence[RunRecord]) -> float | None:
-    """Mean over runs of the median over measured steps, in joules per million positions; None unless every run has it."""
+    """Mean over runs of the median over measured steps, in joules per million positions; None unless every run has
+    it.
+    """
     key = "energy_j_per_million_tokens"
     values = [[step[key] for step in run.measured_steps if key in step] for run in runs]
     return plain.mean(plain.median(run) for run in values) if values and all(values) else None
@@ -137,7 +147,9 @@ def _energy(runs: Sequence[RunRecord]) -> float | None:
 
 def _loss_gap(own: dict[int, RunRecord], base: dict[int, RunRecord]) -> LossGap | None:
     # A bf16 run that diverged says nothing about the arm.
-    reference = {seed: loss for seed, run in base.items() if (loss := run.final_eval_loss) is not None and math.isfinite(loss)}
+    reference = {
+        seed: loss for seed, run in base.items() if (loss := run.final_eval_loss) is not None and math.isfinite(loss)
+    }
     gaps = {
         seed: run.final_eval_loss - reference[seed]
         for seed, run in own.items()
@@ -151,14 +163,18 @@ def _loss_gap(own: dict[int, RunRecord], base: dict[int, RunRecord]) -> LossGap 
 def _equal_loss_time(own: dict[int, RunRecord], base: dict[int, RunRecord], common: list[int]) -> EqualLossTime | None:
     if not common or any(math.isnan(run.wall_times_s[-1]) for seed in common for run in (own[seed], base[seed])):
         return None
-    # One evaluation, at the end, says when nothing; then the training loss has to do, which both arms took on the same rows.
+    # One evaluation, at the end, says when nothing; then the training loss has to do, which both arms took on the same
+    # rows.
     held_out = all(len(loss_by_time(run, True)[0]) > 1 for seed in common for run in (own[seed], base[seed]))
     times: dict[int, float | None] = {}
     reference_times: dict[int, float | None] = {}
     for seed in common:
         curve, reference_curve = (loss_by_time(run, held_out) for run in (own[seed], base[seed]))
         target = reference_curve[0][-1]
-        times[seed], reference_times[seed] = first_at_or_below(*curve, target), first_at_or_below(*reference_curve, target)
+        times[seed], reference_times[seed] = (
+            first_at_or_below(*curve, target),
+            first_at_or_below(*reference_curve, target),
+        )
     return EqualLossTime("held-out" if held_out else "training", times, reference_times)
 
 
@@ -177,14 +193,17 @@ def smoothing_window(num_steps: int) -> int:
 
 
 # --- certificates ----------------------------------------------------------------------------------------
-# What the certificates of an arm's runs say, in one word. A certificate is the proof from recorded kernels that a run computed as asked.
+# What the certificates of an arm's runs say, in one word. A certificate is the proof from recorded kernels that a run
+# computed as asked.
 
 State = Literal["certified", "undetermined", "failed", "missing"]
 
 
 @dataclass(frozen=True)
 class CertificateState:
-    """Of all runs of an arm: the worst verdict among them; 'missing' is worse than 'certified' and better than the others."""
+    """Of all runs of an arm: the worst verdict among them; 'missing' is worse than 'certified' and better than the
+    others.
+    """
 
     state: State
     reasons: list[str]
@@ -195,7 +214,9 @@ _SEVERITY: tuple[State, ...] = ("certified", "missing", "undetermined", "failed"
 
 
 def certificate_state(certificates: Sequence[dict[str, Any] | None]) -> CertificateState:
-    """The state of an arm from the certificates of its runs (`llm_fp8.precision.certificate`), None for a run that has none."""
+    """The state of an arm from the certificates of its runs (`llm_fp8.precision.certificate`), None for a run that
+    has none.
+    """
     states: list[tuple[State, list[Any]]] = [
         (_state(certificate), (certificate or {}).get("reasons") or []) for certificate in certificates
     ]

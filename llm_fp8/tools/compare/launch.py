@@ -1,7 +1,8 @@
 """The runs of a comparison: their command lines, their order, and where each stands when the command is given again.
 
-Every run is a process of `train_fp8.py`, or of torchrun with `train_multi_gpu.py`, that writes to OUTPUT/runs/ARM-seedN and whose output goes to
-OUTPUT/logs/ARM-seedN.log. The arms take turns within each seed, so that a machine that slows down during the day slows all of them.
+Every run is a process of `train_fp8.py`, or of torchrun with `train_multi_gpu.py`, that writes to OUTPUT/runs/ARM-seedN
+and whose output goes to OUTPUT/logs/ARM-seedN.log. The arms take turns within each seed, so that a machine that slows
+down during the day slows all of them.
 """
 
 from __future__ import annotations
@@ -88,16 +89,22 @@ def train_words(train: str) -> list[str]:
 
 
 def default_folder(train: str, num_gpus: int) -> Path:
-    """Where a comparison goes that was given no folder: the same for the same options, so that repeating the command continues it."""
+    """Where a comparison goes that was given no folder: the same for the same options, so that repeating the command
+    continues it.
+    """
     return Path("runs") / f"compare-{hashlib.sha256(f'{train_words(train)} {num_gpus}'.encode()).hexdigest()[:10]}"
 
 
 def plan_runs(train: str, arms: Sequence[str], seeds: Sequence[int], num_gpus: int, folder: Path) -> Plan:
-    """The runs of the comparison, seed by seed. Raises `UserError` for options that no arm could run with or that are set here."""
+    """The runs of the comparison, seed by seed. Raises `UserError` for options that no arm could run with or that
+    are set here.
+    """
     words = train_words(train)
     given = {match[1] for word in words if (match := re.match(r"--(\w+)", word))}
     if taken := [name for name in _SET_HERE if name in given]:
-        raise UserError(f"--train: --{taken[0]} is set by the comparison itself (--arms, --seeds, --output); leave it out.")
+        raise UserError(
+            f"--train: --{taken[0]} is set by the comparison itself (--arms, --seeds, --output); leave it out."
+        )
     runs = []
     for seed in seeds:
         for arm in arms:
@@ -105,7 +112,8 @@ def plan_runs(train: str, arms: Sequence[str], seeds: Sequence[int], num_gpus: i
             config = _checked(own, num_gpus)
             if config.parallel.fp8_params:
                 raise UserError(
-                    "--train: --fp8_params changes what is stored and not only what is computed in, and bf16 has no such option; leave it out."
+                    "--train: --fp8_params changes what is stored and not only what is computed in, and bf16 has no "
+                    "such option; leave it out."
                 )
             if "wandb" in config.trackers:
                 own += ["--wandb_group", folder.resolve().name, "--wandb_run_name", f"{arm}-seed{seed}"]
@@ -114,7 +122,9 @@ def plan_runs(train: str, arms: Sequence[str], seeds: Sequence[int], num_gpus: i
 
 
 def _checked(words: list[str], num_gpus: int) -> Config:
-    """The options parsed as the training script would. argparse itself ends the program with code 2 for one that it does not know."""
+    """The options parsed as the training script would. argparse itself ends the program with code 2 for one that it
+    does not know.
+    """
     script = "train_multi_gpu.py" if num_gpus > 1 else "train_fp8.py"
     try:
         return parse_config(words, prog=script, parallel=num_gpus > 1)
@@ -123,13 +133,16 @@ def _checked(words: list[str], num_gpus: int) -> Config:
 
 
 def claim_folder(plan: Plan) -> None:
-    """Make the folder of `plan`, or check that it is of the same training. Raises `UserError` where it holds another comparison."""
+    """Make the folder of `plan`, or check that it is of the same training. Raises `UserError` where it holds another
+    comparison.
+    """
     path = plan.folder / PLAN_FILE
     shared = {"train": train_words(plan.train), "num_gpus": plan.num_gpus}
     if path.is_file():
         if read_json(path) != shared:
             raise UserError(
-                f"--output {plan.folder} holds a comparison with other --train options ({path} has them); choose another folder, or repeat those."
+                f"--output {plan.folder} holds a comparison with other --train options ({path} has them); choose "
+                "another folder, or repeat those."
             )
         return
     if plan.folder.exists() and (not plan.folder.is_dir() or any(plan.folder.iterdir())):
@@ -155,18 +168,22 @@ def command_line(plan: Plan, run: PlannedRun) -> list[str]:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename what an interrupted run left in `folder` without a checkpoint: the run begins anew there, and nothing is deleted."""
+    """Rename what an interrupted run left in `folder` without a checkpoint: the run begins anew there, and nothing
+    is deleted.
+    """
     if folder.exists() and not has_checkpoint(folder):
         folder.rename(folder.with_name(f"{folder.name}.unfinished-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"))
 
 
 def make_slots(gpus: Sequence[str], num_gpus: int, parallel: int, share: bool) -> list[Slot]:
-    """`parallel` places for runs, each with `num_gpus` of `gpus`; `share` lets them overlap. Raises `UserError` where there are too few."""
+    """`parallel` places for runs, each with `num_gpus` of `gpus`; `share` lets them overlap. Raises `UserError`
+    where there are too few.
+    """
     if not gpus:
         if parallel > 1 and not share:
             raise UserError(
-                f"--parallel {parallel}: this machine has no GPU, so the runs would share its CPU and their speed would mean nothing; add "
-                "--share_gpus to do it and have the speed flagged."
+                f"--parallel {parallel}: this machine has no GPU, so the runs would share its CPU and their speed "
+                "would mean nothing; add --share_gpus to do it and have the speed flagged."
             )
         return [Slot(())] * parallel
     if num_gpus > len(gpus):
@@ -174,8 +191,8 @@ def make_slots(gpus: Sequence[str], num_gpus: int, parallel: int, share: bool) -
     groups = [Slot(tuple(gpus[start : start + num_gpus])) for start in range(0, len(gpus) - num_gpus + 1, num_gpus)]
     if parallel > len(groups) and not share:
         raise UserError(
-            f"--parallel {parallel} runs of {num_gpus} GPUs need {parallel * num_gpus}, and there are {len(gpus)}; lower it, or add --share_gpus to "
-            "time runs on one GPU together and have their speed flagged."
+            f"--parallel {parallel} runs of {num_gpus} GPUs need {parallel * num_gpus}, and there are {len(gpus)}; "
+            "lower it, or add --share_gpus to time runs on one GPU together and have their speed flagged."
         )
     return [groups[number % len(groups)] for number in range(parallel)]
 
@@ -200,7 +217,8 @@ class LaunchResult:
 
 @contextmanager
 def only_launcher(folder: Path) -> Iterator[int]:
-    """Hold `folder` for this process; the value is to be passed on to the runs, so that one that outlives it holds the folder too.
+    """Hold `folder` for this process; the value is to be passed on to the runs, so that one that outlives it holds the
+    folder too.
 
     Raises `UserError` where another comparison, or a run that one left behind, is at work in it.
     """
@@ -209,7 +227,8 @@ def only_launcher(folder: Path) -> Iterator[int]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"--output {folder}: another comparison, or a run of one, is at work in it; wait for it or end it ('fuser {lock.name}' names it)."
+                f"--output {folder}: another comparison, or a run of one, is at work in it; wait for it or end it "
+                f"('fuser {lock.name}' names it)."
             ) from None
         yield lock.fileno()
 
@@ -217,7 +236,8 @@ def only_launcher(folder: Path) -> Iterator[int]:
 def launch(plan: Plan, slots: Sequence[Slot], say: Callable[[str], None]) -> LaunchResult:
     """Run what has not finished yet, at most one run to a slot at a time; a run that fails does not stop the others.
 
-    SIGINT, SIGTERM and SIGHUP are passed on: the runs save and stop, then `Interrupted` is raised. A second SIGINT kills them.
+    SIGINT, SIGTERM and SIGHUP are passed on: the runs save and stop, then `Interrupted` is raised. A second SIGINT
+    kills them.
     """
     with only_launcher(plan.folder) as lock, GracefulStop() as stop:
         hangup = signal.getsignal(signal.SIGHUP)
@@ -233,7 +253,9 @@ class Interrupted(Exception):
     """The launcher was told to stop, by the signal of this name, and no run is left behind."""
 
 
-def _launch(plan: Plan, slots: Sequence[Slot], say: Callable[[str], None], stop: GracefulStop, lock: int) -> LaunchResult:
+def _launch(
+    plan: Plan, slots: Sequence[Slot], say: Callable[[str], None], stop: GracefulStop, lock: int
+) -> LaunchResult:
     waiting = []
     for run in plan.runs:
         if is_done(plan, run):
@@ -317,7 +339,9 @@ _LAUNCHERS_WORDS = re.compile(r"ChildFailedError|elastic/errors|error_file|Root 
 
 
 def failure_reason(log: str, exit_code: int) -> str:
-    """Why a run failed: the last line of its log that tells of an error, else its last line, with the exit code or the signal that ended it."""
+    """Why a run failed: the last line of its log that tells of an error, else its last line, with the exit code or
+    the signal that ended it.
+    """
     lines = [line.strip() for line in log.splitlines()]
     said = [line for line in lines if line and not line.startswith("$ ") and not _LAUNCHERS_WORDS.search(line)]
     last = ([line for line in said if _TELLS_WHY.search(line)] or said or ["it printed nothing"])[-1]

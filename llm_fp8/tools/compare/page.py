@@ -1,4 +1,6 @@
-"""A comparison as one HTML page that needs nothing beside itself: styles, data and plotly.js stand in it, and it asks no network for anything."""
+"""A comparison as one HTML page that needs nothing beside itself: styles, data and plotly.js stand in it, and it
+asks no network for anything.
+"""
 
 from __future__ import annotations
 
@@ -20,36 +22,50 @@ from llm_fp8.tools.compare.figures import VariantFigures
 from llm_fp8.tools.compare.report import COLUMNS, Comparison, table_rows
 
 ASSETS = Path(__file__).parent / "assets"
-EFFECT_WORDS = {"all": "everything", "quality": "loss and answers", "speed": "speed, memory, energy", "note": "nothing by itself"}
+EFFECT_WORDS = {
+    "all": "everything",
+    "quality": "loss and answers",
+    "speed": "speed, memory, energy",
+    "note": "nothing by itself",
+}
 
 
 def render_page(comparison: Comparison) -> str:
     """The whole page."""
-    environment = Environment(loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment = Environment(
+        loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
     charts = make_charts(comparison)
     arms = [{"arm": arm.arm, "name": arm.name} for arm in comparison.arms if arm.num_seeds]
     rows = table_rows(comparison.arms)
     figures = [
-        {"title": column.title, "how": column.how, "values": [row[i] for row in rows]} for i, column in enumerate(COLUMNS) if i
+        {"title": column.title, "how": column.how, "values": [row[i] for row in rows]}
+        for i, column in enumerate(COLUMNS)
+        if i
     ]
     return environment.get_template("page.html").render(
         title=_title(comparison),
         facts=_facts(comparison),
         arms=arms,
         arm_names=[row[0] for row in rows],
-        verdicts=[{**dataclasses.asdict(verdict), "name": describe_variant(arm)} for arm, verdict in comparison.verdicts.items()],
+        verdicts=[
+            {**dataclasses.asdict(verdict), "name": describe_variant(arm)}
+            for arm, verdict in comparison.verdicts.items()
+        ],
         figures=figures,
         charts=charts,
         not_drawn=not_drawn(comparison.arms),
         differences=comparison.differences,
         effect_words=EFFECT_WORDS,
-        failures=[{**dataclasses.asdict(failure), "name": describe_variant(failure.arm)} for failure in comparison.failures],
+        failures=[
+            {**dataclasses.asdict(failure), "name": describe_variant(failure.arm)} for failure in comparison.failures
+        ],
         sources=comparison.provenance["runs"],
         provenance=_provenance_lines(comparison.provenance["of_first_run"]),
         # '<' cannot end the script element that holds the data when it is written as an escape.
-        data=json.dumps(_finite({"arms": arms, "charts": [_drawn(chart) for chart in charts]}), allow_nan=False).replace(
-            "<", "\\u003c"
-        ),
+        data=json.dumps(
+            _finite({"arms": arms, "charts": [_drawn(chart) for chart in charts]}), allow_nan=False
+        ).replace("<", "\\u003c"),
         style=(ASSETS / "page.css").read_text(encoding="utf-8"),
         script=(ASSETS / "page.js").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),
@@ -109,7 +125,8 @@ def _provenance_lines(provenance: dict[str, Any]) -> list[tuple[str, str]]:
 # --- charts ----------------------------------------------------------------------------------------------
 # The charts of the page as plain values for plotly.js, each with the table that says the same.
 #
-# A trace names its arm, so that the page can colour and hide it; a trace without one belongs to no arm and always stays.
+# A trace names its arm, so that the page can colour and hide it; a trace without one belongs to no arm and always
+# stays.
 
 NUM_TABLE_ROWS = 12
 
@@ -169,14 +186,22 @@ def _loss_chart(curves: list[dict[str, Any]], axis: str, x_title: str, title: st
         traces.append({**who, "kind": "line", "x": curve[axis], "y": curve["loss"]})
         evaluation = curve["evaluation"]
         traces.append(
-            {**who, "name": f"{who['name']}, held-out", "kind": "points", "x": evaluation[axis], "y": evaluation["loss"]}
+            {
+                **who,
+                "name": f"{who['name']}, held-out",
+                "kind": "points",
+                "x": evaluation[axis],
+                "y": evaluation["loss"],
+            }
         )
     smoothed = max(curve["smoothed_over_steps"] for curve in curves)
     mean = f"trailing mean over {smoothed} steps" if smoothed > 1 else "each step's"
     caption = f"Lines: training loss, {mean}. Points: held-out loss. One of each per seed."
     headers, rows = _curve_table(curves, axis, "loss", x_title, "{:.4f}")
     return (
-        Chart(f"loss-{axis.replace('_', '-')}", title, caption, x_title, "nats/token", traces, headers, rows) if traces else None
+        Chart(f"loss-{axis.replace('_', '-')}", title, caption, x_title, "nats/token", traces, headers, rows)
+        if traces
+        else None
     )
 
 
@@ -192,7 +217,10 @@ def _rate_chart(curves: list[dict[str, Any]]) -> Chart:
         for curve in curves
     ]
     headers, rows = _curve_table(curves, "step", "tokens_per_s", "optimizer step", "{:,.0f}")
-    caption = "All positions of a step over its time, on all GPUs. The first steps hold start-up and compilation; no figure counts them."
+    caption = (
+        "All positions of a step over its time, on all GPUs. The first steps hold start-up and compilation; no "
+        "figure counts them."
+    )
     return Chart("rate-step", "Tokens per second by step", caption, "optimizer step", "tokens/s", traces, headers, rows)
 
 
@@ -212,17 +240,24 @@ def _gap_curves(curves: list[dict[str, Any]]) -> Chart | None:
         if curve["arm"] == REFERENCE or len(gaps) < 2:
             continue
         name = f"{curve['name']}, seed {curve['seed']}"
-        traces.append({"arm": curve["arm"], "name": name, "kind": "line-points", "x": list(gaps), "y": list(gaps.values())})
+        traces.append(
+            {"arm": curve["arm"], "name": name, "kind": "line-points", "x": list(gaps), "y": list(gaps.values())}
+        )
         for step, gap in gaps.items():
             by_step.setdefault(step, {}).setdefault(curve["name"], []).append(gap)
     names = list(dict.fromkeys(name for gaps_of in by_step.values() for name in gaps_of))
     rows = [
-        [f"{step:,.0f}", *(f"{statistics.mean(by_step[step][name]):+.4f}" if name in by_step[step] else "" for name in names)]
+        [
+            f"{step:,.0f}",
+            *(f"{statistics.mean(by_step[step][name]):+.4f}" if name in by_step[step] else "" for name in names),
+        ]
         for step in _thinned(sorted(by_step))
     ]
     caption = "Held-out loss minus that of the bf16 run of the same seed at the same step. Zero is bf16."
     headers = ["optimizer step", *names]
-    return Chart("gap-step", "Held-out gap to bf16 by step", caption, "optimizer step", "nats/token", traces, headers, rows)
+    return Chart(
+        "gap-step", "Held-out gap to bf16 by step", caption, "optimizer step", "nats/token", traces, headers, rows
+    )
 
 
 def _thinned(values: list[Any]) -> list[Any]:
@@ -235,7 +270,9 @@ def _thinned(values: list[Any]) -> list[Any]:
 def _curve_table(
     curves: list[dict[str, Any]], axis: str, figure: str, x_title: str, number: str
 ) -> tuple[list[str], list[list[str]]]:
-    """A figure at a dozen steps, one column per arm, mean over its seeds; by wall time each arm has a column of seconds of its own."""
+    """A figure at a dozen steps, one column per arm, mean over its seeds; by wall time each arm has a column of
+    seconds of its own.
+    """
     by_arm: dict[str, list[dict[str, Any]]] = {}
     for curve in curves:
         by_arm.setdefault(curve["name"], []).append(curve)
@@ -264,7 +301,15 @@ def _curve_table(
 
 
 def _bar(arm: VariantFigures, value: float, shape: str, **more: Any) -> dict[str, Any]:
-    return {"arm": arm.arm, "name": arm.name, "kind": "bar", "x": [arm.name], "y": [value], "text": [shape.format(value)], **more}
+    return {
+        "arm": arm.arm,
+        "name": arm.name,
+        "kind": "bar",
+        "x": [arm.name],
+        "y": [value],
+        "text": [shape.format(value)],
+        **more,
+    }
 
 
 def _bars(
@@ -290,12 +335,19 @@ def _exact_match_bars(arms: Sequence[VariantFigures]) -> Chart:
         points = [100 * share for share in arm.exact_match.values()]
         traces.append(_bar(arm, percent, "{:.1f}"))
         traces.append(
-            {"arm": arm.arm, "name": f"{arm.name}, each seed", "kind": "points", "x": [arm.name] * len(points), "y": points}
+            {
+                "arm": arm.arm,
+                "name": f"{arm.name}, each seed",
+                "kind": "points",
+                "x": [arm.name] * len(points),
+                "y": points,
+            }
         )
         rows += [[arm.name, str(seed), f"{100 * share:.1f}"] for seed, share in arm.exact_match.items()]
         rows.append([arm.name, "mean", f"{percent:.1f}"])
     caption = (
-        "Held-out problems answered right, in %: bars are means, points seeds. The paired test stands in the table of figures."
+        "Held-out problems answered right, in %: bars are means, points seeds. The paired test stands in the "
+        "table of figures."
     )
     return Chart("exact-match", "Exact match", caption, "", "% of problems", traces, ["arm", "seed", "%"], rows)
 
@@ -309,7 +361,9 @@ def _speed_bars(arms: Sequence[VariantFigures]) -> Chart:
             traces.append(_bar(arm, rate.value, "{:,.0f}", error=error))
             rows.append([arm.name, f"{rate.value:,.0f}", f"{rate.low:,.0f} to {rate.high:,.0f}"])
     caption = "Median over steps, mean over seeds; whiskers: 95% bootstrap interval."
-    return Chart("speed", "Tokens per second", caption, "", "tokens/s", traces, ["arm", "tokens/s", "95% interval"], rows)
+    return Chart(
+        "speed", "Tokens per second", caption, "", "tokens/s", traces, ["arm", "tokens/s", "95% interval"], rows
+    )
 
 
 def _gap_bars(arms: Sequence[VariantFigures]) -> Chart:
@@ -324,14 +378,24 @@ def _gap_bars(arms: Sequence[VariantFigures]) -> Chart:
         traces.append(_bar(arm, gap.mean, "{:+.4f}"))
         points = list(gap.by_seed.values())
         traces.append(
-            {"arm": arm.arm, "name": f"{arm.name}, each seed", "kind": "points", "x": [arm.name] * len(points), "y": points}
+            {
+                "arm": arm.arm,
+                "name": f"{arm.name}, each seed",
+                "kind": "points",
+                "x": [arm.name] * len(points),
+                "y": points,
+            }
         )
         rows += [[arm.name, str(seed), f"{value:+.4f}"] for seed, value in gap.by_seed.items()]
         rows.append([arm.name, "mean", f"{gap.mean:+.4f}"])
     known = spread is not None
     shaded = (
-        f"Shaded: the spread of bf16's seeds, {spread:.4f} to either side." if known else "The spread of bf16's seeds is unknown."
+        f"Shaded: the spread of bf16's seeds, {spread:.4f} to either side."
+        if known
+        else "The spread of bf16's seeds is unknown."
     )
     caption = f"Final held-out loss minus bf16's: bars are means, points seeds. {shaded}"
     band = (-spread, spread) if spread is not None else None
-    return Chart("gap", "Final held-out gap to bf16", caption, "", "nats/token", traces, ["arm", "seed", "gap"], rows, band)
+    return Chart(
+        "gap", "Final held-out gap to bf16", caption, "", "nats/token", traces, ["arm", "seed", "gap"], rows, band
+    )

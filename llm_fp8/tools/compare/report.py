@@ -1,4 +1,6 @@
-"""Runs, failures and remarks of a comparison put together as one value, which JSON can hold and every output is made from."""
+"""Runs, failures and remarks of a comparison put together as one value, which JSON can hold and every output is made
+from.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The whole comparison. `arms` in the order of the report, the reference first; `verdicts` with the reference last."""
+    """The whole comparison. `arms` in the order of the report, the reference first; `verdicts` with the reference
+    last.
+    """
 
     arms: list[VariantFigures]
     verdicts: dict[str, Verdict]
@@ -56,14 +60,17 @@ def compare(
     overlaps: Sequence[tuple[str, str]] = (),
     arm_order: Sequence[str] = (),
 ) -> Comparison:
-    """Compare finished runs. Raises `UserError` where two runs are of the same arm and seed, or there is no run at all."""
+    """Compare finished runs. Raises `UserError` where two runs are of the same arm and seed, or there is no run at
+    all.
+    """
     if not runs:
         raise UserError("no run finished, so there is nothing to compare.")
     seen: dict[str, str] = {}
     for run in runs:
         if label(run) in seen:
             raise UserError(
-                f"{seen[label(run)]} and {run.source} are both {label(run)}; give one of them, or runs with different --seed."
+                f"{seen[label(run)]} and {run.source} are both {label(run)}; give one of them, or runs with different "
+                "--seed."
             )
         seen[label(run)] = run.source
     present = {run.arm for run in runs} | {failure.arm for failure in failures}
@@ -80,7 +87,8 @@ def compare(
     return Comparison(
         arms=figures,
         verdicts={
-            arm.arm: judge(arm, held_against, differences) for arm in sorted(figures, key=lambda arm: arm.arm == REFERENCE)
+            arm.arm: judge(arm, held_against, differences)
+            for arm in sorted(figures, key=lambda arm: arm.arm == REFERENCE)
         },
         differences=differences,
         failures=list(failures),
@@ -103,7 +111,9 @@ def _provenance(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _curves(run: RunRecord) -> dict[str, Any]:
-    """One run's curves, thinned to at most `MAX_CURVE_POINTS`: means of groups of consecutive steps, at the group's last step."""
+    """One run's curves, thinned to at most `MAX_CURVE_POINTS`: means of groups of consecutive steps, at the group's
+    last step.
+    """
     window = smoothing_window(len(run.steps))
     group = -(-len(run.steps) // MAX_CURVE_POINTS)
     last = [min(start + group, len(run.steps)) - 1 for start in range(0, len(run.steps), group)]
@@ -193,7 +203,11 @@ def _gap(arm: VariantFigures) -> str:
     if gap is None:
         return NOT_MEASURED
     spread = "unknown" if gap.reference_spread is None else f"{gap.reference_spread:.4f}"
-    seeds = f"{min(gap.by_seed.values()):+.4f} to {max(gap.by_seed.values()):+.4f} by seed; " if len(gap.by_seed) > 1 else ""
+    seeds = (
+        f"{min(gap.by_seed.values()):+.4f} to {max(gap.by_seed.values()):+.4f} by seed; "
+        if len(gap.by_seed) > 1
+        else ""
+    )
     return f"{gap.mean:+.4f} ({seeds}spread of bf16 {spread})"
 
 
@@ -214,7 +228,10 @@ def _exact_match(arm: VariantFigures) -> str:
     share = f"{100 * statistics.mean(arm.exact_match.values()):.1f}"
     if arm.answers is None:
         return share
-    return f"{share} ({100 * arm.answers.difference:+.1f}, p = {arm.answers.p_value:.2g}, {arm.answers.num_problems} pairs)"
+    return (
+        f"{share} ({100 * arm.answers.difference:+.1f}, p = {arm.answers.p_value:.2g}, {arm.answers.num_problems} "
+        "pairs)"
+    )
 
 
 def _certificate(arm: VariantFigures) -> str:
@@ -228,49 +245,56 @@ COLUMNS = (
     Column("runs", "Finished runs, one per seed.", _runs),
     Column(
         "tokens/s (95% interval)",
-        "Median over the steps of a run, its first ten left out (half of a run of fewer than twenty) and the one whose kernels were recorded; "
-        "mean over runs. All positions, padding included, on all GPUs. In brackets the 95% bootstrap interval over seeds and, in blocks of ten, over steps.",
+        "Median over the steps of a run, its first ten left out (half of a run of fewer than twenty) and the one "
+        "whose kernels were recorded; mean over runs. All positions, padding included, on all GPUs. In brackets the "
+        "95% bootstrap interval over seeds and, in blocks of ten, over steps.",
         _rate,
     ),
     Column(
         "speed-up over bf16 (95% interval)",
-        "Quotient of the two arms' tokens/s, with its bootstrap interval; runs of the same seed are drawn together. With one seed the interval "
-        "covers the steps of that run alone.",
+        "Quotient of the two arms' tokens/s, with its bootstrap interval; runs of the same seed are drawn together. "
+        "With one seed the interval covers the steps of that run alone.",
         _speedup,
     ),
     Column(
         "peak memory, GiB",
-        "Most memory that tensors held on any GPU in any run of the arm; with exact match up to the first evaluation, whose copy of the model "
-        "would count.",
+        "Most memory that tensors held on any GPU in any run of the arm; with exact match up to the first evaluation, "
+        "whose copy of the model would count.",
         _memory,
     ),
     Column(
         "energy, J per million tokens",
-        "From the GPUs' own counters, training steps alone: median over steps, mean over runs. The host's consumption is not in it.",
+        "From the GPUs' own counters, training steps alone: median over steps, mean over runs. The host's consumption "
+        "is not in it.",
         _energy,
     ),
-    Column("held-out loss, nats/token", "Mean over seeds of the loss on held-out rows after the last step.", _eval_loss),
+    Column(
+        "held-out loss, nats/token", "Mean over seeds of the loss on held-out rows after the last step.", _eval_loss
+    ),
     Column(
         "gap to bf16, nats/token",
-        "Mean over seeds of the difference to the bf16 run of the same seed; in brackets the smallest and the largest. The spread is the largest minus the smallest final loss of the "
-        "bf16 seeds: a gap inside it is no more than another seed does.",
+        "Mean over seeds of the difference to the bf16 run of the same seed; in brackets the smallest and the "
+        "largest. The spread is the largest minus the smallest final loss of the bf16 seeds: a gap inside it is no "
+        "more than another seed does.",
         _gap,
     ),
     Column(
         "time to bf16's final loss, s",
-        "Seconds of training until the loss is first at or below the one that the bf16 run of the same seed ends with; mean over seeds. From the "
-        "held-out loss where it was evaluated more than once, else from the training loss (trailing mean over a twentieth of the steps). "
-        "Evaluations, checkpoints and start-up are left out.",
+        "Seconds of training until the loss is first at or below the one that the bf16 run of the same seed ends "
+        "with; mean over seeds. From the held-out loss where it was evaluated more than once, else from the training "
+        "loss (trailing mean over a twentieth of the steps). Evaluations, checkpoints and start-up are left out.",
         _equal_loss,
     ),
     Column(
         "exact match, %",
-        "Held-out problems answered right; in brackets the difference to bf16 in points, with McNemar's exact test on the same problems, "
-        "pooled over seeds.",
+        "Held-out problems answered right; in brackets the difference to bf16 in points, with McNemar's exact test on "
+        "the same problems, pooled over seeds.",
         _exact_match,
     ),
     Column(
-        "certificate", "Whether each run carries the proof, from its recorded kernels, that it computed as asked.", _certificate
+        "certificate",
+        "Whether each run carries the proof, from its recorded kernels, that it computed as asked.",
+        _certificate,
     ),
 )
 

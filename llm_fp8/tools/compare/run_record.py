@@ -46,7 +46,9 @@ class RunRecord:
     """Problem -> whether the run's last evaluation answered it right."""
     certificate: dict[str, Any] | None = None
     resumes: list[dict[str, Any]] = field(default_factory=list)
-    """What run.json holds of each further process of the run: `resumed_after_step`, and the sections in which it may differ."""
+    """What run.json holds of each further process of the run: `resumed_after_step`, and the sections in which it may
+    differ.
+    """
 
     @property
     def arm(self) -> str:
@@ -75,7 +77,9 @@ class RunRecord:
 
     @cached_property
     def measured_steps(self) -> list[dict[str, float]]:
-        """The steps that speed is measured on: those of `llm_fp8.observability.step_stats.measured_steps`, of each process."""
+        """The steps that speed is measured on: those of `llm_fp8.observability.step_stats.measured_steps`, of each
+        process.
+        """
         return [step for part in self._processes for step in measured_steps(part)]
 
     @property
@@ -85,16 +89,20 @@ class RunRecord:
 
     @cached_property
     def wall_times_s(self) -> list[float]:
-        """Seconds of training until the end of each step: sums of `step_time_s`, evaluations, checkpoints and start-up left out.
+        """Seconds of training until the end of each step: sums of `step_time_s`, evaluations, checkpoints and start-up
+        left out.
 
-        A process's first step, which holds compilation, and the step whose kernels were recorded count as the median of the measured steps:
-        a run of useful length does not notice them.
+        A process's first step, which holds compilation, and the step whose kernels were recorded count as the median of
+        the measured steps: a run of useful length does not notice them.
         """
         typical = [step["step_time_s"] for step in self.measured_steps or self.steps if "step_time_s" in step]
         median = statistics.median(typical) if typical else math.nan
         first = {part[0]["step"] for part in self._processes}
         own = [step["step"] not in first and RECORDED_STEP not in step for step in self.steps]
-        times = [step.get("step_time_s", math.nan) if counts else median for step, counts in zip(self.steps, own, strict=True)]
+        times = [
+            step.get("step_time_s", math.nan) if counts else median
+            for step, counts in zip(self.steps, own, strict=True)
+        ]
         return list(itertools.accumulate(times))
 
     @property
@@ -115,15 +123,17 @@ class RunRecord:
     def peak_memory_gib(self) -> float | None:
         """Most memory that tensors held on any GPU of the run; None on a CPU.
 
-        An evaluation of exact match puts a copy of the model beside the training and the peak keeps it from then on, so that only the steps
-        up to the first such evaluation count.
+        An evaluation of exact match puts a copy of the model beside the training and the peak keeps it from then on, so
+        that only the steps up to the first such evaluation count.
         """
         copies = bool(self.config.get("run", {}).get("eval_exact_match")) or any(
             "eval_exact_match" in e for e in self.evaluations
         )
         last = min((evaluation["step"] for evaluation in self.evaluations), default=math.inf) if copies else math.inf
         counted = [step for step in self.steps if step["step"] <= last]
-        values = [step[key] for step in counted for key in ("peak_memory_gib", "peak_memory_gib_max_rank") if key in step]
+        values = [
+            step[key] for step in counted for key in ("peak_memory_gib", "peak_memory_gib_max_rank") if key in step
+        ]
         return max(values) if values else None
 
     @property
@@ -160,14 +170,19 @@ def split_records(records: list[dict[str, Any]]) -> tuple[list[dict[str, float]]
 def why_unfinished(summary: dict[str, Any]) -> str | None:
     """Why a run with this summary.json did not finish, as a sentence; None where it did."""
     if "stopped_by" in summary:
-        return f"the run was stopped by {summary['stopped_by']} after step {summary.get('steps')}; finish it with --resume_from latest."
+        return (
+            f"the run was stopped by {summary['stopped_by']} after step {summary.get('steps')}; finish it with "
+            "--resume_from latest."
+        )
     if "failed" in summary:
         return f"the run failed after step {summary.get('steps')}: {summary['failed']}"
     return None
 
 
 def require_sections(where: str, config: Any, precision: Any) -> None:
-    """Raise `UserError`, beginning with `where`, unless these are the options and the precision of a run of this project's training scripts."""
+    """Raise `UserError`, beginning with `where`, unless these are the options and the precision of a run of this
+    project's training scripts.
+    """
     needed = {
         "config.optim.seed": lambda: config["optim"]["seed"],
         "precision.requested": lambda: precision["requested"],
@@ -177,7 +192,9 @@ def require_sections(where: str, config: Any, precision: Any) -> None:
         try:
             look_up()
         except (KeyError, TypeError):
-            raise UserError(f"{where} lacks {name}, which this project's training scripts store; give a run of theirs.") from None
+            raise UserError(
+                f"{where} lacks {name}, which this project's training scripts store; give a run of theirs."
+            ) from None
 
 
 def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
@@ -197,8 +214,8 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
         raise UserError(f"{flag} {folder}: metrics.jsonl holds no optimizer step.")
     if steps[-1]["step"] != summary.get("steps"):
         raise UserError(
-            f"{flag} {folder}: metrics.jsonl ends at step {steps[-1]['step']:.0f} and summary.json at step {summary.get('steps')}, so they are not "
-            "of one finished run; train it anew."
+            f"{flag} {folder}: metrics.jsonl ends at step {steps[-1]['step']:.0f} and summary.json at step "
+            f"{summary.get('steps')}, so they are not of one finished run; train it anew."
         )
     certificate = folder / CERTIFICATE_FILE
     return RunRecord(
@@ -221,31 +238,40 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
 def _last_answers(folder: Path) -> dict[str, bool]:
     """Problem -> right or wrong, of the last evaluation in `folder`; empty without one."""
     files = {
-        int(match[1]): path for path in folder.glob("step-*.jsonl") if (match := re.fullmatch(r"step-(\d+)\.jsonl", path.name))
+        int(match[1]): path
+        for path in folder.glob("step-*.jsonl")
+        if (match := re.fullmatch(r"step-(\d+)\.jsonl", path.name))
     }
     if not files:
         return {}
-    return {f"{answer['row_id']}: {answer['problem']}": bool(answer["correct"]) for answer in read_jsonl(files[max(files)])}
+    return {
+        f"{answer['row_id']}: {answer['problem']}": bool(answer["correct"]) for answer in read_jsonl(files[max(files)])
+    }
 
 
 # --- wandb_runs ------------------------------------------------------------------------------------------
-# A run's record from W&B: from the file that an offline run keeps on disk, or from the server through wandb's public API.
+# A run's record from W&B: from the file that an offline run keeps on disk, or from the server through wandb's public
+# API.
 #
-# Both hold the configuration, what it came to, the provenance and the history. The answers to the held-out problems stay in the run's folder.
+# Both hold the configuration, what it came to, the provenance and the history. The answers to the held-out problems
+# stay in the run's folder.
 
 _FLAG = "--wandb"
 _SERVER_PATH = re.compile(r"[^/\s]+/[^/\s]+/[^/\s]+")
 _RUN_ID = re.compile(r"[\w-]+")
 _KEPT_IN = ("wandb", "runs/*/wandb", "runs/*/runs/*/wandb")
-"""Where W&B keeps runs on this machine, below the working directory: its own default, and the output folders of runs and comparisons."""
+"""Where W&B keeps runs on this machine, below the working directory: its own default, and the output folders of runs
+and comparisons.
+"""
 _OPTION_SECTIONS = ("model", "precision", "data", "optim", "run", "lora", "parallel")
 
 
 def read_wandb(text: str, api: Any = None) -> RunRecord:
-    """The record of a finished run: `text` is a folder with a .wandb file where there is one of that name, else ENTITY/PROJECT/RUNID, or RUNID alone.
+    """The record of a finished run: `text` is a folder with a .wandb file where there is one of that name, else
+    ENTITY/PROJECT/RUNID, or RUNID alone.
 
-    The last is of a run that W&B kept on this machine, in one of the folders `_KEPT_IN`. `api` is a `wandb.Api`; by default a new one, with the login
-    of this machine. Raises `UserError` where there is no such run.
+    The last is of a run that W&B kept on this machine, in one of the folders `_KEPT_IN`. `api` is a `wandb.Api`; by
+    default a new one, with the login of this machine. Raises `UserError` where there is no such run.
     """
     folder = Path(text)
     if not folder.exists():
@@ -254,12 +280,14 @@ def read_wandb(text: str, api: Any = None) -> RunRecord:
         if _RUN_ID.fullmatch(text):
             folder = _folder_of(text)
     if not folder.is_dir():
-        raise UserError(f"{_FLAG} {text}: no such folder; give a wandb/offline-run-* folder, ENTITY/PROJECT/RUNID, or RUNID.")
+        raise UserError(
+            f"{_FLAG} {text}: no such folder; give a wandb/offline-run-* folder, ENTITY/PROJECT/RUNID, or RUNID."
+        )
     files = sorted(folder.glob("*.wandb"))
     if len(files) != 1:
         raise UserError(
-            f"{_FLAG} {text}: it must hold one .wandb file, as a wandb/offline-run-* folder does, and holds {len(files)}; for a run's output "
-            "folder use --runs."
+            f"{_FLAG} {text}: it must hold one .wandb file, as a wandb/offline-run-* folder does, and holds "
+            f"{len(files)}; for a run's output folder use --runs."
         )
     run = read_wandb_file(files[0])
     if run.exit_code != 0:
@@ -271,13 +299,18 @@ def read_wandb(text: str, api: Any = None) -> RunRecord:
 def _folder_of(run_id: str) -> Path:
     """The folder in which W&B keeps the run of this id on this machine."""
     # W&B names them offline-run-TIME-ID, or run-TIME-ID if it sent the run.
-    found = sorted({folder for kept_in in _KEPT_IN for folder in Path().glob(f"{kept_in}/*run-*-{run_id}") if folder.is_dir()})
+    found = sorted(
+        {folder for kept_in in _KEPT_IN for folder in Path().glob(f"{kept_in}/*run-*-{run_id}") if folder.is_dir()}
+    )
     if len(found) != 1:
         told = (
-            f"several W&B runs of that id are here ({', '.join(map(str, found))})" if found else "no W&B run of that id is here"
+            f"several W&B runs of that id are here ({', '.join(map(str, found))})"
+            if found
+            else "no W&B run of that id is here"
         )
         raise UserError(
-            f"{_FLAG} {run_id}: {told}, in {', '.join(_KEPT_IN)}; give its wandb/offline-run-* folder, or ENTITY/PROJECT/RUNID."
+            f"{_FLAG} {run_id}: {told}, in {', '.join(_KEPT_IN)}; give its wandb/offline-run-* folder, or "
+            "ENTITY/PROJECT/RUNID."
         )
     return found[0]
 
@@ -289,7 +322,9 @@ def _read_server_run(path: str, api: Any) -> RunRecord:
         run = (api or wandb.Api()).run(path)
         state, config, summary, history = run.state, dict(run.config), dict(run.summary), list(run.scan_history())
     except (wandb.errors.Error, ValueError, OSError) as error:
-        raise UserError(f"{_FLAG} {path}: W&B did not give the run ({error}); check the path and 'wandb login'.") from error
+        raise UserError(
+            f"{_FLAG} {path}: W&B did not give the run ({error}); check the path and 'wandb login'."
+        ) from error
     if state != "finished":
         raise UserError(f"{_FLAG} {path}: the W&B run is {state}; give a run that finished.")
     return _record(path, config, history, summary)
@@ -321,15 +356,21 @@ def _record(source: str, config: dict[str, Any], history: list[dict[str, Any]], 
 
 
 def certificate_from_flat(summary: dict[str, Any]) -> dict[str, Any] | None:
-    """The certificate in a W&B summary, whose nested entries stand under keys as 'certificate/verdict'; None without one."""
-    found = {key.removeprefix("certificate/"): value for key, value in summary.items() if key.startswith("certificate/")}
+    """The certificate in a W&B summary, whose nested entries stand under keys as 'certificate/verdict'; None without
+    one.
+    """
+    found = {
+        key.removeprefix("certificate/"): value for key, value in summary.items() if key.startswith("certificate/")
+    }
     if isinstance(found.get("reasons"), str):  # a list becomes its text on the way to W&B
         found["reasons"] = [] if found["reasons"] == "[]" else [found["reasons"]]
     return found or None
 
 
 def _merged_by_step(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """History rows with those of one step joined: an evaluation may stand in the row of its step or in one of its own."""
+    """History rows with those of one step joined: an evaluation may stand in the row of its step or in one of its
+    own.
+    """
     by_step: dict[Any, dict[str, Any]] = {}
     for row in history:
         if row.get("step") is not None:
@@ -341,9 +382,10 @@ def _merged_by_step(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 # --- wandb_files -----------------------------------------------------------------------------------------
 # Reads the file of a W&B run (`run-ID.wandb`) without W&B's server.
 #
-# The file is a LevelDB log (LevelDB's doc/log_format.md): a 7-byte header of W&B's own, then blocks of 32 KiB with pieces of records, each
-# piece with its checksum (4 bytes: the CRC-32 of zlib over kind and data, where LevelDB has another), length (2 bytes) and kind (1 byte: 1 whole,
-# 2 first, 3 middle, 4 last). The records are W&B's protobuf messages. wandb's Python part has no reader for it any more, only its compiled part.
+# The file is a LevelDB log (LevelDB's doc/log_format.md): a 7-byte header of W&B's own, then blocks of 32 KiB with
+# pieces of records, each piece with its checksum (4 bytes: the CRC-32 of zlib over kind and data, where LevelDB has
+# another), length (2 bytes) and kind (1 byte: 1 whole, 2 first, 3 middle, 4 last). The records are W&B's protobuf
+# messages. wandb's Python part has no reader for it any more, only its compiled part.
 
 _BLOCK = 2**15
 _HEADER = b":W&B"
@@ -379,7 +421,9 @@ class WandbRun:
 
 
 def _records(file: Path, data: bytes) -> Iterator[bytes]:
-    """The records of a file, in order; a last one that was never finished is left out. `UserError` for a damaged one."""
+    """The records of a file, in order; a last one that was never finished is left out. `UserError` for a damaged
+    one.
+    """
     position, pieces = 7, b""
     while position + 7 <= len(data):
         if _BLOCK - position % _BLOCK < 7:  # a header does not fit any more: the rest of the block is filled up
@@ -391,7 +435,8 @@ def _records(file: Path, data: bytes) -> Iterator[bytes]:
             return
         if zlib.crc32(data[position + 6 : end]) != checksum:
             raise UserError(
-                f"{file} is damaged at byte {position}; W&B may still send what comes before: 'wandb sync {file.parent}'."
+                f"{file} is damaged at byte {position}; W&B may still send what comes before: 'wandb sync "
+                f"{file.parent}'."
             )
         pieces += data[position + 7 : end]
         position = end
@@ -401,7 +446,9 @@ def _records(file: Path, data: bytes) -> Iterator[bytes]:
 
 
 def read_wandb_file(file: Path) -> WandbRun:
-    """Read a run's file, also one of a run that was killed. Raises `UserError` for a file that is damaged or something else."""
+    """Read a run's file, also one of a run that was killed. Raises `UserError` for a file that is damaged or
+    something else.
+    """
     from wandb.proto import wandb_internal_pb2
 
     try:
@@ -445,7 +492,8 @@ def _take(run: WandbRun, message: Any) -> None:
 
 
 def offline_runs(folder: Path) -> tuple[list[WandbRun], list[str]]:
-    """The W&B runs of which `folder` or a folder below it holds the file, in order of their files' paths, and why others cannot be read.
+    """The W&B runs of which `folder` or a folder below it holds the file, in order of their files' paths, and why
+    others cannot be read.
 
     Raises `UserError` where the folder is missing or holds none.
     """
@@ -455,7 +503,8 @@ def offline_runs(folder: Path) -> tuple[list[WandbRun], list[str]]:
     files = sorted(folder.rglob("offline-run-*/run-*.wandb"))
     if not files:
         raise UserError(
-            f"--offline {folder} holds no offline W&B run; such a run is made with --use_wandb and WANDB_MODE=offline in the environment."
+            f"--offline {folder} holds no offline W&B run; such a run is made with --use_wandb and WANDB_MODE=offline "
+            "in the environment."
         )
     runs, unreadable = [], []
     for file in files:

@@ -1,12 +1,14 @@
 """The statistics of a comparison: pure functions of numbers, deterministic.
 
-**Intervals of speed** are percentile bootstrap intervals (Efron & Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13) over two
-levels: runs (one per seed) are drawn with replacement, and within each drawn run its steps. Consecutive steps share what slows them (clocks,
-a neighbour on the host), so steps are drawn in blocks of consecutive ones (moving blocks, Künsch 1989). Two arms that ran the same seeds are
-drawn together, seed by seed. With one run per arm the interval covers the steps of that run alone.
+**Intervals of speed** are percentile bootstrap intervals (Efron & Tibshirani, An Introduction to the Bootstrap, 1993,
+chapter 13) over two
+levels: runs (one per seed) are drawn with replacement, and within each drawn run its steps. Consecutive steps share
+what slows them (clocks, a neighbour on the host), so steps are drawn in blocks of consecutive ones (moving blocks,
+Künsch 1989). Two arms that ran the same seeds are drawn together, seed by seed. With one run per arm the interval
+covers the steps of that run alone.
 
-**Answers** are compared by McNemar's exact test: of the problems that exactly one of the two models solved, how many were solved by each, against
-a fair coin (McNemar 1947; the exact form is the binomial test).
+**Answers** are compared by McNemar's exact test: of the problems that exactly one of the two models solved, how many
+were solved by each, against a fair coin (McNemar 1947; the exact form is the binomial test).
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Interval:
     high: float
 
 
-def _resampled_medians(steps: Sequence[float], generator: np.random.Generator, num_resamples: int) -> NDArray[np.float64]:
+def _resampled_medians(
+    steps: Sequence[float], generator: np.random.Generator, num_resamples: int
+) -> NDArray[np.float64]:
     """Medians of `num_resamples` block-wise resamples of one run's steps; shape [num_resamples]."""
     values = np.asarray(steps, dtype=np.float64)
     block = max(1, min(BLOCK_STEPS, len(values) // 10))
@@ -49,7 +53,9 @@ def _resampled_medians(steps: Sequence[float], generator: np.random.Generator, n
 
 
 def _variant_estimates(medians: NDArray[np.float64], chosen: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Mean over the drawn runs: `medians` [num_runs, num_resamples], `chosen` [num_runs, num_resamples] -> [num_resamples]."""
+    """Mean over the drawn runs: `medians` [num_runs, num_resamples], `chosen` [num_runs, num_resamples] ->
+    [num_resamples].
+    """
     return np.take_along_axis(medians, chosen, axis=0).mean(axis=0)
 
 
@@ -73,7 +79,10 @@ def speed_interval(runs: Sequence[Sequence[float]], num_resamples: int = NUM_RES
 
 
 def ratio_interval(
-    runs: Sequence[Sequence[float]], reference: Sequence[Sequence[float]], paired: bool, num_resamples: int = NUM_RESAMPLES
+    runs: Sequence[Sequence[float]],
+    reference: Sequence[Sequence[float]],
+    paired: bool,
+    num_resamples: int = NUM_RESAMPLES,
 ) -> Interval:
     """`mean_of_medians(runs) / mean_of_medians(reference)` with its interval.
 
@@ -111,7 +120,9 @@ class PairedAnswers:
 
     @property
     def p_value(self) -> float:
-        """Two-sided exact p-value of McNemar's test: how likely a split at least as uneven is if neither model is better."""
+        """Two-sided exact p-value of McNemar's test: how likely a split at least as uneven is if neither model is
+        better.
+        """
         return two_sided_sign_test(self.num_only_reference_right, self.num_only_other_right)
 
 

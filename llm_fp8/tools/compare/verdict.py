@@ -53,7 +53,11 @@ class Verdict:
 
 def judge(own: VariantFigures, reference: VariantFigures | None, differences: Sequence[Difference]) -> Verdict:
     """The verdict on an arm against the reference arm (None where it has no finished run)."""
-    failed = f" ({own.num_failed} of {own.num_failed + own.num_seeds} runs failed)" if own.num_failed and own.num_seeds else ""
+    failed = (
+        f" ({own.num_failed} of {own.num_failed + own.num_seeds} runs failed)"
+        if own.num_failed and own.num_seeds
+        else ""
+    )
     name = f"{own.name}{failed}"
     if own.num_seeds == 0:
         return Verdict("failed", f"{own.name}: no run finished, so there is nothing to compare.")
@@ -64,12 +68,14 @@ def judge(own: VariantFigures, reference: VariantFigures | None, differences: Se
     if own.fallback_reasons:
         return Verdict(
             "fell back",
-            f"{name} did not run: {' and '.join(own.effective)} ran in its place ({'; '.join(own.fallback_reasons)}), and its figures are of that.",
+            f"{name} did not run: {' and '.join(own.effective)} ran in its place ({'; '.join(own.fallback_reasons)}), "
+            "and its figures are of that.",
         )
     if reference.certificate.state == "failed":
         reasons = "; ".join(reference.certificate.reasons)
         return Verdict(
-            "not comparable", f"{name} is not comparable: the {reference.name} runs failed their certificate ({reasons})."
+            "not comparable",
+            f"{name} is not comparable: the {reference.name} runs failed their certificate ({reasons}).",
         )
     if spoiled := concerning(differences, own.arm, "all"):
         return Verdict(
@@ -95,7 +101,9 @@ def _conclude(own: VariantFigures, speed_spoiled: bool, quality_spoiled: bool) -
     # Seeds of the gap, not runs: those of an arm whose seed bf16 lacks have nothing to be held against.
     enough = gap is not None and min(len(gap.by_seed), gap.num_reference_seeds) >= MIN_SEEDS
     has_diverged = gap is not None and not math.isfinite(gap.mean)
-    if not quality_spoiled and (has_diverged or _answers_are_worse(own) or (enough and _loss_is_outside(own) and _gap(own) > 0)):
+    if not quality_spoiled and (
+        has_diverged or _answers_are_worse(own) or (enough and _loss_is_outside(own) and _gap(own) > 0)
+    ):
         return "worse"
     if speed_spoiled or own.speedup is None:
         return "speed unknown"

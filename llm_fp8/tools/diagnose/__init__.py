@@ -1,4 +1,5 @@
-"""What a run's step computes in which precision, where its time and memory go, and which option would mend the largest loss.
+"""What a run's step computes in which precision, where its time and memory go, and which option would mend the largest
+loss.
 
 operands        which types each linear layer multiplies in fprop, dgrad and wgrad: recorded, not derived
 layers          identical layers as one line

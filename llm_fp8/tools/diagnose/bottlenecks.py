@@ -1,8 +1,9 @@
 """From what was measured in a step to what costs most and the option that acts on it.
 
-What a step takes beyond its floor is lost to something, and each rule below knows one such thing. A rule is a pure function of `StepMeasurements`;
-it gives the seconds that its option can take away at most, or None where it has nothing to say. Losses that no option acts on (a fused
-attention kernel), and the output head's GEMMs, whose option changes what is computed (--fp8_lm_head), have no rule: the table of kernel classes shows them.
+What a step takes beyond its floor is lost to something, and each rule below knows one such thing. A rule is a pure
+function of `StepMeasurements`; it gives the seconds that its option can take away at most, or None where it has nothing
+to say. Losses that no option acts on (a fused attention kernel), and the output head's GEMMs, whose option changes what
+is computed (--fp8_lm_head), have no rule: the table of kernel classes shows them.
 
 Two rates are kept apart, because the first is out of reach and the second is not:
 
@@ -11,9 +12,9 @@ Two rates are kept apart, because the first is out of reach and the second is no
     ceilings    what large GEMMs reach on this GPU without a pause (llm_fp8/tools/gemm_rates.py), which is what an option is measured by. GEMMs between
                 which lies other work can be faster: a GPU at its power limit lowers its clocks
 
-An fp8 layer's forward GEMM, a third of its FLOPs, runs with fast accumulation, the two of the backward pass with split accumulation
-(Transformer Engine's recipes on Hopper). Memory-bound work has the GPU's measured copy bandwidth, bytes read plus bytes written, for its floor
-where the bytes are known:
+An fp8 layer's forward GEMM, a third of its FLOPs, runs with fast accumulation, the two of the backward pass with split
+accumulation (Transformer Engine's recipes on Hopper). Memory-bound work has the GPU's measured copy bandwidth, bytes
+read plus bytes written, for its floor where the bytes are known:
 
     weight casts      per fp8 weight 2 bytes read (bf16), 1 written as it is and 1 transposed
     optimizer         weights and optimizer state read and written, gradients read
@@ -56,7 +57,9 @@ class StepMeasurements:
     weight_bytes: int
     gradient_bytes: int
     added_gradient_bytes: int
-    """Of those, what is added up by kernels of its own: all but the gradients that their GEMMs add (`llm_fp8.distributed.wgrad_fusion`)."""
+    """Of those, what is added up by kernels of its own: all but the gradients that their GEMMs add
+    (`llm_fp8.distributed.wgrad_fusion`).
+    """
     optimizer_bytes: int
     scenario: str | None
     """The fp8 recipe that runs; None outside fp8."""
@@ -64,12 +67,16 @@ class StepMeasurements:
     attention: str | None
     """'unfused', or the name of what runs."""
     num_fp8_lm_head_gemms: int = 0
-    """Of the output head's three products in a micro-batch, those in fp8 (--fp8_lm_head): none, those of the gradients, or all."""
+    """Of the output head's three products in a micro-batch, those in fp8 (--fp8_lm_head): none, those of the
+    gradients, or all.
+    """
     compiled: bool = False
     """The decoder layers are compiled, as they are with torchao."""
 
     def fp8_gemm_s(self, flops: float) -> float | None:
-        """Seconds of these model FLOPs at the fp8 ceilings; None on a GPU that has none, and for fp4, which has others."""
+        """Seconds of these model FLOPs at the fp8 ceilings; None on a GPU that has none, and for fp4, which has
+        others.
+        """
         return None if self.scenario == "nvfp4" else self.ceilings.fp8_gemm_s(flops)
 
     def bf16_gemm_s(self, flops: float) -> float:
@@ -90,7 +97,9 @@ class StepMeasurements:
         fp8 = self.fp8_gemm_s(self.linear_flops(self.num_fp8_weights)) if self.num_fp8_weights else 0.0
         head_s = self.head_gemm_s
         return (
-            None if fp8 is None or head_s is None else self.bf16_gemm_s(self.linear_flops(self.num_wide_weights)) + head_s + fp8
+            None
+            if fp8 is None or head_s is None
+            else self.bf16_gemm_s(self.linear_flops(self.num_wide_weights)) + head_s + fp8
         )
 
     @property
@@ -114,7 +123,9 @@ class StepMeasurements:
 
     @property
     def gemm_floors_s(self) -> dict[str, float]:
-        """Operand type -> the least that the linear layers' model FLOPs could take; empty where a peak that is needed is not known."""
+        """Operand type -> the least that the linear layers' model FLOPs could take; empty where a peak that is
+        needed is not known.
+        """
         if self.peak is None:
             return {}
         floors = {"bf16": self.bf16_flops / max(self.peak.bf16, self.ceilings.bf16_gemm_tflops) / 1e12}
@@ -137,7 +148,9 @@ class StepMeasurements:
 
     @property
     def recomputed_gemm_s(self) -> float:
-        """The part of the GEMMs' time in which forward passes were computed again: a third of a recomputed weight's model FLOPs once more."""
+        """The part of the GEMMs' time in which forward passes were computed again: a third of a recomputed weight's
+        model FLOPs once more.
+        """
         decoder = self.num_fp8_weights + self.num_wide_weights
         again = self.recomputed_share / 3
         # By FLOPs each weight would count alike; fp8 ones take less time than the head, which is never recomputed.
@@ -172,9 +185,11 @@ def unfused_attention(facts: StepMeasurements) -> Loss | None:
     return Loss(
         "unfused attention",
         max(lost_s, 0.0),
-        "no fused kernel ran; this counts the softmax kernels alone, the matrix products of attention are among the GEMMs",
-        "let Transformer Engine use the cuDNN that torch brought: unset CUDNN_HOME, CUDNN_PATH, NVTE_FUSED_ATTN and NVTE_FLASH_ATTN, and do not put "
-        "a system cuDNN on LD_LIBRARY_PATH; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints why it is refused"
+        "no fused kernel ran; this counts the softmax kernels alone, the matrix products of attention are among the "
+        "GEMMs",
+        "let Transformer Engine use the cuDNN that torch brought: unset CUDNN_HOME, CUDNN_PATH, NVTE_FUSED_ATTN and "
+        "NVTE_FLASH_ATTN, and do not put a system cuDNN on LD_LIBRARY_PATH; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints "
+        "why it is refused"
         if facts.use_te
         else "--attn_implementation sdpa or flash_attention_2, or --use_te",
         is_fault=True,
@@ -212,7 +227,8 @@ def gemms_below_measured_rate(facts: StepMeasurements) -> Loss | None:
     return Loss(
         "GEMMs below the ceiling",
         lost_s,
-        f"the linear layers' GEMMs take {reachable_s * 1e3:.1f} ms at the measured ceilings; a micro-batch has {tokens} tokens",
+        f"the linear layers' GEMMs take {reachable_s * 1e3:.1f} ms at the measured ceilings; a micro-batch has "
+        f"{tokens} tokens",
         "more tokens in a micro-batch (--batch_size, --max_seq_length) as far as memory allows",
     )
 
@@ -224,7 +240,8 @@ def recomputation(facts: StepMeasurements) -> Loss | None:
     return Loss(
         "recomputation",
         facts.recomputed_gemm_s,
-        f"{facts.recomputed_share:.0%} of the decoder layers compute their forward pass again; this counts its GEMMs alone",
+        f"{facts.recomputed_share:.0%} of the decoder layers compute their forward pass again; this counts its GEMMs "
+        "alone",
         "drop --gradient_checkpointing, or raise --gradient_checkpointing_every, if memory allows",
     )
 
@@ -237,7 +254,8 @@ def weight_casts(facts: StepMeasurements) -> Loss | None:
     return Loss(
         "casts of the weights",
         lost_s,
-        f"the weights are cast to fp8 once a step, which has {facts.num_micro_batches} micro-batches; worked out from their bytes",
+        f"the weights are cast to fp8 once a step, which has {facts.num_micro_batches} micro-batches; worked out from "
+        "their bytes",
         "more micro-batches per step (--gradient_accumulation_steps)",
     )
 

@@ -5,22 +5,23 @@
         ...one step...
     recorder.modules()   ->   [ModuleGemms(name="model.layers.0.qkv", fprop=("e4m3 x e4m3",), dgrad=("e4m3 x e5m2",), ...), ...]
 
-Transformer Engine's modules do all their matrix products through `general_gemm(A, B, layout=...)`, a name in the namespace of their source
-file. For the time of a recording that name is a function that notes the operands and calls the real one. The layout tells the pass
-(BLAS letters, column-major):
+Transformer Engine's modules do all their matrix products through `general_gemm(A, B, layout=...)`, a name in the
+namespace of their source file. For the time of a recording that name is a function that notes the operands and calls
+the real one. The layout tells the pass (BLAS letters, column-major):
 
     TN   fprop   A = weight, B = input
     NN   dgrad   A = weight, B = gradient of the output
     NT   wgrad   A = input,  B = gradient of the output
 
-Which module is at work is told by hooks: the one whose forward call began last for fprop, the one whose output's gradient arrived last for
-dgrad and wgrad. The two are kept apart because recomputation runs forward calls in the middle of a backward pass.
+Which module is at work is told by hooks: the one whose forward call began last for fprop, the one whose output's
+gradient arrived last for dgrad and wgrad. The two are kept apart because recomputation runs forward calls in the middle
+of a backward pass.
 
-torchao's modules multiply by torch.mm, with operands that carry type and role; they are seen where torch dispatches the product, in a step whose
-layers run without their compiled code. An operand with one scale per row is 'e4m3/row'.
+torchao's modules multiply by torch.mm, with operands that carry type and role; they are seen where torch dispatches the
+product, in a step whose layers run without their compiled code. An operand with one scale per row is 'e4m3/row'.
 
-torch's own linear layers have no such seam. Their products run in autocast's dtype, or in that of their input, and autograd uses the same
-dtype for both gradients; that is what is noted for them, and marked so (`told_by`).
+torch's own linear layers have no such seam. Their products run in autocast's dtype, or in that of their input, and
+autograd uses the same dtype for both gradients; that is what is noted for them, and marked so (`told_by`).
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ _SCALING = (("Blockwise", "block"), ("MXFP8", "mxfp8"), ("NVFP4", "nvfp4"))
 
 
 def operand_type(operand: Any) -> str:
-    """'bf16', 'e4m3' (one scale per tensor), 'e4m3/block', 'e4m3/mxfp8', 'e2m1/nvfp4'; the class's name for what is none of these."""
+    """'bf16', 'e4m3' (one scale per tensor), 'e4m3/block', 'e4m3/mxfp8', 'e2m1/nvfp4'; the class's name for what is
+    none of these.
+    """
     kind = type(operand).__name__
     if kind == "Float8TrainingTensor":
         narrow = _NARROW.search(str(operand._data.dtype))
@@ -95,13 +98,17 @@ def is_low_precision(operands: str) -> bool:
 
 @dataclass
 class ModuleGemms:
-    """What one module multiplied; an operand pair is 'A x B'. More than one pair in a pass means that its GEMMs differ."""
+    """What one module multiplied; an operand pair is 'A x B'. More than one pair in a pass means that its GEMMs
+    differ.
+    """
 
     name: str
     kind: str
     """The module's class."""
     told_by: str = "general_gemm"
-    """general_gemm, mm: seen at the call. dtype: by torch's rule for its own linear layers. option: what --fp8_lm_head says; the certificate counts kernels."""
+    """general_gemm, mm: seen at the call. dtype: by torch's rule for its own linear layers. option: what
+    --fp8_lm_head says; the certificate counts kernels.
+    """
     passes: dict[Pass, set[str]] = field(default_factory=lambda: {name: set() for name in PASSES})
 
     def add(self, gemm_pass: Pass, operands: str) -> None:
@@ -132,7 +139,9 @@ class _SeenGemms(TorchDispatchMode):
 
 
 def te_gemm_owners() -> list[Any]:
-    """The source files of Transformer Engine's linear modules; empty where the run has not loaded it, and so cannot use them."""
+    """The source files of Transformer Engine's linear modules; empty where the run has not loaded it, and so cannot
+    use them.
+    """
     if "transformer_engine" not in sys.modules:
         return []
     return [importlib.import_module(f"transformer_engine.pytorch.module.{name}") for name in _OWNERS]
@@ -152,7 +161,9 @@ class GemmRecorder:
         return [self._found[name] for name in self._modules if name in self._found]
 
     def note_output_head(self, name: str, dtype: torch.dtype, fp8_products: int = 0) -> None:
-        """The head, which is no call of a module: the loss multiplies by its weight in `dtype`, but for the last `fp8_products` of its products."""
+        """The head, which is no call of a module: the loss multiplies by its weight in `dtype`, but for the last
+        `fp8_products` of its products.
+        """
         wide = len(PASSES) - fp8_products
         for number, gemm_pass in enumerate(PASSES):
             left = right = short_dtype(dtype)
@@ -199,7 +210,9 @@ class GemmRecorder:
         return real(*args, **kwargs)
 
     def _note_gemm(self, left: Any, right: Any) -> None:
-        """A matrix product: one of torchao's if an operand carries a role, or the wide gradient of the weight that some recipes compute."""
+        """A matrix product: one of torchao's if an operand carries a role, or the wide gradient of the weight that
+        some recipes compute.
+        """
         roles = tuple(getattr(getattr(operand, "_gemm_input_role", None), "value", None) for operand in (left, right))
         gemm_pass = _PASS_OF_ROLES.get(roles)
         name = self._forward if gemm_pass == "fprop" else self._backward

@@ -2,16 +2,17 @@
 
 The allocator keeps one count of bytes and one maximum; neither says what the bytes are. Two things together do:
 
-- tensors that somebody holds by name are walked: parameters, `.grad`, the optimizer's state, Transformer Engine's casts of weights. A
-  quantised tensor is a shell around plain ones (data, transpose, scales), and those are counted.
-- the count is read at marks through the step, between which at most one decoder layer runs, and what no walk finds is told by when it came:
+- tensors that somebody holds by name are walked: parameters, `.grad`, the optimizer's state, Transformer Engine's casts
+  of weights. A quantised tensor is a shell around plain ones (data, transpose, scales), and those are counted.
+- the count is read at marks through the step, between which at most one decoder layer runs, and what no walk finds is
+  told by when it came:
 
     activations   held after the decoder layers ran, and given back as the backward pass reaches them
     loss          from the last decoder layer to the first one's gradient: logits and what the loss needs beside them
     other         everything else: inputs, tables, libraries' workspaces, tensors that live for less than one layer (what is recomputed, too)
 
-The peak lies between two marks. It is divided as the memory was at the first of them; what grew on the way to the second is counted as
-there, and the rest is of a short life ("other", or "loss" while the loss is at work).
+The peak lies between two marks. It is divided as the memory was at the first of them; what grew on the way to the
+second is counted as there, and the rest is of a short life ("other", or "loss" while the loss is at work).
 """
 
 from __future__ import annotations
@@ -43,11 +44,17 @@ Stage = Literal["forward", "loss", "loss_backward", "backward", "step", "end"]
 
 
 def plain_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors that own the memory of `value`: itself, or what a quantised tensor (Transformer Engine's, torchao's) is made of."""
+    """The tensors that own the memory of `value`: itself, or what a quantised tensor (Transformer Engine's,
+    torchao's) is made of.
+    """
     if type(value) in (Tensor, nn.Parameter):
         yield value
         return
-    inner = [item for item in getattr(value, "__dict__", {}).values() if isinstance(item, Tensor) or hasattr(item, "_quantizer")]
+    inner = [
+        item
+        for item in getattr(value, "__dict__", {}).values()
+        if isinstance(item, Tensor) or hasattr(item, "_quantizer")
+    ]
     if inner:
         for item in inner:
             yield from plain_tensors(item)
@@ -56,7 +63,9 @@ def plain_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def held_bytes(values: Iterable[Any], device: torch.device, seen: set[int]) -> int:
-    """Bytes of the memory on `device` behind `values`; memory whose address is in `seen` is left out, the rest is added to it."""
+    """Bytes of the memory on `device` behind `values`; memory whose address is in `seen` is left out, the rest is
+    added to it.
+    """
     total = 0
     for value in values:
         for tensor in plain_tensors(value):
@@ -105,7 +114,9 @@ class MemoryAtPeak:
 
 
 def divide_peak(marks: Sequence[Mark]) -> MemoryAtPeak:
-    """Find the peak of a step among its marks, in the order in which they were made, and divide it. Raises ValueError on fewer than two."""
+    """Find the peak of a step among its marks, in the order in which they were made, and divide it. Raises
+    ValueError on fewer than two.
+    """
     if len(marks) < 2:
         raise ValueError("a step has at least two marks")
     number = max(range(len(marks) - 1), key=lambda mark: marks[mark + 1].peak_before)
@@ -135,7 +146,8 @@ def _last_before(marks: Sequence[Mark], number: int, stage: Stage) -> Mark:
 
 
 # --- memory_probe ----------------------------------------------------------------------------------------
-# Reads the GPU's memory at marks through one optimizer step: hooks on the model and the optimizer, taken away afterwards.
+# Reads the GPU's memory at marks through one optimizer step: hooks on the model and the optimizer, taken away
+# afterwards.
 
 Meter = Callable[[], tuple[int, int]]
 """Bytes allocated now, and the most since the call before."""

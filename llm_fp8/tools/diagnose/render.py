@@ -26,7 +26,8 @@ def render(found: Diagnosis, console: Console) -> None:
     """Print everything that was found; problems come last, where a reader's eye is."""
     scenario = found.precision["effective_scenario"]
     console.print(
-        f"{found.device}; precision {found.precision['effective']}{f' {scenario}' if scenario else ''}; attention: {found.attention or 'not seen'}",
+        f"{found.device}; precision {found.precision['effective']}{f' {scenario}' if scenario else ''}; attention: "
+        f"{found.attention or 'not seen'}",
         markup=False,
     )
     if found.groups:
@@ -86,12 +87,16 @@ def _print_coverage(found: Diagnosis, console: Console) -> None:
 def time_table(found: TimeFindings) -> Table:
     """The step by kernel class."""
     step = found.step
-    title = f"one step: {step.step_s * 1e3:.1f} ms ({step.recorded_span_s * 1e3:.1f} ms while its kernels were recorded)"
+    title = (
+        f"one step: {step.step_s * 1e3:.1f} ms ({step.recorded_span_s * 1e3:.1f} ms while its kernels were recorded)"
+    )
     table = _table(title, "kernels", "number", "ms", "share", "floor ms", right=("number", "ms", "share", "floor ms"))
 
     def add(name: str, count: int | None, seconds: float, floor_s: float | None) -> None:
         shown = "" if floor_s is None else f"{floor_s * 1e3:.1f}"
-        table.add_row(name, "" if count is None else str(count), f"{seconds * 1e3:.1f}", f"{seconds / step.step_s:.1%}", shown)
+        table.add_row(
+            name, "" if count is None else str(count), f"{seconds * 1e3:.1f}", f"{seconds / step.step_s:.1%}", shown
+        )
 
     for name, taken in step.classes.items():
         add(name, taken.count, taken.time_s, found.floors_s.get(name))
@@ -117,14 +122,17 @@ def loss_table(found: TimeFindings) -> Table:
 def memory_table(found: MemoryFindings) -> Table:
     """The peak by kind."""
     title = (
-        f"memory at the peak, in {_STAGES.get(found.at_peak.stage, found.at_peak.stage)}: {found.at_peak.peak / GIB:.2f} GiB "
-        f"({found.unwatched_peak / GIB:.2f} when nothing is watched; {found.reserved / GIB:.2f} taken from the GPU)"
+        f"memory at the peak, in {_STAGES.get(found.at_peak.stage, found.at_peak.stage)}: "
+        f"{found.at_peak.peak / GIB:.2f} GiB ({found.unwatched_peak / GIB:.2f} when nothing is watched; "
+        f"{found.reserved / GIB:.2f} taken from the GPU)"
     )
     table = _table(title, "kind", "GiB", "share", "how it is found", right=("GiB", "share"))
     for kind, num_bytes in found.at_peak.kinds.items():
         table.add_row(kind, f"{num_bytes / GIB:.2f}", f"{num_bytes / found.at_peak.peak:.1%}", HOW_FOUND[kind])
     slack = max(0, found.reserved - found.unwatched_peak)
-    table.add_row("allocator slack", f"{slack / GIB:.2f}", "", "taken from the GPU and not in use at the peak; not part of it")
+    table.add_row(
+        "allocator slack", f"{slack / GIB:.2f}", "", "taken from the GPU and not in use at the peak; not part of it"
+    )
     return table
 
 

@@ -148,7 +148,8 @@ def _memory_dict(found: MemoryFindings) -> dict[str, Any]:
 
 
 # --- problems --------------------------------------------------------------------------------------------
-# What was asked for and is not so: the sentences that make the diagnosis end with code 1; and why layers are outside fp8.
+# What was asked for and is not so: the sentences that make the diagnosis end with code 1; and why layers are outside
+# fp8.
 
 SIZE_REASON = "is not a multiple of"
 """Part of the census's reason for a layer that fp8 GEMMs cannot take."""
@@ -172,7 +173,8 @@ def precision_problems(
     problems = []
     if plan.fallback_reason:
         problems.append(
-            f"--fp8_scenario {plan.requested_scenario} was asked for and {plan.effective_scenario} runs: {plan.fallback_reason}"
+            f"--fp8_scenario {plan.requested_scenario} was asked for and {plan.effective_scenario} runs: "
+            f"{plan.fallback_reason}"
         )
     if seen_inside == "none":
         problems.append("no fp8 recipe is in force inside Transformer Engine's modules")
@@ -194,7 +196,11 @@ def precision_problems(
 
 def left_out_problems(census: Fp8Coverage) -> list[str]:
     """Sentences on layers that fp8 was asked for and that cannot take it."""
-    return [f"{pattern}: {reason}, so it is not in fp8" for pattern, reason in census.skipped.items() if SIZE_REASON in reason]
+    return [
+        f"{pattern}: {reason}, so it is not in fp8"
+        for pattern, reason in census.skipped.items()
+        if SIZE_REASON in reason
+    ]
 
 
 def attention_problems(attention: str | None) -> list[str]:

@@ -1,4 +1,5 @@
-"""Builds the parts of a run by the run's own code, takes a few steps and measures some of them, each in one way at a time:
+"""Builds the parts of a run by the run's own code, takes a few steps and measures some of them, each in one way at a
+time:
 
 warm-up steps      nothing is measured: kernels are compiled, scales and the allocator settle
 unwatched steps    their time
@@ -68,8 +69,8 @@ def diagnose(config: Config, num_warmup_steps: int, trace: Path | None = None) -
     check_config(config)
     if config.lora.lora_rank:
         raise UserError(
-            f"--lora_rank {config.lora.lora_rank} is unknown to the diagnosis, whose estimates are those of full fine-tuning; drop it, or see "
-            "scripts/lora_study.py."
+            f"--lora_rank {config.lora.lora_rank} is unknown to the diagnosis, whose estimates are those of full "
+            "fine-tuning; drop it, or see scripts/lora_study.py."
         )
     _check_model(config)
     device = own_device()
@@ -94,10 +95,14 @@ def _check_model(config: Config) -> None:
 
 
 def _too_little_memory(config: Config, device: torch.device) -> str:
-    total, peak = torch.cuda.get_device_properties(device).total_memory / GIB, torch.cuda.max_memory_allocated(device) / GIB
+    total, peak = (
+        torch.cuda.get_device_properties(device).total_memory / GIB,
+        torch.cuda.max_memory_allocated(device) / GIB,
+    )
     return (
-        f"the GPU is out of memory: --batch_size {config.data.batch_size} rows of --max_seq_length {config.data.max_seq_length} do not fit, {peak:.1f} of "
-        f"{total:.1f} GiB were in use. Diagnose with a smaller --batch_size, or with --gradient_checkpointing or --optimizer adamw_8bit."
+        f"the GPU is out of memory: --batch_size {config.data.batch_size} rows of --max_seq_length "
+        f"{config.data.max_seq_length} do not fit, {peak:.1f} of {total:.1f} GiB were in use. Diagnose with a smaller "
+        "--batch_size, or with --gradient_checkpointing or --optimizer adamw_8bit."
     )
 
 
@@ -170,7 +175,12 @@ class _Session:
     def _watched_memory(self) -> MemoryProbe:
         trainer, model = self.training.trainer, self.training.model
         probe = MemoryProbe(
-            trainer.model, model.base_model, decoder_layers(model), trainer.optimizer, self.device, cuda_meter(self.device)
+            trainer.model,
+            model.base_model,
+            decoder_layers(model),
+            trainer.optimizer,
+            self.device,
+            cuda_meter(self.device),
         )
         with probe.watching():
             self.training.take(1)
@@ -191,7 +201,9 @@ class _Session:
         tokens = StepTokens(num_tokens, num_tokens, num_tokens, num_tokens * config.data.max_seq_length)
         linear_flops = 6.0 * trainer.size.num_linear_parameters * num_tokens
         layers = decoder_layers(training.model)
-        recomputed = len(layers[:: config.model.gradient_checkpointing_every]) if config.model.gradient_checkpointing else 0
+        recomputed = (
+            len(layers[:: config.model.gradient_checkpointing_every]) if config.model.gradient_checkpointing else 0
+        )
         trained = [p for p in trainer.model.parameters() if p.requires_grad]
         accumulation = trainer.engine.wgrad_accumulation
         added_by_gemms = set() if accumulation is None else {id(weight) for weight in accumulation.weights()}
@@ -225,13 +237,15 @@ class _Session:
         notes = ["rows are full of random tokens, one document each"]
         if not self.config.packing:
             notes.append(
-                "without --packing rows of real data are padded, which costs time that this does not show: see packing_efficiency in metrics.jsonl"
+                "without --packing rows of real data are padded, which costs time that this does not show: see "
+                "packing_efficiency in metrics.jsonl"
             )
         if self.plan.backend == "torchao":
             notes.append("operands are of a step without torch.compile, whose time and memory are in no other figure")
         if self.config.optim.gradient_accumulation_steps == 1 and self.plan.effective == "fp8":
             notes.append(
-                "a step of one micro-batch keeps no casts of weights; those that wait for the backward pass count as activations"
+                "a step of one micro-batch keeps no casts of weights; those that wait for the backward pass count as "
+                "activations"
             )
         return notes
 

@@ -1,4 +1,6 @@
-"""What can be said of a configuration where no GPU is found: which layers fp8 would cover, and the memory that parameters alone need."""
+"""What can be said of a configuration where no GPU is found: which layers fp8 would cover, and the memory that
+parameters alone need.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from llm_fp8.precision.plan import PrecisionPlan, describe_device
 from llm_fp8.precision.recipes import DEFAULT_SCENARIO
 from llm_fp8.tools.diagnose.result import Diagnosis, reasons_outside_fp8
 
-NEEDS_GPU = "operand types, attention kernels, the time of a step and its peak of memory need an NVIDIA GPU, and none is found"
+NEEDS_GPU = (
+    "operand types, attention kernels, the time of a step and its peak of memory need an NVIDIA GPU, and none is found"
+)
 
 
 def diagnose_without_gpu(config: Config) -> Diagnosis:
@@ -36,7 +40,8 @@ def diagnose_without_gpu(config: Config) -> Diagnosis:
     census, why = None, {}
     if config.model.use_te:
         notes.append(
-            "the layers of --use_te are Transformer Engine's, which exist on a GPU only; --use_te=false shows the Hugging Face path's"
+            "the layers of --use_te are Transformer Engine's, which exist on a GPU only; --use_te=false shows the "
+            "Hugging Face path's"
         )
     else:
         census = planned_coverage(config, hf_config, plan)

@@ -1,7 +1,7 @@
 """Where the time of an optimizer step goes: kernel classes, GEMMs by operand type, gaps.
 
-Recording slows the host down and leaves the kernels as long as they are. So kernels are those of a recorded step, and gaps are what steps that
-nothing recorded take beyond them.
+Recording slows the host down and leaves the kernels as long as they are. So kernels are those of a recorded step, and
+gaps are what steps that nothing recorded take beyond them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,16 @@ class StepTime:
 
     @property
     def gap_s(self) -> float:
-        """In which no kernel ran while nothing was recorded; 0 where the recorded step's kernels alone took longer than such a step."""
+        """In which no kernel ran while nothing was recorded; 0 where the recorded step's kernels alone took longer
+        than such a step.
+        """
         return max(0.0, self.step_s - self.busy_s)
 
     @property
     def overlap_s(self) -> float:
-        """Counted twice by `classes`, because kernels ran side by side: classes + gaps - overlap = step, where there are gaps."""
+        """Counted twice by `classes`, because kernels ran side by side: classes + gaps - overlap = step, where there
+        are gaps.
+        """
         return sum(taken.time_s for taken in self.classes.values()) - self.busy_s
 
     def class_s(self, *names: str) -> float:
@@ -57,7 +61,8 @@ class StepTime:
 
 
 def step_time(recorded: Any, step_s: float) -> StepTime:
-    """Add up a finished `torch.profiler.profile` of one step, beside the time of steps that were not recorded (seconds).
+    """Add up a finished `torch.profiler.profile` of one step, beside the time of steps that were not recorded
+    (seconds).
 
     Raises ValueError where it holds no kernel.
     """

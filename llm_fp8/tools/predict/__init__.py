@@ -1,4 +1,5 @@
-"""What a step will take, in time and in memory, before it is run: pure functions of sizes and of constants measured on one GPU.
+"""What a step will take, in time and in memory, before it is run: pure functions of sizes and of constants measured on
+one GPU.
 
 scenario.py      what is predicted: a model's sizes, a recipe, tokens, sharding
 calibration.py   the rates and bandwidths, each with the records that it was fitted to

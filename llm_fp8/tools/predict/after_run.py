@@ -1,4 +1,6 @@
-"""A finished run beside what was predicted for it: which runs can be, with which tokens and lengths, and the entry of summary.json."""
+"""A finished run beside what was predicted for it: which runs can be, with which tokens and lengths, and the entry
+of summary.json.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from llm_fp8.tools.predict.workload import RECIPES, ModelSize, StepWorkload
 
 
 def mean_length(size: DecoderSize, model_flops_per_token: float) -> float:
-    """The token-averaged document length that gives so many model FLOPs per token: `metrics.model_flops_per_token` solved for it."""
+    """The token-averaged document length that gives so many model FLOPs per token: `metrics.model_flops_per_token`
+    solved for it.
+    """
     return (model_flops_per_token / 6 - size.num_linear_parameters) / (size.num_layers * size.attention_width)
 
 
@@ -33,8 +37,8 @@ def run_prediction(
 ) -> dict[str, Any] | None:
     """The entry `prediction` of a run's summary, `steps` being its own; None where there is nothing to predict it with.
 
-    That is: a GPU without constants, a decoder that is not TE's, a sharding mode, recipe or option that no constant was fitted for, or no step.
-    Tokens and lengths are those of the steps that were measured, padding included.
+    That is: a GPU without constants, a decoder that is not TE's, a sharding mode, recipe or option that no constant was
+    fitted for, or no step. Tokens and lengths are those of the steps that were measured, padding included.
     """
     gpu = known_gpu(gpu_name)
     mode = "single" if num_gpus == 1 and mode == "ddp" else mode  # nothing is exchanged

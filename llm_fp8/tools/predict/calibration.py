@@ -1,15 +1,18 @@
 """The constants of the prediction: what an H200 reached inside training, each with the records that it was fitted to.
 
-They are rates *in training*, which are not the ceilings of llm_fp8/tools/gemm_rates.py: clocks follow the power that the whole step draws. For another
-GPU every rate is scaled by the ratio of the two GPUs' measured ceilings.
+They are rates *in training*, which are not the ceilings of llm_fp8/tools/gemm_rates.py: clocks follow the power that
+the whole step draws. For another GPU every rate is scaled by the ratio of the two GPUs' measured ceilings.
 
-Where no other record is named, a constant comes from the rows 1b, 8b and 8b_s8192 of benchmarks/results/speed_table_h200.json, arms bf16 and delayed with and
-without :fp8head_all, :flash3 and :flash4, the first round of each. Their recorded steps have the time of each class of kernels (llm_fp8/observability/kernel_trace.py): the
-FLOPs or bytes that step_time.py counts for a class, over its time, the mean of the rows, rounded. The table's other rows of one GPU were left out: arms
-current and block of these, 3b, text_1b, 1b_128k, 8b_128k, and 14b but for its optimizer.
+Where no other record is named, a constant comes from the rows 1b, 8b and 8b_s8192 of
+benchmarks/results/speed_table_h200.json, arms bf16 and delayed with and without :fp8head_all, :flash3 and :flash4, the
+first round of each. Their recorded steps have the time of each class of kernels
+(llm_fp8/observability/kernel_trace.py): the FLOPs or bytes that step_time.py counts for a class, over its time, the
+mean of the rows, rounded. The table's other rows of one GPU were left out: arms current and block of these, 3b,
+text_1b, 1b_128k, 8b_128k, and 14b but for its optimizer.
 
-On several GPUs `exchange_tb_s` and `WAIT_SPREAD` come from row 8b_x4 (8B, four GPUs of one host, seven arms of fsdp_full and fsdp_grad), `fsdp_tb_s` from it and what is
-named there. Rows on two GPUs, with 8,192 tokens in a document, of other models and under ddp were left out. `MEASURED_GPUS`, and the notes of prediction.py, follow from
+On several GPUs `exchange_tb_s` and `WAIT_SPREAD` come from row 8b_x4 (8B, four GPUs of one host, seven arms of
+fsdp_full and fsdp_grad), `fsdp_tb_s` from it and what is named there. Rows on two GPUs, with 8,192 tokens in a
+document, of other models and under ddp were left out. `MEASURED_GPUS`, and the notes of prediction.py, follow from
 which rows there are.
 """
 
@@ -27,40 +30,46 @@ if TYPE_CHECKING:
 CALIBRATED_GPU = "NVIDIA H200"
 
 SMALL_GEMM_TOKENS = 256
-"""A GEMM over t tokens runs at t / (t + this) of its full rate: from fp8 and bf16 GEMM times of throughput_8b.json (8,192 tokens) and
-throughput_8b_b6.json (6,144), which give 381 in fp8 and 148 in bf16."""
+"""A GEMM over t tokens runs at t / (t + this) of its full rate: from fp8 and bf16 GEMM times of throughput_8b.json
+(8,192 tokens) and throughput_8b_b6.json (6,144), which give 381 in fp8 and 148 in bf16."""
 
 DIAGONAL_TOKENS = 970
-"""Causal attention over documents of l tokens takes the time of l + this: the tiles on the diagonal are computed whole, and some of its kernels
-pass over the tokens once, whatever l is. From the class `attention` of row 8b against row 8b_s8192: 992, 975 and 938 by arm, cuDNN's."""
+"""Causal attention over documents of l tokens takes the time of l + this: the tiles on the diagonal are computed whole,
+and some of its kernels pass over the tokens once, whatever l is. From the class `attention` of row 8b against row
+8b_s8192: 992, 975 and 938 by arm, cuDNN's."""
 
 FLASH_SPEED_UP: dict[FlashAttention, float] = {FLASH_ATTENTION_3: 1.20, FLASH_ATTENTION_4: 1.14}
-"""Over cuDNN's attention, time of the class, by value of --attn_implementation. With `:flash3` or `:flash4` against without, for 1b, 8b and 8b_s8192:
-1.18, 1.17 and 1.24 of flash-attn 3, 1.16, 1.11 and 1.16 of flash-attn 4."""
+"""Over cuDNN's attention, time of the class, by value of --attn_implementation. With `:flash3` or `:flash4` against
+without, for 1b, 8b and 8b_s8192: 1.18, 1.17 and 1.24 of flash-attn 3, 1.16, 1.11 and 1.16 of flash-attn 4."""
 
 GAP_S = 0.027
-"""Seconds of a step in which no kernel of it runs: the step less the sum of the classes, 18 to 32 ms and much the same for four and eight micro-batches; 37 and 49 ms
-in row 14b with its sixteen. It is the host's, and is not scaled for another GPU."""
+"""Seconds of a step in which no kernel of it runs: the step less the sum of the classes, 18 to 32 ms and much the same
+for four and eight micro-batches; 37 and 49 ms in row 14b with its sixteen. It is the host's, and is not scaled for
+another GPU."""
 
 WAIT_SPREAD = 0.021
-"""Standard deviation of the time that GPUs of one kind take for the same step, over that time. The rates are of the mean GPU and the others wait for the slowest,
-which is the farther off the more there are (`idle_share` in step_time.py). From `work_s_by_rank` of row 8b_x4, fsdp_grad, three arms: the slowest of four is 1.9% to
-2.4% over the mean. Under fsdp_full, whose GPUs wait for each other in every layer, the record cannot tell."""
+"""Standard deviation of the time that GPUs of one kind take for the same step, over that time. The rates are of the
+mean GPU and the others wait for the slowest, which is the farther off the more there are (`idle_share` in
+step_time.py). From `work_s_by_rank` of row 8b_x4, fsdp_grad, three arms: the slowest of four is 1.9% to 2.4% over the
+mean. Under fsdp_full, whose GPUs wait for each other in every layer, the record cannot tell."""
 
 MEASURED_TOKENS = (4096, 65536)
 """Fewest and most tokens of a micro-batch in the records that predictions are compared with (records.py)."""
 
 FITS_RESERVE_GIB = 2.0
-"""Beyond the peak of the tensors, and what FSDP's stream of gathers holds beside it: CUDA's context and the allocator's gaps. The fullest recorded run
-(speed_table_h200.json, 8b, delayed:fp8head_all) peaked at 137.5 of 139.8 GiB."""
+"""Beyond the peak of the tensors, and what FSDP's stream of gathers holds beside it: CUDA's context and the allocator's
+gaps. The fullest recorded run (speed_table_h200.json, 8b, delayed:fp8head_all) peaked at 137.5 of 139.8 GiB."""
 
 FULL_SHARE = 0.98
-"""Of a GPU's memory: a recorded FSDP step whose allocator reserved as much had none left for a stream that asked for more, so that blocks of other streams were freed and
-mapped anew within steps. Such steps take longer, in some by turns (`flash4` of rows 8b_x2 and 8b_s8192_x2), and no sum of kernels can say by how much: they are neither fitted nor scored."""
+"""Of a GPU's memory: a recorded FSDP step whose allocator reserved as much had none left for a stream that asked for
+more, so that blocks of other streams were freed and mapped anew within steps. Such steps take longer, in some by turns
+(`flash4` of rows 8b_x2 and 8b_s8192_x2), and no sum of kernels can say by how much: they are neither fitted nor
+scored."""
 
 WAITED_SHARE = 0.15
-"""Of a recorded step on several GPUs: where nothing but communication ran for as long, GPUs waited for each other, each for a host that launched its kernels too slowly. How
-fast a host is differs from machine to machine, so these steps too are neither fitted nor scored."""
+"""Of a recorded step on several GPUs: where nothing but communication ran for as long, GPUs waited for each other, each
+for a host that launched its kernels too slowly. How fast a host is differs from machine to machine, so these steps too
+are neither fitted nor scored."""
 
 MODES = ("single", "ddp", "fsdp_grad", "fsdp_full")
 """One GPU and the sharding modes, with recorded runs that the constants were fitted to."""
@@ -69,10 +78,11 @@ HOST_S_PER_LAYER = {
     **dict.fromkeys(("single", "ddp"), (0.0049, 0.0084)),
     **dict.fromkeys(("fsdp_grad", "fsdp_full"), (0.0114, 0.0127)),
 }
-"""Seconds of the host for a decoder layer of a micro-batch in fp8, forward and backward, on the slowest recorded machines: with activations kept, and computed again. From
-levers_3b_recompute_*.json and documented_3b_x2.json, where GPUs had work for less than a fifth of a step, and `fsdp_full:delayed` of multi_gpu_throughput_8b_engines_x2.json;
-`ddp` is taken to be like one GPU and `fsdp_grad` like `fsdp_full`. The fastest recorded machine took 0.0088 under fsdp_full with recomputation
-(levers_3b_x2_recompute_*.json)."""
+"""Seconds of the host for a decoder layer of a micro-batch in fp8, forward and backward, on the slowest recorded
+machines: with activations kept, and computed again. From levers_3b_recompute_*.json and documented_3b_x2.json, where
+GPUs had work for less than a fifth of a step, and `fsdp_full:delayed` of multi_gpu_throughput_8b_engines_x2.json; `ddp`
+is taken to be like one GPU and `fsdp_grad` like `fsdp_full`. The fastest recorded machine took 0.0088 under fsdp_full
+with recomputation (levers_3b_x2_recompute_*.json)."""
 
 MEASURED_GPUS = {"ddp": (2,), "fsdp_grad": (2, 4), "fsdp_full": (2, 4)}
 """By mode: GPUs of one host in the records of today's code, but for steps that are not scored."""
@@ -91,38 +101,44 @@ class Rates:
     """Of bf16 runs."""
     bf16_head_tflops: float = 750.0
     """Of the bf16 output head in an fp8 run, which leaves more of the power to it."""
-    fp8_gemm_tflops: dict[str, float] = field(default_factory=lambda: {"delayed": 1340.0, "current": 1340.0, "block": 1110.0})
-    """By recipe, forward and both backward GEMMs together, and the products of an fp8 head. `current` runs the kernels of `delayed`; `block` from
-    throughput_1b.json and throughput_8b_b6.json, whose GEMMs are today's."""
+    fp8_gemm_tflops: dict[str, float] = field(
+        default_factory=lambda: {"delayed": 1340.0, "current": 1340.0, "block": 1110.0}
+    )
+    """By recipe, forward and both backward GEMMs together, and the products of an fp8 head. `current` runs the kernels
+    of `delayed`; `block` from throughput_1b.json and throughput_8b_b6.json, whose GEMMs are today's."""
     attention_tflops: dict[int, float] = field(default_factory=lambda: {64: 320.0, 128: 393.0})
     """By head size, cuDNN's, model FLOPs (llm_fp8/observability/metrics.py) with `DIAGONAL_TOKENS`."""
     pass_tb_s: float = 3.65
     """Norms, SwiGLU, RoPE, residuals, copies around attention."""
     general_norm_tb_s: float = 1.36
-    """Transformer Engine's RMSNorm of widths that it has no tuned kernel for, where cuDNN's is not taken (llm_fp8/models/build.py): the class
-    `norm` of levers_3b_norms_te.json."""
+    """Transformer Engine's RMSNorm of widths that it has no tuned kernel for, where cuDNN's is not taken
+    (llm_fp8/models/build.py): the class `norm` of levers_3b_norms_te.json."""
     swiglu_cast_tb_s: float = 2.9
     """SwiGLU that writes fp8, forward and backward (llm_fp8/kernels/swiglu_triton.py), of `delayed`."""
     loss_tb_s: float = 2.75
     """Cross entropy."""
     cast_tb_s: dict[str, float] = field(default_factory=lambda: {"delayed": 3.63, "current": 3.67, "block": 2.33})
-    """Casts, transposes and maxima of activations and gradients, by recipe. `current` from levers_8b_first_scales.json, `block` from
-    throughput_1b.json and throughput_3b.json, whose casts are today's."""
+    """Casts, transposes and maxima of activations and gradients, by recipe. `current` from levers_8b_first_scales.json,
+    `block` from throughput_1b.json and throughput_3b.json, whose casts are today's."""
     weight_tb_s: float = 3.83
     """Optimizer, gradient norm and accumulation, weight casts."""
     eight_bit_tb_s: float = 2.03
-    """adamw_8bit and the gradient norm before it (llm_fp8/optim/adamw_8bit_triton.py): the class `optimizer` of row 14b."""
+    """adamw_8bit and the gradient norm before it (llm_fp8/optim/adamw_8bit_triton.py): the class `optimizer` of row
+    14b.
+    """
     fsdp_tb_s: float = 2.3
-    """FSDP2's own copies, casts and sums. Sums of bf16 gradients in fp32: the class `elementwise` of levers_8b_x4_sums_apart.json less that of
-    speed_table_h200.json, 8b, beyond its own sums, 2.29 and 2.32. Copies out of gathered buffers: how the class `copy` grows with the gathers from
-    fsdp_grad to fsdp_full, 2.34; and what all rows have of it beside gathers, 47 ms, is the casts to fp32 and the layout for the reduction, 2.4. The
-    exchange runs beside them and takes a share of the memory's bandwidth."""
+    """FSDP2's own copies, casts and sums. Sums of bf16 gradients in fp32: the class `elementwise` of
+    levers_8b_x4_sums_apart.json less that of speed_table_h200.json, 8b, beyond its own sums, 2.29 and 2.32. Copies out
+    of gathered buffers: how the class `copy` grows with the gathers from fsdp_grad to fsdp_full, 2.34; and what all
+    rows have of it beside gathers, 47 ms, is the casts to fp32 and the layout for the reduction, 2.4. The exchange runs
+    beside them and takes a share of the memory's bandwidth."""
     exchange_tb_s: float = 1.1
-    """Bytes of the whole tensors that are gathered and reduced, over the time that they lengthen a step by: the wire is hidden behind the
-    computation, what is left is what shares the GPU with it, GEMMs and casts above all. Least squares of what the seven steps of row 8b_x4 take beyond
-    every other part, waiting among them, relative to the step; with it they come out 1.0% too short to 1.8% too long. That a GPU receives (N - 1) / N of the bytes, and
-    casts and copies 10 / N bytes of every gathered bf16 weight into the buffer beside the computation, nearly make up for each other from two GPUs to four; counting
-    both brought the held-out rows no nearer."""
+    """Bytes of the whole tensors that are gathered and reduced, over the time that they lengthen a step by: the wire is
+    hidden behind the computation, what is left is what shares the GPU with it, GEMMs and casts above all. Least squares
+    of what the seven steps of row 8b_x4 take beyond every other part, waiting among them, relative to the step; with it
+    they come out 1.0% too short to 1.8% too long. That a GPU receives (N - 1) / N of the bytes, and casts and copies 10
+    / N bytes of every gathered bf16 weight into the buffer beside the computation, nearly make up for each other from
+    two GPUs to four; counting both brought the held-out rows no nearer."""
 
     def attention_rate(self, head_dim: int) -> float:
         """TFLOP/s of the measured head size that is nearest."""

@@ -1,11 +1,13 @@
 """Peak memory of a GPU's tensors, by part.
 
-The peak is at the start of the last micro-batch's backward pass: every layer's saved tensors, the logits and the gradient of the output head
-exist at once, beside weights, optimizer state and the gradients of earlier micro-batches. Of layers that are computed again there are the inputs
-alone; one of them in full follows when what the head took is free. With a single micro-batch there are no such gradients
-yet, and the end of the backward pass, with all gradients and no activations, may be the peak instead.
+The peak is at the start of the last micro-batch's backward pass: every layer's saved tensors, the logits and the
+gradient of the output head exist at once, beside weights, optimizer state and the gradients of earlier micro-batches.
+Of layers that are computed again there are the inputs alone; one of them in full follows when what the head took is
+free. With a single micro-batch there are no such gradients yet, and the end of the backward pass, with all gradients
+and no activations, may be the peak instead.
 
-What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc), in elements:
+What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc),
+in elements:
 
     input of the norm, twice (h each)             bf16
     output of the first norm (h)                  bf16, or one fp8 copy (the layout of the weight gradient's GEMM)
@@ -17,9 +19,9 @@ What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, 
     output of fc1 (2 f)                           bf16
     input of fc2 (f)                              bf16, or one fp8 copy; with block scaling both layouts
 
-Under FSDP the allocator reserves more than that. It keeps memory by stream, and what a tensor of one stream leaves free serves no other: the buffer of the
-largest gather, on the stream of the gathers, lies empty at the peak. The shards of the gradients come after the peak, in what the backward pass left free
-(llm_fp8/distributed/fsdp_internals.py).
+Under FSDP the allocator reserves more than that. It keeps memory by stream, and what a tensor of one stream leaves free
+serves no other: the buffer of the largest gather, on the stream of the gathers, lies empty at the peak. The shards of
+the gradients come after the peak, in what the backward pass left free (llm_fp8/distributed/fsdp_internals.py).
 """
 
 from __future__ import annotations
@@ -45,12 +47,18 @@ class Memory:
     """GiB of the parts at the peak."""
 
     state_gib: float
-    """Weights, gradients that stand from one micro-batch to the next, optimizer state, whole weights gathered from shards, DDP's buckets."""
+    """Weights, gradients that stand from one micro-batch to the next, optimizer state, whole weights gathered from
+    shards, DDP's buckets.
+    """
     weight_casts_gib: float
-    """Under fsdp_full and --fp8_params a layer's casts and transposes go with its pass, and at the peak the head runs: those of an fp8 head alone."""
+    """Under fsdp_full and --fp8_params a layer's casts and transposes go with its pass, and at the peak the head
+    runs: those of an fp8 head alone.
+    """
     activations_gib: float
     head_gib: float
-    """Logits, final hidden states and the gradient of the output head; or a layer that is computed again, where that is more."""
+    """Logits, final hidden states and the gradient of the output head; or a layer that is computed again, where that
+    is more.
+    """
     gather_stream_gib: float = 0.0
     """What the allocator reserves for FSDP2's stream of gathers and holds empty at the peak."""
 
@@ -96,14 +104,18 @@ def _standing_bytes(scenario: StepWorkload, with_gradients: bool) -> float:
 
 
 def _gathered_bytes(scenario: StepWorkload) -> float:
-    """Whole weights under fsdp_full at the peak: the outermost unit (embedding, head) in bf16, and the last layer, gathered ahead of its backward pass."""
+    """Whole weights under fsdp_full at the peak: the outermost unit (embedding, head) in bf16, and the last layer,
+    gathered ahead of its backward pass.
+    """
     if scenario.mode != "fsdp_full":
         return 0.0
     return _outermost_bytes(scenario) + (1 if scenario.fp8_weights else _BF16) * scenario.model.layer_linear
 
 
 def _gather_stream_bytes(scenario: StepWorkload) -> float:
-    """What FSDP2's stream of gathers holds beside the peak: the outermost unit as it is gathered, with this GPU's part of it before."""
+    """What FSDP2's stream of gathers holds beside the peak: the outermost unit as it is gathered, with this GPU's
+    part of it before.
+    """
     if not scenario.sharded:
         return 0.0
     return _outermost_bytes(scenario) * (1 + 1 / scenario.num_gpus)
@@ -129,7 +141,8 @@ def peak_memory(scenario: StepWorkload) -> Memory:
     # Beside the logits four hidden states: the output of the last layer and of the norm, and their gradients.
     head: float = _BF16 * logits + head_gradient + 4 * hidden
     if scenario.fp8_lm_head_gemms:
-        # At the cast of the logits' gradient there are three bytes for each and no gradient of the head or of its input yet; at the weight's product one byte.
+        # At the cast of the logits' gradient there are three bytes for each and no gradient of the head or of its input
+        # yet; at the weight's product one byte.
         summed = 0 if tokens <= chunk else _FP32 * scenario.model.head
         head = max(3 * logits + summed + 3 * hidden, logits + head_gradient + 4 * hidden)
     if scenario.recomputed_layers:  # one after the other, when what the head took is free

@@ -1,7 +1,8 @@
 """Time and memory of a step on a GPU by name.
 
-The constants come from one GPU (`calibration.CALIBRATED_GPU`). Another GPU whose ceilings are recorded (llm_fp8/tools/gemm_rates.py), or measured now,
-gets them scaled by the ratio of the ceilings. A GPU with neither has no prediction.
+The constants come from one GPU (`calibration.CALIBRATED_GPU`). Another GPU whose ceilings are recorded
+(llm_fp8/tools/gemm_rates.py), or measured now, gets them scaled by the ratio of the ceilings. A GPU with neither has no
+prediction.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def known_gpu(name: str) -> Gpu | None:
 
 
 def _scaled(name: str, here: MeasuredRates, memory_gib: float | None) -> Gpu | None:
-    """A GPU by its ceilings; None where those of the calibrated GPU are not recorded, so that there is nothing to scale by."""
+    """A GPU by its ceilings; None where those of the calibrated GPU are not recorded, so that there is nothing to
+    scale by.
+    """
     calibrated = known_rates(CALIBRATED_GPU)
     return None if calibrated is None else Gpu(name, Rates().scaled(here, calibrated.ceilings), memory_gib)
 
@@ -72,7 +75,8 @@ def _scaled(name: str, here: MeasuredRates, memory_gib: float | None) -> Gpu | N
 def gpu_by_name(name: str | None) -> Gpu:
     """The GPU called `name`; None: this machine's, or without one the calibrated GPU.
 
-    A GPU of this machine that is not known is measured, which takes two seconds. Raises `UserError` for one that is neither.
+    A GPU of this machine that is not known is measured, which takes two seconds. Raises `UserError` for one that is
+    neither.
     """
     own = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     name = name or own or CALIBRATED_GPU
@@ -80,16 +84,16 @@ def gpu_by_name(name: str | None) -> Gpu:
     if gpu is None and name == own:
         if known_rates(CALIBRATED_GPU) is None:
             raise UserError(
-                f"--gpu {name}: a prediction for it would be scaled from {CALIBRATED_GPU}, whose ceilings are not recorded under {RESULTS}; record "
-                "them there with benchmarks/ceilings.py."
+                f"--gpu {name}: a prediction for it would be scaled from {CALIBRATED_GPU}, whose ceilings are not "
+                f"recorded under {RESULTS}; record them there with benchmarks/ceilings.py."
             )
         device = torch.device("cuda", torch.cuda.current_device())
         memory_gib = torch.cuda.get_device_properties(device).total_memory / GIB
         gpu = _scaled(name, measure_rates(device), memory_gib)
     if gpu is None:
         raise UserError(
-            f"--gpu {name}: nothing was measured on such a GPU and it is not this machine's, so there is no prediction; known are "
-            f"{', '.join(known_gpus())}."
+            f"--gpu {name}: nothing was measured on such a GPU and it is not this machine's, so there is no "
+            f"prediction; known are {', '.join(known_gpus())}."
         )
     return gpu
 
@@ -127,13 +131,17 @@ class Prediction:
 
     @property
     def tight(self) -> bool:
-        """Whether FSDP's allocator will run into the end of the memory and slow the steps down, which the time does not hold, or run out of it."""
+        """Whether FSDP's allocator will run into the end of the memory and slow the steps down, which the time does
+        not hold, or run out of it.
+        """
         memory = self.gpu.memory_gib
         return self.scenario.sharded and memory is not None and self.memory.reserved_gib + FITS_RESERVE_GIB > memory
 
     @property
     def host_s(self) -> float | None:
-        """What the host took in fp8 to launch the kernels of so many layers and micro-batches on the slowest recorded machine: see `HOST_S_PER_LAYER`. None for bf16."""
+        """What the host took in fp8 to launch the kernels of so many layers and micro-batches on the slowest
+        recorded machine: see `HOST_S_PER_LAYER`. None for bf16.
+        """
         scenario = self.scenario
         if scenario.recipe == "bf16":
             return None
@@ -148,40 +156,49 @@ class Prediction:
         fewest, most = MEASURED_TOKENS
         if not self.gpu.calibrated:
             found.append(
-                f"the constants are those of {CALIBRATED_GPU}, scaled by measured ceilings; no run on {self.gpu.name} checked them"
+                f"the constants are those of {CALIBRATED_GPU}, scaled by measured ceilings; no run on {self.gpu.name} "
+                "checked them"
             )
         if not fewest <= scenario.micro_batch_tokens <= most:
             found.append(
-                f"the rows that show how good this is have {fewest:,} to {most:,} tokens in a micro-batch, and this one has {scenario.micro_batch_tokens:,}"
+                f"the rows that show how good this is have {fewest:,} to {most:,} tokens in a micro-batch, and this "
+                f"one has {scenario.micro_batch_tokens:,}"
             )
         if self.host_s is not None and self.host_s > self.step_time_s:
             found.append(
-                f"the host's time to launch kernels is not in it, and can be longer: in fp8 {self.host_s:.3g} s for these layers and micro-batches on the slowest "
-                "recorded machine, however short the kernels are, so fp8 gains less or nothing; larger micro-batches, and fewer, help"
+                f"the host's time to launch kernels is not in it, and can be longer: in fp8 {self.host_s:.3g} s for "
+                "these layers and micro-batches on the slowest recorded machine, however short the kernels are, so "
+                "fp8 gains less or nothing; larger micro-batches, and fewer, help"
             )
         if scenario.num_gpus > 1 and scenario.num_gpus not in (counts := MEASURED_GPUS[scenario.mode]):
             found.append(
-                f"recorded runs of today's code under {scenario.mode} have {' and '.join(map(str, counts))} GPUs of one host"
+                f"recorded runs of today's code under {scenario.mode} have {' and '.join(map(str, counts))} GPUs of "
+                "one host"
             )
         if scenario.recomputed_layers and (scenario.recipe, scenario.mode) != ("bf16", "fsdp_full"):
             found.append(
-                "gradient checkpointing is worked out; recorded runs with more than 512 tokens in a micro-batch have it in bf16 under fsdp_full alone"
+                "gradient checkpointing is worked out; recorded runs with more than 512 tokens in a micro-batch have "
+                "it in bf16 under fsdp_full alone"
             )
         if scenario.model.spec.qk_norm:
             found.append("norms of queries and keys (Qwen3) are worked out, no recorded run has them")
         if scenario.num_gpus > 1:
             found.append(
-                "several GPUs: the constants of the exchange come from one row of Llama-3.1-8B on four GPUs under fsdp modes; rows of ddp, of two GPUs and of longer "
-                "documents check them"
+                "several GPUs: the constants of the exchange come from one row of Llama-3.1-8B on four GPUs under "
+                "fsdp modes; rows of ddp, of two GPUs and of longer documents check them"
             )
-            found += [f"{what} on several GPUs is worked out, no recorded run has it" for what in self._unrecorded_on_several()]
+            found += [
+                f"{what} on several GPUs is worked out, no recorded run has it"
+                for what in self._unrecorded_on_several()
+            ]
         if scenario.fp8_lm_head_gemms == 2:
             found.append("--fp8_lm_head gradients is worked out, no recorded run has it")
         memory = self.gpu.memory_gib
         if memory is not None and self.tight and self.fits:
             found.append(
-                f"{scenario.recipe}: FSDP's streams cannot use each other's free memory and ask for about {self.memory.reserved_gib:.0f} of {memory:.1f} GiB, CUDA's own "
-                "beside them, so the allocator will free and map memory within steps, which get longer than this, or memory runs out: take "
+                f"{scenario.recipe}: FSDP's streams cannot use each other's free memory and ask for about "
+                f"{self.memory.reserved_gib:.0f} of {memory:.1f} GiB, CUDA's own beside them, so the allocator will "
+                "free and map memory within steps, which get longer than this, or memory runs out: take "
                 f"{self._ways_to_less_memory()}"
             )
         return found
@@ -200,7 +217,8 @@ class Prediction:
             "block": scenario.recipe == "block",
             f"{scenario.recipe} under fsdp_grad": scenario.recipe == "current" and scenario.mode == "fsdp_grad",
             "current with --fp8_params": scenario.recipe == "current" and scenario.fp8_weights > 0,
-            f"--fp8_lm_head all under {scenario.mode}": scenario.fp8_lm_head_gemms == 3 and scenario.mode != "fsdp_grad",
+            f"--fp8_lm_head all under {scenario.mode}": scenario.fp8_lm_head_gemms == 3
+            and scenario.mode != "fsdp_grad",
             "--sync_every_micro_batch": scenario.sync_every_micro_batch,
         }
         return [what for what, there in found.items() if there]
@@ -214,11 +232,13 @@ def can_predict(gpu: Gpu, recipe: str) -> bool:
 def predict(scenario: StepWorkload, gpu: Gpu) -> Prediction:
     """Time and memory of a step.
 
-    Raises `UserError` for several GPUs of a kind whose exchange was never measured, and a recipe without constants on this GPU.
+    Raises `UserError` for several GPUs of a kind whose exchange was never measured, and a recipe without constants on
+    this GPU.
     """
     if scenario.num_gpus > 1 and not gpu.calibrated:
         raise UserError(
-            f"--num_gpus {scenario.num_gpus}: exchange between GPUs was measured on {CALIBRATED_GPU} only; leave it out for {gpu.name}."
+            f"--num_gpus {scenario.num_gpus}: exchange between GPUs was measured on {CALIBRATED_GPU} only; leave it "
+            f"out for {gpu.name}."
         )
     if not can_predict(gpu, scenario.recipe):
         raise UserError(f"recipe {scenario.recipe} was never measured on {gpu.name}, so there is no prediction for it.")

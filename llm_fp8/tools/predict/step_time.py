@@ -9,8 +9,9 @@
     exchange     bytes between GPUs by what they lengthen a step, and waiting for the slowest GPU
     gap          a constant
 
-The GPU runs one kernel after the other, so a step is their sum. That the host may need longer to launch its kernels is not in it. Bytes are
-counted from the kernels that Transformer Engine 2.20 and this project's own launch for a layer, at 2 bytes per bf16 and 1 per fp8 element.
+The GPU runs one kernel after the other, so a step is their sum. That the host may need longer to launch its kernels is
+not in it. Bytes are counted from the kernels that Transformer Engine 2.20 and this project's own launch for a layer, at
+2 bytes per bf16 and 1 per fp8 element.
 """
 
 from __future__ import annotations
@@ -36,9 +37,13 @@ from te_llama import DecoderSpec
 _WEIGHT_CAST_BYTES = {"delayed": 4, "current": 6, "block": 4}
 """Of one weight with both layouts: read in bf16, two fp8 copies written; current reads it once more for the maximum."""
 _FORWARD_CAST_BYTES = {"delayed": 3, "current": 5, "block": 3}
-"""With the layout of the forward pass alone, all that Transformer Engine makes where it keeps no casts; the backward pass casts again."""
+"""With the layout of the forward pass alone, all that Transformer Engine makes where it keeps no casts; the backward
+pass casts again.
+"""
 _MASTER_CAST_BYTES = 9
-"""--fp8_params, of one weight and step: the fp32 master read for the maximum and again for the cast, one byte written."""
+"""--fp8_params, of one weight and step: the fp32 master read for the maximum and again for the cast, one byte
+written.
+"""
 _TRANSPOSE_BYTES = 2
 """--fp8_params, of one weight and micro-batch: for the backward pass."""
 
@@ -59,7 +64,15 @@ class StepTime:
     @property
     def total_s(self) -> float:
         """The step: one after the other."""
-        return self.gemm_s + self.attention_s + self.passes_s + self.casts_s + self.weights_s + self.exchange_s + self.gap_s
+        return (
+            self.gemm_s
+            + self.attention_s
+            + self.passes_s
+            + self.casts_s
+            + self.weights_s
+            + self.exchange_s
+            + self.gap_s
+        )
 
 
 def norm_seconds(spec: DecoderSpec, recipe: str, rates: Rates, forward_only: bool = False) -> float:
@@ -75,11 +88,15 @@ def norm_seconds(spec: DecoderSpec, recipe: str, rates: Rates, forward_only: boo
     sizes = [(2 * spec.hidden_size, spec.hidden_size)]
     if spec.qk_norm:
         sizes.append((spec.q_size + spec.kv_size, spec.head_dim))
-    return sum(n * (4 / rate(width, True) + (0 if forward_only else 6 / rate(width, False))) for n, width in sizes) / 1e12
+    return (
+        sum(n * (4 / rate(width, True) + (0 if forward_only else 6 / rate(width, False))) for n, width in sizes) / 1e12
+    )
 
 
 def pass_seconds(spec: DecoderSpec, recipe: str, rates: Rates, forward_only: bool = False) -> float:
-    """Of a layer's other memory-bound kernels per token, forward and backward, or the forward part, which recomputation repeats."""
+    """Of a layer's other memory-bound kernels per token, forward and backward, or the forward part, which
+    recomputation repeats.
+    """
     h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     half = 0.5 if forward_only else 1.0
     residuals, rope, copies = half * 2 * (6 + 6) * h, half * 8 * (q + 2 * kv), half * 8 * q  # copies: around attention
@@ -96,7 +113,8 @@ def cast_bytes(spec: DecoderSpec, recipe: str) -> tuple[float, float]:
     h, f, q, qkv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.q_size + 2 * spec.kv_size
     if recipe == "bf16":
         return 0.0, 0.0
-    # A cast with its transpose reads 2 bytes and writes 2. Gradients: of the outputs of qkv, projection, fc1 (2 f) and fc2.
+    # A cast with its transpose reads 2 bytes and writes 2. Gradients: of the outputs of qkv, projection, fc1 (2 f) and
+    # fc2.
     gradients = 4 * (qkv + h + 2 * f + h)
     if recipe == "delayed":
         # Norms and SwiGLU have cast already, forward and backward; the fp8 outputs of the forward pass are transposed.
@@ -108,7 +126,9 @@ def cast_bytes(spec: DecoderSpec, recipe: str) -> tuple[float, float]:
 
 
 def head_cast_bytes(scenario: StepWorkload) -> float:
-    """Bytes of an optimizer step that an fp8 head's casts move: its input with a maximum, the transposed gradient of the logits, its weight."""
+    """Bytes of an optimizer step that an fp8 head's casts move: its input with a maximum, the transposed gradient of
+    the logits, its weight.
+    """
     model, tokens = scenario.model, scenario.micro_batch_tokens * scenario.micro_batches
     if not scenario.fp8_lm_head_gemms:
         return 0.0
@@ -133,7 +153,8 @@ def layer_weights(scenario: StepWorkload) -> int:
 
 
 def _summed_by_fsdp(scenario: StepWorkload) -> int:
-    """Entries of layers' weights whose gradients FSDP adds up although a GEMM computes them: q, k and v of fp8 layers that keep no casts.
+    """Entries of layers' weights whose gradients FSDP adds up although a GEMM computes them: q, k and v of fp8 layers
+    that keep no casts.
 
     See `_would_lose_main_grad` in llm_fp8/distributed/fsdp.py.
     """
@@ -144,21 +165,26 @@ def _summed_by_fsdp(scenario: StepWorkload) -> int:
 
 
 def gemm_accumulator_bytes(scenario: StepWorkload) -> float:
-    """Bytes of a step that GEMMs move for sums in fp32 beyond what they move for sums in bf16, which their rates have in them."""
+    """Bytes of a step that GEMMs move for sums in fp32 beyond what they move for sums in bf16, which their rates
+    have in them.
+    """
     if not (scenario.sharded and scenario.accumulates):
         return 0.0
     return 4 * (scenario.micro_batches - 1) * (layer_weights(scenario) - _summed_by_fsdp(scenario))
 
 
 def weight_bytes(scenario: StepWorkload) -> float:
-    """Bytes that a step moves for its weights on one GPU beside `update_bytes` and `fsdp_bytes`: gradients added up, casts; exchange left out."""
+    """Bytes that a step moves for its weights on one GPU beside `update_bytes` and `fsdp_bytes`: gradients added up,
+    casts; exchange left out.
+    """
     kept = bytes_per_parameter(scenario.optimizer)
     parameters, repeats = scenario.model.num_parameters, scenario.micro_batches
     total = weight_cast_bytes(scenario)
     if scenario.sharded:
         # A tied embedding has two gradients.
         return total + 6 * scenario.model.head * repeats * scenario.model.spec.tied_embeddings
-    # GEMMs add for the layers (llm_fp8/distributed/wgrad_fusion.py), but in micro-batches that DDP exchanges gradients in.
+    # GEMMs add for the layers (llm_fp8/distributed/wgrad_fusion.py), but in micro-batches that DDP exchanges gradients
+    # in.
     layers = layer_weights(scenario)
     added = (parameters - layers) * (repeats - 1)
     added += scenario.model.head * repeats * scenario.model.spec.tied_embeddings
@@ -186,8 +212,9 @@ def weight_cast_bytes(scenario: StepWorkload) -> float:
 def fsdp_bytes(scenario: StepWorkload) -> float:
     """Bytes that FSDP2's own kernels move on one GPU in a step, between the model's.
 
-    Gathered weights are copied out of the buffer. The first micro-batch's bf16 gradients become an fp32 sum, those of the others are added to it,
-    where no GEMM does, and the sum is laid out for the reduction. What is copied into buffers runs beside the computation, on a stream of its own.
+    Gathered weights are copied out of the buffer. The first micro-batch's bf16 gradients become an fp32 sum, those of
+    the others are added to it, where no GEMM does, and the sum is laid out for the reduction. What is copied into
+    buffers runs beside the computation, on a stream of its own.
     """
     if not scenario.sharded:
         return 0.0
@@ -215,12 +242,16 @@ def exchanged_bytes(scenario: StepWorkload) -> float:
 
 
 def idle_share(num_gpus: int) -> float:
-    """How much longer than the mean GPU's the step of the slowest of `num_gpus` is, over it: the largest of as many normal numbers (Blom's approximation)."""
+    """How much longer than the mean GPU's the step of the slowest of `num_gpus` is, over it: the largest of as many
+    normal numbers (Blom's approximation).
+    """
     return WAIT_SPREAD * statistics.NormalDist().inv_cdf((num_gpus - 0.375) / (num_gpus + 0.25))
 
 
 def step_time(scenario: StepWorkload, rates: Rates) -> StepTime:
-    """Predict an optimizer step on a GPU of these rates. Raises KeyError for an fp8 recipe where they have no fp8 rate."""
+    """Predict an optimizer step on a GPU of these rates. Raises KeyError for an fp8 recipe where they have no fp8
+    rate.
+    """
     spec, tokens = scenario.model.spec, scenario.micro_batch_tokens
     step_tokens = tokens * scenario.micro_batches
     layers, fp8_layers, again = spec.num_layers, scenario.fp8_layers, scenario.recomputed_layers
@@ -270,5 +301,7 @@ def step_time(scenario: StepWorkload, rates: Rates) -> StepTime:
     )
     if scenario.num_gpus == 1:
         return alone
-    exchange_s = exchanged_bytes(scenario) / (rates.exchange_tb_s * 1e12) + idle_share(scenario.num_gpus) * alone.total_s
+    exchange_s = (
+        exchanged_bytes(scenario) / (rates.exchange_tb_s * 1e12) + idle_share(scenario.num_gpus) * alone.total_s
+    )
     return dataclasses.replace(alone, exchange_s=exchange_s)

@@ -1,4 +1,6 @@
-"""What is predicted: the sizes of a model with the TE decoder, a recipe, the tokens of a step, and how it is sharded."""
+"""What is predicted: the sizes of a model with the TE decoder, a recipe, the tokens of a step, and how it is
+sharded.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class ModelSize:
         return cls(spec, sum(math.prod(shape) for shape in shapes))
 
     def check_fp8_params(self, num_gpus: int) -> None:
-        """The training's check of --fp8_params on the weights of a decoder layer. Raises `UserError` where their rows cannot be split over so many GPUs."""
+        """The training's check of --fp8_params on the weights of a decoder layer. Raises `UserError` where their
+        rows cannot be split over so many GPUs.
+        """
         shapes = [
             (sum(part.shape[0] for part in parts), parts[0].shape[1])
             for name, parts in parameter_map(self.spec).items()
@@ -123,7 +127,9 @@ class StepWorkload:
 
     @property
     def keeps_casts(self) -> bool:
-        """Whether fp8 casts of weights stand until the end of the step: where the whole weights do, and are not fp8 themselves."""
+        """Whether fp8 casts of weights stand until the end of the step: where the whole weights do, and are not fp8
+        themselves.
+        """
         return not self.sharded or (self.mode == "fsdp_grad" and not self.fp8_params)
 
     @property

@@ -9,6 +9,7 @@ command.py      the command line and the exit code
 processes.py    other processes: started, waited for within a limit, ended with the script, their last words kept
 *_probe.py      what runs in such a process: what could end it in native code, or must start as a run starts
 
-Every other file is one check. It gathers evidence in one function and judges it in another, pure one, so that each verdict can be tested
-without the hardware that would give it. Heavy imports stand inside the functions: a package that does not load must be an answer, not the end.
+Every other file is one check. It gathers evidence in one function and judges it in another, pure one, so that each
+verdict can be tested without the hardware that would give it. Heavy imports stand inside the functions: a package that
+does not load must be an answer, not the end.
 """

@@ -15,7 +15,9 @@ PROBE = ("-m", "llm_fp8.tools.verify.attention_probe")
 FAST = ("fused (cuDNN)", "flash-attn")
 
 _DEBUG_LINE = re.compile(r"^\[(?:DEBUG|WARNING)\s*\| DotProductAttention\s*\]: (?P<message>.*)$", re.MULTILINE)
-_DISABLING = re.compile(r"Disabling (?P<kind>FusedAttention|UnfusedDotProductAttention|FlashAttention(?: \d)?|all backends)\b\s*")
+_DISABLING = re.compile(
+    r"Disabling (?P<kind>FusedAttention|UnfusedDotProductAttention|FlashAttention(?: \d)?|all backends)\b\s*"
+)
 _FLASH = "FlashAttention"
 _NO_FLASH = re.compile(rf"Available backends = \{{{_FLASH}=False\b")
 _FLASH_VERSION = re.compile(r"'flash_attn(?:_\d)?_version': '(?P<version>[^']*)'")
@@ -48,7 +50,11 @@ def parse_debug(text: str) -> DebugReport:
             if reason not in known:
                 known.append(reason)
     versions = {found["version"] for found in _FLASH_VERSION.finditer(text)}
-    if versions == {"not installed"} and _NO_FLASH.search(text) and not any(kind.startswith(_FLASH) for kind in reasons):
+    if (
+        versions == {"not installed"}
+        and _NO_FLASH.search(text)
+        and not any(kind.startswith(_FLASH) for kind in reasons)
+    ):
         reasons[_FLASH] = ["not installed"]
     return DebugReport(selected, reasons)
 
@@ -65,13 +71,17 @@ def judge(ended: Ended, seen: dict[str, Any] | None, shape: str) -> Result:
     reasons = [f"{kind}: {reason}" for kind, given in report.reasons.items() for reason in given]
     facts = {"seen": seen, "selected": report.selected, "reasons": report.reasons, "shape": shape, **ended.facts}
     if seen is None or ended.code != 0:
-        problems.fail(f"no attention ran ({shape}): {ended.why()}", "python scripts/verify_fp8.py --only attention --verbose")
+        problems.fail(
+            f"no attention ran ({shape}): {ended.why()}", "python scripts/verify_fp8.py --only attention --verbose"
+        )
         return problems.result("", ended.evidence, facts)
     backend = seen["backend"]
     if backend not in FAST:
         forbidden = [reason for reason in reasons if "NVTE_" in reason]
         mends = (
-            ["unset NVTE_FUSED_ATTN NVTE_FLASH_ATTN"] if forbidden else ["python scripts/verify_fp8.py --only cudnn --verbose"]
+            ["unset NVTE_FUSED_ATTN NVTE_FLASH_ATTN"]
+            if forbidden
+            else ["python scripts/verify_fp8.py --only cudnn --verbose"]
         )
         if not forbidden:
             mends.append("MAX_JOBS=4 python -m pip install --no-build-isolation flash-attn==2.8.3.post2")

@@ -1,8 +1,11 @@
-"""One decoder layer of a model, forward and backward, in a process of its own: which attention ran, and which cuDNN it brought along.
+"""One decoder layer of a model, forward and backward, in a process of its own: which attention ran, and which cuDNN it
+brought along.
 
-    NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 python -m llm_fp8.tools.verify.attention_probe RESULT.json MODEL ROWS LENGTH packed|padded
+    NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 python -m llm_fp8.tools.verify.attention_probe RESULT.json MODEL ROWS LENGTH
+    packed|padded
 
-A process of its own because Transformer Engine reads its debug variables when it is imported, and because it starts as a run starts.
+A process of its own because Transformer Engine reads its debug variables when it is imported, and because it starts as
+a run starts.
 """
 
 from __future__ import annotations

@@ -52,7 +52,9 @@ def parse(argv: Sequence[str], description: str) -> argparse.Namespace:
     parser.add_argument("--max_seq_length", type=int, default=1024, help="tokens of a row (default %(default)s)")
     parser.add_argument("--batch_size", type=int, default=8, help="rows of a micro-batch (default %(default)s)")
     parser.add_argument("--no_packing", action="store_true", help="padded rows instead of packed ones")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs"), help="where runs will write (default %(default)s)")
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("runs"), help="where runs will write (default %(default)s)"
+    )
     parser.add_argument(
         "--engines", default=",".join(ENGINES), help="comma-separated sharding modes to train in (default %(default)s)"
     )
@@ -62,9 +64,12 @@ def parse(argv: Sequence[str], description: str) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="FILE",
-        help="a DeepSpeed file, or one of accelerate launch, to look through beside those in configs/; may be given several times",
+        help="a DeepSpeed file, or one of accelerate launch, to look through beside those in configs/; may be given "
+        "several times",
     )
-    parser.add_argument("--quick", action="store_true", help="leave out rates, exchanges, training runs and torchao's steps")
+    parser.add_argument(
+        "--quick", action="store_true", help="leave out rates, exchanges, training runs and torchao's steps"
+    )
     parser.add_argument("--only", help=f"comma-separated checks to run, of {', '.join(check.name for check in CHECKS)}")
     parser.add_argument("--verbose", action="store_true", help="print the details of checks that passed too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
@@ -79,7 +84,9 @@ def parse(argv: Sequence[str], description: str) -> argparse.Namespace:
     options.engines = tuple(dict.fromkeys(options.engines.split(",")))
     known = {check.name for check in CHECKS}
     if options.only is not None and (unknown := [name for name in options.only.split(",") if name not in known]):
-        raise UserError(f"--only {options.only}: {', '.join(unknown)} is unknown; choose from {', '.join(sorted(known))}.")
+        raise UserError(
+            f"--only {options.only}: {', '.join(unknown)} is unknown; choose from {', '.join(sorted(known))}."
+        )
     return options
 
 
@@ -102,13 +109,15 @@ def _check_engines(modes: Sequence[str]) -> None:
 def main(argv: Sequence[str], description: str = "") -> int:
     """Run the checks; returns the exit code.
 
-    The process's environment is cleaned of what launchers leave in a shell, of which the check of the variables speaks, and which would make
-    the other checks take themselves for processes of a launch.
+    The process's environment is cleaned of what launchers leave in a shell, of which the check of the variables speaks,
+    and which would make the other checks take themselves for processes of a launch.
     """
     environ = dict(os.environ)
     options = parse(argv, description)
     if "TORCHELASTIC_RUN_ID" in environ:
-        raise UserError("verify_fp8.py starts the processes that it needs; run it once, without torchrun or accelerate launch.")
+        raise UserError(
+            "verify_fp8.py starts the processes that it needs; run it once, without torchrun or accelerate launch."
+        )
     for name in [name for name in os.environ if is_left_over(name)]:
         del os.environ[name]
     # As in the training scripts; torch is not loaded yet.
@@ -189,7 +198,8 @@ def signals_raise() -> Iterator[None]:
 
 
 def prepare(setup: Setup, checks: Sequence[Check]) -> None:
-    """Find the user's mistakes and start what takes long. Raises `UserError`, and `FailedCheck` where torch or the driver hangs.
+    """Find the user's mistakes and start what takes long. Raises `UserError`, and `FailedCheck` where torch or the
+    driver hangs.
 
     A package that does not load is left for the checks to say.
     """
@@ -198,8 +208,8 @@ def prepare(setup: Setup, checks: Sequence[Check]) -> None:
     except NoEnd as hung:
         where = hung.stack[-2].strip() if len(hung.stack) > 1 else "native code"
         raise FailedCheck(
-            f"loading torch, asking the driver for GPUs and reading --model_name {setup.model_name} {hung}, in {where}; see whether 'nvidia-smi' "
-            "answers, and whether the disk of the Python environment does."
+            f"loading torch, asking the driver for GPUs and reading --model_name {setup.model_name} {hung}, in "
+            f"{where}; see whether 'nvidia-smi' answers, and whether the disk of the Python environment does."
         ) from hung
     names = {check.name for check in checks}
     if not setup.num_gpus:
@@ -268,7 +278,10 @@ def print_rows(rows: list[Row], console: Console, *, verbose: bool) -> None:
             lines.insert(1, f"  ({hidden} more lines with --verbose)")
         style = _STYLES[result.status]
         table.add_row(
-            f"[{style}]{result.status}[/]", row.check.title, escape("\n".join(lines)), f"{row.wall_s:.1f} s" if row.wall_s else ""
+            f"[{style}]{result.status}[/]",
+            row.check.title,
+            escape("\n".join(lines)),
+            f"{row.wall_s:.1f} s" if row.wall_s else "",
         )
     console.print(table)
     for heading, status in (("To mend", "failed"), ("To look at", "warning")):

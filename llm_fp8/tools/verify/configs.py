@@ -1,10 +1,12 @@
-"""Files that tell DeepSpeed or Accelerate how to train: which of their entries a run would refuse, and which do nothing here.
+"""Files that tell DeepSpeed or Accelerate how to train: which of their entries a run would refuse, and which do nothing
+here.
 
 Looked at are the files that --config_file names, and those that lie in configs/. The rules are the run's own: those of
-llm_fp8/distributed/deepspeed_config.py, and for a file of `accelerate launch` the variables that the launcher makes of it, read by
-llm_fp8/config/accelerate_env.py. "No effect" is said of this project's scripts: other programs may act on such an entry. "Elsewhere" is said of one that
-these scripts take, and Accelerate's own path, transformers' Trainer included, for something else. What a DeepSpeed file says of batch sizes, accumulation and clipping can be held against a run's options alone, when
-it starts.
+llm_fp8/distributed/deepspeed_config.py, and for a file of `accelerate launch` the variables that the launcher makes of
+it, read by llm_fp8/config/accelerate_env.py. "No effect" is said of this project's scripts: other programs may act on
+such an entry. "Elsewhere" is said of one that these scripts take, and Accelerate's own path, transformers' Trainer
+included, for something else. What a DeepSpeed file says of batch sizes, accumulation and clipping can be held against a
+run's options alone, when it starts.
 """
 
 from __future__ import annotations
@@ -30,7 +32,14 @@ from llm_fp8.utils.packages import REPOSITORY
 FOLDER = REPOSITORY / "configs"
 
 Kind = Literal["DeepSpeed", "Accelerate"]
-_ACCELERATE_KEYS = {"compute_environment", "distributed_type", "fp8_config", "fsdp_config", "deepspeed_config", "machine_rank"}
+_ACCELERATE_KEYS = {
+    "compute_environment",
+    "distributed_type",
+    "fp8_config",
+    "fsdp_config",
+    "deepspeed_config",
+    "machine_rank",
+}
 """Any of which makes a YAML file one of `accelerate launch`."""
 _VARIABLE_OF_SECTION = {"fsdp_config": "", "deepspeed_config": "ACCELERATE_DEEPSPEED_", "parallelism_config": ""}
 """Section -> what stands before its entries' names where the launcher makes variables of them."""
@@ -47,7 +56,9 @@ class Finding:
 
 
 def kind_of(path: Path) -> Kind | None:
-    """Whose file it is, by its ending and keys; None where it is neither's. Raises `UserError` where it cannot be read."""
+    """Whose file it is, by its ending and keys; None where it is neither's. Raises `UserError` where it cannot be
+    read.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
@@ -65,7 +76,8 @@ def required_kind(path: Path) -> Kind:
     kind = kind_of(path)
     if kind is None:
         raise UserError(
-            f"--config_file {path}: neither a DeepSpeed file (JSON) nor one of accelerate launch (YAML with distributed_type or the like)."
+            f"--config_file {path}: neither a DeepSpeed file (JSON) nor one of accelerate launch (YAML with "
+            "distributed_type or the like)."
         )
     return kind
 
@@ -83,7 +95,9 @@ def deepspeed_findings(path: Path) -> Iterator[Finding]:
     stage = section.get("stage", AUTO)
     if stage not in (AUTO, 1, 2, 3):
         yield Finding(
-            path, "refused", f'"zero_optimization.stage": {json.dumps(stage)}: the deepspeed modes are stages 1, 2 and 3'
+            path,
+            "refused",
+            f'"zero_optimization.stage": {json.dumps(stage)}: the deepspeed modes are stages 1, 2 and 3',
         )
         return
     mode = "deepspeed_1" if stage == AUTO else f"deepspeed_{stage}"
@@ -95,7 +109,9 @@ def deepspeed_findings(path: Path) -> Iterator[Finding]:
 
 
 def launch_environment(path: Path) -> dict[str, str]:
-    """The variables that `accelerate launch --config_file` sets for a script, made by its own code. Raises what that raises."""
+    """The variables that `accelerate launch --config_file` sets for a script, made by its own code. Raises what that
+    raises.
+    """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, setup_fp8_env
 
@@ -115,7 +131,9 @@ def launch_environment(path: Path) -> dict[str, str]:
 
 
 def accelerate_findings(path: Path) -> Iterator[Finding]:
-    """What a run started with this file would refuse (the first entry), the entries that change nothing, and a backend that a Trainer takes for another."""
+    """What a run started with this file would refuse (the first entry), the entries that change nothing, and a
+    backend that a Trainer takes for another.
+    """
     from llm_fp8.config.accelerate_env import apply_launch_settings
     from llm_fp8.config.accelerate_fp8_keys import backend_elsewhere, idle_keys
     from llm_fp8.config.accelerate_sharding import DROPPED
@@ -123,7 +141,9 @@ def accelerate_findings(path: Path) -> Iterator[Finding]:
 
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     if content.get("fp8_config") and str(content.get("mixed_precision", "no")).lower() != "fp8":
-        yield Finding(path, "no effect", f"fp8_config: mixed_precision is {content.get('mixed_precision', 'no')}, so no fp8 runs")
+        yield Finding(
+            path, "no effect", f"fp8_config: mixed_precision is {content.get('mixed_precision', 'no')}, so no fp8 runs"
+        )
     for section, prefix in _VARIABLE_OF_SECTION.items():
         for key in content.get(section) or {}:
             # Some entries have a longer name than their variable: zero3_init_flag, ACCELERATE_DEEPSPEED_ZERO3_INIT.
@@ -156,7 +176,9 @@ def findings(path: Path, kind: Kind) -> list[Finding]:
 
 
 def judge(named: dict[Path, list[Finding]], lying_there: dict[Path, list[Finding]]) -> Result:
-    """A file that was named must not be refused. One that only lies in configs/ may never be used: a warning, and for what does nothing or acts elsewhere a detail."""
+    """A file that was named must not be refused. One that only lies in configs/ may never be used: a warning, and
+    for what does nothing or acts elsewhere a detail.
+    """
     problems, details = Problems(), []
     for path, found in (named | lying_there).items():
         details.append(f"{path}: {'nothing to mend' if not found else f'{len(found)} to mend'}")
@@ -173,7 +195,9 @@ def judge(named: dict[Path, list[Finding]], lying_there: dict[Path, list[Finding
         str(path): [{"level": finding.level, "says": finding.says} for finding in found]
         for path, found in (named | lying_there).items()
     }
-    all_right = "" if problems.failures or problems.warnings else f"{len(facts)} files, none of which a run would refuse"
+    all_right = (
+        "" if problems.failures or problems.warnings else f"{len(facts)} files, none of which a run would refuse"
+    )
     return problems.result(all_right, details, facts)
 
 

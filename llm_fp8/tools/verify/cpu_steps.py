@@ -1,4 +1,6 @@
-"""Without a GPU: the embedded model trains a few steps on the CPU in bf16, with the loss that random weights must have."""
+"""Without a GPU: the embedded model trains a few steps on the CPU in bf16, with the loss that random weights must
+have.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One process must hold one cuDNN: with a second, Transformer Engine's fused attention may fail its own check, and a slow one takes its place."""
+"""One process must hold one cuDNN: with a second, Transformer Engine's fused attention may fail its own check, and a
+slow one takes its place.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def folders_of(libraries: list[str]) -> dict[str, list[str]]:
 
 
 def version_of(folder: str) -> str | None:
-    """The full version where a file name in the folder tells it: links end in .so.9, what they point to in .so.9.10.2; pip's do not."""
+    """The full version where a file name in the folder tells it: links end in .so.9, what they point to in
+    .so.9.10.2; pip's do not.
+    """
     names = [path.resolve().name for path in Path(folder).glob("libcudnn*.so*")]
     return next((match[1] for name in names if (match := _VERSION.search(name))), None)
 
@@ -46,13 +50,16 @@ def judge(libraries: list[str], versions: dict[str, str | None], torch_version: 
             details,
             (
                 "unset CUDNN_HOME CUDNN_PATH   # the scripts then load torch's own",
-                'export LD_LIBRARY_PATH=$(python -c "import nvidia.cudnn as c; print(list(c.__path__)[0])")/lib:$LD_LIBRARY_PATH',
+                'export LD_LIBRARY_PATH=$(python -c "import nvidia.cudnn as c; '
+                'print(list(c.__path__)[0])")/lib:$LD_LIBRARY_PATH',
             ),
             facts,
         )
     if not folders:
         return Result("info", "no library of cuDNN was loaded: attention did not need it", facts=facts)
-    return Result("passed", f"cuDNN {torch_version or ''} from {next(iter(folders))}".replace("  ", " "), details, facts=facts)
+    return Result(
+        "passed", f"cuDNN {torch_version or ''} from {next(iter(folders))}".replace("  ", " "), details, facts=facts
+    )
 
 
 def check(setup: Setup) -> Result:

@@ -12,14 +12,17 @@ NUM_ROWS = 64
 
 
 def judge(round_trip: str, shares: dict[str, float], describe: str) -> Result:
-    """`round_trip`: `TEXT` encoded and decoded. `shares`: of the first batch's positions, those that are real and that carry loss."""
+    """`round_trip`: `TEXT` encoded and decoded. `shares`: of the first batch's positions, those that are real and
+    that carry loss.
+    """
     problems = Problems()
     mend = "git checkout -- llm_fp8/data/embedded && rm -rf ~/.cache/huggingface/datasets/json"
     if round_trip != TEXT:
         problems.fail(f"the tokenizer gives back '{round_trip}' for '{TEXT}'", mend)
     if not 0 < shares["supervised"] < shares["real"] <= 1:
         problems.fail(
-            f"the first batch is wrong: {shares['real']:.0%} of its positions are real, {shares['supervised']:.0%} supervised",
+            f"the first batch is wrong: {shares['real']:.0%} of its positions are real, {shares['supervised']:.0%} "
+            "supervised",
             mend,
         )
     return problems.result(describe, facts={"round_trip": round_trip, **shares})
@@ -32,7 +35,11 @@ def check(setup: Setup) -> Result:
     from llm_fp8.models.source import load_tokenizer, resolve_source
 
     data_options = DataConfig(
-        num_of_samples=NUM_ROWS, max_seq_length=512, batch_size=2, packing=True, data_cache_dir=str(setup.scratch / "data")
+        num_of_samples=NUM_ROWS,
+        max_seq_length=512,
+        batch_size=2,
+        packing=True,
+        data_cache_dir=str(setup.scratch / "data"),
     )
     config = Config(data=data_options)
     tokenizer, _ = load_tokenizer(config.model, resolve_source(config.model))

@@ -1,4 +1,5 @@
-"""Whole training runs of the embedded model in fp8, as torchrun starts them on all GPUs, one for each sharding mode: what their records say.
+"""Whole training runs of the embedded model in fp8, as torchrun starts them on all GPUs, one for each sharding mode:
+what their records say.
 
 They are started before the first check, because a run is two starts of Python one after the other and little else.
 """
@@ -88,7 +89,9 @@ def judge_one(run: ShardedRun, problems: Problems) -> str:
 def judge(runs: list[ShardedRun], left_out: dict[str, str], num_gpus: int) -> Result:
     """All runs; `left_out`: mode -> why it was not tried."""
     problems = Problems()
-    details = [judge_one(run, problems) for run in runs] + [f"{mode} not tried: {reason}" for mode, reason in left_out.items()]
+    details = [judge_one(run, problems) for run in runs] + [
+        f"{mode} not tried: {reason}" for mode, reason in left_out.items()
+    ]
     facts = {run.mode: {**run.ended.facts, "losses": run.losses} for run in runs}
     modes = ", ".join(run.mode for run in runs)
     if not runs:
@@ -104,7 +107,9 @@ def read_losses(metrics: Path) -> list[float]:
 
 
 class ShardedRuns:
-    """The runs of several modes under way: side by side on one GPU, on several one after another, since exchanges slow each other."""
+    """The runs of several modes under way: side by side on one GPU, on several one after another, since exchanges
+    slow each other.
+    """
 
     def __init__(self, modes: Sequence[str], scratch: Path, num_gpus: int, options: tuple[str, ...] = OPTIONS) -> None:
         self._scratch, self._num_gpus, self._options = scratch, num_gpus, options
@@ -120,7 +125,8 @@ class ShardedRuns:
         with self._lock:
             if self._killed:
                 raise CancelledError
-            # One thread per process, as torchrun sets it where there are several: they share the cores with the other checks.
+            # One thread per process, as torchrun sets it where there are several: they share the cores with the other
+            # checks.
             environ = {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
             process = Started(command, self._scratch / f"run-{mode}.log", environ)
             self._started.append(process)

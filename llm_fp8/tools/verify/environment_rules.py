@@ -1,7 +1,7 @@
 """Environment variables that harm a run, slow it or do nothing: what scripts/verify_fp8.py judges an environment by.
 
-docs/multi_gpu.md explains these and the useful ones. Read in the sources of torch 2.13, accelerate 1.15 and the Python part of Transformer
-Engine 2.20.
+docs/multi_gpu.md explains these and the useful ones. Read in the sources of torch 2.13, accelerate 1.15 and the Python
+part of Transformer Engine 2.20.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Level = Literal["harmful", "slower", "no effect"]
-"""harmful: a run would be several times slower, hang or not be what was asked for. slower: it may be slower, or do something else than meant."""
+"""harmful: a run would be several times slower, hang or not be what was asked for. slower: it may be slower, or do
+something else than meant.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
         "slower",
-        "leaves Transformer Engine only kinds of attention that are deterministic, which for packed rows may be the slow one that needs much memory",
+        "leaves Transformer Engine only kinds of attention that are deterministic, which for packed rows may be the "
+        "slow one that needs much memory",
         "0",
     ),
     Rule(
@@ -72,11 +75,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "slower",
-        "is for tensor parallelism, which is not used here; on one GPU and on two it made no difference that could be told from chance, but it can "
-        "make FSDP's exchanges wait behind compute",
+        "is for tensor parallelism, which is not used here; on one GPU and on two it made no difference that could be "
+        "told from chance, but it can make FSDP's exchanges wait behind compute",
         "1",
     ),
-    Rule("CUDA_LAUNCH_BLOCKING", "harmful", "makes the CPU wait for every kernel, so the GPU idles between them", "[1-9]"),
+    Rule(
+        "CUDA_LAUNCH_BLOCKING", "harmful", "makes the CPU wait for every kernel, so the GPU idles between them", "[1-9]"
+    ),
     Rule(
         "PYTORCH_NO_CUDA_MEMORY_CACHING",
         "harmful",
@@ -93,9 +98,15 @@ RULES: tuple[Rule, ...] = (
         "(?!.*expandable_segments:True).*",
     ),
     Rule(
-        "PYTORCH_ALLOC_CONF", "no effect", "is not read, because the scripts set PYTORCH_CUDA_ALLOC_CONF, which torch reads first"
+        "PYTORCH_ALLOC_CONF",
+        "no effect",
+        "is not read, because the scripts set PYTORCH_CUDA_ALLOC_CONF, which torch reads first",
     ),
-    Rule("GPU_NUM", "no effect", "is not read; torchrun takes --nproc_per_node, scripts/launch_multi_node.sh NPROC_PER_NODE"),
+    Rule(
+        "GPU_NUM",
+        "no effect",
+        "is not read; torchrun takes --nproc_per_node, scripts/launch_multi_node.sh NPROC_PER_NODE",
+    ),
     Rule("WORLD_SIZE|RANK|LOCAL_RANK", "harmful", _IN_A_LAUNCH, left_over=True),
     Rule("ACCELERATE_USE_CPU", "harmful", "makes Accelerate train on the CPU", _ON),
     Rule("ACCELERATE_DEBUG_MODE", "slower", "checks the shapes of every exchange first", _ON),
@@ -114,14 +125,17 @@ _FAST_ATTENTION = ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN")
 def judge(environ: Mapping[str, str]) -> list[Finding]:
     """The variables of `environ`, a shell's, that a run should not start with, the worst first.
 
-    Attention variables are judged together: cuDNN's and flash-attn's attention both forbidden is harmful, one of them is slower at most.
+    Attention variables are judged together: cuDNN's and flash-attn's attention both forbidden is harmful, one of them
+    is slower at most.
     """
     slow_attention = all(environ.get(name) == "0" for name in _FAST_ATTENTION)
     findings = []
     for name, value in environ.items():
         if slow_attention and name in _FAST_ATTENTION:
             findings.append(
-                Finding(name, value, "harmful", "with the other one at 0 leaves Transformer Engine only its slow attention")
+                Finding(
+                    name, value, "harmful", "with the other one at 0 leaves Transformer Engine only its slow attention"
+                )
             )
             continue
         for rule in RULES:

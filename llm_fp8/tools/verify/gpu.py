@@ -74,18 +74,20 @@ def judge(facts: GpuFacts) -> Result:
     if facts.names:
         if len(set(facts.names)) > 1:
             problems.warn(
-                f"the GPUs differ ({', '.join(sorted(set(facts.names)))}), and a run on all goes at the slowest one's pace",
+                f"the GPUs differ ({', '.join(sorted(set(facts.names)))}), and a run on all goes at the slowest one's "
+                "pace",
                 f"export CUDA_VISIBLE_DEVICES={','.join(_of_the_commonest_kind(facts))}",
             )
         major, minor = facts.capabilities[0]
         summary = (
-            f"{len(facts.names)} x {facts.names[0]}, compute capability {major}.{minor}, {facts.memory_gib[0]:g} GiB, driver "
-            f"{facts.driver or 'unknown'}, CUDA {facts.torch_cuda}"
+            f"{len(facts.names)} x {facts.names[0]}, compute capability {major}.{minor}, {facts.memory_gib[0]:g} GiB, "
+            f"driver {facts.driver or 'unknown'}, CUDA {facts.torch_cuda}"
         )
         return problems.result(summary, facts=record)
     if facts.driver_gpus is None and facts.has_device_file:
         problems.fail(
-            "/dev/nvidia0 is there and nvidia-smi fails, so the driver does not answer (often after its update, until the next start)",
+            "/dev/nvidia0 is there and nvidia-smi fails, so the driver does not answer (often after its update, until "
+            "the next start)",
             "sudo dmesg | grep -i nvrm | tail   # what the driver says; then: sudo reboot",
         )
         return problems.result("", facts=record)
@@ -102,9 +104,12 @@ def judge(facts: GpuFacts) -> Result:
         )
     else:
         problems.fail(
-            f"{lists}: {facts.error or 'CUDA does not start'} (driver {facts.driver}, torch built for CUDA {facts.torch_cuda})",
-            "nvidia-smi   # 'CUDA Version' is the newest that this driver knows; install a newer driver, or a torch for that one:",
-            f"{sys.executable} -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126",
+            f"{lists}: {facts.error or 'CUDA does not start'} (driver {facts.driver}, torch built for CUDA "
+            f"{facts.torch_cuda})",
+            "nvidia-smi   # 'CUDA Version' is the newest that this driver knows; install a newer driver, or a torch "
+            "for that one:",
+            f"{sys.executable} -m pip install --force-reinstall torch --index-url "
+            "https://download.pytorch.org/whl/cu126",
         )
     return problems.result("", facts=record)
 

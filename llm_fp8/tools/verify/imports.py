@@ -24,7 +24,9 @@ OPTIONAL = {
 """Module -> the option that needs it."""
 _FLASH_3, _FLASH_4 = FLASH_ATTENTION_PACKAGES[FLASH_ATTENTION_3], FLASH_ATTENTION_PACKAGES[FLASH_ATTENTION_4]
 _PACKAGES = {"flash_attn": "flash-attn", "flash_attn.cute": _FLASH_4.package}
-"""Module -> its package, where the names differ. flash-attn 4 has a folder flash_attn too, so that import alone does not tell of flash-attn 2."""
+"""Module -> its package, where the names differ. flash-attn 4 has a folder flash_attn too, so that import alone does
+not tell of flash-attn 2.
+"""
 _TE = "transformer_engine.pytorch"
 
 
@@ -62,7 +64,9 @@ def _what_a_run_says(load: Callable[[], object]) -> str | None:
 
 
 def judge(outcomes: dict[str, str | None], said: str = "") -> Result:
-    """What a run needs and does not load fails; what only some options need is a warning. `said`: what they printed meanwhile."""
+    """What a run needs and does not load fails; what only some options need is a warning. `said`: what they printed
+    meanwhile.
+    """
     problems = Problems()
     for name, error in outcomes.items():
         if error is None:
@@ -71,7 +75,8 @@ def judge(outcomes: dict[str, str | None], said: str = "") -> Result:
         pip = f"{sys.executable} -m pip"
         if name == "flash_attn":
             problems.warn(
-                f"{sentence} ({OPTIONAL[name]})", f"{pip} uninstall -y flash-attn   # or install it again for this torch"
+                f"{sentence} ({OPTIONAL[name]})",
+                f"{pip} uninstall -y flash-attn   # or install it again for this torch",
             )
         elif name == "flash_attn.cute":
             problems.warn(f"{sentence} ({OPTIONAL[name]})", f"{sys.executable} -m {_FLASH_4.install}")
@@ -80,7 +85,9 @@ def judge(outcomes: dict[str, str | None], said: str = "") -> Result:
         elif name in OPTIONAL:
             problems.warn(f"{sentence} ({OPTIONAL[name]})", reinstall(name))
         elif name == _TE:
-            problems.fail(sentence, f"{pip} install --no-build-isolation --force-reinstall --no-deps -r requirements-gpu.txt")
+            problems.fail(
+                sentence, f"{pip} install --no-build-isolation --force-reinstall --no-deps -r requirements-gpu.txt"
+            )
         else:
             problems.fail(sentence, f"{pip} install --force-reinstall -r requirements.txt")
     loaded = [name for name, error in outcomes.items() if error is None]
@@ -89,15 +96,24 @@ def judge(outcomes: dict[str, str | None], said: str = "") -> Result:
 
 
 def reinstall(name: str) -> str:
-    """The command that installs a package as a requirements file pins it, whether it is missing or broken; its dependencies stay as they are."""
-    pinned = next((f"{pin.requirement.name}{pin.requirement.specifier}" for pin in read_pins() if pin.name == name), name)
+    """The command that installs a package as a requirements file pins it, whether it is missing or broken; its
+    dependencies stay as they are.
+    """
+    pinned = next(
+        (f"{pin.requirement.name}{pin.requirement.specifier}" for pin in read_pins() if pin.name == name), name
+    )
     return f"{sys.executable} -m pip install --force-reinstall --no-deps '{pinned}'"
 
 
 def check(setup: Setup) -> Result:
-    """Import everything that a run needs, and what options need where it is installed; Transformer Engine where there is a GPU for it."""
+    """Import everything that a run needs, and what options need where it is installed; Transformer Engine where
+    there is a GPU for it.
+    """
     words = io.StringIO()
-    with contextlib.redirect_stdout(words), contextlib.redirect_stderr(words):  # they greet, and miss what is not asked of them
+    with (
+        contextlib.redirect_stdout(words),
+        contextlib.redirect_stderr(words),
+    ):  # they greet, and miss what is not asked of them
         outcomes = {name: try_import(name) for name in REQUIRED}
         if setup.num_gpus:
             outcomes[_TE] = try_transformer_engine()

@@ -14,28 +14,35 @@ TIMEOUT_S = 120.0
 
 
 def judge(ended: Ended, seen: dict[str, Any] | None, command: list[str]) -> Result:
-    """Wrong or failed fails; GPUs that cannot reach each other directly are a warning. No bandwidth is judged: links differ."""
+    """Wrong or failed fails; GPUs that cannot reach each other directly are a warning. No bandwidth is judged: links
+    differ.
+    """
     problems = Problems()
     facts = {"seen": seen, **ended.facts}
     debug = f"NCCL_DEBUG=WARN {shown(command)}"
     if seen is None:
         problems.fail(
-            f"the exchange failed: {ended.why()}", debug, f"NCCL_NVLS_ENABLE=0 {shown(command)}   # without NVLink multicast"
+            f"the exchange failed: {ended.why()}",
+            debug,
+            f"NCCL_NVLS_ENABLE=0 {shown(command)}   # without NVLink multicast",
         )
         return problems.result("", ended.evidence, facts)
     for name, call in (("all_reduce", "all-reduce"), ("all_gather", "all-gather")):
         if not seen[f"{name}_right"]:
             problems.fail(
-                f"{call} over {seen['world_size']} GPUs gives a wrong result", debug, f"NCCL_P2P_DISABLE=1 {shown(command)}"
+                f"{call} over {seen['world_size']} GPUs gives a wrong result",
+                debug,
+                f"NCCL_P2P_DISABLE=1 {shown(command)}",
             )
     if seen.get("without_peer_access"):
         blocked = ", ".join(map(str, seen["without_peer_access"]))
         problems.warn(
-            f"GPU 0 cannot access the memory of GPU {blocked} directly, so exchanges go through the host", "nvidia-smi topo -m"
+            f"GPU 0 cannot access the memory of GPU {blocked} directly, so exchanges go through the host",
+            "nvidia-smi topo -m",
         )
     summary = (
-        f"{seen['world_size']} processes, {seen['backend']}: all-reduce {seen['all_reduce_gb_s']:,.0f} GB/s, all-gather "
-        f"{seen['all_gather_gb_s']:,.0f} GB/s (bus bandwidth, {seen['buffer_mib']} MiB)"
+        f"{seen['world_size']} processes, {seen['backend']}: all-reduce {seen['all_reduce_gb_s']:,.0f} GB/s, "
+        f"all-gather {seen['all_gather_gb_s']:,.0f} GB/s (bus bandwidth, {seen['buffer_mib']} MiB)"
     )
     return problems.result(summary, facts=facts)
 

@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node=8 -m llm_fp8.tools.verify.nccl_probe RESULT.json [MEBIBYTES]
 
-NCCL on GPUs, gloo on CPUs. Bus bandwidth as NVIDIA's nccl-tests define it, which compares with the links' own figure whatever the number n of
+NCCL on GPUs, gloo on CPUs. Bus bandwidth as NVIDIA's nccl-tests define it, which compares with the links' own figure
+whatever the number n of
 processes: bytes of the whole buffer over time, times 2 (n - 1) / n for all-reduce and (n - 1) / n for all-gather.
 """
 
@@ -69,7 +70,9 @@ def main(result: Path, mebibytes: int) -> None:
     own = pattern(rank, part, device)
     dist.all_gather_into_tensor(gathered, own)
     wanted = torch.cat([pattern(other, part, device) for other in range(world_size)])
-    right = torch.tensor([torch.equal(reduced, expected), torch.equal(gathered, wanted)], dtype=torch.int32, device=device)
+    right = torch.tensor(
+        [torch.equal(reduced, expected), torch.equal(gathered, wanted)], dtype=torch.int32, device=device
+    )
     dist.all_reduce(right, dist.ReduceOp.MIN)
 
     num_bytes = size * 4

@@ -29,7 +29,9 @@ def judge(folder: Path, error: str | None, free_gib: float) -> Result:
 
 
 def try_to_write(folder: Path) -> str | None:
-    """Write, read back and remove a file in `folder` or the first folder above it that exists; what went wrong, None where all went well."""
+    """Write, read back and remove a file in `folder` or the first folder above it that exists; what went wrong, None
+    where all went well.
+    """
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         return f"{existing} is a file"

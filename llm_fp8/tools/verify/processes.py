@@ -33,7 +33,8 @@ DUMP_S = 5.0
 
 _TETHER = (
     "import ctypes, os, resource, signal, sys; "
-    "ctypes.CDLL(None).prctl(1, signal.SIGTERM); "  # PR_SET_PDEATHSIG: SIGTERM when the verifier is gone, even if it was killed
+    # PR_SET_PDEATHSIG: SIGTERM when the verifier is gone, even if it was killed
+    "ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
     "resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "  # the SIGABRT of `Started.wait` must not fill the disk
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
@@ -56,7 +57,9 @@ class Ended:
     wall_s: float
 
     def why(self) -> str:
-        """The line that names its failure: the script's own sentence, else the last error of Python that is not its launcher's."""
+        """The line that names its failure: the script's own sentence, else the last error of Python that is not its
+        launcher's.
+        """
         if self.code is None:
             return self.how()
         sentences = [line for line in self.output.splitlines() if line.startswith("error: ")]
@@ -110,7 +113,9 @@ class Started:
             )
 
     def wait(self, timeout_s: float) -> Ended:
-        """Its end. `timeout_s` after its start it is stopped with all that it started, and each process says where it was."""
+        """Its end. `timeout_s` after its start it is stopped with all that it started, and each process says where
+        it was.
+        """
         code: int | None
         try:
             code = self._process.wait(max(0.0, self._began + timeout_s - time.monotonic()))
@@ -121,7 +126,9 @@ class Started:
         return Ended(code, self.log.read_text(errors="replace"), wall_s)
 
     def kill(self, dump_s: float = 0.0) -> None:
-        """End it and what it started; nothing where it has ended. With `dump_s` its workers, or it without any, first print where they are."""
+        """End it and what it started; nothing where it has ended. With `dump_s` its workers, or it without any,
+        first print where they are.
+        """
         if self._process.poll() is not None:
             return
         import psutil

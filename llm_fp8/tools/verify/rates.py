@@ -39,7 +39,9 @@ def throttle_reasons(bits: int) -> list[str]:
     return [reason for bit, reason in THROTTLE_REASONS.items() if bits & bit]
 
 
-def judge(measured: MeasuredRates, known: KnownRates | None, gpu_name: str, throttling: list[str], others: list[str]) -> Result:
+def judge(
+    measured: MeasuredRates, known: KnownRates | None, gpu_name: str, throttling: list[str], others: list[str]
+) -> Result:
     """Below 85% of what is recorded is a warning. Without a record the figures are said, and nothing is judged."""
     problems = Problems()
     figures = ", ".join(
@@ -51,7 +53,10 @@ def judge(measured: MeasuredRates, known: KnownRates | None, gpu_name: str, thro
     facts = {"measured": asdict(measured), "shares": found, "throttling": throttling, "other_processes": others}
     if known is None:
         return Result(
-            "info", f"{figures}; no figures of other {gpu_name} are recorded to hold them against", tuple(others), facts=facts
+            "info",
+            f"{figures}; no figures of other {gpu_name} are recorded to hold them against",
+            tuple(others),
+            facts=facts,
         )
     facts["known"] = {**asdict(known.ceilings), "source": known.source}
     slow = {name: share for name, share in found.items() if share < LEAST_SHARE}
@@ -60,7 +65,9 @@ def judge(measured: MeasuredRates, known: KnownRates | None, gpu_name: str, thro
         mends = ["nvidia-smi -q -d PERFORMANCE,POWER,CLOCK   # run it while the GPU is busy"]
         if others:
             mends.insert(
-                0, "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv   # end what should not be there"
+                0,
+                "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv   # end what should not be "
+                "there",
             )
         if any("application clocks" in reason for reason in throttling):
             mends.insert(0, "sudo nvidia-smi --reset-applications-clocks")
@@ -89,11 +96,15 @@ def state_under_load(setup: Setup) -> tuple[list[str], list[str]]:
         return [], [f"why is not known: NVML: {error}"]
     finally:
         torch.cuda.synchronize(setup.device)
-    return reasons, [described(process.pid, process.usedGpuMemory) for process in processes if process.pid != os.getpid()]
+    return reasons, [
+        described(process.pid, process.usedGpuMemory) for process in processes if process.pid != os.getpid()
+    ]
 
 
 def described(pid: int, num_bytes: int | None) -> str:
-    """A process on the GPU; NVML does not know its memory inside some containers, and its name is another user's secret on some machines."""
+    """A process on the GPU; NVML does not know its memory inside some containers, and its name is another user's
+    secret on some machines.
+    """
     try:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:

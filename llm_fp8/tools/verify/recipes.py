@@ -19,7 +19,9 @@ TRAIN_IN_BF16 = "python train_fp8.py --mixed_precision bf16 ...   # where the GP
 
 
 def judge(available: dict[str, str | None], device: str, torchao: str | None = None) -> Result:
-    """`available`: recipe of Transformer Engine -> why it cannot run here, None where it can. `torchao`: the same of all of torchao's."""
+    """`available`: recipe of Transformer Engine -> why it cannot run here, None where it can. `torchao`: the same of
+    all of torchao's.
+    """
     facts = {"recipes": dict(available), "device": device, "torchao": torchao}
     names = usable(available)
     details = tuple(f"{name}: {reason}" for name, reason in available.items() if reason is not None)
@@ -65,7 +67,9 @@ class Lack:
 
 
 def torchao_lack(device: torch.device) -> Lack | None:
-    """What torchao's recipes lack here, None where they can run: on a GPU by their kernels, on a CPU emulated. Asked as a run asks."""
+    """What torchao's recipes lack here, None where they can run: on a GPU by their kernels, on a CPU emulated. Asked
+    as a run asks.
+    """
     from llm_fp8.precision.plan import torchao_needs
     from llm_fp8.utils.errors import UserError
 

@@ -32,7 +32,9 @@ class NoEnd(Exception):
 
 
 def within(limit_s: float | None, function: Callable[[], Answer]) -> Answer:
-    """What `function` returns or raises; `NoEnd` after `limit_s`. It then hangs on in a thread of its own, which ends with the program."""
+    """What `function` returns or raises; `NoEnd` after `limit_s`. It then hangs on in a thread of its own, which
+    ends with the program.
+    """
     if limit_s is None:
         return function()
     answers: list[Answer] = []
@@ -75,12 +77,19 @@ def not_run(check: Check, num_gpus: int) -> str | None:
         return "the checks on the GPU take its place" if num_gpus else None
     if num_gpus >= check.needs_gpus:
         return None
-    return "needs an NVIDIA GPU" if check.needs_gpus == 1 else f"needs {check.needs_gpus} GPUs, this machine has {num_gpus}"
+    return (
+        "needs an NVIDIA GPU"
+        if check.needs_gpus == 1
+        else f"needs {check.needs_gpus} GPUs, this machine has {num_gpus}"
+    )
 
 
 def crashed(check: Check, error: BaseException) -> Result:
     """The answer of a check that raised `error`."""
-    again = f"python scripts/verify_fp8.py --only {check.name} --json verify.json   # the whole error is in the file's details"
+    again = (
+        f"python scripts/verify_fp8.py --only {check.name} --json verify.json   # the whole error is in the "
+        "file's details"
+    )
     if isinstance(error, NoEnd):
         return Result(
             "failed",
@@ -91,7 +100,9 @@ def crashed(check: Check, error: BaseException) -> Result:
     if isinstance(error, UserError):
         return Result("failed", str(error), mends=(again,))
     if type(error).__name__ == "OutOfMemoryError":
-        return Result("failed", "the GPU's memory is taken, so this could not be checked", mends=(WHO_HAS_THE_MEMORY, again))
+        return Result(
+            "failed", "the GPU's memory is taken, so this could not be checked", mends=(WHO_HAS_THE_MEMORY, again)
+        )
     first_line = (str(error).strip().splitlines() or [""])[0]
     lines = tuple("".join(traceback.format_exception(error)).splitlines())
     return Result("failed", f"the check itself crashed: {type(error).__name__}: {first_line}", lines, (again,))
@@ -158,4 +169,6 @@ CHECKS: tuple[Check, ...] = (
     Check("rates", "GEMM and copy rates", needs_gpus=1, quick=False),
     Check("nccl", "Exchanges between the GPUs", needs_gpus=2, quick=False, limit_s=None),
 )
-"""What is timed stands last, when every other process has ended: those of both kinds of steps, attention and engines run beside all before."""
+"""What is timed stands last, when every other process has ended: those of both kinds of steps, attention and engines
+run beside all before.
+"""

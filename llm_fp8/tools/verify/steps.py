@@ -1,6 +1,7 @@
 """A real training step of a small decoder in bf16 and in each recipe: the loss, the gradient, and which kernels ran.
 
-Of Transformer Engine's decoder here. The check of torchao's, `llm_fp8.tools.verify.torchao_steps`, takes and judges its steps by the same functions.
+Of Transformer Engine's decoder here. The check of torchao's, `llm_fp8.tools.verify.torchao_steps`, takes and judges its
+steps by the same functions.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class Evidence:
     gemm_kernels: dict[str, int] = field(default_factory=dict)
     """GEMM kernels of the measured forward and backward pass by operand type."""
     recipe_inside: str | None = None
-    """The recipe's class in force inside a Transformer Engine module; of torchao's modules, the recipe that all of them have."""
+    """The recipe's class in force inside a Transformer Engine module; of torchao's modules, the recipe that all of
+    them have.
+    """
     cosine: float | None = None
     """Of the measured gradient with bf16's; None for bf16 itself."""
 
@@ -181,8 +184,12 @@ def write_architecture(folder: Path) -> Path:
     return folder
 
 
-def take_steps(model_folder: Path, options: PrecisionConfig, *, use_te: bool, batch_size: int = 4) -> tuple[Evidence, Tensor]:
-    """Train a little and measure one more forward and backward pass; the evidence, and the gradient as one vector (fp32)."""
+def take_steps(
+    model_folder: Path, options: PrecisionConfig, *, use_te: bool, batch_size: int = 4
+) -> tuple[Evidence, Tensor]:
+    """Train a little and measure one more forward and backward pass; the evidence, and the gradient as one vector
+    (fp32).
+    """
     import torch
     from accelerate.state import AcceleratorState
 
@@ -192,7 +199,9 @@ def take_steps(model_folder: Path, options: PrecisionConfig, *, use_te: bool, ba
     from llm_fp8.tools.bench.workload import Workload
     from llm_fp8.utils.te_import import forget_delayed_scales
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # precisions differ in what they ask of Accelerate's singleton
+    AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # precisions differ in what they ask of Accelerate's singleton
     forget_delayed_scales()
     is_torchao = options.fp8_backend == "torchao"
     if is_torchao:
@@ -228,7 +237,9 @@ def take_steps(model_folder: Path, options: PrecisionConfig, *, use_te: bool, ba
 
 def start(setup: Setup, library: Library = TE) -> Probe:
     """`llm_fp8.tools.verify.steps_probe` under way."""
-    return Probe(library.check, setup.scratch, PROBE, (str(setup.scratch / f"architecture-{library.check}"), library.check))
+    return Probe(
+        library.check, setup.scratch, PROBE, (str(setup.scratch / f"architecture-{library.check}"), library.check)
+    )
 
 
 def check(setup: Setup) -> Result:

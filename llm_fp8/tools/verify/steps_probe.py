@@ -23,7 +23,9 @@ from llm_fp8.utils.json_files import write_json_atomic
 
 
 def main(result: Path, model_folder: Path, check: str) -> None:
-    """bf16, then every recipe of the check's library that this GPU has; torchao's can all be had, or the check does not start this."""
+    """bf16, then every recipe of the check's library that this GPU has; torchao's can all be had, or the check does
+    not start this.
+    """
     library = LIBRARIES[check]
     quiet_libraries()
     write_architecture(model_folder)

@@ -1,6 +1,8 @@
-"""A real training step of a small Hugging Face decoder in bf16 and, converted by torchao and compiled as in a run, in each of torchao's recipes.
+"""A real training step of a small Hugging Face decoder in bf16 and, converted by torchao and compiled as in a run, in
+each of torchao's recipes.
 
-Without a GPU the products are emulated: that shows what rounding does to the loss and the gradient, and nothing of kernels.
+Without a GPU the products are emulated: that shows what rounding does to the loss and the gradient, and nothing of
+kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def take_emulated(recipes: Iterable[str]) -> dict[str, steps.Evidence]:
     from llm_fp8.data.embedded import MODEL_DIR
 
     found: dict[str, steps.Evidence] = {}
-    found[steps.BASELINE], reference = steps.take_steps(MODEL_DIR, steps.PRECISIONS[steps.BASELINE], use_te=False, batch_size=1)
+    found[steps.BASELINE], reference = steps.take_steps(
+        MODEL_DIR, steps.PRECISIONS[steps.BASELINE], use_te=False, batch_size=1
+    )
     for name in recipes:
         found[name], gradient = steps.take_steps(MODEL_DIR, steps.PRECISIONS[name], use_te=False, batch_size=1)
         found[name].cosine = float(cosine_similarity(gradient, reference, dim=0))

@@ -9,13 +9,17 @@ from llm_fp8.tools.verify.setup import Setup
 
 
 def judge(version: str | None, mode: str | None, error: str | None) -> Result:
-    """`version` of wandb, `mode` of WANDB_MODE, and what the run's own check said. Runs do without W&B, so nothing fails here."""
+    """`version` of wandb, `mode` of WANDB_MODE, and what the run's own check said. Runs do without W&B, so nothing
+    fails here.
+    """
     facts = {"version": version, "mode": mode, "error": error}
     if version is None:
         return Result("info", "wandb is not installed; runs do without it", facts=facts)
     if error is not None:
         return Result("warning", error, mends=("wandb login", "export WANDB_MODE=offline"), facts=facts)
-    return Result("passed", f"wandb {version}: {mode if mode not in (None, '', 'online') else 'logged in'}", facts=facts)
+    return Result(
+        "passed", f"wandb {version}: {mode if mode not in (None, '', 'online') else 'logged in'}", facts=facts
+    )
 
 
 def check(setup: Setup) -> Result:

@@ -88,7 +88,9 @@ def installed(names: Iterable[str]) -> dict[str, Installed]:
 
 
 def read_constraints(environ: Mapping[str, str]) -> list[Pin]:
-    """Those of the file in PIP_CONSTRAINT, with which an image keeps its own torch; none where there is none or a line is not understood."""
+    """Those of the file in PIP_CONSTRAINT, with which an image keeps its own torch; none where there is none or a
+    line is not understood.
+    """
     path = environ.get("PIP_CONSTRAINT", "")
     try:
         return pins_of(Path(path).read_text(), path) if path else []
@@ -97,14 +99,19 @@ def read_constraints(environ: Mapping[str, str]) -> list[Pin]:
 
 
 def judge(pins: list[Pin], found: dict[str, Installed], has_gpu: bool, constraints: Iterable[Pin] = ()) -> Result:
-    """Missing packages fail, drift is a warning, what is optional is said. `constraints`: what pip would refuse to change, and why it is as it is."""
+    """Missing packages fail, drift is a warning, what is optional is said. `constraints`: what pip would refuse to
+    change, and why it is as it is.
+    """
     problems, details = Problems(), []
     kept_by = {pin.name: pin for pin in constraints}
     for pin in pins:
         name, there = pin.name, found.get(pin.name)
         needed = name not in OPTIONAL and (has_gpu or name != TE)
         flags = "--no-build-isolation " if pin.file == "requirements-gpu.txt" else ""
-        mend = f"{sys.executable} -m pip install {flags}'{pin.requirement.name}{_extras(pin.requirement)}{pin.requirement.specifier}'"
+        mend = (
+            f"{sys.executable} -m pip install "
+            f"{flags}'{pin.requirement.name}{_extras(pin.requirement)}{pin.requirement.specifier}'"
+        )
         if there is None:
             if needed:
                 problems.fail(f"{name} is not installed", mend)
@@ -114,7 +121,10 @@ def judge(pins: list[Pin], found: dict[str, Installed], has_gpu: bool, constrain
             continue
         details.append(f"{name} {there.version} in {there.location}")
         if not pin.requirement.specifier.contains(there.version, prereleases=True):
-            sentence, kept = f"{name} is {there.version}, {pin.file} pins {pin.requirement.specifier}", kept_by.get(name)
+            sentence, kept = (
+                f"{name} is {there.version}, {pin.file} pins {pin.requirement.specifier}",
+                kept_by.get(name),
+            )
             if kept is not None and kept.requirement.specifier.contains(there.version, prereleases=True):
                 problems.warn(f"{sentence}; {kept.file} keeps it so")
             else:
