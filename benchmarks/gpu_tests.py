@@ -204,7 +204,7 @@ def main() -> int:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--output", required=True, type=Path, help="JSON file to write")
     parser.add_argument("--workers", type=int, default=8, help="tests at a time (default 8)")
-    parser.add_argument("tests", nargs="*", default=["tests/gpu"], help="what to run (default tests/gpu)")
+    parser.add_argument("tests", nargs="*", default=["tests"], help="what to run (default tests)")
     parser.add_argument("--missing", action="store_true", help="run only what --output does not hold as passed")
     options = parser.parse_args()
     require_writable("--output", options.output)

@@ -19,7 +19,7 @@ check() {
 check ruff check .
 check ruff format --check .
 check mypy llm_fp8
-check pytest tests/cpu -n 2 "$@"
+check pytest -m "not gpu and not multi_gpu" -n 2 "$@"
 
 if ((${#failed[@]} > 0)); then
     say "failed:"

@@ -4,7 +4,7 @@ nothing.
 The launcher turns every key, also one that it does not know, into `ACCELERATE_FP8_<KEY>`, and exports its own defaults
 for those that the file leaves out. Who reads the variable is another matter. Read in Accelerate 1.15 and Transformer
 Engine 2.20, its own path for backend TE and these scripts' for TE and AO, and held against Accelerate's own code by
-`tests/cpu/test_fp8_config_keys.py`. `python -m llm_fp8.config.accelerate_fp8_keys docs/accelerate.md` writes the table
+`tests/config/test_accelerate_fp8_keys.py`. `python -m llm_fp8.config.accelerate_fp8_keys docs/accelerate.md` writes the table
 there.
 """
 

@@ -3,7 +3,7 @@
 The options are --attn_implementation flash_attention_3 and flash_attention_4. Both are called directly. Transformer
 Engine has a way to flash-attn 4 too (NVTE_FUSED_ATTN=0, which forbids cuDNN's attention), but for every head dimension
 that flash-attn lets pass; on an H200 the gradient of the queries was wrong for one of 80, and right for those of
-`HEAD_DIMS` (tests/gpu/test_flash_attention_gpu.py). So `keep_from_transformer_engine` bars that way for others.
+`HEAD_DIMS` (tests/kernels/test_flash_attention_gpu.py). So `keep_from_transformer_engine` bars that way for others.
 
 What they gain and cost: docs/precision.md. Of flash-attn 4 with grouped queries the gradients of keys and values are
 sums in an order that changes from run to run; of flash-attn 3 those of the queries are too, and without grouped queries

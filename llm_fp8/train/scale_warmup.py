@@ -17,7 +17,7 @@ enough:
                   cut off, and the layers before it see too little
 
 The more layers there are and the more they add, the longer it goes on; with 32 layers nothing changes after the fifth
-pass (`tests/cpu/test_first_scales.py`). Recipes that take scales from the tensor itself need none of it.
+pass (`tests/train/test_scale_warmup.py`). Recipes that take scales from the tensor itself need none of it.
 """
 
 from __future__ import annotations

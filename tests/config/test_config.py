@@ -1,0 +1,280 @@
+"""The command line and the YAML file: every documented command parses, every option is explained, read and checked."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from llm_fp8.config.options import EMBEDDED, SECTIONS, Config
+from llm_fp8.config.parser import build_parser, parse_config
+from llm_fp8.utils.errors import UserError
+from tests.support.documented_commands import COMMANDS, config_of, options_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROMISED_OPTIONS = """
+model_name dataset_name split_name batch_size mixed_precision max_seq_length use_te fp8_scenario use_wandb wandb_project wandb_run_name
+num_epochs learning_rate gradient_accumulation_steps num_warmup_steps gradient_checkpointing num_of_samples weights_cache_dir max_steps
+eval_every eval_batches save_every save_total_limit output_dir resume_from seed lr_scheduler weight_decay max_grad_norm optimizer
+attn_implementation packing train_on_prompt random_init report_to log_every fp8_format amax_history_len amax_compute_algo
+fp8_first_bf16_layers fp8_last_bf16_layers fp8_strict
+""".split()
+
+
+def flat(config: Config) -> dict[str, object]:
+    """All options of a configuration in one dict."""
+    return {name: value for section in config.to_dict().values() for name, value in section.items()}
+
+
+def exit_message(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
+    """The one line that the parser leaves behind on its way out with code 2."""
+    with pytest.raises(SystemExit) as ended:
+        parse_config(argv, prog="train_fp8.py")
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_documented_command_means_what_it_says(command):
+    words = options_of(command)
+    options = flat(config_of(command))
+    for word, value in zip(words, [*words[1:], "--"], strict=True):
+        if not word.startswith("--"):
+            continue
+        name = word.removeprefix("--")
+        if value.startswith("--"):
+            assert options[name] is True
+        else:
+            assert options[name] == type(options[name])(value)
+
+
+def test_every_promised_option_is_there():
+    assert set(PROMISED_OPTIONS) <= set(flat(Config()))
+
+
+def test_the_choices_and_defaults_that_were_promised():
+    actions = {action.dest: action for action in build_parser()._actions}
+    assert list(actions["mixed_precision"].choices) == ["no", "bf16", "fp16", "fp8"]
+    assert flat(Config())["wandb_project"] == "llm-fp8"
+
+
+def test_help_explains_every_option_with_its_default(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_config(["--help"], prog="train_fp8.py")
+    assert ended.value.code == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for action in build_parser()._actions:
+        if action.dest == "help":
+            continue
+        assert action.option_strings[0] in printed
+        assert action.help and action.help in printed
+        if action.option_strings[0].startswith("--no_"):
+            continue
+        if action.default is None:
+            assert "default" in action.help.lower(), f"{action.dest}: None explains nothing"
+        elif "(default:" not in action.help:
+            shown = {True: "on", False: "off"}[action.default] if isinstance(action.default, bool) else action.default
+            assert f"{action.help} (default: {shown})" in printed
+    assert "(default: 1e-5, 0.0002 with --lora_rank, or 0.001 for weights that start random). --" in printed, (
+        "no default is said twice"
+    )
+
+
+def test_every_option_is_read_somewhere():
+    """By name, as an attribute or as a string, outside of the declaration and of the checks of its value."""
+    names: set[str] = set()
+    for path in [*ROOT.glob("*.py"), *(ROOT / "llm_fp8").rglob("*.py")]:
+        tree = ast.parse(path.read_text())
+        if path.name == "config.py":
+            properties = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Config")
+            tree.body = [node for node in properties.body if isinstance(node, ast.FunctionDef)]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                names.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value)
+    assert [name for name in flat(Config()) if name not in names] == []
+
+
+def test_no_option_is_declared_twice():
+    names = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("argv", "packing"),
+    [
+        ([], None),
+        (["--packing"], True),
+        (["--packing", "true"], True),
+        (["--packing=false"], False),
+        (["--no_packing"], False),
+    ],
+)
+def test_a_flag_with_three_states(argv, packing):
+    assert parse_config(argv).data.packing is packing
+
+
+def test_packing_follows_use_te_unless_said():
+    assert not parse_config([]).packing
+    assert parse_config(["--use_te"]).packing
+    assert not parse_config(["--use_te", "--no_packing"]).packing
+
+
+def test_trackers():
+    assert parse_config([]).trackers == []
+    assert parse_config(["--use_wandb"]).trackers == ["wandb"]
+    assert parse_config(["--report_to", "all"]).trackers == ["wandb", "tensorboard"]
+    assert parse_config(["--report_to", "tensorboard", "--use_wandb"]).trackers == ["wandb", "tensorboard"]
+
+
+def test_yaml_is_read_and_the_command_line_overrides_it(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "learning_rate: 3e-4\nbatch_size: 2\nexport: false\npacking: true\nmax_steps:\nmodel_name: some/model\n"
+    )
+    options = flat(parse_config(["--config", str(file), "--batch_size", "4", "--no_packing"]))
+    assert options == {
+        **flat(Config()),
+        "learning_rate": 3e-4,
+        "batch_size": 4,
+        "export": False,
+        "packing": False,
+        "model_name": "some/model",
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("batchsize: 4\n", "batchsize"),
+        ("- 1\n- 2\n", "list"),
+        ("a: [1\n", "not valid YAML"),
+        ("data:\n  batch_size: 4\n", "'data' is not an option"),
+        (b"\xff\xfe\xfa: 1\n", "not valid YAML"),
+    ],
+)
+def test_a_bad_yaml_file_is_named(tmp_path, content, named):
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError) as error:
+        parse_config(["--config", str(file)])
+    assert str(file) in str(error.value) and named in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_missing_yaml_file_is_named():
+    with pytest.raises(UserError, match=r"--config /no/such\.yaml"):
+        parse_config(["--config", "/no/such.yaml"])
+
+
+@pytest.mark.parametrize(
+    "content", ["batch_size: eight", "batch_size: [1, 2]", "use_te: perhaps", "mixed_precision: fp4"]
+)
+def test_a_bad_value_in_the_yaml_file_is_named(tmp_path, capsys, content):
+    file = tmp_path / "run.yaml"
+    file.write_text(content + "\n")
+    message = exit_message(capsys, ["--config", str(file)])
+    assert content.partition(":")[0] in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--no_such_option", "1"], "--no_such_option"),
+        (["--batch", "4"], "--batch"),  # no abbreviations: --max_s could become another option tomorrow
+        (["--batch_size", "x"], "--batch_size"),
+        (["--batch_size"], "--batch_size"),
+        (["--mixed_precision", "fp4"], "--mixed_precision"),
+        (["surplus"], "surplus"),
+    ],
+)
+def test_what_the_parser_refuses_is_one_sentence(capsys, argv, named):
+    assert named in exit_message(capsys, argv)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *[
+            [f"--{name}", "0"]
+            for name in (
+                *(
+                    "batch_size",
+                    "max_seq_length",
+                    "num_epochs",
+                    "max_steps",
+                    "gradient_accumulation_steps",
+                    "log_every",
+                ),
+                *(
+                    "save_total_limit",
+                    "num_of_samples",
+                    "eval_batches",
+                    "amax_history_len",
+                    "preprocessing_workers",
+                    "adam_epsilon",
+                ),
+            )
+        ],
+        *[
+            [f"--{name}", "-1"]
+            for name in (
+                *(
+                    "learning_rate",
+                    "num_warmup_steps",
+                    "weight_decay",
+                    "max_grad_norm",
+                    "save_every",
+                    "eval_every",
+                    "seed",
+                ),
+                *("fp8_first_bf16_layers", "fp8_last_bf16_layers", "adam_beta1", "adam_beta2", "validation_fraction"),
+            )
+        ],
+        ["--learning_rate", "nan"],
+        ["--learning_rate", "inf"],
+        ["--adam_beta2", "1"],
+        ["--validation_fraction", "1"],
+        ["--seed", str(2**32)],
+        ["--resume_from", "latest"],
+        ["--streaming"],
+        ["--attn_implementation", "eager", "--use_te"],
+        ["--attn_implementation", "flash_attention_3"],
+        ["--attn_implementation", "flash_attention_3", "--use_te", "--no_packing"],
+        ["--attn_implementation", "flash_attention_4"],
+        ["--attn_implementation", "flash_attention_4", "--use_te", "--no_packing"],
+        ["--attn_implementation", "flash_attention_4", "--use_te", "--mixed_precision", "no"],
+        ["--attn_implementation", "flash_attention_3", "--use_te", "--mixed_precision", "fp16"],
+        ["--max_seq_length", "100", "--batch_size", "3", "--packing"],
+        ["--max_seq_length", "100", "--batch_size", "3", "--mixed_precision", "fp8"],
+    ],
+    ids=" ".join,
+)
+def test_a_value_that_cannot_be_is_refused_by_name(argv):
+    with pytest.raises(UserError) as error:
+        parse_config(argv)
+    assert argv[0] in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+RUN_FILES = [
+    p for p in (Path(__file__).resolve().parents[2] / "configs").glob("*.yaml") if not p.stem.startswith("accelerate_")
+]
+
+
+@pytest.mark.parametrize("path", sorted(RUN_FILES), ids=lambda path: path.stem)
+def test_every_example_file_is_a_configuration(path):
+    assert parse_config(["--config", str(path)]).model.model_name != EMBEDDED
+
+
+def test_an_option_of_the_other_script_is_told_as_such(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_config(["--sharding_mode", "ddp"], prog="train_fp8.py")
+    assert ended.value.code == 2
+    assert "--sharding_mode ddp (options of sharding belong to train_multi_gpu.py)" in capsys.readouterr().err

@@ -1,0 +1,401 @@
+"""Context parallelism without a GPU: how batches are split, that nothing is lost, and what is refused.
+
+Attention is emulated here: every rank of a group, all in this process, lets its own queries attend to the keys of all
+ranks. What Transformer Engine makes of it on GPUs is checked by tests/support/context_parallel_check.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llm_fp8.config.parser import parse_config
+from llm_fp8.data.collate import IGNORED, Batch, PackedCollate, PaddedCollate, SplitCollate, document_multiple
+from llm_fp8.data.loader import EvalLoader, Share
+from llm_fp8.data.pack import pack
+from llm_fp8.data.tokenise import Document
+from llm_fp8.distributed.context_parallel import ContextGroup, check_context_parallel, slice_index
+from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
+from llm_fp8.utils.errors import UserError
+
+PAD = 3
+VOCABULARY = 64
+SIZES = (2, 3, 4)
+LENGTHS = [30, 64, 7, 12, 51, 2, 33, 20, 1]
+COUNTS = ("num_tokens", "num_real_tokens", "num_supervised_tokens", "sum_squared_lengths")
+
+
+def _document(length: int, row_id: int) -> Document:
+    """Random tokens, PAD's id among them, a third of them prompt."""
+    ids = np.random.default_rng(row_id).integers(0, VOCABULARY, size=length)
+    return Document(ids, np.arange(length) >= length // 3, row_id)
+
+
+DOCUMENTS = [_document(length, row_id) for row_id, length in enumerate(LENGTHS)]
+
+
+def _packed(size: int, capacity: int = 96) -> Batch:
+    """The documents in rows of `capacity` tokens, and one row more than they need."""
+    plan = pack(LENGTHS, capacity, document_multiple(size))
+    rows = [[DOCUMENTS[i] for i in plan[row]] for row in range(len(plan))]
+    return PackedCollate(6, capacity, PAD, size)([*rows])
+
+
+def _padded(size: int) -> Batch:
+    return PaddedCollate(10, 96, PAD, context_size=size)([[document] for document in DOCUMENTS])
+
+
+BATCHES = {"packed": _packed, "padded": _padded}
+layouts = pytest.mark.parametrize("layout", BATCHES)
+sizes = pytest.mark.parametrize("size", SIZES)
+
+
+def _slices(batch: Batch, size: int) -> list[Batch]:
+    return [ContextGroup(size, rank).split(batch) for rank in range(size)]
+
+
+def _bounds(batch: Batch) -> list[int]:
+    """Where the documents of a batch, packed or padded, begin and end in its tokens read line by line."""
+    if batch.cu_seqlens is not None:
+        return batch.cu_seqlens.tolist()
+    rows, width = batch.input_ids.shape
+    return [row * width for row in range(rows + 1)]
+
+
+# --- the split
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_takes_a_chunk_from_each_end_of_every_document() -> None:
+    assert slice_index(torch.tensor([0, 8, 12], dtype=torch.int32), 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert slice_index(torch.tensor([0, 8, 12], dtype=torch.int32), 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
+
+
+@sizes
+def test_the_index_is_the_chunks_one_document_after_the_other(size: int) -> None:
+    lengths = [2 * size * n for n in (3, 1, 0, 7, 2)]
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    for rank in range(size):
+        expected: list[int] = []
+        for start, length in zip(bounds[:-1].tolist(), lengths, strict=True):
+            chunks = np.arange(start, start + length).reshape(2 * size, -1)
+            expected += [*chunks[rank].tolist(), *chunks[2 * size - 1 - rank].tolist()]
+        assert slice_index(torch.from_numpy(bounds), size, rank).tolist() == expected
+
+
+@sizes
+@layouts
+def test_every_token_goes_to_one_rank_with_its_label_and_position(layout: str, size: int) -> None:
+    batch = BATCHES[layout](size)
+    bounds = torch.tensor(_bounds(batch))
+    whole = torch.stack([t.flatten() for t in (batch.input_ids, batch.labels, batch.position_ids)])
+    seen = []
+    for rank, part in enumerate(_slices(batch, size)):
+        index = slice_index(bounds, size, rank)
+        assert part.input_ids.shape == part.labels.shape == part.position_ids.shape == (1, batch.num_tokens // size)
+        assert part.attention_mask is None and part.cu_seqlens is not None and part.cu_seqlens.dtype == torch.int32
+        assert part.cu_seqlens.tolist() == bounds.tolist() and part.max_seqlen == batch.max_seqlen
+        taken = torch.cat([part.input_ids, part.labels, part.position_ids])
+        assert torch.equal(taken, whole[:, index])
+        seen += index.tolist()
+    assert sorted(seen) == list(range(batch.num_tokens))
+
+
+@sizes
+@layouts
+def test_counts_of_the_slices_add_up(layout: str, size: int) -> None:
+    batch = BATCHES[layout](size)
+    parts = _slices(batch, size)
+    for name in COUNTS:
+        assert sum(getattr(part, name) for part in parts) == getattr(batch, name), name
+    assert batch.num_real_tokens == sum(LENGTHS)
+    assert batch.num_supervised_tokens == sum(int(document.supervised[1:].sum()) for document in DOCUMENTS)
+    assert {part.num_tokens for part in parts} == {batch.num_tokens // size}
+    assert all(part.num_supervised_tokens == int((part.labels != IGNORED).sum()) for part in parts)
+    assert len({part.num_real_tokens for part in parts}) > 1  # a share of its own, not an equal one
+
+
+@pytest.mark.parametrize("collate", [PackedCollate(2, 96, PAD, 4), PaddedCollate(2, 96, PAD, context_size=4)])
+def test_a_batch_without_rows_can_be_split(collate: PackedCollate | PaddedCollate) -> None:
+    parts = _slices(collate([]), 4)
+    assert [part.num_tokens for part in parts] == [48] * 4
+    assert all((part.labels == IGNORED).all() and part.num_supervised_tokens == 0 for part in parts)
+
+
+def test_a_group_of_one_changes_nothing() -> None:
+    batch = _packed(1)
+    group = ContextGroup()
+    assert group.split(batch) is batch and group.on_its_own(batch) is batch and group.connected("cpu") is group
+    group.attach([object()])  # which has nothing that could be called
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="cut into 4 chunks"):
+        ContextGroup(2, 0).split(dataclasses.replace(_packed(1), attention_mask=torch.ones(1, 576, dtype=torch.bool)))
+    with pytest.raises(ValueError, match="context_size"):
+        ContextGroup(2, 0).split(_packed(1))
+
+
+@sizes
+@layouts
+def test_a_slice_on_its_own_is_a_packed_batch(layout: str, size: int) -> None:
+    batch = BATCHES[layout](size)
+    for rank in range(size):
+        group = ContextGroup(size, rank)
+        part = group.split(batch)
+        alone = group.on_its_own(part)
+        assert alone.cu_seqlens is not None and alone.max_seqlen == batch.max_seqlen // size
+        lengths = alone.cu_seqlens.diff().tolist()
+        assert sum(lengths) == alone.num_tokens and max(lengths) <= alone.max_seqlen
+        assert alone.position_ids[0].tolist() == [position for length in lengths for position in range(length)]
+        assert torch.equal(alone.input_ids, part.input_ids)
+
+
+# --- collate and pack
+# --------------------------------------------------------------------------------------------------
+
+
+@sizes
+def test_packed_documents_are_padded_to_a_multiple(size: int) -> None:
+    multiple = 2 * size
+    batch = _packed(size)
+    assert batch.attention_mask is not None and batch.attention_mask.dtype == torch.bool
+    assert all(bound % multiple == 0 for bound in _bounds(batch))
+    found = []
+    for start, end in zip(_bounds(batch), _bounds(batch)[1:], strict=False):
+        real = batch.attention_mask[0, start:end]
+        length = int(real.sum())
+        assert real[:length].all()  # padding lies at the end
+        assert batch.position_ids[0, start:end].tolist() == list(range(end - start))
+        assert (batch.input_ids[0, start + length : end] == PAD).all()
+        assert (batch.labels[0, start + max(length - 1, 0) : end] == IGNORED).all()
+        if length:
+            assert end - start == -(-length // multiple) * multiple
+            found.append(batch.input_ids[0, start : start + length].tolist())
+    assert sorted(found) == sorted(document.input_ids.tolist() for document in DOCUMENTS)
+
+
+def test_without_context_parallelism_nothing_is_padded() -> None:
+    assert document_multiple(1) == 1
+    batch = _packed(1)
+    assert batch.attention_mask is None
+    lengths = np.diff(_bounds(batch)).tolist()
+    assert all(length in lengths for length in LENGTHS)
+
+
+@sizes
+def test_padded_rows_are_a_multiple_of_what_each_rank_needs(size: int) -> None:
+    width = PaddedCollate(1, 4096, PAD, context_size=size)([[_document(200, 0)]]).max_seqlen
+    assert width % (128 * size) == 0 and 200 <= width < 200 + 128 * size
+
+
+def test_rows_are_packed_by_padded_lengths() -> None:
+    lengths = np.random.default_rng(0).integers(1, 257, size=500)
+    plan = pack(lengths, 256, 16)
+    rounded = -(-lengths // 16) * 16
+    assert sorted(plan.samples.tolist()) == list(range(500))
+    assert all(rounded[plan[row]].sum() <= 256 for row in range(len(plan)))
+    assert any(lengths[plan[row]].sum() < rounded[plan[row]].sum() for row in range(len(plan)))
+    with pytest.raises(ValueError, match="250 tokens cannot be filled"):
+        pack([3], 250, 16)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        PackedCollate(1, 90, PAD, 4)([])
+    with pytest.raises(ValueError, match="more than 16 tokens"):  # fits without padding
+        PackedCollate(1, 16, PAD, 4)([[_document(7, 0), _document(9, 1)]])
+
+
+# --- loss and gradients
+# ------------------------------------------------------------------------------------------------
+
+
+class TinyDecoder(nn.Module):
+    """Two layers of rotary attention and MLP that compute the slices of all ranks of a group, in fp64.
+
+    Tokens of different slices meet in attention alone, where every rank's queries see the keys of all ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 16, dtype=torch.float64)
+        self.qkv = nn.ModuleList(nn.Linear(16, 48, dtype=torch.float64) for _ in range(2))
+        self.mlp = nn.ModuleList(nn.Linear(16, 16, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, parts: Sequence[Batch]) -> Tensor:
+        """The sum over the slices of their summed cross entropy."""
+        documents = [_document_numbers(part, len(parts)) for part in parts]
+        positions = [part.position_ids[0] for part in parts]
+        all_documents, all_positions = torch.cat(documents), torch.cat(positions)
+        hidden = [self.embedding(part.input_ids[0]) for part in parts]
+        for qkv, mlp in zip(self.qkv, self.mlp, strict=True):
+            projected = [qkv(x).chunk(3, dim=-1) for x in hidden]
+            keys = torch.cat([_rotate(k, p) for (_q, k, _v), p in zip(projected, positions, strict=True)])
+            values = torch.cat([v for _q, _k, v in projected])
+            for rank, (q, _k, _v) in enumerate(projected):
+                visible = (documents[rank][:, None] == all_documents) & (positions[rank][:, None] >= all_positions)
+                attended = F.scaled_dot_product_attention(
+                    _rotate(q, positions[rank])[None], keys[None], values[None], visible
+                )
+                hidden[rank] = hidden[rank] + attended[0]
+                hidden[rank] = hidden[rank] + torch.tanh(mlp(hidden[rank]))
+        losses = [
+            linear_cross_entropy_sum(x[None], self.embedding.weight, part.labels)
+            for x, part in zip(hidden, parts, strict=True)
+        ]
+        return torch.stack(losses).sum()
+
+
+def _document_numbers(part: Batch, size: int) -> Tensor:
+    """The number of the document that each token of a slice belongs to."""
+    bounds = torch.tensor(_bounds(part)) // size
+    return torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
+
+
+def _rotate(x: Tensor, positions: Tensor) -> Tensor:
+    angles = positions[:, None].double() * torch.logspace(0, -2, x.shape[-1] // 2, dtype=torch.float64)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat(
+        (first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()), dim=-1
+    )
+
+
+def _loss_and_gradients(parts: Sequence[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
+    model = TinyDecoder()
+    loss = model(parts)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@sizes
+@layouts
+def test_slices_give_the_loss_and_gradients_of_the_whole(layout: str, size: int) -> None:
+    split_loss, split_gradients = _loss_and_gradients(_slices(BATCHES[layout](size), size))
+    # The reference has neither slices nor, where documents are packed, their padding.
+    whole = BATCHES[layout](1)
+    if whole.cu_seqlens is None:
+        whole = dataclasses.replace(
+            whole,
+            input_ids=whole.input_ids.view(1, -1),
+            labels=whole.labels.view(1, -1),
+            position_ids=whole.position_ids.view(1, -1),
+            cu_seqlens=torch.tensor(_bounds(whole), dtype=torch.int32),
+        )
+    loss, gradients = _loss_and_gradients([whole])
+    torch.testing.assert_close(split_loss, loss, rtol=1e-12, atol=0)
+    assert split_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(split_gradients[name], gradient, rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_what_padding_holds_changes_no_loss_and_no_gradient() -> None:
+    results = []
+    for pad in (PAD, 17):
+        rows = [[DOCUMENTS[0], DOCUMENTS[2]], [DOCUMENTS[1]]]
+        results.append(_loss_and_gradients(_slices(PackedCollate(3, 96, pad, 4)(rows), 4)))
+    assert torch.equal(results[0][0], results[1][0])
+    for name, gradient in results[0][1].items():
+        torch.testing.assert_close(gradient, results[1][1][name], rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_swapped_chunks_would_be_noticed() -> None:
+    parts = _slices(_packed(2), 2)
+    wrong = [parts[0], dataclasses.replace(parts[1], position_ids=parts[1].position_ids.flip(1))]
+    loss, _ = _loss_and_gradients(parts)
+    wrong_loss, _ = _loss_and_gradients(wrong)
+    assert abs(float(wrong_loss - loss)) > 1e-3 * float(loss)
+
+
+# --- ranks
+# -------------------------------------------------------------------------------------------------------------
+
+
+def _of_rank(rank: int, world_size: int, size: int, address: str) -> None:
+    """What a rank of a launch does: join its group, load its slices, count over all ranks."""
+    dist.init_process_group("gloo", init_method=f"file://{address}", rank=rank, world_size=world_size)
+    group = ContextGroup.of_rank(size, rank).connected("cpu")
+    assert group.process_group is not None and dist.get_rank(group.process_group) == group.rank
+    ranks = dist.get_process_group_ranks(group.process_group)
+    collate = SplitCollate(PackedCollate(2, 64, PAD, size), group.split)
+    readers = [lambda document=document: [document] for document in DOCUMENTS]
+    loader = EvalLoader(readers, collate, 2, Share(rank // size, world_size // size))  # type: ignore[arg-type]
+    counts, row_ids = torch.zeros(len(COUNTS), dtype=torch.int64), []
+    for batch in loader:
+        counts += torch.tensor([getattr(batch, name) for name in COUNTS])
+        row_ids += batch.row_ids
+    dist.all_reduce(counts)
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, (group.rank, ranks, row_ids, len(loader)))
+    if rank == 0:
+        Path(f"{address}.result").write_text(json.dumps([counts.tolist(), gathered]))
+    dist.destroy_process_group()
+
+
+def test_consecutive_ranks_share_rows_and_count_each_token_once(tmp_path: Path) -> None:
+    world_size, size = 4, 2
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["llm_fp8.distributed.context_parallel"])
+    address = str(tmp_path / "rendezvous")
+    processes = [
+        context.Process(target=_of_rank, args=(rank, world_size, size, address), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * world_size
+    counts, gathered = json.loads(Path(f"{address}.result").read_text())
+    whole = PackedCollate(2, 64, PAD, size)
+    batches = [
+        whole([[document] for document in DOCUMENTS[start : start + 2]]) for start in range(0, len(DOCUMENTS), 2)
+    ]
+    batches += [whole([])] * (sum(entry[3] for entry in gathered) // size - len(batches))
+    assert counts == [sum(getattr(batch, name) for batch in batches) for name in COUNTS]
+    assert [entry[0] for entry in gathered] == [0, 1, 0, 1]
+    assert [entry[1] for entry in gathered] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert gathered[0][2] == gathered[1][2] and gathered[2][2] == gathered[3][2]
+    assert sorted(gathered[0][2] + gathered[2][2]) == list(range(len(DOCUMENTS)))
+
+
+# --- what is refused
+# ---------------------------------------------------------------------------------------------------
+
+
+def _check(
+    *options: str, windows: Sequence[int | None] = (None, None), compute: str = "bf16", multiple: int = 1
+) -> None:
+    config = parse_config(["--use_te", "--context_parallel_size", "4", *options], parallel=True)
+    check_context_parallel(config, windows, compute, multiple)
+
+
+def test_what_works_passes() -> None:
+    _check("--max_seq_length", "65536", "--batch_size", "1", multiple=128)
+    config = parse_config(["--max_seq_length", "30"], parallel=True)
+    check_context_parallel(config, [24], "fp32", 16)  # one rank per row: nothing of this matters
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "named"),
+    [
+        ((), {"windows": (None, 4096)}, "sliding_window"),
+        ((), {"compute": "fp32"}, "--mixed_precision bf16 or fp8"),
+        (("--max_seq_length", "100", "--batch_size", "4"), {}, "--max_seq_length 100 is not a multiple of 8"),
+        (("--max_seq_length", "528", "--batch_size", "1"), {"multiple": 16}, "multiple of 64"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(options: tuple[str, ...], arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named) as error:
+        _check(*options, **arguments)
+    assert "--context_parallel_size 4" in str(error.value) and "\n" not in str(error.value)

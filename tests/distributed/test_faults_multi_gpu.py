@@ -1,0 +1,68 @@
+"""A rank that is signalled or killed under NCCL, and checkpoints written beside training: nothing is lost. As a user
+starts it, with torchrun.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.test_modes_multi_gpu import models  # noqa: F401 (a fixture)
+from tests.support.faults import START_S, kill_one_rank_and_restart, kill_one_rank_in_a_save, signal_one_rank
+from tests.support.launches import Torchrun
+from tests.support.small import assert_goes_on, run_json, write_rows
+
+pytestmark = pytest.mark.multi_gpu
+
+DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+"""With it the gradients of attention are the same bits every time."""
+
+
+@pytest.fixture
+def options(models, tmp_path) -> list[str]:  # noqa: F811
+    """Of a short run in fp8, but for its folder."""
+    return [
+        f"--model_name={models['llama3_rope_gqa']}", f"--dataset_name={write_rows(tmp_path / 'rows.jsonl', 64)}", "--validation_fraction=0",
+        "--use_te", "--mixed_precision=fp8", "--sharding_mode=fsdp_full", "--max_seq_length=256",
+    ]  # fmt: skip
+
+
+def test_a_signal_to_one_rank_stops_all_after_saving(options, tmp_path, record_property):
+    folder = tmp_path / "run"
+    training = [*options, "--log_every=1", f"--output_dir={folder}"]
+    record_property("codes", signal_one_rank(functools.partial(Torchrun, tmp_path / "log", *training), folder))
+    assert json.loads((folder / "summary.json").read_text())["stopped_by"] == "SIGTERM"
+
+
+def test_a_rank_killed_in_a_save_ends_all_and_leaves_complete_checkpoints(options, tmp_path, record_property):
+    folder = tmp_path / "run"
+    training = [*options, "--log_every=1", f"--output_dir={folder}"]
+    codes = kill_one_rank_in_a_save(functools.partial(Torchrun, tmp_path / "log", *training), folder, within_s=60)
+    record_property("codes", codes)
+    assert f"Signal {signal.SIGKILL.value} (SIGKILL) received" in (tmp_path / "log").read_text()
+
+
+def test_torchrun_restarts_and_the_run_goes_on(options, tmp_path):
+    kill_one_rank_and_restart(tmp_path, *options)
+
+
+def train(folder: Path, *options: str) -> None:
+    """A run that ends well, on the same bits each time."""
+    log = folder.with_name(f"{folder.name}.log")
+    with Torchrun(log, *options, f"--output_dir={folder}", **DETERMINISTIC) as launch:
+        assert launch.end(START_S) == {}, launch.printed()
+
+
+def test_a_checkpoint_saved_beside_training_holds_every_bit(options, tmp_path):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    training = [*options, "--log_every=1", "--max_steps=6", "--async_save", "--save_every=2", "--save_total_limit=9"]
+    train(whole, *training)
+    checkpoint = whole / "checkpoints" / "step-00000002"
+    assert f"saving {checkpoint} in the background" in whole.with_name("whole.log").read_text()
+    train(resumed, *training, f"--resume_from={checkpoint}")
+    assert run_json(resumed)["resumed_after_step"] == 2
+    assert_goes_on(whole, resumed, completed=2)

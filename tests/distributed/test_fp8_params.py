@@ -1,0 +1,358 @@
+"""fp8 parameters: what is refused, and the bookkeeping of masters, gradients and scales on two processes.
+
+Transformer Engine needs a GPU, so a tensor stands in for its `Float8Tensor`: it has the same extension points for
+FSDP2, the same identity of its scale, and torch's own cast. FSDP2, DTensor, the optimizer and the collectives are the
+real ones. What TE makes of fp8 parameters is checked on GPUs (tests/support/fp8_params_check.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from llm_fp8.config.options import OptimConfig, ParallelConfig
+from llm_fp8.config.parser import parse_config
+from llm_fp8.distributed.fp8_params import check_fp8_params, master_of, requantise_, scales_of
+from llm_fp8.distributed.fsdp import FsdpStrategy
+from llm_fp8.distributed.sharding_mode import check_mode
+from llm_fp8.models.weight_shards import row_block
+from llm_fp8.optim.optimizers import build_optimizer
+from llm_fp8.optim.state import optimizer_tensors
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
+from tests.models.test_weight_shards import on_ranks
+from tests.support.counted_gather import CountedAllGather
+
+LARGEST = 448.0
+NUM_LAYERS, WIDTH, ROWS = 3, 16, 4
+STEPS, MICRO_BATCHES = 3, 2
+MAX_NORM = 0.05
+OPTIM = OptimConfig(learning_rate=1e-3, weight_decay=0.1)
+
+
+# --- What stands in for Transformer Engine
+# -------------------------------------------------------------------------------------
+
+
+class StandInFloat8(torch.Tensor):
+    """A tensor of nominal `dtype` that holds bytes and the reciprocal of their scale, and knows what FSDP2 asks of
+    it.
+    """
+
+    @staticmethod
+    def __new__(cls, data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> StandInFloat8:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device
+        )
+        made.bytes, made.scale_inv = data, scale_inv
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return torch.UntypedStorage(0)  # as TE has it; FSDP2 compares addresses
+
+    def dequantize(self) -> Tensor:
+        return (self.bytes.view(torch.float8_e4m3fn).float() * self.scale_inv).to(self.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default, torch.ops.aten.as_strided.default):
+            data = func(args[0].bytes, *args[1:], **(kwargs or {}))
+            return StandInFloat8(data, args[0].scale_inv, args[0].dtype)
+        return func(*(arg.dequantize() if isinstance(arg, StandInFloat8) else arg for arg in args), **(kwargs or {}))
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[Any, Any]:
+        return (self.bytes,), (self.scale_inv, False, True, "e4m3")
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        scale_inv, rowwise, columnwise, _ = metadata
+        assert (rowwise, columnwise) == (True, False)
+        if out is not None:
+            out.bytes = outputs[0]
+            return None
+        return StandInFloat8(outputs[0], scale_inv, dtype), outputs
+
+
+class StandInQuantizer:
+    """The module's own, of a recipe that is not delayed scaling."""
+
+    dtype, internal = "e4m3", True
+
+    def set_usage(self, rowwise: bool, columnwise: bool) -> None:
+        assert rowwise and not columnwise
+
+    def __call__(self, rows: Tensor) -> StandInFloat8:
+        return StandInFloat8(torch.zeros(rows.shape, dtype=torch.uint8), torch.zeros(1), rows.dtype)
+
+
+class GivenScaleQuantizer:
+    """TE's `Float8Quantizer`."""
+
+    def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: str, *, rowwise: bool, columnwise: bool) -> None:
+        self.scale = scale
+
+    def update_quantized(self, rows: Tensor, out: StandInFloat8) -> None:
+        out.bytes.copy_((rows * self.scale).to(torch.float8_e4m3fn).view(torch.uint8))
+        out.scale_inv.copy_(1 / self.scale)
+
+
+class StandInLinear(nn.Linear):
+    """What fp8_params asks of a TE module."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, device="meta")
+        self.param_init_meta = {
+            "weight": SimpleNamespace(fp8_meta_index=1),
+            "bias": SimpleNamespace(fp8_meta_index=None),
+        }
+        self.primary_weights_in_fp8 = False
+
+    def init_fp8_metadata(self, num_gemms: int) -> None:
+        assert num_gemms == 1
+        self.quantizers = {"scaling_fwd": [None, StandInQuantizer()]}
+
+
+@contextlib.contextmanager
+def quantized_model_init(enabled: bool, recipe: Any) -> Iterator[None]:
+    yield
+
+
+def install_stand_in() -> None:
+    names = ["transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.tensor"]
+    for name in [*names, f"{names[-1]}.float8_tensor"]:
+        sys.modules[name] = ModuleType(name)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, sys.modules[name])
+    sys.modules["transformer_engine.pytorch"].quantized_model_init = quantized_model_init
+    sys.modules[f"{names[-1]}.float8_tensor"].Float8Quantizer = GivenScaleQuantizer
+
+
+class SmallModel(nn.Module):
+    """Layers, the last of which is not in fp8, and a norm outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(StandInLinear() for _ in range(NUM_LAYERS))
+        self.norm = nn.RMSNorm(WIDTH, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return (self.norm(x) - 1).square().mean()
+
+
+def precision_of(modules: Any, scenario: str = "current") -> Any:
+    recipe = SimpleNamespace(fp8_format=SimpleNamespace(value=SimpleNamespace(max_fwd=LARGEST)))
+    return SimpleNamespace(
+        plan=SimpleNamespace(effective_scenario=scenario, recipe=recipe), fp8_modules=frozenset(modules)
+    )
+
+
+def initial(name: str, shape: torch.Size) -> Tensor:
+    """The largest magnitude of every matrix is in its last row, which the last rank holds."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    value = torch.randn(shape, generator=generator) * 0.1
+    if value.ndim == 2:
+        value[-1] *= 10
+    return value
+
+
+def batch(step: int, micro_batch: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank)
+    return torch.randn((ROWS, WIDTH), generator=generator)
+
+
+def cast(master: Tensor) -> Tensor:
+    """The values that a weight has in fp8."""
+    scale = LARGEST / master.abs().max()
+    return (master * scale).to(torch.float8_e4m3fn).float() * (1 / scale)
+
+
+# --- On two processes
+# ----------------------------------------------------------------------------------------------------------
+
+
+def train_in_fp8(
+    rank: int, mode: str, compute_dtype: torch.dtype, sync_every_micro_batch: bool = False
+) -> dict[str, Any]:
+    """Of four ranks two and two have the same rows, so that the mean over ranks is that of two."""
+    install_stand_in()
+    options = ParallelConfig(fp8_params=True, sync_every_micro_batch=sync_every_micro_batch)
+    engine = FsdpStrategy(mode, Accelerator(cpu=True), options, compute_dtype, 2)
+    model = SmallModel()
+    engine.keep_in_fp8(precision_of(list(model.layers)[:-1]))
+    engine.shard(model, model.layers)
+    for name, parameter in model.named_parameters():
+        block = row_block(parameter)
+        block.data.copy_(initial(name, parameter.shape)[block.start : block.start + len(block.data)])
+    optimizer = build_optimizer(OPTIM, engine.resolve_optimizer("auto", compute_dtype), model.named_parameters())
+    model, optimizer = engine.prepare(model, optimizer)
+    parameters = list(model.parameters())
+    gathers = CountedAllGather(model)
+    norms = []
+    for step in range(STEPS):
+        for micro_batch in range(MICRO_BATCHES):
+            with engine.micro_batch(model, last=micro_batch == MICRO_BATCHES - 1):
+                loss = model(batch(step, micro_batch, rank % 2).to(compute_dtype)).float() / MICRO_BATCHES
+                engine.backward(loss / dist.get_world_size())
+        norms.append(float(engine.step(optimizer, parameters, MAX_NORM)))
+    gathered = list(gathers.sent_bytes)
+    with torch.no_grad():
+        model(batch(0, 0, 0).to(compute_dtype))
+    named = dict(model.named_parameters())
+    fp8 = {name: parameter for name, parameter in named.items() if isinstance(parameter._local_tensor, StandInFloat8)}
+    result = {
+        "norms": norms,
+        "gathered": gathered,
+        "masters": {name: engine.full_tensor(parameter).clone() for name, parameter in named.items()},
+        "rows": {name: (row_block(p).start, p._local_tensor.dequantize().clone()) for name, p in fp8.items()},
+        "scale_inv": {name: float(parameter._local_tensor.scale_inv) for name, parameter in fp8.items()},
+        "state": sorted(optimizer_tensors(optimizer, [(name, master_of(p)) for name, p in named.items()])),
+        "left_gradients": sum(p.grad is not None or master_of(p).grad is not None for p in parameters),
+        "is_optimized": all(
+            any(master_of(p) is q for g in optimizer.param_groups for q in g["params"]) for p in parameters
+        ),
+        "local": {name: engine.local_tensor(parameter).dtype for name, parameter in named.items()},
+    }
+    # A checkpoint is read into the masters.
+    with torch.no_grad():
+        for parameter in fp8.values():
+            master_of(parameter)._local_tensor.mul_(2)
+    requantise_(model)
+    result["scale_inv_of_doubled"] = {name: float(parameter._local_tensor.scale_inv) for name, parameter in fp8.items()}
+    return result
+
+
+def train_whole() -> tuple[list[float], dict[str, Tensor]]:
+    """The same in one process: gradients of the loss at the fp8 values move fp32 weights."""
+    masters = {name: nn.Parameter(initial(name, p.shape)) for name, p in SmallModel().named_parameters()}
+    optimizer = build_optimizer(OPTIM, "adamw_fp32", masters.items())
+    norms = []
+    for step in range(STEPS):
+        used = {name: cast(p.detach()) if is_fp8(name) else p.detach().clone() for name, p in masters.items()}
+        used = {name: value.requires_grad_() for name, value in used.items()}
+        for micro_batch in range(MICRO_BATCHES):
+            for rank in range(2):
+                x = batch(step, micro_batch, rank)
+                for layer in range(NUM_LAYERS):
+                    x = x + torch.tanh(F.linear(x, used[f"layers.{layer}.weight"], used[f"layers.{layer}.bias"]))
+                normed = F.rms_norm(x, (WIDTH,), used["norm.weight"])
+                ((normed - 1).square().mean() / MICRO_BATCHES / 2).backward()
+        for name, parameter in masters.items():
+            parameter.grad = used[name].grad
+        norm = nn.utils.clip_grad_norm_(masters.values(), MAX_NORM)
+        norms.append(float(norm))
+        optimizer.step()
+    return norms, {name: parameter.detach() for name, parameter in masters.items()}
+
+
+def is_fp8(name: str) -> bool:
+    return name.endswith("weight") and name.startswith("layers.") and not name.startswith(f"layers.{NUM_LAYERS - 1}.")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "mode", "sync_every_micro_batch"),
+    [
+        (2, "fsdp_full", False),
+        (2, "fsdp_grad", False),
+        (2, "fsdp_full", True),
+        (2, "fsdp_grad", True),
+        (4, "fsdp_hybrid", False),
+    ],
+)
+def test_masters_take_the_steps_of_one_process(
+    tmp_path: Path, num_ranks: int, mode: str, sync_every_micro_batch: bool
+) -> None:
+    norms, masters = train_whole()
+    assert max(norms) > 2 * MAX_NORM, "a step must be clipped for this to mean anything"
+    for result in on_ranks(num_ranks, tmp_path / "ranks", train_in_fp8, mode, torch.float32, sync_every_micro_batch):
+        assert result["norms"] == pytest.approx(norms, rel=1e-5)
+        assert result["is_optimized"] and result["left_gradients"] == 0
+        assert set(result["local"].values()) == {torch.float32}
+        assert len(result["state"]) == 3 * len(masters)
+        for name, master in masters.items():
+            torch.testing.assert_close(result["masters"][name], master, rtol=1e-5, atol=1e-7)
+            moved = (master - initial(name, master.shape)).abs().max()
+            assert 1e-4 < moved < 1e-2
+        assert result["rows"].keys() == {name for name in masters if is_fp8(name)}
+        for name, (start, rows) in result["rows"].items():
+            master = result["masters"][name]
+            torch.testing.assert_close(rows, cast(master)[start : start + len(rows)], rtol=1e-6, atol=0)
+            assert result["scale_inv"][name] == pytest.approx(float(master.abs().max()) / LARGEST)
+            assert result["scale_inv_of_doubled"][name] == pytest.approx(2 * result["scale_inv"][name])
+
+
+def test_weights_are_gathered_as_bytes(tmp_path: Path) -> None:
+    results = on_ranks(2, tmp_path / "ranks", train_in_fp8, "fsdp_full", torch.bfloat16)
+    elements, bias, gathers = WIDTH * WIDTH // 2, WIDTH // 2, STEPS * MICRO_BATCHES * 2
+    for result in results:
+        assert result["gathered"].count(elements + 2 * bias) == gathers * (NUM_LAYERS - 1)
+        assert result["gathered"].count(2 * elements + 2 * bias) == gathers
+    assert results[0]["norms"] == results[1]["norms"] == pytest.approx(train_whole()[0], rel=5e-2)
+
+
+# --- Numbers and refusals
+# ------------------------------------------------------------------------------------------------------
+
+
+def test_scales() -> None:
+    largest = torch.tensor([1.0, 448.0, 0.0, torch.inf, 1e-38])
+    assert scales_of(largest, LARGEST).tolist() == [448.0, 1.0, 1.0, 0.0, torch.finfo(torch.float32).max]
+
+
+@pytest.mark.parametrize("scenario", ["block", "mxfp8", None])
+def test_recipes_of_several_scales_are_refused(scenario: str | None) -> None:
+    with pytest.raises(UserError, match="--fp8_params keeps one scale per weight"):
+        check_fp8_params(precision_of([], scenario), 2)
+
+
+def test_rows_that_cannot_be_split_evenly_are_refused() -> None:
+    precision = precision_of([nn.Linear(8, 48)])
+    check_fp8_params(precision, 16)
+    with pytest.raises(UserError, match="a weight of 48 x 8 cannot be split over 5 GPUs"):
+        check_fp8_params(precision, 5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("ddp", ["--use_te", "--mixed_precision=fp8"]),
+        ("deepspeed_3", ["--use_te", "--mixed_precision=fp8"]),
+        ("fsdp_offload", ["--use_te", "--mixed_precision=fp8"]),
+        ("fsdp_full", ["--mixed_precision=fp8"]),
+        ("fsdp_full", ["--use_te", "--mixed_precision=bf16"]),
+    ],
+)
+def test_modes_without_fp8_parameters_are_refused(mode: str, options: list[str]) -> None:
+    config = parse_config([*options, "--fp8_params", f"--sharding_mode={mode}"], parallel=True)
+    with pytest.raises(UserError, match="--fp8_params needs an fsdp mode"):
+        check_mode(config, mode, LaunchRanks(world_size=2), "bf16")
+
+
+def optimizer_kind(rank: int, requested: str) -> str:
+    engine = FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(fp8_params=True), torch.bfloat16, 1)
+    try:
+        return engine.resolve_optimizer(requested, torch.bfloat16)
+    except UserError as error:
+        return str(error)
+
+
+def test_optimizers_without_fp32_masters_are_refused(tmp_path: Path) -> None:
+    assert on_ranks(1, tmp_path / "auto", optimizer_kind, "auto") == ["adamw_fp32"]
+    (said,) = on_ranks(1, tmp_path / "bf16", optimizer_kind, "adamw_master")
+    assert said.startswith("--fp8_params keeps fp32 masters, which --optimizer adamw_master does not have")

@@ -1,0 +1,201 @@
+"""Training in several processes: the same mathematics in every sharding mode, resumed, stopped, killed. gloo on the
+CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm_fp8.data import tokenise
+from tests.support.faults import kill_one_rank_in_a_save, signal_one_rank
+from tests.support.launches import Forked
+from tests.support.processes import exit_code, start_ranks
+from tests.support.reference import check_against_reference, reference_options
+from tests.support.small import assert_goes_on, run_json, steps
+
+
+def run_ranks(num_ranks: int, folder: Path, *options: object) -> str:
+    """Train in so many processes, which all have to end well; returns what they printed."""
+    log = folder.with_name(f"{folder.name}.log")
+    codes = [exit_code(process) for process in start_ranks(num_ranks, log, *options)]
+    assert codes == [0] * num_ranks, log.read_text()
+    return log.read_text()
+
+
+MODES = [
+    # ranks, mode, rows of a micro-batch, micro-batches, more
+    (1, "fsdp_full", 8, 2, []),
+    (2, "ddp", 4, 2, []),
+    (2, "ddp", 3, 3, ["--gradient_checkpointing"]),
+    (2, "fsdp_full", 8, 1, ["--gradient_checkpointing"]),
+    (2, "fsdp_full", 2, 4, []),
+    (
+        2,
+        "fsdp_full",
+        4,
+        2,
+        ["--sync_every_micro_batch", "--gradient_checkpointing", "--gradient_checkpointing_every=2"],
+    ),
+    (2, "fsdp_grad", 4, 2, []),
+    (2, "fsdp_offload", 4, 2, []),
+    (3, "fsdp_full", 2, 3, []),
+    (4, "fsdp_full", 1, 4, []),
+    (4, "fsdp_hybrid", 2, 2, ["--hybrid_shard_size=2"]),
+    (8, "fsdp_hybrid", 1, 2, ["--hybrid_shard_size=4"]),
+    (8, "fsdp_full", 1, 2, []),
+    (4, "ddp", 2, 2, []),
+    (8, "ddp", 1, 2, []),
+    (4, "fsdp_grad", 2, 2, []),
+    (4, "fsdp_offload", 4, 1, []),
+    (2, "deepspeed_1", 4, 2, []),
+    (2, "deepspeed_2", 2, 4, []),
+    (2, "deepspeed_3", 4, 2, ["--gradient_checkpointing"]),
+    (4, "deepspeed_1", 2, 2, []),
+    (4, "deepspeed_2", 4, 1, []),
+    (4, "deepspeed_3", 2, 2, []),
+]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "mode", "batch_size", "accumulation", "more"),
+    MODES,
+    ids=[f"{ranks}-{mode}-{size}x{accumulation}" for ranks, mode, size, accumulation, _ in MODES],
+)
+def test_a_step_is_the_reference_in_every_mode(
+    tmp_path, tiny_model, sixteen_rows, num_ranks, mode, batch_size, accumulation, more
+):
+    cut = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}", f"--sharding_mode={mode}"]
+    run_ranks(num_ranks, tmp_path, *reference_options(tiny_model, sixteen_rows, tmp_path), *cut, *more)
+    check_against_reference(tmp_path, tiny_model, sixteen_rows, False)
+    assert run_json(tmp_path)["effective"]["sharding_mode"] == mode
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
+def test_packed_rows_and_tied_embeddings_too(tmp_path, tied_model, sixteen_rows, mode):
+    cut = ["--batch_size=2", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}", "--packing"]
+    run_ranks(2, tmp_path, *reference_options(tied_model, sixteen_rows, tmp_path), *cut)
+    check_against_reference(tmp_path, tied_model, sixteen_rows, False)
+
+
+def test_random_weights_are_the_same_in_every_mode(tmp_path, tiny_model, rows):
+    losses = []
+    for num_ranks, mode in ((1, "auto"), (2, "ddp"), (2, "fsdp_full"), (3, "fsdp_grad")):
+        folder = tmp_path / f"{num_ranks}-{mode}"
+        rows_of_rank = 6 // num_ranks
+        options = [*options_of_short_run(tiny_model, rows, folder), "--random_init", "--max_steps=2", "--no_export"]
+        run_ranks(num_ranks, folder, *options, f"--batch_size={rows_of_rank}", f"--sharding_mode={mode}")
+        losses.append([step["loss"] for step in steps(folder)])
+    assert all(other == pytest.approx(losses[0], rel=1e-5) for other in losses[1:])
+
+
+def options_of_short_run(model: str, rows: str, folder: Path) -> list[str]:
+    return [
+        f"--model_name={model}", f"--dataset_name={rows}", "--validation_fraction=0", "--max_seq_length=256", "--learning_rate=1e-3",
+        "--log_every=1", "--save_every=2", f"--output_dir={folder}",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mode", "saving"),
+    [
+        ("ddp", []),
+        ("fsdp_full", []),
+        ("fsdp_full", ["--async_save"]),
+        ("deepspeed_1", []),
+        ("deepspeed_3", []),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "waiting",
+)
+def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_model, rows, mode, saving):
+    """Bit for bit on as many ranks; to rounding on another number of them, at the same global batch."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    cut = ["--batch_size=3", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}", *saving]
+    run_ranks(2, whole, *options_of_short_run(tiny_model, rows, whole), *cut, "--max_steps=6")
+    run_ranks(
+        2, stopped, *options_of_short_run(tiny_model, rows, stopped), *cut, "--max_steps=6", "--save_total_limit=9"
+    )
+    checkpoint = stopped / "checkpoints" / "step-00000002"
+    expected = [step["loss"] for step in steps(whole)]
+    again = tmp_path / "again"
+    run_ranks(
+        2, again, *options_of_short_run(tiny_model, rows, again), *cut, "--max_steps=6", f"--resume_from={checkpoint}"
+    )
+    assert_goes_on(whole, again, completed=2)
+    if mode.startswith("deepspeed"):
+        folder, log = tmp_path / "other", tmp_path / "other.log"
+        options = [
+            *options_of_short_run(tiny_model, rows, folder),
+            *cut,
+            "--max_steps=6",
+            f"--resume_from={checkpoint}",
+        ]
+        assert [exit_code(process) for process in start_ranks(3, log, *options)] == [2, 2, 2]
+        assert "was saved by 2 processes under DeepSpeed" in log.read_text()
+    if mode.startswith("deepspeed") or saving:
+        return
+    for num_ranks, accumulation in ((1, 4), (4, 1)):
+        folder = tmp_path / f"on-{num_ranks}"
+        options = options_of_short_run(tiny_model, rows, folder)
+        cut = ["--batch_size=3", f"--gradient_accumulation_steps={accumulation}", f"--sharding_mode={mode}"]
+        run_ranks(num_ranks, folder, *options, *cut, "--max_steps=6", f"--resume_from={checkpoint}")
+        assert [step["loss"] for step in steps(folder)] == pytest.approx(expected[2:], rel=1e-5)
+
+
+def test_a_signal_to_one_rank_stops_all_after_saving(tmp_path, tiny_model, rows):
+    folder = tmp_path / "run"
+    options = [*options_of_short_run(tiny_model, rows, folder), "--sharding_mode=fsdp_full"]
+    codes = signal_one_rank(functools.partial(Forked, 2, tmp_path / "log", *options), folder)
+    assert codes == {0: 143, 1: 143}
+
+
+def test_a_rank_killed_in_a_save_ends_all_and_leaves_complete_checkpoints(tmp_path, tiny_model, rows):
+    folder = tmp_path / "run"
+    options = [*options_of_short_run(tiny_model, rows, folder), "--sharding_mode=fsdp_full"]
+    codes = kill_one_rank_in_a_save(functools.partial(Forked, 3, tmp_path / "log", *options), folder, within_s=30)
+    assert codes == {0: 2, 1: -signal.SIGKILL, 2: 2}
+
+
+def test_a_run_that_fails_first_completes_what_it_is_saving(tmp_path, tiny_model, rows):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    options = [
+        *options_of_short_run(tiny_model, rows, folder),
+        "--save_every=1",
+        "--async_save",
+        "--sharding_mode=fsdp_full",
+    ]
+    blows_up = ["--learning_rate=1e20", "--lr_scheduler=constant", "--max_steps=6"]
+    ranks = start_ranks(2, log, *options, *blows_up)
+    assert [exit_code(rank) for rank in ranks] == [2, 2], log.read_text()
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert "latest" in names and not [name for name in names if name.startswith(".tmp-")]
+
+
+def note_tokenising(folder: Path) -> None:
+    """Let this process leave a file named after its rank in `folder` when it tokenises."""
+    original = tokenise.tokenise_rows
+
+    def tokenise_rows(*arguments: Any) -> Any:
+        (folder / os.environ["RANK"]).touch()
+        return original(*arguments)
+
+    tokenise.tokenise_rows = tokenise_rows
+
+
+def test_one_process_of_a_host_prepares_the_data(tmp_path, tiny_model, rows):
+    folder, log, noted = tmp_path / "run", tmp_path / "log", tmp_path / "noted"
+    noted.mkdir()
+    options = [
+        *options_of_short_run(tiny_model, rows, folder),
+        "--max_steps=1",
+        f"--data_cache_dir={tmp_path / 'cache'}",
+    ]
+    ranks = start_ranks(3, log, *options, "--sharding_mode=ddp", first=functools.partial(note_tokenising, noted))
+    assert [exit_code(rank) for rank in ranks] == [0, 0, 0], log.read_text()
+    assert [path.name for path in noted.iterdir()] == ["0"]
+    assert len(list((tmp_path / "cache").glob("*.arrow"))) == 1

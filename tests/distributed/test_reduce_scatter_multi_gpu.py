@@ -1,0 +1,33 @@
+"""Gradients' rows from the backward pass's own memory, where whole gradients were: the steps are FSDP2's, and as
+much less is reserved.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks.prediction_records import bundled_size
+from llm_fp8.utils.subprocesses import torchrun
+
+pytestmark = pytest.mark.multi_gpu
+
+CHECK = Path(__file__).resolve().parents[1] / "support" / "reduce_scatter_check.py"
+
+
+@pytest.mark.parametrize("arm", ["fsdp_grad:delayed", "fsdp_full:bf16", "fsdp_full:delayed:sync"])
+def test_the_steps_are_those_of_fsdp2_with_less_memory_reserved(arm, record_property):
+    done = subprocess.run(torchrun(2, str(CHECK), arm), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    record_property("found", found)
+    ours, fsdp2s = found["ours"], found["fsdp2s"]
+    assert ours["losses"] == fsdp2s["losses"] and len(set(ours["losses"])) == len(ours["losses"])
+    assert ours["peak_memory_gib"] < 1.01 * fsdp2s["peak_memory_gib"]
+    rows_gib = 4 / 2 * bundled_size("Llama-3.2-1B").num_parameters / 2**30
+    if ":sync" not in arm:  # there the rows are at the peak already
+        assert ours["peak_reserved_memory_gib"] < fsdp2s["peak_reserved_memory_gib"] - 0.5 * rows_gib
+        assert ours["peak_reserved_memory_gib"] - ours["peak_memory_gib"] < rows_gib

@@ -1,0 +1,66 @@
+"""--fp8_backend torchao on two GPUs: the steps of one, in fp8 by the kernels of a recorded step; weights gathered in
+bf16 and in fp8.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.distributed.test_modes_multi_gpu import MICRO_BATCHES, models, single_gpu, train  # noqa: F401 (fixtures)
+from tests.support.families import family_config
+
+pytestmark = [
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed"),
+]
+
+FP8 = ["--mixed_precision", "fp8", "--fp8_backend", "torchao", "--packing"]
+CASES = [
+    ("ddp", "tensorwise", []),
+    ("ddp", "rowwise", ["--gradient_checkpointing"]),
+    ("fsdp_full", "tensorwise", []),
+    ("fsdp_full", "rowwise", []),
+    ("fsdp_full", "rowwise_with_gw_hp", ["--gradient_checkpointing"]),
+    ("fsdp_full", "tensorwise", ["--fp8_all_gather"]),
+    ("fsdp_grad", "tensorwise", ["--fp8_all_gather"]),
+    ("fsdp_full", "tensorwise", ["--fp8_all_gather", "--gradient_checkpointing"]),
+    ("fsdp_offload", "tensorwise", []),
+    ("fsdp_hybrid", "rowwise", ["--hybrid_shard_size=1"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "scenario", "options"),
+    CASES,
+    ids=["-".join([mode, s, *(o.strip("-") for o in more)]) for mode, s, more in CASES],
+)
+def test_two_gpus_take_the_steps_of_one(mode, scenario, options, models, single_gpu, tmp_path, record_property):  # noqa: F811
+    model = models["llama3_rope_gqa"]
+    precision = [*FP8, f"--fp8_scenario={scenario}"]
+    expected = single_gpu(model, *precision)
+    taken, summary, log = train(2, tmp_path / "two", model, *precision, *options, f"--sharding_mode={mode}")
+    record_property("loss", [r["loss"] for r in taken])
+    record_property("loss_on_one_gpu", [r["loss"] for r in expected])
+    assert taken[0]["loss"] == pytest.approx(expected[0]["loss"], rel=2e-3)
+    assert [r["loss"] for r in taken] == pytest.approx([r["loss"] for r in expected], rel=1e-2)
+    assert expected[-1]["loss"] < expected[0]["loss"] - 0.05, "training must move the loss for this to mean anything"
+    certificate = summary["certificate"]
+    record_property("certificate", certificate)
+    products = 2 if scenario == "rowwise_with_gw_hp" else 3
+    num_layers = family_config("llama3_rope_gqa").num_hidden_layers
+    assert certificate["verdict"] == "certified", certificate["reasons"]
+    assert certificate["num_expected_fp8_gemm_kernels"] == products * 7 * num_layers * MICRO_BATCHES
+    assert "recompile_limit" not in log
+    assert (tmp_path / "two" / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("gather", [[], ["--fp8_all_gather"]], ids=["bf16", "fp8"])
+def test_a_resumed_run_goes_on(gather, models, tmp_path):  # noqa: F811
+    common = [*FP8, "--sharding_mode=fsdp_full", *gather, "--save_every=3", "--save_total_limit=9"]
+    whole = train(2, tmp_path / "whole", models["llama3_rope_gqa"], *common)[0]
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step-00000003"
+    resumed = train(2, tmp_path / "resumed", models["llama3_rope_gqa"], *common, f"--resume_from={checkpoint}")[0]
+    assert [r["step"] for r in resumed] == [4, 5, 6]
+    assert [r["loss"] for r in resumed] == pytest.approx([r["loss"] for r in whole[3:]], rel=1e-3)

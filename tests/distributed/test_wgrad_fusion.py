@@ -1,0 +1,275 @@
+"""Gradients of micro-batches that the modules themselves add up: the same gradients, with autograd's additions gone and
+nothing left behind.
+
+Transformer Engine is stood in for, by modules that keep its rules for `main_grad`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+
+import peft  # noqa: F401  it looks for Transformer Engine when it is imported, which must be before it is stood in for
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import te_llama
+from llm_fp8.config.options import LoraConfig, ParallelConfig
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.lora import add_adapters, initialize_adapters_, needs_unfused_mlp
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.precision.convert import swap_linears
+from tests.support import stand_in_te
+from tests.support.reference import NUM_ROWS, NUM_STEPS, compare_with_reference
+from tests.support.small import final_weights, forget_accelerator, steps, tiny_config, train, write_model, write_rows
+
+WEIGHTS_OF_LAYER = 4
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    stand_in_te.install_stand_in(monkeypatch)
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Counts the backward passes in which a module wrote to `main_grad`, by the shape of the weight."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    backward = stand_in_te._FusedWgrad.backward
+
+    def counted(ctx, gradient):
+        counts[tuple(ctx.weight.shape)] += 1
+        return backward(ctx, gradient)
+
+    monkeypatch.setattr(stand_in_te._FusedWgrad, "backward", staticmethod(counted))
+    return counts
+
+
+class CountAdditions(TorchDispatchMode):
+    """Additions in place, by the address of what they add to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.add_.Tensor:
+            self.counts[args[0].data_ptr()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def small_model(dtype=torch.float32, lora: LoraConfig | None = None, **changes):
+    lora = lora or LoraConfig()
+    model = te_llama.build_te_model(tiny_config(**changes), dtype, "cpu", unfused_mlp=needs_unfused_mlp(lora))
+    te_llama.initialize_weights_(model, torch.Generator().manual_seed(0))
+    if lora.lora_rank:
+        add_adapters(model, lora, dtype)
+        initialize_adapters_(model, 0)
+    return model.train()
+
+
+def prepared(model: nn.Module, summed_by: str = "gemms"):
+    """An engine around the model whose gradients are summed by GEMMs or by autograd, and an optimizer."""
+    forget_accelerator()
+    engine = DistributedStrategy("single", Accelerator(cpu=True), ParallelConfig())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model, optimizer = engine.prepare(model, optimizer)
+    if summed_by == "autograd":
+        engine.wgrad_accumulation = None
+    return engine, model, optimizer
+
+
+def tokens(number: int) -> torch.Tensor:
+    return torch.randint(3, 1024, (2, 24), generator=torch.Generator().manual_seed(number))
+
+
+def backward(engine: DistributedStrategy, model: nn.Module, num_micro_batches: int) -> None:
+    """Forward and backward of a step's micro-batches, the modules told which is the first, as the loop does."""
+    for number in range(num_micro_batches):
+        with engine.micro_batch(model, last=number == num_micro_batches - 1):
+            for module in model.modules():
+                if hasattr(module, "is_first_microbatch"):
+                    module.is_first_microbatch = number == 0 if num_micro_batches > 1 else None
+            ids = tokens(number)
+            engine.backward(model(input_ids=ids, labels=ids).loss)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def is_te_weight(name: str) -> bool:
+    return "layers" in name and name.endswith("weight") and "norm" not in name
+
+
+def clean(model: nn.Module) -> bool:
+    """Whether no module is left adding and no parameter left with a second hold on its gradient."""
+    fusing = [module for module in model.modules() if getattr(module, "fuse_wgrad_accumulation", False)]
+    return not fusing and not any(hasattr(parameter, "main_grad") for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_gradients_are_autograds(num_micro_batches, dtype, recomputed, tied, fused):
+    found = {}
+    for summed_by in ("autograd", "gemms"):
+        model = small_model(dtype, tie_word_embeddings=tied)
+        if recomputed:
+            enable_gradient_checkpointing(decoder_layers(model), 1, uses_te=True)
+        engine, model, _ = prepared(model, summed_by)
+        backward(engine, model, num_micro_batches)
+        assert clean(model)
+        found[summed_by] = gradients(model)
+        if summed_by == "autograd":
+            assert not fused
+    layers = tiny_config().num_hidden_layers
+    assert sum(fused.values()) == WEIGHTS_OF_LAYER * layers * (num_micro_batches - 1)
+    assert found["gemms"].keys() == found["autograd"].keys() and len(found["gemms"]) > WEIGHTS_OF_LAYER * layers
+    for name, expected in found["autograd"].items():
+        gradient = found["gemms"][name]
+        assert gradient.dtype == expected.dtype == dtype
+        if num_micro_batches == 1 or not is_te_weight(name):
+            assert torch.equal(gradient, expected), name
+        difference = relative_difference(gradient, expected)
+        assert difference < (1e-6 if dtype == torch.float32 else 8e-3), name  # two roundings of 2^-9 for each addition
+
+
+def test_autograds_additions_are_gone_and_the_memory_is_the_first_micro_batchs():
+    for summed_by, additions in (("autograd", 1), ("gemms", 0)):
+        engine, model, _ = prepared(small_model(), summed_by)
+        backward(engine, model, 1)
+        before = {name: gradient.data_ptr() for name, gradient in gradients(model).items()}
+        with CountAdditions() as counted, engine.micro_batch(model, last=True):
+            engine.backward(model(input_ids=tokens(1), labels=tokens(1)).loss)
+        for name, gradient in gradients(model).items():
+            assert gradient.data_ptr() == before[name]
+            assert counted.counts[gradient.data_ptr()] == (additions if is_te_weight(name) else 1), name
+
+
+def test_dropped_gradients_are_freed():
+    """Or a step would hold those of the last one beside its own."""
+    engine, model, optimizer = prepared(small_model())
+    for _ in range(2):
+        backward(engine, model, 3)
+        held = [weakref.ref(gradient) for gradient in gradients(model).values()]
+        engine.step(optimizer, list(model.parameters()), max_norm=1.0)
+        assert clean(model) and not gradients(model)
+        assert not any(reference() is not None for reference in held)
+
+
+def test_what_fails_in_a_micro_batch_leaves_nothing_behind():
+    engine, model, _ = prepared(small_model())
+    backward(engine, model, 1)
+    with pytest.raises(RuntimeError, match="stop"), engine.micro_batch(model, last=True):
+        assert not clean(model)
+        raise RuntimeError("stop")
+    assert clean(model)
+    model.zero_grad(set_to_none=True)
+    backward(engine, model, 2)
+    engine, other, _ = prepared(small_model())
+    backward(engine, other, 2)
+    assert all(torch.equal(gradient, gradients(other)[name]) for name, gradient in gradients(model).items())
+
+
+def test_frozen_weights_are_left_alone(fused):
+    """All of them under LoRA, and one of a module's two."""
+    engine, model, _ = prepared(small_model(lora=LoraConfig(lora_rank=2)))
+    backward(engine, model, 3)
+    assert not fused and all("adapters" in name for name in gradients(model))
+    found = []
+    for summed_by in ("autograd", "gemms"):
+        model = small_model()
+        for layer in decoder_layers(model):
+            layer.mlp.fc1_weight.requires_grad_(False)
+        engine, model, _ = prepared(model, summed_by)
+        backward(engine, model, 3)
+        found.append(gradients(model))
+    layers = tiny_config().num_hidden_layers
+    assert sum(fused.values()) == (WEIGHTS_OF_LAYER - 1) * layers * 2
+    assert found[0].keys() == found[1].keys() and not any("fc1" in name for name in found[0])
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-7)
+
+
+class SharedAndTransposed(nn.Module):
+    """A weight in two layers, with biases, and a weight whose memory is transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first, self.second, self.third = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 32, bias=False)
+        self.second.weight = self.first.weight
+        self.third.weight = nn.Parameter(torch.randn(16, 32, generator=generator).t())
+        with torch.no_grad():
+            for parameter in (self.first.weight, self.first.bias, self.second.bias):
+                parameter.normal_(generator=generator)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor):
+        hidden = input_ids.flatten()[:16].float().log().expand(4, 16)
+        hidden = self.third(torch.tanh(self.second(torch.tanh(self.first(hidden)))))
+        return type("Output", (), {"loss": hidden.square().mean()})
+
+
+def test_swapped_layers_that_share_a_weight_and_one_that_is_transposed(fused):
+    found = []
+    for summed_by in ("autograd", "gemms"):
+        model = SharedAndTransposed()
+        assert swap_linears(model) == {}
+        engine, model, _ = prepared(model, summed_by)
+        backward(engine, model, 3)
+        assert clean(model)
+        found.append(gradients(model))
+    assert fused == {(16, 16): 2 * 2}  # the transposed one's gradients are left to autograd
+    for name, gradient in found[0].items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "accumulation", "more"),
+    [(16, 1, []), (2, 4, ["--packing"]), (4, 4, ["--gradient_checkpointing", "--no_packing"])],
+)
+def test_a_run_is_the_reference(tmp_path, tiny_model, batch_size, accumulation, more, fused):
+    """Losses, norms, clipped updates and weights of Hugging Face's model in a plain loop."""
+    rows = write_rows(tmp_path / "rows.jsonl", NUM_ROWS)
+    cut = ["--use_te", f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}", *more]
+    compare_with_reference(tmp_path / "run", tiny_model, rows, False, *cut)
+    layers = tiny_config().num_hidden_layers
+    assert sum(fused.values()) == WEIGHTS_OF_LAYER * layers * (accumulation - 1) * NUM_STEPS
+
+
+def test_a_resumed_run_that_evaluates_takes_the_same_steps(tmp_path, tiny_model, rows, fused):
+    def run(folder, *more):
+        train(
+            f"--model_name={tiny_model}", f"--dataset_name={rows}", "--validation_fraction=0.2", "--max_seq_length=256", "--use_te",
+            "--learning_rate=1e-3", "--lr_scheduler=constant", "--num_warmup_steps=0", "--batch_size=2", "--gradient_accumulation_steps=3",
+            "--eval_every=1", "--save_every=2", "--log_every=1", f"--output_dir={folder}", *more,
+        )  # fmt: skip
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(whole, "--max_steps=4")
+    of_whole = sum(fused.values())
+    run(parts, "--max_steps=2")
+    run(parts, "--max_steps=4", "--resume_from=latest")
+    assert of_whole == sum(fused.values()) - of_whole > 0
+    assert [(step["loss"], step["grad_norm"]) for step in steps(parts)] == [
+        (step["loss"], step["grad_norm"]) for step in steps(whole)
+    ]
+    weights = final_weights(parts)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in final_weights(whole).items())
+
+
+def test_the_tied_model_trains_too(tmp_path, fused):
+    model = write_model(tmp_path / "tied", tie_word_embeddings=True)
+    rows = write_rows(tmp_path / "rows.jsonl", NUM_ROWS)
+    compare_with_reference(
+        tmp_path / "run", model, rows, False, "--use_te", "--batch_size=4", "--gradient_accumulation_steps=4"
+    )
+    assert fused

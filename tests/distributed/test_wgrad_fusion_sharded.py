@@ -1,0 +1,225 @@
+"""Micro-batches of a step on two processes (gloo): who adds gradients up, how often weights are gathered, and that the
+steps are the same.
+
+Transformer Engine is stood in for, by modules that keep its rules for `main_grad`; DDP, FSDP2 and the optimizer are the
+real ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import peft  # noqa: F401  it looks for Transformer Engine when it is imported, which must be before it is stood in for
+import pytest
+import torch
+from accelerate import Accelerator
+
+import te_llama
+from llm_fp8.config.options import ParallelConfig
+from llm_fp8.distributed.fsdp import FsdpStrategy
+from llm_fp8.distributed.fsdp_internals import MemorySavingReduceScatter, UnshardedGradients, _would_lose_main_grad
+from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.parity import relative_difference
+from tests.models.test_weight_shards import on_ranks
+from tests.support import stand_in_te
+from tests.support.counted_gather import CountedAllGather
+from tests.support.small import tiny_config
+
+RANKS, STEPS, MICRO_BATCHES = 2, 3, 4
+LEARNING_RATE = 0.5
+WEIGHTS_OF_LAYER = 4
+
+
+def model_of() -> torch.nn.Module:
+    model = te_llama.build_te_model(tiny_config(), torch.float32, "cpu")
+    te_llama.initialize_weights_(model, torch.Generator().manual_seed(0))
+    return model.train()
+
+
+def tokens(step: int, micro_batch: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank)
+    return torch.randint(3, 1024, (1, 24), generator=generator)
+
+
+def engine_of(mode: str, dtype: torch.dtype, options: ParallelConfig) -> DistributedStrategy:
+    accelerator = Accelerator(cpu=True)
+    if mode == "ddp":
+        return DistributedStrategy(mode, accelerator, options)
+    return FsdpStrategy(mode, accelerator, options, dtype, 1 if mode == "fsdp_hybrid" else RANKS)
+
+
+def train(rank: int, mode: str, dtype: torch.dtype, in_gemms: bool, sync_every_micro_batch: bool) -> dict[str, Any]:
+    """Steps of plain SGD; the gradients of the first one, losses, counts of fused additions and of gathers."""
+    fused: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in_te.install_stand_in(patch)
+        backward = stand_in_te._FusedWgrad.backward
+
+        def counted(ctx: Any, gradient: torch.Tensor) -> Any:
+            fused[str(ctx.weight.main_grad.dtype)] += 1
+            return backward(ctx, gradient)
+
+        patch.setattr(stand_in_te._FusedWgrad, "backward", staticmethod(counted))
+        lent: list[weakref.ref[torch.Tensor]] = []
+        still_there: list[int] = []
+        find, allocate = UnshardedGradients.find, MemorySavingReduceScatter.allocate
+
+        def lending(self: UnshardedGradients, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            whole, total = find(self, weight)
+            lent.extend([] if total is None else [weakref.ref(total)])
+            return whole, total
+
+        def allocating(self: MemorySavingReduceScatter, *args: Any, **kwargs: Any) -> torch.Tensor:
+            result = allocate(self, *args, **kwargs)
+            still_there.append(len({id(total) for found in lent if (total := found()) is not None}))
+            return result
+
+        patch.setattr(UnshardedGradients, "find", lending)
+        patch.setattr(MemorySavingReduceScatter, "allocate", allocating)
+        if not in_gemms:
+            patch.setattr(UnshardedGradients, "find", lambda _, weight: (weight, None))
+        model = model_of()
+        engine = engine_of(mode, dtype, ParallelConfig(sync_every_micro_batch=sync_every_micro_batch))
+        engine.shard(model, decoder_layers(model))
+        model, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
+        if not in_gemms and mode == "ddp":
+            engine.wgrad_accumulation = None
+        gathers = CountedAllGather(model)
+        losses, gradients = [], {}
+        for step in range(STEPS):
+            for number in range(MICRO_BATCHES):
+                with engine.micro_batch(model, last=number == MICRO_BATCHES - 1):
+                    ids = tokens(step, number, rank)
+                    loss = model(input_ids=ids, labels=ids).loss
+                    engine.backward(loss / RANKS / MICRO_BATCHES)
+                losses.append(float(loss))
+            if step == 0:
+                named = [(name.removeprefix("module."), p) for name, p in model.named_parameters()]
+                gradients = {name: engine.full_tensor(p.grad).clone() for name, p in named}
+            engine.step(optimizer, list(model.parameters()), max_norm=0.0)
+        left = [name for name, p in model.named_parameters() if p.grad is not None or hasattr(p, "main_grad")]
+        return {
+            "losses": losses,
+            "gradients": gradients,
+            "fused": fused,
+            "gathers": len(gathers.sent_bytes),
+            "left": left,
+            "still_there": still_there,
+        }
+
+
+MODES = ("ddp", "fsdp_grad", "fsdp_full")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    found: dict[Any, list[dict[str, Any]]] = {}
+
+    def run(
+        mode: str, dtype: torch.dtype = torch.float32, in_gemms: bool = True, sync_every_micro_batch: bool = False
+    ) -> Any:
+        key = (mode, dtype, in_gemms, sync_every_micro_batch)
+        if key not in found:
+            found[key] = on_ranks(RANKS, tmp_path_factory.mktemp("runs") / "ranks", train, *key)
+        return found[key]
+
+    return run
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_are_those_of_whole_weights_and_autograds_sums(runs, mode):
+    expected, found = runs("ddp", in_gemms=False), runs(mode)
+    for rank in range(RANKS):
+        assert found[rank]["losses"] == pytest.approx(expected[rank]["losses"], rel=1e-5)
+        assert found[rank]["gradients"].keys() == expected[rank]["gradients"].keys()
+        for name, gradient in expected[rank]["gradients"].items():
+            assert relative_difference(found[rank]["gradients"][name], gradient) < 1e-5, name
+        assert not found[rank]["left"]
+    changes = [abs(a - b) for a, b in zip(expected[0]["losses"], expected[0]["losses"][MICRO_BATCHES:], strict=False)]
+    assert max(changes) > 0.01, "weights must move for stale ones to show"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gemms_add_in_micro_batches_that_exchange_nothing(runs, mode):
+    """FSDP2 exchanges its own sum, DDP the one that autograd completes."""
+    adding = MICRO_BATCHES - (2 if mode == "ddp" else 1)
+    expected = WEIGHTS_OF_LAYER * tiny_config().num_hidden_layers * adding * STEPS
+    assert [sum(result["fused"].values()) for result in runs(mode)] == [expected] * RANKS
+    assert [sum(result["fused"].values()) for result in runs(mode, in_gemms=False)] == [0] * RANKS
+    if mode != "ddp":
+        synchronised = runs(mode, sync_every_micro_batch=True)
+        assert [sum(result["fused"].values()) for result in synchronised] == [0] * RANKS
+        assert synchronised[0]["losses"] == pytest.approx(runs(mode)[0]["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", ["fsdp_grad", "fsdp_full", "fsdp_hybrid"])
+def test_whole_sums_are_gone_when_the_rows_of_their_layer_are_asked_for(runs, mode, dtype):
+    """A layer after the other, the last one first, and behind them the outermost unit. `fsdp_hybrid` has copies of
+    one rank each.
+    """
+    found = runs(mode, dtype)
+    layers = list(reversed(range(tiny_config().num_hidden_layers)))
+    # FSDP2 asks twice, and has its own hold on a layer's at first, and with several ranks on the last of them until its
+    # function returns.
+    held = 0 if mode == "fsdp_hybrid" else 1
+    first = [WEIGHTS_OF_LAYER * (number + 1) for number in layers] + [0]
+    then = [WEIGHTS_OF_LAYER * number + held for number in layers] + [0]
+    for result in found:
+        assert result["still_there"][::2] == first * STEPS and result["still_there"][1::2] == then * STEPS
+        assert result["losses"] == pytest.approx(runs("fsdp_full", dtype)[found.index(result)]["losses"], rel=2e-2)
+
+
+@pytest.mark.parametrize("mode", ["fsdp_grad", "fsdp_full"])
+def test_sums_in_bf16_computation_are_fp32_and_nearer_to_the_exact_ones(runs, mode):
+    exact, rounded, found = runs("ddp")[0], runs(mode, torch.bfloat16, in_gemms=False)[0], runs(mode, torch.bfloat16)[0]
+    assert set(found["fused"]) == {"torch.float32"}
+    errors = {True: 0.0, False: 0.0}
+    for name, gradient in exact["gradients"].items():
+        assert found["gradients"][name].dtype == torch.float32
+        for in_gemms, result in ((True, found), (False, rounded)):
+            errors[in_gemms] += relative_difference(result["gradients"][name], gradient) ** 2
+    assert errors[True] < errors[False]
+    assert found["losses"] == pytest.approx(exact["losses"], rel=2e-2)
+
+
+def kept_casts(rank: int, mode: str, fp8_params: bool) -> tuple[bool, set[bool]]:
+    """Whether the loop lets casts serve further micro-batches, and whether modules think that their weights are let
+    go.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in_te.install_stand_in(patch)
+        model = model_of()
+        engine = FsdpStrategy(mode, Accelerator(cpu=True), ParallelConfig(fp8_params=fp8_params), torch.bfloat16, 1)
+        engine.shard(model, decoder_layers(model))
+        return engine.caches_weight_casts, {
+            m.is_fsdp2 for m in model.modules() if hasattr(m, "fuse_wgrad_accumulation")
+        }
+
+
+@pytest.mark.parametrize(("mode", "fp8_params"), [("fsdp_grad", False), ("fsdp_grad", True), ("fsdp_full", False)])
+def test_fp8_casts_are_kept_where_weights_are(mode, fp8_params, tmp_path):
+    """Transformer Engine keeps none for what FSDP2 splits, unless it is told otherwise."""
+    keeps = mode == "fsdp_grad" and not fp8_params
+    assert on_ranks(1, tmp_path / "ranks", kept_casts, mode, fp8_params) == [(keeps, {not keeps})]
+
+
+def test_a_module_that_would_lose_the_sum_is_left_to_fsdp():
+    LayerNormLinear = type("LayerNormLinear", (), {"is_fsdp2": True, "fp8": True, "primary_weights_in_fp8": False})
+    assert _would_lose_main_grad(LayerNormLinear())
+    for change in ({"is_fsdp2": False}, {"fp8": False}, {"primary_weights_in_fp8": True}):
+        module = LayerNormLinear()
+        vars(module).update(change)
+        assert not _would_lose_main_grad(module)
+
+
+def test_fsdp_grad_gathers_once_a_step_and_fsdp_full_twice_a_micro_batch(runs):
+    layers = tiny_config().num_hidden_layers
+    assert [result["gathers"] for result in runs("fsdp_grad")] == [STEPS * (layers + 1)] * RANKS
+    assert [result["gathers"] for result in runs("fsdp_grad", sync_every_micro_batch=True)] == [
+        STEPS * (layers + 1)
+    ] * RANKS
+    assert [result["gathers"] for result in runs("fsdp_full")] == [STEPS * MICRO_BATCHES * (2 * layers + 1)] * RANKS

@@ -1,0 +1,202 @@
+"""Split and RoPE without a GPU: the reference that the GPU tests hold the kernel to, which decoder layers take the
+kernel, and how they call it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import te_llama
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.models.loss_model import TrainingModel
+from tests.support.batches import BATCHES, S
+from tests.support.families import family_config
+from tests.support.rope_reference import CASES, assert_same_split, pair_sizes, positions_of, split_rope_reference
+from tests.support.stand_in_te import install_stand_in
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def hf_split_rope(fused, angles, num_heads, num_kv_heads, cu_seqlens=None):
+    """Hugging Face's rotate-half on every token's own cosine and sine; what lies beyond the rotary columns passes."""
+    rotary_dim = angles.shape[-1]
+    positions = (
+        torch.arange(fused.shape[-2]).expand(fused.shape[:-1]) if cu_seqlens is None else positions_of(cu_seqlens)
+    )
+    table = angles[positions, 0, 0].to(fused.dtype)
+    heads = fused.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
+    rotated = apply_rotary_pos_emb(q[..., :rotary_dim], k[..., :rotary_dim], table.cos(), table.sin(), unsqueeze_dim=-2)
+    q, k = (torch.cat((turned, x[..., rotary_dim:]), dim=-1) for turned, x in zip(rotated, (q, k), strict=True))
+    return q.contiguous(), k.contiguous(), v.contiguous()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_reference_is_hugging_faces_rotate_half(name):
+    assert_same_split(split_rope_reference, hf_split_rope, CASES[name], torch.float32, "contiguous", "cpu")
+
+
+@pytest.mark.parametrize("name", ["little of a head", "padded"])
+def test_the_references_gradient_is_right(name):
+    case = CASES[name]
+    fused = case.fused(torch.float64, "cpu")[..., :3, :].clone().requires_grad_()
+    bounds = None if case.shape else torch.tensor([0, 1, 1, 3], dtype=torch.int32)
+
+    def split(leaf):
+        return split_rope_reference(leaf, case.angles("cpu"), case.num_heads, case.num_kv_heads, bounds)
+
+    assert torch.autograd.gradcheck(split, (fused,), fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["part of a head", "padded"])
+def test_the_gradient_is_the_rotation_by_the_negative_angle(name):
+    """What the kernel's backward pass rests on."""
+    case = CASES[name]
+    sizes, cu_seqlens, angles = (case.num_heads, case.num_kv_heads), case.cu_seqlens("cpu"), case.angles("cpu")
+    leaf = case.fused(torch.float64, "cpu").requires_grad_()
+    parts = split_rope_reference(leaf, angles, *sizes, cu_seqlens)
+    gradients = [torch.randn(part.shape, dtype=torch.float64) for part in parts]
+    torch.autograd.backward(parts, gradients)
+    fused_gradients = torch.cat(gradients, dim=-2).flatten(-2)
+    back = torch.cat(split_rope_reference(fused_gradients, -angles, *sizes, cu_seqlens), dim=-2).flatten(-2)
+    torch.testing.assert_close(leaf.grad, back, rtol=1e-14, atol=1e-14)
+
+
+def next_documents_too_early(fused, angles, num_heads, num_kv_heads, cu_seqlens=None):
+    """A wrong implementation: the last token of a document counts to the next."""
+    bounds = cu_seqlens.clone()
+    bounds[1:-1] -= 1
+    return split_rope_reference(fused, angles, num_heads, num_kv_heads, bounds)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "dtype"), [(next_documents_too_early, torch.float32), (hf_split_rope, torch.bfloat16)]
+)
+def test_the_comparison_finds_what_is_wrong(wrong, dtype):
+    """Hugging Face's bf16 sines, cosines and products among it."""
+    with pytest.raises(AssertionError, match="beyond the bound"):
+        assert_same_split(wrong, split_rope_reference, CASES["head_dim 64"], dtype, "contiguous", "cpu")
+
+
+def test_pairs_of_columns():
+    heads = torch.tensor([[1.0, -2.0, 3.0, 4.0, 5.0]])
+    assert torch.equal(pair_sizes(heads, 4), torch.tensor([[4.0, 6.0, 4.0, 6.0, 0.0]]))
+
+
+@pytest.fixture
+def stand_in_kernel(monkeypatch):
+    """Transformer Engine and the kernel in plain torch, and layers that take the CPU for a GPU; yields the shapes
+    that the kernel was given.
+    """
+    install_stand_in(monkeypatch)
+    calls = []
+
+    def split_rope(fused, angles, num_heads, num_kv_heads, cu_seqlens=None):
+        calls.append((tuple(fused.shape), None if cu_seqlens is None else cu_seqlens.tolist()))
+        return split_rope_reference(fused, angles, num_heads, num_kv_heads, cu_seqlens)
+
+    module = ModuleType("llm_fp8.kernels.rope_triton")
+    module.split_rope = split_rope
+    monkeypatch.setitem(sys.modules, "llm_fp8.kernels.rope_triton", module)
+    return calls
+
+
+def train(family, layout, recompute):
+    """Loss and gradients of a model of plain torch modules, fp32."""
+    model = te_llama.build_te_model(family_config(family), torch.float32, "cpu")
+    te_llama.initialize_weights_(model, torch.Generator().manual_seed(0))
+    if recompute:
+        enable_gradient_checkpointing(model.model.layers, 1, uses_te=False)
+    batch = BATCHES[layout]("cpu")
+    loss = TrainingModel(model, S, torch.float32).train()(batch) / batch.num_supervised_tokens
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("layout", BATCHES)
+def test_a_layer_calls_the_kernel_with_what_it_needs(layout, recompute, stand_in_kernel, monkeypatch):
+    family = "llama3_rope_gqa"
+    wanted = train(family, layout, recompute)
+    assert not stand_in_kernel, "on a CPU Transformer Engine's path is taken"
+    monkeypatch.setattr(te_llama.TEDecoderLayer, "_one_kernel_rotates", lambda self, fused: True)
+    found = train(family, layout, recompute)
+    batch, config = BATCHES[layout]("cpu"), family_config(family)
+    width = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+    shape = batch.input_ids.shape if layout == "padded" else (batch.input_ids.numel(),)
+    bounds = None if layout == "padded" else batch.cu_seqlens.tolist()
+    assert stand_in_kernel == [((*shape, width), bounds)] * config.num_hidden_layers * (2 if recompute else 1)
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(
+            value, wanted[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("family", "context_size", "on_gpu", "dtype", "taken"),
+    [
+        ("llama2", 1, True, torch.bfloat16, True),
+        ("llama2", 1, True, torch.float16, True),
+        ("llama2", 1, True, torch.float32, True),
+        ("llama2", 1, True, torch.float64, False),
+        ("llama2", 1, False, torch.bfloat16, False),
+        ("llama2", 2, True, torch.bfloat16, False),
+        ("qwen3_qk_norm_head_dim", 1, True, torch.bfloat16, False),
+    ],
+)
+def test_which_layers_take_the_kernel(family, context_size, on_gpu, dtype, taken, monkeypatch):
+    install_stand_in(monkeypatch)
+    layer = te_llama.build_te_model(family_config(family), torch.float32, "cpu").model.layers[0]
+    layer.context_size = context_size
+    assert layer._one_kernel_rotates(SimpleNamespace(is_cuda=on_gpu, dtype=dtype)) is taken
+
+
+INTERPRETED = """
+import torch
+from llm_fp8.rope_kernel import split_rope
+from tests.support.rope_reference import CASES, assert_same_split, split_rope_reference
+for name in ("head_dim 80", "little of a head", "documents of one token", "empty documents", "padded"):
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_same_split(split_rope, split_rope_reference, CASES[name], dtype, "columns before heads", "cpu")
+for wrong in (
+    lambda: split_rope(torch.empty(4, 30), CASES["padded"].angles("cpu"), 4, 2, None),
+    lambda: split_rope(torch.empty(4, 8 * 32), CASES["padded"].angles("cpu"), 4, 2, torch.tensor([0, 4], dtype=torch.int32)),
+    lambda: split_rope(torch.empty(4, 8 * 64), CASES["padded"].angles("cpu"), 4, 2, torch.tensor([0, 4])),
+    lambda: split_rope(torch.empty(4, 8 * 64), CASES["padded"].angles("cpu").half(), 4, 2, torch.tensor([0, 4], dtype=torch.int32)),
+):
+    try:
+        wrong()
+    except ValueError as error:
+        print(error)
+empty = split_rope(torch.empty(0, 8 * 64), CASES["padded"].angles("cpu"), 4, 2, torch.tensor([0], dtype=torch.int32))
+print([tuple(part.shape) for part in empty])
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton comes with torch's CUDA builds")
+def test_the_kernel_in_tritons_interpreter():
+    """The kernel itself, run by numpy."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "a projection of shape (4, 30) cannot be split into 8 heads",
+        "angles have to be a contiguous fp32 table whose even width is at most the head's 32; they are torch.float32 "
+        "of shape (37, 1, 1, 64)",
+        "cu_seqlens have to be contiguous int32; they are torch.int64",
+        "angles have to be a contiguous fp32 table whose even width is at most the head's 64; they are torch.float16 "
+        "of shape (37, 1, 1, 64)",
+        "[(0, 4, 64), (0, 2, 64), (0, 2, 64)]",
+    ]

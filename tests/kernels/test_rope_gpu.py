@@ -1,0 +1,169 @@
+"""The kernel that splits the fused projection and rotates q and k: against plain torch, against Transformer
+Engine's, and in a model.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+import te_llama
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.observability.kernel_trace import kernel_class, kernel_times, record_kernels
+from tests.support.batches import BATCHES, S
+from tests.support.families import family_config
+from tests.support.rope_reference import CASES, GRADIENT_LAYOUTS, Case, assert_same_split, split_rope_reference
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNEL = "_split_rope_kernel"
+LARGER = {
+    "8,191 tokens in documents of many lengths": Case(32, 8, 128, 128, lengths=(*range(1, 127), 190)),
+    "8,191 documents of one token": Case(8, 8, 64, 64, lengths=(1,) * 8191),
+    "8 rows of 1,023": Case(12, 2, 128, 128, shape=(8, 1023)),
+}
+
+
+@pytest.fixture
+def split_rope():
+    from llm_fp8.kernels.rope_triton import split_rope
+
+    return split_rope
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_is_plain_torch_to_rounding(name, dtype, split_rope, device):
+    assert_same_split(split_rope, split_rope_reference, CASES[name], dtype, "contiguous", device)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in GRADIENT_LAYOUTS if layout != "contiguous"])
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "part of a head", "padded", "padded, part of a head"])
+def test_gradients_of_any_strides(name, layout, split_rope, device):
+    assert_same_split(split_rope, split_rope_reference, CASES[name], torch.bfloat16, layout, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LARGER)
+def test_many_tokens(name, dtype, split_rope, device):
+    assert_same_split(split_rope, split_rope_reference, LARGER[name], dtype, "contiguous", device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_projection_at_an_odd_address(dtype, split_rope, device):
+    """Loads of 16 bytes are not possible there."""
+    case = CASES["Llama-3.1-8B"]
+    values = case.fused(dtype, device)
+    fused = torch.empty(values.numel() + 1, dtype=dtype, device=device)[1:].view_as(values).copy_(values)
+    assert fused.is_contiguous() and fused.data_ptr() % 16
+    assert_same_split(split_rope, split_rope_reference, case, dtype, "contiguous", device, fused)
+
+
+def te_layer(case: Case) -> te_llama.TEDecoderLayer:
+    """A decoder layer of the case's heads, on the GPU."""
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=64 * case.num_heads,  # transformers wants a multiple of the heads
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=case.num_heads,
+        num_key_value_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+        vocab_size=64,
+        max_position_embeddings=64,
+    )
+    return te_llama.build_te_model(config, torch.bfloat16, "cuda").model.layers[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "empty documents"])
+def test_the_kernel_is_transformer_engines_path_to_rounding(name, dtype, device, monkeypatch):
+    case = CASES[name]
+    layer = te_layer(case)
+
+    def through_layer(fused, angles, num_heads, num_kv_heads, cu_seqlens):
+        return layer._split_and_rotate(fused, angles, cu_seqlens, None if cu_seqlens is None else max(case.lengths))
+
+    def through_te(*arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(te_llama.TEDecoderLayer, "_one_kernel_rotates", lambda self, fused: False)
+            return through_layer(*arguments)
+
+    assert layer._one_kernel_rotates(case.fused(dtype, device))
+    assert_same_split(through_layer, through_te, case, dtype, "contiguous", device)
+
+
+def test_a_position_that_the_table_lacks_is_nan_and_spoils_no_other(split_rope, device):
+    case = Case(4, 2, 64, 64, lengths=(10, 14))
+    fused, cu_seqlens = case.fused(torch.bfloat16, device), case.cu_seqlens(device)
+    angles = case.angles(device)
+    q, k, v = split_rope(fused, angles[:12], 4, 2, cu_seqlens)
+    wanted = split_rope_reference(fused, angles, 4, 2, cu_seqlens)
+    assert q[22:].isnan().all() and k[22:].isnan().all() and torch.equal(v, wanted[2])
+    torch.testing.assert_close(q[:22], wanted[0][:22])
+    torch.testing.assert_close(k[:22], wanted[1][:22])
+
+
+def test_another_number_of_documents_compiles_nothing(split_rope, device, monkeypatch):
+    triton = pytest.importorskip("triton")
+    case = Case(4, 2, 64, 64, lengths=(64,))
+    fused, angles = case.fused(torch.bfloat16, device), case.angles(device)
+
+    def run(lengths):
+        bounds = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+        split_rope(fused, angles, 4, 2, bounds)
+
+    run((64,))
+    compiled = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **kwargs: compiled.append(kwargs["repr"]))
+    for lengths in ((32, 32), (1, 63), (16,) * 4, (2,) * 32, (1,) * 64):
+        run(lengths)
+    assert compiled == []
+    split_rope(fused.float(), angles, 4, 2, case.cu_seqlens(device))
+    assert compiled, "the hook sees what is compiled"
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("layout", BATCHES)
+def test_a_model_trains_as_with_transformer_engines_path(layout, recompute, device, monkeypatch):
+    """Loss and every gradient, and which kernels ran: one forward and one backward per layer, one more where a layer
+    is recomputed.
+    """
+    config = family_config("llama3_rope_gqa")
+    batch = BATCHES[layout](device)
+    results, kernels = [], []
+    for one_kernel in (True, False):
+        model = te_llama.build_te_model(config, torch.bfloat16, device)
+        te_llama.initialize_weights_(model, torch.Generator(device=device).manual_seed(0))
+        if recompute:
+            enable_gradient_checkpointing(model.model.layers, 1, uses_te=True)
+        training_model = TrainingModel(model, S, torch.bfloat16).train()
+        with monkeypatch.context() as patch:
+            if not one_kernel:
+                patch.setattr(te_llama.TEDecoderLayer, "_one_kernel_rotates", lambda self, fused: False)
+            with record_kernels() as recorded:
+                loss = training_model(batch) / batch.num_supervised_tokens
+                loss.backward()
+        results.append({"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()})
+        times = kernel_times(recorded)
+        kernels.append({name: count for name, (count, _) in times.items() if kernel_class(name) == "rope"})
+    passes = 3 if recompute else 2
+    assert kernels[0] == {KERNEL: passes * config.num_hidden_layers}
+    assert KERNEL not in kernels[1] and sum(kernels[1].values()) == 2 * passes * config.num_hidden_layers
+    differences = {name: relative_difference(value, results[1][name]) for name, value in results[0].items()}
+    assert max(differences.values()) < 0.02, differences
+
+
+def test_where_it_is_not_used(device):
+    qwen3 = te_llama.build_te_model(family_config("qwen3_qk_norm_head_dim"), torch.bfloat16, device).model.layers[0]
+    llama = te_llama.build_te_model(family_config("llama2"), torch.bfloat16, device).model.layers[0]
+    fused = torch.empty(1, device=device, dtype=torch.bfloat16)
+    assert llama._one_kernel_rotates(fused)
+    assert not qwen3._one_kernel_rotates(fused)
+    assert not llama._one_kernel_rotates(fused.double()) and not llama._one_kernel_rotates(fused.cpu())
+    llama.context_size = 2
+    assert not llama._one_kernel_rotates(fused)

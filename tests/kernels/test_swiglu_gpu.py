@@ -1,0 +1,202 @@
+"""SwiGLU's backward pass that writes fp8: against fp64, against Transformer Engine's two kernels, and in a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import te_llama
+from llm_fp8.kernels.swiglu import NAME
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.observability.kernel_trace import kernel_class, kernel_times, record_kernels
+from tests.precision.test_precision_gpu import BF16, SCENARIOS, build, fp8, step
+from tests.support.batches import packed_batch
+from tests.support.families import family_config
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FORMATS = {torch.float8_e5m2: 2, torch.float8_e4m3fn: 3}
+"""fp8 type -> bits of its mantissa."""
+SHAPES = {"whole blocks": (256, 512), "one block": (16, 16), "parts of blocks": (1040, 336), "8B's width": (144, 14336)}
+KERNEL = "_dswiglu_cast_kernel"
+SCALE = 512.0
+
+
+@pytest.fixture
+def dswiglu_cast():
+    from llm_fp8.kernels.swiglu_triton import dswiglu_cast
+
+    return dswiglu_cast
+
+
+def inputs(shape: tuple[int, int], dtype: torch.dtype, device: Any) -> tuple[Tensor, Tensor]:
+    """A gradient [T, f] of many magnitudes, and gate and up [T, 2 f]."""
+    tokens, width = shape
+    generator = torch.Generator(device=device).manual_seed(0)
+    gradient = torch.randn(tokens, width, generator=generator, device=device) * 0.01
+    gradient *= torch.rand(tokens, 1, generator=generator, device=device) ** 4
+    return gradient.to(dtype), 2 * torch.randn(tokens, 2 * width, generator=generator, device=device).to(dtype)
+
+
+def exact(gradient: Tensor, gate_and_up: Tensor) -> Tensor:
+    """autograd's gradient with respect to `gate_and_up`, in fp64."""
+    wide = gate_and_up.double().requires_grad_()
+    gate, up = wide.chunk(2, dim=1)
+    return torch.autograd.grad(torch.nn.functional.silu(gate) * up, wide, gradient.double())[0]
+
+
+def scalars(device: Any, amax: float = 0.0) -> tuple[Tensor, Tensor]:
+    return torch.tensor([SCALE], device=device), torch.tensor([amax], device=device)
+
+
+@pytest.mark.parametrize("fp8_dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_values_are_the_exact_ones_rounded_once(shape, dtype, fp8_dtype, dswiglu_cast, device):
+    gradient, gate_and_up = inputs(shape, dtype, device)
+    scale, amax = scalars(device)
+    rowwise, transposed, scale_inverse = dswiglu_cast(gradient, gate_and_up, scale, amax, fp8_dtype)
+    truth = exact(gradient, gate_and_up)
+    scaled, found = truth * SCALE, rowwise.double()
+    info = torch.finfo(fp8_dtype)
+    # Half a unit in the last place, of subnormal numbers half their spacing, and what fp32 rounds.
+    allowed = scaled.abs() * 2.0 ** -(FORMATS[fp8_dtype] + 1) * (1 + 1e-3) + info.smallest_normal * 2.0 ** -(
+        FORMATS[fp8_dtype] + 1
+    )
+    assert bool(((found - scaled.clamp(info.min, info.max)).abs() <= allowed).all())
+    assert torch.equal(rowwise.view(torch.uint8).t(), transposed.view(torch.uint8))
+    assert amax.item() == pytest.approx(truth.abs().max().item(), rel=1e-5)
+    assert scale_inverse.item() == 1 / SCALE
+
+
+def test_a_larger_maximum_stays(dswiglu_cast, device):
+    gradient, gate_and_up = inputs((64, 64), torch.bfloat16, device)
+    scale, amax = scalars(device, amax=1e6)
+    dswiglu_cast(gradient, gate_and_up, scale, amax, torch.float8_e5m2)
+    assert amax.item() == 1e6
+
+
+@pytest.mark.parametrize("fp8_dtype", FORMATS, ids=str)
+def test_what_is_out_of_range_ends_at_the_ranges_end_and_nan_stays(fp8_dtype, dswiglu_cast, device):
+    gradient, gate_and_up = torch.ones(16, 16, device=device), torch.ones(16, 32, device=device)
+    gradient[0, 0], gradient[1, 1], gradient[2, 2] = 1e9, -1e9, float("nan")
+    rowwise, _, _ = dswiglu_cast(gradient, gate_and_up, *scalars(device), fp8_dtype)
+    values = rowwise.float()
+    largest = torch.finfo(fp8_dtype).max
+    assert values[0, 0] == values[0, 16] == largest
+    assert values[1, 1] == values[1, 17] == -largest
+    assert values.isnan().nonzero().tolist() == [[2, 2], [2, 18]]
+
+
+def test_wrong_shapes(dswiglu_cast, device):
+    for gradient, gate_and_up in (((16, 16), (16, 16)), ((16, 16), (32, 32))):
+        with pytest.raises(ValueError, match="needs a contiguous input"):
+            dswiglu_cast(
+                torch.ones(gradient, device=device),
+                torch.ones(gate_and_up, device=device),
+                *scalars(device),
+                torch.float8_e5m2,
+            )
+    with pytest.raises(ValueError, match="needs a contiguous input"):
+        dswiglu_cast(
+            torch.ones(16, 32, device=device)[:, ::2],
+            torch.ones(16, 32, device=device),
+            *scalars(device),
+            torch.float8_e5m2,
+        )
+
+
+def test_it_is_nearer_to_the_exact_values_than_transformer_engines_two_kernels(dswiglu_cast, device):
+    from transformer_engine.pytorch.constants import DType
+    from transformer_engine.pytorch.module.layernorm_mlp import tex
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    gradient, gate_and_up = inputs((4096, 2048), torch.bfloat16, device)
+    scale, amax = scalars(device)
+    ours, _, _ = dswiglu_cast(gradient, gate_and_up, scale, amax, torch.float8_e5m2)
+    theirs_amax = torch.zeros(1, device=device)
+    quantizer = Float8Quantizer(scale, theirs_amax, DType.kFloat8E5M2)
+    theirs = quantizer(tex.dswiglu(gradient, gate_and_up, None)).dequantize().double()
+    truth = exact(gradient, gate_and_up)
+    errors = [relative_difference(values, truth) for values in (ours.double() / SCALE, theirs)]
+    assert errors[0] <= errors[1]
+    assert theirs_amax.item() == pytest.approx(amax.item(), rel=2.0**-8)
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad.float() for name, parameter in model.named_parameters()}
+
+
+def unfuse(model: torch.nn.Module) -> None:
+    """Give Transformer Engine's MLPs back the activation that they were built with."""
+    mlps = [module for module in model.modules() if getattr(module, "activation", None) == NAME]
+    assert mlps
+    for mlp in mlps:
+        mlp.activation = "swiglu"
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_gradients_of_a_model_are_as_near_to_bf16_as_without_it(scenario, device, record_property):
+    batch = packed_batch(device)
+    found = {}
+    for name, options in {
+        "bf16": BF16,
+        "fused": fp8(fp8_scenario=scenario),
+        "apart": fp8(fp8_scenario=scenario),
+    }.items():
+        model, precision, _ = build(options, device)
+        if name == "apart":
+            unfuse(model)
+        for _ in range(2):  # delayed scaling has its scales from the first pass
+            model.zero_grad()
+            step(model, precision, batch)
+        found[name] = gradients_of(model)
+    errors = {
+        name: [relative_difference(found[name][weight], value) for weight, value in found["bf16"].items()]
+        for name in ("fused", "apart")
+    }
+    means = {name: sum(values) / len(values) for name, values in errors.items()}
+    record_property("mean_difference_from_bf16", means)
+    assert means["fused"] <= 1.01 * means["apart"]
+
+
+def kernels_of_a_step(options: Any, device: Any, fused: bool) -> dict[str, int]:
+    model, precision, _ = build(options, device)
+    if not fused:
+        unfuse(model)
+    batch = packed_batch(device)
+    step(model, precision, batch)
+    with record_kernels() as recorded:
+        step(model, precision, batch)
+    return {name: count for name, (count, _) in kernel_times(recorded).items()}
+
+
+@pytest.mark.parametrize("scenario", [*SCENARIOS, None])
+def test_a_step_runs_fewer_kernels(scenario, device):
+    options = BF16 if scenario is None else fp8(fp8_scenario=scenario)
+    fused, apart = (kernels_of_a_step(options, device, fused) for fused in (True, False))
+    layers = family_config("llama3_rope_gqa").num_hidden_layers
+    delayed = scenario == "default"
+    assert fused.get(KERNEL, 0) == (layers if delayed else 0)
+    assert KERNEL not in apart
+    if scenario is None:
+        assert sum(fused.values()) == sum(apart.values())
+    else:
+        assert sum(fused.values()) <= sum(apart.values()) - layers
+
+
+def test_the_kernels_name_is_known():
+    assert kernel_class(KERNEL) == "activation"
+
+
+def test_other_activations_and_an_mlp_with_biases_are_transformer_engines(device):
+    import transformer_engine.pytorch as te
+
+    model = te_llama.build_te_model(family_config("llama_biases"), torch.bfloat16, device)
+    assert {module.activation for module in model.modules() if isinstance(module, te.LayerNormMLP)} == {"swiglu"}
+    mlp = te.LayerNormMLP(64, 128, activation="geglu", params_dtype=torch.bfloat16, device=device)
+    assert mlp(torch.ones(16, 64, dtype=torch.bfloat16, device=device)).shape == (16, 64)

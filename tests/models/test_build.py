@@ -1,0 +1,336 @@
+"""Models in and out: every layout that the hub knows loads, and what is exported at once has the same bits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from llm_fp8.config.options import ModelConfig
+from llm_fp8.config.parser import parse_config
+from llm_fp8.models.architectures import bundled_architectures
+from llm_fp8.models.build import build_model, decoder_layers, decoder_size
+from llm_fp8.models.export import export_hf
+from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.source import (
+    EMBEDDED_MODEL,
+    check_model,
+    load_config,
+    load_tokenizer,
+    resolve_source,
+    stored_dtype,
+)
+from llm_fp8.tools.evaluate_checkpoint import evaluate_exact_match_folder
+from llm_fp8.utils.errors import UserError
+from tests.support.families import FAMILIES, family_config
+from tests.support.small import run_json, train, write_model
+
+CPU = torch.device("cpu")
+CARD = {"base model": "a/b", "optimizer steps": 0}
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, **options: object) -> tuple[PreTrainedModel, torch.dtype]:
+    """The model that --model_name `name` gives, and the dtype of its files."""
+    config = ModelConfig(model_name=name, **options)
+    source = resolve_source(config)
+    hf_config = load_config(config, source)
+    stored = stored_dtype(hf_config, default=dtype)
+    model, _ = build_model(config, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=CPU, seed=3)
+    return model, stored
+
+
+def export(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Load a model and export it untouched."""
+    model, stored = build(name, dtype)
+    config = ModelConfig(model_name=name)
+    tokenizer, _ = load_tokenizer(config, resolve_source(config))
+    export_hf(model, tokenizer, folder, dtype=stored, card=CARD)
+
+
+def stored_weights(folder: str | Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors files."""
+    return {
+        name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()
+    }
+
+
+def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """Same names, dtypes and values."""
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "40KB"], ids=["one file", "shards"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_is_exported_at_once_has_the_bits_that_were_loaded(tmp_path, dtype, tied, max_shard_size):
+    source = write_model(tmp_path / "source", dtype, max_shard_size, tie_word_embeddings=tied)
+    assert (Path(source) / "model.safetensors.index.json").exists() == (max_shard_size != "1GB")
+    export(source, tmp_path / "final")
+    assert_same_bits(stored_weights(source), stored_weights(tmp_path / "final"))
+    assert ("lm_head.weight" in stored_weights(tmp_path / "final")) != tied
+    assert json.loads((tmp_path / "final" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_loads_again_with_nothing_missing_or_left_over(tmp_path, family):
+    torch.manual_seed(0)
+    written = AutoModelForCausalLM.from_config(family_config(family), dtype=torch.bfloat16)
+    written.save_pretrained(tmp_path / "source")
+    model, stored = build(str(tmp_path / "source"))
+    assert stored == torch.bfloat16 and {p.dtype for p in model.parameters()} == {torch.float32}
+    tokenizer = AutoTokenizer.from_pretrained(resolve_source(ModelConfig()).location)
+    export_hf(model, tokenizer, tmp_path / "final", dtype=stored, card=CARD)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)
+    assert not any(info.values())
+    assert_same_bits(loaded.state_dict(), written.state_dict())
+
+
+def test_the_exported_folder_is_whole(tmp_path, tiny_model):
+    export(tiny_model, tmp_path / "final")
+    (tmp_path / "final" / "of an earlier run").touch()
+    export(tiny_model, tmp_path / "final")
+    names = {path.name for path in (tmp_path / "final").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"} <= names
+    assert "of an earlier run" not in names
+    assert [path.name for path in tmp_path.iterdir()] == ["final"], "nothing temporary is left"
+    assert "| optimizer steps | 0 |" in (tmp_path / "final" / "README.md").read_text()
+    own, exported = AutoTokenizer.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tmp_path / "final")
+    text = "Compute 2730 + 8130 - 5227."
+    assert own(text).input_ids == exported(text).input_ids
+
+
+def test_state_that_modules_keep_for_themselves_is_not_exported(tmp_path, tiny_model):
+    """Transformer Engine's linear layers have an `_extra_state` in their state dict."""
+
+    class KeepsState(nn.Linear):
+        def get_extra_state(self) -> torch.Tensor:
+            return torch.zeros(4, dtype=torch.uint8)
+
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            pass
+
+    model, stored = build(tiny_model)
+    layer = decoder_layers(model)[0]
+    kept = KeepsState(32, 32, bias=False)
+    kept.weight = layer.self_attn.q_proj.weight
+    layer.self_attn.q_proj = kept
+    assert "model.layers.0.self_attn.q_proj._extra_state" in model.state_dict()
+    export_hf(model, AutoTokenizer.from_pretrained(tiny_model), tmp_path / "final", dtype=stored, card=CARD)
+    assert_same_bits(stored_weights(tmp_path / "final"), stored_weights(tiny_model))
+
+
+def test_weights_come_from_the_cache_folder(tmp_path, tiny_model):
+    """A hub id is looked up where --weights_cache_dir says, in the hub's own layout."""
+    snapshot = tmp_path / "cache" / "models--someone--tiny" / "snapshots" / "0123abcd"
+    shutil.copytree(tiny_model, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0123abcd")
+    model, _ = build("someone/tiny", weights_cache_dir=str(tmp_path / "cache"))
+    assert_same_bits(model.state_dict(), stored_weights(tiny_model))
+    with pytest.raises(UserError, match="--model_name someone/tiny"):
+        build("someone/tiny")
+
+
+def test_random_init_depends_on_the_seed_alone(tiny_model):
+    options = ModelConfig(model_name=tiny_model, random_init=True)
+    source = resolve_source(options)
+    weights = {}
+    for run, seed in (("first", 5), ("again", 5), ("other", 6)):
+        torch.manual_seed(len(run))
+        model, loaded = build_model(
+            options,
+            source,
+            load_config(options, source),
+            parameter_dtype=torch.float32,
+            compute_dtype=torch.float32,
+            device=CPU,
+            seed=seed,
+        )
+        assert not loaded
+        weights[run] = model.state_dict()
+    assert_same_bits(weights["first"], weights["again"])
+    assert not torch.equal(weights["first"]["lm_head.weight"], weights["other"]["lm_head.weight"])
+    assert not torch.equal(weights["first"]["lm_head.weight"], stored_weights(tiny_model)["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", bundled_architectures())
+def test_a_bundled_architecture_needs_no_hub(name):
+    options = ModelConfig(model_name=f"somebody/{name}", random_init=True)
+    source = resolve_source(options)
+    config = load_config(options, source)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert source.architecture_only and len(decoder_layers(model)) == config.num_hidden_layers
+    tokenizer, note = load_tokenizer(options, source)
+    assert len(tokenizer) <= config.vocab_size and "--random_init" in str(note)
+
+
+def test_all_names_of_the_8b_model():
+    old, new, tuned = (
+        resolve_source(ModelConfig(model_name=f"meta-llama/{name}", random_init=True))
+        for name in ("Meta-Llama-3.1-8B", "Llama-3.1-8B", "Llama-3.1-8B-Instruct")
+    )
+    assert old.location == new.location == tuned.location
+
+
+def test_the_attention_implementation_is_the_one_asked_for(tiny_model):
+    assert build(tiny_model, attn_implementation="eager")[0].config._attn_implementation == "eager"
+    assert build(tiny_model)[0].config._attn_implementation == "sdpa"
+
+
+def another_family(model_type: str, **changes: object) -> PretrainedConfig:
+    """A small config of a family that te_llama.py does not build, with the embedded tokenizer's vocabulary."""
+    shape = dict(
+        vocab_size=1024, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=64,
+        max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    return AutoConfig.for_model(model_type, **{**shape, **changes})
+
+
+@pytest.fixture
+def bloom(tmp_path) -> str:
+    """A folder with a small model of a family for which transformers has eager attention alone."""
+    AutoModelForCausalLM.from_config(another_family("bloom"), attn_implementation="eager").save_pretrained(
+        tmp_path / "bloom"
+    )
+    AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(tmp_path / "bloom")
+    return str(tmp_path / "bloom")
+
+
+@pytest.mark.parametrize("options", [[], ["--random_init"]], ids=str)
+def test_a_family_without_sdpa_trains_with_eager_and_says_so(bloom, tmp_path, capsys, options):
+    words = [
+        "--mixed_precision=no",
+        "--max_steps=1",
+        "--num_of_samples=40",
+        "--max_seq_length=128",
+        "--eval_batches=1",
+        *options,
+    ]
+    assert train(f"--model_name={bloom}", *words, f"--output_dir={tmp_path / 'run'}") == 0
+    assert run_json(tmp_path / "run")["effective"]["attn_implementation"] == "eager"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "attention: eager, which is slow: transformers has no sdpa for models of type 'bloom'" in said
+    assert (
+        len(
+            evaluate_exact_match_folder(
+                tmp_path / "run" / "final", num_problems=1, max_new_tokens=2, batch_size=1
+            ).answers
+        )
+        == 1
+    )
+
+
+def test_an_attention_that_a_family_lacks_is_named_when_it_is_asked_for(bloom):
+    with pytest.raises(
+        UserError, match="--attn_implementation sdpa: transformers has none for models of type 'bloom'; .* eager"
+    ):
+        build(bloom, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", "gpt2", "gpt_neox", "phi3", "olmo2", "gemma2", "biogpt", "bloom", "falcon", "xglm", "openai-gpt"],
+)
+def test_which_families_keep_packed_documents_apart(model_type):
+    hf_config = another_family(model_type, **({"final_logit_softcapping": None} if model_type == "gemma2" else {}))
+    torch.manual_seed(0)
+    decoder = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval().base_model
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        ids, positions = torch.randint(3, 1024, (1, 12)), torch.cat([torch.arange(5), torch.arange(7)])[None]
+        packed = decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[:, 5:]
+        alone = decoder(input_ids=ids[:, 5:], position_ids=positions[:, 5:], use_cache=False).last_hidden_state
+    keeps_apart = torch.allclose(packed, alone, atol=1e-4)
+    config, tokenizer = parse_config(["--packing", "--max_seq_length=64"]), ["token"]
+    if keeps_apart:
+        check_model(config, hf_config, tokenizer)
+    else:
+        with pytest.raises(UserError, match="does not keep the documents of a packed row apart; drop --packing"):
+            check_model(config, hf_config, tokenizer)
+        check_model(parse_config(["--max_seq_length=64"]), hf_config, tokenizer)
+
+
+def test_a_model_whose_decoder_is_one_part_of_it_is_judged_by_that_part():
+    hf_config = AutoConfig.for_model("qwen3_5", vocab_size=96)
+    with pytest.raises(UserError, match="type 'qwen3_5_text' does not keep the documents of a packed row apart"):
+        check_model(parse_config(["--packing", "--max_seq_length=64"]), hf_config, ["token"])
+
+
+def test_a_config_of_another_kind_has_no_layers_we_know():
+    config = AutoConfig.for_model(
+        "t5", d_model=32, num_layers=1, num_decoder_layers=1, num_heads=2, d_kv=16, d_ff=32, vocab_size=32
+    )
+    with pytest.raises(UserError, match="decoder layers"):
+        decoder_layers(AutoModelForSeq2SeqLM.from_config(config))
+
+
+OTHERS = {
+    "gpt_neox": {},
+    "gpt2": {},
+    "biogpt": {},
+    "phi3": {"num_key_value_heads": 2},
+    "olmo2": {"num_key_value_heads": 2},
+}
+"""Architectures that te_llama.py does not build, and what their small configs have beside SMALL."""
+SMALL = {
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_other_architectures_have_their_own_loss_and_size(model_type):
+    config = AutoConfig.for_model(model_type, **SMALL, **OTHERS[model_type])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(1, 96, (2, 16))
+    with torch.no_grad():
+        hidden = TrainingModel(model, 16, torch.float32)._decode(ids, position_ids=torch.arange(16).expand(2, -1))
+        assert torch.allclose(hidden @ model.get_output_embeddings().weight.T, model(input_ids=ids).logits, atol=1e-5)
+    size = decoder_size(config)
+    embeddings = {id(module) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = [
+        module.weight for module in model.modules() if hasattr(module, "weight") and id(module) not in embeddings
+    ]
+    assert size.num_linear_parameters == sum(weight.numel() for weight in matrices if weight.dim() == 2)
+    assert (size.num_layers, size.attention_width) == (2, 32)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "entries", "says"),
+    [
+        ("granite", {"logits_scaling": 8.0}, "logits_scaling 8.0"),
+        ("granite", {"logits_scaling": 1.0}, None),
+        ("cohere", {"logit_scale": 0.0625}, "logit_scale 0.0625"),
+        ("gemma2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ("gemma2", {"final_logit_softcapping": None}, None),
+        ("falcon_h1", {"lm_head_multiplier": 0.5}, "lm_head_multiplier 0.5"),
+    ],
+)
+def test_a_model_whose_logits_are_more_than_its_heads_is_refused(model_type, entries, says, tiny_model):
+    options = parse_config([f"--model_name={tiny_model}", "--max_seq_length=64"])
+    tokenizer, _ = load_tokenizer(options.model, resolve_source(options.model))
+    config = AutoConfig.for_model(model_type, **{**SMALL, "vocab_size": len(tokenizer)}, **entries)
+    if says is None:
+        check_model(options, config, tokenizer)
+        return
+    with pytest.raises(UserError, match=f"changes what its output head computes \\({says} in its config.json\\)"):
+        check_model(options, config, tokenizer)

@@ -1,0 +1,646 @@
+"""LoRA against PEFT used directly: losses, gradients, exports, and what stays frozen, on Hugging Face's decoder and
+on the TE decoder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import math
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, CohereConfig, PhiConfig
+
+import te_llama
+from llm_fp8.config.options import LoraConfig, PrecisionConfig
+from llm_fp8.config.parser import parse_config
+from llm_fp8.distributed.sharding_mode import state_bytes
+from llm_fp8.models.lora import (
+    adapters_of,
+    add_adapters,
+    gemms_per_weight,
+    initialize_adapters_,
+    needs_unfused_mlp,
+    num_adapter_parameters,
+    require_peft,
+    scaling_of,
+)
+from llm_fp8.models.weights import fill_te_model
+from llm_fp8.observability.metrics import DecoderSize, model_flops_per_token
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.coverage import measure_coverage
+from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.utils.errors import UserError
+from tests.support.processes import exit_code, start_ranks
+from tests.support.reference import NUM_STEPS, OPTIONS, documents, learning_rate, mean_loss, reference_options
+from tests.support.small import final_weights, run_json, steps, tiny_config, train, write_model
+from tests.support.stand_in_te import install_stand_in
+
+RANK, ALPHA = 4, 6
+LORA = [f"--lora_rank={RANK}", f"--lora_alpha={ALPHA}"]
+SEED = 42
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    install_stand_in(monkeypatch)
+
+
+def started_by_peft(model_folder: str, targets: tuple[str, ...] | str) -> peft.PeftModel:
+    """PEFT's own model, whose A and B have the values with which our runs start."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    targets = list(targets) if isinstance(targets, tuple) else targets
+    settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, settings)
+    initialize_adapters_(adapted.base_model.model, SEED)
+    return adapted.train()
+
+
+@functools.cache
+def lora_reference(
+    model_folder: str, rows: str, targets: tuple[str, ...] | str
+) -> tuple[list[float], list[float], dict]:
+    """Losses and gradient norms of PEFT in a plain loop, and the adapters that it ends with, by PEFT's names."""
+    model = started_by_peft(model_folder, targets)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained,
+        weight_decay=OPTIONS["--weight_decay"],
+        betas=(OPTIONS["--adam_beta1"], OPTIONS["--adam_beta2"]),
+        eps=OPTIONS["--adam_epsilon"],
+    )
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        loss = mean_loss(model, documents(rows, model_folder, False))
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, OPTIONS["--max_grad_norm"])))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, {name: tensor.clone() for name, tensor in peft.get_peft_model_state_dict(model).items()}
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "final" / "adapter_model.safetensors")
+
+
+def check(folder: Path, model_folder: str, rows: str, targets: tuple[str, ...] | str = "all-linear") -> None:
+    """Hold a finished run against PEFT in a plain loop."""
+    losses, norms, tensors = lora_reference(model_folder, rows, targets)
+    taken = steps(folder)
+    assert [step["loss"] for step in taken] == pytest.approx(losses, rel=1e-5)
+    assert [step["grad_norm"] for step in taken] == pytest.approx(norms, rel=1e-4)
+    exported = adapter(folder)
+    assert exported.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(exported[name], tensor, rtol=1e-3, atol=1e-5)
+    assert any(tensor.abs().max() > 1e-3 for name, tensor in exported.items() if "lora_B" in name), (
+        "it must have learned something"
+    )
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    ids = torch.randint(3, 1024, (2, 24), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+def loaded_by_peft(model_folder: str, folder: Path) -> peft.PeftModel:
+    return peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32), folder
+    )
+
+
+def test_a_run_is_peft_in_a_plain_loop(tmp_path, tied_model, sixteen_rows, monkeypatch):
+    """And its frozen weights are those of the file, bit for bit; its exports, adapter and merged, compute what it
+    ends with.
+    """
+    ended: list = []
+
+    def export(model, *arguments, **options):
+        ended.append(model)
+        return original(model, *arguments, **options)
+
+    from llm_fp8.train import run
+
+    original = run.export_adapter
+    monkeypatch.setattr(run, "export_adapter", export)
+    cut = ["--batch_size=4", "--gradient_accumulation_steps=4", *LORA]
+    train(*reference_options(tied_model, sixteen_rows, tmp_path / "run"), *cut)
+    check(tmp_path / "run", tied_model, sixteen_rows)
+    stored = load_file(Path(tied_model) / "model.safetensors")
+    frozen = {name.replace(".base_layer", ""): p for name, p in ended[0].named_parameters() if not p.requires_grad}
+    assert frozen.keys() == stored.keys() and all(torch.equal(frozen[name], stored[name]) for name in stored)
+    expected = logits(ended[0])
+    torch.testing.assert_close(
+        logits(loaded_by_peft(tied_model, tmp_path / "run" / "final")), expected, rtol=0, atol=1e-6
+    )
+    assert (logits(AutoModelForCausalLM.from_pretrained(tied_model)) - expected).abs().max() > 1e-3
+    train(*reference_options(tied_model, sixteen_rows, tmp_path / "merged"), *cut, "--lora_merge")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged" / "final", dtype=torch.float32)
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-5)
+    record = run_json(tmp_path / "run")
+    num_trainable = sum(tensor.numel() for tensor in adapter(tmp_path / "run").values())
+    assert record["model"]["num_trainable_parameters"] == num_trainable
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["num_trainable_parameters"], summary["num_parameters"]) == (
+        num_trainable,
+        record["model"]["num_parameters"],
+    )
+
+
+def install_stand_in_for_good() -> None:
+    install_stand_in(pytest.MonkeyPatch())
+
+
+@pytest.mark.parametrize(("mode", "use_te"), [("ddp", True), ("fsdp_full", False), ("fsdp_full", True)])
+def test_two_processes_take_the_same_steps(tmp_path, tied_model, sixteen_rows, mode, use_te):
+    """With tied embeddings; recomputed under FSDP."""
+    more = ["--gradient_checkpointing"] if mode == "fsdp_full" else []
+    first = None
+    if use_te:
+        more, first = [*more, "--use_te", "--no_packing"], install_stand_in_for_good
+    cut = ["--batch_size=4", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}", *LORA, *more]
+    log = tmp_path / "log"
+    ranks = start_ranks(2, log, *reference_options(tied_model, sixteen_rows, tmp_path), *cut, first=first)
+    assert [exit_code(rank) for rank in ranks] == [0, 0], log.read_text()
+    check(tmp_path, tied_model, sixteen_rows)
+
+
+@pytest.mark.parametrize(
+    ("targets", "more"),
+    [
+        ("all-linear", ["--packing"]),
+        ("q_proj,v_proj", ["--no_packing", "--gradient_checkpointing"]),
+    ],
+)
+def test_the_te_decoder_trains_the_same_adapters(tmp_path, tied_model, sixteen_rows, stand_in, targets, more):
+    """With Transformer Engine's modules stood in for: the parity gate, training, export in Hugging Face's names."""
+    options = [
+        *reference_options(tied_model, sixteen_rows, tmp_path),
+        "--use_te",
+        "--batch_size=8",
+        "--gradient_accumulation_steps=2",
+    ]
+    train(*options, *LORA, f"--lora_targets={targets}", *more)
+    check(tmp_path, tied_model, sixteen_rows, targets if targets == "all-linear" else tuple(targets.split(",")))
+    loaded_by_peft(tied_model, tmp_path / "final")  # PEFT warns of names that do not fit, and raises where nothing does
+    assert set(json.loads((tmp_path / "final" / "adapter_config.json").read_text())["target_modules"]) == {
+        name.split(".")[-3] for name in adapter(tmp_path)
+    }
+
+
+def test_the_parity_gate_takes_adapters_wider_than_the_frozen_model(tmp_path, tiny_model, rows, stand_in):
+    """bf16 weights with fp32 adapters beside them, which Transformer Engine's modules refuse outside of autocast."""
+    train(
+        f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_steps=2", "--max_seq_length=256", "--validation_fraction=0",
+        "--use_te", "--no_packing", "--mixed_precision=bf16", "--optimizer=adamw_fp32", f"--output_dir={tmp_path}", *LORA,
+    )  # fmt: skip
+    assert all(tensor.dtype == torch.float32 for tensor in adapter(tmp_path).values())
+    assert any(tensor.any() for name, tensor in adapter(tmp_path).items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "k_proj,o_proj", "up_proj"])
+def test_the_te_decoder_computes_what_hugging_faces_does(tiny_model, stand_in, targets):
+    """Logits and every gradient with random A and B; the merged tensors too."""
+    from llm_fp8.models.export import hf_tensors
+
+    options = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, lora_targets=targets)
+    hf = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    te = te_llama.build_te_model(tiny_config(), torch.float32, "cpu", unfused_mlp=needs_unfused_mlp(options))
+    fill_te_model(te, [Path(tiny_model) / "model.safetensors"])
+    for model in (hf, te):
+        add_adapters(model, options, torch.float32)
+        initialize_adapters_(model, SEED)
+        with torch.no_grad():
+            for number, (_name, pair) in enumerate(sorted(adapters_of(model).items())):
+                pair.b.normal_(generator=torch.Generator().manual_seed(number))
+    expected, found = adapters_of(hf), adapters_of(te)
+    assert expected.keys() == found.keys() and all(torch.equal(expected[name].a, found[name].a) for name in expected)
+    ids = torch.randint(3, 1024, (2, 24), generator=torch.Generator().manual_seed(5))
+    outputs = [model(input_ids=ids, labels=ids) for model in (hf, te)]
+    torch.testing.assert_close(outputs[1].logits, outputs[0].logits, rtol=1e-4, atol=1e-4)
+    for output in outputs:
+        output.loss.backward()
+    for name in expected:
+        for ours, theirs in ((found[name].a, expected[name].a), (found[name].b, expected[name].b)):
+            assert theirs.grad.abs().max() > 0
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
+    assert {name for name, p in te.named_parameters() if p.grad is not None} == {
+        name for name, p in te.named_parameters() if "adapters" in name
+    }
+    merged = dict(hf_tensors(te, torch.Tensor.detach))
+    reference = dict(hf_tensors(hf, torch.Tensor.detach))
+    assert merged.keys() == reference.keys()
+    assert all(torch.allclose(merged[name], reference[name], atol=1e-6) for name in reference)
+
+
+class CountProducts(TorchDispatchMode):
+    """Matrix products in which memory of a tensor takes part, by the address of the tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default):
+            self.counts.update(
+                {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj", "o_proj", "gate_proj", "down_proj"])
+@pytest.mark.parametrize("use_te", [False, True], ids=["hf", "te"])
+def test_products_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use_te, targets):
+    """In every module but a fused MLP the number that the certificate expects is the number that autograd computes."""
+    options = LoraConfig(lora_rank=RANK, lora_targets=targets)
+    if use_te:
+        model = te_llama.build_te_model(tiny_config(), torch.float32, "cpu", unfused_mlp=needs_unfused_mlp(options))
+        fill_te_model(model, [Path(tiny_model) / "model.safetensors"])
+    else:
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    assert gemms_per_weight(model) == {}
+    add_adapters(model, options, torch.float32)
+    initialize_adapters_(model, SEED)
+    products = gemms_per_weight(model)
+    ids = torch.randint(3, 1024, (2, 24))
+    with CountProducts() as counted:
+        model(input_ids=ids, labels=ids).loss.backward()
+    checked = 0
+    for module, number in products.items():
+        for name, weight in module.named_parameters(recurse=False):
+            if (
+                name in ("weight", "fc1_weight", "fc2_weight")
+                and weight.ndim == 2
+                and module is not model.get_input_embeddings()
+            ):
+                assert counted.counts[weight.untyped_storage().data_ptr()] == number, name
+                checked += 1
+    layers = tiny_config().num_hidden_layers
+    assert checked == layers * (4 if use_te else 7) + 1
+    census = measure_coverage(model, [m for m in products if m is not model.lm_head], "bf16", {}, products)
+    adapters = num_adapter_parameters(model)
+    own = sum(
+        p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "lora" not in name and "embed" not in name
+    )
+    assert census.num_linear_weights == own + adapters
+    assert census.linear_flops_per_token <= 4 * own + 6 * adapters
+    assert 0 < census.fp8_linear_flop_share < 1
+    described = measure_coverage(model, [], "bf16", {}, products).skipped
+    assert (
+        {pattern for pattern, why in described.items() if why.endswith("bf16 (adapter)")}
+        == {pattern for pattern in described if "lora_" in pattern or "adapters" in pattern}
+        != set()
+    )
+
+
+SMALL = {"vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+OTHER_DECODERS = {
+    "cohere": CohereConfig(intermediate_size=128, num_key_value_heads=4, **SMALL),
+    "phi": PhiConfig(intermediate_size=128, **SMALL),
+}
+"""Those that compute attention and MLP side by side."""
+
+
+@pytest.mark.parametrize("config", OTHER_DECODERS.values(), ids=OTHER_DECODERS)
+def test_no_more_products_are_expected_than_run_beside_attention(config):
+    """A certificate that expects a product which autograd does not need would fail a run that is right."""
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    add_adapters(model, LoraConfig(lora_rank=RANK), torch.float32)
+    initialize_adapters_(model, SEED)
+    products, ids = gemms_per_weight(model), torch.randint(3, 1024, (2, 24))
+    with CountProducts() as counted:
+        model(input_ids=ids, labels=ids).loss.backward()
+    found = {
+        name: (products[module], counted.counts[module.weight.untyped_storage().data_ptr()])
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear and module in products
+    }
+    assert all(1 <= expected <= ran for expected, ran in found.values()), found
+    assert all(expected == ran == 2 for name, (expected, ran) in found.items() if "layers.1." in name), found
+    assert all(
+        found[name] == (1, 1)
+        for name in found
+        if "layers.0." in name and name.split(".")[-2] in ("fc1", "gate_proj", "up_proj")
+    ), found
+
+
+def test_a_resumed_run_takes_the_same_steps_and_its_checkpoints_hold_adapters_alone(tmp_path, tiny_model, rows):
+    from llm_fp8.train.checkpoint import saved_names
+
+    def options(folder, *more):
+        return [
+            f"--model_name={tiny_model}", f"--dataset_name={rows}", "--validation_fraction=0", "--max_seq_length=256", "--batch_size=4", "--learning_rate=1e-2",
+            "--max_steps=6", "--save_every=3", "--save_total_limit=9", "--lora_dropout=0.3", "--log_every=1", f"--output_dir={folder}", *LORA, *more,
+        ]  # fmt: skip
+
+    train(*options(tmp_path / "whole"))
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step-00000003"
+    names = [name for name in saved_names(checkpoint) if name.startswith(("model.", "optimizer."))]
+    assert names and all("lora_" in name for name in names)
+    train(*options(tmp_path / "again", f"--resume_from={checkpoint}"))
+    assert [step["loss"] for step in steps(tmp_path / "again")] == [step["loss"] for step in steps(tmp_path / "whole")][
+        3:
+    ]
+    one, other = adapter(tmp_path / "whole"), adapter(tmp_path / "again")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    for changed in ("--lora_alpha=3", "--lora_targets=q_proj", "--lora_rank=0"):
+        words = [
+            word
+            for word in options(tmp_path / "x", f"--resume_from={checkpoint}")
+            if not word.startswith(changed.split("=")[0])
+        ]
+        if changed == "--lora_rank=0":
+            words = [word for word in words if "--lora" not in word]
+        with pytest.raises(UserError, match="the checkpoint does not belong to this run: .*lora"):
+            train(*words, changed)
+
+
+def test_random_weights_are_exported_merged(tmp_path, rows):
+    """--random_init keeps its frozen weights nowhere else."""
+    options = [
+        "--max_steps=2",
+        "--max_seq_length=256",
+        f"--dataset_name={rows}",
+        "--validation_fraction=0",
+        f"--output_dir={tmp_path}",
+    ]
+    train(*options, "--mixed_precision=bf16", *LORA, "--lora_targets=q_proj")
+    assert run_json(tmp_path)["config"]["optim"]["learning_rate"] == 1e-3
+    assert "model.layers.0.self_attn.q_proj.weight" in final_weights(tmp_path) and not list(tmp_path.rglob("adapter_*"))
+
+
+@pytest.fixture(scope="module")
+def trained_adapter(tmp_path_factory, tied_model, rows) -> Path:
+    """The folder of a run of two steps that moved its adapters far."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    train(
+        f"--model_name={tied_model}", f"--dataset_name={rows}", "--max_steps=2", "--max_seq_length=256", "--validation_fraction=0.1",
+        "--learning_rate=0.05", "--num_warmup_steps=0", "--lr_scheduler=constant", f"--output_dir={folder}", *LORA,
+    )  # fmt: skip
+    return folder
+
+
+def script(name: str, *words: object) -> int:
+    """Run a script's main in this process; the exit code."""
+    module = importlib.import_module(f"scripts.{name}")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", [f"scripts/{name}.py", *map(str, words)])
+        return module.main()
+
+
+def test_an_adapter_is_merged_and_evaluated_as_the_model_that_it_makes(trained_adapter, tied_model, tmp_path):
+    final = trained_adapter / "final"
+    assert script("merge_adapter", "--adapter", final, "--output", tmp_path / "merged") == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    expected = logits(loaded_by_peft(tied_model, final))
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-5)
+    assert (logits(AutoModelForCausalLM.from_pretrained(tied_model)) - expected).abs().max() > 0.1
+    answers = []
+    for number, model in enumerate((final, tmp_path / "merged")):
+        dataset = (
+            []
+            if number == 0
+            else [
+                "--dataset_name",
+                run_json(trained_adapter)["config"]["data"]["dataset_name"],
+                "--validation_fraction=0.1",
+            ]
+        )
+        words = [
+            "--model_name",
+            model,
+            "--num_problems=2",
+            "--max_new_tokens=8",
+            "--output",
+            tmp_path / f"{number}.json",
+            *dataset,
+        ]
+        assert script("evaluate", *words, "--max_seq_length=256") == 0
+        answers.append(
+            [answer["generated"] for answer in json.loads((tmp_path / f"{number}.json").read_text())["answers"]]
+        )
+    assert answers[0] == answers[1] and len(answers[0]) == 2
+
+
+def test_what_is_wrong_with_an_adapters_folder_is_said(trained_adapter, tiny_model, tmp_path):
+    final = trained_adapter / "final"
+    with pytest.raises(UserError, match="--model_name .*final holds a PEFT adapter and no model; .*merge_adapter.py"):
+        train(f"--model_name={final}", "--max_steps=1", f"--output_dir={tmp_path / 'x'}")
+    with pytest.raises(UserError, match="holds no PEFT adapter"):
+        script("merge_adapter", "--adapter", tiny_model, "--output", tmp_path / "merged")
+    with pytest.raises(UserError, match="exists already"):
+        script("merge_adapter", "--adapter", final, "--output", tmp_path)
+    with pytest.raises(UserError, match="is a run's folder, and its model is in .*final; give that"):
+        script("evaluate", "--model_name", trained_adapter)
+    copied = tmp_path / "copied"
+    shutil.copytree(final, copied)
+    other = write_model(tmp_path / "other", hidden_size=64)
+    with pytest.raises(UserError, match="the adapter cannot be put on .*other"):
+        script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged", "--base_model", other)
+    description = json.loads((copied / "adapter_config.json").read_text())
+    (copied / "adapter_config.json").write_text(json.dumps({**description, "base_model_name_or_path": "/no/such"}))
+    with pytest.raises(
+        UserError, match=r"its base model cannot be loaded \(/no/such: no such folder\).* with --base_model"
+    ):
+        script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged")
+    (copied / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="adapter_config.json is not PEFT's description"):
+        script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged")
+
+
+def test_the_study_compares_each_kind_of_adapters_with_itself():
+    from llm_fp8.tools.bench.workload import Workload
+    from scripts.lora_study import GUIDES, speed_ups, variants_of
+
+    assert [arm.name for arm in variants_of("lora8,lora16qv", "current")] == [
+        "bf16", "current", "bf16:lora8", "current:lora8", "bf16:lora16qv", "current:lora16qv",
+    ]  # fmt: skip
+    for wrong in ("dora", "lorax", "lora0", "lora8:swap"):
+        with pytest.raises(UserError, match=f"--adapters {wrong} is unknown"):
+            variants_of(wrong, "delayed")
+    work = Workload.parse("Llama-3.1-8B:8x1024x4", 3)
+
+    def row(arm, speed):
+        rounds = [{"num_adapter_parameters": 7, "census": {"fp8_linear_flop_share": 0.9}}]
+        return {
+            "workload": work.name,
+            "model": work.model,
+            "arm": arm,
+            "tokens_per_s": speed,
+            "tokens_per_s_p10": speed - 10,
+            "tokens_per_s_p90": speed + 10,
+            "rounds": rounds,
+        }
+
+    rows = [
+        row("bf16", 100),
+        row("delayed", 150),
+        row("bf16:lora8", 200),
+        row("delayed:lora8", 220),
+        row("bf16:lora32", 200),
+    ]
+    full, eight, thirty_two = speed_ups(
+        [*rows, {"workload": work.name, "model": work.model, "arm": "delayed:lora32", "failed": "out of memory"}]
+    )
+    assert (full["adapters"], full["speed_up"], full["guides"]) == ("full", 1.5, GUIDES["Llama-3.1-8B", "full"])
+    assert (eight["speed_up"], eight["over_full"]["bf16"], eight["guides"]) == (1.1, 2.0, "1.20")
+    assert eight["speed_up_low"] == 210 / 210 and eight["speed_up_high"] == 230 / 190
+    assert thirty_two["failed"] == "delayed: out of memory" and thirty_two["guides"] == "1.00"
+    arms = [arm.name for arm in variants_of("lora8", "delayed:fp8head_all")]
+    assert arms == ["bf16", "delayed:fp8head_all", "bf16:lora8", "delayed:fp8head_all:lora8"]
+    *_, of_head = speed_ups([*rows, row("delayed:fp8head_all:lora8", 240)])
+    assert (of_head["recipe"], of_head["adapters"], of_head["speed_up"]) == ("delayed:fp8head_all", "lora8", 1.2)
+
+
+def test_a_benchmark_arm_trains_adapters_alone(tmp_path):
+    from llm_fp8.tools.bench.measure import measure
+    from llm_fp8.tools.bench.variant_names import parse_variant
+    from llm_fp8.tools.bench.workload import Workload
+
+    tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(tmp_path)
+    work = Workload.parse(f"{tmp_path}:2x32x2", 2)
+    full, adapted = (
+        measure(work, parse_variant(name), 1, torch.device("cpu")) for name in ("bf16:swap", "bf16:swap:lora8qv")
+    )
+    assert adapted["losses"][0] == pytest.approx(full["losses"][0], rel=1e-3), "the same weights"
+    assert (full["num_adapter_parameters"], adapted["num_adapter_parameters"]) == (0, 8 * (64 + 64) + 8 * (64 + 32))
+
+
+def test_adapters_start_from_the_seed_and_the_layers_name_alone(tiny_model):
+    def started(dtype, targets, seed=SEED):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
+        add_adapters(model, LoraConfig(lora_rank=RANK, lora_targets=targets), torch.float32)
+        initialize_adapters_(model, seed)
+        return {name: pair.a.detach() for name, pair in adapters_of(model).items()}
+
+    wide, narrow, other = (
+        started(torch.float32, "all-linear"),
+        started(torch.bfloat16, "v_proj"),
+        started(torch.float32, "v_proj", 43),
+    )
+    assert len(wide) == 14 and len(narrow) == 2
+    assert all(torch.equal(wide[name], a) and not torch.equal(other[name], a) for name, a in narrow.items())
+    values = torch.cat([a.flatten() for a in wide.values() if a.shape[1] == 32])
+    assert values.abs().max() <= 1 / math.sqrt(32) and values.std().item() == pytest.approx(
+        1 / math.sqrt(3 * 32), rel=0.05
+    )
+
+
+def test_frozen_weights_are_cast_once(monkeypatch):
+    """Delayed scaling has their scale after one pass, so there it is twice; evaluations do not count."""
+    monkeypatch.setattr(Precision, "_te_autocast", lambda self, enabled: contextlib.nullcontext())
+    for scenario, expected in (("current", [True, None, False, False]), ("delayed", [True, None, True, False])):
+        plan = PrecisionPlan("fp8", "fp8", scenario, scenario, recipe=object())
+        precision = Precision(plan, PrecisionConfig(), torch.device("cpu"), torch.bfloat16)
+        module = torch.nn.Linear(2, 2)
+        module.is_first_microbatch = None
+        precision._caching_modules = [module]
+        precision.keep_casts_of_frozen_weights()
+        seen = []
+        for number in range(4):
+            with torch.set_grad_enabled(number != 1), precision.context(first_microbatch=None):
+                seen.append(module.is_first_microbatch)
+        assert seen == expected
+
+
+def test_frozen_weights_count_four_flops():
+    full = DecoderSize(1_000_000, 4, 256)
+    adapted = DecoderSize(1_000_000, 4, 256, num_adapter_parameters=10_000)
+    assert model_flops_per_token(full, 100) - model_flops_per_token(adapted, 100) == 2 * 1_000_000 - 6 * 10_000
+
+
+def test_memory_is_reckoned_for_frozen_weights():
+    def bytes_of(mode, *words):
+        config = parse_config([*words, "--gradient_accumulation_steps=4"], parallel=True)
+        return state_bytes(mode, "adamw_fp32", 4, config)
+
+    assert [bytes_of(mode, *LORA) for mode in ("single", "ddp", "fsdp_grad", "fsdp_full", "fsdp_offload")] == [
+        2,
+        2,
+        2.5,
+        0.5,
+        0,
+    ]
+    assert bytes_of("fsdp_full") == 16 / 4 + 4
+
+
+BAD = {
+    "rank": (["--lora_rank=-1"], "--lora_rank must be 0"),
+    "alpha alone": (["--lora_alpha=8"], "--lora_alpha 8.0 has no effect without --lora_rank"),
+    "merge alone": (["--lora_merge"], "--lora_merge True has no effect without --lora_rank"),
+    "targets alone": (["--lora_targets=q_proj"], "--lora_targets q_proj has no effect without --lora_rank"),
+    "alpha": ([*LORA, "--lora_alpha=0"], "--lora_alpha must be a finite number above 0"),
+    "dropout": ([*LORA, "--lora_dropout=1"], "--lora_dropout must be at least 0 and below 1"),
+    "no target": ([*LORA, "--lora_targets=,"], "names no layer"),
+    "twice": ([*LORA, "--lora_targets=q_proj,q_proj"], "names a layer twice"),
+    "all and one": ([*LORA, "--lora_targets=all-linear,q_proj"], "stands alone"),
+    "te": ([*LORA, "--use_te", "--lora_targets=q_proj,c_attn"], "--lora_targets c_attn: with --use_te"),
+    "merge without export": ([*LORA, "--lora_merge", "--no_export"], "--lora_merge has no effect with --no_export"),
+    "deepspeed": ([*LORA, "--sharding_mode=deepspeed_3"], "--lora_rank 4 cannot go with --sharding_mode deepspeed_3"),
+    "torchao": ([*LORA, "--mixed_precision=fp8", "--fp8_backend=torchao"], "cannot go with --fp8_backend torchao"),
+    "fp8 params": ([*LORA, "--fp8_params"], "--fp8_params gives trained weights"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_is_said(case):
+    words, sentence = BAD[case]
+    with pytest.raises(UserError, match=sentence):
+        parse_config(words, parallel=True)
+
+
+def test_a_layer_that_the_model_has_not_is_named(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with pytest.raises(
+        UserError, match=r"--lora_targets qkv_proj: LlamaForCausalLM has the linear layers q_proj, k_proj"
+    ):
+        add_adapters(model, LoraConfig(lora_rank=4, lora_targets="q_proj,qkv_proj"), torch.float32)
+
+
+def test_peft_is_imported_after_the_choice_of_cudnn_and_what_it_fails_on_is_said(monkeypatch):
+    """PEFT imports Transformer Engine, which loads a cuDNN, and fails with it where that does not load."""
+    seen = []
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "peft":
+                seen.append(name)
+                raise OSError("libcublas.so.13: cannot open shared object file")
+
+    monkeypatch.delitem(sys.modules, "peft")
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    monkeypatch.setattr("llm_fp8.models.lora.prefer_torchs_libraries", lambda: seen.append("cuDNN"))
+    with pytest.raises(
+        UserError, match="--lora_rank 4 needs PEFT, .* Transformer Engine, .*: libcublas.so.13: cannot open"
+    ):
+        require_peft("--lora_rank 4")
+    assert seen == ["cuDNN", "peft"]
+
+
+def test_a_missing_peft_is_said(tiny_model, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match="--lora_rank 4 needs PEFT, .*; run: pip install -r requirements.txt"):
+        add_adapters(model, LoraConfig(lora_rank=4), torch.float32)
+
+
+def test_defaults():
+    lora = parse_config(["--lora_rank=16", "--model_name=x"])
+    assert scaling_of(lora.lora) == 2 and lora.optim.learning_rate == 2e-4
+    assert scaling_of(parse_config(["--lora_rank=16", "--lora_alpha=8"]).lora) == 0.5

@@ -1,0 +1,617 @@
+"""Weights in and out of models whose parameters are split over processes (gloo, the CPU): the same bits, read and
+written in parts.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaModel, PreTrainedModel
+
+import llm_fp8.models.build
+import llm_fp8.models.export
+import te_llama
+from llm_fp8.config.options import ModelConfig, ParallelConfig
+from llm_fp8.distributed.fsdp import FsdpStrategy, materialize_
+from llm_fp8.models.build import build_model, build_structure, count_parameters, decoder_layers
+from llm_fp8.models.export import export_hf
+from llm_fp8.models.source import EMBEDDED_MODEL, load_config, load_tokenizer, resolve_source
+from llm_fp8.models.weight_shards import row_block
+from llm_fp8.models.weights import fill_sharded
+from llm_fp8.utils.errors import UserError
+from tests.models.test_build import CARD, assert_same_bits, stored_weights
+from tests.support.families import FAMILIES, family_config
+from tests.support.processes import DEADLINE_S
+from tests.support.small import write_model
+
+CPU = torch.device("cpu")
+IDS = torch.arange(3, 43)[None]
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+# --- Real processes
+# --------------------------------------------------------------------------------------------------------
+
+
+def _rank_main(rank: int, num_ranks: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(num_ranks))
+    torch.set_num_threads(1)
+    result: Any
+    try:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks
+        )
+        result = function(rank, *args)
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    except BaseException:
+        result = traceback.format_exc()
+        torch.save(result, f"{folder}/{rank}.failed")
+        raise
+    torch.save(result, f"{folder}/{rank}.result")
+
+
+def on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `function(rank, *args)` returns in so many processes of one group."""
+    folder.mkdir()
+    processes = [
+        _CONTEXT.Process(target=_rank_main, args=(rank, num_ranks, str(folder), function, args), daemon=True)
+        for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(DEADLINE_S)
+    hung = [process for process in processes if process.is_alive()]
+    for process in hung:
+        process.kill()
+    failures = [torch.load(path, weights_only=False) for path in sorted(folder.glob("*.failed"))]
+    assert not failures, failures[0]
+    assert not hung, f"{len(hung)} processes did not end"
+    return [torch.load(folder / f"{rank}.result", weights_only=False) for rank in range(num_ranks)]
+
+
+def engine_of(mode: str = "fsdp_full", hybrid_shard_size: int = 1) -> FsdpStrategy:
+    return FsdpStrategy(mode, Accelerator(cpu=True), ParallelConfig(), torch.float32, hybrid_shard_size)
+
+
+def sharded_model(name: str, engine: FsdpStrategy, seed: int = 3, **options: Any) -> PreTrainedModel:
+    """A model as a run builds it on FSDP: structure, split, weights."""
+    config = ModelConfig(model_name=name, **options)
+    source = resolve_source(config)
+    model = structure(config)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    engine.shard(model, decoder_layers(model))
+    assert fill_sharded(model, config, source, CPU, seed) != config.random_init
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return model
+
+
+def structure(config: ModelConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    source = resolve_source(config)
+    return build_structure(
+        config, source, load_config(config, source), parameter_dtype=dtype, compute_dtype=torch.float32, device=CPU
+    )
+
+
+def whole_model(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
+    """The same model in one piece."""
+    config = ModelConfig(model_name=name, **options)
+    source = resolve_source(config)
+    return build_model(
+        config,
+        source,
+        load_config(config, source),
+        parameter_dtype=dtype,
+        compute_dtype=torch.float32,
+        device=CPU,
+        seed=3,
+    )[0]
+
+
+def folder_contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# --- In and out, Hugging Face's models
+# ---------------------------------------------------------------------------------------
+
+
+def load_and_export(
+    rank: int, name: str, out: str, dtype: torch.dtype, mode: str, hybrid_shard_size: int
+) -> dict[str, Any]:
+    engine = engine_of(mode, hybrid_shard_size)
+    model = sharded_model(name, engine)
+    # Only the main rank may touch the disk, so the others are given a place where nothing can be written.
+    folder = Path(out) if rank == 0 else Path("/proc/nowhere")
+    tokenizer = load_tokenizer(ModelConfig(model_name=name), resolve_source(ModelConfig(model_name=name)))[0]
+    export_hf(
+        model,
+        tokenizer,
+        folder,
+        dtype=dtype,
+        card=CARD,
+        full_tensor=engine.full_tensor,
+        is_main=rank == 0,
+        max_file_size="40KB",
+    )
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    with torch.no_grad():
+        logits = model(IDS).logits
+    return {
+        "tied": head.weight is embedding.weight,
+        "logits": logits,
+        "rows": {name: len(row_block(parameter).data) for name, parameter in model.named_parameters()},
+        "trains": logits.shape[-1],
+    }
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_model_loaded_in_parts_is_the_whole_one_and_comes_out_with_the_same_bits(tmp_path, num_ranks, tied, stored):
+    # 4 rows of q, k and v: the last of 3 ranks has none of them.
+    source = write_model(
+        tmp_path / "source",
+        stored,
+        "40KB",
+        tie_word_embeddings=tied,
+        head_dim=2,
+        num_key_value_heads=2,
+        num_attention_heads=2,
+    )
+    assert (Path(source) / "model.safetensors.index.json").exists()
+    GenerationConfig(temperature=0.6, do_sample=True, eos_token_id=1).save_pretrained(source)
+    results = on_ranks(
+        num_ranks, tmp_path / "run", load_and_export, source, str(tmp_path / "out"), stored, "fsdp_full", 1
+    )
+    assert_same_bits(stored_weights(tmp_path / "out"), stored_weights(source))
+
+    whole = whole_model(source)
+    with torch.no_grad():
+        logits = whole(IDS).logits
+    for result in results:
+        assert result["tied"] == tied
+        torch.testing.assert_close(result["logits"], logits, rtol=0, atol=1e-6)
+    key_rows = [result["rows"]["model.layers.0.self_attn.k_proj.weight"] for result in results]
+    assert key_rows == ([2, 2] if num_ranks == 2 else [2, 2, 0])
+
+    tokenizer = load_tokenizer(ModelConfig(model_name=source), resolve_source(ModelConfig(model_name=source)))[0]
+    export_hf(whole, tokenizer, tmp_path / "unsplit", dtype=stored, card=CARD, max_file_size="40KB")
+    assert folder_contents(tmp_path / "out") == folder_contents(tmp_path / "unsplit")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
+
+
+def test_hybrid_shards_load_and_export(tmp_path):
+    source = write_model(tmp_path / "source", torch.float32, "40KB")
+    on_ranks(4, tmp_path / "run", load_and_export, source, str(tmp_path / "out"), torch.float32, "fsdp_hybrid", 2)
+    assert_same_bits(stored_weights(tmp_path / "out"), stored_weights(source))
+
+
+@pytest.mark.parametrize("max_file_size", ["1GB", "40KB"], ids=["one file", "several"])
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3_qk_norm_head_dim", "mixtral", "gpt_neox"])
+def test_the_exported_files_are_those_of_save_pretrained(tmp_path, family, max_file_size):
+    if family in FAMILIES:
+        config = family_config(family)
+    else:
+        sizes = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+        more = dict(num_local_experts=4, num_key_value_heads=1) if family == "mixtral" else {}
+        config = AutoConfig.for_model(family, **sizes, **more)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    export_hf(model, tokenizer, tmp_path / "ours", dtype=torch.bfloat16, card=CARD, max_file_size=max_file_size)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=max_file_size)
+    ours, theirs = folder_contents(tmp_path / "ours"), folder_contents(tmp_path / "theirs")
+    assert_same_bits(stored_weights(tmp_path / "ours"), stored_weights(tmp_path / "theirs"))
+    assert ("model.safetensors.index.json" in ours) == (max_file_size == "40KB")
+    if (family, max_file_size) != (
+        "mixtral",
+        "40KB",
+    ):  # save_pretrained keeps what were views of one tensor in one file
+        assert {name: ours[name] for name in theirs} == theirs
+
+
+def load_counting_rows(rank: int, name: str) -> tuple[int, int, int]:
+    """Elements read from files, elements held, elements of the model."""
+    num_read = 0
+
+    class CountedSlice:
+        def __init__(self, rows: Any) -> None:
+            self.rows = rows
+
+        def get_shape(self) -> list[int]:
+            return self.rows.get_shape()
+
+        def __getitem__(self, wanted: slice) -> torch.Tensor:
+            nonlocal num_read
+            tensor = self.rows[wanted]
+            num_read += tensor.numel()
+            return tensor
+
+    class CountedFile:
+        """Gives no way to read but `get_slice`."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.opened = real_open(*args, **kwargs)
+
+        def __enter__(self) -> CountedFile:
+            self.file = self.opened.__enter__()
+            self.keys, self.offset_keys = self.file.keys, self.file.offset_keys
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self.opened.__exit__(*error)
+
+        def get_slice(self, name: str) -> CountedSlice:
+            return CountedSlice(self.file.get_slice(name))
+
+    real_open = llm_fp8.models.build.safe_open
+    llm_fp8.models.build.safe_open = CountedFile
+    model = sharded_model(name, engine_of())
+    held = sum(len(row_block(parameter).data) * parameter[:1].numel() for parameter in model.parameters())
+    return num_read, held, sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_each_rank_reads_its_rows_and_no_others(tmp_path, tied):
+    source = write_model(tmp_path / "source", torch.bfloat16, "40KB", tie_word_embeddings=tied)
+    counts = on_ranks(3, tmp_path / "run", load_counting_rows, source)
+    num_parameters = counts[0][2]
+    assert all(read == held < num_parameters * 0.4 for read, held, _ in counts)
+    assert sum(read for read, _, _ in counts) == num_parameters
+
+
+def export_watched(rank: int, name: str, out: str) -> tuple[int, list[tuple[int, int]]]:
+    """Number of parameters, and at each file: tensors gathered so far, tensors written with it."""
+    engine = engine_of()
+    model = sharded_model(name, engine)
+    gathered = 0
+    written: list[tuple[int, int]] = []
+
+    def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
+        nonlocal gathered
+        gathered += 1
+        return engine.full_tensor(parameter)
+
+    def watched_save(tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        written.append((gathered, len(tensors)))
+        save_file(tensors, *args, **kwargs)
+
+    llm_fp8.models.export.save_file = watched_save
+    tokenizer = load_tokenizer(ModelConfig(model_name=name), resolve_source(ModelConfig(model_name=name)))[0]
+    export_hf(
+        model,
+        tokenizer,
+        Path(out),
+        dtype=torch.float32,
+        card=CARD,
+        full_tensor=full_tensor,
+        is_main=rank == 0,
+        max_file_size="20KB",
+    )
+    return gathered, written
+
+
+def test_files_are_written_as_soon_as_their_tensors_are_gathered(tmp_path):
+    source = write_model(tmp_path / "source", max_shard_size="40KB")
+    (num_parameters, written), (_, nothing) = on_ranks(
+        2, tmp_path / "run", export_watched, source, str(tmp_path / "out")
+    )
+    assert len(written) >= 4 and nothing == []
+    done = 0
+    for num_gathered, num_tensors in written:
+        done += num_tensors
+        assert num_gathered <= done + 3, "no more is in memory than this file and the beginning of the next"
+    assert done == num_parameters
+
+
+def export_to_nowhere(rank: int, name: str, file: str) -> str:
+    engine = engine_of()
+    model = sharded_model(name, engine)
+    tokenizer = load_tokenizer(ModelConfig(model_name=name), resolve_source(ModelConfig(model_name=name)))[0]
+    said = ""
+    try:
+        export_hf(
+            model,
+            tokenizer,
+            Path(file) / "final",
+            dtype=torch.float32,
+            card=CARD,
+            full_tensor=engine.full_tensor,
+            is_main=rank == 0,
+        )
+    except UserError as error:
+        said = str(error)
+    torch.distributed.barrier()
+    return said
+
+
+def test_a_main_rank_that_cannot_write_leaves_no_rank_waiting(tmp_path, tiny_model):
+    (tmp_path / "file").touch()
+    said, nothing = on_ranks(2, tmp_path / "run", export_to_nowhere, tiny_model, str(tmp_path / "file"))
+    assert "could not be written" in said and nothing == ""
+
+
+# --- Random weights
+# ------------------------------------------------------------------------------------------------------------
+
+
+def random_whole(rank: int, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    engine = engine_of()
+    config = ModelConfig(model_name=name, random_init=True)
+    model = structure(config, dtype)
+    engine.shard(model, decoder_layers(model))
+    assert not fill_sharded(model, config, resolve_source(config), CPU, seed=3)
+    return {name: engine.full_tensor(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_random_weights_do_not_depend_on_the_number_of_ranks(tmp_path, tiny_model, num_ranks, dtype):
+    whole = whole_model(tiny_model, dtype)
+    te_llama.initialize_weights_(whole, torch.Generator().manual_seed(3))
+    expected = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+    for weights in on_ranks(num_ranks, tmp_path / "run", random_whole, tiny_model, dtype):
+        assert_same_bits(weights, expected)
+
+
+# --- TE models
+# -------------------------------------------------------------------------------------------------------------
+
+
+class StandInLayer(te_llama.TEDecoderLayer):
+    """A TE decoder layer's parameters, of which Transformer Engine has no part."""
+
+    def __init__(self, parameters: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        for name, shape in parameters.items():
+            module_name, parameter_name = name.split(".")
+            if not hasattr(self, module_name):
+                setattr(self, module_name, nn.Module())
+            setattr(getattr(self, module_name), parameter_name, nn.Parameter(torch.empty(shape, dtype=dtype)))
+
+
+def te_structure(name: str) -> PreTrainedModel:
+    """A model that has the parameters of `build_te_model`, without memory."""
+    config = AutoConfig.from_pretrained(name)
+    shapes = {
+        te_name: (parts[-1].stop, *parts[0].shape[1:])
+        for te_name, parts in te_llama.parameter_map(te_llama.decoder_spec(config)).items()
+    }
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for layer in range(config.num_hidden_layers):
+            prefix = f"model.layers.{layer}."
+            own = {
+                te_name.removeprefix(prefix): shape for te_name, shape in shapes.items() if te_name.startswith(prefix)
+            }
+            model.model.layers[layer] = StandInLayer(own, torch.float32)
+            model.model.layers[layer].spec = te_llama.decoder_spec(config)
+        model.model.rotary_emb = nn.Identity()
+    return model
+
+
+def load_and_export_te(rank: int, name: str, out: str) -> dict[str, torch.Tensor]:
+    engine = engine_of()
+    model = te_structure(name)
+    engine.shard(model, decoder_layers(model))
+    config = ModelConfig(model_name=name, use_te=True)
+    assert fill_sharded(model, config, resolve_source(config), CPU, seed=3)
+    export_hf(
+        model,
+        AutoTokenizer.from_pretrained(EMBEDDED_MODEL),
+        Path(out) if rank == 0 else Path("/proc/nowhere"),
+        dtype=torch.bfloat16,
+        card=CARD,
+        full_tensor=engine.full_tensor,
+        is_main=rank == 0,
+        max_file_size="1MB",
+    )
+    return {name: engine.full_tensor(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("family", ["llama3_rope_gqa", "qwen2_qkv_bias_tied", "qwen3_qk_norm_head_dim"])
+def test_fused_parameters_are_filled_from_the_rows_of_several_tensors(tmp_path, family, num_ranks):
+    torch.manual_seed(0)
+    written = AutoModelForCausalLM.from_config(family_config(family), dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in written.parameters():
+            parameter.normal_()
+    written.save_pretrained(tmp_path / "source", max_shard_size="2MB")
+    results = on_ranks(num_ranks, tmp_path / "run", load_and_export_te, str(tmp_path / "source"), str(tmp_path / "out"))
+
+    whole = te_structure(str(tmp_path / "source")).to_empty(device=CPU)
+    whole.tie_weights()
+    llm_fp8.models.weights.fill_te_model(whole, sorted((tmp_path / "source").glob("*.safetensors")))
+    expected = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+    for weights in results:
+        assert_same_bits(weights, expected)
+    assert_same_bits(stored_weights(tmp_path / "out"), stored_weights(tmp_path / "source"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == json.loads((tmp_path / "source" / "config.json").read_text())
+
+
+# --- Blocks of rows
+# ----------------------------------------------------------------------------------------------------------
+
+
+def blocks_of(rank: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Of parameters of 1, 4, 5 and 7 rows: where this rank's begin, what they hold, the whole."""
+    module = nn.Module()
+    for rows in (1, 4, 5, 7):
+        module.register_parameter(f"p{rows}", nn.Parameter(torch.arange(rows * 2.0).view(rows, 2)))
+    fully_shard(module, mesh=engine_of().mesh)
+    materialize_(module, CPU, CPU)
+    found = []
+    for parameter in module.parameters():
+        block = row_block(parameter)
+        found.append((block.start, block.data.clone(), parameter.full_tensor().detach().clone()))
+        block.data.fill_(-1.0 - rank)  # shared memory, so that filling the block fills the parameter
+        assert set(parameter.full_tensor().detach().flatten().tolist()) <= {-1.0, -2.0, -3.0}
+    return found
+
+
+def test_a_block_is_where_its_rows_are(tmp_path):
+    results = on_ranks(3, tmp_path / "run", blocks_of)
+    for parameters in zip(*results, strict=True):
+        for start, data, whole in parameters:
+            assert torch.equal(whole[start : start + len(data)], data)
+        assert torch.equal(torch.cat([data for _, data, _ in parameters]), parameters[0][2])
+    assert any(len(data) == 0 for result in results for _, data, _ in result)
+
+
+# --- What does not fit
+# -------------------------------------------------------------------------------------------------------
+
+
+def fill_in_one_piece(name: str, **options: Any) -> PreTrainedModel:
+    """`fill_sharded` of a model of one process; whatever it leaves unfilled is NaN."""
+    config = ModelConfig(model_name=str(name), **options)
+    model = te_structure(str(name)) if config.use_te else structure(config)
+    rotary = {name: buffer for name, buffer in model.named_buffers()}
+    materialize_(model, CPU, CPU)
+    assert all(torch.equal(buffer, rotary[name]) for name, buffer in model.named_buffers())
+    model.tie_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    assert fill_sharded(model, config, resolve_source(config), CPU, seed=3)
+    assert not any(parameter.isnan().any() for parameter in model.parameters())
+    return model
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
+    """A tiny model of one file, changed."""
+    source = write_model(folder)
+    tensors = load_file(f"{source}/model.safetensors")
+    change(tensors)
+    save_file(tensors, f"{source}/model.safetensors", metadata={"format": "pt"})
+    return source
+
+
+@pytest.mark.parametrize("use_te", [False, True], ids=["HF", "TE"])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), "lacks model.layers.1.self_attn.k_proj.weight"),
+        (
+            lambda t: t.update({"model.layers.0.extra.weight": torch.zeros(2)}),
+            r"safetensors.*'model.layers.0.extra.weight'",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(17)}),
+            r"safetensors.*'model.norm.weight'.*\[17\].*\[32\]",
+        ),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(32, 2)}), r"safetensors.*'model.norm.weight'.*\[32, 2\]"),
+    ],
+    ids=["missing", "unexpected", "wrong shape", "another dimension"],
+)
+def test_files_that_do_not_fit_are_refused_by_name(tmp_path, change, named, use_te):
+    with pytest.raises(UserError, match=named):
+        fill_in_one_piece(rewritten(tmp_path / "model", change), use_te=use_te)
+
+
+@pytest.mark.parametrize("use_te", [False, True], ids=["HF", "TE"])
+def test_a_tensor_in_two_files_is_refused(tmp_path, use_te):
+    source = Path(write_model(tmp_path / "model", max_shard_size="40KB"))
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    first, *_, last = sorted(set(index["weight_map"].values()))
+    name, tensor = next(iter(load_file(source / first).items()))
+    save_file({**load_file(source / last), name: tensor}, source / last, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"{last}.*'{name}' twice"):
+        fill_in_one_piece(str(source), use_te=use_te)
+
+
+@pytest.mark.parametrize("use_te", [False, True], ids=["HF", "TE"])
+@pytest.mark.parametrize("kept", [0.6, 0.0001], ids=["data", "header"])
+def test_a_truncated_file_is_named(tmp_path, use_te, kept):
+    source = Path(write_model(tmp_path / "model", max_shard_size="40KB"))
+    file = sorted(source.glob("*.safetensors"))[1]
+    contents = file.read_bytes()
+    file.write_bytes(contents[: int(len(contents) * kept)])
+    with pytest.raises(UserError, match=f"{file.name} is truncated"):
+        fill_in_one_piece(str(source), use_te=use_te)
+
+
+def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path):
+    tied = {"tie_word_embeddings": True}
+    expected = stored_weights(write_model(tmp_path / "plain", **tied))["model.embed_tokens.weight"]
+
+    def renamed(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+    for change in (renamed, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})):
+        source = write_model(tmp_path / "changed", **tied)
+        tensors = load_file(f"{source}/model.safetensors")
+        change(tensors)
+        save_file(tensors, f"{source}/model.safetensors", metadata={"format": "pt"})
+        model = fill_in_one_piece(source)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert torch.equal(model.lm_head.weight, expected)
+
+
+def test_a_checkpoint_of_the_base_model_has_other_names_and_loads(tmp_path):
+    source = write_model(tmp_path / "source", tie_word_embeddings=True)
+    base = LlamaModel.from_pretrained(source)
+    base.save_pretrained(source)
+    assert "norm.weight" in stored_weights(source)
+    assert_same_bits(fill_in_one_piece(source).state_dict(), whole_model(source).state_dict())
+
+
+def test_an_architecture_whose_files_have_other_names_loads(tmp_path):
+    sizes = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    written = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", **sizes), dtype=torch.float32)
+    written.save_pretrained(tmp_path / "source")
+    assert "embed_out.weight" in stored_weights(tmp_path / "source")
+    assert_same_bits(fill_in_one_piece(str(tmp_path / "source")).state_dict(), written.state_dict())
+
+
+def test_a_mixture_of_experts_is_refused_in_a_sentence(tmp_path):
+    sizes = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    config = AutoConfig.for_model("mixtral", num_local_experts=4, num_key_value_heads=1, **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "source")
+    with pytest.raises(UserError, match="--sharding_mode ddp"):
+        fill_in_one_piece(str(tmp_path / "source"))
+
+
+# --- The structure
+# -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_structure_has_the_buffers_of_the_loaded_model(tmp_path, family):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(family_config(family), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    empty, loaded = structure(ModelConfig(model_name=str(tmp_path))), whole_model(str(tmp_path))
+    assert_same_bits(dict(empty.named_buffers()), dict(loaded.named_buffers()))
+    assert empty.config._attn_implementation == loaded.config._attn_implementation == "sdpa"
+    assert {name: (p.shape, p.dtype) for name, p in empty.named_parameters()} == {
+        name: (p.shape, p.dtype) for name, p in loaded.named_parameters()
+    }
+    assert count_parameters(AutoConfig.from_pretrained(tmp_path)) == sum(p.numel() for p in loaded.parameters())
+
+
+def test_counting_parameters_leaves_the_config_alone():
+    config = family_config("llama2")
+    config.dtype = torch.float16
+    count_parameters(config)
+    assert config.dtype == torch.float16
+
+
+def test_what_is_no_causal_language_model_is_named():
+    with pytest.raises(UserError, match="'t5'"):
+        count_parameters(AutoConfig.for_model("t5"))

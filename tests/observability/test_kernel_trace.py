@@ -1,0 +1,234 @@
+"""Kernel names seen in profiles of one H200 (and of other libraries and GPUs), and what they are."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from llm_fp8.observability.kernel_trace import (
+    KERNEL_CLASSES,
+    gemm_kernels,
+    gemm_kind,
+    kernel_class,
+    kernel_intervals,
+    kernel_times,
+    time_by_class,
+)
+from tests.support.recorded_kernels import recorded
+
+GEMMS = {
+    # seen: cuBLAS 13 on an H200, for Transformer Engine, torchao and PyTorch
+    "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT": "fp8",
+    "nvjet_sm90_qrtst_96x128_128x7_2x1_v_bz_coopA_algo2_TNN": "fp8",
+    "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_coopA_algo2_Ablk128_Bvec128_TNN": "fp8",
+    "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_coopA_algo2_Avec128_Bvec128_TNT": "fp8",
+    "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_ovscale_TNT": "fp8",
+    "nvjet_sm90_tst_128x192_64x5_4x1_v_bz_coopB_NTN": "bf16",
+    "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT": "bf16",
+    "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize32x32x8_stage3_warpsize1x2x1_ffma_aligna4_alignc4_execute_kernel__5x_cublas": "fp32",
+    "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nn_align1>(cutlass_80_simt_sgemm_128x32_8x5_nn_align1::Params)": "fp32",
+    # as other versions and GPUs name theirs
+    "nvjet_qqtst_128x128_128x6_2x1_v_bz_TNT": "fp8",
+    "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTN": "fp16",
+    "nvjet_sm100_qqtst_128x256_128x6_2x1_2cta_v_bz_Avec32UE8M0_Bvec32UE8M0_TNT": "fp8",
+    "nvjet_sm100_tst_256x192_64x5_2x1_2cta_v_bz_TNT": "bf16",
+    "nvjet_sm100_ootst_256x256_256x4_2x1_2cta_v_bz_Avec16UE4M3_Bvec16UE4M3_TNT": "unknown",
+    "sm89_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x64_stage3_warpsize2x2x1_tensor16x8x32_kernel__5x_cublas": "fp8",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas": "bf16",
+    "cutlass3x_sm90_tensorop_gemm_e4m3_e4m3_f32_bf16_bf16_128x128x128_2x1x1_0_tnn_align16": "fp8",
+    "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(Params)": "bf16",
+    "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn": "bf16",
+    "ampere_fp16_s16816gemm_fp16_256x128_ldg8_f2f_stages_64x3_tn": "fp16",
+    "ampere_h16816gemm_128x128_ldg8_stages_64x3_tn": "fp16",
+    "ampere_sgemm_128x64_tn": "fp32",
+    "cutlass_80_tensorop_i16832gemm_s8_128x128_64x3_tn_align16": "unknown",
+    "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int>, "
+    "cutlass::gemm::collective::CollectiveMma<cutlass::gemm::MainloopSm90TmaGmmaWarpSpecialized<4>, "
+    "cutlass::float_e4m3_t, cutlass::float_e4m3_t>, cutlass::bfloat16_t> > >": "fp8",
+    "void gemv2T_kernel_val<int, int, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16, float, 128, 16, 4, 4, false>(float)": "bf16",
+    "triton_tem_fused__scaled_mm_7": "fp8",
+    "triton_tem_fused_mm_3": "unknown",
+    "some_future_gemm_of_another_name": "unknown",
+}
+
+NO_GEMMS = {
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1_cga1x1x1_kernel0_0": "attention",
+    "void cudnn::fusion::fmha_reduce_head_ragged<true>(void const*, void*, unsigned int)": "attention",
+    "void cudnn::fusion::compute_dot_do_o_ragged_specialized<true, 64>(void const*, void const*, void*, void*)": "attention",
+    "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int)": "attention",
+    "transformer_engine::fused_attn::cu_seqlens_padded_to_offsets(transformer_engine::fused_attn::RaggedOffsetMultipliers)": "attention",
+    "void transformer_engine::kv_cache::convert_thd_to_bshd_kernel<__nv_bfloat16>(__nv_bfloat16*, __nv_bfloat16*, "
+    "int*, int, int, int, int)": "attention",
+    "void transformer_engine::kv_cache::convert_bshd_to_thd_kernel<__nv_bfloat16>(__nv_bfloat16*, __nv_bfloat16*, "
+    "int*, int, int, int, int)": "attention",
+    "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at_": "attention",
+    "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at_": "attention",
+    "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_object_at_": "attention",
+    # as the operators of flash-attn 3 name theirs
+    "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90<2, "
+    "cute::tuple<cute::C<1>, cute::C<1>, cute::C<1> >, cute::tuple<cute::C<128>, cute::C<128>, cute::C<128> >, 128, "
+    "cutlass::bfloat16_t, float, cutlass::arch::Sm90, true> > > >": "attention",
+    "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnBwdSm90<flash::CollectiveMainloopBwdSm90<2, 2, 2, "
+    "cute::tuple<cute::C<1> >, cutlass::bfloat16_t, float, cutlass::arch::Sm90> > > >": "attention",
+    "void cutlass::device_kernel<flash::FlashAttnBwdPreprocess<cute::tuple<cute::C<80>, cute::C<128> >, "
+    "cutlass::bfloat16_t, float, cutlass::arch::Sm90> >": "attention",
+    "void cutlass::device_kernel<flash::FlashAttnBwdPostprocessConvertdQ<cute::tuple<cute::C<80>, cute::C<128> >, "
+    "cutlass::bfloat16_t, float, cutlass::arch::Sm90, 256> >": "attention",
+    "flash::prepare_varlen_num_blocks_kernel(int, int, int, int const*, int const*, int const*, int const*, int "
+    "const*, int const*)": "attention",
+    "_ZN7cutlass13device_kernelIN5flash11enable_sm90INS1_16FlashAttnFwdSm90INS1_25CollectiveMainloopFwdSm90ILi2EN4cute5tupleEEEEEEEEvNT_6ParamsE": "attention",
+    "_ZN7cutlass13device_kernelIN5flash22FlashAttnBwdPreprocessIN4cute5tupleIJNS3_1CILi80EEENS5_ILi128EEEEEENS_10bfloat16_tEfNS_4arch4Sm90E": "attention",
+    "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::gemm::GemmShape>)": "attention",
+    "void transformer_engine::scaled_masked_softmax_warp_forward<__nv_bfloat16, __nv_bfloat16, float, "
+    "10>(__nv_bfloat16*)": "attention",
+    "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>(float*, float const*, "
+    "int)": "attention",
+    "cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*, __nv_fp8_e4m3*, __nv_fp8_e4m3*, float const*)": "cast",
+    "cast_transpose_fusion_kernel_optimized(transformer_engine::CTDBiasDActParam<__nv_bfloat16, __nv_bfloat16, "
+    "__nv_fp8_e5m2, float>)": "cast",
+    "void transformer_engine::(anonymous namespace)::block_scaled_1d_cast_transpose_kernel<true, float, "
+    "__nv_bfloat16, __nv_fp8_e4m3>()": "cast",
+    "transpose_optimized_kernel(__nv_fp8_e4m3 const*, float const*, __nv_fp8_e4m3*, unsigned long, unsigned long)": "cast",
+    "void transformer_engine::(anonymous namespace)::amax_kernel<16, true, __nv_bfloat16>(__nv_bfloat16 const*, "
+    "float*)": "cast",
+    "transformer_engine::(anonymous namespace)::compute_scale_from_amax_kernel(float const*, float*, float, bool)": "cast",
+    "transformer_engine::delayed_scaling_recipe::(anonymous "
+    "namespace)::amax_and_scale_update_impl::kernel_bulk(float*)": "cast",
+    "void transformer_engine::unary_kernel<16, true, float, transformer_engine::Empty, "
+    "&transformer_engine::dispatch::fp8::detail::identity, __nv_bfloat16, __nv_fp8_e4m3>(__nv_bfloat16 const*)": "cast",
+    "triton_poi_fused__scaled_mm__to_copy_clamp_clone_mul_reciprocal_silu_t_view_2": "cast",
+    "triton_poi_fused__to_copy_clamp_exp2_floor_log2_mul_reciprocal_t_19": "cast",
+    "triton_red_fused_abs_max_t_15": "cast",
+    "void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<Kernel_traits<__nv_bfloat16, __nv_bfloat16, "
+    "__nv_fp8_e4m3>>()": "norm",
+    "ln_tma_fwd_kernel": "norm",
+    "ln_fwd_kernel": "norm",
+    "ln_bwd_finalize_kernel": "norm",
+    "triton_red_fused__to_copy__unsafe_view_add_mean_mul_pow_rsqrt_3": "norm",
+    "triton_red_fused__to_copy_abs_add_max_mean_mul_pow_rsqrt_0": "norm",
+    "triton_per_fused__to_copy_add_div_expand_mul_pow_sum_view_20": "norm",
+    "void transformer_engine::gated_act_kernel<16, true, float, transformer_engine::Empty, &(float "
+    "transformer_engine::silu<float, float>(float)), __nv_bfloat16, __nv_fp8_e4m3>(__nv_bfloat16 const*, "
+    "__nv_fp8_e4m3*, float const*)": "activation",
+    "void at::native::vectorized_elementwise_kernel<8, at::native::(anonymous "
+    "namespace)::silu_kernel(at::TensorIteratorBase&)::{lambda()#1}>()": "activation",
+    "triton_poi_fused__to_copy_clamp_exp2_floor_log2_mul_reciprocal_silu_silu_backward_t_view_7": "activation",
+    "triton_poi_fused__unsafe_view_mul_silu_4": "activation",
+    "void transformer_engine::fused_rope_backward_kernel<__nv_bfloat16>(__nv_bfloat16 const*, int const*, float "
+    "const*)": "rope",
+    "_split_rope_kernel": "rope",
+    "triton_poi_fused_add_cat_mul_neg_slice_transpose_unsqueeze_view_9": "rope",
+    "cross_entropy_backward_kernel": "loss",
+    "_softmax_gradient_cast_kernel": "loss",
+    "void at::native::(anonymous namespace)::cunn_SoftMaxBackward<4, float, float, float, at::native::(anonymous "
+    "namespace)::LogSoftMaxBackwardEpilogue>(float*, float const*, float const*, long)": "loss",
+    "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*, "
+    "float*)": "loss",
+    "_update_kernel": "optimizer",
+    "_eight_bit_update_kernel": "optimizer",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous "
+    "namespace)::FusedOptimizerTensorListMetadata<4>, at::native::(anonymous "
+    "namespace)::FusedAdamMathFunctor<c10::BFloat16, 4>>()": "optimizer",
+    "void at::native::lpnorm_cleanup<c10::BFloat16, (at::native::NormType)1, float, true, float>(float const*)": "optimizer",
+    "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
+    "Memcpy DtoD (Device -> Device)": "copy",
+    "Memset (Device)": "copy",
+    "void at::native::elementwise_kernel<128, 4, "
+    "at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>>()": "copy",
+    "void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::(anonymous namespace)::OpaqueType<2u>, "
+    "unsigned int, 4, 64, 64>()": "copy",
+    "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, "
+    "3ul> >(int)": "elementwise",
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float, float, "
+    "float>, unsigned int>>()": "elementwise",
+    "triton_poi_fused_add_view_20": "elementwise",
+    "triton_poi_fused__to_copy_view_21": "copy",
+    "a_kernel_of_no_known_library": "other",
+    "void splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, false, "
+    "false>(cublasSplitKParams<float>)": "gemm",
+}
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_operands_of_a_gemm(name):
+    assert kernel_class(name) == "gemm"
+    assert gemm_kind(name) == GEMMS[name]
+
+
+@pytest.mark.parametrize("name", NO_GEMMS)
+def test_class_of_a_kernel(name):
+    assert kernel_class(name) == NO_GEMMS[name]
+    assert gemm_kind(name) is None
+
+
+def test_every_class_has_a_name_here():
+    assert {*NO_GEMMS.values()} == {*KERNEL_CLASSES}
+
+
+STEP = {
+    "nvjet_sm90_qrtst_128x128_128x6_2x1_v_bz_coopA_algo2_TNT": (160, 0.010229),
+    "nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_TNT": (96, 0.004978),
+    "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT": (2, 0.005362),
+    "_update_kernel": (98, 0.006691),
+}
+"""A part of a step of Llama-3.2-1B in fp8 on an H200: how often each kernel ran, and for how many seconds."""
+
+
+def test_time_is_added_up_by_class_and_by_operand_type():
+    by_class = time_by_class(STEP)
+    assert {name: taken.count for name, taken in by_class.items()} == {"gemm": 258, "optimizer": 98}
+    assert list(by_class) == ["gemm", "optimizer"], "the longest first"
+    assert by_class["gemm"].time_s == pytest.approx(0.020569)
+    assert list(by_class["gemm"].names) == sorted(STEP, key=lambda name: -STEP[name][1])[:1] + [
+        "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT",
+        "nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_TNT",
+    ]
+    kinds = gemm_kernels(STEP)
+    assert {kind: kernels.count for kind, kernels in kinds.items()} == {"fp8": 256, "bf16": 2}
+    assert kinds["fp8"].time_s == pytest.approx(0.015207)
+
+
+def test_of_a_profile_only_what_the_gpu_ran_counts():
+    profile = recorded(
+        ("Memset (Device)", 0, 10), ("Memset (Device)", 20, 25), annotations=(("Optimizer.step#AdamW.step", 0, 100),)
+    )
+    assert kernel_times(profile) == {"Memset (Device)": (2, pytest.approx(15e-6))}
+    assert kernel_intervals(profile)[1] == ("Memset (Device)", pytest.approx((20e-6, 25e-6)))
+
+
+def test_events_are_read_as_torch_keeps_them(monkeypatch):
+    """A real recording of the CPU, taken for one of a GPU: names and times as torch's own, slower, reading gives
+    them.
+    """
+    import llm_fp8.observability.kernel_trace as kernels
+
+    monkeypatch.setattr(kernels, "_GPU", torch.autograd.DeviceType.CPU)
+    with profile(activities=[ProfilerActivity.CPU]) as done:
+        for _ in range(3):
+            torch.ones(64, 64) @ torch.ones(64, 64)
+    expected = sorted((event.name, event.time_range.start / 1e6, event.time_range.end / 1e6) for event in done.events())
+    found = sorted((name, *times) for name, times in kernel_intervals(done))
+    assert [name for name, _, _ in found] == [name for name, _, _ in expected] and "aten::mm" in dict.fromkeys(
+        n for n, _, _ in found
+    )
+    for (_, start, end), (_, expected_start, expected_end) in zip(found, expected, strict=True):
+        assert (start, end) == pytest.approx((expected_start, expected_end), abs=1e-9)
+
+
+def test_recording_gives_no_warning(monkeypatch):
+    """torch warns of cleared events unless it is told to keep them; here on the CPU, where CUDA has nothing to
+    record.
+    """
+    import llm_fp8.observability.kernel_trace as kernels
+
+    monkeypatch.setattr(kernels, "ProfilerActivity", type("Cpu", (), {"CUDA": ProfilerActivity.CPU}))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with kernels.record_kernels() as done:
+            torch.ones(4) + 1
+        assert isinstance(done, profile) and done.events()
+        assert kernel_times(done) == {}, "nothing ran on a GPU"

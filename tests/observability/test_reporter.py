@@ -1,0 +1,482 @@
+"""Numbers handed to the reporter, read back from every place they should have reached, with each tracker's own
+reader.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from rich.console import Console
+
+from llm_fp8.config.options import Config
+from llm_fp8.config.parser import parse_config
+from llm_fp8.observability.progress import ProgressDisplay, format_step
+from llm_fp8.observability.provenance import run_record
+from llm_fp8.observability.reporter import RunReporter, accelerator_tracking, check_trackers, truncate_metrics
+from llm_fp8.observability.step_stats import throughput_summary
+from llm_fp8.observability.tracker_labels import LABELS, run_tags
+from llm_fp8.tools.compare.run_record import offline_runs
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.packages import REPOSITORY
+from tests.support.small import records
+
+RUN_SECTIONS = {
+    "precision": {
+        "requested": "fp8",
+        "effective": "fp8",
+        "requested_scenario": "mxfp8",
+        "effective_scenario": "delayed",
+        "optimizer": "adamw_master",
+        "census": {"converted": {"layers.*.mlp": 2}},
+    },
+    "effective": {"sharding_mode": "fsdp_full", "num_processes": 4, "tokens_per_step": 4096},
+    "model": {"location": "here", "num_parameters": 1234},
+    "data": {"num_rows": 10},
+}
+PROVENANCE = {
+    "gpus": [{"name": "NVIDIA H200"}],
+    "git": {"commit": "abc"},
+    "packages": {"torch": "2.11.0", "transformer-engine": "2.20.2"},
+}
+TOTAL_STEPS = 40
+
+
+def a_step(step: int) -> dict[str, float]:
+    return {
+        "step": step,
+        "loss": 3.0 / step,
+        "grad_norm": 1.5,
+        "learning_rate": 1e-3 * step,
+        "step_time_s": 0.25,
+        "tokens_per_s": 1000.0 + step,
+        "model_tflops": 0.5,
+        "tokens_seen": 256 * step,
+    }
+
+
+def an_evaluation(step: int) -> dict[str, float]:
+    return {"step": step, "eval_loss": 2.0, "eval_perplexity": math.exp(2.0)}
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate_state() -> Iterator[None]:
+    """Accelerate keeps its state for the whole process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+
+
+def a_config(folder: Path, *arguments: str) -> Config:
+    return parse_config(["--output_dir", str(folder), *arguments])
+
+
+def a_reporter(config: Config, resume_step: int = 0) -> RunReporter:
+    accelerator = Accelerator(cpu=True, **accelerator_tracking(config))
+    reporter = RunReporter(accelerator, config, TOTAL_STEPS, resume_step)
+    reporter.start_trackers(run_record(config, PROVENANCE, **RUN_SECTIONS))
+    return reporter
+
+
+def test_metrics_and_summary_hold_what_was_reported(tmp_path: Path) -> None:
+    config = a_config(tmp_path / "run")
+    with a_reporter(config) as reporter:
+        reporter.steps([a_step(1), a_step(2)])
+        reporter.evaluation(an_evaluation(2))
+        # A line is on disk as soon as it is reported: a run that is killed loses nothing.
+        assert records(tmp_path / "run") == [a_step(1), a_step(2), an_evaluation(2)]
+        reporter.steps([a_step(3)])
+        returned = reporter.finish({"stopped": "end of data"})
+    assert records(tmp_path / "run") == [a_step(1), a_step(2), an_evaluation(2), a_step(3)]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary == returned
+    assert (summary["steps"], summary["total_steps"], summary["stopped"]) == (3, TOTAL_STEPS, "end of data")
+    assert summary["last_step"] == a_step(3) and summary["last_evaluation"] == an_evaluation(2)
+
+
+def test_the_summary_does_not_need_the_name_of_the_metrics(tmp_path: Path) -> None:
+    """Somebody tidies up while the run trains: it ends as ever, and what it reports behind the summary is kept too."""
+    with a_reporter(a_config(tmp_path)) as reporter:
+        reporter.steps([a_step(step) for step in range(1, 31)])
+        (tmp_path / "metrics.jsonl").rename(tmp_path / "moved.jsonl")
+        throughput = reporter.finish({})["throughput"]
+        reporter.steps([a_step(31)])
+    assert throughput == throughput_summary([a_step(step) for step in range(1, 31)])
+    assert [json.loads(line)["step"] for line in (tmp_path / "moved.jsonl").read_text().splitlines()] == list(
+        range(1, 32)
+    )
+
+
+def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
+    config = a_config(tmp_path)
+    with a_reporter(config) as reporter:
+        reporter.steps([a_step(1), a_step(2)])
+        reporter.evaluation(an_evaluation(2))
+        reporter.steps([a_step(3)])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "lo')  # killed in the middle of a line
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with a_reporter(config, resume_step=2) as reporter:
+        assert records(tmp_path) == [a_step(1), a_step(2), an_evaluation(2)]
+        reporter.steps([a_step(3) | {"loss": 9.0}])
+    assert records(tmp_path) == [a_step(1), a_step(2), an_evaluation(2), a_step(3) | {"loss": 9.0}]
+
+
+def test_the_summary_is_made_from_the_steps_of_its_own_process(tmp_path: Path) -> None:
+    config = a_config(tmp_path)
+    with a_reporter(config) as reporter:
+        reporter.steps([a_step(step) | {"energy_j": 1.0} for step in range(1, 5)])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    own = [a_step(step) | {"energy_j": float(step)} for step in range(3, 9)]
+    with a_reporter(config, resume_step=2) as reporter:
+        reporter.steps(own[:3])
+        reporter.evaluation(an_evaluation(5))
+        reporter.steps(own[3:])
+        summary = reporter.finish({})
+    assert summary["throughput"] == throughput_summary(own) and summary["throughput"]["num_steps_left_out"] == 3
+    assert summary["energy_j"] == 8.0 and summary["last_step"] == own[-1]
+
+
+def test_a_fresh_run_begins_metrics_anew(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 99}\n')
+    with a_reporter(a_config(tmp_path)) as reporter:
+        reporter.steps([a_step(1)])
+    assert records(tmp_path) == [a_step(1)]
+
+
+def test_a_metrics_file_that_is_something_else_is_not_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnot json\n{"step": 2}\n')
+    with pytest.raises(UserError, match="line 2 is not a metrics record"):
+        truncate_metrics(path, 1)
+    assert path.read_text() == '{"step": 1}\nnot json\n{"step": 2}\n'
+
+
+def test_the_reporter_refuses_what_would_mislead(tmp_path: Path) -> None:
+    with a_reporter(a_config(tmp_path)) as reporter:
+        with pytest.raises(ValueError, match="not a declared metric"):
+            reporter.steps([{"step": 1, "lost": 1.0}])
+        reporter.steps([a_step(2)])
+        with pytest.raises(ValueError, match="after step 2"):
+            reporter.steps([a_step(2)])
+        with pytest.raises(ValueError, match="evaluation of step 1"):
+            reporter.evaluation(an_evaluation(1))
+        import torch
+
+        with pytest.raises(TypeError, match="plain number"):
+            reporter.steps([{"step": 3, "loss": torch.tensor(1.0)}])  # type: ignore[dict-item]
+
+
+def test_wandb_offline_holds_the_same_numbers_and_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder = tmp_path / "first"
+    config = a_config(
+        folder, "--use_wandb", "--wandb_project", "project", "--wandb_run_name", "a name", "--learning_rate", "3e-4"
+    )
+    check_trackers(config)
+    with a_reporter(config) as reporter:
+        # Enough steps for the file to run over a block of 32 KiB, where records are split.
+        steps = [a_step(step) for step in range(1, TOTAL_STEPS + 1)]
+        reporter.steps(steps[:20])
+        reporter.steps(steps[20:])
+        reporter.evaluation(an_evaluation(TOTAL_STEPS))
+        reporter.finish({"stopped_by": None, "certificate": {"verdict": "fp8", "gemms": {"fp8": 7}}})
+    # W&B's service writes the file behind our back; a process that ends waits for it, and so does this.
+    wandb.teardown()
+    (stored,), _ = offline_runs(folder)
+
+    by_step: dict[int, dict[str, Any]] = {}
+    for record in records(folder):
+        by_step.setdefault(record["step"], {}).update(record)
+    numbers = [{key: value for key, value in record.items() if not key.startswith("_")} for record in stored.history]
+    assert numbers == list(by_step.values())
+    assert [record["_step"] for record in stored.history] == list(by_step)
+
+    assert (stored.project, stored.name, stored.group, stored.job_type) == ("project", "a name", "first", "train")
+    assert stored.tags == ("fp8 delayed", "embedded", "fsdp_full", "NVIDIA H200")
+    options = json.loads(json.dumps(config.to_dict()))
+    assert {section: stored.config[section] for section in options} == options
+    assert stored.config["effective"] == {
+        **RUN_SECTIONS["effective"],
+        **{key: RUN_SECTIONS[key] for key in ("precision", "model", "data")},
+    }
+    assert stored.config["provenance"] == PROVENANCE
+    assert {key: stored.config[key] for key in LABELS} == {
+        "precision_name": "fp8 delayed",
+        "precision_requested": "fp8 mxfp8",
+        "model_short_name": "embedded",
+        "sharding_mode": "fsdp_full",
+        "gpu_name": "NVIDIA H200",
+        "num_processes": 4,
+        "optimizer_name": "adamw_master",
+        "num_parameters": 1234,
+        "tokens_per_step": 4096,
+        "git_commit": "abc",
+        "torch_version": "2.11.0",
+        "transformer_engine_version": "2.20.2",
+    }
+    assert stored.axes == {"step": "", "tokens_seen": "", "*": "step"}
+    summary = json.loads((folder / "summary.json").read_text())
+    throughput = {key: stored.summary[key] for key in summary["throughput"]}
+    assert throughput == summary["throughput"] and throughput["median_tokens_per_s"] > 1000
+    assert stored.summary["certificate/verdict"] == "fp8" and stored.summary["certificate/gemms/fp8"] == 7
+    assert stored.summary["loss"] == stored.history[-1]["loss"] and "stopped_by" not in stored.summary
+    assert stored.exit_code == 0
+
+
+def without_wandb_variables() -> dict[str, str]:
+    """The environment for a process with a W&B of its own: W&B tells child processes to share their parent's
+    service.
+    """
+    return {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "NETRC"))}
+
+
+def test_a_run_that_fails_is_marked_as_failed_on_wandb(tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from llm_fp8.errors import UserError, run_script
+from tests.observability.test_reporter import a_config, a_reporter, a_step
+
+def main():
+    with a_reporter(a_config(Path({str(tmp_path)!r}), "--use_wandb")) as reporter:
+        reporter.steps([a_step(1)])
+        raise UserError("the loss is not finite.")
+
+run_script(main)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env=without_wandb_variables() | {"WANDB_MODE": "offline"},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 2 and "error: the loss is not finite." in done.stderr
+    (stored,), _ = offline_runs(tmp_path)
+    assert [record["step"] for record in stored.history] == [1]
+    assert stored.exit_code
+
+
+def test_tensorboard_holds_the_same_numbers_also_after_a_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = a_config(tmp_path, "--report_to", "tensorboard")
+    check_trackers(config)
+    with a_reporter(config) as reporter:
+        reporter.steps([a_step(1), a_step(2), a_step(3)])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with a_reporter(config, resume_step=2) as reporter:
+        reporter.steps([a_step(3) | {"loss": 9.0}, a_step(4)])
+        reporter.evaluation(an_evaluation(4))
+        reporter.finish({})
+
+    (folder,) = {file.parent for file in tmp_path.glob("tensorboard/*/events.out.tfevents.*")}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    written = records(tmp_path)
+    for key in {key for record in written for key in record}:
+        expected = {record["step"]: record[key] for record in written if key in record}
+        found = {event.step: event.value for event in events.Scalars(key)}
+        assert found == pytest.approx(expected, rel=1e-6), key
+    assert {event.value for event in events.Scalars("loss") if event.step == 3} == {9.0}
+    hparams = [file.read_text() for file in tmp_path.glob("tensorboard/**/hparams.yml")]
+    assert len(hparams) == 2 and all("optim.learning_rate: 0.001" in text for text in hparams)
+    assert "precision_name: fp8 delayed" in hparams[0] and "effective.precision.optimizer: adamw_master" in hparams[0]
+    (text,) = events.Tensors("summary.json/text_summary")
+    assert text.step == 4 and '"median_step_time_s": 0.25' in text.tensor_proto.string_val[0].decode()
+
+
+LOGINS: dict[str, tuple[str, dict[str, str], str]] = {
+    "logged out": (
+        "--use_wandb",
+        {},
+        "--use_wandb: there is no W&B login on this machine; run 'wandb login', or set WANDB_MODE=offline",
+    ),
+    "offline": ("--use_wandb", {"WANDB_MODE": "offline"}, ""),
+    "key": ("--use_wandb", {"WANDB_API_KEY": "0" * 40}, ""),
+    "no key": ("--report_to=all", {"WANDB_API_KEY": "short"}, "--report_to all: the stored W&B login is not usable"),
+}
+"""Option and environment of a user without any stored login -> how the sentence begins that `check_trackers` ends
+on, empty for none.
+"""
+
+
+def test_whether_wandb_can_work_is_known_before_anything_is_trained(tmp_path: Path) -> None:
+    """In a process with a home and a W&B of its own, one after the other."""
+    code = """
+import json, os, sys
+from llm_fp8.config import parse_config
+from llm_fp8.errors import UserError
+from llm_fp8.report import check_trackers
+
+said = {}
+for name, (option, environment, _) in json.loads(sys.argv[1]).items():
+    os.environ.update(environment)
+    try:
+        check_trackers(parse_config([option]))
+        said[name] = ""
+    except UserError as error:
+        said[name] = str(error)
+    for variable in environment:
+        del os.environ[variable]
+print(json.dumps(said))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(LOGINS)],
+        cwd=tmp_path,
+        env={**without_wandb_variables(), "HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,  # a key and no network must not hang
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said.keys() == LOGINS.keys()
+    for name, (_, _, sentence) in LOGINS.items():
+        assert said[name].startswith(sentence) and bool(said[name]) == bool(sentence), (name, said[name])
+
+
+def test_only_the_first_process_is_asked_for_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(
+        "llm_fp8.observability.reporter.wandb_login_state", lambda flag: pytest.fail("looked for a login")
+    )
+    check_trackers(a_config(tmp_path, "--use_wandb"))
+
+
+def test_trackers_that_nobody_asked_for_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "llm_fp8.observability.reporter.package_version", lambda name: pytest.fail(f"looked for {name}")
+    )
+    check_trackers(a_config(tmp_path))
+
+
+def test_wandb_that_is_not_installed_is_named_even_beside_a_folder_of_its_name(tmp_path: Path) -> None:
+    """A folder `wandb`, as W&B leaves it, imports as an empty package; an interpreter without site-packages has no
+    other.
+    """
+    (tmp_path / "wandb").mkdir()
+    code = (
+        "import sys; from llm_fp8.observability.tracker_labels import wandb_login_state; from llm_fp8.utils.errors "
+        "import run_script; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; "
+        "run_script(lambda: int(bool(wandb_login_state('--use_wandb'))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "'pip install wandb'" in done.stderr
+
+
+def test_medians_leave_the_first_steps_out() -> None:
+    slow_start = [{"step": n, "step_time_s": 5.0, "tokens_per_s": 10.0} for n in range(1, 11)]
+    steady = [{"step": 10 + n, "step_time_s": 0.1 * n, "tokens_per_s": 100.0 * n} for n in range(1, 16)]
+    summary = throughput_summary(slow_start + steady)
+    assert summary == pytest.approx(
+        {"num_steps_measured": 15, "num_steps_left_out": 10, "median_step_time_s": 0.8, "median_tokens_per_s": 800.0}
+    )
+    short = throughput_summary(steady[:4])
+    assert (short["num_steps_measured"], short["num_steps_left_out"]) == (2, 2)
+    assert short["median_tokens_per_s"] == pytest.approx(350.0)
+    assert throughput_summary([]) == {"num_steps_measured": 0, "num_steps_left_out": 0}
+
+
+def test_a_pipe_gets_a_plain_line_every_log_every_steps() -> None:
+    out = io.StringIO()
+    display = ProgressDisplay(total_steps=25, log_every=10, console=Console(file=out, force_terminal=False, width=40))
+    for step in range(1, 26):
+        display.step(a_step(step))
+    display.print("[not markup] " + "x" * 100)
+    display.close()
+    lines = out.getvalue().splitlines()
+    assert [line.partition("  loss")[0] for line in lines[:-1]] == [
+        "step  1/25",
+        "step 10/25",
+        "step 20/25",
+        "step 25/25",
+    ]
+    assert lines[1] == format_step(a_step(10), 25, 15 * 0.25)
+    assert lines[-1] == "[not markup] " + "x" * 100
+    assert "\x1b" not in out.getvalue()
+
+
+def test_a_terminal_gets_a_bar_and_lines_above_it() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=160)
+    display = ProgressDisplay(total_steps=25, first_step=10, log_every=10, console=console)
+    display.step(a_step(11))
+    display.print("a line")
+    display.close()
+    display.close()
+    assert "step 11/25  loss 0.2727" in out.getvalue()
+    assert "a line" in out.getvalue()
+
+
+def test_a_narrow_terminal_keeps_the_bar_and_all_figures() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, color_system=None)
+    display = ProgressDisplay(total_steps=25, log_every=10, console=console)
+    display.step({**a_step(12), "peak_memory_gib": 41.2})
+    display.close()
+    assert "\u2501" * 7 in out.getvalue()
+    assert "GiB" in out.getvalue() and "left" in out.getvalue()
+
+
+def test_the_line_of_a_step_leaves_out_what_is_not_there() -> None:
+    full = {
+        "step": 7,
+        "loss": 1.23456,
+        "grad_norm": 0.5,
+        "learning_rate": 1e-5,
+        "tokens_per_s": 18912.3,
+        "model_tflops": 867.4,
+    }
+    text = "step   7/100  loss 1.2346  grad norm 0.5  lr 1.00e-05  18,912 tokens/s  867 TFLOP/s  41.2 GiB  1:02:03 left"
+    assert format_step(full | {"peak_memory_gib": 41.23}, 100, 3723.2) == text
+    assert format_step({"step": 7, "loss": 1.0}, 100, None) == "step   7/100  loss 1.0000"
+
+
+def test_medians_of_energy_are_over_the_steps_that_have_it() -> None:
+    steps: list[dict[str, float]] = [{"step": n, "step_time_s": 0.5} for n in range(1, 31)]
+    for step, watts in ((15, 500.0), (25, 700.0), (30, 600.0)):
+        steps[step - 1] |= {"gpu_power_w": watts, "energy_j_per_million_tokens": 2 * watts}
+    summary = throughput_summary(steps)
+    assert (summary["median_gpu_power_w"], summary["median_energy_j_per_million_tokens"]) == (600.0, 1200.0)
+    assert "median_gpu_power_w" not in throughput_summary(steps[:14])
+
+
+def test_the_summary_has_the_last_total_of_the_energy(tmp_path: Path) -> None:
+    with a_reporter(a_config(tmp_path)) as reporter:
+        reporter.steps([a_step(1) | {"energy_j": 10.0}, a_step(2) | {"energy_j": 30.0}, a_step(3)])
+        assert reporter.finish({})["energy_j"] == 30.0
+
+
+def test_tags_are_unique_short_and_end_with_the_users() -> None:
+    labels = {"precision_name": "bf16", "model_short_name": "m" * 80, "sharding_mode": "ddp", "gpu_name": "CPU"}
+    assert run_tags(labels, ["paper", "ddp"]) == ["bf16", "m" * 64, "ddp", "CPU", "paper"]
+
+
+def test_a_tag_that_wandb_would_refuse_is_named() -> None:
+    with pytest.raises(UserError, match=r"--wandb_tags: 't{65}' has 65 characters"):
+        parse_config(["--wandb_tags", "fine," + "t" * 65])
+    assert parse_config(["--wandb_tags", " a , b c,,"]).wandb_tags == ["a", "b c"]

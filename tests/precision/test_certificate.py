@@ -1,0 +1,595 @@
+"""Verdicts on made-up steps with the kernel names of real ones, and what a run does with a verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import llm_fp8.train.loop as loop
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.parser import parse_config
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.observability.gpu_idle import WORTH_A_WORD, describe_gpu_idle, gpu_idle
+from llm_fp8.observability.kernel_trace import gemm_kernels, time_by_class
+from llm_fp8.observability.step_profile import StepProfile
+from llm_fp8.observability.step_stats import own_steps, throughput_summary
+from llm_fp8.precision.certificate import ExpectedKernels, attention_library, certify, worst
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.module_state import ModuleState, read_te_state
+from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.tools.compare.run_record import offline_runs
+from llm_fp8.train.graceful_stop import GracefulStop
+from llm_fp8.train.loop import NonFiniteLoss
+from llm_fp8.train.run import run_training
+from llm_fp8.utils.errors import FailedCheck, UserError, run_script
+from tests.support.processes import exit_code, start_ranks
+from tests.support.small import forget_accelerator, steps
+
+FP8_GEMMS = {
+    "nvjet_sm90_qrtst_128x128_128x6_2x1_v_bz_coopA_algo2_TNT": (160, 0.010229),
+    "nvjet_sm90_qqtst_320x128_128x3_1x2_h_bz_coopB_TNT": (32, 0.006559),
+    "nvjet_sm90_qrtst_144x128_128x6_1x2_h_bz_coopA_algo2_TNN": (64, 0.006494),
+    "nvjet_sm90_qrtst_128x160_128x5_1x2_h_bz_coopA_algo2_TNT": (32, 0.006287),
+    "nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_TNT": (96, 0.004978),
+}
+HEAD_GEMMS = {
+    "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT": (2, 0.005362),
+    "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN": (2, 0.005295),
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": (2, 0.005049),
+}
+OTHERS = {
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1_cga1x1x1_kernel0_0": (
+        32,
+        0.005353,
+    ),
+    "cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*, __nv_fp8_e4m3*)": (64, 0.0022),
+    "_update_kernel": (98, 0.006691),
+}
+FP8_STEP = FP8_GEMMS | HEAD_GEMMS | OTHERS
+"""Two micro-batches of Llama-3.2-1B with delayed scaling on an H200: name -> count and seconds."""
+BF16_STEP = {
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": (130, 0.025873),
+    "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN": (98, 0.023798),
+    "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT": (34, 0.017286),
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT": (128, 0.011476),
+    "_update_kernel": (98, 0.006691),
+}
+RENAMED = {f"some_new_gemm_{number}": times for number, times in enumerate(FP8_GEMMS.values())} | HEAD_GEMMS | OTHERS
+"""The same fp8 step, as if the next cuBLAS gave its kernels names of another kind."""
+NO_RULE = {f"device_kernel_{number}": times for number, times in enumerate(FP8_GEMMS.values())} | HEAD_GEMMS | OTHERS
+"""The same, as if these names did not even tell that they are GEMMs."""
+
+DELAYED = ExpectedKernels("fp8 delayed", "bf16", "delayed", num_fp8_weights=64, fp8_linear_flop_share=0.787)
+BF16 = ExpectedKernels("bf16", "bf16")
+IN_FP8 = ModuleState(
+    num_modules=48,
+    num_in_fp8=48,
+    recipes={"DelayedScaling": 48},
+    quantizers={"Float8Quantizer": 320},
+    num_without_maxima=0,
+)
+NOT_IN_FP8 = ModuleState(num_modules=48)
+
+
+def judge(promise=DELAYED, kernels=FP8_STEP, state=IN_FP8, num_micro_batches=2, recipe_inside_modules=None, **more):
+    return certify(
+        promise,
+        kernels,
+        state,
+        num_micro_batches=num_micro_batches,
+        recipe_inside_modules=recipe_inside_modules,
+        **more,
+    )
+
+
+def test_a_step_that_is_what_was_asked_for():
+    certificate = judge(recipe_inside_modules="DelayedScaling", attention="fused (cuDNN)")
+    assert certificate.verdict == "certified" and not certificate.reasons and not certificate.remarks
+    assert (certificate.num_fp8_gemm_kernels, certificate.num_expected_fp8_gemm_kernels) == (384, 384)
+    assert certificate.fp8_gemm_time_share == pytest.approx(34.547 / 50.253, rel=1e-3)
+    assert certificate.describe() == (
+        "certificate: fp8 delayed, 384 of 390 GEMM kernels in fp8 (68.7% of GEMM time), 78.7% of linear FLOPs, "
+        "attention fused (cuDNN)"
+    )
+    assert list(certificate.time_s_by_class) == ["gemm", "optimizer", "attention", "cast"]
+    stored = json.loads(json.dumps(certificate.to_dict()))
+    assert stored["verdict"] == "certified" and stored["modules"]["num_in_fp8"] == 48
+
+
+def test_a_bf16_step():
+    certificate = judge(BF16, BF16_STEP, NOT_IN_FP8, recipe_inside_modules="none", attention="fused (cuDNN)")
+    assert certificate.verdict == "certified"
+    assert certificate.describe() == "certificate: bf16, none of 390 GEMM kernels in fp8, attention fused (cuDNN)"
+    plain = judge(BF16, BF16_STEP, ModuleState(), attention="sdpa (cuDNN)")
+    assert plain.verdict == "certified", "a model without Transformer Engine has no such modules to ask"
+
+
+FAILURES = {
+    "fp8 asked for, nothing converted": (
+        dict(kernels=BF16_STEP, state=ModuleState()),
+        "expected at least 384 fp8 GEMM kernels",
+        "and 0 ran",
+    ),
+    "fp8 asked for, autocast lost": (
+        dict(kernels=BF16_STEP, state=NOT_IN_FP8),
+        "of 48 modules of Transformer Engine 0 say",
+    ),
+    "one layer fewer in fp8": (
+        dict(kernels=FP8_STEP | {"nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_TNT": (72, 0.0037)}),
+        "and 360 ran",
+    ),
+    "recomputed outside fp8": (
+        dict(promise=dataclasses.replace(DELAYED, num_recomputed_fp8_weights=64)),
+        "expected at least 512 fp8 GEMM kernels (64 weights x 3 products and 64 products computed again in each of 2 "
+        "micro-batches)",
+    ),
+    "an output head outside fp8": (
+        dict(promise=dataclasses.replace(DELAYED, num_fp8_lm_head_gemms=2)),
+        "expected at least 388 fp8 GEMM kernels (64 weights x 3 products and 2 of the output head's in each of 2 "
+        "micro-batches), and 384 ran",
+    ),
+    "one micro-batch outside fp8": (dict(num_micro_batches=4), "expected at least 768"),
+    "too few unknown kernels to be the missing ones": (
+        dict(kernels=BF16_STEP | {"a_gemm": (40, 0.001)}),
+        "and 0 ran (all GEMM kernels: 390 bf16, 40 unknown)",
+    ),
+    "kernels unknown, and the modules say that they are not in fp8": (
+        dict(kernels=RENAMED, state=NOT_IN_FP8),
+        "and 0 ran",
+    ),
+    "kernels that no rule knows, and the modules say that they are not in fp8": (
+        dict(kernels=NO_RULE, state=NOT_IN_FP8),
+        "and 0 ran",
+    ),
+    "kernels that no rule knows, and no module to ask": (dict(kernels=NO_RULE, state=ModuleState()), "and 0 ran"),
+    "kernels that no rule knows, and another recipe": (
+        dict(kernels=NO_RULE, state=dataclasses.replace(IN_FP8, recipes={"Float8CurrentScaling": 48})),
+        "modules computed by Float8CurrentScaling (48)",
+    ),
+    "many kernels that no rule knows, too short to be the missing ones": (
+        dict(kernels=BF16_STEP | {"a_tiny_kernel": (900, 0.0005)}),
+        "and 0 ran",
+    ),
+    "too few kernels that no rule knows to be the missing ones": (
+        dict(kernels=BF16_STEP | {"a_kernel": (300, 0.03)}),
+        "and 0 ran",
+    ),
+    "one fp8 kernel in a bf16 run beside kernels that no rule knows": (
+        dict(
+            promise=BF16,
+            kernels=NO_RULE | {"nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT": (1, 1e-5)},
+            state=ModuleState(),
+        ),
+        "and 1 ran",
+    ),
+    "another recipe": (
+        dict(state=dataclasses.replace(IN_FP8, recipes={"Float8CurrentScaling": 48})),
+        "expected the recipe DelayedScaling, and modules computed by Float8CurrentScaling (48)",
+    ),
+    "another recipe inside": (
+        dict(recipe_inside_modules="none"),
+        "expected the recipe DelayedScaling inside the modules, and it was none",
+    ),
+    "quantizers of another recipe": (
+        dict(state=dataclasses.replace(IN_FP8, quantizers={"MXFP8Quantizer": 320})),
+        "expected quantizers of the class Float8Quantizer",
+    ),
+    "maxima never noted": (
+        dict(state=dataclasses.replace(IN_FP8, num_without_maxima=3)),
+        "maxima of 3 of 48 modules is empty",
+    ),
+    "fp8 left on in a bf16 run": (
+        dict(promise=BF16, kernels=FP8_STEP, state=IN_FP8),
+        "expected no fp8 GEMM kernel, and 384 ran",
+    ),
+    "one fp8 kernel in a bf16 run": (
+        dict(
+            promise=BF16,
+            kernels=BF16_STEP | {"nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT": (1, 1e-5)},
+            state=NOT_IN_FP8,
+        ),
+        "and 1 ran",
+    ),
+    "a module in fp8 in a bf16 run": (
+        dict(
+            promise=BF16,
+            kernels=BF16_STEP,
+            state=dataclasses.replace(NOT_IN_FP8, num_in_fp8=1, recipes={"DelayedScaling": 1}),
+        ),
+        "expected no module in fp8",
+    ),
+    "a bf16 run that computes in fp32": (
+        dict(promise=BF16, kernels={"ampere_sgemm_128x64_tn": (390, 0.3)}, state=ModuleState()),
+        "expected GEMM kernels in bf16, and none was recognised (all GEMM kernels: 390 fp32)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_what_fails(case):
+    arguments, *words = FAILURES[case]
+    certificate = judge(**arguments)
+    assert certificate.verdict == "failed"
+    assert all(part in "; ".join(certificate.reasons) for part in words)
+    assert "FAILED" in certificate.describe()
+
+
+def test_renamed_kernels_are_unknown_and_never_bf16():
+    certificate = judge(kernels=RENAMED)
+    assert certificate.verdict == "undetermined"
+    assert certificate.gemm_kernels_by_type == {"unknown": 384, "bf16": 6} and len(certificate.unknown_gemm_names) == 5
+    assert "384 GEMM kernels of unknown type" in certificate.reasons[0]
+    # Of a bf16 run short ones are a remark; those of a layer could be fp8, and were all of them unknown, nothing would
+    # show that it is one.
+    short = judge(BF16, BF16_STEP | {"a_gemm": (3, 0.0005)}, NOT_IN_FP8)
+    assert short.verdict == "certified" and short.remarks == ["3 GEMM kernels of unknown type"]
+    assert judge(BF16, BF16_STEP | {"a_gemm": (3, 0.001)}, NOT_IN_FP8).verdict == "undetermined"
+    assert judge(BF16, {"a_gemm": (390, 0.1)}, NOT_IN_FP8).verdict == "undetermined"
+    few = {"nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT": (3, 0.005), "nvjet_sm100_xx_foo": (500, 0.1)}
+    assert judge(BF16, few, ModuleState()).reasons == [
+        "500 GEMM kernels of unknown type (95.2% of the time of GEMMs and kernels that no rule knows; namely: "
+        "nvjet_sm100_xx_foo), which may be in fp8"
+    ]
+
+
+def test_kernels_that_no_rule_knows_may_be_gemms():
+    certificate = judge(kernels=NO_RULE)
+    assert certificate.verdict == "undetermined" and certificate.gemm_kernels_by_type == {"bf16": 6}
+    assert certificate.other_kernel_names == [f"device_kernel_{number}" for number in range(5)]
+    assert certificate.unrecognised_time_share == pytest.approx(34.547 / 50.253, rel=1e-3)
+    assert certificate.reasons[0].startswith(
+        "384 kernels that no rule knows (68.7% of the time of GEMMs and kernels that no rule knows; the longest: "
+        "device_kernel_0, device_kernel_1, device_kernel_2): 0 of the 384 expected fp8 GEMM kernels were recognised"
+    )
+    half = {f"some_gemm{name}" if number % 2 else name: times for number, (name, times) in enumerate(NO_RULE.items())}
+    assert judge(kernels=half).verdict == "undetermined", "of both kinds together"
+    without_gemms = judge(kernels={"a_kernel<" + 200 * "x": (390, 0.1)})
+    assert without_gemms.verdict == "undetermined" and "CUPTI" not in without_gemms.reasons[0]
+    assert len(without_gemms.reasons[0]) < 400
+    # Outside fp8 nothing else would show them.
+    assert judge(BF16, NO_RULE, ModuleState()).verdict == judge(BF16, NO_RULE, NOT_IN_FP8).verdict == "undetermined"
+    assert (
+        judge(BF16, {"device_kernel": (390, 0.1), "ampere_sgemm_128x64_tn": (2, 0.001)}, ModuleState()).verdict
+        == "undetermined"
+    )
+    assert judge(BF16, BF16_STEP | {"a_short_kernel": (900, 0.0005)}, ModuleState()).verdict == "certified"
+    # A step with all the fp8 kernels that were promised is what was asked for, whatever else runs in it.
+    beside = judge(kernels=FP8_STEP | {"a_kernel": (10, 0.01)})
+    assert beside.verdict == "certified" and beside.remarks[0].startswith("10 kernels that no rule knows (16.6% of")
+
+
+def test_what_leaves_the_question_open():
+    nothing = judge(kernels={})
+    assert nothing.verdict == "undetermined" and "CUPTI" in nothing.reasons[0] and nothing.fp8_gemm_time_share is None
+    assert "none of 0" not in nothing.describe() and "0 of 0 GEMM kernels" in nothing.describe()
+    contradiction = judge(state=dataclasses.replace(IN_FP8, num_in_fp8=47))
+    assert contradiction.verdict == "undetermined" and "47 say that they computed in fp8" in contradiction.reasons[0]
+    # Without kernels the modules' account still counts, against fp8 and not for it.
+    assert judge(kernels={}, state=NOT_IN_FP8).verdict == judge(BF16, {}, IN_FP8).verdict == "failed"
+    assert judge(BF16, {}, NOT_IN_FP8).verdict == "undetermined"
+    # A later Transformer Engine that keeps its state elsewhere does not undo what the kernels show.
+    unreadable = judge(state=ModuleState(num_modules=48, num_unreadable=48))
+    assert unreadable.verdict == "certified" and unreadable.remarks == [
+        "48 modules of Transformer Engine do not say what they computed in"
+    ]
+    assert judge(kernels=RENAMED, state=ModuleState(num_modules=48, num_unreadable=48)).verdict == "undetermined"
+    without_recipe = ModuleState(num_modules=48, num_in_fp8=24, num_recipe_unreadable=24)
+    assert judge(state=without_recipe).verdict == "undetermined", "24 deny it"
+
+
+def test_unfused_attention_is_a_remark():
+    certificate = judge(attention="unfused")
+    assert certificate.verdict == "certified" and certificate.remarks == ["attention is unfused, several times slower"]
+    assert certificate.describe().endswith("attention unfused (attention is unfused, several times slower)")
+
+
+def test_attention_of_hugging_face_is_told_by_its_kernels():
+    assert attention_library(FP8_STEP) == "cuDNN"
+    assert (
+        attention_library({"void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>>(Params)": (32, 0.1)})
+        == "flash"
+    )
+    assert (
+        attention_library({"fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)": (32, 0.1)})
+        == "memory-efficient"
+    )
+    assert attention_library(HEAD_GEMMS) == "math"
+
+
+def test_the_worst_of_all_ranks_speaks():
+    good, open_, bad = judge(), judge(kernels=RENAMED), judge(kernels=BF16_STEP, state=NOT_IN_FP8)
+    assert worst([good, good]) is good and worst([good, open_]) is open_ and worst([open_, bad, good]) is bad
+
+
+# --- Transformer Engine's own account
+# ---------------------------------------------------------------------------------------
+
+
+class DelayedScaling:
+    """Stands for Transformer Engine's class of this name."""
+
+
+class Float8Quantizer:
+    """The same."""
+
+
+def te_linear(in_fp8: bool, largest: float = 2.0) -> nn.Linear:
+    """A linear layer with the attributes that Transformer Engine's have after a step with delayed scaling."""
+    module = nn.Linear(4, 4)
+    module.fp8, module.fp8_meta, module.quantizers = in_fp8, {}, {"scaling_fwd": [], "scaling_bwd": []}
+    if in_fp8:
+        history = torch.zeros(16, 3)
+        history[-1, 0] = largest
+        module.fp8_meta = {"recipe": DelayedScaling(), "scaling_fwd": SimpleNamespace(amax_history=history)}
+        module.quantizers = {
+            "scaling_fwd": [Float8Quantizer(), Float8Quantizer(), None],
+            "scaling_bwd": [Float8Quantizer()],
+        }
+    return module
+
+
+def test_reading_the_modules():
+    state = read_te_state([te_linear(True), te_linear(True, largest=0.0), te_linear(False)])
+    assert state == ModuleState(3, 2, 0, 0, {"DelayedScaling": 2}, {"Float8Quantizer": 6}, num_without_maxima=1)
+    assert not state.all_in_fp8 and read_te_state([te_linear(True)]).all_in_fp8
+    later = te_linear(True)
+    del later.fp8_meta["recipe"]
+    assert read_te_state([later, nn.Linear(4, 4), te_linear(False)]) == ModuleState(
+        3, 1, num_unreadable=1, num_recipe_unreadable=1
+    )
+
+
+def test_a_run_without_fp8_asks_all_linear_modules_of_transformer_engine():
+    model = nn.Sequential(te_linear(True), nn.Linear(4, 4), te_linear(False))
+    precision = Precision(PrecisionPlan("bf16", "bf16"), PrecisionConfig(), torch.device("cpu"), torch.bfloat16)
+    precision.attach(model, nn.ModuleList())
+    state = precision.module_state()
+    assert (state.num_modules, state.num_in_fp8, precision.count_fp8_weights()) == (2, 1, 0)
+
+
+def test_fp8_weights_are_counted_by_matrix_and_by_recomputed_layer():
+    layers = nn.ModuleList(nn.Sequential(te_linear(True), te_linear(True)) for _ in range(5))
+    layers[4][0].fc1_weight = layers[4][0].fc2_weight = layers[4][0].weight  # as in an MLP that is one module
+    precision = Precision(PrecisionPlan("bf16", "bf16"), PrecisionConfig(), torch.device("cpu"), torch.bfloat16)
+    precision._fp8_modules = {name: module for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
+    assert precision.count_fp8_weights() == 11
+    assert precision.count_fp8_weights(within=layers[::2]) == 7
+    assert list(enable_gradient_checkpointing(layers, 2, uses_te=False)) == list(layers[::2])
+
+
+# --- in a run
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def step_profile(kernels, num_ranks: int = 1, work_s: float = 0.1) -> StepProfile:
+    profile = StepProfile(span_s=0.1, work_s_by_rank=[work_s] * num_ranks, peak_memory_gib_by_rank=[1.0] * num_ranks)
+    profile.kernels = kernels
+    gemms = gemm_kernels(kernels)
+    profile.gemm_kernels = {kind: found.count for kind, found in gemms.items()}
+    profile.gemm_time_s = {kind: found.time_s for kind, found in gemms.items()}
+    profile.time_s_by_class = {name: found.time_s for name, found in time_by_class(kernels).items()}
+    return profile
+
+
+def test_figures_of_a_recorded_step():
+    one, two = step_profile(FP8_STEP), step_profile(FP8_STEP, num_ranks=2)
+    figures = one.figures()
+    assert {name: figures[name] for name in figures if name.startswith("num_")} == {
+        "num_gemm_kernels": 390, "num_fp8_gemm_kernels": 384, "num_unknown_gemm_kernels": 0
+    }  # fmt: skip
+    assert figures["fp8_gemm_time_share"] == pytest.approx(0.687, abs=1e-3)
+    assert "communication_share" not in figures and "communication_s" not in one.to_dict()
+    assert "communication" not in one.describe() and "gemm 78%" in one.describe()
+    assert (
+        two.figures()["communication_share"] == 0.0
+        and "slowest rank" in two.describe()
+        and "work_s_by_rank" in two.to_dict()
+    )
+    assert "kernels" not in two.to_dict()
+
+
+def test_how_much_of_a_step_the_gpu_waits(tmp_path):
+    metrics, two = tmp_path / "metrics.jsonl", step_profile(FP8_STEP, num_ranks=2)
+
+    def waiting(step_time_s: float, profile=two):
+        metrics.write_text(
+            "".join(json.dumps({"step": number, "step_time_s": step_time_s}) + "\n" for number in range(1, 5))
+        )
+        return gpu_idle(profile, own_steps(metrics))
+
+    two.work_s_by_rank = [0.04, 0.06]
+    late = waiting(0.1)
+    assert late == {"work_s": 0.06, "step_time_s": 0.1, "share": pytest.approx(0.4)}, "of the GPU that has most to do"
+    assert "waits for its host or other GPUs during 40% of a step" in describe_gpu_idle(late, 2)
+    assert "fsdp_grad" in describe_gpu_idle(late, 2) and "fsdp_grad" not in describe_gpu_idle(late, 1)
+    busy = waiting(0.05)
+    assert busy["share"] == 0.0 and describe_gpu_idle(busy, 2) is None, (
+        "recorded kernels may take longer than a step that was not recorded"
+    )
+    assert waiting(0.1, StepProfile()) is None
+    metrics.write_text("")
+    assert gpu_idle(two, own_steps(metrics)) is None
+
+
+def test_the_recorded_step_is_in_no_median():
+    taken = [{"step": number, "step_time_s": 1.0} for number in range(1, 7)]
+    taken[4] |= {"step_time_s": 50.0, **step_profile(FP8_STEP).figures()}
+    summary = throughput_summary(taken)
+    assert (summary["median_step_time_s"], summary["num_steps_measured"], summary["num_steps_left_out"]) == (1.0, 2, 4)
+    alone = throughput_summary([taken[4]])
+    assert alone == {"num_steps_measured": 0, "num_steps_left_out": 1}
+
+
+@pytest.fixture(autouse=True)
+def _a_program_of_its_own() -> None:
+    forget_accelerator()
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, float]], work_s: float = 0.1) -> None:
+    """Let a run on the CPU record these kernels, as if they were those of its step and the GPU had been at work for
+    so long.
+    """
+
+    @contextlib.contextmanager
+    def profiled(_):
+        yield step_profile(kernels, work_s=work_s)
+
+    monkeypatch.setattr(loop, "profiled", profiled)
+    monkeypatch.setattr("llm_fp8.train.setup.certifies", lambda wanted, device: wanted is not False)
+
+
+def options(model: str, rows: str, folder, *more: str) -> list[str]:
+    return [
+        f"--model_name={model}", f"--dataset_name={rows}", "--max_seq_length=192", "--batch_size=4", "--mixed_precision=bf16",
+        "--log_every=100", "--validation_fraction=0", "--no_export", f"--output_dir={folder}", *more,
+    ]  # fmt: skip
+
+
+def test_a_certified_run_says_so(tiny_model, rows, tmp_path, monkeypatch, capsys):
+    pretend_gpu(monkeypatch, BF16_STEP)
+    assert (
+        run_training(parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=7", "--save_every=6"))) == 0
+    )
+    printed = capsys.readouterr().out
+    assert "certificate: bf16, none of 390 GEMM kernels in fp8, attention sdpa (math)" in printed
+    stored = json.loads((tmp_path / "run" / "certificate.json").read_text())
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert stored == summary["certificate"] and stored["verdict"] == "certified" and stored["num_micro_batches"] == 1
+    assert summary["recorded_step"]["gemm_kernels"] == {"bf16": 390}
+    waiting, median_s = summary["gpu_waiting"], summary["throughput"]["median_step_time_s"]
+    assert waiting == {"work_s": 0.1, "step_time_s": median_s, "share": max(0.0, 1 - 0.1 / median_s)}
+    assert ("the GPU waits for its host" in printed) == (waiting["share"] >= WORTH_A_WORD)
+    assert ["num_gemm_kernels" in record for record in steps(tmp_path / "run")] == [
+        number == 5 for number in range(1, 8)
+    ]
+    # A process that continues the run records a step of its own, also where there are fewer steps than it would wait.
+    again = options(tiny_model, rows, tmp_path / "run", "--max_steps=8", "--resume_from=latest")
+    assert run_training(parse_config(again)) == 0
+    assert "num_gemm_kernels" in steps(tmp_path / "run")[-1]
+
+
+@pytest.mark.parametrize(("work_s", "waits"), [(1e-6, True), (1e6, False)])
+def test_a_run_says_early_that_its_gpu_waits(work_s, waits, tiny_model, rows, tmp_path, monkeypatch, capsys):
+    """Once, ten steps behind the recorded one, and again at its end."""
+    pretend_gpu(monkeypatch, BF16_STEP, work_s)
+    reports = [
+        word for word in options(tiny_model, rows, tmp_path / "run", "--max_steps=20") if "log_every" not in word
+    ]
+    assert run_training(parse_config([*reports, "--log_every=2"])) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("the GPU waits for its host") == 2 * waits and printed.count("so far the GPU waits") == waits
+    if waits:
+        before, _, behind = printed.partition("so far the GPU waits")
+        assert "step 16/20" in before and "step 18/20" not in before
+        assert "step 18/20" in behind and "done: 20 steps" in behind
+
+
+def test_a_run_of_one_step_is_certified(tiny_model, rows, tmp_path, monkeypatch, capsys):
+    pretend_gpu(monkeypatch, BF16_STEP)
+    assert run_training(parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=1"))) == 0
+    assert "certificate: bf16" in capsys.readouterr().out
+    assert "median_step_time_s" not in json.loads((tmp_path / "run" / "summary.json").read_text())["throughput"]
+
+
+def test_a_failed_certificate_ends_the_run_with_code_1(tiny_model, rows, tmp_path, monkeypatch, capsys):
+    pretend_gpu(monkeypatch, FP8_STEP)
+    config = parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=9", "--save_every=2"))
+    with pytest.raises(SystemExit) as ended:
+        run_script(lambda: run_training(config))
+    assert ended.value.code == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith(
+        "error: the GPU does not run what was asked for (bf16): expected no fp8 GEMM kernel, and 384 ran"
+    )
+    assert f"{tmp_path / 'run' / 'certificate.json'}" in printed.err and "Traceback" not in printed.err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["certificate"]["verdict"] == "failed" and summary["failed"] in printed.err
+    assert len(steps(tmp_path / "run")) == 5, "what was trained is reported"
+    assert json.loads((tmp_path / "run" / "certificate.json").read_text())["verdict"] == "failed"
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "latest",
+        "step-00000002",
+        "step-00000004",
+    ]
+
+
+def test_a_run_that_dies_or_is_stopped_later_keeps_its_certificate(tiny_model, rows, tmp_path, monkeypatch):
+    import wandb
+
+    pretend_gpu(monkeypatch, BF16_STEP)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr("llm_fp8.train.run.STEPS_BEFORE_PROFILE", 0)
+
+    def stopped(stop: GracefulStop) -> bool:
+        stop.requested = "SIGTERM"
+        return True
+
+    monkeypatch.setattr(GracefulStop, "agreed", stopped)
+    assert run_training(parse_config(options(tiny_model, rows, tmp_path / "stopped", "--max_steps=9"))) == 143
+    summary = json.loads((tmp_path / "stopped" / "summary.json").read_text())
+    assert summary["stopped_by"] == "SIGTERM" and summary["certificate"]["verdict"] == "certified"
+
+    def full(*_: object) -> None:
+        raise NonFiniteLoss("step 1: not finite.")
+
+    monkeypatch.setattr(loop.Trainer, "require_finite_weights", full)
+    with pytest.raises(NonFiniteLoss):
+        run_training(parse_config(options(tiny_model, rows, tmp_path / "dead", "--max_steps=9", "--use_wandb")))
+    wandb.teardown(exit_code=1)
+    (stored,), _ = offline_runs(tmp_path / "dead")
+    assert stored.summary["certificate/verdict"] == "certified" and "wall_time_s" not in stored.summary
+
+
+def test_an_open_verdict_is_a_loud_warning(tiny_model, rows, tmp_path, monkeypatch, capsys):
+    pretend_gpu(monkeypatch, {})
+    assert run_training(parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=2"))) == 0
+    printed = capsys.readouterr().out
+    assert "WARNING: this run could not be certified: the profiler recorded no GEMM kernel" in printed
+    assert "certificate: UNDETERMINED, bf16" in printed
+
+
+def test_without_certify_nothing_is_recorded(tiny_model, rows, tmp_path, monkeypatch, capsys):
+    pretend_gpu(monkeypatch, FP8_STEP)
+    assert run_training(parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=2", "--no_certify"))) == 0
+    assert "certificate" not in capsys.readouterr().out and not (tmp_path / "run" / "certificate.json").exists()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["certificate"] is None
+
+
+def test_the_cpu_certifies_nothing(tiny_model, rows, tmp_path):
+    with pytest.raises(
+        UserError, match="--certify records the kernels of an NVIDIA GPU and this run has none; drop it"
+    ):
+        run_training(parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=2", "--certify")))
+    assert not (tmp_path / "run").exists()
+
+
+def _break_rank_1() -> None:
+    """In a rank's process: pretend a GPU whose kernels are right on rank 0 and wrong on rank 1."""
+    import os
+
+    pretend_gpu(pytest.MonkeyPatch(), FP8_STEP if os.environ["RANK"] == "1" else BF16_STEP)
+
+
+def test_one_wrong_rank_ends_all(tiny_model, rows, tmp_path):
+    log = tmp_path / "log"
+    processes = start_ranks(2, log, *options(tiny_model, rows, tmp_path / "run", "--max_steps=6"), first=_break_rank_1)
+    assert [exit_code(process) for process in processes] == [1, 1], log.read_text()
+    assert "the GPU does not run what was asked for" in log.read_text()
+    stored = json.loads((tmp_path / "run" / "certificate.json").read_text())
+    assert stored["gemm_kernels_by_type"] == {"fp8": 384, "bf16": 6}
+    assert stored["rank"] == 1 and "(on rank 1)" in log.read_text()
+
+
+def test_the_sentence_of_a_failure_reaches_a_script():
+    def main() -> int:
+        raise FailedCheck("not what was asked for.")
+
+    with pytest.raises(SystemExit) as ended:
+        run_script(main)
+    assert ended.value.code == 1

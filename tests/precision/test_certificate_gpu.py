@@ -1,0 +1,229 @@
+"""What the GPU runs is certified in every precision, and set-ups that were broken on purpose are caught."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import te_llama
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.observability.kernel_trace import gemm_kernels, kernel_times, record_kernels, time_by_class
+from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
+from llm_fp8.precision.module_state import ModuleState
+from tests.precision.test_precision_gpu import BF16, SCENARIOS, build, fp8, step
+from tests.support.batches import packed_batch
+from tests.train.test_train_gpu import ROOT, common, model_folder, train  # noqa: F401
+
+pytestmark = pytest.mark.gpu
+
+MICRO_BATCHES = 2
+
+
+def recorded_step(model, precision, device):
+    """The kernels of the third step."""
+    batch = packed_batch(device)
+    for _ in range(2):
+        step(model, precision, batch, MICRO_BATCHES)
+    with record_kernels() as recorded:
+        step(model, precision, batch, MICRO_BATCHES)
+    return kernel_times(recorded)
+
+
+def certified(model, precision, census, device, recomputed=()) -> Certificate:
+    """The certificate of a step."""
+    kernels = recorded_step(model, precision, device)
+    return certify(
+        ExpectedKernels.of_model(precision, census, recomputed),
+        kernels,
+        precision.module_state(),
+        num_micro_batches=MICRO_BATCHES,
+        recipe_inside_modules=precision.seen_inside,
+        attention=te_llama.attention_backend(),
+    )
+
+
+@pytest.mark.parametrize("every", [0, 1, 2], ids=["kept", "recomputed", "every-second-recomputed"])
+@pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
+@pytest.mark.parametrize("scenario", [*SCENARIOS, None])
+def test_every_scenario_is_certified(scenario, use_te, every, device, record_property):
+    options = BF16 if scenario is None else fp8(fp8_scenario=scenario)
+    model, precision, census = build(options, device, use_te)
+    recomputed = ()
+    if every:
+        uses_te = use_te or scenario is not None
+        recomputed = enable_gradient_checkpointing(decoder_layers(model.model), every, uses_te)
+    model.train()
+    certificate = certified(model, precision, census, device, recomputed)
+    record_property("certificate", certificate.to_dict())
+    assert certificate.verdict == "certified", certificate.reasons
+    assert certificate.num_unknown_gemm_kernels == 0, certificate.unknown_gemm_names
+    if scenario is None:
+        assert certificate.num_fp8_gemm_kernels == 0
+    else:
+        # One kernel for each product: less than this bound is caught, and nothing outside it runs in fp8.
+        assert certificate.num_fp8_gemm_kernels == certificate.num_expected_fp8_gemm_kernels > 0
+        assert certificate.modules.all_in_fp8 and not certificate.remarks
+
+
+def test_layers_left_in_bf16_are_not_expected_in_fp8(device):
+    model, precision, census = build(fp8(fp8_first_bf16_layers=1, fp8_last_bf16_layers=1), device)
+    certificate = certified(model, precision, census, device)
+    assert certificate.verdict == "certified", certificate.reasons
+    assert certificate.num_fp8_gemm_kernels == certificate.num_expected_fp8_gemm_kernels == MICRO_BATCHES * 3 * 4
+
+
+def test_every_kernel_has_a_class(device):
+    """What takes more than half a percent of a step is of a known kind, with and without Transformer Engine."""
+    for use_te in (True, False):
+        model, precision, _ = build(fp8(), device, use_te)
+        classes = time_by_class(recorded_step(model, precision, device))
+        total_s = sum(found.time_s for found in classes.values())
+        others = classes["other"].names if "other" in classes else {}
+        assert all(time_s < 0.005 * total_s for time_s in others.values()), others
+
+
+def test_autocast_around_plain_linear_layers_is_caught(device, record_property):
+    """The common mistake: fp8 is switched on around a model that has no layer which could use it."""
+    import transformer_engine.pytorch as te
+
+    plan = build(fp8(), device, use_te=False)[1].plan
+    model, precision, census = build(BF16, device, use_te=False)
+    with te.autocast(enabled=True, recipe=plan.recipe):
+        kernels = recorded_step(model, precision, device)
+    num_linears = sum(isinstance(m, torch.nn.Linear) for m in decoder_layers(model.model).modules())
+    promise = ExpectedKernels(
+        plan.name, plan.compute_name, plan.effective_scenario, num_linears, fp8_linear_flop_share=0.9
+    )
+    certificate = certify(promise, kernels, ModuleState(), num_micro_batches=MICRO_BATCHES)
+    record_property("certificate", certificate.to_dict())
+    assert certificate.verdict == "failed"
+    assert f"expected at least {num_linears * 3 * MICRO_BATCHES} fp8 GEMM kernels" in certificate.reasons[0]
+    assert "fp8" not in gemm_kernels(kernels) and gemm_kernels(kernels)["bf16"].count > 0
+
+
+def train_broken(patch: str, *options: str) -> subprocess.CompletedProcess:
+    """train_fp8.py's work after `patch`, which breaks something of `precision.Precision` (as P)."""
+    program = f"""
+import contextlib, sys
+from llm_fp8.precision import Precision as P, require_te
+{patch}
+from llm_fp8.config import parse_config
+from llm_fp8.errors import run_script
+from llm_fp8.run import run_training
+run_script(lambda: run_training(parse_config(sys.argv[1:])))
+"""
+    variables = {name: value for name, value in os.environ.items() if name != "NVIDIA_TF32_OVERRIDE"}
+    command = [sys.executable, "-c", program, *options]
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
+
+
+LOST_AUTOCAST = "P._te_autocast = lambda self, enabled: contextlib.nullcontext()"
+ONE_LAYER_LOST = """
+original = P.attach
+def attach(self, model, layers):
+    original(self, model, layers)
+    layers[1].forward = __import__("functools").partial(self._without_fp8, layers[1].forward)
+P.attach = attach
+"""
+LEFT_ON = """
+original = P.context
+@contextlib.contextmanager
+def context(self, first_microbatch):
+    with original(self, first_microbatch), require_te("the test").autocast(enabled=True):
+        yield
+P.context = context
+"""
+BROKEN = {
+    "fp8 asked for and autocast not entered": (
+        LOST_AUTOCAST,
+        ["--mixed_precision=fp8", "--fp8_scenario=current"],
+        "and 0 ran",
+    ),
+    "one layer of three not in fp8": (
+        ONE_LAYER_LOST,
+        ["--mixed_precision=fp8"],
+        "expected at least 72 fp8 GEMM kernels",
+    ),
+    "fp8 left on in a bf16 run": (LEFT_ON, ["--mixed_precision=bf16"], "expected no fp8 GEMM kernel"),
+}
+
+
+def certificate_of(folder: Path) -> dict:
+    return json.loads((folder / "certificate.json").read_text())
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_run_ends_with_code_1(case, model_folder, tmp_path, record_property):  # noqa: F811
+    patch, options, words = BROKEN[case]
+    done = train_broken(patch, *common(model_folder, tmp_path / "run", *options, "--max_steps", "50"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: the GPU does not run what was asked for") and words in last
+    stored = certificate_of(tmp_path / "run")
+    record_property("certificate", stored)
+    assert (
+        stored["verdict"] == "failed"
+        and json.loads((tmp_path / "run" / "summary.json").read_text())["certificate"] == stored
+    )
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5], "it ended right after the recorded step"
+
+
+def test_a_run_prints_its_certificate(model_folder, tmp_path, record_property):  # noqa: F811
+    done = train(*common(model_folder, tmp_path / "run", "--mixed_precision", "fp8", "--max_steps", "12"))
+    assert done.returncode == 0, done.stderr
+    stored = certificate_of(tmp_path / "run")
+    # Three layers of four weights in two micro-batches.
+    assert stored["num_fp8_gemm_kernels"] == 72 and stored["recipe_inside_modules"] == "DelayedScaling"
+    assert f"certificate: fp8 delayed, 72 of {stored['num_gemm_kernels']} GEMM kernels in fp8" in done.stdout
+    assert "attention fused (cuDNN)" in done.stdout and "Profiler clears events" not in done.stdout + done.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if "num_gemm_kernels" in r] == [5]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["recorded_step"]["recording_time_s"] > 0 and "no_energy_because" in summary
+    record_property("recording_time_s", summary["recorded_step"]["recording_time_s"])
+    assert "no current CUDA context" not in done.stdout + done.stderr
+    assert summary["recorded_step"]["time_s_by_class"]["gemm"] > 0 and "communication_s" not in summary["recorded_step"]
+
+
+def test_a_run_of_one_step_and_a_swapped_model_are_certified(model_folder, tmp_path):  # noqa: F811
+    options = [
+        option for option in common(model_folder, tmp_path / "run", "--mixed_precision", "fp8") if option != "--use_te"
+    ]
+    done = train(*options, "--packing", "--max_steps", "1")
+    assert done.returncode == 0, done.stderr
+    assert certificate_of(tmp_path / "run")["num_fp8_gemm_kernels"] == 3 * 7 * 3 * MICRO_BATCHES
+    assert certificate_of(tmp_path / "run")["attention"].startswith(("sdpa (", "flash_attention"))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "no"])
+def test_runs_outside_bf16_are_certified(precision, model_folder, tmp_path):  # noqa: F811
+    options = [
+        option
+        for option in common(model_folder, tmp_path / "run", "--mixed_precision", precision)
+        if option != "--use_te"
+    ]
+    done = train(*options, "--max_steps", "2")
+    assert done.returncode == 0, done.stderr
+    stored = certificate_of(tmp_path / "run")
+    assert stored["verdict"] == "certified" and stored["num_fp8_gemm_kernels"] == 0, stored
+
+
+def test_unfused_attention_shows_in_the_certificate(model_folder, tmp_path, record_property):  # noqa: F811
+    environment = {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0"}
+    done = train(
+        *common(model_folder, tmp_path / "run", "--mixed_precision", "fp8", "--no_packing", "--max_steps", "2"),
+        environment=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING: attention runs UNFUSED" in done.stdout and "attention is unfused" in done.stdout
+    stored = certificate_of(tmp_path / "run")
+    record_property("certificate", stored)
+    assert (stored["verdict"], stored["attention"]) == ("certified", "unfused")

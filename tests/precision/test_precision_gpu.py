@@ -1,0 +1,233 @@
+"""An fp8 run is fp8, a bf16 run is not, and what the seam promises holds on a real GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import te_llama
+from llm_fp8.config.options import OptimConfig, PrecisionConfig
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.observability.kernel_trace import gemm_kernels, record_kernels
+from llm_fp8.optim.optimizers import build_optimizer
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.convert import swap_linears
+from llm_fp8.precision.coverage import measure_coverage
+from llm_fp8.precision.plan import resolve_precision
+from llm_fp8.utils.errors import UserError
+from tests.support.batches import S, packed_batch, padded_batch
+from tests.support.families import family_config
+
+pytestmark = pytest.mark.gpu
+
+SCENARIOS = ["default", "current", "block"]
+BF16 = PrecisionConfig(mixed_precision="bf16")
+
+
+def fp8(**options) -> PrecisionConfig:
+    return PrecisionConfig(mixed_precision="fp8", **options)
+
+
+def build(options: PrecisionConfig, device, use_te: bool = True, family: str = "llama3_rope_gqa"):
+    """Training model, precision and census of a small random model."""
+    plan = resolve_precision(options, device)
+    config = family_config(family)
+    reasons: dict[str, str] = {}
+    if use_te:
+        model = te_llama.build_te_model(config, torch.bfloat16, device)
+        te_llama.initialize_weights_(model, torch.Generator(device=device).manual_seed(0))
+    else:
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        if plan.recipe is not None:
+            reasons = swap_linears(model)
+    precision = Precision(plan, options, device, torch.bfloat16)
+    precision.attach(model, decoder_layers(model))
+    census = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons)
+    return TrainingModel(model, S, torch.bfloat16), precision, census
+
+
+def step(model, precision, batch, num_micro_batches: int = 1) -> torch.Tensor:
+    """Forward and backward; returns the last loss."""
+    for number in range(num_micro_batches):
+        with precision.context(first_microbatch=number == 0 if num_micro_batches > 1 else None):
+            loss = model(batch) / batch.num_supervised_tokens
+        loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
+@pytest.mark.parametrize("scenario", [*SCENARIOS, None])
+def test_kernels_are_what_was_asked_for(scenario, use_te, device, record_property):
+    options = BF16 if scenario is None else fp8(fp8_scenario=scenario)
+    model, precision, census = build(options, device, use_te)
+    batch = packed_batch(device)
+    for _ in range(3):
+        step(model, precision, batch, num_micro_batches=2)
+    with record_kernels() as recorded:
+        step(model, precision, batch, num_micro_batches=2)
+    kinds = {kind: kernels.count for kind, kernels in gemm_kernels(recorded).items()}
+    record_property("gemm_kernels", kinds)
+    num_layers = len(decoder_layers(model.model))
+    if scenario is None:
+        assert "fp8" not in kinds and census.num_fp8_weights == 0
+    else:
+        # Forward, data gradient and weight gradient of every converted weight, in each of two micro-batches.
+        weights_per_layer = 4 if use_te else 7
+        assert kinds["fp8"] >= 2 * 3 * weights_per_layer * num_layers
+        assert census.fp8_linear_flop_share > 0.9
+    assert kinds["bf16"] >= 2 * 3  # lm_head
+
+
+def test_the_first_and_last_layers_stay_in_bf16(device):
+    model, precision, census = build(fp8(fp8_first_bf16_layers=1, fp8_last_bf16_layers=1), device)
+    layers = decoder_layers(model.model)
+    step(model, precision, packed_batch(device))
+    assert [bool(layer.mlp.fp8_initialized) for layer in layers] == [False, True, False]
+    assert sum(census.converted.values()) == 3
+    with pytest.raises(UserError, match="leave none"):
+        build(fp8(fp8_first_bf16_layers=2, fp8_last_bf16_layers=1), device)
+
+
+def test_a_recipe_this_gpu_lacks_falls_back_or_is_refused(device):
+    if torch.cuda.get_device_capability(device) >= (10, 0):
+        pytest.skip("this GPU has MXFP8")
+    plan = resolve_precision(fp8(fp8_scenario="mxfp8"), device)
+    assert (plan.requested_scenario, plan.effective_scenario) == ("mxfp8", "delayed")
+    assert "10.0" in plan.fallback_reason and "current" in plan.fallback_reason
+    with pytest.raises(UserError, match="--fp8_strict"):
+        resolve_precision(fp8(fp8_scenario="mxfp8", fp8_strict=True), device)
+
+
+def test_options_reach_the_recipe(device):
+    plan = resolve_precision(
+        fp8(amax_history_len=16, amax_compute_algo="most_recent", fp8_margin=1, fp8_format="E4M3"), device
+    )
+    recipe = plan.recipe
+    assert (recipe.amax_history_len, recipe.amax_compute_algo, recipe.margin) == (16, "most_recent", 1)
+    assert recipe.fp8_format.name == "E4M3"
+    with pytest.raises(UserError, match="--amax_history_len belongs to delayed"):
+        resolve_precision(fp8(amax_history_len=16, fp8_scenario="current"), device)
+
+
+@pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
+def test_swap_and_te_keep_ties_and_train_every_parameter(use_te, device):
+    model, precision, _ = build(fp8(), device, use_te, family="llama_tied")
+    assert model.model.lm_head.weight is model.model.get_input_embeddings().weight
+    optimizer = build_optimizer(OptimConfig(learning_rate=1e-3), "adamw_master", model.named_parameters())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for _ in range(3):
+        step(model, precision, packed_batch(device))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.model.lm_head.weight is model.model.get_input_embeddings().weight
+    # A norm's weight of 1 has a bf16 spacing of 0.0078, which three steps of 1e-3 do not cross: its remainder moves
+    # instead.
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved >= {name for name, p in before.items() if p.ndim > 1}
+
+
+@pytest.mark.parametrize("scenario", ["current", "block"])
+def test_cached_weight_casts_change_nothing(scenario, device):
+    """Micro-batches that reuse the casts of the first give the loss of one that casts anew."""
+    model, precision, _ = build(fp8(fp8_scenario=scenario), device)
+    batch = packed_batch(device)
+    losses = []
+    for first in (True, False, None):
+        with precision.context(first_microbatch=first):
+            losses.append(model(batch).item())
+    assert losses[0] == losses[1] == losses[2]
+
+
+@pytest.mark.parametrize("scenario", [*SCENARIOS, None])
+def test_evaluation_of_odd_shapes(scenario, device):
+    model, precision, _ = build(BF16 if scenario is None else fp8(fp8_scenario=scenario), device)
+    packed, padded = packed_batch(device), padded_batch(device)
+    step(model, precision, packed)
+    assert te_llama.attention_backend() == "fused (cuDNN)"
+    state = {name: tensor.clone() for name, tensor in precision.state_tensors().items()}
+    losses = []
+    with torch.no_grad(), precision.preserving_state():
+        for batch in (packed, padded):
+            with precision.context(first_microbatch=None):
+                losses.append(float(model(batch)) / batch.num_supervised_tokens)
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    after = precision.state_tensors()
+    assert all(torch.equal(after[name], state[name]) for name in state), "evaluation must not move the scales"
+
+
+@pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
+@pytest.mark.parametrize("scenario", [*SCENARIOS, None])
+def test_gradient_checkpointing_gives_the_same_gradients(scenario, use_te, device):
+    gradients = []
+    for every in (0, 1, 2):
+        model, precision, _ = build(BF16 if scenario is None else fp8(fp8_scenario=scenario), device, use_te)
+        if every:
+            enable_gradient_checkpointing(decoder_layers(model.model), every, uses_te=use_te or scenario is not None)
+        model.train()
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            loss = step(model, precision, packed_batch(device))
+        gradients.append({"loss": loss, **{name: p.grad for name, p in model.named_parameters()}})
+    for name, gradient in gradients[0].items():
+        for recomputed in gradients[1:]:
+            assert torch.allclose(gradient, recomputed[name], rtol=2e-2, atol=1e-5), name
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
+def test_recomputation_leaves_the_scales_as_they_are_without(use_te, every, reentrant, device, monkeypatch):
+    """Each micro-batch leaves one row in every history, and exchanges its maxima behind the forward pass and behind
+    the backward pass.
+    """
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    exchanges: list[bool] = []
+    exchange = FP8GlobalStateManager.reduce_and_update_fp8_tensors
+    monkeypatch.setattr(
+        FP8GlobalStateManager,
+        "reduce_and_update_fp8_tensors",
+        lambda forward=True: (exchanges.append(forward), exchange(forward=forward)),
+    )
+    states = []
+    for interval in (0, every):
+        model, precision, _ = build(fp8(amax_history_len=8), device, use_te)
+        if interval:
+            enable_gradient_checkpointing(decoder_layers(model.model), interval, uses_te=True, reentrant=reentrant)
+        model.train()
+        exchanges.clear()
+        for _ in range(3):
+            step(model, precision, packed_batch(device), num_micro_batches=2)
+        states.append({name: tensor.clone() for name, tensor in precision.state_tensors().items()})
+        assert reentrant or exchanges == [True, False] * 6
+    kept, recomputed = states
+    assert kept.keys() == recomputed.keys() and kept
+    for name, tensor in kept.items():
+        if "scaling_fwd" in name:
+            assert torch.equal(recomputed[name], tensor), name
+        else:  # attention's backward pass adds in any order
+            assert torch.allclose(recomputed[name], tensor, rtol=2e-2), name
+        if name.endswith("amax_history"):
+            assert ((recomputed[name] > 0).sum(dim=0) == (tensor > 0).sum(dim=0)).all(), name
+
+
+def test_scales_survive_a_restart(device):
+    """Delayed scaling continues from saved scales and histories as if nothing had happened."""
+    batch = packed_batch(device)
+    model, precision, _ = build(fp8(), device)
+    for _ in range(3):
+        step(model, precision, batch)
+    saved = {name: tensor.clone() for name, tensor in precision.state_tensors().items()}
+    assert saved and any(float(tensor.max()) > 0 for name, tensor in saved.items() if name.endswith("amax_history"))
+    expected = [step(model, precision, batch).item() for _ in range(3)]
+    other, other_precision, _ = build(fp8(), device)
+    for name, tensor in other_precision.state_tensors().items():
+        tensor.copy_(saved[name])
+    assert [step(other, other_precision, batch).item() for _ in range(3)] == expected
+    cold, cold_precision, _ = build(fp8(), device)
+    assert [step(cold, cold_precision, batch).item() for _ in range(3)] != expected

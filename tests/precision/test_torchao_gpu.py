@@ -1,0 +1,139 @@
+"""--fp8_backend torchao on a GPU: real fp8 kernels, compiled layers, certified, resumed and diagnosed. Real
+processes, as a user runs them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.train.test_train_gpu import ROOT, common, losses, model_folder, train  # noqa: F401 (a fixture)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed"),
+]
+
+MICRO_BATCHES = 2
+NUM_WEIGHTS = 3 * 7
+"""Three layers of seven weights."""
+PRODUCTS = {"tensorwise": 3, "rowwise": 3, "rowwise_with_gw_hp": 2}
+FP8 = ["--mixed_precision", "fp8", "--fp8_backend", "torchao"]
+
+
+def plain(model: Path, folder: Path, *more: str) -> list[str]:
+    """Options of a run with the Hugging Face decoder and packed rows."""
+    options = [option for option in common(model, folder, *more) if option != "--use_te"]
+    return [*options, "--packing", "--attn_implementation", "sdpa"]
+
+
+def read(folder: Path, name: str) -> dict:
+    return json.loads((folder / name).read_text())
+
+
+@pytest.fixture(scope="module")
+def bf16_losses(model_folder, tmp_path_factory) -> list[float]:  # noqa: F811
+    folder = tmp_path_factory.mktemp("bf16") / "run"
+    done = train(*plain(model_folder, folder, "--mixed_precision", "bf16", "--max_steps", "12"))
+    assert done.returncode == 0, done.stderr
+    assert read(folder, "certificate.json")["num_fp8_gemm_kernels"] == 0
+    return losses(folder)
+
+
+@pytest.mark.parametrize(
+    "more", [[], ["--gradient_checkpointing"], ["--optimizer", "adamw_fp32"]], ids=["plain", "recomputed", "fp32"]
+)
+@pytest.mark.parametrize("scenario", PRODUCTS)
+def test_every_recipe_is_certified(scenario, more, model_folder, bf16_losses, tmp_path, record_property):  # noqa: F811
+    folder = tmp_path / "run"
+    done = train(*plain(model_folder, folder, *FP8, "--fp8_scenario", scenario, "--max_steps", "12", *more))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    certificate = read(folder, "certificate.json")
+    record_property("certificate", certificate)
+    assert certificate["verdict"] == "certified" and not certificate["remarks"], certificate["reasons"]
+    assert certificate["num_unknown_gemm_kernels"] == 0, certificate["unknown_gemm_names"]
+    expected = PRODUCTS[scenario] * NUM_WEIGHTS * MICRO_BATCHES
+    assert certificate["num_expected_fp8_gemm_kernels"] == expected <= certificate["num_fp8_gemm_kernels"]
+    if not more:
+        assert certificate["num_fp8_gemm_kernels"] == expected, "one kernel for each product, and nothing else in fp8"
+    assert certificate["modules"]["library"] == "torchao" and certificate["modules"]["recipes"] == {
+        scenario: NUM_WEIGHTS
+    }
+    assert f"certificate: fp8 {scenario}" in done.stdout and "recompile_limit" not in done.stdout + done.stderr
+    precision = read(folder, "run.json")["precision"]
+    assert (precision["backend"], precision["emulated"], precision["effective_scenario"]) == (
+        "torchao",
+        False,
+        scenario,
+    )
+    assert precision["optimizer"] == ("adamw_fp32" if "adamw_fp32" in more else "adamw_master")
+    found = losses(folder)
+    record_property("losses", found)
+    record_property("bf16_losses", bf16_losses)
+    assert found == pytest.approx(bf16_losses, rel=1e-2) and found[-1] < found[0] - 0.05
+
+
+def test_layers_share_their_compiled_code(model_folder, tmp_path):  # noqa: F811
+    """torch.compile says each time it compiles a layer again: for evaluation, not for every layer."""
+    folder = tmp_path / "run"
+    done = train(*plain(model_folder, folder, *FP8, "--max_steps", "6"), environment={"TORCH_LOGS": "recompiles"})
+    assert done.returncode == 0, done.stderr
+    assert "with torch.compile for each decoder layer" in done.stdout
+    assert read(folder, "summary.json")["recorded_step"]["time_s_by_class"]["cast"] > 0
+    assert (done.stdout + done.stderr).count("Recompiling function") <= 2
+
+
+def test_a_resumed_run_goes_on_and_its_files_are_those_of_any_run(model_folder, tmp_path):  # noqa: F811
+    options = [*FP8, "--lr_scheduler", "constant", "--num_warmup_steps", "0"]
+    whole = train(*plain(model_folder, tmp_path / "whole", *options, "--max_steps", "8"))
+    assert whole.returncode == 0, whole.stderr
+    for more in (["--max_steps", "4", "--save_every", "4"], ["--max_steps", "8", "--resume_from", "latest"]):
+        part = train(*plain(model_folder, tmp_path / "parts", *options, *more))
+        assert part.returncode == 0, part.stderr
+    # sdpa's gradients are not bitwise reproducible.
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
+    before, after = (
+        load_file(path)
+        for path in (model_folder / "model.safetensors", tmp_path / "parts" / "final" / "model.safetensors")
+    )
+    assert before.keys() == after.keys() and all(
+        before[name].dtype == after[name].dtype == torch.bfloat16 for name in before
+    )
+
+
+@pytest.mark.parametrize("scenario", PRODUCTS)
+def test_the_diagnosis_finds_no_problem(scenario, model_folder, tmp_path):  # noqa: F811
+    report = tmp_path / "report.json"
+    command = [
+        sys.executable, "scripts/diagnose_fp8.py", "--json", str(report), "--model_name", str(model_folder), "--max_seq_length", "256",
+        "--batch_size", "8", "--packing", *FP8, "--fp8_scenario", scenario,
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "mm" in done.stdout and "e4m3" in done.stdout
+
+
+def test_layers_that_lost_their_fp8_are_caught(model_folder, tmp_path):  # noqa: F811
+    """The modules are torchao's, and something makes them multiply in bf16: the kernels tell."""
+    program = """
+import sys
+import torch
+from torchao.float8.float8_linear import Float8Linear
+Float8Linear.forward = lambda self, x: torch.nn.functional.linear(x, self.weight, self.bias)
+from llm_fp8.config import parse_config
+from llm_fp8.errors import run_script
+from llm_fp8.run import run_training
+run_script(lambda: run_training(parse_config(sys.argv[1:])))
+"""
+    command = [sys.executable, "-c", program, *plain(model_folder, tmp_path / "run", *FP8, "--max_steps", "12")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "the GPU does not run what was asked for" in done.stderr, done.stderr[-3000:]
+    assert read(tmp_path / "run", "certificate.json")["verdict"] == "failed"

@@ -1,0 +1,91 @@
+"""What the documents point at is there: files, headings, results whose figures they give, and the options of their
+training commands.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import tests.scripts.test_documented_commands_gpu as gpu
+from tests.support.documented_commands import README, config_of, script_of, training_commands
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+WRITTEN_BY_RUNS = {
+    "adapter_config.json", "certificate.json", "comparison.json", "config.json", "exact_match.json", "run.json", "summary.json",
+}  # fmt: skip
+"""Files of a run's output, which no folder of the repository holds."""
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
+
+
+def anchors(path: Path) -> set[str]:
+    """The names that GitHub gives the headings of a document: lower case, punctuation dropped, blanks as hyphens."""
+    headings = re.findall(r"^#{1,6} (.+)$", without_code(path.read_text()), re.M)
+    return {re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(document: Path) -> list[str]:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(document.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_link_leads_somewhere(document):
+    assert broken_links(document) == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path):
+    document = tmp_path / "a.md"
+    document.write_text(
+        "# A heading: one\n[here](#a-heading-one) [b](b.md) [c](#two) [web](https://x.org/b.md)\n```\n# two\n```\n"
+    )
+    assert broken_links(document) == ["b.md", "#two"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_result_and_program_that_is_named_is_there(document):
+    words = {word for code in re.findall(r"`([^`\n]+)`", document.read_text()) for word in code.split()}
+    programs = {
+        word
+        for word in words
+        if re.fullmatch(r"(scripts|benchmarks|examples|tests|llm_fp8|configs)/[\w/.-]+\.\w+", word)
+    }
+    results = {word for word in words if re.fullmatch(r"\w+\.json", word)} - WRITTEN_BY_RUNS
+    folders = ("benchmarks/results", "configs")
+    assert [name for name in sorted(programs) if not (ROOT / name).is_file()] == []
+    assert [name for name in sorted(results) if not any((ROOT / folder / name).is_file() for folder in folders)] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_training_command_parses(document):
+    for command in training_commands(document):
+        config_of(command)
+
+
+def test_the_readmes_commands_are_found():
+    assert [script_of(command) for command in training_commands(README)] == ["train_fp8.py"] * 5 + [
+        "train_multi_gpu.py"
+    ]
+
+
+def test_the_gpu_test_runs_every_training_command_of_the_readme():
+    (names,) = [
+        mark.args[1]
+        for mark in gpu.test_a_documented_command_trains_in_what_it_asks_for.pytestmark
+        if mark.name == "parametrize"
+    ]
+    meant = [config_of(gpu.RUN[name]) for name in (*names, gpu.ON_TWO_GPUS)]
+    assert [command for command in training_commands(README) if config_of(command) not in meant] == []

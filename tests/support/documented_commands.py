@@ -1,0 +1,123 @@
+"""The training commands of the guide that the scripts started from, word for word, those of the documents as they are
+read there, and a dataset folder laid out as theirs is on the hub."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+from llm_fp8.config.options import Config
+from llm_fp8.config.parser import parse_config
+from llm_fp8.data.embedded import DATASET_DIR
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+_WANDB = "--use_wandb --wandb_project llm-fp8 --wandb_run_name"
+_MATH = "--dataset_name nvidia/OpenMathInstruct-2"
+
+COMMANDS = {
+    "llama_1b": f"python train_fp8.py --model_name meta-llama/Llama-3.2-1B {_MATH} --batch_size 12 --mixed_precision "
+    f"fp8 --max_seq_length 1024 --split_name train_1M --use_te {_WANDB} llama32-1b-fp8",
+    "llama_3b": f"python train_fp8.py --model_name meta-llama/Llama-3.2-3B {_MATH} --batch_size 12 --mixed_precision "
+    f"fp8 --max_seq_length 1024 --split_name train_1M --use_te {_WANDB} llama32-3b-fp8",
+    "llama_8b": f"python train_fp8.py --model_name meta-llama/Meta-Llama-3.1-8B {_MATH} --batch_size 8 "
+    f"--mixed_precision fp8 --max_seq_length 1024 --split_name train_1M --use_te {_WANDB} llama31-8b-fp8",
+    "qwen_14b": f"python train_fp8.py --model_name Qwen/Qwen2.5-14B {_MATH} --batch_size 4 --mixed_precision fp8 "
+    f"--max_seq_length 1024 --split_name train_1M {_WANDB} qwen25-14b-fp8",
+    "split_train": f"python train_fp8.py --model_name meta-llama/Llama-3.2-1B {_MATH} --split_name train --batch_size "
+    "12 --mixed_precision fp8 --use_te",
+    "split_test": f"python train_fp8.py --model_name meta-llama/Llama-3.2-1B {_MATH} --split_name test --batch_size "
+    "12 --mixed_precision fp8 --use_te",
+    "mxfp8": f"python train_fp8.py --model_name meta-llama/Llama-3.2-3B {_MATH} --batch_size 12 --mixed_precision fp8 "
+    f"--fp8_scenario mxfp8 --max_seq_length 1024 --split_name train_1M --use_te {_WANDB} llama32-3b-mxfp8",
+    "bf16": f"python train_fp8.py --model_name meta-llama/Llama-3.2-3B {_MATH} --batch_size 12 --mixed_precision bf16 "
+    f"--max_seq_length 1024 --split_name train_1M {_WANDB} llama32-3b-bf16",
+    "without_wandb": f"python train_fp8.py --model_name meta-llama/Llama-3.2-1B {_MATH} --batch_size 8 "
+    "--mixed_precision fp8 --max_seq_length 512 --split_name train_1M --num_epochs 1 --use_te",
+    "two_gpus": "torchrun --nproc_per_node=2 train_multi_gpu.py --model_name meta-llama/Llama-3.2-3B "
+    f"{_MATH} --batch_size 1 --sharding_mode fsdp_full --mixed_precision fp8 --use_te --gradient_checkpointing "
+    "--max_seq_length 512 --learning_rate 1e-5 --gradient_accumulation_steps 4 --empty_cache_freq 25",
+}
+"""By a name of our own. `split_test` asks for a split that the dataset does not have."""
+
+
+def training_commands(document: Path) -> list[str]:
+    """Each whole line of a document that starts a training, without its comment; those with an ellipsis stand for
+    more than they say.
+    """
+    lines = document.read_text().replace("\\\n", " ").splitlines()
+    start = r" *(python|torchrun( --\S+)*) train_(fp8|multi_gpu)\.py --"
+    return [
+        shlex.join(shlex.split(line, comments=True)) for line in lines if re.match(start, line) and "..." not in line
+    ]
+
+
+def script_of(command: str) -> str:
+    """The training script that it starts."""
+    return next(word for word in shlex.split(command) if word.startswith("train_"))
+
+
+def options_of(command: str) -> list[str]:
+    """The words behind the training script's name."""
+    words = shlex.split(command)
+    return words[words.index(script_of(command)) + 1 :]
+
+
+def config_of(command: str) -> Config:
+    """What the script reads in it."""
+    script = script_of(command)
+    return parse_config(options_of(command), prog=script, parallel=script == "train_multi_gpu.py")
+
+
+def is_multi_gpu(command: str) -> bool:
+    """Whether torchrun starts it."""
+    return command.startswith("torchrun")
+
+
+def readme_commands() -> dict[str, str]:
+    """Those of the README that the guide does not have, by the name of the W&B run, or else of the script."""
+    guides = [config_of(command) for command in COMMANDS.values()]
+    others = [command for command in training_commands(README) if config_of(command) not in guides]
+    return {f"readme_{config_of(command).run.wandb_run_name or script_of(command)}": command for command in others}
+
+
+SPLITS = ("train", "train_1M")
+"""Of the dataset on the hub, two of them."""
+
+
+def with_values(words: list[str], **values: str) -> list[str]:
+    """`words` with other values behind options that they have."""
+    found = list(words)
+    for name, value in values.items():
+        found[found.index(f"--{name}") + 1] = value
+    return found
+
+
+def words_for_a_cpu(command: str, model: str, dataset: Path) -> list[str]:
+    """The options as they stand, but for the folders of model and dataset, and what a CPU has of precision and
+    length.
+    """
+    words = with_values(options_of(command), model_name=model, dataset_name=str(dataset))
+    if "--use_te" in words:
+        words.remove("--use_te")
+    if "--fp8_scenario" in words:
+        words = with_values(words, fp8_scenario="default")
+    return [*words, "--mixed_precision=bf16", "--max_seq_length=128"]
+
+
+def write_dataset(folder: Path, num_rows: int | None = None) -> Path:
+    """The embedded problems, which have OpenMathInstruct-2's columns, as a dataset folder of the hub with splits
+    like its.
+    """
+    for split in SPLITS:
+        file = folder / "data" / f"{split}-00000-of-00001.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        parts = sorted((DATASET_DIR / "data").glob("train-*.jsonl"))
+        lines = [line for part in parts for line in part.read_text().splitlines()][:num_rows]
+        assert {"problem", "generated_solution", "expected_answer", "problem_source"} == set(json.loads(lines[0]))
+        file.write_text("".join(line + "\n" for line in lines))
+    entries = "".join(f"  - split: {split}\n    path: data/{split}-*\n" for split in SPLITS)
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{entries}---\n")
+    return folder

@@ -1,0 +1,92 @@
+"""What a run of several processes must leave behind when one of them is signalled or killed, on the CPU and on GPUs
+alike.
+
+The `options` are those of a run that saves checkpoints under `folder`; each function says which ones it adds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from llm_fp8.train.checkpoint import CheckpointManager
+from llm_fp8.utils.errors import EXIT_USER_ERROR
+from tests.support.launches import Launch, Torchrun
+from tests.support.processes import wait_until
+from tests.support.small import run_json, steps
+
+START_S = 120.0
+"""Until a run has taken its first steps."""
+ENDLESS = "--max_steps=100000"
+LOST = "another process of this run is gone"
+
+
+def signal_one_rank(start: Callable[..., Launch], folder: Path) -> dict[int, int | None]:
+    """SIGTERM to rank 1 of an endless run stops all of them after a common step, which is saved; returns the exit
+    codes.
+
+    When the first is gone, torchrun sends SIGTERM to the other, which may be leaving the process group.
+    """
+    with start(ENDLESS) as launch:
+        assert wait_until(
+            lambda: (folder / "metrics.jsonl").exists() and len(steps(folder)) > 2, launch, 0.01, START_S
+        ), launch.printed()
+        os.kill(launch.pid_of(1), signal.SIGTERM)
+        codes = launch.end()
+    assert 143 in codes.values() and set(codes.values()) <= {143, -signal.SIGTERM}, launch.printed()
+    assert (folder / "checkpoints" / f"step-{len(steps(folder)):08d}").is_dir()
+    assert launch.printed().count("stopped by SIGTERM; continue with --resume_from latest") == 1
+    return codes
+
+
+def kill_one_rank_in_a_save(start: Callable[..., Launch], folder: Path, within_s: float) -> dict[int, int | None]:
+    """SIGKILL to rank 1 while a checkpoint is being written ends all in time; the checkpoints of before are whole and
+    the run goes on.
+
+    Ranks that end by themselves say why; torchrun may end them before they can. Returns the exit codes.
+    """
+    checkpoints = folder / "checkpoints"
+    with start(ENDLESS, "--save_every=1") as launch:
+        assert wait_until(lambda: len(list(checkpoints.glob("step-*"))) > 1, launch, 0.001, START_S), launch.printed()
+        victim = launch.pid_of(1)
+        assert wait_until(lambda: any(checkpoints.glob(".tmp-step-*")), launch, poll_s=0)
+        os.kill(victim, signal.SIGKILL)
+        killed = time.monotonic()
+        codes = launch.end(within_s)
+    assert codes[1] == -signal.SIGKILL and time.monotonic() - killed < within_s, launch.printed()
+    assert LOST in launch.printed() or codes.get(0) != EXIT_USER_ERROR, launch.printed()
+    assert 'train_multi_gpu.py", line' not in launch.printed(), launch.printed()
+    manager = CheckpointManager(folder, limit=3)
+    left = sorted(checkpoints.glob("step-*"))
+    assert left and all(manager.find(str(path)) == path for path in left)
+    last = int(left[-1].name.removeprefix("step-"))
+    with start(f"--max_steps={last + 2}", "--resume_from=latest") as launch:
+        assert launch.end(START_S) == {}, launch.printed()
+    assert f"resumed from {left[-1]} after step {last}" in launch.printed()
+    assert [step["step"] for step in steps(folder)] == list(range(1, last + 3))
+    assert not any(checkpoints.glob(".tmp-*"))
+    return codes
+
+
+def kill_one_rank_and_restart(folder: Path, *options: str, **environment: str) -> None:
+    """Rank 1 is killed behind the first checkpoint; torchrun starts all anew and they resume by themselves, in the
+    folder that they had.
+    """
+    training = ["--max_steps=60", "--save_every=5", "--log_every=1", "--no_export"]
+    with Torchrun(
+        folder / "log", *options, *training, launcher=("--max_restarts=1",), cwd=folder, **environment
+    ) as launch:
+        assert wait_until(lambda: any(folder.glob("runs/*/checkpoints/latest")), launch, 0.01, START_S), (
+            launch.printed()
+        )
+        os.kill(launch.pid_of(1), signal.SIGKILL)
+        assert launch.end(START_S) == {}, launch.printed()
+    (run,) = (folder / "runs").iterdir()
+    assert [step["step"] for step in steps(run)] == list(range(1, 61))
+    told = re.search(r"resumed from .* after step (\d+)", launch.printed())
+    assert told is not None and int(told[1]) >= 5
+    assert [resume["resumed_after_step"] for resume in run_json(run)["resumes"]] == [int(told[1])]

@@ -1,0 +1,145 @@
+"""One run of several processes, as torchrun starts it or forked by the test: who they are, what they print, how they
+end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from tests.support.processes import DEADLINE_S, exit_code, free_port, start_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "train_multi_gpu.py")
+
+_FAILURE = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")
+"""Of torchrun's report."""
+
+
+def torchrun(*options: str) -> list[str]:
+    """The launcher for two processes, with a port of its own."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        f"--master_port={free_port()}",
+        *options,
+    ]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's, for a launcher that is started in any folder."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **more}
+
+
+class Launch(Protocol):
+    """What tests of faults ask of a run that was started. Used as a context: at its end nothing of the run is left."""
+
+    def __enter__(self) -> Launch: ...
+    def __exit__(self, *error: object) -> None: ...
+
+    def is_alive(self) -> bool:
+        """Whether any of it runs."""
+
+    def pid_of(self, rank: int) -> int:
+        """The process of a rank, once it is there."""
+
+    def printed(self) -> str:
+        """All that was printed until now, in any order."""
+
+    def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
+        """Wait for the end; rank -> exit code (negative for a signal) of those known to have failed. None is a
+        process that goes on.
+        """
+
+
+class Torchrun:
+    """train_multi_gpu.py in two processes under torchrun. A `Launch`, started when it is made.
+
+    Args:
+        log: file that what is printed is appended to.
+        options: of the script.
+        launcher: of torchrun.
+        cwd: where it is started.
+        more: environment variables.
+    """
+
+    def __init__(
+        self, log: Path, *options: object, launcher: tuple[str, ...] = (), cwd: Path = ROOT, **more: str
+    ) -> None:
+        self._log, self._before = log, len(log.read_text()) if log.exists() else 0
+        with open(log, "a") as file:
+            self._process = subprocess.Popen(
+                [*torchrun(*launcher), SCRIPT, *map(str, options)],
+                cwd=cwd,
+                env=environment(**more),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    def __enter__(self) -> Torchrun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.is_alive():
+            self._process.terminate()  # torchrun ends its processes, by force after 30 s
+            self._process.wait(DEADLINE_S)
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def pid_of(self, rank: int) -> int:
+        """See `Launch`; of the latest start."""
+        children = psutil.Process(self._process.pid).children()
+        (child,) = [child for child in children if child.environ().get("RANK") == str(rank)]
+        return child.pid
+
+    def printed(self) -> str:
+        return self._log.read_text()[self._before :]
+
+    def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
+        """See `Launch`; of the ranks that torchrun names, which leaves out those that it ended itself."""
+        code = self._process.wait(deadline_s)
+        failed: dict[int, int | None] = {
+            int(rank): int(exitcode) for rank, exitcode in _FAILURE.findall(self.printed())
+        }
+        assert code == (1 if failed else 0), self.printed()[-6000:]
+        return failed
+
+
+class Forked:
+    """The same work in so many processes without a launcher, quick to start on a machine without a GPU. A `Launch`."""
+
+    def __init__(self, num_ranks: int, log: Path, *options: object) -> None:
+        self._log, self._before = log, len(log.read_text()) if log.exists() else 0
+        self._ranks = start_ranks(num_ranks, log, *options)
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for rank in self._ranks:
+            rank.kill()
+
+    def is_alive(self) -> bool:
+        return self._ranks[0].is_alive()
+
+    def pid_of(self, rank: int) -> int:
+        pid = self._ranks[rank].pid
+        assert pid is not None
+        return pid
+
+    def printed(self) -> str:
+        return self._log.read_text()[self._before :]
+
+    def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
+        codes = {number: exit_code(rank, deadline_s) for number, rank in enumerate(self._ranks)}
+        return {number: code for number, code in codes.items() if code != 0}

@@ -1,0 +1,130 @@
+"""Training in processes of their own, which can be signalled and killed.
+
+Where they can be (`tests.support.forking`) they are forked from a server that has imported everything once, so that each starts
+in a tenth of a second. What runs in them is what train_fp8.py runs, down to the exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Protocol
+
+from llm_fp8.config.parser import parse_config
+from llm_fp8.utils.errors import run_script
+from tests.support.forking import can_fork
+
+CONTEXT: Any = multiprocessing.get_context("forkserver" if can_fork() else "spawn")
+if CONTEXT.get_start_method() == "forkserver":
+    CONTEXT.set_forkserver_preload(["tests.support.preloaded"])
+
+DEADLINE_S = 60.0
+
+
+def _train(
+    options: list[str], log: str, inherited: dict[str, str], launch: dict[str, str], first: Callable[[], None] | None
+) -> None:
+    os.environ.clear()  # of the server, which may be older than what the test changed
+    os.environ.update(inherited | launch)
+    if first is not None:
+        first()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+    def main() -> int:
+        from llm_fp8.train.run import run_training
+
+        return run_training(parse_config(options, parallel=bool(launch)))
+
+    run_script(main)
+
+
+def start_training(log: Path, *options: object) -> BaseProcess:
+    """Start a process that trains with these options and appends what it prints to `log`."""
+    return _start(log, options, {}, None)
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def start_ranks(
+    num_ranks: int, log: Path, *options: object, first: Callable[[], None] | None = None
+) -> list[BaseProcess]:
+    """Start the processes of one run as a launcher does; what they print goes to `log`, in any order. Each calls
+    `first` before it trains.
+    """
+    launch = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+    }
+    ranks = [{**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    return [_start(log, options, environment, first) for environment in ranks]
+
+
+def _start(
+    log: Path, options: tuple[object, ...], launch: dict[str, str], first: Callable[[], None] | None
+) -> BaseProcess:
+    log.touch()
+    words = [str(option) for option in options]
+    process = CONTEXT.Process(target=_train, args=(words, str(log), dict(os.environ), launch, first), daemon=True)
+    process.start()
+    return process
+
+
+class Alive(Protocol):
+    """What can end: a process, or all those of a run."""
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+
+
+def wait_until(
+    condition: Callable[[], bool], process: Alive, poll_s: float = 0.001, deadline_s: float = DEADLINE_S
+) -> bool:
+    """Wait for `condition`; False where the process ended before it came true."""
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        if not process.is_alive():
+            return condition()
+        if time.monotonic() > deadline:
+            raise TimeoutError("the training process did not get there")
+        time.sleep(poll_s)
+    return True
+
+
+def exit_code(process: BaseProcess, deadline_s: float = DEADLINE_S) -> int | None:
+    """Wait for the end; the exit code, negative for a signal that ended it, None where it did not end in time."""
+    process.join(deadline_s)
+    return process.exitcode
+
+
+def processes_with(name: str, value: str) -> list[int]:
+    """Those that were started with this environment variable, or by one that was."""
+    entry = f"{name}={value}".encode()
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # of another user, or ended
+            if entry in environment.read_bytes().split(b"\0"):
+                found.append(int(environment.parent.name))
+    return found
+
+
+def wait_for_the_end_of_processes_with(name: str, value: str) -> None:
+    """Wait until there are none of `processes_with`."""
+    deadline = time.monotonic() + DEADLINE_S
+    while left := processes_with(name, value):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)

@@ -1,0 +1,127 @@
+"""What training must compute, written without the project's code: Hugging Face's model on one unpadded document at a
+time, logits in full, the mean over supervised tokens, torch's own AdamW and clipping.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.small import final_weights, steps, train
+
+NUM_ROWS = 16
+NUM_STEPS = 10
+OPTIONS = {
+    "--learning_rate": 3e-3,
+    "--weight_decay": 0.5,
+    "--adam_beta1": 0.8,
+    "--adam_beta2": 0.9,
+    "--adam_epsilon": 1e-6,
+    "--max_grad_norm": 0.3,
+    "--num_warmup_steps": 100,
+    "--lr_scheduler": "linear",
+}
+WARMUP_STEPS = 1
+"""A tenth of the run, which is less than what was asked for."""
+
+
+def learning_rate(step: int) -> float:
+    """Rate of the step with this index: up in one step, then straight down to 0."""
+    peak = OPTIONS["--learning_rate"]
+    return peak if step < WARMUP_STEPS else peak * (1 - (step - WARMUP_STEPS) / (NUM_STEPS - WARMUP_STEPS))
+
+
+@functools.cache
+def documents(rows: str, tokenizer_folder: str, train_on_prompt: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Token ids [n] and which of them are supervised [n], of every row."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    made = []
+    for line in Path(rows).read_text().splitlines():
+        row = json.loads(line)
+        prompt = f"Problem:\n{row['problem']}\n\nSolution:\n"
+        encoded = tokenizer(prompt + row["generated_solution"], add_special_tokens=False, return_offsets_mapping=True)
+        ids = [tokenizer.bos_token_id, *encoded.input_ids, tokenizer.eos_token_id]
+        in_solution = [False, *[end > len(prompt) for _, end in encoded.offset_mapping], True]
+        made.append((torch.tensor(ids), torch.tensor([train_on_prompt or inside for inside in in_solution])))
+    return made
+
+
+def mean_loss(model: torch.nn.Module, rows: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Mean cross entropy over all supervised tokens of all documents; the first token is never predicted."""
+    total, count = torch.zeros(()), 0
+    for ids, supervised in rows:
+        logits = model(ids[None]).logits[0]
+        losses = F.cross_entropy(logits[:-1].float(), ids[1:], reduction="none")
+        total = total + losses[supervised[1:]].sum()
+        count += int(supervised[1:].sum())
+    return total / count
+
+
+@functools.cache
+def reference(
+    model_folder: str, rows: str, train_on_prompt: bool
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses and gradient norms of every step, and the final weights."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    norms = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": OPTIONS["--weight_decay"]}, {"params": norms, "weight_decay": 0.0}],
+        betas=(OPTIONS["--adam_beta1"], OPTIONS["--adam_beta2"]),
+        eps=OPTIONS["--adam_epsilon"],
+    )
+    losses, grad_norms = [], []
+    for step in range(NUM_STEPS):
+        loss = mean_loss(model, documents(rows, model_folder, train_on_prompt))
+        loss.backward()
+        grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIONS["--max_grad_norm"])))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, grad_norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def reference_options(model: str, rows: str, folder: Path) -> list[str]:
+    """The options of a run that does what the reference does, but for how the batch is cut."""
+    return [
+        *(f"{name}={value}" for name, value in OPTIONS.items()),
+        f"--model_name={model}",
+        f"--dataset_name={rows}",
+        "--validation_fraction=0",
+        "--max_seq_length=256",
+        f"--num_epochs={NUM_STEPS}",
+        f"--output_dir={folder}",
+    ]
+
+
+def compare_with_reference(folder: Path, model: str, rows: str, train_on_prompt: bool, *cut: str) -> None:
+    """Train in this process with options `cut` and hold losses, norms, rates and weights against the reference."""
+    train(*reference_options(model, rows, folder), *cut)
+    check_against_reference(folder, model, rows, train_on_prompt)
+
+
+def check_against_reference(folder: Path, model: str, rows: str, train_on_prompt: bool) -> None:
+    """Hold losses, norms, rates and weights of a finished run against the reference."""
+    losses, grad_norms, weights = reference(model, rows, train_on_prompt)
+    taken = steps(folder)
+    assert len(taken) == NUM_STEPS
+    assert [step["loss"] for step in taken] == pytest.approx(losses, rel=1e-5)
+    assert [step["grad_norm"] for step in taken] == pytest.approx(grad_norms, rel=1e-4)
+    assert [step["learning_rate"] for step in taken] == pytest.approx(
+        [learning_rate(i) for i in range(NUM_STEPS)], rel=1e-6
+    )
+    assert min(grad_norms) > 2 * OPTIONS["--max_grad_norm"], "clipping must have something to clip"
+    exported = final_weights(folder)
+    assert exported.keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(
+            exported[name], weight, rtol=0, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -1,0 +1,798 @@
+"""The comparison's statistics, verdicts, flags and plans, on figures of our choosing."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_fp8.config.parser import parse_config
+from llm_fp8.tools.compare.arms import parse_variants, variant_words
+from llm_fp8.tools.compare.differences import Difference, find_differences
+from llm_fp8.tools.compare.figures import CertificateState, LossGap, VariantFigures, certificate_state, variant_figures
+from llm_fp8.tools.compare.launch import (
+    Slot,
+    claim_folder,
+    command_line,
+    default_folder,
+    failure_reason,
+    launch,
+    make_slots,
+    only_launcher,
+    plan_runs,
+    set_aside,
+)
+from llm_fp8.tools.compare.page import render_page
+from llm_fp8.tools.compare.report import Failure, compare, table_rows
+from llm_fp8.tools.compare.run_record import RunRecord, read_run_folder
+from llm_fp8.tools.compare.statistics import (
+    Interval,
+    PairedAnswers,
+    first_at_or_below,
+    pair_answers,
+    ratio_interval,
+    speed_interval,
+    trailing_mean,
+    two_sided_sign_test,
+)
+from llm_fp8.tools.compare.verdict import judge
+from llm_fp8.utils.errors import UserError
+from tests.support import small
+from tests.support.made_up_runs import PROVENANCE, made_up_run, precision_of, write_run_folder
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "compare_performance.py"
+
+# ---- statistics ----
+
+
+def test_the_interval_of_speed_covers_the_truth_as_often_as_it_says():
+    """Runs drawn from a known world: seeds differ by 1%, steps by 3%; the interval of ten seeds should cover the
+    middle about 95% of the time.
+    """
+    world = np.random.default_rng(7)
+    covered = 0
+    for _ in range(100):
+        runs = [world.normal(1000 * world.normal(1, 0.01), 30, size=40).tolist() for _ in range(10)]
+        interval = speed_interval(runs, num_resamples=200)
+        assert interval.low <= interval.value <= interval.high
+        covered += interval.low <= 1000 <= interval.high
+    assert 84 <= covered <= 99, "the percentile bootstrap of ten seeds is a little too narrow, not much"
+
+
+def test_pairing_takes_what_a_seed_does_to_both_arms_out_of_the_ratio():
+    world = np.random.default_rng(3)
+    seeds = [700.0, 1000.0, 1300.0]
+    base = [world.normal(rate, 1, size=50).tolist() for rate in seeds]
+    fast = [world.normal(1.3 * rate, 1, size=50).tolist() for rate in seeds]
+    paired, unpaired = ratio_interval(fast, base, paired=True), ratio_interval(fast, base, paired=False)
+    assert paired.value == unpaired.value == pytest.approx(1.3, abs=0.01)
+    assert paired.high - paired.low < 0.02 < 0.3 < unpaired.high - unpaired.low
+    assert ratio_interval(fast, base, paired=True) == paired, "the same figures every time"
+    with pytest.raises(ValueError, match="cannot be paired"):
+        ratio_interval(fast, base[:2], paired=True)
+
+
+def test_steps_that_hang_together_widen_the_interval():
+    """Fifty slow steps and fifty fast ones are not a hundred independent ones."""
+    together, mixed = [900.0] * 50 + [1000.0] * 50, [900.0, 1000.0] * 50
+    wide, narrow = speed_interval([[*together, 950.0]]), speed_interval([[*mixed, 950.0]])
+    assert wide.high - wide.low >= narrow.high - narrow.low
+    assert speed_interval([[5.0]]) == Interval(5.0, 5.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [(0, 0, 1.0), (5, 5, 1.0), (0, 5, 0.0625), (1, 9, 22 / 1024), (600, 900, None)],
+)
+def test_the_sign_test_is_the_exact_binomial_one(first, second, expected):
+    value = two_sided_sign_test(first, second)
+    assert value == two_sided_sign_test(second, first)
+    if expected is None:  # beyond what floats hold of 2**1500; the normal approximation is good there
+        expected = math.erfc((abs(second - first) - 1) / math.sqrt(2 * (first + second)))
+        assert value == pytest.approx(expected, rel=0.05)
+    else:
+        assert value == pytest.approx(expected)
+
+
+def test_answers_are_paired_by_problem_and_pooled_over_seeds():
+    reference = [{"a": True, "b": True, "c": False, "only here": True}, {"a": True, "b": False}]
+    other = [{"a": True, "b": False, "c": False}, {"a": True, "b": True}]
+    paired = pair_answers(reference, other)
+    assert paired == PairedAnswers(num_problems=5, num_both_right=2, num_only_reference_right=1, num_only_other_right=1)
+    assert paired.difference == 0 and paired.p_value == 1
+    assert pair_answers([{"a": True}], [{"b": True}]) is None
+
+
+def test_trailing_mean_and_first_time():
+    assert trailing_mean([4.0, 2.0, 0.0, 4.0], 2) == [4.0, 3.0, 1.0, 2.0]
+    assert first_at_or_below([3.0, 2.0, 1.0, 0.5], [10.0, 20.0, 30.0, 40.0], 1.0) == 30.0
+    assert first_at_or_below([3.0], [10.0], 1.0) is None
+
+
+# ---- figures of arms ----
+
+
+def three(arm: str, rate: float, losses: list[float], **changes: Any) -> list[RunRecord]:
+    """Runs of seeds 1 to 3."""
+    return [made_up_run(arm, seed, rate, loss, **changes) for seed, loss in enumerate(losses, start=1)]
+
+
+def test_the_figures_of_an_arm():
+    base = three("bf16", 100_000, [1.00, 1.04, 1.02])
+    own = three("delayed", 130_000, [1.01, 1.05, 1.03])
+    figures = variant_figures("delayed", own, base)
+    assert figures.tokens_per_s.value == pytest.approx(130_000, rel=0.01) and figures.num_steps_measured == 150
+    assert 1.28 < figures.speedup.low < figures.speedup.value < figures.speedup.high < 1.32
+    assert figures.peak_memory_gib == 37.0 and figures.energy_j_per_million_tokens == pytest.approx(6000 / 1.3)
+    assert figures.loss_gap.mean == pytest.approx(0.01) and figures.loss_gap.reference_spread == pytest.approx(0.04)
+    assert figures.effective == ["fp8 delayed"] and figures.certificate.state == "certified"
+    # bf16's runs end at their final loss; ours ends 0.01 above, so it never gets there.
+    assert figures.equal_loss_time.loss == "held-out" and list(figures.equal_loss_time.by_seed_s.values()) == [None] * 3
+    better = variant_figures("delayed", three("delayed", 130_000, [0.8, 0.8, 0.8]), base)
+    reached, whole = better.equal_loss_time.by_seed_s[1], better.equal_loss_time.reference_by_seed_s[1]
+    assert 0 < reached < whole == pytest.approx(60 * 8192 / 100_000, rel=0.8)
+    assert reached == pytest.approx(own[0].wall_times_s[44], rel=0.02), (
+        "the evaluation after step 45 is the first at or below"
+    )
+
+
+def test_without_evaluations_during_training_the_training_loss_times_the_arms():
+    final_only = [
+        dataclasses.replace(run, evaluations=run.evaluations[-1:]) for run in three("bf16", 1e5, [1.0, 1.0, 1.0])
+    ]
+    own = [dataclasses.replace(run, evaluations=[]) for run in three("delayed", 2e5, [1.0, 1.0, 1.0])]
+    figures = variant_figures("delayed", own, final_only)
+    assert figures.equal_loss_time.loss == "training" and figures.loss_gap is None
+    assert figures.equal_loss_time.by_seed_s[1] == pytest.approx(
+        figures.equal_loss_time.reference_by_seed_s[1] / 2, rel=0.2
+    )
+    assert "not measured" in table_rows([figures])[0]
+
+
+def test_what_was_not_measured_is_said_and_not_zero():
+    keys = ("peak_memory_gib", "energy_j_per_million_tokens")
+    bare = [
+        dataclasses.replace(
+            run, steps=[{k: v for k, v in step.items() if k not in keys} for step in run.steps], evaluations=[]
+        )
+        for run in three("bf16", 1e5, [1.0, 1.0, 1.0])
+    ]
+    figures = variant_figures("bf16", bare, bare)
+    assert (
+        figures.peak_memory_gib is figures.energy_j_per_million_tokens is None
+        and figures.eval_loss == figures.exact_match == {}
+    )
+    assert table_rows([figures])[0].count("not measured") == 4  # memory, energy, held-out loss, exact match
+
+
+def with_steps(run: RunRecord, changes: dict[int, dict[str, float]], **more: Any) -> RunRecord:
+    """`run` with entries of some of its steps changed."""
+    steps = [{**step, **changes.get(int(step["step"]), {})} for step in run.steps]
+    return dataclasses.replace(run, steps=steps, **more)
+
+
+def test_the_recorded_step_and_the_start_of_each_process_do_not_count_in_speed_and_time():
+    run = made_up_run()
+    slow = {"step_time_s": 99.0, "tokens_per_s": 1.0}
+    recorded = with_steps(run, {1: slow, 13: {**slow, "num_gemm_kernels": 72}})
+    assert [step["step"] for step in recorded.measured_steps] == [11, 12, *range(14, 61)]
+    assert min(recorded.step_rates) > 90_000 and recorded.wall_times_s[-1] < 12
+    resumed = with_steps(run, {number: slow for number in range(31, 41)}, resumes=[{"resumed_after_step": 30}])
+    assert [step["step"] for step in resumed.measured_steps] == [*range(11, 31), *range(41, 61)]
+    assert min(resumed.step_rates) > 90_000
+
+
+def test_the_copy_of_the_model_that_answers_problems_is_not_in_the_peak_of_training():
+    run = with_steps(made_up_run(), {step: {"peak_memory_gib": 45.0} for step in range(16, 61)})
+    assert run.peak_memory_gib == 45.0
+    answering = [{**evaluation, "eval_exact_match": 0.5} for evaluation in run.evaluations]
+    assert dataclasses.replace(run, evaluations=answering).peak_memory_gib == 37.0
+
+
+def test_losses_and_times_that_are_not_numbers_spoil_no_more_than_their_own():
+    base, own = three("bf16", 1e5, [1.0, 1.04, 1.02]), three("delayed", 1.3e5, [1.0, 1.04, 1.02])
+
+    def diverged(run: RunRecord) -> RunRecord:
+        return dataclasses.replace(
+            run, evaluations=[*run.evaluations[:-1], {**run.evaluations[-1], "eval_loss": math.nan}]
+        )
+
+    assert compare([*base, diverged(own[0]), *own[1:]]).verdicts["delayed"].conclusion == "worse"
+    without_one = compare([diverged(base[0]), *base[1:], *own])
+    assert without_one.verdicts["delayed"].conclusion == "too few seeds" and list(
+        without_one.arms[1].loss_gap.by_seed
+    ) == [2, 3]
+    bare = [
+        dataclasses.replace(run, steps=[{"step": s["step"], "loss": s["loss"]} for s in run.steps])
+        for run in [*base, *own]
+    ]
+    comparison = compare(bare)
+    assert comparison.arms[1].equal_loss_time is None and comparison.verdicts["delayed"].conclusion == "speed unknown"
+    assert "NaN" not in render_page(comparison).split('id="data">')[1].split("</script>")[0]
+
+
+# ---- verdicts, a test per branch ----
+
+REFERENCE = variant_figures("bf16", three("bf16", 100_000, [1.00, 1.04, 1.02]), [])
+GOOD = variant_figures(
+    "delayed", three("delayed", 130_000, [1.01, 1.03, 1.02]), three("bf16", 100_000, [1.00, 1.04, 1.02])
+)
+GAP = LossGap(mean=0.0, by_seed={1: 0.01, 2: -0.01, 3: 0.0}, reference_spread=0.04, num_reference_seeds=3)
+
+TWO_SEEDS = LossGap(mean=0.0, by_seed={1: 0.01, 2: -0.01}, reference_spread=0.04, num_reference_seeds=3)
+
+
+def verdict(differences: list[Difference] | None = None, reference: VariantFigures | None = REFERENCE, **changes: Any):
+    return judge(dataclasses.replace(GOOD, **changes), reference, differences or [])
+
+
+def test_verdict_use_it():
+    given = verdict(answers=PairedAnswers(500, 300, 22, 20), speedup=Interval(1.31, 1.29, 1.33), loss_gap=GAP)
+    assert given.conclusion == "use it"
+    assert given.sentence == (
+        "fp8 delayed is faster, at 1.31x the speed (1.29 to 1.33), its held-out loss differs by +0.0000 nats/token, "
+        "inside the spread of 0.0400 over 3 bf16 seeds, exact match differs by -0.4 points (p = 0.88): use it."
+    )
+
+
+def test_verdict_names_a_lean_that_the_spread_hides():
+    assert (
+        "higher in every seed"
+        in verdict(loss_gap=dataclasses.replace(GAP, mean=0.02, by_seed={1: 0.01, 2: 0.03, 3: 0.02})).sentence
+    )
+    assert "higher in every seed" not in verdict(loss_gap=GAP).sentence
+
+
+@pytest.mark.parametrize(
+    ("changes", "conclusion", "words"),
+    [
+        ({"seeds": []}, "failed", "no run finished"),
+        (
+            {"fallback_reasons": ["mxfp8 is not available"], "effective": ["fp8 delayed"]},
+            "fell back",
+            "fp8 delayed ran in its place",
+        ),
+        (
+            {"certificate": CertificateState("failed", ["0 fp8 kernels"])},
+            "not certified",
+            "certificate failed (0 fp8 kernels)",
+        ),
+        ({"certificate": CertificateState("missing", [])}, "not certified", "no certificate shows"),
+        ({"certificate": CertificateState("undetermined", ["names"])}, "not certified", "undetermined (names)"),
+        ({"loss_gap": dataclasses.replace(GAP, mean=0.05)}, "worse", "+0.0500 nats/token, outside the spread"),
+        ({"loss_gap": dataclasses.replace(GAP, mean=-0.05)}, "use it", "-0.0500 nats/token, outside the spread"),
+        ({"answers": PairedAnswers(500, 300, 60, 20)}, "worse", "differs by -8.0 points (p < 0.001)"),
+        ({"answers": PairedAnswers(500, 300, 20, 60)}, "use it", "differs by +8.0 points"),
+        ({"speedup": Interval(0.8, 0.79, 0.81)}, "slower", "is slower, at 0.80x the speed (0.79 to 0.81)"),
+        ({"speedup": Interval(1.0, 0.98, 1.02)}, "not faster", "is not measurably faster"),
+        ({"speedup": None}, "speed unknown", "has no measured speed"),
+        ({"loss_gap": TWO_SEEDS}, "too few seeds", "run at least 3"),
+        ({"loss_gap": LossGap(0.0, {1: 0.0}, None, 1)}, "too few seeds", "whose spread is unknown"),
+        ({"loss_gap": dataclasses.replace(TWO_SEEDS, mean=0.05)}, "too few seeds", "outside the spread"),
+        ({"loss_gap": None, "eval_loss": {}}, "quality unknown", "held-out loss was not measured"),
+        ({"loss_gap": None}, "quality unknown", "no bf16 run of the same seed"),
+        ({"loss_gap": dataclasses.replace(GAP, mean=math.nan)}, "worse", "held-out loss is not finite"),
+        ({"num_failed": 1}, "use it", "(1 of 4 runs failed)"),
+    ],
+)
+def test_verdict_of_other_figures(changes, conclusion, words):
+    given = verdict(**changes)
+    assert given.conclusion == conclusion and words in given.sentence, given
+
+
+def test_verdict_without_or_with_a_broken_reference():
+    assert verdict(reference=None).conclusion == "no reference"
+    assert verdict(reference=dataclasses.replace(REFERENCE, seeds=[])).conclusion == "no reference"
+    broken = dataclasses.replace(REFERENCE, certificate=CertificateState("failed", ["fp8 kernels ran"]))
+    given = verdict(reference=broken)
+    assert given.conclusion == "not comparable" and "fp8 kernels ran" in given.sentence
+    assert (
+        judge(broken, broken, []).conclusion == "reference" and "fp8 kernels ran" in judge(broken, broken, []).sentence
+    )
+
+
+@pytest.mark.parametrize(
+    ("effect", "conclusion", "words"),
+    [
+        ("all", "not comparable", "the runs differ in optim.learning_rate"),
+        ("speed", "speed unknown", "cannot be compared in speed"),
+        ("quality", "quality unknown", "quality cannot be compared"),
+        ("note", "use it", "use it"),
+    ],
+)
+def test_verdict_of_runs_that_differ(effect, conclusion, words):
+    given = verdict([Difference("optim.learning_rate", effect, {}, ["delayed"])])
+    assert given.conclusion == conclusion and words in given.sentence
+    assert verdict([Difference("optim.learning_rate", effect, {}, ["current"])]).conclusion == "use it", (
+        "another arm's concern"
+    )
+
+
+def test_the_certificate_of_an_arm_is_that_of_its_worst_run():
+    good, open_, bad = ({"verdict": v, "reasons": [v]} for v in ("certified", "undetermined", "failed"))
+    assert certificate_state([good, good]).state == "certified"
+    assert (
+        certificate_state([good, None]).state
+        == certificate_state([None]).state
+        == certificate_state([]).state
+        == "missing"
+    )
+    assert certificate_state([good, open_, None]) == CertificateState("undetermined", ["undetermined"])
+    assert certificate_state([good, bad, open_]) == CertificateState("failed", ["failed"])
+    assert certificate_state([{"verdict": "splendid"}]).state == "undetermined"
+
+
+# ---- flags ----
+
+
+def changed(run: RunRecord, section: str, path: list[str], value: Any) -> RunRecord:
+    """`run` with one entry of a nested section replaced."""
+    tree = json.loads(json.dumps(getattr(run, section)))
+    inner = tree
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return dataclasses.replace(run, **{section: tree})
+
+
+@pytest.mark.parametrize(
+    ("section", "path", "value", "field", "effect"),
+    [
+        ("config", ["optim", "learning_rate"], 3e-4, "config.optim.learning_rate", "all"),
+        ("config", ["data", "max_seq_length"], 2048, "config.data.max_seq_length", "all"),
+        ("config", ["parallel", "sharding_mode"], "ddp", "config.parallel.sharding_mode", "speed"),
+        ("config", ["run", "log_every"], 7, "config.run.log_every", "note"),
+        ("config", ["run", "eval_batches"], 7, "config.run.eval_batches", "quality"),
+        ("effective", ["global_batch_size"], 8, "effective.global_batch_size", "all"),
+        ("data", ["num_tokens"], 5, "data.num_tokens", "all"),
+        ("precision", ["optimizer"], "adamw_8bit", "optimizer", "all"),
+        ("provenance", ["gpus"], [{"name": "NVIDIA H100"}], "provenance.gpus", "speed"),
+        ("provenance", ["packages", "torch"], "2.13.0", "provenance.packages.torch", "all"),
+        ("provenance", ["git", "commit"], "1" * 40, "provenance.git.commit", "all"),
+        ("provenance", ["driver"], "999", "provenance.driver", "speed"),
+        (
+            "provenance",
+            ["environment", "CUDA_VISIBLE_DEVICES"],
+            "3",
+            "provenance.environment.CUDA_VISIBLE_DEVICES",
+            "note",
+        ),
+    ],
+)
+def test_a_field_that_differs_is_flagged_with_what_it_spoils(section, path, value, field, effect):
+    base, own = made_up_run("bf16"), made_up_run("delayed")
+    assert find_differences([base, own]) == [], "runs that differ in their arm alone"
+    (found,) = find_differences([base, changed(own, section, path, value)])
+    assert (found.field, found.effect, found.arms) == (field, effect, ["delayed"])
+    assert sorted(label for labels in found.values.values() for label in labels) == ["bf16 seed 1", "delayed seed 1"]
+
+
+def test_what_is_each_runs_own_is_not_a_difference():
+    runs = [changed(made_up_run("bf16", seed), "config", ["run", "output_dir"], f"runs/{seed}") for seed in (1, 2)]
+    assert find_differences(runs) == []
+
+
+def test_a_reference_that_does_not_agree_with_itself_concerns_every_arm():
+    runs = [
+        made_up_run("bf16", 1),
+        changed(made_up_run("bf16", 2), "config", ["optim", "learning_rate"], 1.0),
+        made_up_run("delayed", 1),
+    ]
+    (found,) = find_differences(runs)
+    assert found.arms == ["bf16", "delayed"]
+
+
+def test_other_rows_and_other_weights_are_seen_in_the_figures_themselves():
+    base, own = made_up_run("bf16"), made_up_run("delayed")
+    steps = [{**step, "tokens_seen": step["tokens_seen"] + (step["step"] > 30)} for step in own.steps]
+    (found,) = find_differences([base, dataclasses.replace(own, steps=steps)])
+    assert found.effect == "all" and found.field == "tokens seen with seed 1 after step 31"
+    steps = [{**step, "loss": step["loss"] * (1.2 if step["step"] == 1 else 1)} for step in own.steps]
+    (found,) = find_differences([base, dataclasses.replace(own, steps=steps)])
+    assert found.effect == "quality" and "first step" in found.field
+
+
+def test_within_an_arm_the_precision_must_be_one():
+    first = made_up_run("delayed", 1)
+    other = changed(made_up_run("delayed", 2), "config", ["precision", "fp8_last_bf16_layers"], 2)
+    (found,) = find_differences([made_up_run("bf16", 1), made_up_run("bf16", 2), first, other])
+    assert found.field == "config.precision.fp8_last_bf16_layers" and found.arms == ["delayed"]
+    fell_back = dataclasses.replace(made_up_run("mxfp8", 2), precision=precision_of("mxfp8", "delayed"))
+    found = find_differences([made_up_run("mxfp8", 1), fell_back])[0]
+    assert found.field == "effective precision" and found.effect == "all"
+
+
+def test_shared_hardware_resumes_uncommitted_code_and_missing_sections_are_flagged():
+    dirty = {**PROVENANCE, "git": {**PROVENANCE["git"], "dirty": True}}
+    runs = [
+        made_up_run("bf16", provenance=dirty),
+        made_up_run("delayed", provenance=dirty, resumes=[{"resumed_after_step": 30}], data={}),
+    ]
+    alone = find_differences(
+        [made_up_run(arm) for arm in ("bf16", "block", "delayed")], [("block seed 1", "delayed seed 1")]
+    )
+    assert [d.arms for d in alone] == [["block", "delayed"]]
+    with_reference = find_differences(
+        [made_up_run(arm) for arm in ("bf16", "block", "delayed")], [("bf16 seed 1", "block seed 1")]
+    )
+    assert [d.arms for d in with_reference] == [["bf16", "block", "delayed"]], "every arm is held against it"
+    found = {d.field: d for d in find_differences(runs, [("bf16 seed 1", "delayed seed 1")])}
+    assert found["hardware shared while running"].effect == "speed"
+    assert found["hardware shared while running"].arms == ["bf16", "delayed"]
+    assert found["resumed during the run"].values == {"yes": ["delayed seed 1"]}
+    assert len(found["code had uncommitted changes"].values["yes"]) == 2
+    other = {**PROVENANCE, "driver": "999"}
+    (resumed,) = find_differences(
+        [made_up_run("bf16"), made_up_run("delayed", resumes=[{"resumed_after_step": 9, "provenance": other}])]
+    )[:1]
+    assert (resumed.field, resumed.effect, resumed.arms) == ("provenance.driver when resumed", "speed", ["delayed"])
+    assert found["data: not kept by the source, so not compared"].effect == "note" and len(found) == 4
+
+
+# ---- run folders ----
+
+
+def test_a_folder_gives_back_what_was_written_and_the_answers_of_its_last_evaluation(tmp_path):
+    run = made_up_run("current", 3)
+    answers = {15: {1: True, 2: True}, 60: {1: True, 2: False}, 9: {1: True}}
+    read = read_run_folder(write_run_folder(tmp_path / "run", run, answers))
+    assert read.steps == run.steps and read.evaluations == run.evaluations and read.arm == "current" and read.seed == 3
+    assert read.answers == {"1: problem 1": True, "2: problem 2": False} and read.exact_match == 0.5
+    assert read.certificate == {"verdict": "certified", "reasons": []}
+    (tmp_path / "run" / "certificate.json").write_text('{"verdict": "failed"}')
+    assert read_run_folder(tmp_path / "run").certificate == {"verdict": "failed"}
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().replace('"loss": 4.0', '"loss": "NaN"')
+    (tmp_path / "run" / "metrics.jsonl").write_text(lines)
+    assert math.isnan(read_run_folder(tmp_path / "run").steps[0]["loss"])
+
+
+def test_answers_decide_through_whole_folders(tmp_path):
+    """The arm answers 40 problems fewer: worse, whatever its loss."""
+    records = []
+    for arm, num_right in (("bf16", 70), ("delayed", 30)):
+        for seed in (1, 2, 3):
+            answers = {60: {row: row < num_right for row in range(100)}}
+            folder = write_run_folder(
+                tmp_path / f"{arm}{seed}", made_up_run(arm, seed, 1e5 if arm == "bf16" else 1.3e5), answers
+            )
+            records.append(read_run_folder(folder))
+    comparison = compare(records)
+    assert comparison.verdicts["delayed"].conclusion == "worse"
+    assert comparison.arms[1].answers == PairedAnswers(300, 90, 120, 0)
+    assert list(comparison.verdicts) == ["delayed", "bf16"] and [arm.arm for arm in comparison.arms] == [
+        "bf16",
+        "delayed",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("summary.json", None, "there is no summary.json in it, so the run did not finish"),
+        ("run.json", None, "it is not a run's --output_dir"),
+        ("run.json", "{", "is not valid JSON"),
+        ("run.json", "{}", "run.json lacks config.optim.seed"),
+        (
+            "run.json",
+            '{"config": {"optim": {"seed": 1}}, "precision": {"requested": "bf16"}}',
+            "lacks precision.effective",
+        ),
+        ("metrics.jsonl", '{"step": 59, "loss": 1.0}\n', "ends at step 59 and summary.json at step 60"),
+        ("metrics.jsonl", b"\xff\xfe", "cannot be read"),
+        ("metrics.jsonl", "", "holds no optimizer step"),
+        ("metrics.jsonl", '{"step": 1}\nx\n', "line 2 is not valid JSON"),
+        ("summary.json", '{"steps": 3, "stopped_by": "SIGTERM"}', "stopped by SIGTERM after step 3"),
+        ("summary.json", '{"steps": 3, "failed": "no fp8 kernel ran"}', "failed after step 3: no fp8 kernel ran"),
+    ],
+)
+def test_a_folder_that_is_not_a_finished_run_is_refused(tmp_path, name, content, expected):
+    folder = write_run_folder(tmp_path / "run", made_up_run())
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=expected):
+        read_run_folder(folder)
+
+
+def test_two_runs_of_one_arm_and_seed_are_refused():
+    with pytest.raises(UserError, match="are both bf16 seed 1"):
+        compare([made_up_run("bf16", 1), made_up_run("bf16", 1)])
+
+
+def test_a_fallback_is_said_in_the_arms_row_and_verdict():
+    fell_back = [made_up_run("mxfp8", seed, 1.3e5, precision=precision_of("mxfp8", "delayed")) for seed in (1, 2, 3)]
+    comparison = compare([*three("bf16", 1e5, [1.0, 1.1, 1.2]), *fell_back])
+    row = table_rows(comparison.arms)[1]
+    assert row[:2] == ["fp8 mxfp8", "fp8 delayed (fell back)"]
+    assert comparison.verdicts["mxfp8"].conclusion == "fell back"
+    assert "not available on NVIDIA H200" in comparison.verdicts["mxfp8"].sentence
+
+
+def test_an_arm_whose_runs_all_failed_is_still_reported():
+    comparison = compare(
+        [made_up_run("bf16")], [Failure("block", 1, "exit code 1: boom", "log")], arm_order=["bf16", "block"]
+    )
+    assert comparison.verdicts["block"].conclusion == "failed" and comparison.arms[1].num_failed == 1
+
+
+def test_long_runs_are_thinned_to_means_over_all_their_steps():
+    run = made_up_run()
+    steps = [{**run.steps[-1], "step": n, "tokens_per_s": 100.0 + n % 2} for n in range(1, 1501)]
+    (curve,) = compare([dataclasses.replace(run, steps=steps, evaluations=[])]).curves
+    assert (
+        len(curve["step"]) == len(curve["tokens_per_s"]) == 500
+        and curve["step"][-1] == 1500
+        and curve["grouped_steps"] == 3
+    )
+    assert {round(value, 4) for value in curve["tokens_per_s"]} == {100.3333, 100.6667}
+
+
+# ---- arms and plans ----
+
+
+def test_arms_by_name():
+    assert parse_variants("fp8, mxfp8,bf16") == ["bf16", "delayed", "mxfp8"]
+    for text, words in (("", "is empty"), ("fp4", "fp4 is unknown"), ("fp8,delayed", "names delayed twice")):
+        with pytest.raises(UserError, match=words):
+            parse_variants(text)
+
+
+def test_options_of_fp8_reach_only_the_arms_in_which_they_take_effect():
+    words = (
+        "--max_steps 3 --fp8_strict --amax_history_len 16 --fp8_format E4M3 --fp8_last_bf16_layers=2 --use_te".split()
+    )
+    plain = ["--max_steps", "3", "--use_te"]
+    fp8 = ["--fp8_strict", "--fp8_last_bf16_layers", "2"]
+    assert variant_words("bf16", words) == [*plain, "--mixed_precision", "bf16"]
+    scenario = ["--mixed_precision", "fp8", "--fp8_scenario"]
+    assert sorted(variant_words("nvfp4", words)) == sorted([*plain, *fp8, *scenario, "nvfp4"])
+    assert sorted(variant_words("mxfp8", words)) == sorted([*plain, *fp8, "--fp8_format", "E4M3", *scenario, "mxfp8"])
+    delayed = variant_words("delayed", words)
+    assert parse_config(delayed).precision.amax_history_len == 16 and parse_config(delayed).precision.fp8_strict
+
+
+def test_arms_take_turns_within_each_seed_and_differ_in_precision_alone(tmp_path):
+    plan = plan_runs("--max_steps 3 --use_te --use_wandb", ["bf16", "delayed"], [1, 2], 1, tmp_path / "out")
+    assert [run.name for run in plan.runs] == ["bf16-seed1", "delayed-seed1", "bf16-seed2", "delayed-seed2"]
+    base, own = (parse_config(list(run.words)) for run in plan.runs[:2])
+    assert base.run.wandb_group == own.run.wandb_group == "out" and base.run.wandb_run_name == "bf16-seed1"
+    assert dataclasses.replace(own, precision=base.precision, run=base.run) == base
+    assert command_line(plan, plan.runs[0])[1].endswith("train_fp8.py")
+    several = plan_runs("--sharding_mode ddp", ["bf16"], [1], 4, tmp_path)
+    command = command_line(several, several.runs[0])
+    assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
+    assert command[5].endswith("train_multi_gpu.py")
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        ("--seed 3", "--seed is set by the comparison itself"),
+        ("--mixed_precision=fp8", "--mixed_precision is set by the comparison itself"),
+        ("--batch_size 0", "--train: --batch_size must be at least 1"),
+        ("--fp8_params", "--fp8_params changes what is stored"),
+        ("--model_name 'x", "No closing quotation"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(tmp_path, train, expected):
+    with pytest.raises(UserError, match=expected):
+        plan_runs(train, ["bf16"], [1], 2, tmp_path)
+
+
+def test_a_folder_belongs_to_one_comparison(tmp_path):
+    plan = plan_runs("--max_steps 3", ["bf16"], [1], 1, tmp_path / "out")
+    claim_folder(plan)
+    claim_folder(
+        plan_runs("--max_steps  3", ["bf16", "no"], [1, 2], 1, tmp_path / "out")
+    )  # more arms and seeds go on in it
+    with pytest.raises(UserError, match="other --train options"):
+        claim_folder(plan_runs("--max_steps 4", ["bf16"], [1], 1, tmp_path / "out"))
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.tex").touch()
+    with pytest.raises(UserError, match="holds no comparison"):
+        claim_folder(dataclasses.replace(plan, folder=tmp_path / "taken"))
+    assert (
+        default_folder("--max_steps 3", 1)
+        == default_folder("--max_steps  '3'", 1)
+        != default_folder("--max_steps 3", 2)
+    )
+
+
+def test_runs_get_gpus_of_their_own_unless_told():
+    four = ["0", "1", "2", "3"]
+    assert make_slots(four, 2, 2, share=False) == [Slot(("0", "1")), Slot(("2", "3"))]
+    assert make_slots(four, 1, 1, share=False) == [Slot(("0",))]
+    assert make_slots(["0"], 1, 2, share=True) == [Slot(("0",)), Slot(("0",))]
+    assert make_slots([], 2, 1, share=False) == [Slot(())]
+    for arguments, words in (
+        ((["0"], 1, 2, False), "--share_gpus"),
+        (([], 1, 2, False), "no GPU"),
+        ((["0", "1"], 3, 1, False), "there are 2 GPUs"),
+    ):
+        with pytest.raises(UserError, match=words):
+            make_slots(*arguments)
+
+
+def test_runs_in_slots_of_their_own_see_their_gpu_and_a_failure_stops_no_other(tmp_path, monkeypatch):
+    """The scheduler with a stand-in for the training script, which would need GPUs."""
+    stand_in = (
+        "import json, os, pathlib, sys, time; folder = pathlib.Path(sys.argv[2]); arm = sys.argv[1]; time.sleep(0.5)\n"
+        "if arm == 'no': sys.exit('error: it broke')\n"
+        "folder.mkdir(parents=True); (folder / 'gpu').write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "(folder / 'summary.json').write_text(json.dumps({'steps': 1}))\n"
+    )
+    monkeypatch.setattr(
+        "llm_fp8.tools.compare.launch.command_line",
+        lambda plan, run: [sys.executable, "-c", stand_in, run.arm, str(plan.run_folder(run))],
+    )
+    said: list[str] = []
+    plan = plan_runs("--max_steps 3", ["bf16", "no", "delayed"], [1], 1, tmp_path)
+    result = launch(plan, [Slot(("4",)), Slot(("7",))], said.append)
+    (failure,) = result.failures
+    assert (failure.arm, failure.seed, failure.reason) == ("no", 1, "exit code 1: error: it broke")
+    assert result.overlaps == []
+    gpus = {run.arm: plan.run_folder(run) / "gpu" for run in plan.runs}
+    assert gpus["bf16"].read_text() == "4" and gpus["delayed"].read_text() in ("4", "7")
+    again = launch(plan, [Slot(("4",)), Slot(("4",))], said.append)
+    assert len(again.failures) == 1 and sum("finished earlier" in line for line in said) == 2
+    shared = plan_runs("--max_steps 3", ["bf16", "delayed"], [8], 1, tmp_path)
+    assert launch(shared, [Slot(("4",)), Slot(("4",))], said.append).overlaps == [("bf16 seed 8", "delayed seed 8")]
+    assert launch(shared, [Slot(("4",))], said.append).overlaps == [("bf16 seed 8", "delayed seed 8")], "remembered"
+
+
+def load_script() -> Any:
+    """scripts/compare_performance.py as a module."""
+    spec = importlib.util.spec_from_file_location("compare_performance", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def test_a_signal_stops_the_runs_before_the_script_and_no_two_work_in_one_folder(tmp_path, monkeypatch, capsys):
+    """SIGTERM to the script, whose run is a stand-in that saves on SIGTERM; a second script in the folder meanwhile."""
+    stand_in = (
+        "import pathlib, signal, sys, time; folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True)\n"
+        "def save(number, frame):\n    time.sleep(0.3); (folder / 'saved').touch(); sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, save); (folder / 'begun').touch(); time.sleep(60)\n"
+    )
+    monkeypatch.setattr(
+        "llm_fp8.tools.compare.launch.command_line",
+        lambda plan, run: [sys.executable, "-c", stand_in, str(plan.run_folder(run))],
+    )
+    script, run = load_script(), tmp_path / "runs" / "bf16-seed1"
+    monkeypatch.setattr(script, "usable_gpus", lambda given: [])
+    options = [
+        "--train",
+        "--use_te",
+        "--arms",
+        "bf16",
+        "--seeds",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]  # a single word is no option of the script
+    monkeypatch.setattr(sys, "argv", ["compare_performance.py", *options])
+    plan = plan_runs("--use_te", ["bf16"], [1], 1, tmp_path)
+    refused: list[bool] = []
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 30
+        while not (run / "begun").exists():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
+        with (
+            pytest.raises(UserError, match="another comparison, or a run of one, is at work"),
+            only_launcher(plan.folder),
+        ):
+            pass
+        refused.append(True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    assert script.main() == 143
+    thread.join()
+    assert (
+        (run / "saved").exists() and refused and "stopped by SIGTERM; the same command again" in capsys.readouterr().out
+    )
+    with only_launcher(plan.folder):
+        pass  # free again
+
+
+def test_the_reason_of_a_failure_is_its_last_error():
+    assert (
+        failure_reason("$ x --error\nTraceback\nRuntimeError: CUDA error: out\nbye\n", 1)
+        == "exit code 1: RuntimeError: CUDA error: out"
+    )
+    assert failure_reason("$ x\nlast words\n", -9) == "killed by SIGKILL: last words"
+    torchrun = (
+        "[rank0]: ValueError: boom\nE1121 torch/distributed/elastic failed (exitcode: 1) local_rank: 0\nTraceback "
+        "(most recent call last):\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\nRoot "
+        "Cause (first observed failure):\n  error_file: <N/A>\n  traceback : To enable traceback see: "
+        "https://pytorch.org/docs/stable/elastic/errors.html\n=====\n"
+    )
+    assert failure_reason(torchrun, 1) == "exit code 1: [rank0]: ValueError: boom"
+    assert failure_reason("", 1) == "exit code 1: it printed nothing"
+
+
+# ---- the script's own options ----
+
+
+def run_script(*options: str, cwd: Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """The script as a process of its own."""
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *options], cwd=cwd, capture_output=True, text=True, env=environment
+    )
+
+
+def test_the_help_gives_each_default_once(capsys):
+    with pytest.raises(SystemExit):
+        load_script().parse(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "(default: bf16,fp8)" in said and "(default: None)" not in said and "(default: False)" not in said
+
+
+def test_mistakes_are_said_in_one_sentence(tmp_path, monkeypatch):
+    script = load_script()
+    monkeypatch.setattr(
+        script, "PAIR", (tmp_path / "train_bf16", tmp_path / "train_fp8")
+    )  # which this repository may hold
+    (tmp_path / "a file").touch()
+    for options, words in (
+        ([], "give --train OPTIONS .* or run scripts/train_bf16.sh and scripts/train_fp8.sh first"),
+        (["--train", "", "--runs", "x"], "without --runs and --wandb"),
+        (["--runs", "x", "--seeds", "3"], "--seeds belongs to --train"),
+        (["--train", "", "--seeds", "0"], "--seeds must be at least 1"),
+        (["--train", "--model_name 'x"], "--train: No closing quotation"),
+        (["--train", "--max_steps 1", "--arms", "", "--output", str(tmp_path / "out")], "--arms is empty"),
+        (["--runs", str(tmp_path / "none")], "no such folder"),
+        (["--wandb", str(tmp_path)], "must hold one .wandb file"),
+        (["--wandb", "nonsense"], "--wandb nonsense: no W&B run of that id is here, in wandb, "),
+        (["--wandb", "no/folder"], "no such folder; give a wandb/offline-run-"),
+        (["--train", "--max_steps 1", "--output", str(tmp_path / "a file" / "out")], "cannot be written to"),
+        (["--train", "--max_steps 1", "--gpus", "99", "--output", str(tmp_path / "out")], "99 is not among the GPUs"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["compare_performance.py", *options])
+        with pytest.raises(UserError, match=words):
+            script.main()
+    assert not (tmp_path / "out").exists()
+    done = run_script("--runs", str(tmp_path / "none"), cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: --runs") and done.stderr.count("\n") == 1
+
+
+def test_an_interrupted_run_continues_from_its_checkpoint_or_begins_anew_beside_what_it_left(
+    tmp_path, tiny_model, rows
+):
+    """Two real runs that stopped early: one saved, one did not."""
+    train = (
+        f"--model_name {tiny_model} --dataset_name {rows} --max_seq_length 128 --batch_size 2 --max_steps 4 "
+        "--save_every 2 --no_export"
+    )
+    plan = plan_runs(train, ["no"], [1, 2], 1, tmp_path)
+    saved, unsaved = plan.runs
+    small.train(*saved.words, "--max_steps", 2, "--output_dir", plan.run_folder(saved))
+    (plan.run_folder(saved) / "summary.json").unlink()
+    plan.run_folder(unsaved).mkdir(parents=True)
+    (plan.run_folder(unsaved) / "run.json").write_text("{}")
+    assert command_line(plan, saved)[-2:] == ["--resume_from", "latest"] and "--resume_from" not in command_line(
+        plan, unsaved
+    )
+    for run in plan.runs:
+        set_aside(plan.run_folder(run))
+    assert plan.run_folder(saved).exists() and not plan.run_folder(unsaved).exists()
+    (kept,) = (tmp_path / "runs").glob("no-seed2.unfinished-*")
+    assert (kept / "run.json").read_text() == "{}"

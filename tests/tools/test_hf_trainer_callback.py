@@ -1,0 +1,385 @@
+"""The certificate of a transformers Trainer: what Accelerate makes of a Trainer under every launch, judged with made-up
+kernels.
+
+The Trainer and Accelerate are real, Transformer Engine is made up (`tests/support/made_up_te.py`), and so is what the GPU is
+said to have run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import llm_fp8.tools.hf_trainer_callback as callback_module
+from examples.hf_trainer_fp8 import main as example_main
+from llm_fp8.tools.hf_trainer_callback import CertificateCallback, asked_precision
+from llm_fp8.utils.errors import UserError
+from tests.support import made_up_te
+from tests.support.small import forget_accelerator, run_json, steps, tiny_config, train
+
+ROOT = Path(__file__).resolve().parents[2]
+FP8_KERNEL = "nvjet_sm90_qrtst_128x128_128x6_2x1_v_bz_coopA_algo2_TNT"
+BF16_KERNEL = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT"
+FP8_LAUNCH = {
+    "ACCELERATE_MIXED_PRECISION": "fp8",
+    "ACCELERATE_FP8_BACKEND": "TE",
+    "ACCELERATE_FP8_FORMAT": "HYBRID",
+    "ACCELERATE_FP8_AMAX_HISTORY_LEN": "1024",
+    "ACCELERATE_FP8_AMAX_COMPUTE_ALGO": "max",
+    "ACCELERATE_FP8_MARGIN": "0",
+}
+"""What `configs/accelerate_fp8.yaml` becomes."""
+BF16_LAUNCH = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+NUM_LINEARS = 15
+"""Of the tiny model: seven in each of two layers, and the output head."""
+MICRO_BATCHES = 2
+EXPECTED = NUM_LINEARS * 3 * MICRO_BATCHES
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path):
+    """A function: train a tiny model for three steps under a launch, with a callback that sees these kernels; the
+    Trainer.
+    """
+    made_up_te.install(monkeypatch)
+    recorded: list[int] = []
+    monkeypatch.setattr(callback_module, "can_record", lambda: True)
+
+    def run(
+        launch: dict[str, str],
+        kernels: dict[str, int],
+        lost: tuple[str, ...] = (),
+        model: dict[str, Any] | None = None,
+        **arguments,
+    ) -> Trainer:
+        forget_accelerator()
+        monkeypatch.setattr(callback_module, "record_kernels", lambda: contextlib.nullcontext(recorded))
+        monkeypatch.setattr(
+            callback_module, "kernel_times", lambda _: {name: (count, count * 1e-5) for name, count in kernels.items()}
+        )
+        for name, value in launch.items():
+            monkeypatch.setenv(name, value)
+        callback = CertificateCallback(step=arguments.pop("step", 2))
+        for name in lost:
+            monkeypatch.delenv(name)
+        torch.manual_seed(0)
+        trainer = Trainer(
+            model=AutoModelForCausalLM.from_config(tiny_config(**(model or {}))),
+            args=TrainingArguments(
+                output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=MICRO_BATCHES,
+                report_to="none", disable_tqdm=True, save_strategy="no", use_cpu=True, **arguments,
+            ),
+            train_dataset=[{"input_ids": list(range(32)), "labels": list(range(32))}] * 16,
+            callbacks=[callback],
+        )  # fmt: skip
+        trainer.certificate_callback = callback
+        trainer.train()
+        return trainer
+
+    yield run
+    forget_accelerator()
+
+
+def certificate_of(folder: Path) -> dict:
+    return json.loads((folder / "certificate.json").read_text())
+
+
+def test_a_trainer_launched_in_fp8_is_certified(trained, tmp_path, capsys):
+    trainer = trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED, BF16_KERNEL: 4})
+    assert trainer.state.global_step == 3 and trainer.accelerator.mixed_precision == "fp8"
+    stored = certificate_of(tmp_path)
+    assert (stored["verdict"], stored["remarks"]) == ("certified", [])
+    assert stored["num_expected_fp8_gemm_kernels"] == stored["num_fp8_gemm_kernels"] == EXPECTED
+    assert stored["modules"]["num_in_fp8"] == NUM_LINEARS and stored["recipe_inside_modules"] == "DelayedScaling"
+    assert stored["fp8_linear_flop_share"] == 1 and stored["num_micro_batches"] == MICRO_BATCHES
+    assert (
+        capsys.readouterr().out.count(f"certificate: fp8 delayed, {EXPECTED} of {EXPECTED + 4} GEMM kernels in fp8")
+        == 1
+    )
+
+
+def test_a_trainer_launched_in_bf16_is_certified_and_fp8_kernels_in_it_are_not(trained, tmp_path, capsys):
+    trained(BF16_LAUNCH, {BF16_KERNEL: EXPECTED})
+    assert certificate_of(tmp_path)["verdict"] == "certified" and certificate_of(tmp_path)["precision"] == "bf16"
+    with pytest.raises(SystemExit) as stopped:
+        trained(BF16_LAUNCH, {BF16_KERNEL: EXPECTED, FP8_KERNEL: 1})
+    assert stopped.value.code == 1 and "expected no fp8 GEMM kernel, and 1 ran" in capsys.readouterr().err
+
+
+def test_one_kernel_fewer_ends_the_run_after_the_step(trained, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED - 1})
+    assert stopped.value.code == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert (
+        line.startswith("error: the GPU does not run what was asked for (fp8 delayed)")
+        and f"at least {EXPECTED}" in line
+    )
+    assert line.endswith("without CertificateCallback it trains all the same.")
+    assert certificate_of(tmp_path)["verdict"] == "failed"
+
+
+def test_kernels_of_unknown_names_are_a_warning(trained, capsys):
+    trained(FP8_LAUNCH, {"some_new_gemm": EXPECTED})
+    assert "WARNING: this run could not be certified" in capsys.readouterr().out
+
+
+def test_the_last_step_is_recorded_where_there_are_fewer(trained):
+    trainer = trained(BF16_LAUNCH, {BF16_KERNEL: 1}, step=5)
+    assert (
+        trainer.certificate_callback._recorded_step == 3
+        and trainer.certificate_callback.certificate.verdict == "certified"
+    )
+
+
+# What Accelerate and the Trainer do of their own accord, and whether the callback sees it.
+
+
+def test_a_lost_launch_is_caught(trained, capsys):
+    """As by a program that clears its environment: the Trainer computes in fp32 and says nothing."""
+    with pytest.raises(SystemExit):
+        trained(FP8_LAUNCH, {BF16_KERNEL: EXPECTED}, lost=tuple(FP8_LAUNCH))
+    # Nothing is converted, so what should have been counts: the layers whose sizes fp8 can take, without the head.
+    assert f"expected at least {(NUM_LINEARS - 1) * 3 * MICRO_BATCHES} fp8 GEMM kernels" in capsys.readouterr().err
+
+
+def test_the_bf16_flag_takes_the_place_of_fp8_and_the_recipe_is_lost(trained, capsys):
+    """ACCELERATE_FP8_BACKEND alone converts the model, and without a recipe of its own Transformer Engine takes its
+    default.
+    """
+    trainer = trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, bf16=True)
+    assert (
+        trainer.accelerator.mixed_precision == "bf16"
+        and trainer.certificate_callback.certificate.verdict == "certified"
+    )
+    chosen = {**FP8_LAUNCH, "ACCELERATE_FP8_AMAX_HISTORY_LEN": "16", "ACCELERATE_FP8_FORMAT": "E4M3"}
+    trained(chosen, {FP8_KERNEL: EXPECTED})
+    with pytest.raises(SystemExit):
+        trained(chosen, {FP8_KERNEL: EXPECTED}, bf16=True)
+    said = capsys.readouterr().err
+    assert "fp8_config has amax_history_len 16, and the recipe in force has 1024" in said
+    assert "fp8_config has fp8_format E4M3, and the recipe in force has HYBRID" in said
+
+
+def test_without_fp8_config_the_bf16_flag_gives_bf16(trained, capsys):
+    with pytest.raises(SystemExit):
+        trained({"ACCELERATE_MIXED_PRECISION": "fp8"}, {BF16_KERNEL: EXPECTED}, bf16=True)
+    assert "and 0 ran" in capsys.readouterr().err
+
+
+def test_without_its_precision_the_backend_still_converts(trained):
+    """Outside bf16 autocast then: ACCELERATE_FP8_BACKEND is all that Accelerate looks at."""
+    trainer = trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, lost=("ACCELERATE_MIXED_PRECISION",))
+    assert trainer.accelerator.mixed_precision == "no"
+    assert trainer.certificate_callback.certificate.modules.num_in_fp8 == NUM_LINEARS
+
+
+def test_several_gpus_in_one_process_are_an_error_whose_cause_is_named(trained, monkeypatch, capsys):
+    """The Trainer takes nn.DataParallel then, and prepares the optimizer alone."""
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(ValueError, match="must pass a model and an optimizer together"):
+        trained(FP8_LAUNCH, {BF16_KERNEL: EXPECTED})
+    assert "WARNING: one process sees 2 GPUs, so the Trainer takes nn.DataParallel" in capsys.readouterr().out
+
+
+def test_most_recent_is_the_launchers_default_and_only_a_remark(trained):
+    trainer = trained({**FP8_LAUNCH, "ACCELERATE_FP8_AMAX_COMPUTE_ALGO": "most_recent"}, {FP8_KERNEL: EXPECTED})
+    certificate = trainer.certificate_callback.certificate
+    assert certificate.verdict == "certified"
+    assert certificate.remarks == ["fp8_config has amax_compute_algo most_recent, and the recipe in force has max"]
+
+
+def test_recomputed_layers_leave_fp8(trained, capsys):
+    """The backward pass computes them again outside Accelerate's autocast."""
+    with pytest.raises(SystemExit):
+        trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, gradient_checkpointing=True)
+    said = capsys.readouterr().err
+    assert f"expected at least {EXPECTED + 14 * MICRO_BATCHES} fp8 GEMM kernels" in said
+    assert f"of {NUM_LINEARS} modules of Transformer Engine 1 say that they computed in fp8" in said
+
+
+def test_a_tied_head_leaves_the_optimizer(trained):
+    """Accelerate gives it a weight of its own that no optimizer knows."""
+    certificate = trained(
+        FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, model={"tie_word_embeddings": True}
+    ).certificate_callback.certificate
+    assert certificate.remarks == [
+        "WARNING: the optimizer does not hold 1 of the parameters that are to be trained, such as lm_head.weight"
+    ]
+
+
+def test_layers_that_the_conversion_left_out_are_named(trained):
+    """It returns at the key projection, whose 8 rows fp8 cannot take, and never gets to the output projection, which
+    it could.
+    """
+    certificate = trained(
+        FP8_LAUNCH, {FP8_KERNEL: 9 * 3 * MICRO_BATCHES}, model={"head_dim": 8}
+    ).certificate_callback.certificate
+    assert certificate.verdict == "certified" and certificate.num_expected_fp8_gemm_kernels == 9 * 3 * MICRO_BATCHES
+    assert certificate.remarks == [
+        "2 linear layers that fp8 could compute were not converted, such as model.layers.0.self_attn.o_proj"
+    ]
+
+
+def test_without_a_backend_torchao_comes_first_and_takes_weights_from_the_optimizer(trained):
+    trainer = trained({"ACCELERATE_MIXED_PRECISION": "fp8"}, {FP8_KERNEL: EXPECTED})
+    certificate = trainer.certificate_callback.certificate
+    assert trainer.accelerator.fp8_backend == "AO" and certificate.verdict == "undetermined"
+    assert "the model has no linear module of Transformer Engine" in certificate.reasons[0]
+    assert any("the optimizer does not hold 13 of the parameters" in remark for remark in certificate.remarks)
+
+
+def test_what_was_asked_for(tmp_path):
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True)
+    assert asked_precision(None, {}, arguments) == "bf16" and asked_precision("fp8", BF16_LAUNCH, arguments) == "fp8"
+    assert asked_precision(None, FP8_LAUNCH, arguments) == "fp8"
+    # What is left over of an fp8 launch must not turn a bf16 launch into one: its fp8 kernels are to be found.
+    assert asked_precision(None, {**FP8_LAUNCH, **BF16_LAUNCH}, arguments) == "bf16"
+    plain = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    assert asked_precision(None, {"ACCELERATE_MIXED_PRECISION": "no"}, plain) == "no"
+
+
+# ---- real processes ----
+
+
+def training_options(tiny_model: str, rows: str, folder: Path) -> list[str]:
+    return [
+        "--model_name", tiny_model, "--dataset_name", rows, "--max_seq_length", "128", "--batch_size", "2", "--max_steps", "2",
+        "--gradient_accumulation_steps", "1", "--log_every", "1", "--no_export", "--output_dir", str(folder),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory, warm_python, tiny_model, rows):
+    """What accelerate launch with configs/accelerate_bf16.yaml left of the example and of train_fp8.py, run at the
+    same time: folder, output.
+    """
+    folder = tmp_path_factory.mktemp("launched")
+    example = [
+        "--max_steps",
+        "3",
+        "--num_of_samples",
+        "64",
+        "--max_seq_length",
+        "64",
+        "--logging_steps",
+        "1",
+        "--learning_rate",
+        "1e-3",
+    ]
+    scripts = {
+        "example": [
+            sys.executable,
+            "examples/hf_trainer_fp8.py",
+            *example,
+            "--output_dir",
+            str(folder / "example"),
+            "--report_to",
+            "none",
+        ],
+        "train_fp8": [warm_python, "train_fp8.py", *training_options(tiny_model, rows, folder / "train_fp8")],
+    }
+    launch = ["-m", "accelerate.commands.launch", "--config_file", "configs/accelerate_bf16.yaml"]
+    processes = {
+        name: subprocess.Popen(
+            [python, *launch, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for name, (python, *words) in scripts.items()
+    }
+    outputs = {name: process.communicate(timeout=120)[0] for name, process in processes.items()}
+    for name, process in processes.items():
+        assert process.returncode == 0, outputs[name]
+    return folder, outputs
+
+
+def test_the_example_trains_the_embedded_model_under_accelerate_launch(launched):
+    folder, outputs = launched
+    assert "certificate: none, there is no NVIDIA GPU" in outputs["example"]
+    history = json.loads((folder / "example" / "trainer_state.json").read_text())["log_history"]
+    logged = [record for record in history if "loss" in record]
+    assert len(logged) == 3 and logged[2]["loss"] < logged[0]["loss"]
+    assert all(record["train_tokens_per_second"] > 0 and record["num_input_tokens_seen"] % 16 == 0 for record in logged)
+    assert (folder / "example" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "says"),
+    [
+        ("", ["--model_name", "/no/such"], "--model_name /no/such cannot be loaded"),
+        ("", ["--dataset_name", "none.jsonl"], "--dataset_name none.jsonl --split_name train cannot be loaded"),
+        ('{"problem": 1}{', [], "rows.jsonl --split_name train cannot be loaded"),
+        ('{"text": "a"}', [], "rows.jsonl has no column generated_solution; its columns are text"),
+        ('{"problem": "a", "generated_solution": "b"}', ["--split_name", "test"], "--split_name test cannot be loaded"),
+        ("", ["--lerning_rate", "1"], "lerning_rate.*--help lists the options"),
+    ],
+)
+def test_mistakes_in_the_examples_options_are_one_sentence(tmp_path, monkeypatch, content, options, says):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(content)
+    arguments = ["--dataset_name", str(file), *options]
+    monkeypatch.setattr("sys.argv", ["hf_trainer_fp8.py", "--output_dir", str(tmp_path / "run"), *arguments])
+    with pytest.raises(UserError, match=says) as mistake:
+        example_main()
+    assert "\n" not in str(mistake.value)
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="says that Transformer Engine is not there")
+def test_a_launchers_fp8_without_transformer_engine_is_one_sentence(tmp_path):
+    command = [
+        sys.executable,
+        "examples/hf_trainer_fp8.py",
+        "--num_of_samples",
+        "64",
+        "--output_dir",
+        str(tmp_path),
+        "--use_cpu",
+    ]
+    launchers = {
+        "ACCELERATE_MIXED_PRECISION": "fp8",
+        "ACCELERATE_FP8_BACKEND": "TE",
+    }  # what accelerate launch sets from the file
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **launchers}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert (
+        "error: the launcher's --config_file asks for what is not installed (TransformerEngine is not available."
+        in done.stderr
+    )
+
+
+def test_a_file_of_accelerate_gives_train_fp8_the_run_of_the_same_option(launched, tiny_model, rows, tmp_path):
+    assert train(*training_options(tiny_model, rows, tmp_path), "--mixed_precision", "bf16") == 0
+    folders = (launched[0] / "train_fp8", tmp_path)
+    losses = [[record["loss"] for record in steps(folder)] for folder in folders]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+    assert run_json(folders[0])["precision"] == run_json(folders[1])["precision"]
+
+
+def test_the_fp8_file_is_in_the_form_of_the_guide():
+    content = yaml.safe_load((ROOT / "configs" / "accelerate_fp8.yaml").read_text())
+    assert content == {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": False,  # NO, as YAML reads it and Accelerate takes it
+        "mixed_precision": "fp8",
+        "fp8_config": {
+            "backend": "TE",
+            "fp8_format": "HYBRID",
+            "amax_history_len": 1024,
+            "amax_compute_algo": "max",
+            "override_linear_precision": [False, False, False],
+            "use_autocast_during_eval": False,
+        },
+        "num_processes": 1,
+    }

@@ -1,0 +1,225 @@
+"""transformers' Trainer under accelerate launch on a GPU: its certificate, set-ups that lose fp8, and what
+Transformer Engine takes of fp8_config.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from llm_fp8.data.embedded import DATASET_DIR
+from tests.train.test_train_gpu import ROOT, common, model_folder, train  # noqa: F401
+
+pytestmark = pytest.mark.gpu
+
+MICRO_BATCHES = 2
+NUM_LINEARS = 3 * 7 + 1
+"""Of the model: seven in each of three layers, and the output head, which Accelerate converts too."""
+
+
+def example(
+    config: Path | str, model: Path, folder: Path, *options: str, program: list[str] | None = None
+) -> subprocess.CompletedProcess:
+    """The example, or another program with its options, under accelerate launch."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command += program or ["examples/hf_trainer_fp8.py"]
+    command += [
+        "--model_name", str(model), "--dataset_name", str(DATASET_DIR), "--num_of_samples", "256", "--max_seq_length", "256",
+        "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", str(MICRO_BATCHES), "--max_steps", "6",
+        "--learning_rate", "1e-3", "--logging_steps", "1", "--save_strategy", "no", "--report_to", "none", "--output_dir", str(folder), *options,
+    ]  # fmt: skip
+    variables = {name: value for name, value in os.environ.items() if name != "NVIDIA_TF32_OVERRIDE"}
+    # With several GPUs to see the Trainer would take nn.DataParallel.
+    variables["CUDA_VISIBLE_DEVICES"] = variables.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
+
+
+def certificate_of(folder: Path) -> dict:
+    return json.loads((folder / "certificate.json").read_text())
+
+
+def losses(folder: Path) -> list[float]:
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [record["loss"] for record in history if "loss" in record]
+
+
+def fp8_file(folder: Path, **fp8_config: object) -> Path:
+    """configs/accelerate_fp8.yaml with other entries of fp8_config."""
+    content = yaml.safe_load((ROOT / "configs" / "accelerate_fp8.yaml").read_text())
+    content["fp8_config"].update(fp8_config)
+    path = folder / "fp8.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_trainer_is_certified_in_fp8_and_trains_as_in_bf16(dtype, model_folder, tmp_path, record_property):  # noqa: F811
+    done = {
+        precision: example(
+            f"configs/accelerate_{precision}.yaml",
+            model_folder,
+            tmp_path / precision,
+            "--weights_dtype",
+            dtype,
+            "--seed",
+            "1",
+        )
+        for precision in ("fp8", "bf16")
+    }
+    for precision, process in done.items():
+        assert process.returncode == 0, process.stdout + process.stderr
+        record_property(precision, certificate_of(tmp_path / precision))
+    fp8, bf16 = certificate_of(tmp_path / "fp8"), certificate_of(tmp_path / "bf16")
+    assert fp8["verdict"] == bf16["verdict"] == "certified", (fp8["reasons"], bf16["reasons"])
+    assert fp8["num_micro_batches"] == MICRO_BATCHES and fp8["num_unknown_gemm_kernels"] == 0
+    assert fp8["num_fp8_gemm_kernels"] >= fp8["num_expected_fp8_gemm_kernels"] > 0
+    assert fp8["modules"]["num_in_fp8"] == fp8["modules"]["num_modules"]
+    assert fp8["recipe_inside_modules"] == "DelayedScaling"
+    assert bf16["num_fp8_gemm_kernels"] == 0 and bf16["gemm_kernels_by_type"]["bf16"] > 0
+    assert "certificate: fp8 delayed" in done["fp8"].stdout and "certificate: bf16, none of" in done["bf16"].stdout
+    ours, theirs = losses(tmp_path / "fp8"), losses(tmp_path / "bf16")
+    assert len(ours) == 6 and ours[-1] < ours[0] and ours == pytest.approx(theirs, rel=0.05) and ours != theirs
+
+
+def test_every_linear_layer_of_an_untied_model_is_converted(model_folder, tmp_path):  # noqa: F811
+    done = example("configs/accelerate_fp8.yaml", model_folder, tmp_path)
+    assert done.returncode == 0, done.stderr
+    stored = certificate_of(tmp_path)
+    tied = json.loads((model_folder / "config.json").read_text())["tie_word_embeddings"]
+    assert stored["modules"]["num_modules"] == NUM_LINEARS
+    assert stored["num_expected_fp8_gemm_kernels"] == NUM_LINEARS * 3 * MICRO_BATCHES
+    assert any("lm_head.weight" in remark for remark in stored["remarks"]) == tied
+
+
+# A program that breaks something before it runs the example.
+BROKEN = """
+import os, runpy, sys
+import llm_fp8.trainer_callback as callback
+{patch}
+sys.argv[0] = "examples/hf_trainer_fp8.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+LOST = """
+callback.CertificateCallback.__init__.__defaults__ = ("fp8", 5)
+for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+    del os.environ[name]
+"""
+LOST_AUTOCAST = """
+import accelerate.accelerator
+accelerate.accelerator.apply_fp8_autowrap = lambda model, handler: model
+"""
+CASES = {
+    "the launcher's variables lost": (LOST, [], "and 0 ran"),
+    "Accelerate's autocast lost": (LOST_AUTOCAST, [], "say that they computed in fp8"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_trainer_that_lost_fp8_ends_with_code_1(case, model_folder, tmp_path, record_property):  # noqa: F811
+    patch, options, words = CASES[case]
+    program = tmp_path / "broken.py"
+    program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + BROKEN.format(patch=patch))
+    done = example("configs/accelerate_fp8.yaml", model_folder, tmp_path / "run", *options, program=[str(program)])
+    assert done.returncode == 1, done.stdout + done.stderr
+    errors = [
+        line for line in done.stderr.splitlines() if line.startswith("error: the GPU does not run what was asked for")
+    ]
+    record_property("error", errors)
+    assert len(errors) == 1 and words in errors[0], done.stderr
+    assert certificate_of(tmp_path / "run")["verdict"] == "failed"
+    assert not (tmp_path / "run" / "trainer_state.json").exists(), "it ended right after the recorded step"
+
+
+def test_gradient_checkpointing_is_not_certified(model_folder, tmp_path, record_property):  # noqa: F811
+    """The layers are computed again outside the autocast: either torch's checkpointing notices, or the certificate
+    does.
+    """
+    done = example("configs/accelerate_fp8.yaml", model_folder, tmp_path, "--gradient_checkpointing", "true")
+    record_property(
+        "last_words",
+        [line for line in done.stderr.splitlines() if line.startswith("error: ") or "Error: " in line][-3:],
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert not (tmp_path / "certificate.json").exists() or certificate_of(tmp_path)["verdict"] == "failed"
+
+
+def test_the_bf16_flag_drops_the_recipe_of_the_file(model_folder, tmp_path, record_property):  # noqa: F811
+    """fp8 runs all the same, under Transformer Engine's default: caught where the file asks for anything else."""
+    default = example("configs/accelerate_fp8.yaml", model_folder, tmp_path / "default", "--bf16", "true")
+    assert default.returncode == 0, default.stderr
+    assert certificate_of(tmp_path / "default")["verdict"] == "certified"
+    chosen = fp8_file(tmp_path, amax_history_len=16)
+    kept = example(chosen, model_folder, tmp_path / "kept")
+    assert kept.returncode == 0, kept.stderr
+    dropped = example(chosen, model_folder, tmp_path / "dropped", "--bf16", "true")
+    record_property("certificate", certificate_of(tmp_path / "dropped"))
+    assert dropped.returncode == 1
+    assert "fp8_config has amax_history_len 16, and the recipe in force has 1024" in dropped.stderr
+
+
+def test_train_fp8_names_and_records_a_key_that_does_nothing(model_folder, tmp_path):  # noqa: F811
+    launcher = (
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(fp8_file(tmp_path, interval=3)),
+    )
+    done = train(*common(model_folder, tmp_path / "run", "--max_steps", "1"), launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING: fp8_config.interval does nothing here" in done.stdout
+    precision = json.loads((tmp_path / "run" / "run.json").read_text())["precision"]
+    assert precision["effective"] == "fp8" and len(precision["idle_fp8_config_keys"]) == 1
+
+
+def test_transformer_engine_takes_of_fp8_config_what_the_table_says(monkeypatch):
+    """The keys that only its recipe decides about; `tests/config/test_accelerate_fp8_keys.py` has the others."""
+    from accelerate.utils import TERecipeKwargs
+    from accelerate.utils.transformer_engine import apply_fp8_autowrap
+    from transformer_engine.common import recipe as recipes
+
+    made = []
+    original = recipes.DelayedScaling
+    monkeypatch.setattr(recipes, "DelayedScaling", lambda **given: made.append(original(**given)) or made[-1])
+
+    def values(**given: object) -> dict:
+        apply_fp8_autowrap(torch.nn.Linear(16, 16), TERecipeKwargs(**given))
+        return vars(made[-1])
+
+    default = values()
+    assert (default["amax_compute_algo"], default["amax_history_len"], default["margin"]) == ("max", 1024, 0)
+    assert values(amax_compute_algo="most_recent")["amax_compute_algo"] == "max"
+    assert values(interval=3) == values(override_linear_precision=(True, True, True)) == default
+    changed = values(amax_history_len=16, margin=2, fp8_format="E4M3")
+    assert (changed["amax_history_len"], changed["margin"], changed["fp8_format"].name) == (16, 2, "E4M3")
+
+
+@pytest.mark.exclusive
+def test_the_benchmark_measures_all_arms(tmp_path):
+    output = tmp_path / "out.json"
+    command = [
+        sys.executable,
+        "benchmarks/hf_trainer.py",
+        "--workload",
+        "Llama-57M:4x256x2",
+        "--steps",
+        "8",
+        "--warmup",
+        "6",
+        "--rounds",
+        "1",
+    ]
+    done = subprocess.run([*command, "--output", str(output)], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(output.read_text())
+    assert [row["arm"] for row in record["rows"]] == ["trainer_bf16", "trainer_fp8", "train_fp8"]
+    assert all(row["tokens_per_s"] > 0 and row["peak_memory_gib"] > 0 for row in record["rows"])
+    precisions = [row["rounds"][0]["certificate"]["precision"] for row in record["rows"]]
+    assert precisions == ["bf16", "fp8 delayed", "fp8 delayed"] and len(record["claims"]) == 2

@@ -1,0 +1,348 @@
+"""The W&B dashboard: its keys against the project's, the view against W&B's own client, and runs that train_fp8.py
+made offline.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+from accelerate.state import AcceleratorState, PartialState
+
+from llm_fp8.observability.metrics import METRICS
+from llm_fp8.observability.tracker_labels import LABELS
+from llm_fp8.tools.compare.run_record import offline_runs, read_wandb_file
+from llm_fp8.tools.wandb_dashboard import (
+    COLUMNS,
+    SECTIONS,
+    SUMMARY_FIGURES,
+    build_workspace,
+    labels_used,
+    missing_keys,
+    panel_keys,
+)
+from llm_fp8.utils.errors import UserError
+from scripts import wandb_dashboard
+from tests.support.small import train
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "wandb.md"
+
+
+def the_spec(group: str | None = None) -> dict[str, Any]:
+    """What would be sent to the server for the view."""
+    view = build_workspace("team", "llm-fp8", group, "a view")._to_model()
+    return json.loads(view.spec.model_dump_json(by_alias=True, exclude_none=True))["section"]
+
+
+# ---- the layout and the view ----
+
+
+def test_every_figure_of_the_layout_is_one_that_runs_have() -> None:
+    for key, place in panel_keys().items():
+        assert key in (METRICS if place == "history" else SUMMARY_FIGURES), key
+    assert labels_used() <= set(LABELS)
+    titles = [panel.title for section in SECTIONS for panel in section.panels]
+    assert len(set(titles)) == len(titles)
+
+
+def test_the_view_that_is_sent_draws_the_layout() -> None:
+    sections = the_spec()["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sections] == [section.title for section in SECTIONS]
+    assert [len(section["panels"]) for section in sections] == [len(section.panels) for section in SECTIONS]
+    panels = {panel["config"].get("chartTitle"): panel for section in sections for panel in section["panels"]}
+    drawn = {key for panel in panels.values() for key in panel["config"].get("metrics", [])}
+    assert drawn == {key for section in SECTIONS for panel in section.panels for key in panel.keys} and len(drawn) > 20
+
+    by_token, by_step = panels["Loss by token"], panels["Loss by step"]
+    assert by_token["viewType"] == "Run History Line Plot"
+    assert (by_token["config"]["xAxis"], by_step["config"]["xAxis"]) == ("tokens_seen", "_step")
+    assert by_token["config"]["metrics"] == by_step["config"]["metrics"] == ["loss"]
+    by_precision = panels["Median tokens per second, by precision"]
+    assert by_precision["viewType"] == "Bar Chart"
+    assert by_precision["config"]["groupBy"] == "precision_name.value" and by_precision["config"]["groupAgg"] == "mean"
+    assert "groupBy" not in panels["Median tokens per second, by run"]["config"]
+
+
+def test_the_view_shows_training_runs_of_the_group_and_what_tells_them_apart() -> None:
+    def wanted(runs: dict[str, Any]) -> dict[str, str]:
+        return {item["key"]["name"]: item["value"] for item in runs["filters"]["filters"]}
+
+    (all_runs,), (of_group,) = the_spec()["runSets"], the_spec("llama")["runSets"]
+    assert wanted(all_runs) == {"jobType": "train"}
+    assert wanted(of_group) == {"jobType": "train", "group": "llama"}
+    assert of_group["runFeed"]["columnOrder"][1] == "config:precision_name"
+    assert len(of_group["runFeed"]["columnOrder"]) == 1 + len(COLUMNS)
+
+
+def test_every_label_is_in_the_document() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", DOCUMENT.read_text(), flags=re.MULTILINE)
+    assert {key: meaning for key, meaning in rows if key in LABELS} == LABELS
+
+
+# ---- runs on this machine ----
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Call the script's main with these words."""
+
+    def main(*words: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["wandb_dashboard.py", *map(str, words)])
+        return wandb_dashboard.main()
+
+    return main
+
+
+@pytest.fixture(scope="module")
+def offline_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An output folder that train_fp8.py's work left with W&B offline."""
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        assert 0 == train(
+            "--use_wandb", "--wandb_project=a-project", "--wandb_run_name=a-run", "--wandb_group=pairs", "--wandb_tags=nightly,h200",
+            "--output_dir", folder, "--max_steps=4", "--eval_every=2", "--max_seq_length=128", "--batch_size=4",
+            "--gradient_accumulation_steps=2", "--num_of_samples=80", "--eval_batches=2", "--no_export", "--mixed_precision=bf16",
+        )  # fmt: skip
+        wandb.teardown()  # waits for W&B's own process, which writes the file
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    yield folder
+
+
+def test_a_run_of_train_fp8_arrives_with_group_tags_labels_and_every_key(offline_folder: Path) -> None:
+    (run,), _ = offline_runs(offline_folder)
+    assert (run.project, run.name, run.group, run.job_type) == ("a-project", "a-run", "pairs", "train")
+    assert run.tags == ("bf16", "embedded", "single", "CPU", "nightly", "h200")
+    recorded = json.loads((offline_folder / "run.json").read_text())
+    assert run.config["precision_name"] == "bf16" and run.config["tokens_per_step"] == 2 * 4 * 128
+    assert run.config["num_parameters"] == recorded["model"]["num_parameters"] > 0
+    assert (
+        run.config["effective"]["precision"] == recorded["precision"]
+        and run.config["provenance"] == recorded["provenance"]
+    )
+    assert {section: run.config[section] for section in recorded["config"]} == recorded["config"]
+    assert set(LABELS) <= set(run.config)
+
+    assert [entry["step"] for entry in run.history] == [1, 2, 3, 4]
+    assert all({"loss", "tokens_seen", "tokens_per_s"} <= set(entry) for entry in run.history)
+    assert not any("energy" in key or "power" in key for entry in run.history for key in entry), "a CPU has no counter"
+    assert ["eval_loss" in entry for entry in run.history] == [False, True, False, True]
+    assert {key for entry in run.history for key in entry if not key.startswith("_")} <= set(METRICS)
+    summary = json.loads((offline_folder / "summary.json").read_text())
+    assert run.summary["median_tokens_per_s"] == summary["throughput"]["median_tokens_per_s"] > 0
+    assert run.summary["wall_time_s"] == summary["wall_time_s"] and run.exit_code == 0
+    on_one_cpu = re.compile(
+        r"memory|mfu_|energy|gpu_power|communication|slowest_rank|certificate/"
+    )  # what such a machine cannot measure
+    missing = [
+        key for key in missing_keys(run.config, list(run.history[-1]), list(run.summary)) if not on_one_cpu.search(key)
+    ]
+    assert missing == ["eval_exact_match"]  # it was not asked for
+
+
+def test_offline_runs_are_listed_with_what_they_lack_and_how_to_send_them(
+    offline_folder: Path, call: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("--offline", offline_folder.parent, "--entity", "team", "--project", "shared") == 0
+    shown = capsys.readouterr().out
+    assert "a-run" in shown and "bf16" in shown
+    assert re.search(r"a-run: lacks .*peak_memory_gib.*gpu_power_w", shown)
+    (file,) = offline_folder.glob("wandb/offline-run-*/*.wandb")
+    assert f"  wandb sync --entity team --project shared {file.parent}\n" in shown
+    assert "  python scripts/wandb_dashboard.py --project shared --name 'fp8 comparison' --entity team\n" in shown
+    assert call("--offline", offline_folder, "--project", "a-project") == 0
+    assert f"  wandb sync {file.parent}\n" in capsys.readouterr().out, "the run knows its project"
+
+
+def test_a_run_that_was_killed_is_read_up_to_its_last_whole_record(offline_folder: Path, tmp_path: Path) -> None:
+    (file,) = offline_folder.glob("wandb/offline-run-*/*.wandb")
+    cut = tmp_path / "offline-run-x" / "run-x.wandb"
+    cut.parent.mkdir()
+    data = file.read_bytes()
+    whole = read_wandb_file(file)
+    for length in range(7, len(data), len(data) // 23):
+        cut.write_bytes(data[:length])
+        run = read_wandb_file(cut)
+        assert run.history == whole.history[: len(run.history)]
+        assert run.exit_code is None
+    cut.write_bytes(data)
+    assert read_wandb_file(cut).exit_code == 0
+    middle = len(data) // 2
+    cut.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+    with pytest.raises(UserError, match="run-x.wandb is damaged at byte"):
+        read_wandb_file(cut)
+
+
+def test_mistakes_of_offline_use_are_one_sentence(
+    offline_folder: Path, tmp_path: Path, call: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match="--offline .*nowhere is not a folder"):
+        call("--offline", tmp_path / "nowhere")
+    with pytest.raises(UserError, match="--offline .* holds no offline W&B run"):
+        call("--offline", tmp_path)
+    with pytest.raises(UserError, match="--group other: no offline run"):
+        call("--offline", offline_folder, "--group", "other")
+    with pytest.raises(UserError, match="--dry_run has no effect with --offline"):
+        call("--offline", offline_folder, "--dry_run")
+    folder = tmp_path / "offline-run-x"
+    folder.mkdir()
+    (folder / "run-x.wandb").write_bytes(b"something else")
+    with pytest.raises(UserError, match="run-x.wandb is not the file of a W&B run"):
+        call("--offline", tmp_path)
+    with pytest.raises(UserError, match="--offline is empty"):
+        call("--offline", "")
+    # A run whose file says nothing does not hide the others.
+    (folder / "run-x.wandb").write_bytes(b"")
+    shutil.copytree(offline_folder / "wandb", tmp_path / "good")
+    assert call("--offline", tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert "a-run: lacks" in shown and "run-x.wandb is empty: its run was killed before W&B wrote anything" in shown
+
+
+def test_a_dry_run_prints_every_panel(call: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--dry_run") == 0
+    shown = capsys.readouterr().out
+    assert all(panel.title in shown for section in SECTIONS for panel in section.panels)
+    assert "  Loss by token: loss, lines by tokens_seen\n" in shown and "nothing was sent" in shown
+
+
+# ---- a stand-in of W&B's server, which W&B's own client talks to ----
+
+
+class StandIn(http.server.BaseHTTPRequestHandler):
+    """Answers W&B's GraphQL requests as the test says."""
+
+    answers: dict[str, Any]
+    requests: list[dict[str, Any]]
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        status, answer = 404, b"{}"
+        if self.path == "/graphql":
+            request = json.loads(body)
+            self.requests.append(request)
+            name = next(name for name in self.answers if name in request["query"])
+            status, content = self.answers[name]
+            answer = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+
+VIEWER = (
+    200,
+    {
+        "data": {
+            "viewer": {
+                "id": "VXNlcjox",
+                "username": "me",
+                "entity": "team",
+                "email": "",
+                "flags": "{}",
+                "teams": {"edges": []},
+            }
+        }
+    },
+)
+
+
+def runs(count: int) -> tuple[int, dict[str, Any]]:
+    page = {"edges": [], "pageInfo": {"endCursor": None, "hasNextPage": False}}
+    return 200, {"data": {"project": {"internalId": "1", "runCount": count, "readOnly": False, "runs": page}}}
+
+
+NO_PROJECT = (200, {"data": {"project": None}})
+SAVED = (200, {"data": {"upsertView": {"view": {"id": "abc", "name": "nw-abcdefghijk-v"}, "inserted": True}}})
+REFUSED = (200, {"data": None, "errors": [{"message": "permission denied"}]})
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandIn]]:
+    """The stand-in, with W&B's client pointed at it."""
+    handler = type(
+        "Handler", (StandIn,), {"answers": {"upsertView": SAVED, "Runs(": runs(3), "viewer": VIEWER}, "requests": []}
+    )
+    served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{served.server_address[1]}")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    yield handler
+    wandb.teardown()
+    served.shutdown()
+    served.server_close()
+
+
+def test_the_view_is_sent_and_its_address_printed(
+    server: type[StandIn], call: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("--project", "llm-fp8", "--group", "llama") == 0
+    assert re.search(
+        r"^3 runs compared in \S+/team/llm-fp8\?nw=abcdefghijk$", capsys.readouterr().out, flags=re.MULTILINE
+    )
+    listing = next(request for request in server.requests if "Runs(" in request["query"])
+    assert json.loads(listing["variables"]["filters"]) == {"jobType": "train", "group": "llama"}
+    sent = next(request for request in server.requests if "upsertView" in request["query"])["variables"]
+    assert (sent["entityName"], sent["projectName"], sent["displayName"]) == ("team", "llm-fp8", "fp8 comparison")
+    sections = json.loads(sent["spec"])["section"]["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sections] == [section.title for section in SECTIONS]
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"Runs(": NO_PROJECT}, "--project team/llm-fp8: W&B shows no such project"),
+        ({"Runs(": runs(0)}, "--project team/llm-fp8: there is no training run in the group llama"),
+        ({"upsertView": REFUSED}, r"did not do what was asked for project llm-fp8 \(.*permission denied.*\)"),
+        (
+            {"viewer": (401, {"errors": [{"message": "user is not logged in"}]})},
+            "W&B did not accept this machine's login",
+        ),
+    ],
+    ids=["no-project", "no-runs", "may-not-write", "bad-key"],
+)
+def test_what_the_server_refuses_is_one_sentence(
+    server: type[StandIn], call: Callable[..., int], changed: dict[str, Any], sentence: str
+) -> None:
+    server.answers |= changed
+    with pytest.raises(UserError, match=sentence):
+        call("--group", "llama")
+
+
+def test_a_server_that_is_not_reached_is_not_taken_for_a_refused_login(
+    server: type[StandIn], call: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setattr(wandb_dashboard, "SERVER_TIMEOUT_S", 1)
+    with pytest.raises(UserError, match="W&B's server was not reached .*WANDB_BASE_URL"):
+        call()
+
+
+def test_without_a_login_or_offline_it_says_what_to_do(
+    call: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with pytest.raises(UserError, match="unset WANDB_MODE"):
+        call()
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(UserError, match="there is no W&B login on this machine; run 'wandb login'"):
+        call()

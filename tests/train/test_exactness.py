@@ -1,0 +1,125 @@
+"""Training computes what the mathematics says, however the batch is cut.
+
+The reference is that of tests/support/reference.py. A step takes the whole dataset, so that the order of rows does not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from llm_fp8.train.loop import Trainer
+from tests.support.reference import NUM_ROWS, compare_with_reference, documents, mean_loss
+from tests.support.small import records, run_json, steps, train, write_model
+
+
+@pytest.mark.parametrize("cut", ["16x1", "8x2", "4x4", "3x6", "1x16"])
+def test_a_padded_step_is_the_reference_however_it_is_cut(tmp_path, tiny_model, sixteen_rows, cut):
+    batch_size, accumulation = cut.split("x")
+    options = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}"]
+    compare_with_reference(tmp_path, tiny_model, sixteen_rows, False, *options)
+
+
+@pytest.mark.parametrize("cut", ["8x1", "4x2", "2x4", "1x8"])
+def test_a_packed_step_is_the_reference_however_it_is_cut(tmp_path, tiny_model, sixteen_rows, cut):
+    batch_size, accumulation = cut.split("x")
+    options = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}", "--packing"]
+    compare_with_reference(tmp_path, tiny_model, sixteen_rows, False, *options)
+    assert 4 < run_json(tmp_path)["data"]["num_rows_of_batches"] <= 8
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_with_the_loss_on_the_prompt_too(tmp_path, tiny_model, sixteen_rows, packing):
+    compare_with_reference(
+        tmp_path, tiny_model, sixteen_rows, True, "--train_on_prompt", "--batch_size=16", f"--packing={packing}"
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [["--gradient_checkpointing"], ["--attn_implementation=eager", "--packing"]], ids=str
+)
+def test_what_saves_memory_changes_nothing(tmp_path, tiny_model, sixteen_rows, options):
+    compare_with_reference(tmp_path, tiny_model, sixteen_rows, False, "--batch_size=16", *options)
+
+
+def test_the_evaluation_is_the_mean_over_the_held_out_tokens(tmp_path, sixteen_rows):
+    """In batches of unequal token counts, whose means must not be averaged; and without dropout."""
+    model_folder = write_model(tmp_path / "model", attention_dropout=0.5)
+    train(
+        f"--model_name={model_folder}",
+        "--dataset_name", folder_with_validation(tmp_path / "data", sixteen_rows),
+        "--max_seq_length=256",
+        "--batch_size=3",
+        "--max_steps=2",
+        "--learning_rate=0",
+        f"--output_dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    with torch.no_grad():
+        expected = float(mean_loss(model, documents(sixteen_rows, model_folder, False)[-4:]))
+    evaluation = next(record for record in records(tmp_path / "run") if "eval_loss" in record)
+    assert evaluation["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    assert evaluation["eval_perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
+
+
+def folder_with_validation(folder: Path, rows: str) -> str:
+    """A dataset whose last four rows are the validation split."""
+    lines = Path(rows).read_text().splitlines(keepends=True)
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(lines[:-4]))
+    (folder / "validation.jsonl").write_text("".join(lines[-4:]))
+    return str(folder)
+
+
+@pytest.fixture
+def taken_rows(monkeypatch) -> list[list[int]]:
+    """Fills with the dataset rows of each optimizer step that is taken."""
+    taken: list[list[int]] = []
+    take_step = Trainer._take_step
+
+    def remember_rows(self, batches, start):
+        taken.append([row for batch in batches for row in batch.row_ids])
+        return take_step(self, batches, start)
+
+    monkeypatch.setattr(Trainer, "_take_step", remember_rows)
+    return taken
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_the_loss_of_every_step_is_the_mean_over_its_rows(tmp_path, tiny_model, sixteen_rows, taken_rows, packing):
+    train(
+        f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--validation_fraction=0", "--max_seq_length=256",
+        "--batch_size=2", "--learning_rate=0", f"--output_dir={tmp_path}", "--no_export", f"--packing={packing}",
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    of_all = documents(sixteen_rows, tiny_model, False)
+    assert len(taken_rows) >= 3
+    for step, rows in zip(steps(tmp_path), taken_rows, strict=True):
+        with torch.no_grad():
+            assert step["loss"] == pytest.approx(float(mean_loss(model, [of_all[row] for row in rows])), rel=1e-6)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_each_epoch_sees_each_row_once(tmp_path, tiny_model, sixteen_rows, taken_rows, packing):
+    """--num_epochs 2 sees each row twice, and --max_steps goes on into further epochs."""
+    common = [
+        f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--validation_fraction=0", "--max_seq_length=256",
+        "--batch_size=3", "--no_export", f"--packing={packing}",
+    ]  # fmt: skip
+    train(*common, "--num_epochs=2", f"--output_dir={tmp_path / 'two'}")
+    two = sum(taken_rows, [])
+    assert sorted(two) == sorted([*range(NUM_ROWS), *range(NUM_ROWS)])
+    assert sorted(two[:NUM_ROWS]) == list(range(NUM_ROWS))
+    assert two[:NUM_ROWS] != two[NUM_ROWS:], "each epoch has its own order"
+    taken = steps(tmp_path / "two")
+    assert len(taken) == len(taken_rows) and taken[-1]["epoch"] == 2.0
+
+    taken_rows.clear()
+    train(*common, f"--max_steps={len(taken) + 1}", f"--output_dir={tmp_path / 'beyond'}")
+    beyond = sum(taken_rows, [])
+    assert beyond[: len(two)] == two and len(beyond) > len(two)
+    assert 2.0 < steps(tmp_path / "beyond")[-1]["epoch"] < 3.0

@@ -1,0 +1,411 @@
+"""A run that was stopped or killed and resumed is the run that was not: the same bits in weights, optimizer and
+metrics.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from llm_fp8.train import train_state as run_state
+from llm_fp8.train.loop import Trainer
+from llm_fp8.utils.errors import UserError
+from tests.support.processes import exit_code, start_training, wait_until
+from tests.support.small import final_weights, records, run_json, steps, train, write_model
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_STEPS = 10
+MEASURED = (
+    "step_time_s",
+    "tokens_per_s",
+    "tokens_per_s_per_gpu",
+    "real_tokens_per_s",
+    "supervised_tokens_per_s",
+    "model_tflops",
+)
+"""What depends on the clock."""
+
+
+@pytest.fixture
+def options(tiny_model, rows) -> list[str]:
+    """Ten steps; the 54 rows that are trained on give seven to an epoch."""
+    return [
+        f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=128", "--batch_size=8", "--learning_rate=1e-2",
+        f"--max_steps={NUM_STEPS}", "--save_every=100", "--eval_every=4",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """A function: at the end of that step the process sends itself the signal, as a scheduler would."""
+    stops: dict[int, signal.Signals] = {}
+    take_step = Trainer._take_step
+
+    def with_signal(self, batches, start):
+        end = take_step(self, batches, start)
+        if self.step in stops:
+            os.kill(os.getpid(), stops.pop(self.step))
+        return end
+
+    monkeypatch.setattr(Trainer, "_take_step", with_signal)
+    return lambda step, number=signal.SIGTERM: stops.update({step: number})
+
+
+def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint by name, read without the project's code."""
+    merged = folder / "merged.pt"
+    dcp_to_torch_save(folder / "checkpoints" / f"step-{step:08d}", merged)
+    return torch.load(merged)
+
+
+def meta(folder: Path, step: int) -> dict:
+    """meta.json of a checkpoint."""
+    return json.loads((folder / "checkpoints" / f"step-{step:08d}" / "meta.json").read_text())
+
+
+def without_clock(folder: Path) -> list[dict]:
+    """metrics.jsonl without what depends on the clock."""
+    return [
+        {key: value for key, value in record.items() if key not in (*MEASURED, "eval_time_s")}
+        for record in records(folder)
+    ]
+
+
+def assert_same_run(whole: Path, resumed: Path, last_step: int = NUM_STEPS) -> None:
+    """Metrics, weights, optimizer state, random states and position in the data are the same, bit for bit."""
+    assert without_clock(resumed) == without_clock(whole)
+    for mine, theirs in (
+        (final_weights(whole), final_weights(resumed)),
+        (checkpoint_tensors(whole, last_step), checkpoint_tensors(resumed, last_step)),
+    ):
+        assert mine.keys() == theirs.keys()
+        for name, tensor in mine.items():
+            assert torch.equal(tensor, theirs[name]), name
+    assert meta(whole, last_step) == meta(resumed, last_step)
+
+
+SCENARIOS = {
+    "padded": [],
+    "packed": ["--packing", "--max_seq_length=256", "--batch_size=4"],
+    "accumulated": ["--batch_size=4", "--gradient_accumulation_steps=2"],
+    "bf16": ["--mixed_precision=bf16"],
+    "streamed": ["--streaming", "--eval_every=0", "--validation_fraction=0"],
+    "streamed and packed": [
+        "--streaming",
+        "--packing",
+        "--max_seq_length=256",
+        "--batch_size=4",
+        "--eval_every=0",
+        "--validation_fraction=0",
+    ],
+    "random init": ["--random_init", "--gradient_checkpointing"],
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_stopped_and_resumed_run_is_the_whole_run(tmp_path, options, stop_after, scenario):
+    """Stopped in the middle of an epoch, and at the end of one."""
+    options = [*options, *SCENARIOS[scenario]]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert train(*options, f"--output_dir={whole}") == 0
+    stop_after(3)
+    assert train(*options, f"--output_dir={resumed}") == 143
+    assert steps(resumed)[-1]["step"] == 3 and not (resumed / "final").exists()
+    stop_after(7, signal.SIGINT)
+    assert train(*options, f"--output_dir={resumed}", "--resume_from=latest") == 130
+    assert train(*options, f"--output_dir={resumed}", "--resume_from=latest") == 0
+    assert_same_run(whole, resumed)
+
+
+def test_what_draws_random_numbers_draws_the_same_ones(tmp_path, options, stop_after):
+    """Attention dropout takes from torch's generator in every step."""
+    model = write_model(tmp_path / "model", attention_dropout=0.2)
+    options = [*options, f"--model_name={model}"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(*options, f"--output_dir={whole}")
+    stop_after(5)
+    assert train(*options, f"--output_dir={resumed}") == 143
+    torch.manual_seed(99)
+    assert train(*options, f"--output_dir={resumed}", "--resume_from=latest") == 0
+    assert_same_run(whole, resumed)
+    train(*[*options, "--seed=43"], f"--output_dir={tmp_path / 'other'}")
+    assert steps(tmp_path / "other")[-1]["loss"] != steps(whole)[-1]["loss"]
+
+
+def test_a_signal_in_the_last_step_does_not_lose_the_end_of_the_run(tmp_path, options, stop_after):
+    stop_after(NUM_STEPS)
+    assert train(*options, f"--output_dir={tmp_path}") == 0
+    assert (tmp_path / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("was_evaluated", [False, True])
+def test_a_run_killed_between_its_last_save_and_its_export_is_finished(tmp_path, options, was_evaluated):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(*options, f"--output_dir={whole}")
+    train(*options, f"--output_dir={killed}", "--no_export")
+    (killed / "summary.json").unlink()
+    if not was_evaluated:
+        lines = (killed / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (killed / "metrics.jsonl").write_text("".join(lines[:-1]))
+    assert train(*options, f"--output_dir={killed}", "--resume_from=latest") == 0
+    assert_same_run(whole, killed)
+
+
+# ---- real processes ----
+
+
+def test_sigterm_to_the_script_saves_and_exits_with_143(tmp_path, warm_python, options):
+    command = [
+        warm_python,
+        "-u",
+        str(ROOT / "train_fp8.py"),
+        *options,
+        "--max_steps=100000",
+        "--save_every=0",
+        f"--output_dir={tmp_path}",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step"):
+            process.send_signal(signal.SIGTERM)
+            break
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert err == "SIGTERM received: finishing this step, then saving and stopping.\n"
+    last = steps(tmp_path)[-1]["step"]
+    assert meta(tmp_path, last)["step"] == last
+    assert f"stopped by SIGTERM; continue with --resume_from latest --output_dir {tmp_path}" in out
+    assert json.loads((tmp_path / "summary.json").read_text())["stopped_by"] == "SIGTERM"
+
+
+def test_ctrl_c_saves_and_exits_with_130(tmp_path, options):
+    log = tmp_path / "log"
+    run = tmp_path / "run"
+    process = start_training(log, *options, "--max_steps=100000", f"--output_dir={run}")
+    assert wait_until(lambda: "1/100000" in log.read_text(), process)
+    os.kill(process.pid, signal.SIGINT)
+    assert exit_code(process) == 130
+    assert "Press Ctrl-C again" in log.read_text() and "Traceback" not in log.read_text()
+    assert (run / "checkpoints" / "latest").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+)
+def test_before_there_is_anything_to_save_a_signal_ends_the_process_at_once(tmp_path, options, number, code):
+    log = tmp_path / "log"
+    process = start_training(log, *options, f"--output_dir={tmp_path / 'run'}")
+    assert wait_until(lambda: "precision:" in log.read_text(), process)
+    os.kill(process.pid, number)
+    assert exit_code(process) == code
+    assert "Traceback" not in log.read_text()
+    assert not (tmp_path / "run").exists()
+
+
+def test_kills_between_and_during_saves_lose_no_bit(tmp_path, options):
+    """Every other kill comes while a checkpoint is being written, the others at random."""
+    options = [*options, "--max_steps=40", "--save_every=1"]
+    whole, killed, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "log"
+    train(*options, f"--output_dir={whole}")
+    checkpoints = killed / "checkpoints"
+    moments = random.Random(0)
+    resume: list[str] = []
+    num_during_a_save = 0
+    for kill in range(6):
+        before = (checkpoints / "latest").read_text() if resume else ""
+        process = start_training(log, *options, f"--output_dir={killed}", *resume)
+        # fmt: skip
+        assert wait_until(
+            lambda before=before: (checkpoints / "latest").exists() and (checkpoints / "latest").read_text() != before,
+            process,
+        ), log.read_text()
+        if kill % 2:
+            wait_until(lambda: any(checkpoints.glob(".tmp-step-*/*")), process, poll_s=0)
+        else:
+            time.sleep(moments.uniform(0.0, 0.1))
+        os.kill(process.pid, signal.SIGKILL)
+        assert exit_code(process) == -signal.SIGKILL, "it must have been killed, not have ended"
+        num_during_a_save += any(checkpoints.glob(".tmp-step-*"))
+        resume = ["--resume_from=latest"]
+    assert num_during_a_save >= 2
+    assert 2 < int((checkpoints / "latest").read_text().removeprefix("step-")) < 40
+    assert train(*options, f"--output_dir={killed}", *resume) == 0
+    assert_same_run(whole, killed, last_step=40)
+    assert not any(checkpoints.glob(".*"))
+    assert len(run_json(killed)["resumes"]) == 6
+
+
+# ---- what a resume keeps, and what it refuses ----
+
+
+def test_run_json_keeps_how_the_run_began(tmp_path, options, stop_after):
+    stop_after(3)
+    train(*options, f"--output_dir={tmp_path}")
+    first = run_json(tmp_path)
+    assert "resumes" not in first
+    stop_after(5)
+    train(*options, "--log_every=1", f"--output_dir={tmp_path}", "--resume_from=latest")
+    train(*options, f"--output_dir={tmp_path}", "--resume_from=latest")
+    now = run_json(tmp_path)
+    resumes = now.pop("resumes")
+    assert now == first
+    assert [resume["resumed_after_step"] for resume in resumes] == [3, 5]
+    assert [resume["config"]["run"]["log_every"] for resume in resumes] == [1, 10]
+    assert all(resume["provenance"]["time_utc"] >= first["provenance"]["time_utc"] for resume in resumes)
+
+
+def test_save_total_limit_holds_and_save_every_is_kept(tmp_path, options):
+    seen = []
+    save = Trainer.require_finite_weights
+    with pytest.MonkeyPatch.context() as patch:
+
+        def remember(self):
+            seen.append((self.step, sorted(path.name for path in (tmp_path / "checkpoints").glob("*-*"))))
+            save(self)
+
+        patch.setattr(Trainer, "require_finite_weights", remember)
+        train(*options, "--save_every=2", "--save_total_limit=3", f"--output_dir={tmp_path}")
+    assert [step for step, _ in seen[:5]] == [2, 4, 6, 8, 10]
+    assert [len(folders) for _, folders in seen[:5]] == [0, 1, 2, 3, 3]
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["latest", "step-00000006", "step-00000008", "step-00000010"]
+
+
+def test_an_older_checkpoint_of_the_run_and_one_for_another_folder(tmp_path, options):
+    whole, branch = tmp_path / "whole", tmp_path / "branch"
+    train(*options, "--save_every=4", "--save_total_limit=9", f"--output_dir={whole}")
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    older = whole / "checkpoints" / "step-00000004"
+    assert train(*options, f"--resume_from={older}", f"--output_dir={branch}") == 0
+    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before, (
+        "a branch leaves the run alone"
+    )
+    assert [step["step"] for step in steps(branch)] == list(range(5, NUM_STEPS + 1))
+    assert [step["loss"] for step in steps(branch)] == [step["loss"] for step in steps(whole)][4:]
+    assert run_json(branch)["resumed_after_step"] == 4
+
+    expected = without_clock(whole)
+    assert train(*options, f"--resume_from={older}", f"--output_dir={whole}") == 0
+    assert without_clock(whole) == expected
+
+
+@pytest.fixture
+def stopped(tmp_path, options, stop_after) -> Path:
+    """A run that stopped after three steps."""
+    stop_after(3)
+    folder = tmp_path / "stopped"
+    train(*options, f"--output_dir={folder}")
+    return folder
+
+
+def edit_fingerprint(checkpoint: Path, **changes: object) -> None:
+    """Write a checkpoint's fingerprint as a run with other settings would have."""
+    path = checkpoint / "meta.json"
+    content = json.loads(path.read_text())
+    content["fingerprint"].update(changes)
+    path.write_text(json.dumps(content))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["meta.json"] = {
+        "bytes": path.stat().st_size,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def assert_refused(folder: Path, options: list[str], *named: str) -> None:
+    """Resuming with `options` is one sentence that names what differs, and touches nothing."""
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(UserError) as error:
+        train(*options, f"--output_dir={folder}", "--resume_from=latest")
+    for name in named:
+        assert name in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (["--mixed_precision=bf16"], ("precision was 'no' and is 'bf16'",)),
+        (["--packing"], ("packing was False and is True",)),
+        (["--max_seq_length=112"], ("max_seq_length was 128 and is 112",)),
+        (["--num_of_samples=40"], ("other training data",)),
+        (["--seed=1"], ("other training data",)),
+        (["--validation_fraction=0.5"], ("other training data",)),
+        (["--dataset_name=embedded"], ("other training data",)),
+        (["--streaming"], ("other training data",)),
+        (["--max_steps=2"], ("3 steps behind it", "--max_steps")),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_checkpoint_of_another_run_is_refused(stopped, options, change, named):
+    assert_refused(stopped, [*options, *change], *named)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, stopped, options):
+    model = write_model(tmp_path / "other", num_hidden_layers=3, tie_word_embeddings=True)
+    change = [*options, f"--model_name={model}"]
+    assert_refused(stopped, change, "num_hidden_layers was 2 and is 3", "tie_word_embeddings was False and is True")
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(stopped, options):
+    edit_fingerprint(stopped / "checkpoints" / "step-00000003", optimizer="adamw_8bit")
+    assert_refused(stopped, options, "optimizer was 'adamw_8bit' and is 'adamw_fp32'")
+
+
+def test_a_finished_run_is_not_resumed_and_can_be_made_longer(tmp_path, options):
+    train(*options, f"--output_dir={tmp_path}")
+    assert_refused(tmp_path, options, "10 steps behind it", "--max_steps", "--num_epochs")
+    assert train(*options, "--max_steps=12", f"--output_dir={tmp_path}", "--resume_from=latest") == 0
+    assert [step["step"] for step in steps(tmp_path)] == list(range(1, 13))
+
+
+def test_a_folder_without_a_checkpoint(tmp_path, options):
+    train(*options, "--save_every=0", f"--output_dir={tmp_path}")
+    assert_refused(tmp_path, options, "--resume_from latest", "no complete checkpoint")
+
+
+def test_the_checkpoint_of_one_run_does_not_overwrite_another(tmp_path, stopped, options):
+    other = tmp_path / "other"
+    train(*options, "--max_steps=1", f"--output_dir={other}")
+    before = (other / "metrics.jsonl").read_text()
+    with pytest.raises(UserError, match="holds another run"):
+        train(*options, f"--resume_from={stopped / 'checkpoints' / 'step-00000003'}", f"--output_dir={other}")
+    assert (other / "metrics.jsonl").read_text() == before
+
+
+def test_the_rates_of_a_resumed_run_follow_the_whole_schedule(tmp_path, options, stop_after):
+    stop_after(3)
+    train(*options, "--lr_scheduler=linear", f"--output_dir={tmp_path}")
+    train(*options, "--lr_scheduler=linear", f"--output_dir={tmp_path}", "--resume_from=latest")
+    rates = [step["learning_rate"] for step in steps(tmp_path)]
+    assert rates == pytest.approx([1e-2, *[1e-2 * (1 - i / 9) for i in range(9)]])
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "remedy"),
+    [
+        ("deepspeed_2", "deepspeed_1", "resume with --sharding_mode deepspeed_2."),
+        ("deepspeed_2", "parameter name", "resume with --sharding_mode deepspeed_2."),
+        ("parameter name", "deepspeed_3", "resume with --sharding_mode ddp or an fsdp mode."),
+    ],
+)
+def test_a_checkpoint_that_the_mode_cannot_read_is_refused_with_one_that_can(tmp_path, monkeypatch, was, now, remedy):
+    monkeypatch.setattr(run_state, "read_meta", lambda path: {"fingerprint": {"saved_by": was}})
+    checkpoints = SimpleNamespace(find=lambda name: tmp_path / name)
+    with pytest.raises(UserError) as error:
+        run_state.find_checkpoint(checkpoints, "latest", {"saved_by": now})
+    assert str(error.value).startswith(f"--resume_from: {tmp_path / 'latest'} was saved under --sharding_mode ")
+    assert str(error.value).endswith(remedy)
+    assert run_state.find_checkpoint(checkpoints, "latest", {"saved_by": was}) == tmp_path / "latest"

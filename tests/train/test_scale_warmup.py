@@ -1,0 +1,245 @@
+"""Delayed scaling has scales before the first step, and finding them leaves no trace."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from llm_fp8.precision.context import Precision
+from llm_fp8.train import run as run_module
+from llm_fp8.train.scale_warmup import PASSES, prepare_with_scales, warm_up_delayed_scales
+from tests.support.processes import exit_code, start_ranks
+from tests.support.small import steps, train
+
+WIDTH, NUM_TOKENS = 32, 64
+E5M2_MAX = torch.finfo(torch.float8_e5m2).max
+TINY = 1e-7
+"""Of a gradient that reaches the last layer: a mean over many tokens. E5M2's smallest number is 1.5e-5."""
+
+
+class _CastGradient(torch.autograd.Function):
+    """The identity, whose gradient is rounded to E5M2 with the scale that earlier passes left."""
+
+    @staticmethod
+    def forward(ctx, output, module):
+        ctx.module = module
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        module = ctx.module
+        scaled = (gradient * module.scale).clamp(-E5M2_MAX, E5M2_MAX).to(torch.float8_e5m2).float() / module.scale
+        amax = gradient.abs().max()
+        module.next_scale = E5M2_MAX / amax if amax > 0 else module.scale
+        return scaled, None
+
+
+class DelayedLinear(nn.Linear):
+    """Both products of its backward pass take the gradient in E5M2, as Transformer Engine's do."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.scale = self.next_scale = torch.tensor(1.0)
+
+    def forward(self, inputs):
+        return _CastGradient.apply(super().forward(inputs), self)
+
+
+class Blocks(nn.Module):
+    """Residual blocks of a norm and two products; takes a `Batch`'s stand-in and returns a summed loss.
+
+    With a gain of 1 a block adds about as much to the residual stream as there is.
+    """
+
+    def __init__(self, num_layers: int = 3, gain: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.ModuleList(DelayedLinear(WIDTH, 2 * WIDTH) for _ in range(num_layers))
+        self.second = nn.ModuleList(DelayedLinear(2 * WIDTH, WIDTH) for _ in range(num_layers))
+        for linear in (*self.first, *self.second):
+            nn.init.normal_(linear.weight, std=gain / linear.in_features**0.5)
+        self.dropout = nn.Dropout(0.1)
+        self.num_passes = 0
+
+    def forward(self, batch):
+        self.num_passes += 1
+        hidden = batch.input_ids
+        for first, second in zip(self.first, self.second, strict=True):
+            normed = nn.functional.rms_norm(self.dropout(hidden), (WIDTH,))
+            hidden = hidden + second(nn.functional.silu(first(normed)))
+        return (nn.functional.rms_norm(hidden, (WIDTH,)) * batch.labels).sum()
+
+
+class Seam:
+    """As `Precision`, around `Blocks`: scales are renewed behind each pass."""
+
+    def __init__(self, model: nn.Module, scales_lag: bool = True) -> None:
+        self.scales_lag = scales_lag
+        self._linears = [module for module in model.modules() if isinstance(module, DelayedLinear)]
+
+    @contextlib.contextmanager
+    def context(self, first_microbatch):
+        assert first_microbatch is None, "no cast is kept"
+        for module in self._linears:
+            module.scale = module.next_scale
+        yield
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    input_ids, labels = torch.randn(2, NUM_TOKENS, WIDTH, generator=generator)
+    return SimpleNamespace(input_ids=input_ids, labels=labels)
+
+
+def errors(num_passes: int, batch, monkeypatch, **size) -> dict[str, float]:
+    """Of the first step's gradients behind so many passes: the worst relative error of the first and of the second
+    products.
+    """
+    monkeypatch.setattr("llm_fp8.train.scale_warmup.PASSES", num_passes)
+    model = Blocks(**size)
+    seam = Seam(model)
+    warm_up_delayed_scales(model, seam, batch, round(1 / TINY))
+    model.dropout.p = 0.0
+    with seam.context(None):
+        (model(batch) * TINY).backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for module in seam._linears:  # large gradients are exact enough with a scale of 1
+        module.scale = torch.tensor(1.0)
+    model(batch).backward()
+    worst = {"first": 0.0, "second": 0.0}
+    for name, parameter in model.named_parameters():
+        exact = parameter.grad * TINY
+        kind = name.partition(".")[0]
+        worst[kind] = max(worst[kind], float((found[name] - exact).norm() / exact.norm()))
+    return worst
+
+
+def test_what_the_first_passes_find(batch, monkeypatch):
+    none, one, two = (errors(number, batch, monkeypatch) for number in range(3))
+    assert none["first"] == none["second"] == pytest.approx(1.0), "all of the gradient is lost"
+    assert one["second"] < 1.0 and one["first"] == pytest.approx(1.0)
+    assert two["second"] < 0.4 and two["first"] < 0.4
+
+
+@pytest.mark.parametrize("gain", [1.0, 2.5])
+@pytest.mark.parametrize("kind", ["first", "second"])
+def test_as_many_passes_as_deep_models_need(kind, gain, batch, monkeypatch):
+    two, enough, settled = (
+        errors(number, batch, monkeypatch, num_layers=32, gain=gain)[kind] for number in (2, PASSES, 3 * PASSES)
+    )
+    assert two > 2 * settled, "cut off where the gradient has grown"
+    assert enough < 1.15 * settled < 0.3
+
+
+def test_nothing_is_left_but_scales(batch):
+    model = Blocks()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    together = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: together.append(sum(parameter.grad is not None for parameter in model.parameters()))
+        )
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    warm_up_delayed_scales(model, Seam(model), batch, 10)
+    assert torch.equal(torch.rand(4), expected), "dropout drew random numbers of its own"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters()) and model.num_passes == PASSES
+    assert set(together) == {1}, "no two gradients are there at a time"
+    model(batch).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters()), "afterwards they stay"
+
+
+def test_other_recipes_need_none(batch):
+    model = Blocks()
+    warm_up_delayed_scales(model, Seam(model, scales_lag=False), batch, 10)
+    assert model.num_passes == 0
+
+
+@pytest.mark.parametrize(("shards", "order"), [(False, ["scales", "prepare"]), (True, ["prepare", "scales"])])
+def test_scales_are_found_before_a_wrapper_and_behind_sharding(shards, order):
+    done = []
+    engine = SimpleNamespace(
+        shards_parameters=shards, prepare=lambda model, optimizer: (done.append("prepare"), (model, optimizer))[1]
+    )
+    assert prepare_with_scales(engine, "model", "optimizer", lambda: done.append("scales")) == ("model", "optimizer")
+    assert done == order
+
+
+@pytest.fixture
+def lagging(monkeypatch):
+    """A run on the CPU takes itself for one with delayed scaling; gives the calls of `warm_up_delayed_scales`."""
+    calls = []
+
+    def find(*arguments):
+        calls.append(arguments)
+        warm_up_delayed_scales(*arguments)
+
+    monkeypatch.setattr(Precision, "scales_lag", property(lambda self: True))
+    monkeypatch.setattr(Precision, "state_tensors", lambda self: {})
+    monkeypatch.setattr(run_module, "warm_up_delayed_scales", find)
+    return calls
+
+
+def test_a_run_is_bit_for_bit_what_it_is_without_them(tmp_path, tiny_model, sixteen_rows, lagging, monkeypatch, capsys):
+    options = [
+        f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--max_seq_length=256", "--batch_size=2", "--gradient_accumulation_steps=2",
+        "--lora_rank=4", "--lora_dropout=0.5", "--lr_scheduler=constant", "--no_export",
+    ]  # fmt: skip
+    train(*options, "--max_steps=4", "--save_every=2", f"--output_dir={tmp_path / 'with'}")
+    assert len(lagging) == 1 and f"first scales from {PASSES} passes" in capsys.readouterr().out
+    train(*options, "--max_steps=6", f"--output_dir={tmp_path / 'with'}", "--resume_from=latest")
+    assert len(lagging) == 1, "a resumed run has its scales"
+    monkeypatch.setattr(Precision, "scales_lag", property(lambda self: False))
+    train(*options, "--max_steps=6", f"--output_dir={tmp_path / 'without'}")
+    found, expected = (
+        [(record["loss"], record["grad_norm"]) for record in steps(tmp_path / name)] for name in ("with", "without")
+    )
+    assert len(found) == 6 and found == expected
+
+
+def note_backward_losses(folder: Path) -> None:
+    """In a process: take the run for one with delayed scaling, and note for its rank what each of its backward
+    passes begins with.
+    """
+    Precision.scales_lag = property(lambda self: True)
+    Precision.state_tensors = lambda self: {}
+    backward = torch.Tensor.backward
+
+    def note(loss, *arguments, **named):
+        with (folder / os.environ["RANK"]).open("a") as file:
+            print(repr(float(loss)), file=file)
+        backward(loss, *arguments, **named)
+
+    torch.Tensor.backward = note
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "fsdp_offload", "deepspeed_3"])
+def test_gradients_are_as_large_as_trainings_on_several_ranks(mode, tmp_path, tiny_model, sixteen_rows):
+    """Every rank begins its passes with the very loss that its first micro-batch has in training, whatever the
+    others have, and keeps no gradient.
+    """
+    log = tmp_path / "log"
+    options = [
+        f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--max_seq_length=256", "--batch_size=2", "--gradient_accumulation_steps=2",
+        "--max_steps=1", "--no_export", f"--sharding_mode={mode}",
+    ]  # fmt: skip
+    norms = []
+    for name, first in (("with", functools.partial(note_backward_losses, tmp_path)), ("without", None)):
+        processes = start_ranks(2, log, *options, f"--output_dir={tmp_path / name}", first=first)
+        assert [exit_code(process) for process in processes] == [0, 0], log.read_text()
+        norms += [step["grad_norm"] for step in steps(tmp_path / name)]
+    for rank in ("0", "1"):
+        found = [float(line) for line in (tmp_path / rank).read_text().splitlines()]
+        assert len(found) == PASSES + 2 and found[:PASSES] == pytest.approx([found[PASSES]] * PASSES, rel=1e-6)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)

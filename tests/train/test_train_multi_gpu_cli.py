@@ -1,0 +1,99 @@
+"""train_multi_gpu.py as a user starts it: torchrun and accelerate launch, with real processes on the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.documented_commands import COMMANDS, words_for_a_cpu, write_dataset
+from tests.support.faults import kill_one_rank_and_restart
+from tests.support.launches import ROOT, SCRIPT, environment, torchrun
+from tests.support.processes import free_port
+from tests.support.small import run_json, steps
+
+
+def launch(folder: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in `folder` with one thread per process."""
+    return subprocess.run(command, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=180)
+
+
+def test_the_documented_command(tmp_path, tiny_model):
+    """On folders laid out as the hub lays model and dataset out, in a precision and of a length that a CPU has."""
+    words = words_for_a_cpu(COMMANDS["two_gpus"], tiny_model, write_dataset(tmp_path / "dataset", 64))
+    more = ["--max_steps=3", "--eval_batches=1", "--log_every=1", "--use_wandb"]
+    done = launch(tmp_path, *torchrun(), SCRIPT, *words, *more, WANDB_MODE="offline")
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()  # one name, though two processes made one up
+    assert [step["step"] for step in steps(folder)] == [1, 2, 3]
+    assert done.stdout.count("step 1/3") == 1 and "sharding: fsdp_full" in done.stdout
+    assert run_json(folder)["effective"]["global_batch_size"] == 8
+    assert len(list((folder / "wandb").glob("offline-run-*"))) == 1
+    assert (folder / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--sharding_mode=fsdp_ful"], "--sharding_mode/--sharding-mode: invalid choice: 'fsdp_ful'"),
+        (
+            ["--sharding_mode=ddp", "--hybrid_shard_size=2"],
+            "--hybrid_shard_size 2 has no effect with --sharding_mode ddp",
+        ),
+        (["--model_name=/no/such"], "--model_name /no/such: no such folder."),
+    ],
+)
+def test_a_mistake_is_said_once(tmp_path, warm_python, options, sentence):
+    done = launch(tmp_path, *torchrun(), SCRIPT, *options, PYTHON_EXEC=warm_python)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and sentence in said[0]
+    assert "exitcode  : 2" in done.stderr or "exitcode: 2" in done.stderr
+    assert f'File "{SCRIPT}"' not in done.stderr, "no traceback of ours"
+
+
+def test_without_a_launcher_the_command_is_shown(tmp_path):
+    done = launch(tmp_path, sys.executable, SCRIPT)
+    assert done.returncode == 2
+    assert "torchrun --nproc_per_node=" in done.stderr
+
+
+def test_accelerate_launch_gives_the_mode_of_its_file(tmp_path, warm_python, tiny_model, rows):
+    done = launch(
+        tmp_path, warm_python, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs" / "accelerate_bf16_fsdp.yaml"),
+        "--num_processes", "2", "--main_process_port", str(free_port()), SCRIPT, "--model_name", tiny_model, "--dataset_name", rows,
+        "--max_seq_length", "256", "--max_steps", "2", "--output_dir", str(tmp_path / "run"), "--no_export",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert run_json(tmp_path / "run")["effective"]["sharding_mode"] == "fsdp_full"
+    assert run_json(tmp_path / "run")["precision"]["effective"] == "bf16"
+
+
+def test_two_hosts_train_one_model(tmp_path, warm_python, tiny_model, rows):
+    """The documented launcher, once for each host; both are this one."""
+    launch_script = str(ROOT / "scripts" / "launch_multi_node.sh")
+    common = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
+    options = [
+        "--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=fsdp_full", "--max_seq_length=256", "--max_steps=3",
+        "--output_dir", str(tmp_path / "run"), "--no_export",
+    ]  # fmt: skip
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    hosts = [
+        subprocess.Popen(
+            ["bash", launch_script, *options], cwd=ROOT, env=environment(**common, NODE_RANK=str(rank), PATH=path, PYTHON_EXEC=warm_python),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [host.communicate(timeout=120)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], outputs
+    assert run_json(tmp_path / "run")["effective"]["num_processes"] == 2
+    assert len(steps(tmp_path / "run")) == 3
+
+
+def test_torchrun_restarts_and_the_run_goes_on(tmp_path, warm_python, tiny_model, rows):
+    options = ("--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=fsdp_full", "--max_seq_length=256")
+    kill_one_rank_and_restart(tmp_path, *options, PYTHON_EXEC=warm_python)
