@@ -117,11 +117,9 @@ def measure_all(
     rows: list[dict[str, Any]] = []
     origin: dict[str, Any] = {}
     turns = [(number, setting) for number in range(num_rounds) for setting in names]
-    of_turns = [{name: variables_of(setting).get(name) for name in sorted(every)} for _, setting in turns]
-    for (number, setting), variables, following in zip(turns, of_turns, [*of_turns[1:], None], strict=True):
-        answer = measure_apart(
-            work.name, arm.name, num_gpus, work.num_steps, warmup, timeout_s, variables, next_variables=following
-        )
+    for number, setting in turns:
+        variables = {name: variables_of(setting).get(name) for name in sorted(every)}
+        answer = measure_apart(work.name, arm.name, num_gpus, work.num_steps, warmup, timeout_s, variables)
         header = take_header(answer, sys.argv)
         if setting == NONE:
             origin = origin or header

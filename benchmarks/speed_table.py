@@ -305,20 +305,13 @@ def compare(row: TableRow, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | N
 # --------------------------------------------------------------------------------------------------------------
 
 
-def measurer(
-    warmup: int, timeout_s: float, stopped: threading.Event, another_follows: Callable[[TableRow], bool]
-) -> Measure:
-    """Measures through the programs that do; `another_follows`: as the function of that name, of the row that is
-    being measured.
-    """
+def measurer(warmup: int, timeout_s: float, stopped: threading.Event) -> Measure:
+    """Measures in processes of their own; `stopped` ends them."""
 
     def measure(row: TableRow, arm: Variant, gpus: str) -> Answer:
         started = time.perf_counter()
         what = (row.work.name, arm.name, row.num_gpus, row.work.num_steps)
-        variables = {"CUDA_VISIBLE_DEVICES": gpus}
-        answer = measure_apart(
-            *what, warmup, timeout_s, variables, stopped, variables if another_follows(row) else None
-        )
+        answer = measure_apart(*what, warmup, timeout_s, {"CUDA_VISIBLE_DEVICES": gpus}, stopped)
         return {**answer, "gpu": gpus, "taken_s": time.perf_counter() - started}
 
     return measure
@@ -362,14 +355,6 @@ class Turns:
             for arm in row.arms:
                 if self.has(arm) and record.is_due(row, arm, number):
                     yield number, arm
-
-
-def another_follows(row: TableRow, rows: Sequence[TableRow], record: Record, turns: Turns) -> bool:
-    """Whether a measurement on as many GPUs is due beside the one of `row` that is being made: on the same ones, or,
-    of rows side by side, on others.
-    """
-    alike = [other for other in rows if other.num_gpus == row.num_gpus]
-    return sum(1 for other in alike for _ in turns.due(other, record)) > 1
 
 
 def measure_row(
@@ -698,9 +683,7 @@ def main() -> int:
         sys.exit(EXIT_TERMINATED)
 
     signal.signal(signal.SIGTERM, end)
-    measure = measurer(
-        options.warmup, options.arm_timeout_s, limit.stopped, lambda row: another_follows(row, rows, record, turns)
-    )
+    measure = measurer(options.warmup, options.arm_timeout_s, limit.stopped)
     measure_table(rows, record, turns, measure, limit, gpus, options.gpus_parallel)
     print_table(rows, record)
     print(f"\n{time.monotonic() - limit.started:.0f} s: {options.output}")

@@ -204,8 +204,7 @@ def measure_all(
         of_arm = answers[work.name, arm.name]
         if of_arm and of_arm[-1]["failed"] is not None:
             continue  # it would fail again
-        following = None if (work, number, arm) == due[-1] else {}
-        answer = measure_apart(work.name, arm.name, 1, work.num_steps, warmup, arm_timeout_s, next_variables=following)
+        answer = measure_apart(work.name, arm.name, 1, work.num_steps, warmup, arm_timeout_s)
         header = take_header(answer, sys.argv)
         origin = origin or (_joined(output, earlier, header) if header else {})
         of_arm.append(answer)

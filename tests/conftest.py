@@ -36,7 +36,7 @@ from transformers import AutoTokenizer  # noqa: E402
 from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
 from llm_fp8.models.source import EMBEDDED_MODEL  # noqa: E402
-from llm_fp8.tools.bench import waiting  # noqa: E402
+from llm_fp8.tools.bench import worker  # noqa: E402
 from tests.support.reference import NUM_ROWS  # noqa: E402
 from tests.support.small import tiny_config, write_model, write_rows  # noqa: E402
 from tests.support.warm_python import warm_python_in  # noqa: E402
@@ -134,7 +134,7 @@ def started_processes(monkeypatch) -> list[subprocess.Popen]:
         return started[-1]
 
     start_process = subprocess.Popen
-    monkeypatch.setattr(waiting.subprocess, "Popen", start)
+    monkeypatch.setattr(worker.subprocess, "Popen", start)
     return started
 
 

@@ -568,7 +568,7 @@ def test_two_launches_of_two_processes_at_a_time(tmp_path, tiny_architecture):
     trains, cannot = {**entry, "name": "a", "ours": ["ddp:bf16:swap"]}, {**entry, "name": "b", "ours": ["ddp:bf16"]}
     rows = read_table(write_table(tmp_path, trains, cannot), 3)
     hidden = ("-1", "-2", "-3", "-4")  # names of no GPU, so that there is none
-    ours, measure = ("ddp:bf16:swap", "ddp:bf16"), measurer(1, 120.0, threading.Event(), lambda row: False)
+    ours, measure = ("ddp:bf16:swap", "ddp:bf16"), measurer(1, 120.0, threading.Event())
     run(tmp_path / "r.json", rows, measure, only=ours, gpus=hidden, gpus_parallel=4)
     record = json.loads((tmp_path / "r.json").read_text())
     swapped, fused = record["rows"]
@@ -582,39 +582,19 @@ def test_two_launches_of_two_processes_at_a_time(tmp_path, tiny_architecture):
 
 
 def test_a_measurement_is_ended_from_outside(tiny_architecture, started_processes):
-    """And with it the processes that have been started for the next one."""
+    """In one process and in a launch, with all that they have started."""
     stopped, mark = threading.Event(), {"WHOSE": tiny_architecture}
     threading.Timer(1.0, stopped.set).start()
     started = time.monotonic()
-    ended = measure_apart(f"{tiny_architecture}:1x16x1000000", "hf_bf16", 1, 2, 1, 300, mark, stopped, mark)
-    assert ended == {"failed": STOPPED} and len(started_processes) == 2
+    ended = measure_apart(f"{tiny_architecture}:1x16x1000000", "hf_bf16", 1, 2, 1, 300, mark, stopped)
+    assert ended == {"failed": STOPPED} and len(started_processes) == 1
     stopped.clear()
     threading.Timer(8.0, stopped.set).start()  # when its two processes are there
     work = f"{tiny_architecture}:1x17x1000000"
-    assert measure_apart(work, "ddp:hf_bf16", 2, 2, 1, 300, mark, stopped, mark) == {"failed": STOPPED}
+    assert measure_apart(work, "ddp:hf_bf16", 2, 2, 1, 300, mark, stopped) == {"failed": STOPPED}
     assert time.monotonic() - started < 60
-    assert len(started_processes) == 4 and all(process.returncode is not None for process in started_processes)
+    assert len(started_processes) == 2 and all(process.returncode is not None for process in started_processes)
     wait_for_the_end_of_processes_with("WHOSE", tiny_architecture)
-    assert measure_apart(work, "ddp:hf_bf16", 2, 2, 1, 300, mark, stopped, mark) == {"failed": STOPPED}
-    assert len(started_processes) == 5, "for a measurement that is to end at once no other is prepared"
-    wait_for_the_end_of_processes_with("WHOSE", tiny_architecture)
-
-
-def test_the_next_measurement_is_prepared_where_one_follows_on_as_many_gpus(tmp_path, monkeypatch):
-    table = write_table(tmp_path, ROW, of_gpus(2, "a"), of_gpus(2, "b"), of_gpus(4, "x4"))
-    rows, asked = read_table(table, 3), []
-
-    def launched(workload, arm, num_gpus, num_steps, warmup, timeout_s, variables, stopped, next_variables):
-        asked.append((num_gpus, next_variables == variables))
-        return {"failed": "out of memory"} if num_gpus == 4 else made_up(1.0)
-
-    monkeypatch.setattr(speed_table, "measure_apart", launched)
-    record, turns = Record(None, rows, SETTINGS), Turns(2)
-    measure = measurer(1, 9.0, threading.Event(), lambda row: speed_table.another_follows(row, rows, record, turns))
-    measure_table(rows, record, turns, measure, Limit(0.0), list("0123"))
-    by_number = {number: [prepare for num_gpus, prepare in asked if num_gpus == number] for number in (1, 2, 4)}
-    assert by_number[1] == by_number[2] == [True] * 7 + [False]
-    assert by_number[4] == [True, True], "their failures leave nothing to follow, which is known when they are there"
 
 
 # --- the command
@@ -676,7 +656,7 @@ def test_the_whole_command(tmp_path, tiny_architecture, monkeypatch, capsys):
     several = {**ROW, "name": "x2", "num_gpus": 2, "ours": ["ddp:delayed"], "rivals": ["ddp:hf_bf16"]}
     table, path = write_table(tmp_path, entry, several), tmp_path / "r.json"
     monkeypatch.setattr(speed_table, "visible_gpus", lambda: ["0"])
-    monkeypatch.setattr(speed_table, "measurer", lambda warmup, timeout_s, stopped, another_follows: on_the_cpu)
+    monkeypatch.setattr(speed_table, "measurer", lambda warmup, timeout_s, stopped: on_the_cpu)
     kept = signal.getsignal(signal.SIGTERM)
 
     def main(*options: str) -> int:

@@ -11,7 +11,6 @@ arms.py        names of arms -> setups
 measure.py     one arm, built, timed and recorded
 figures.py     what step times come to
 worker.py      one measurement in processes of its own: one on one GPU, a launch on several
-waiting.py     those processes, which import while another measurement runs
 alone.py       what they run on one GPU
 table.py       the speed table's rows: workloads, arms, targets
 results.py     the results file of a launch in several processes, which outlives them

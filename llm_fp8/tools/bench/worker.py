@@ -1,15 +1,10 @@
-"""One measurement in processes of its own, so that nothing of an arm outlives it: compiled code, Transformer Engine's
-globals, memory.
+"""Measurements in processes of their own, so that nothing of a variant outlives it: compiled code, Transformer Engine's
+globals, memory. Also what the programs that measure share: their options, and the results file of a launch.
 
     answer = measure_apart("Llama-3.2-1B:8x1024x4", "delayed", num_gpus=1, num_steps=8, warmup=3, timeout_s=300)
-    answer = measure_apart("Llama-3.1-8B:8x1024x4", "fsdp_full:delayed", num_gpus=4, num_steps=8, warmup=3,
-    timeout_s=300)
-
-A measurement's processes import for seconds before they touch the GPU. With `next_variables` others do that meanwhile,
-and the next measurement with these variables, on as many GPUs, has them (llm_fp8/tools/bench/waiting.py).
 
 An answer is what `llm_fp8.tools.bench.measure.measure` returns, its step times under step_times_s (of a launch, the row
-of scripts/benchmark_multi_gpu.py), with its `header` and "failed": None; where it was not measured, "failed" is the
+of llm_fp8/tools/bench/launch.py), with its `header` and "failed": None; where it was not measured, "failed" is the
 reason.
 """
 
@@ -21,6 +16,8 @@ import json
 import os
 import signal
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -28,20 +25,20 @@ from pathlib import Path
 from typing import Any
 
 from llm_fp8.observability.provenance import recorded_command
-from llm_fp8.tools.bench.waiting import dismiss_prepared, take_program
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, require_writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
+from llm_fp8.utils.subprocesses import torchrun
 
-ALONE = REPOSITORY / "llm_fp8" / "tools" / "bench" / "alone.py"
-SEVERAL = REPOSITORY / "scripts" / "benchmark_multi_gpu.py"
-"""The scripts that measure: in one process, and in those of a launch."""
+ALONE = "llm_fp8.tools.bench.alone"
+LAUNCH = "llm_fp8.tools.bench.launch"
+"""The programs that measure: in one process, and in those of a launch."""
 
 STOPPED = "stopped from outside"
 LAUNCH_S = 120
 """How long a launch may take to start and to end, beside its measurement."""
-LOOK_S = 0.5
-"""How often it is looked whether a measurement is to be stopped."""
+POLL_S = 0.5
+"""How often a measurement looks whether it is to be stopped."""
 END_S = 30
 """How long a program may take to end itself."""
 
@@ -55,40 +52,27 @@ def measure_apart(
     timeout_s: float,
     variables: Mapping[str, str | None] | None = None,
     stopped: threading.Event | None = None,
-    next_variables: Mapping[str, str | None] | None = None,
 ) -> dict[str, Any]:
-    """Measure `arm` on `workload` (both by name) and return the answer; raises nothing for what goes wrong over there.
+    """Measure the variant `arm` on `workload` (both by name) and return the answer; raises nothing for what goes wrong
+    over there.
 
-    `num_gpus`: of this host; one is measured in a process without a launcher, several in a launch of
-        scripts/benchmark_multi_gpu.py. `variables`: of
-    the processes' environment, in place of this one's; None takes one out. `stopped`: ends the measurement when it is
-    set. `next_variables`: those of the measurement that is to follow on as many GPUs; None where none is.
+    Args:
+        num_gpus: of this host. One is measured in a process without a launcher, several under torchrun.
+        variables: environment variables of the processes, in place of this process's; None removes one.
+        stopped: ends the measurement when it is set.
     """
-    follows = next_variables is not None and not (
-        stopped is not None and stopped.is_set()
-    )  # none is prepared when it is to end
-    next_environment = _environment(next_variables) if follows else None
-    program = take_program(_environment(variables), None if num_gpus == 1 else num_gpus, next_environment)
-    with program.folder as folder:
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answer.json"
         if num_gpus == 1:
-            program.begin([str(ALONE), workload, arm, str(num_steps), str(warmup), str(path)])
-            return _answer_of_process(path, _outcome(program.process, timeout_s, stopped))
-        words = [
-            str(SEVERAL),
-            "--workloads",
-            workload,
-            "--arms",
-            arm,
-            "--steps",
-            str(num_steps),
-            "--warmup",
-            str(warmup),
-        ]
-        program.begin([*words, "--arm_timeout_s", str(timeout_s), "--output", str(path)])
+            words = [ALONE, workload, arm, str(num_steps), str(warmup), str(path)]
+            failed = _run([sys.executable, "-m", *words], variables, timeout_s, stopped)
+            return _answer_of_process(path, failed)
+        measured = ["--workloads", workload, "--arms", arm, "--steps", str(num_steps), "--warmup", str(warmup)]
+        words = [LAUNCH, *measured, "--arm_timeout_s", str(timeout_s), "--output", str(path)]
         # The launch keeps the limit itself, with a row that says so; this one is for a launch that hangs before or
         # after.
-        return _answer_of_launch(path, _outcome(program.process, timeout_s + LAUNCH_S, stopped))
+        failed = _run(torchrun(num_gpus, "-m", *words), variables, timeout_s + LAUNCH_S, stopped)
+        return _answer_of_launch(path, failed)
 
 
 def _answer_of_process(path: Path, failed: str | None) -> dict[str, Any]:
@@ -123,30 +107,41 @@ def take_header(answer: dict[str, Any], argv: list[str]) -> dict[str, Any]:
 
 def _environment(variables: Mapping[str, str | None] | None) -> dict[str, str]:
     """This process's environment for a measurement, with `variables` in place of its own."""
-    # What a launcher left for Accelerate would change the rivals: ACCELERATE_FP8_BACKEND alone converts a bf16 model.
+    # What a launcher left for Accelerate would change the baselines: ACCELERATE_FP8_BACKEND alone converts a bf16
+    # model.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     for name, value in (variables or {}).items():
         environment.pop(name, None)
         if value is not None:
             environment[name] = value
-    environment.setdefault(
-        "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
-    )  # for every arm, as in the training scripts
+    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as in the training scripts
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
     return environment
 
 
-def _outcome(process: subprocess.Popen[bytes], timeout_s: float, stopped: threading.Event | None) -> str | None:
-    """Wait for a program's end; returns why it did not come to a good one, None where it did. Where it is stopped,
-    so are those that wait.
+def _run(
+    command: list[str],
+    variables: Mapping[str, str | None] | None,
+    timeout_s: float,
+    stopped: threading.Event | None,
+) -> str | None:
+    """Run a program to its end; returns why it did not come to a good one, None where it did. What it prints goes to
+    standard error.
     """
+    process = subprocess.Popen(
+        command,
+        env=_environment(variables),
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        start_new_session=True,  # so that os.killpg reaches what it starts
+    )
     deadline = time.monotonic() + timeout_s
     try:
         while (left := deadline - time.monotonic()) > 0:
             if stopped is not None and stopped.is_set():
-                dismiss_prepared()
                 return STOPPED
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(left if stopped is None else min(left, LOOK_S))
+                code = process.wait(left if stopped is None else min(left, POLL_S))
                 return f"{ENDED_IN_SILENCE} (exit code {code})" if code else None
         return f"took longer than {timeout_s:g} s"
     finally:

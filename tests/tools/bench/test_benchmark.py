@@ -8,9 +8,7 @@ import contextlib
 import json
 import math
 import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,12 +190,9 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
     """bf16 needs Transformer Engine and a GPU, and is tried once. The first measurement that succeeds has a process of
     its own, from which the launcher's environment stays outside and that has the variables it is given; the others, for
     speed, share this one."""
-    started, prepares = [], []
+    started = []
 
-    def measured(
-        name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, next_variables: dict | None
-    ):
-        prepares.append(next_variables)
+    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float):
         if arm == "hf_bf16" and not started:
             started.append(arm)
             with monkeypatch.context() as launcher:
@@ -219,7 +214,6 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
     rows = benchmark.measure_all([Workload.parse(workload, 3)], arms, 1, 2, 100, path)
     record = json.loads(path.read_text())
     assert started == ["hf_bf16"] and record["rows"] == rows
-    assert prepares == [{}, {}, None], "behind the last one nothing comes"
     assert record["provenance"]["command"] == recorded_command(sys.argv) and "peaks" in record
     environment = record["provenance"]["environment"]
     assert (
@@ -246,9 +240,7 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
 def test_a_loss_that_is_no_number_is_gone_on_with(tmp_path, monkeypatch, capsys):
     """The arm that diverged is compared with one that a later call measures."""
 
-    def measured(
-        name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, next_variables: dict | None
-    ):
+    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float):
         loss = math.nan if arm == "accelerate_te" else 7.0
         times = [1.0] * (num_steps - warmup)
         return {"failed": None, "step_times_s": times, "losses": [loss, math.inf], "wall_time_s": 1.0}
@@ -267,15 +259,11 @@ def test_a_loss_that_is_no_number_is_gone_on_with(tmp_path, monkeypatch, capsys)
 def test_an_answer_whose_loss_is_no_number_has_it_as_a_float(num_gpus, monkeypatch):
     found = {"losses": [7.0, math.nan]}
 
-    class Program:
-        folder, process = tempfile.TemporaryDirectory(), subprocess.Popen(["true"])
+    def run(command: list[str], *_: object) -> None:
+        answer = {"failed": None, **found, "provenance": {}, "peaks": None, "rows": [found]}
+        write_json_atomic(Path(command[-1]), answer)
 
-        def begin(self, words: list[str]) -> None:
-            write_json_atomic(
-                Path(words[-1]), {"failed": None, **found, "provenance": {}, "peaks": None, "rows": [found]}
-            )
-
-    monkeypatch.setattr("llm_fp8.tools.bench.worker.take_program", lambda *_: Program())
+    monkeypatch.setattr("llm_fp8.tools.bench.worker._run", run)
     first, second = measure_apart("Llama-3.2-1B:1x16x1", "bf16", num_gpus, 2, 1, 9.0)["losses"]
     assert first == 7.0 and math.isnan(second)
 
@@ -286,10 +274,8 @@ def test_a_bench_goes_on_from_its_file(tmp_path, monkeypatch, capsys):
     """
     path, taken, commit = tmp_path / "r.json", [], ["a" * 40]
 
-    def measured(
-        name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float, next_variables: dict | None
-    ):
-        taken.append((arm, next_variables))
+    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float):
+        taken.append(arm)
         git = {"commit": commit[0], "dirty": None}
         provenance = {"git": git, "packages": {}, "driver": "1", "gpus": [{"name": "H"}], "time_utc": str(len(taken))}
         header = {"provenance": provenance, "peaks": None}
@@ -307,11 +293,11 @@ def test_a_bench_goes_on_from_its_file(tmp_path, monkeypatch, capsys):
 
     measure_arms("bf16,delayed", 1)
     rows = measure_arms("bf16,delayed,current", 2)
-    assert [arm for arm, _ in taken] == ["bf16", "delayed", "current", "bf16", "delayed", "current"]
+    assert taken == ["bf16", "delayed", "current", "bf16", "delayed", "current"]
     assert rows[0]["failed_rounds"] == ["killed"] and [len(row["rounds"]) for row in rows] == [1, 2, 2]
     del taken[1:]  # the one that failed was the fourth
     rows = measure_arms("bf16", 2)
-    assert taken[1:] == [("bf16", None)], "the one that failed, and nothing else"
+    assert taken[1:] == ["bf16"], "the one that failed, and nothing else"
     assert [row["arm"] for row in rows] == ["delayed", "current", "bf16"], "what was not asked for stays, first"
     assert rows[-1]["rounds"][0]["step_times_s"] == [1.0, 1.0] and rows[-1]["rounds"][1]["step_times_s"] == [2.0, 2.0]
     record = json.loads(path.read_text())

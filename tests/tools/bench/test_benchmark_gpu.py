@@ -126,31 +126,6 @@ def test_the_script_writes_rows_with_their_spread(workload, tmp_path):
     assert "first loss: hf_bf16" in done.stdout and "their first losses are at most" in done.stdout
 
 
-LOOKS_FOR_A_CONTEXT = """
-import ctypes, sys
-from llm_fp8.throughput.waiting import _import_what_measures
-_import_what_measures()
-cuda, flags, active = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint(), ctypes.c_int()
-
-def has_context():
-    assert cuda.cuInit(0) == cuda.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0
-    return bool(active.value)
-
-before = has_context()
-import torch
-torch.zeros(1, device="cuda")
-print("transformer_engine.pytorch" in sys.modules, before, has_context())
-"""
-
-
-def test_what_is_imported_beside_another_measurement_leaves_the_gpu_alone():
-    """It makes no context, which would hold memory; a tensor does."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOOKS_FOR_A_CONTEXT], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.stdout.split()[-3:] == ["True", "False", "True"], done.stderr
-
-
 def test_packed_documents_have_the_loss_of_padded_ones(device, record_property):
     """In Transformer Engine's decoder, whose attention must not cross documents, beside transformers' own with its
     padding mask.

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from llm_fp8.config.options import ParallelConfig
+from llm_fp8.tools.bench import launch
+from llm_fp8.tools.bench.launch import summarise
 from llm_fp8.tools.bench.variant_names import parse_variant, parse_variants
 from llm_fp8.tools.bench.worker import ENDED_IN_SILENCE, ResultsFile
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
-from scripts import benchmark_multi_gpu
-from scripts.benchmark_multi_gpu import summarise
 from tests.support.small import tiny_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -156,7 +156,7 @@ def test_mistakes_are_one_sentence(tmp_path, architecture, monkeypatch):
         output = tmp_path / "r.json"
         monkeypatch.setattr(sys, "argv", ["scripts/benchmark_multi_gpu.py", f"--output={output}", *options])
         with pytest.raises(UserError) as mistake:
-            benchmark_multi_gpu.main()
+            launch.main()
         assert not output.exists()
         return str(mistake.value)
 
