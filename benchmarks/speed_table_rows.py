@@ -97,7 +97,7 @@ def gemm_floor_s(answer: dict[str, Any], num_tokens: int, ceilings: MeasuredRate
         return None
     census = answer["census"]
     in_fp8 = census["num_fp8_weights"]
-    head_products = census.get("num_fp8_lm_head_gemms", 0)  # files from before it was counted hold no such head
+    head_products = census.get("num_fp8_head_products", 0)  # files from before it was counted hold no such head
     head = census["num_head_weights"] if head_products else 0
     wide_s = ceilings.bf16_gemm_s(6.0 * (census["num_linear_weights"] - in_fp8 - head) * num_tokens)
     fp8_s = ceilings.fp8_gemm_s(6.0 * in_fp8 * num_tokens) if in_fp8 else 0.0

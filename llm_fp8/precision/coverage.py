@@ -57,7 +57,7 @@ class Fp8Coverage:
             "num_fp8_weights": self.num_fp8_weights,
             "num_linear_weights": self.num_linear_weights,
             "num_head_weights": self.num_head_weights,
-            "num_fp8_lm_head_gemms": self.num_fp8_lm_head_gemms,
+            "num_fp8_head_products": self.num_fp8_lm_head_gemms,
             "converted": self.converted,
             "skipped": self.skipped,
         }
