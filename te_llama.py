@@ -49,7 +49,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from llm_fp8.config.attention_packages import FLASH_ATTENTION_PACKAGES, FlashAttention
 from llm_fp8.kernels.swiglu import fuse_swiglu_backward
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -83,10 +82,8 @@ class DecoderSpec:
     """Per layer: number of most recent positions attended to, itself included; None for all."""
     unfused_mlp: bool = False
     """fc1 and fc2 are modules of their own, so that what lies between them can be reached; slower than LayerNormMLP."""
-    flash_attention: FlashAttention | None = None
-    """The value of --attn_implementation whose attention (`llm_fp8.kernels.flash_attention`) packed documents take;
-    None: Transformer Engine's choice.
-    """
+    flash_attention_4: bool = False
+    """Packed documents take flash-attn 4 (`llm_fp8.kernels.flash_attention`) in place of Transformer Engine's choice."""
 
     @property
     def q_size(self) -> int:
@@ -99,9 +96,7 @@ class DecoderSpec:
         return self.num_kv_heads * self.head_dim
 
 
-def decoder_spec(
-    config: PretrainedConfig, unfused_mlp: bool = False, flash_attention: FlashAttention | None = None
-) -> DecoderSpec:
+def decoder_spec(config: PretrainedConfig, unfused_mlp: bool = False, flash_attention_4: bool = False) -> DecoderSpec:
     """Read a `DecoderSpec` from a Hugging Face config; raises `UnsupportedArchitecture` on what TE cannot express."""
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise UnsupportedArchitecture(
@@ -135,7 +130,7 @@ def decoder_spec(
         tied_embeddings=bool(config.tie_word_embeddings),
         windows=tuple(_window(config, layer) for layer in range(config.num_hidden_layers)),
         unfused_mlp=unfused_mlp,
-        flash_attention=flash_attention,
+        flash_attention_4=flash_attention_4,
     )
 
 
@@ -471,19 +466,18 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         """
         batch, length = fused.shape[:2]
         num_documents = cu_seqlens.shape[0] - 1
-        takes_flash = batch == 1 and fused.dtype == torch.bfloat16
-        flash = self.spec.flash_attention if takes_flash else None
-        packed = flash is not None or self.context_size > 1 or (batch == 1 and num_documents != batch)
+        flash = self.spec.flash_attention_4 and batch == 1 and fused.dtype == torch.bfloat16
+        packed = flash or self.context_size > 1 or (batch == 1 and num_documents != batch)
         if packed:
             q, k, v = self._split_and_rotate(fused.flatten(0, 1), angles, cu_seqlens, max_seqlen)
         else:
             q, k, v = self._split_and_rotate(fused, angles, None, None)
-        if flash is not None:
+        if flash:
             from llm_fp8.kernels.flash_attention import flash_attention
 
             longest = length if max_seqlen is None else max_seqlen
             window = self.spec.windows[self.layer]
-            return flash_attention(flash, q, k, v, cu_seqlens, longest, self.softmax_scale, window).flatten(1)[None]
+            return flash_attention(q, k, v, cu_seqlens, longest, self.softmax_scale, window).flatten(1)[None]
         context = self.attention(
             q,
             k,
@@ -540,18 +534,18 @@ def build_te_model(
     *,
     table_device: torch.device | str | None = None,
     unfused_mlp: bool = False,
-    flash_attention: FlashAttention | None = None,
+    flash_attention_4: bool = False,
 ) -> PreTrainedModel:
     """A Hugging Face causal LM with TE decoder layers, parameters of `dtype` allocated on `device` and not yet filled.
 
     With `device` "meta" the parameters have no memory; `table_device` (default: `device`) is then where the rotary
-    table is. `unfused_mlp`, `flash_attention`: see `DecoderSpec`.
+    table is. `unfused_mlp`, `flash_attention_4`: see `DecoderSpec`.
     Fill them with `WeightFiller` or `initialize_weights_`. Raises `UnsupportedArchitecture`.
     """
     import transformer_engine.pytorch as te
 
     device = torch.device(device)
-    spec = decoder_spec(config, unfused_mlp, flash_attention)
+    spec = decoder_spec(config, unfused_mlp, flash_attention_4)
     # SDPA for the general path: Hugging Face then builds the masks that path needs, and none for training's (see
     # `_documents`).
     with torch.device("meta"):
@@ -606,13 +600,12 @@ def export_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def attention_backend(model: PreTrainedModel | None = None) -> str | None:
-    """The kernels of packed rows' attention: of `model` flash-attn 3's or 4's where it was built with them.
+    """The kernels of packed rows' attention: of `model` flash-attn 4 where it was built with it.
 
     Else those that TE chose for the call that it ran last: fused (cuDNN), flash-attn or unfused; None before any.
     """
-    flash = spec_of(model).flash_attention if model is not None else None
-    if flash is not None:
-        return FLASH_ATTENTION_PACKAGES[flash].name
+    if model is not None and spec_of(model).flash_attention_4:
+        return "flash-attn 4"
     from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends as chosen
 
     names = {

@@ -33,7 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.tools.bench.variant_names import OLD_NAMES, parse_variant
+from llm_fp8.tools.bench.variant_names import OLD_NAMES, recorded_variant
 from llm_fp8.tools.bench.variants import BASELINE, RIVALS, Baseline
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
 from llm_fp8.utils.packages import REPOSITORY
@@ -127,14 +127,14 @@ def is_measured(row: Row | None) -> bool:
 
 def is_ours(arm: str) -> bool:
     """Whether the arm is this project's."""
-    return not isinstance(parse_variant(arm).what, Baseline)
+    return not isinstance(recorded_variant(arm).what, Baseline)
 
 
 def baseline_of(arm: str, rival: str, arms: Iterable[str]) -> str | None:
     """The arm with which one of ours is compared: the rival spread in the same way, else as it can be; None where
     none of these is there.
     """
-    mode = parse_variant(arm).mode
+    mode = recorded_variant(arm).mode
     wanted = [rival] if mode is None else [f"{mode}:{rival}", f"fsdp_full:{rival}", f"ddp:{rival}"]
     return next((name for name in wanted if name in arms), None)
 

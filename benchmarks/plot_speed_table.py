@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.plot_throughput import draw as draw_speeds
 from benchmarks.plot_throughput import group_of, panels, read_rows, require_png, save, tokens_per_s
 from llm_fp8.observability.kernel_trace import KERNEL_CLASSES
-from llm_fp8.tools.bench.variant_names import parse_variant
+from llm_fp8.tools.bench.variant_names import recorded_variant
 from llm_fp8.utils.errors import OneSentenceParser, run_script
 
 Row = dict[str, Any]
@@ -80,7 +80,7 @@ def scaling_lines(rows: list[Row]) -> dict[str, dict[str, list[tuple[int, float]
     measured = [row for row in rows if "tokens_per_s" in row and row.get("text") is None]
     lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in measured:
-        arm = parse_variant(row["arm"])
+        arm = recorded_variant(row["arm"])
         if arm.mode is None:
             continue
         title = f"{row['model']}, rows of {row['seq_length']:,}"

@@ -17,7 +17,7 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.distributed.sharding_mode import default_optimizer
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.tools.bench.variant_names import FLASH_ATTENTIONS, HEADS
+from llm_fp8.tools.bench.variant_names import HEADS, REMOVED_OPTIONS
 from llm_fp8.tools.gemm_rates import RESULTS
 from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, FULL_SHARE, MODES, WAITED_SHARE
 from llm_fp8.tools.predict.prediction import Gpu, Prediction, known_gpu, predict
@@ -167,8 +167,8 @@ def workload_of(row: dict[str, Any]) -> StepWorkload | None:
     """
     words = row["arm"].split(":")
     mode, recipe, *options = ["single", *words] if words[0] in RECIPES else [*words, ""]
-    options = [option for option in options if option]
-    known = {"sync", "fp8_params", "recompute", "adamw_8bit", *FLASH_ATTENTIONS, *HEADS}
+    options = [REMOVED_OPTIONS.get(option, option) for option in options if option]
+    known = {"sync", "fp8_params", "recompute", "adamw_8bit", "flash4", *HEADS}
     if mode not in MODES or recipe not in RECIPES or not known >= set(options):
         return None
     mean_length = row["seq_length"]
@@ -192,7 +192,7 @@ def workload_of(row: dict[str, Any]) -> StepWorkload | None:
         sync_every_micro_batch="sync" in options,
         recomputed_layers=model.spec.num_layers if "recompute" in options else 0,
         fp8_lm_head=next((HEADS[option] for option in options if option in HEADS), "none"),
-        flash_attention=next((FLASH_ATTENTIONS[option] for option in options if option in FLASH_ATTENTIONS), None),
+        flash_attention_4="flash4" in options,
         fp8_params="fp8_params" in options,
     )
 

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from llm_fp8.config.options import Config, ModelConfig
 from llm_fp8.models.architectures import bundled_architectures
-from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, FLASH_SPEED_UP, MAX_GPUS, MODES
+from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, MAX_GPUS, MODES
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
@@ -73,7 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--attn_implementation",
-        choices=["auto", *FLASH_SPEED_UP],
+        choices=["auto", "flash_attention_4"],
         default="auto",
         help="auto is cuDNN's (default %(default)s)",
     )
@@ -148,9 +148,9 @@ def workload_of(options: argparse.Namespace) -> StepWorkload:
             f"--max_seq_length {options.max_seq_length} is more than the {positions} positions of {model_name} "
             "(max_position_embeddings); lower it."
         )
-    flash = None if options.attn_implementation == "auto" else options.attn_implementation
-    if flash is not None:
-        check_flash_attention(flash, model.spec.head_dim, getattr(hf_config, "attention_dropout", 0.0))
+    flash = options.attn_implementation == "flash_attention_4"
+    if flash:
+        check_flash_attention(model.spec.head_dim, getattr(hf_config, "attention_dropout", 0.0))
     mode = options.sharding_mode or "single"
     optimizer = default_optimizer(mode) if options.optimizer == "auto" else options.optimizer
     if options.fp8_params:
@@ -168,7 +168,7 @@ def workload_of(options: argparse.Namespace) -> StepWorkload:
         sync_every_micro_batch=options.sync_every_micro_batch,
         recomputed_layers=model.spec.num_layers if options.gradient_checkpointing else 0,
         fp8_lm_head=options.fp8_lm_head,
-        flash_attention=flash,
+        flash_attention_4=flash,
         fp8_params=options.fp8_params,
     )
 

@@ -16,8 +16,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from llm_fp8.config.attention_packages import FLASH_ATTENTION_PACKAGES, FlashAttention
-
 EMBEDDED = "embedded"
 """Name of the model and of the dataset that the repository carries."""
 
@@ -59,13 +57,11 @@ class ModelConfig:
     use_te: bool = option(
         False, "Build the decoder layers from Transformer Engine modules (te_llama.py). Needs an NVIDIA GPU."
     )
-    attn_implementation: Literal[
-        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"
-    ] = option(
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_4"] = option(
         "auto",
         "Attention. Without --use_te 'auto' takes flash-attn 2 where it is installed and sdpa elsewhere, or eager for "
         "architectures that have neither. With --use_te it is Transformer Engine's choice, cuDNN on Hopper, or with "
-        "flash_attention_3 and flash_attention_4 flash-attn 3 and 4 (packed rows on Hopper alone).",
+        "flash_attention_4 flash-attn 4 (packed sequences on Hopper alone).",
     )
     random_init: bool = option(
         False, "Start from random weights of the model's architecture; hub ids with a bundled config need no hub then."
@@ -86,12 +82,9 @@ class ModelConfig:
     )
 
     @property
-    def flash_attention(self) -> FlashAttention | None:
-        """--attn_implementation where it is one of the TE decoder's own (`llm_fp8.kernels.flash_attention`), else
-        None.
-        """
-        package = FLASH_ATTENTION_PACKAGES.get(self.attn_implementation)
-        return None if package is None else package.option
+    def flash_attention_4(self) -> bool:
+        """Whether packed sequences of the TE decoder take flash-attn 4 (`llm_fp8.kernels.flash_attention`)."""
+        return self.attn_implementation == "flash_attention_4"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from llm_fp8.config.attention_packages import FLASH_ATTENTION_PACKAGES
 from llm_fp8.config.options import (
     ALL_LINEAR,
     DECODER_LINEARS,
@@ -26,11 +25,11 @@ def _require(condition: bool, sentence: str) -> None:
 def _check_attention(config: Config) -> None:
     """Raise `UserError` where --attn_implementation cannot go with other options."""
     asked, use_te = config.model.attn_implementation, config.model.use_te
-    if config.model.flash_attention is None:
+    if not config.model.flash_attention_4:
         _require(
             not use_te or asked == "auto",
             f"--attn_implementation {asked} has no effect with --use_te, whose attention is Transformer Engine's, "
-            f"{' or '.join(FLASH_ATTENTION_PACKAGES)}; drop one.",
+            "or flash_attention_4; drop one.",
         )
         return
     flag = f"--attn_implementation {asked}"

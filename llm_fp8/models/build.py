@@ -88,9 +88,8 @@ def require_te_decoder(device: torch.device, options: ModelConfig) -> None:
     if device.type != "cuda":
         raise UserError("--use_te needs an NVIDIA GPU, and none is found; --use_te=false trains on the CPU.")
     require_te("--use_te")
-    flash = options.flash_attention
-    if flash is not None:
-        require_flash_attention(flash, torch.cuda.get_device_capability(device))
+    if options.flash_attention_4:
+        require_flash_attention(torch.cuda.get_device_capability(device))
 
 
 def _build_te_decoder(
@@ -117,7 +116,7 @@ def _build_te_decoder(
         device if with_memory else "meta",
         table_device=device,
         unfused_mlp=unfused_mlp,
-        flash_attention=options.flash_attention,
+        flash_attention_4=options.flash_attention_4,
     )
 
 

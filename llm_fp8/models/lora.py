@@ -33,7 +33,7 @@ from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.lora_names import is_adapter, name_without_adapter
 from llm_fp8.models.weight_shards import is_te_model, row_block
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.te_import import prefer_torchs_libraries
+from llm_fp8.utils.te_import import prefer_torchs_cudnn
 
 DEFAULT_SCALING = 2.0
 """--lora_alpha is twice the rank where it is not given."""
@@ -97,7 +97,7 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
 
 def require_peft(why: str) -> None:
     """Raise a `UserError` that starts with `why` where PEFT cannot be imported."""
-    prefer_torchs_libraries()  # PEFT imports Transformer Engine where that is installed
+    prefer_torchs_cudnn()  # PEFT imports Transformer Engine where that is installed
     try:
         import peft  # noqa: F401
     except ImportError as error:

@@ -191,9 +191,8 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
             raise UserError(
                 f"--use_te cannot build {name}: {error}. Drop --use_te to train it with its linear layers swapped."
             ) from error
-        flash = config.model.flash_attention
-        if flash is not None:
-            check_flash_attention(flash, spec.head_dim, spec.attention_dropout)
+        if config.model.flash_attention_4:
+            check_flash_attention(spec.head_dim, spec.attention_dropout)
 
 
 def _quantisation_method(quantization_config: Any) -> str:

@@ -33,7 +33,6 @@ PACKAGES = (
     "safetensors",
     "flash-attn",
     "flash-attn-4",
-    "xformers",
     "peft",
     "torchao",
     "wandb",

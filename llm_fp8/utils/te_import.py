@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from llm_fp8.utils.errors import UserError
 
 INSTALL_TE = "pip install --no-build-isolation -r requirements-gpu.txt"
@@ -18,7 +16,7 @@ INSTALL_TE = "pip install --no-build-isolation -r requirements-gpu.txt"
 
 def require_te(why: str) -> Any:
     """Import and return `transformer_engine.pytorch`; a `UserError` that starts with `why` where that fails."""
-    prefer_torchs_libraries()
+    prefer_torchs_cudnn()
     try:
         import transformer_engine.pytorch as te
     except ImportError as error:
@@ -40,20 +38,9 @@ def forget_delayed_scales() -> None:
         FP8GlobalStateManager.reset()
 
 
-def prefer_torchs_libraries() -> None:
-    """Let Transformer Engine load torch's own cuDNN and CUDA runtime, where others are there too; call it before
-    whatever imports it.
-    """
-    _prefer_torchs_cudnn()
-    if torch.version.cuda is not None:
-        # Its cuDNN frontend takes the older of two runtimes, whose structs are not those that it was compiled with.
-        # flash-attn 3 brings a second one.
-        major = torch.version.cuda.partition(".")[0]
-        os.environ.setdefault("CUDNN_FRONTEND_CUDART_LIB_NAME", f"libcudart.so.{major}")
-
-
-def _prefer_torchs_cudnn() -> None:
-    """Let Transformer Engine load the cuDNN that torch brought, not an older one of the system.
+def prefer_torchs_cudnn() -> None:
+    """Let Transformer Engine load the cuDNN that torch brought, not an older one of the system; call it before whatever
+    imports it.
 
     It looks for the system's first. With two versions in one process its fused attention fails its own check and it
     takes the unfused one without a word, which was 2.7 times slower on an H200. A CUDNN_HOME or CUDNN_PATH that the

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.speed_table_rows import gemm_floor_s
-from llm_fp8.tools.bench.variant_names import OLD_NAMES, PRECISIONS, parse_variant
+from llm_fp8.tools.bench.variant_names import PRECISIONS, recorded_variant
 from llm_fp8.tools.bench.variants import RIVALS
 from llm_fp8.tools.gemm_rates import MeasuredRates
 from tests.support.families import FAMILIES
@@ -40,7 +40,7 @@ def files(pattern: str) -> pytest.MarkDecorator:
 
 
 def computes_in_fp8(row: dict[str, Any]) -> bool:
-    return parse_variant(OLD_NAMES.get(row["arm"], row["arm"])).computes_in_fp8
+    return recorded_variant(row["arm"]).computes_in_fp8
 
 
 # --- origin ---

@@ -12,7 +12,7 @@ from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.te_import import prefer_torchs_libraries, require_te
+from llm_fp8.utils.te_import import require_te
 
 CPU = torch.device("cpu")
 
@@ -99,23 +99,3 @@ def test_transformer_engine_is_pointed_at_torchs_cudnn(environment, expected, tm
             os.environ.pop(name, None)
     torchs = str(tmp_path / "nvidia" / "cudnn")
     assert looked_in == ([torchs] if expected == "torchs" else ["/mine"])
-
-
-@pytest.mark.parametrize(
-    ("version", "asked", "expected"),
-    [
-        ("13.0", None, "libcudart.so.13"),
-        ("12.8", None, "libcudart.so.12"),
-        ("13.0", "mine.so", "mine.so"),
-        (None, None, None),
-    ],
-)
-def test_transformer_engines_cudnn_is_pointed_at_torchs_cuda_runtime(version, asked, expected, monkeypatch):
-    name = "CUDNN_FRONTEND_CUDART_LIB_NAME"
-    monkeypatch.setenv(name, asked or "unset after this test")
-    if asked is None:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("CUDNN_HOME", "/mine")  # or this process would load and remember a cuDNN that is there
-    monkeypatch.setattr(torch.version, "cuda", version)
-    prefer_torchs_libraries()
-    assert os.environ.get(name) == expected

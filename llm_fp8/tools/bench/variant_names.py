@@ -4,7 +4,7 @@
     delayed:swap                  the Hugging Face decoder, its linear layers swapped for Transformer Engine's
     tensorwise:swap               torchao's fp8, which always is in the Hugging Face decoder
     delayed:fp8head               the gradients of the output head in fp8; fp8head_all: its logits too
-    delayed:flash4                with flash-attn 4's attention (--attn_implementation flash_attention_4); flash3: flash-attn 3's
+    delayed:flash4                with flash-attn 4's attention (--attn_implementation flash_attention_4)
     bf16:recompute                with gradient checkpointing
     delayed:adamw_8bit            with --optimizer adamw_8bit
     delayed:lora16                with LoRA: adapters of rank 16 on all linear layers; lora16qv: on q and v alone
@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llm_fp8.config.attention_packages import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FlashAttention
 from llm_fp8.config.options import SHARDING_MODES, TORCHAO_SCENARIOS, LoraConfig, ParallelConfig, PrecisionConfig
 from llm_fp8.config.validation import check_config
 from llm_fp8.tools.bench.variants import DEEPSPEED_MODES, RIVAL_MODES, RIVALS, Baseline, OurVariant
@@ -50,12 +49,12 @@ TORCHAO_PRECISIONS = {
 """Always with the option `swap`."""
 OLD_NAMES = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
 """In files that were recorded before one grammar named all arms."""
+REMOVED_OPTIONS = {"flash3": "flash4"}
+"""In recorded files: flash-attn 3's attention, which no run has any longer, and the one that is within 1% of its step."""
 
 HEADS: dict[str, Literal["gradients", "all"]] = {"fp8head": "gradients", "fp8head_all": "all"}
 """Option -> --fp8_lm_head."""
-FLASH_ATTENTIONS: dict[str, FlashAttention] = {"flash3": FLASH_ATTENTION_3, "flash4": FLASH_ATTENTION_4}
-"""Option -> --attn_implementation."""
-_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit", *FLASH_ATTENTIONS, *HEADS)
+_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit", "flash4", *HEADS)
 _OPTIONS_OF_SEVERAL = ("fp8_params", "fp8_all_gather", "sync")
 _OPTIONS = (*_OPTIONS_OF_ONE_GPU, *_OPTIONS_OF_SEVERAL)
 LORA = re.compile(r"lora([1-9]\d*)(qv)?")
@@ -193,11 +192,6 @@ def parse_variant(name: str) -> Variant:
                 f"delayed:{heads[0]}."
             )
         precision = dataclasses.replace(precision, fp8_lm_head=HEADS[heads[0]])
-    flash = [option for option in options if option in FLASH_ATTENTIONS]
-    if len(flash) > 1:
-        raise UserError(
-            f"--arms {name}: {' and '.join(flash)} are two attentions, and a decoder has one; drop one of them."
-        )
     parallel = ParallelConfig()
     if mode is not None:
         parallel = ParallelConfig(
@@ -211,12 +205,18 @@ def parse_variant(name: str) -> Variant:
         precision,
         parallel,
         use_te="swap" not in options,
-        flash_attention=FLASH_ATTENTIONS[flash[0]] if flash else None,
+        flash_attention_4="flash4" in options,
         gradient_checkpointing="recompute" in options,
         lora=_lora_of(adapters),
         optimizer="adamw_8bit" if "adamw_8bit" in options else "auto",
     )
     return Variant(name, ours, mode)
+
+
+def recorded_variant(name: str) -> Variant:
+    """The arm of a name in a recorded file, under that name; removed options stand for what replaced them."""
+    words = OLD_NAMES.get(name, name).split(":")
+    return dataclasses.replace(parse_variant(":".join(REMOVED_OPTIONS.get(word, word) for word in words)), name=name)
 
 
 def _lora_of(adapters: re.Match[str] | None) -> LoraConfig:

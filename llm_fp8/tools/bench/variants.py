@@ -20,7 +20,6 @@ from llm_fp8.config.options import (
 )
 
 if TYPE_CHECKING:
-    from llm_fp8.config.attention_packages import FlashAttention
     from llm_fp8.optim.optimizers import OptimizerKind
     from llm_fp8.tools.bench.workload import Workload
 
@@ -35,8 +34,7 @@ class OurVariant:
     precision: PrecisionConfig
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     use_te: bool = True
-    flash_attention: FlashAttention | None = None
-    """Value of --attn_implementation; None: Transformer Engine's choice."""
+    flash_attention_4: bool = False
     gradient_checkpointing: bool = False
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     optimizer: OptimizerKind | Literal["auto"] = "auto"
@@ -52,7 +50,7 @@ class OurVariant:
             work.model_options,
             use_te=self.use_te,
             gradient_checkpointing=self.gradient_checkpointing,
-            attn_implementation=self.flash_attention or "auto",
+            attn_implementation="flash_attention_4" if self.flash_attention_4 else "auto",
         )
         return Config(
             model=model,

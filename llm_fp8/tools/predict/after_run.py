@@ -73,7 +73,7 @@ def run_prediction(
         else 0,
         bf16_layers=precision.fp8_first_bf16_layers + precision.fp8_last_bf16_layers if recipe != "bf16" else 0,
         fp8_lm_head=precision.fp8_lm_head,
-        flash_attention=config.model.flash_attention,
+        flash_attention_4=config.model.flash_attention_4,
         fp8_params=options.fp8_params,
     )
     peak = steps[-1].get("peak_memory_gib_max_rank", steps[-1]["peak_memory_gib"])

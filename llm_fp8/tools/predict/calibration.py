@@ -4,8 +4,8 @@ They are rates *in training*, which are not the ceilings of llm_fp8/tools/gemm_r
 the whole step draws. For another GPU every rate is scaled by the ratio of the two GPUs' measured ceilings.
 
 Where no other record is named, a constant comes from the rows 1b, 8b and 8b_s8192 of
-benchmarks/results/speed_table_h200.json, arms bf16 and delayed with and without :fp8head_all, :flash3 and :flash4, the
-first round of each. Their recorded steps have the time of each class of kernels
+benchmarks/results/speed_table_h200.json, arms bf16 and delayed with and without :fp8head_all, :flash3 (since removed)
+and :flash4, the first round of each. Their recorded steps have the time of each class of kernels
 (llm_fp8/observability/kernel_trace.py): the FLOPs or bytes that step_time.py counts for a class, over its time, the
 mean of the rows, rounded. The table's other rows of one GPU were left out: arms current and block of these, 3b,
 text_1b, 1b_128k, 8b_128k, and 14b but for its optimizer.
@@ -22,8 +22,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from llm_fp8.config.attention_packages import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FlashAttention
-
 if TYPE_CHECKING:
     from llm_fp8.tools.gemm_rates import MeasuredRates
 
@@ -38,9 +36,9 @@ DIAGONAL_TOKENS = 970
 and some of its kernels pass over the tokens once, whatever l is. From the class `attention` of row 8b against row
 8b_s8192: 992, 975 and 938 by arm, cuDNN's."""
 
-FLASH_SPEED_UP: dict[FlashAttention, float] = {FLASH_ATTENTION_3: 1.20, FLASH_ATTENTION_4: 1.14}
-"""Over cuDNN's attention, time of the class, by value of --attn_implementation. With `:flash3` or `:flash4` against
-without, for 1b, 8b and 8b_s8192: 1.18, 1.17 and 1.24 of flash-attn 3, 1.16, 1.11 and 1.16 of flash-attn 4."""
+FLASH_ATTENTION_4_SPEED_UP = 1.14
+"""Of flash-attn 4 over cuDNN's attention, time of the class: with `:flash4` against without 1.16, 1.11 and 1.16 for 1b,
+8b and 8b_s8192."""
 
 GAP_S = 0.027
 """Seconds of a step in which no kernel of it runs: the step less the sum of the classes, 18 to 32 ms and much the same

@@ -25,7 +25,7 @@ from llm_fp8.models.build import TUNED_WIDTHS, cudnn_is_faster
 from llm_fp8.optim.optimizers import bytes_per_parameter
 from llm_fp8.tools.predict.calibration import (
     DIAGONAL_TOKENS,
-    FLASH_SPEED_UP,
+    FLASH_ATTENTION_4_SPEED_UP,
     GAP_S,
     SMALL_GEMM_TOKENS,
     WAIT_SPREAD,
@@ -274,8 +274,8 @@ def step_time(scenario: StepWorkload, rates: Rates) -> StepTime:
     gemm_s += gemm_accumulator_bytes(scenario) / (rates.weight_tb_s * 1e12)
     attention = (6 + 2 * again_share) * spec.q_size * (scenario.mean_length + DIAGONAL_TOKENS) * step_tokens * layers
     attention_rate = rates.attention_rate(spec.head_dim)
-    if scenario.flash_attention is not None:
-        attention_rate *= FLASH_SPEED_UP[scenario.flash_attention]
+    if scenario.flash_attention_4:
+        attention_rate *= FLASH_ATTENTION_4_SPEED_UP
 
     def of_layers(seconds: Callable[..., float]) -> float:
         """Of the step, `seconds` being those of a layer and token: recomputed layers run the forward part again."""

@@ -11,7 +11,6 @@ from typing import Literal
 
 from transformers import PretrainedConfig
 
-from llm_fp8.config.attention_packages import FlashAttention
 from llm_fp8.config.options import Config, OptimConfig, ParallelConfig
 from llm_fp8.distributed.fp8_params import SCENARIOS, check_rows
 from llm_fp8.optim.optimizers import OptimizerKind
@@ -88,8 +87,8 @@ class StepWorkload:
     """Decoder layers kept in bf16 in an fp8 recipe."""
     fp8_lm_head: Literal["none", "gradients", "all"] = "none"
     """As the option; without effect in bf16."""
-    flash_attention: FlashAttention | None = None
-    """In place of cuDNN's attention, a value of --attn_implementation."""
+    flash_attention_4: bool = False
+    """flash-attn 4 in place of cuDNN's attention."""
     fp8_params: bool = False
     """As the option; without effect in recipes that have no such weights (bf16, block)."""
 

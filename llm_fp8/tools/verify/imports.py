@@ -6,12 +6,11 @@ import contextlib
 import importlib
 import io
 import sys
-from collections.abc import Callable
 
-from llm_fp8.config.attention_packages import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FLASH_ATTENTION_PACKAGES
 from llm_fp8.tools.verify.result import Problems, Result
 from llm_fp8.tools.verify.setup import Setup
 from llm_fp8.tools.verify.versions import installed, read_pins
+from llm_fp8.utils.packages import FLASH_ATTENTION_4
 
 REQUIRED = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 OPTIONAL = {
@@ -19,11 +18,10 @@ OPTIONAL = {
     "torchao": "--fp8_backend torchao",
     "wandb": "--use_wandb",
     "flash_attn": "--attn_implementation flash_attention_2",
-    "flash_attn.cute": f"--attn_implementation {FLASH_ATTENTION_4}",
+    "flash_attn.cute": "--attn_implementation flash_attention_4",
 }
 """Module -> the option that needs it."""
-_FLASH_3, _FLASH_4 = FLASH_ATTENTION_PACKAGES[FLASH_ATTENTION_3], FLASH_ATTENTION_PACKAGES[FLASH_ATTENTION_4]
-_PACKAGES = {"flash_attn": "flash-attn", "flash_attn.cute": _FLASH_4.package}
+_PACKAGES = {"flash_attn": "flash-attn", "flash_attn.cute": FLASH_ATTENTION_4.name}
 """Module -> its package, where the names differ. flash-attn 4 has a folder flash_attn too, so that import alone does
 not tell of flash-attn 2.
 """
@@ -41,23 +39,11 @@ def try_import(name: str) -> str | None:
 
 def try_transformer_engine() -> str | None:
     """As `try_import`, as a run loads it: with torch's cuDNN."""
+    from llm_fp8.utils.errors import UserError
     from llm_fp8.utils.te_import import require_te
 
-    return _what_a_run_says(lambda: require_te("fp8"))
-
-
-def try_flash_attention_3() -> str | None:
-    """As `try_import`, of flash-attn 3's operators as a run loads them: without the package that they lie in."""
-    from llm_fp8.kernels.flash_attention import load_operators
-
-    return _what_a_run_says(load_operators)
-
-
-def _what_a_run_says(load: Callable[[], object]) -> str | None:
-    from llm_fp8.utils.errors import UserError
-
     try:
-        load()
+        require_te("fp8")
     except UserError as error:
         return str(error)
     return None
@@ -79,9 +65,7 @@ def judge(outcomes: dict[str, str | None], said: str = "") -> Result:
                 f"{pip} uninstall -y flash-attn   # or install it again for this torch",
             )
         elif name == "flash_attn.cute":
-            problems.warn(f"{sentence} ({OPTIONAL[name]})", f"{sys.executable} -m {_FLASH_4.install}")
-        elif name == _FLASH_3.name:
-            problems.warn(sentence, f"{sys.executable} -m {_FLASH_3.install}")
+            problems.warn(f"{sentence} ({OPTIONAL[name]})", f"{sys.executable} -m {FLASH_ATTENTION_4.install}")
         elif name in OPTIONAL:
             problems.warn(f"{sentence} ({OPTIONAL[name]})", reinstall(name))
         elif name == _TE:
@@ -119,7 +103,4 @@ def check(setup: Setup) -> Result:
             outcomes[_TE] = try_transformer_engine()
         there = installed(_PACKAGES.get(name, name) for name in OPTIONAL)
         outcomes |= {name: try_import(name) for name in OPTIONAL if _PACKAGES.get(name, name) in there}
-        third = installed([_FLASH_3.package]).get(_FLASH_3.package)
-        if setup.num_gpus and third is not None and third.version == _FLASH_3.version:  # others serve other purposes
-            outcomes[_FLASH_3.name] = try_flash_attention_3()
     return judge(outcomes, words.getvalue())

@@ -11,15 +11,14 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from llm_fp8.config.attention_packages import FLASH_ATTENTION_PACKAGES
 from llm_fp8.tools.verify.result import Problems, Result
 from llm_fp8.tools.verify.setup import Setup
-from llm_fp8.utils.packages import REPOSITORY
+from llm_fp8.utils.packages import FLASH_ATTENTION_4, REPOSITORY
 
 REQUIREMENTS = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
 OPTIONAL = {
     "flash-attn": "attention of the Hugging Face path",
-    **{package.package: f"--attn_implementation {package.option}" for package in FLASH_ATTENTION_PACKAGES.values()},
+    FLASH_ATTENTION_4.name: "--attn_implementation flash_attention_4",
     "torchao": "--fp8_backend torchao",
     "peft": "--lora_rank",
     "deepspeed": "--sharding_mode deepspeed_1 to 3",
@@ -29,7 +28,7 @@ OPTIONAL = {
     "nvidia-ml-py": "energy figures",
 }
 """What runs without; package -> what needs it."""
-FLASH_ATTENTIONS = ("flash-attn", *(package.package for package in FLASH_ATTENTION_PACKAGES.values()))
+FLASH_ATTENTIONS = ("flash-attn", FLASH_ATTENTION_4.name)
 """In no file of requirements."""
 TE = "transformer-engine"
 TE_PARTS = (TE, f"{TE}-torch", f"{TE}-cu12", f"{TE}-cu13")

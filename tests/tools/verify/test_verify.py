@@ -22,9 +22,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from llm_fp8.config.attention_packages import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FLASH_ATTENTION_PACKAGES
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.kernels import flash_attention as flash_attention_3
 from llm_fp8.precision.plan import resolve_precision, torchao_needs
 from llm_fp8.tools.gemm_rates import KnownRates, MeasuredRates
 from llm_fp8.tools.verify import (
@@ -52,6 +50,7 @@ from llm_fp8.tools.verify.result import Problems, Result
 from llm_fp8.tools.verify.runner import CHECKS, Check, Row, is_hanging, run_checks
 from llm_fp8.tools.verify.setup import Setup
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.packages import FLASH_ATTENTION_4
 from llm_fp8.utils.subprocesses import torchrun
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -274,12 +273,7 @@ def test_imports():
     assert "'deepspeed==" in optional.mends[0] and "uninstall -y flash-attn" in optional.mends[1]
     fourth = imports.judge({"torch": None, "flash_attn.cute": "ImportError: cannot import name 'cute'"})
     assert fourth.status == "warning" and "--attn_implementation flash_attention_4" in fourth.summary
-    assert fourth.mends[0].endswith(f"-m {FLASH_ATTENTION_PACKAGES[FLASH_ATTENTION_4].install}")
-    third = imports.judge(
-        {"torch": None, "flash-attn 3": "--attn_implementation flash_attention_3: its operators do not load"}
-    )
-    assert third.status == "warning" and "--attn_implementation flash_attention_3" in third.summary
-    assert third.mends[0].endswith(f"-m {FLASH_ATTENTION_PACKAGES[FLASH_ATTENTION_3].install}")
+    assert fourth.mends[0].endswith(f"-m {FLASH_ATTENTION_4.install}")
 
 
 @pytest.mark.parametrize(
@@ -302,30 +296,6 @@ def test_each_flash_attn_is_imported_where_its_own_package_is(packages, modules,
     monkeypatch.setattr(imports, "try_import", tried.append)
     imports.check(SimpleNamespace(num_gpus=0))
     assert {name for name in tried if name.startswith("flash_attn")} == modules
-
-
-@pytest.mark.parametrize(
-    ("version", "num_gpus", "tried"), [("0.0.34", 1, 1), ("0.0.34", 0, 0), ("0.0.35", 1, 0), (None, 1, 0)]
-)
-def test_the_operators_of_flash_attn_3_are_loaded_where_they_can_be(version, num_gpus, tried, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    if version is not None:
-        (tmp_path / "xformers-1.dist-info").mkdir()
-        (tmp_path / "xformers-1.dist-info" / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: xformers\nVersion: {version}\n"
-        )
-    loads = []
-
-    def load_operators():
-        loads.append(version)
-        raise UserError("--attn_implementation flash_attention_3: its operators do not load")
-
-    monkeypatch.setattr(flash_attention_3, "load_operators", load_operators)
-    monkeypatch.setattr(imports, "try_transformer_engine", lambda: None)
-    result = imports.check(SimpleNamespace(num_gpus=num_gpus))
-    assert len(loads) == tried
-    assert ("flash-attn 3 does not load: --attn_implementation flash_attention_3" in result.summary) == bool(tried)
-    assert "xformers" not in sys.modules
 
 
 H200 = gpu.GpuFacts(
