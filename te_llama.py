@@ -1,45 +1,45 @@
 """Llama, Qwen2/2.5, Qwen3 and Mistral with decoder layers made of Transformer Engine (TE) modules.
 
-What: `build_te_model(config, ...)` returns Hugging Face's own `LlamaForCausalLM` (or `Qwen2ForCausalLM`, ...) whose
-decoder layers, final norm and rotary table are replaced. Embedding, `lm_head`, `generate`, `save_pretrained` and PEFT
-stay Hugging Face's.
+What: `build_te_model(config, ...)` returns Hugging Face's own `LlamaForCausalLM` (or `Qwen2ForCausalLM`, ...) with its
+decoder layers, final norm and rotary table replaced. Embedding, `lm_head`, `generate`, `save_pretrained` and PEFT stay
+Hugging Face's.
 
     hidden [B, S, h]
       ├─ LayerNormLinear    RMSNorm + one fused QKV GEMM -> [B, S, (heads + 2 * kv_heads) * head_dim]
-      │   split into q, k and v, and RoPE with fp32 angles: one kernel (`llm_fp8.kernels.rope_triton`)
-      │       (Qwen3 has an RMSNorm of every q and k head between; there, and under context parallelism, TE's RoPE)
+      │   split into q, k, v and RoPE with fp32 angles in one kernel (`llm_fp8.kernels.rope_triton`)
+      │       (Qwen3 normalises every q and k head in between; there, and under context parallelism, TE's RoPE)
       │   DotProductAttention   cuDNN or flash-attn, causal, GQA, sliding window
       │   Linear                output projection
       ├─ + residual
-      ├─ LayerNormMLP       RMSNorm + fc1 (gate, then up) + SwiGLU + fc2; SwiGLU's backward pass in one kernel with the cast to fp8
-      │                     (`llm_fp8.kernels.swiglu`)
+      ├─ LayerNormMLP       RMSNorm + fc1 (gate, then up) + SwiGLU + fc2; the backward pass of SwiGLU and the cast to
+      │                     fp8 are one kernel (`llm_fp8.kernels.swiglu`)
       └─ + residual
 
-Why: TE's fused modules quantise an activation once per GEMM group, keep the norm next to the cast and have fp8 kernels
-for forward, data gradient and weight gradient. This file knows nothing of precision: under `te.autocast` the same
-modules run in fp8, outside of it in their parameters' dtype.
+Why: TE's fused modules quantise an activation once per group of GEMMs, keep the norm next to the cast, and have fp8
+kernels for fprop, dgrad and wgrad. This file knows nothing of precision: under `te.autocast` the same modules run in
+fp8, outside of it in the dtype of their parameters.
 
-Four ways into attention:
-- packed: `input_ids [1, T]` with `cu_seq_lens_q` int32 [n + 1]; documents do not see each other and each starts at
-  position 0;
-- padded on the right: `input_ids [B, S]` with `cu_seq_lens_q` int32 [B + 1], the running sum of the rows' real lengths;
-- shared between processes (`set_context_parallel_group`): `input_ids [1, T / C]`, a slice of the packed form, with its
-  whole `cu_seq_lens_q`;
-- neither (generation with a KV cache, any 2-D or 4-D mask, any position ids): Hugging Face's masks and torch's SDPA.
-  Right for everything and slower; training never takes it.
+Attention takes one of four forms:
+- packed: `input_ids [1, T]` with `cu_seq_lens_q` int32 [n + 1]; documents do not attend to each other and each starts
+  at position 0;
+- padded on the right: `input_ids [B, S]` with `cu_seq_lens_q` int32 [B + 1], the running sum of the real lengths;
+- context parallel (`set_context_parallel_group`): `input_ids [1, T / C]`, this rank's slice of the packed form, with
+  the `cu_seq_lens_q` of the unsliced documents;
+- general (generation with a KV cache, any 2-D or 4-D mask, any position ids): Hugging Face's masks and torch's SDPA.
+  Slower; training never takes it.
 
-The parameter map between the two layouts is declared in `parameter_map`: every TE tensor is one or more Hugging Face
-tensors stacked along dim 0, so conversion is slicing, exact in both directions, and needs no TE and no GPU.
+`parameter_map` declares how the two layouts correspond: every TE tensor is one or more Hugging Face tensors stacked
+along dim 0. Conversion is slicing, exact in both directions, and needs no TE and no GPU.
 
 Sources: TE 2.20 (`LayerNormLinear`, `LayerNormMLP`, `DotProductAttention`, `apply_rotary_pos_emb`); transformers 5
-(`modeling_llama.py` and its siblings) for the architecture and for the rotary frequencies.
+(`modeling_llama.py` and its siblings) for the architecture and the rotary frequencies.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ from llm_fp8.kernels.swiglu import fuse_swiglu_backward
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""RoPE types whose frequencies do not depend on the sequence at hand; one table serves the whole run."""
+"""RoPE types whose frequencies do not depend on the sequence length; one table serves the whole run."""
 
 
 class UnsupportedArchitecture(ValueError):
@@ -62,7 +62,7 @@ class UnsupportedArchitecture(ValueError):
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """The sizes and features of a decoder, read from a Hugging Face config. All sizes are numbers of elements."""
+    """The sizes (numbers of elements) and features of a decoder, read from a Hugging Face config."""
 
     hidden_size: int
     intermediate_size: int
@@ -81,18 +81,18 @@ class DecoderSpec:
     windows: tuple[int | None, ...]
     """Per layer: number of most recent positions attended to, itself included; None for all."""
     unfused_mlp: bool = False
-    """fc1 and fc2 are modules of their own, so that what lies between them can be reached; slower than LayerNormMLP."""
+    """fc1 and fc2 are separate modules, so that adapters reach what lies between them; slower than LayerNormMLP."""
     flash_attention_4: bool = False
-    """Packed documents take flash-attn 4 (`llm_fp8.kernels.flash_attention`) in place of Transformer Engine's choice."""
+    """Packed documents take flash-attn 4 (`llm_fp8.kernels.flash_attention`) instead of TE's choice."""
 
     @property
     def q_size(self) -> int:
-        """Columns of the query projection."""
+        """Output features of the query projection."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Columns of the key projection, and of the value projection."""
+        """Output features of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
 
 
@@ -149,13 +149,9 @@ def _window(config: PretrainedConfig, layer: int) -> int | None:
     return window
 
 
-# --- Parameter map
-# -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Part:
-    """A Hugging Face tensor inside a TE tensor: rows `start` to `stop` of dim 0, of shape `shape`."""
+    """A Hugging Face tensor inside a TE tensor: `start` to `stop` of dim 0, of shape `shape`."""
 
     hf_name: str
     start: int
@@ -217,12 +213,6 @@ def parameter_map(spec: DecoderSpec) -> dict[str, tuple[Part, ...]]:
     return entries
 
 
-def _listed(names: Iterable[str]) -> str:
-    """The first few of the names, for an error message."""
-    found = sorted(names)
-    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
-
-
 def hf_state_dict(spec: DecoderSpec, te_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors (weights, or gradients by the same names) under Hugging Face's names and shapes.
 
@@ -235,16 +225,12 @@ def hf_state_dict(spec: DecoderSpec, te_tensors: Mapping[str, Tensor]) -> dict[s
     }
 
 
-# --- Modules
-# -----------------------------------------------------------------------------------------------------------
-
-
 class RotaryTable(nn.Module):
-    """RoPE angles for every position, once for the whole model, in Hugging Face's frequencies.
+    """RoPE angles of every position in Hugging Face's frequencies, shared by all layers.
 
-    `forward` returns `angles` fp32 [max_positions, 1, 1, rotary_dim] (frequencies repeated for both halves), the form
-    in which TE's fused kernel wants them. YaRN also scales cos and sin by `attention_scaling` a; since (a q)(a k) = a²
-    q k it is applied as a factor a² of the softmax scale instead.
+    `forward` returns `angles` fp32 [max_positions, 1, 1, rotary_dim] (frequencies repeated for both halves), the layout
+    of TE's fused kernel. YaRN also scales cos and sin by `attention_scaling` a; since (a q)(a k) = a² q k, the softmax
+    scale takes the factor a² instead.
     """
 
     def __init__(self, config: PretrainedConfig, hf_rotary_class: type[nn.Module], device: torch.device) -> None:
@@ -290,8 +276,8 @@ class _SwiGLU(torch.autograd.Function):
         return tex.dswiglu(gradient.contiguous(), *ctx.saved_tensors, None)
 
 
-class SplitMLP(nn.Module):
-    """What LayerNormMLP computes, with `fc1` and `fc2` as modules; called as it is."""
+class UnfusedMLP(nn.Module):
+    """LayerNormMLP with `fc1` and `fc2` as separate modules."""
 
     def __init__(self, spec: DecoderSpec, **shared: Any) -> None:
         import transformer_engine.pytorch as te
@@ -311,10 +297,10 @@ class SplitMLP(nn.Module):
 
 
 class TEDecoderLayer(GradientCheckpointingLayer):
-    """One decoder layer; called as Hugging Face calls its own, returns hidden states [B, S, h].
+    """One decoder layer, called as Hugging Face calls its own; returns hidden states [B, S, h].
 
     `is_first_microbatch` is read on every call: True casts the weights to fp8 and keeps the casts, False reuses them,
-    None casts without keeping. It changes nothing outside fp8.
+    None casts without keeping. Outside fp8 it has no effect.
     """
 
     def __init__(
@@ -359,7 +345,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         self.output = te.Linear(spec.q_size, spec.hidden_size, bias=spec.output_bias, **shared)
         self.mlp: nn.Module
         if spec.unfused_mlp:
-            self.mlp = SplitMLP(spec, **shared)
+            self.mlp = UnfusedMLP(spec, **shared)
             return
         self.mlp = te.LayerNormMLP(
             spec.hidden_size,
@@ -376,10 +362,9 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     def set_context_parallel_group(
         self, group: torch.distributed.ProcessGroup, ranks: list[int], stream: torch.cuda.Stream
     ) -> None:
-        """From now on each process of `group`, whose global ranks are `ranks`, holds a slice of every document; see
-        `_documents`.
+        """Shard every document over `group`, whose global ranks are `ranks` (see `_documents`).
 
-        `stream` is where every second step of the exchange is computed. TE's ring has neither sliding windows nor fp32.
+        `stream` runs every second step of the ring (TE's p2p), which has neither sliding windows nor fp32.
         """
         self.context_size, self.context_rank = len(ranks), ranks.index(torch.distributed.get_rank())
         self.attention.set_context_parallel_group(group, ranks, stream, cp_comm_type="p2p")
@@ -395,9 +380,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         max_length_q: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """hidden_states [B, S, h]; `position_embeddings` is the table of `RotaryTable`; the rest as the module's
-        docstring says.
-        """
+        """hidden_states [B, S, h]; `position_embeddings`: the table of `RotaryTable`; for the rest see the module."""
         assert position_embeddings is not None
         fused = self.qkv(hidden_states, is_first_microbatch=self.is_first_microbatch)
         if cu_seq_lens_q is not None:
@@ -408,9 +391,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(hidden_states, is_first_microbatch=self.is_first_microbatch)
 
     def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The fused projection [..., (heads + 2 * kv_heads) * d] -> q, k, v [..., heads, d], views of it; of Qwen3 q
-        and k normalised.
-        """
+        """Fused projection -> q, k, v [..., heads, d], views; Qwen3 normalises q and k."""
         spec = self.spec
         q, k, v = fused.unflatten(-1, (-1, spec.head_dim)).split(
             (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=-2
@@ -418,20 +399,14 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return (self.q_norm(q), self.k_norm(k), v) if spec.qk_norm else (q, k, v)
 
     def _one_kernel_rotates(self, fused: Tensor) -> bool:
-        """Whether `llm_fp8.kernels.rope_triton` takes this projection. Under context parallelism, and where a norm
-        comes between split and RoPE, it does not.
-
-        It needs triton, which Transformer Engine needs too.
-        """
+        """Whether `rope_triton` takes this projection: not under context parallelism, nor with a QK norm."""
         known = fused.is_cuda and fused.dtype in (torch.bfloat16, torch.float16, torch.float32)
         return known and self.context_size == 1 and not self.spec.qk_norm
 
     def _split_and_rotate(
         self, fused: Tensor, angles: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q and k after RoPE, and v, contiguous. Packed with `cu_seqlens`: [T, size] -> [T, heads, d]; else [B, S,
-        size] -> [B, S, heads, d].
-        """
+        """q and k after RoPE, and v: packed [T, size] -> [T, heads, d], else [B, S, size] -> [B, S, heads, d]."""
         if self._one_kernel_rotates(fused):
             from llm_fp8.kernels.rope_triton import split_rope
 
@@ -454,15 +429,13 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return rotate(q), rotate(k), v.contiguous()
 
     def _documents(self, fused: Tensor, angles: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
-        """Attention inside documents that each start at position 0; the fused projection [B, S, size] -> [B, S, heads *
-        d].
+        """Attention within documents that each start at position 0: projection [B, S, size] -> [B, S, heads * d].
 
-        B == 1 with more documents than rows is the packed form (TE's "thd"); else every row is one right-padded
-        document.
+        B == 1 with several documents is the packed form (TE's "thd"); else each sequence is one right-padded document.
 
-        Under context parallelism over C processes the form is always the packed one. Tokens are then this process's: of
-        every document, whose length is a multiple of 2 C, chunks number r and 2 C - 1 - r of 2 C, for r its rank.
-        `cu_seqlens` and `max_seqlen` are still those of whole documents.
+        Under context parallelism over C ranks the form is always packed. Rank r holds, of every document (its length is
+        a multiple of 2 C), chunks r and 2 C - 1 - r of 2 C; `cu_seqlens` and `max_seqlen` are those of the unsliced
+        documents.
         """
         batch, length = fused.shape[:2]
         num_documents = cu_seqlens.shape[0] - 1
@@ -494,9 +467,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     def _general(
         self, fused: Tensor, angles: Tensor, position_ids: Tensor | None, mask: Tensor | None, cache: Any
     ) -> Tensor:
-        """Attention under Hugging Face's 4-D mask (None: causal) with its KV cache; the fused projection [B, S,
-        size] -> [B, S, heads * d].
-        """
+        """Attention under Hugging Face's 4-D mask (None: causal) and KV cache: [B, S, size] -> [B, S, heads * d]."""
         batch, length = fused.shape[:2]
         assert position_ids is not None
         rows = angles[position_ids].flatten(2).unsqueeze(2)
@@ -536,18 +507,17 @@ def build_te_model(
     unfused_mlp: bool = False,
     flash_attention_4: bool = False,
 ) -> PreTrainedModel:
-    """A Hugging Face causal LM with TE decoder layers, parameters of `dtype` allocated on `device` and not yet filled.
+    """A Hugging Face causal LM with TE decoder layers; its parameters of `dtype` on `device` are not yet filled.
 
-    With `device` "meta" the parameters have no memory; `table_device` (default: `device`) is then where the rotary
-    table is. `unfused_mlp`, `flash_attention_4`: see `DecoderSpec`.
-    Fill them with `WeightFiller` or `initialize_weights_`. Raises `UnsupportedArchitecture`.
+    On "meta" the parameters have no memory; the rotary table is on `table_device` (default: `device`). For
+    `unfused_mlp` and `flash_attention_4` see `DecoderSpec`. Fill the parameters with
+    `llm_fp8.models.weight_shards.WeightFiller` or `initialize_weights_`. Raises `UnsupportedArchitecture`.
     """
     import transformer_engine.pytorch as te
 
     device = torch.device(device)
     spec = decoder_spec(config, unfused_mlp, flash_attention_4)
-    # SDPA for the general path: Hugging Face then builds the masks that path needs, and none for training's (see
-    # `_documents`).
+    # SDPA for the general form: Hugging Face then builds the masks that it needs, and none for training.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
         hf_rotary_class = type(model.model.rotary_emb)
@@ -570,16 +540,14 @@ def build_te_model(
 
 
 def initialize_weights_(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Random weights as Hugging Face initialises these families: normal(0, initializer_range), norms one, biases
-    zero.
-    """
+    """Hugging Face's random weights for these families: normal(0, initializer_range), norms one, biases zero."""
     for name, parameter in model.named_parameters():
         random_(parameter, name, model.config.initializer_range, generator)
 
 
 @torch.no_grad()
 def random_(parameter: Tensor, name: str, std: float, generator: torch.Generator) -> None:
-    """One whole parameter of `initialize_weights_`; `std` is the standard deviation of a matrix."""
+    """One unsharded parameter of `initialize_weights_`; `std` is the standard deviation of a matrix."""
     if name.endswith("bias"):
         parameter.zero_()
     elif parameter.ndim == 1:
@@ -589,20 +557,20 @@ def random_(parameter: Tensor, name: str, std: float, generator: torch.Generator
 
 
 def te_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's parameters by name, a tied matrix once, without what was added to its modules (`adapters`)."""
+    """The model's parameters by name, a tied matrix once, adapters left out."""
     return {name: parameter for name, parameter in model.named_parameters() if ".adapters." not in name}
 
 
 def export_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights in Hugging Face's layout on the CPU, each tensor with memory of its own, ready to be saved."""
+    """The weights in Hugging Face's layout as contiguous copies on the CPU."""
     views = hf_state_dict(spec_of(model), te_parameters(model))
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in views.items()}
 
 
 def attention_backend(model: PreTrainedModel | None = None) -> str | None:
-    """The kernels of packed rows' attention: of `model` flash-attn 4 where it was built with it.
+    """Attention kernels of packed documents: flash-attn 4 where `model` was built with it, else TE's last choice.
 
-    Else those that TE chose for the call that it ran last: fused (cuDNN), flash-attn or unfused; None before any.
+    TE's are fused (cuDNN), flash-attn or unfused; None before its first call.
     """
     if model is not None and spec_of(model).flash_attention_4:
         return "flash-attn 4"

@@ -1,13 +1,13 @@
-"""From a model's name to a module on the device: config, tokenizer, weights in, weights out.
+"""Build a model on the device: choose the attention, allocate, initialise or load.
 
-A name is 'embedded', a local folder laid out as the hub lays it out, or a hub id. With --random_init a hub id whose
-architecture is bundled (`llm_fp8/models/architectures`) needs no hub. Two builds:
+A name is 'embedded', a local folder laid out as the hub lays it out, or a hub id; with --random_init a hub id whose
+architecture is bundled (`llm_fp8/models/architectures`) needs no hub. Two decoders:
 
-- Hugging Face's own model, through `from_pretrained`, whose missing and unexpected tensors are errors here;
+- Hugging Face's own, through `from_pretrained`, whose missing and unexpected tensors are errors here;
 - the same model with TE decoder layers (te_llama.py), filled from the safetensors files tensor by tensor.
 
-A model whose parameters are to be split over ranks is built in two steps: `build_structure` makes either of them
-without memory for its parameters, and when they are split `fill_sharded` reads into each rank its rows of them.
+A model to be sharded is built in two steps: `build_structure` makes either one with parameters on "meta"; once they are
+sharded and have memory, `weights.fill_sharded` reads each rank's shards.
 """
 
 from __future__ import annotations
@@ -32,24 +32,27 @@ from transformers import (
 
 import te_llama
 from llm_fp8.config.options import ModelConfig
-from llm_fp8.kernels.flash_attention import (
-    keep_from_transformer_engine,
-    require_flash_attention,
-)
+from llm_fp8.kernels.flash_attention import keep_from_transformer_engine, require_flash_attention
 from llm_fp8.models.source import ModelSource, _named_errors, has_random_weights
-from llm_fp8.models.weight_shards import initialize_rows_
+from llm_fp8.models.weight_shards import initialize_shards_
 from llm_fp8.models.weights import _corrupt_file, fill_te_model, weight_files
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import package_version
 from llm_fp8.utils.te_import import require_te
 
+TUNED_WIDTHS = (512, 768, 1024, 2048, 4096, 8192)
+"""Hidden sizes for which TE 2.20 has tuned RMSNorm kernels."""
+MIN_WIDTH = 1024
+HOPPER = 9
+"""Major compute capability on which the two were compared."""
+VARIABLES = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
+
 
 def choose_attention(requested: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """The attention implementation of the Hugging Face path.
+    """The attention implementation of the Hugging Face decoder; `auto` takes the fastest that the architecture has.
 
-    `auto` takes the fastest that the architecture has. Raises `UserError` where another was asked for that it lacks, or
-    that is not installed.
+    Raises `UserError` where the requested one is not installed, or the architecture lacks it.
     """
     installed = package_version("flash-attn") is not None  # flash-attn 4 has a folder flash_attn too
     if requested == "flash_attention_2" and not installed:
@@ -64,27 +67,21 @@ def choose_attention(requested: str, hf_config: PretrainedConfig, device: torch.
                 f"'{hf_config.model_type}'; leave it at auto, or give --attn_implementation eager."
             )
         return requested
-    if (
-        installed
-        and device.type == "cuda"
-        and dtype != torch.float32
-        and _has_attention(hf_config, "flash_attention_2")
-    ):
+    fits = installed and device.type == "cuda" and dtype != torch.float32
+    if fits and _has_attention(hf_config, "flash_attention_2"):
         return "flash_attention_2"
     return "sdpa" if _has_attention(hf_config, "sdpa") else "eager"
 
 
 def _has_attention(hf_config: PretrainedConfig, implementation: str) -> bool:
-    """Whether transformers has this attention for the architecture; True where it knows no causal language model of
-    it, and says so itself.
-    """
+    """Whether transformers has this attention for the architecture; True where it knows no causal LM (fails later)."""
     flag = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(implementation)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     return flag is None or model_class is None or bool(getattr(model_class, flag))
 
 
 def require_te_decoder(device: torch.device, options: ModelConfig) -> None:
-    """Raise `UserError` where --use_te, or the attention that was asked for with it, cannot work."""
+    """Raise `UserError` where --use_te, or the attention requested with it, cannot work."""
     if device.type != "cuda":
         raise UserError("--use_te needs an NVIDIA GPU, and none is found; --use_te=false trains on the CPU.")
     require_te("--use_te")
@@ -101,11 +98,7 @@ def _build_te_decoder(
     with_memory: bool,
     unfused_mlp: bool,
 ) -> PreTrainedModel:
-    """`te_llama.build_te_model` on `device`, with or without memory for parameters, attention that is known to be right
-    and the faster norms.
-
-    Raises `UserError` where --use_te cannot work.
-    """
+    """`te_llama.build_te_model` with verified attention and the faster norms; `UserError` where it cannot work."""
     require_te_decoder(device, options)
     keep_from_transformer_engine(te_llama.decoder_spec(hf_config).head_dim)
     if device.type == "cuda":
@@ -133,7 +126,7 @@ def build_model(
 ) -> tuple[PreTrainedModel, bool]:
     """The model on `device` with parameters of `parameter_dtype`, and whether its weights were loaded (else: random).
 
-    `unfused_mlp` is for the TE decoder: see `te_llama.DecoderSpec`.
+    For `unfused_mlp` (TE decoder) see `te_llama.DecoderSpec`.
     """
     random_weights = has_random_weights(options, source)
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -150,7 +143,7 @@ def build_model(
     if random_weights:
         with torch.device(device):
             model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
-        initialize_rows_(model, generator)  # not Hugging Face's own, which could not be drawn in parts
+        initialize_shards_(model, generator)  # not Hugging Face's own, which cannot be drawn in shards
         return model, False
     return _load_hf_model(options, source, attention, parameter_dtype, device), True
 
@@ -165,11 +158,7 @@ def build_structure(
     device: torch.device,
     unfused_mlp: bool = False,
 ) -> PreTrainedModel:
-    """The model of `build_model` with parameters of `parameter_dtype` that have no memory (device "meta"); buffers are
-    on `device`, with values.
-
-    Fill it with `fill_sharded`.
-    """
+    """The model of `build_model` with parameters on "meta" and buffers on `device`; fill it with `fill_sharded`."""
     if options.use_te:
         return _build_te_decoder(
             options, hf_config, parameter_dtype, device, with_memory=False, unfused_mlp=unfused_mlp
@@ -177,7 +166,7 @@ def build_structure(
     attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
     with init_empty_weights(include_buffers=False), torch.device(device):
         model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
-    model.tie_weights()  # which taking their memory away undid
+    model.tie_weights()  # undone by `init_empty_weights`
     if not has_random_weights(options, source):
         with contextlib.suppress(OSError):  # a model need not have the file
             model.generation_config = GenerationConfig.from_pretrained(
@@ -198,11 +187,10 @@ def _model_from_config(hf_config: PretrainedConfig, **options: Any) -> PreTraine
 
 def count_parameters(hf_config: PretrainedConfig) -> int:
     """Number of elements of a model's parameters, tied ones counted once."""
-    return sum(parameter.numel() for parameter in _model_without_memory(hf_config).parameters())
+    return sum(parameter.numel() for parameter in _model_on_meta(hf_config).parameters())
 
 
-def _model_without_memory(hf_config: PretrainedConfig) -> PreTrainedModel:
-    """The architecture alone."""
+def _model_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         return _model_from_config(copy.deepcopy(hf_config))  # which building would change
 
@@ -210,7 +198,7 @@ def _model_without_memory(hf_config: PretrainedConfig) -> PreTrainedModel:
 def _load_hf_model(
     options: ModelConfig, source: ModelSource, attention: str, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    weight_files(options, source)  # A clear sentence for what is missing, before transformers' own.
+    weight_files(options, source)  # names what is missing more clearly than transformers
     with _named_errors("weights", options.model_name):
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -227,13 +215,9 @@ def _load_hf_model(
                 f"{_corrupt_file(weight_files(options, source))} is truncated or corrupt ({error}); fetch it again."
             ) from error
     model, info = loaded
-    wrong = {
-        kind: names
-        for kind, names in info.items()
-        if names and kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-    }
+    wrong = [(kind, info[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(kind)]
     if wrong:
-        kind, found = next(iter(wrong.items()))
+        kind, found = wrong[0]
         names = [f"{n[0]} {tuple(n[1])} instead of {tuple(n[2])}" if isinstance(n, tuple) else str(n) for n in found]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise UserError(
@@ -243,29 +227,22 @@ def _load_hf_model(
     return model
 
 
-# --- Properties
-# ------------------------------------------------------------------------------------------------------------
-
-
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers in order; raises `UserError` for an architecture without a single list of them."""
-    layers = getattr(model.base_model, "layers", None)
-    if layers is None:
-        layers = getattr(model.base_model, "h", None)
+    layers = getattr(model.base_model, "layers", getattr(model.base_model, "h", None))
     if not isinstance(layers, nn.ModuleList):
         raise UserError(f"{type(model).__name__} has no list of decoder layers that these scripts know.")
     return layers
 
 
 def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
-    """The dimensions of a decoder of any architecture: of those that te_llama.py builds read off the config, of others
-    counted in the model.
+    """The dimensions of a decoder of any architecture, from the config or, without a TE decoder, counted on "meta".
 
     Experts of which a router chooses some are not counted.
     """
     if hf_config.model_type in te_llama.SUPPORTED_MODEL_TYPES:
         return DecoderSize.from_config(hf_config, num_adapter_parameters)
-    model = _model_without_memory(hf_config)
+    model = _model_on_meta(hf_config)
     matrices = [
         weight.numel()
         for module in model.modules()
@@ -283,34 +260,19 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
     )
 
 
-# --- norm_backend ----------------------------------------------------------------------------------------
-# Which kernels Transformer Engine's norms run on.
-#
-# Its own RMSNorm is tuned for the widths of `TUNED_WIDTHS`; others take a general one, which is two to three times
-# slower: on an H200, 16,384 tokens of width 3,072, forward and backward with the quantising, 316 us beside cuDNN's 117
-# (docs/performance_log.md). Transformer Engine asks two variables for cuDNN's norms, once in a process, at the first
-# norm. cuDNN plans each number of tokens anew, which takes up to a second: packed micro-batches all have one number,
-# padded ones a few, because their rows end at multiples of 128 tokens. Small models would not earn it back.
-
-TUNED_WIDTHS = (512, 768, 1024, 2048, 4096, 8192)
-"""Of Transformer Engine 2.20's RMSNorm kernels."""
-MIN_WIDTH = 1024
-HOPPER = 9
-"""Major compute capability on which cuDNN's were compared with them."""
-VARIABLES = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
-
-
 def cudnn_is_faster(width: int) -> bool:
-    """Whether norms of so many elements are left to cuDNN on such a GPU."""
+    """Whether cuDNN's RMSNorm of this hidden size is faster on Hopper."""
     return width > MIN_WIDTH and width not in TUNED_WIDTHS
 
 
 def choose_norm_backend(width: int, major_capability: int, environ: MutableMapping[str, str]) -> None:
-    """Have norms of so many elements computed by cuDNN in this process where that is faster; what `environ` says
-    already stays.
+    """Select cuDNN's RMSNorm for this process where it is faster; variables already in `environ` win.
 
-    Forward with current scaling it changes nothing: what finds the tensor's maximum on the way is Transformer Engine's
-    own kernel.
+    TE's own RMSNorm is tuned for `TUNED_WIDTHS`; other hidden sizes take a general kernel: on an H200, 16,384 tokens of
+    width 3,072, forward and backward with quantisation, 316 us against cuDNN's 117 (docs/performance_log.md). TE reads
+    both variables once per process, at its first norm. cuDNN plans each number of tokens anew, up to a second each:
+    packed micro-batches have one number, padded ones few (multiples of 128 tokens); small models would not earn it
+    back. The forward pass under current scaling stays TE's, whose kernel computes the amax on the way.
     """
     if cudnn_is_faster(width) and major_capability == HOPPER:
         for name in VARIABLES:

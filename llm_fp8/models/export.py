@@ -1,16 +1,13 @@
 """The final weights as an ordinary Hugging Face checkpoint: safetensors, config, tokenizer and a model card.
 
-Written beside its place and renamed, so that `final/` is whole or absent. A TE model is written in Hugging Face's
-layout (`te_llama.parameter_map`). Tensors have the dtype of the model that training began with, so that exporting what
-was just loaded gives the same bits; the fp32 that training keeps is in the checkpoints.
+Written to a temporary folder and renamed, so that `final/` is complete or absent. A TE model is written in Hugging
+Face's layout (`te_llama.parameter_map`). Tensors have the dtype that the model was loaded in, so exporting a model as
+loaded gives the same bits; the fp32 master weights are in the checkpoints.
 
-The files are planned from names and shapes, then parameters are gathered one by one and every file is written as soon
-as its tensors are
-there: host memory holds about one file of `MAX_FILE_SIZE`, the GPU one whole parameter, however large the model and
-however it is split.
+The files are planned from names and shapes. Parameters are then gathered one by one and each file is written as soon as
+its tensors are there: host memory holds about one file of `MAX_FILE_SIZE`, the GPU one unsharded parameter.
 
-A model with adapters (llm_fp8/models/lora.py) is written with these added to its weights. `export_adapter` writes the
-adapters alone, as PEFT does.
+Adapters (llm_fp8/models/lora.py) are merged into the weights; `export_adapter` writes them alone, as PEFT does.
 """
 
 from __future__ import annotations
@@ -58,10 +55,9 @@ def export_hf(
 ) -> None:
     """Write `model` and `tokenizer` to `folder` (replaced if it exists), tensors as `dtype`; `card` fills README.md.
 
-    Every rank calls it; the one with `is_main` writes and the others touch no file. `full_tensor` gives the whole of a
-    parameter and may be
-    collective: every rank calls it for the same parameters in the same order, also where writing fails.
-    Raises `UserError`, on the main rank, where the folder cannot be written; what was there before is still there then.
+    Every rank calls it; only the one with `is_main` writes. `full_tensor` returns an unsharded parameter and may be
+    collective: every rank calls it for the same parameters in the same order, also where writing fails. Raises
+    `UserError` on the main rank where the folder cannot be written; an earlier folder is still there then.
     """
     gathered = _gathered(model, full_tensor, dtype if is_main else None)
     if not is_main:
@@ -71,7 +67,7 @@ def export_hf(
         with _replaced(folder) as temporary:
             _write_weights(model, gathered, temporary, dtype, max_file_size)
             config = copy.deepcopy(model.config)
-            config.architectures = [type(model).__name__.removeprefix("FSDP")]  # which fully_shard puts in front
+            config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
             config.dtype = dtype
             config.save_pretrained(temporary)
             if model.can_generate():
@@ -79,7 +75,7 @@ def export_hf(
             tokenizer.save_pretrained(temporary)
             (temporary / "README.md").write_text(model_card(card))
     finally:
-        _exhaust(gathered)  # Other ranks wait in what is left of it.
+        _exhaust(gathered)  # the other ranks wait in the remaining collectives
 
 
 def export_adapter(
@@ -93,8 +89,7 @@ def export_adapter(
     full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
     is_main: bool = True,
 ) -> None:
-    """Write the adapters of `model` to `folder` (replaced if it exists) in PEFT's form, as they were trained, with the
-    tokenizer.
+    """Write the adapters of `model` to `folder` (replaced if it exists) in PEFT's format and their own dtype.
 
     `base_model` is where PEFT finds the frozen model: a hub id or a folder. The rest is as in `export_hf`.
     """
@@ -112,7 +107,7 @@ def export_adapter(
 
 
 def export_size_bytes(model: PreTrainedModel, dtype: torch.dtype, *, adapters_only: bool) -> int:
-    """About what an export takes on the disk: the model's tensors as `dtype`, or the adapters as they are."""
+    """Approximate size of an export: the model's tensors as `dtype`, or the adapters in their own dtype."""
     if adapters_only:
         return sum(
             matrix.numel() * matrix.element_size()
@@ -124,9 +119,7 @@ def export_size_bytes(model: PreTrainedModel, dtype: torch.dtype, *, adapters_on
 
 @contextlib.contextmanager
 def _replaced(folder: Path) -> Iterator[Path]:
-    """A folder to write to, which takes the place of `folder` when all is written; `UserError` where it cannot be
-    written.
-    """
+    """A temporary folder that replaces `folder` once all is written; `UserError` where it cannot be written."""
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -151,9 +144,7 @@ def _exhaust(iterator: Iterator[Any]) -> None:
 def _gathered(
     model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of each Hugging Face tensor, with CPU memory of its own, as `dtype`; with None, takes part in
-    the collectives and gives nothing.
-    """
+    """Name and CPU copy (`dtype`) of each Hugging Face tensor; with `dtype` None only takes part in the collectives."""
     for name, tensor in hf_tensors(model, full_tensor):
         if dtype is not None:
             yield name, tensor.to("cpu", dtype, copy=True).contiguous()
@@ -161,21 +152,21 @@ def _gathered(
 
 
 def hf_tensors(model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of each Hugging Face tensor, whole: the model's own memory, or what `full_tensor` gathered for it.
+    """Name and value of each unsharded Hugging Face tensor: the model's own memory, or what `full_tensor` gathered.
 
-    A weight with an adapter comes with that added, in fp32.
-    Collective where `full_tensor` is. Keep no tensor while asking for the next, or all of them are in memory at once.
+    A weight with an adapter is merged, in fp32. Collective where `full_tensor` is. Keep no tensor while asking for the
+    next, or all of them are in memory at once.
     """
     tensors = saved_tensors(model)
     parameters = dict(model.named_parameters())
     adapters = adapters_of(model)
     for name, parts in parts_of(model).items():
-        whole = full_tensor(parameters[name]) if name in parameters else tensors[name]
+        full = full_tensor(parameters[name]) if name in parameters else tensors[name]
         for part in parts:
-            tensor = (whole if part.shape == whole.shape else whole[part.start : part.stop]).detach()
+            tensor = (full if part.shape == full.shape else full[part.start : part.stop]).detach()
             adapter = adapters.get(part.hf_name.removesuffix(".weight"))
             yield part.hf_name, tensor if adapter is None else with_adapter(tensor, adapter, full_tensor)
-        del whole
+        del full
 
 
 def _write_weights(
@@ -186,12 +177,11 @@ def _write_weights(
     empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     names = stored_names(model)
     if names is None:
-        # Tensors that are merged or divided on their way to the files; which ones belong together is transformers'
-        # knowledge.
+        # Tensors are merged or divided on their way to the files; only transformers knows which belong together.
         planned = to_stored_layout(model, empty)
         gathered = iter(to_stored_layout(model, dict(gathered)).items())
     else:
-        # In the order in which they will come, so that files are completed one after the other.
+        # In the order of gathering, so that files are completed one after the other.
         file_names = {name: stored_name for stored_name, name in names.items()}
         planned = {file_names[name]: tensor for name, tensor in empty.items()}
         gathered = ((file_names[name], tensor) for name, tensor in gathered)
@@ -200,18 +190,18 @@ def _write_weights(
     split = split_torch_state_dict_into_shards(
         planned, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_size
     )
-    waiting: dict[str, dict[str, Tensor]] = {name: {} for name in split.filename_to_tensors}
+    pending: dict[str, dict[str, Tensor]] = {name: {} for name in split.filename_to_tensors}
     for name, tensor in gathered:
         if name in ignored:
             continue
         file_name = split.tensor_to_filename[name]
-        contents = waiting[file_name]
+        contents = pending[file_name]
         contents[name] = tensor
         if len(contents) == len(split.filename_to_tensors[file_name]):
             save_file(contents, folder / file_name, metadata={"format": "pt"})
-            del waiting[file_name], contents
-    if waiting:
-        raise AssertionError(f"planned and not written: {', '.join(waiting)}")
+            del pending[file_name], contents
+    if pending:
+        raise AssertionError(f"planned and not written: {', '.join(pending)}")
     if split.is_sharded:
         metadata = {"total_parameters": sum(tensor.numel() for tensor in planned.values()), **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
@@ -219,7 +209,7 @@ def _write_weights(
 
 
 def model_card(card: dict[str, Any], of_adapter: bool = False) -> str:
-    """A short README.md for the exported folder: how the model, or adapter, was trained, from run facts alone."""
+    """README.md of an exported folder: how the model, or adapter, was trained, from run facts alone."""
     library = "peft" if of_adapter else "transformers"
     loading = (
         "Load the base model with `AutoModelForCausalLM.from_pretrained`, then the adapter with "

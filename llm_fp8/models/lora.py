@@ -1,17 +1,16 @@
-"""LoRA: a frozen model, and beside some of its linear layers a trained product of two thin matrices.
+"""LoRA: a frozen model, and beside some of its linear layers a trained low-rank product.
 
-    y = W x + scaling * B (A dropout(x))        W [out, in] frozen, A [rank, in], B [out, rank], scaling = --lora_alpha / --lora_rank
+    y = W x + scaling * B (A dropout(x))    W [out, in] frozen, A [rank, in], B [out, rank], scaling = alpha / rank
 
-(Hu et al. 2021, arXiv:2106.09685.) B starts at zero, A uniform in +-1/sqrt(in), as PEFT starts them, but each from a
-seed of its own made from --seed and the layer's name: the same numbers in every precision, decoder, layout and number
-of processes.
+(Hu et al. 2021, arXiv:2106.09685.) B starts at zero, A uniform in +-1/sqrt(in), PEFT's initialisation; each from a seed
+made from --seed and the layer's name: the same numbers in every precision, decoder, layout and world size.
 
 Hugging Face's decoder gets its adapters from PEFT (`inject_adapter_in_model`); the linear layers inside PEFT's modules
-are swapped for Transformer Engine's afterwards (llm_fp8/precision/convert.py). PEFT does not know the fused modules of
-the TE decoder, so there they are ours: a module `adapters` in each fused one, called by a forward hook. They are one A
-and B for each Hugging Face layer, so that both kinds are exported as the same PEFT adapter, and merged in the same way.
+are swapped for TE's afterwards (llm_fp8/precision/convert.py). PEFT does not know the fused modules of the TE decoder;
+there a module `adapters` in each fused one is called by a forward hook, with one A and B per Hugging Face layer, so
+that both kinds are exported and merged as the same PEFT adapter.
 
-An adapter's products run in bf16 (or the run's other wide type), never in fp8.
+An adapter's GEMMs run in bf16 (or the run's compute dtype), never in fp8.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ import te_llama
 from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, LoraConfig
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.lora_names import is_adapter, name_without_adapter
-from llm_fp8.models.weight_shards import is_te_model, row_block
+from llm_fp8.models.weight_shards import is_te_model, local_shard
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.te_import import prefer_torchs_cudnn
 
 DEFAULT_SCALING = 2.0
-"""--lora_alpha is twice the rank where it is not given."""
+"""Without --lora_alpha, alpha is twice the rank."""
 
 MLP_TARGETS = frozenset(("gate_proj", "up_proj", "down_proj"))
 _STAGES: dict[str, int] = {
@@ -45,9 +44,7 @@ _STAGES: dict[str, int] = {
     **dict.fromkeys(("gate_proj", "up_proj", "fc1", "mlp"), 2),
     **dict.fromkeys(("down_proj", "fc2"), 3),
 }
-"""Name of a linear layer, Hugging Face's or the TE decoder's -> its place in the order in which a decoder layer
-computes.
-"""
+"""Name of a linear layer, Hugging Face's or the TE decoder's -> its place in the layer's order of computation."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +59,12 @@ class Adapter:
 
 
 def scaling_of(options: LoraConfig) -> float:
-    """What the output of an adapter is multiplied by; --lora_rank is above 0."""
+    """The factor of an adapter's output; --lora_rank is above 0."""
     return DEFAULT_SCALING if options.lora_alpha is None else options.lora_alpha / options.lora_rank
 
 
 def needs_unfused_mlp(options: LoraConfig) -> bool:
-    """Whether the TE decoder's MLP has to be one whose inside adapters can reach."""
+    """Whether an adapter needs the TE decoder's MLP unfused."""
     return options.lora_rank > 0 and bool(MLP_TARGETS & set(_te_targets(options)))
 
 
@@ -75,15 +72,10 @@ def _te_targets(options: LoraConfig) -> tuple[str, ...]:
     return DECODER_LINEARS if ALL_LINEAR in options.targets else options.targets
 
 
-# --- putting adapters in
-# ---------------------------------------------------------------------------------------------------
-
-
 def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze `model` and put adapters of `dtype` into it, in memory of the kind that its weights have (none on "meta"),
-    with undefined values.
+    """Freeze `model` and add adapters of `dtype`, uninitialised, on the device of its weights ("meta" included).
 
-    Raises `UserError` where a name in --lora_targets is no linear layer of the model, and where PEFT is missing.
+    Raises `UserError` where a name in --lora_targets is no linear layer of the model, or PEFT is missing.
     """
     require_peft(f"--lora_rank {options.lora_rank}")
     model.requires_grad_(False)
@@ -112,9 +104,7 @@ def require_peft(why: str) -> None:
 
 
 def target_names(model: PreTrainedModel, options: LoraConfig) -> tuple[str, ...]:
-    """Names of the Hugging Face layers that --lora_targets means in `model`, before it has adapters; `UserError` for
-    one that it has not.
-    """
+    """Hugging Face layers that --lora_targets means in `model` (without adapters); `UserError` for an unknown one."""
     if is_te_model(model):
         return _te_targets(options)
     head = model.get_output_embeddings()
@@ -137,13 +127,13 @@ def target_names(model: PreTrainedModel, options: LoraConfig) -> tuple[str, ...]
 
 
 def peft_config(options: LoraConfig, targets: Iterable[str], base_model: str | None = None) -> Any:
-    """PEFT's own description of the adapters, as it stands in adapter_config.json."""
+    """PEFT's description of the adapters (adapter_config.json)."""
     from peft import LoraConfig as PeftLoraConfig
 
     alpha = float(scaling_of(options) * options.lora_rank)
     return PeftLoraConfig(
         r=options.lora_rank,
-        lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # type: ignore[arg-type]  # it divides by the rank, so a fraction works too
+        lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # type: ignore[arg-type]  # a fraction works too: PEFT divides by the rank
         lora_dropout=options.lora_dropout,
         target_modules=sorted(targets),
         bias="none",
@@ -191,7 +181,7 @@ def _with_adapters(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Tens
 
 
 class FusedAdapters(nn.Module):
-    """The adapters of a fused module, each of which adds to its own columns of the output.
+    """The adapters of a fused module, each of which adds to its own output features.
 
     Args:
         parts: the Hugging Face weights that get an adapter, as parts of the fused weight.
@@ -204,7 +194,7 @@ class FusedAdapters(nn.Module):
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         self.columns: list[tuple[int, int]] = []
         self.layer_names: dict[str, str] = {}
-        """Name of a parameter -> that of the Hugging Face layer."""
+        """Adapter -> its Hugging Face layer."""
         self.rank, self.scaling, self.dropout = options.lora_rank, scaling_of(options), options.lora_dropout
         for part in parts:
             layer_name = part.hf_name.removesuffix(".weight")
@@ -216,9 +206,7 @@ class FusedAdapters(nn.Module):
             self.layer_names[name] = layer_name
 
     def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
-        """inputs [..., in], output [..., out of the fused module]; overwrites `output` and returns it under its new
-        history.
-        """
+        """inputs [..., in]; output [..., out of the fused module], which is overwritten and returned."""
         dtype = output.dtype
         stacked = torch.cat([a.to(dtype) for a in self.lora_A.values()])
         low = F.linear(F.dropout(inputs.to(dtype), self.dropout, self.training), stacked) * self.scaling
@@ -228,8 +216,8 @@ class FusedAdapters(nn.Module):
 class _AddLowRank(torch.autograd.Function):
     """output[..., start:stop] += low[..., its rank columns] @ b.T for each b [stop - start, rank], in place.
 
-    Autograd is not told that `output` changes: Transformer Engine's linear modules keep their inputs for the backward
-    pass and never their output, and a copy of it would be the most expensive part of an adapter.
+    Autograd is not told that `output` changes: TE's linear modules save their inputs for the backward pass, never their
+    output, and copying it would be the most expensive part of an adapter.
     """
 
     @staticmethod
@@ -257,14 +245,8 @@ class _AddLowRank(torch.autograd.Function):
         return gradient, grad_low.view_as(low), None, *grad_bs
 
 
-# --- their values
-# ----------------------------------------------------------------------------------------------------------
-
-
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """Name of a Hugging Face linear layer -> its adapter; empty for a model without. In the order of the model's
-    modules.
-    """
+    """Name of a Hugging Face linear layer -> its adapter, in the order of the modules; empty without adapters."""
     found: dict[str, Adapter] = {}
     for name, module in model.named_modules():
         if isinstance(module, FusedAdapters):
@@ -280,32 +262,29 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
 
 @torch.no_grad()
 def initialize_adapters_(model: PreTrainedModel, seed: int) -> None:
-    """Give the adapters, or this process's rows of them, their first values: A uniform in +-1/sqrt(in), B zero."""
+    """Initialise the adapters, or this rank's shards of them: A uniform in +-1/sqrt(in), B zero."""
     for name, adapter in adapters_of(model).items():
         bound = 1 / math.sqrt(adapter.a.shape[1])
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        whole = torch.empty(adapter.a.shape).uniform_(-bound, bound, generator=generator)
-        block = row_block(adapter.a)
-        block.data.copy_(whole[block.start : block.start + len(block.data)])
-        row_block(adapter.b).data.zero_()
+        full = torch.empty(adapter.a.shape).uniform_(-bound, bound, generator=generator)
+        shard = local_shard(adapter.a)
+        shard.data.copy_(full[shard.start : shard.start + len(shard.data)])
+        local_shard(adapter.b).data.zero_()
 
 
 def with_adapter(weight: Tensor, adapter: Adapter, full_tensor: Callable[[Tensor], Tensor]) -> Tensor:
-    """W + scaling * B A in fp32 [out, in]; `full_tensor` gives the whole of a parameter and may be collective."""
+    """W + scaling * B A in fp32 [out, in]; `full_tensor` returns an unsharded parameter and may be collective."""
     a, b = (full_tensor(matrix).to(weight.device, torch.float32) for matrix in (adapter.a, adapter.b))
     return torch.addmm(weight.float(), b, a, alpha=adapter.scaling)
 
 
 def adapter_tensors(model: nn.Module, full_tensor: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """The adapters under PEFT's names for the plain Hugging Face model, whole, on the CPU; collective where
-    `full_tensor` is.
-    """
+    """The unsharded adapters on the CPU under PEFT's names; collective where `full_tensor` is."""
     tensors: dict[str, Tensor] = {}
     for name, adapter in adapters_of(model).items():
         for letter, matrix in (("A", adapter.a), ("B", adapter.b)):
-            tensors[f"base_model.model.{name}.lora_{letter}.weight"] = (
-                full_tensor(matrix).to("cpu", copy=True).contiguous()
-            )
+            copied = full_tensor(matrix).to("cpu", copy=True).contiguous()
+            tensors[f"base_model.model.{name}.lora_{letter}.weight"] = copied
     return tensors
 
 
@@ -314,41 +293,34 @@ def num_adapter_parameters(model: nn.Module) -> int:
     return sum(adapter.a.numel() + adapter.b.numel() for adapter in adapters_of(model).values())
 
 
-# --- what is computed
-# ------------------------------------------------------------------------------------------------------
-
-
 def gemms_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:
-    """For each linear module whose weights are frozen: the GEMMs of each of them in a micro-batch, not counting
-    recomputation.
+    """For each frozen linear module: its GEMMs in a micro-batch, recomputation not counted.
 
-    Two, forward and gradient of the input; one where nothing that is trained lies below, so that the gradient of the
-    input is not needed, whatever is recomputed: in the decoder layers up to the first that has adapters, and in that
-    one up to the first of these. Which layers come first inside it is known of the families that te_llama builds;
-    others may compute attention and MLP side by side, and so all of it counts one there, as does what lies outside the
-    decoder layers. That may be too few and never too many. Empty for a model without adapters, where everything is
-    trained.
+    Two, fprop and dgrad; one where nothing trained lies below, so that no gradient of the input is needed: in the
+    decoder layers up to the first with adapters, and in that one up to the first of these. The order inside a layer is
+    known for the families of te_llama; others may compute attention and MLP side by side, so there the whole layer
+    counts one, as does what lies outside the decoder layers. A lower bound, never too many. Empty for a model without
+    adapters.
     """
     if not adapters_of(model):
         return {}
     layers, head = decoder_layers(model), model.get_output_embeddings()
-    products = {module: 2 for name, module in model.named_modules() if not is_adapter(name)}
+    gemms = {module: 2 for name, module in model.named_modules() if not is_adapter(name)}
     inside = {module for layer in layers for module in layer.modules()}
-    products.update({module: 1 for module in products if module not in inside and module is not head})
+    gemms.update({module: 1 for module in gemms if module not in inside and module is not head})
     in_order = model.config.model_type in te_llama.SUPPORTED_MODEL_TYPES
+    last = len(_STAGES)
     for layer in layers:
         adapted = adapters_of(layer)
-        lowest = (
-            min((_stage(name, len(_STAGES)) for name in adapted), default=len(_STAGES)) if in_order else len(_STAGES)
-        )
+        lowest = min((_stage(name, last) for name in adapted), default=last) if in_order else last
         for name, module in layer.named_modules():
-            if module in products and _stage(name_without_adapter(name), -1) <= lowest:
-                products[module] = 1
+            if module in gemms and _stage(name_without_adapter(name), -1) <= lowest:
+                gemms[module] = 1
         if adapted:
             break
-    return products
+    return gemms
 
 
 def _stage(name: str, otherwise: int) -> int:
-    """The place of a linear layer in its decoder layer, by the last word of its name that tells."""
+    """The place of a linear layer in its decoder layer, by the last known component of its name."""
     return next((_STAGES[word] for word in reversed(name.split(".")) if word in _STAGES), otherwise)

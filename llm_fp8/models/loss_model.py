@@ -1,7 +1,7 @@
-"""What the loop calls: batch in, summed loss out, the same for the TE decoder and Hugging Face's.
+"""What the loop calls: batch in, summed loss out, for the TE decoder and Hugging Face's alike.
 
-Keeping the loss inside the module means that logits ([tokens, vocabulary], gigabytes) never leave it, and that wrappers
-(DDP, FSDP) see one forward call per micro-batch.
+With the loss inside the module, logits ([tokens, vocabulary], gigabytes) never leave it, and wrappers (DDP, FSDP) see
+one forward call per micro-batch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from llm_fp8.utils.errors import UserError
 
 
 class TrainingModel(nn.Module):
-    """A causal LM that returns the summed cross entropy of a `Batch`; `fp8_head` computes the output head's products
-    in training, if given.
-    """
+    """A causal LM that returns the summed cross entropy of a `Batch`; `fp8_head`: lm_head GEMMs in fp8 (training)."""
 
     def __init__(
         self, model: PreTrainedModel, max_seq_length: int, compute_dtype: torch.dtype, fp8_head: Fp8Head | None = None
@@ -36,12 +34,12 @@ class TrainingModel(nn.Module):
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
             raise UserError(
-                f"--model_name: {type(model).__name__} has an output head that is not a linear layer without bias, "
-                "which the loss needs; choose a model with such a head, like the Llama and Qwen families."
+                f"--model_name: {type(model).__name__} has an lm_head that is not a linear layer without bias, which "
+                "the loss needs; choose a model with such an lm_head, like the Llama and Qwen families."
             )
 
     def forward(self, batch: Batch) -> Tensor:
-        """Sum over the supervised tokens of `batch` of the cross entropy, fp32 scalar."""
+        """Cross entropy summed over the supervised tokens of `batch`, fp32 scalar."""
         return linear_cross_entropy_sum(
             self.hidden(batch),
             self.model.get_output_embeddings().weight,
@@ -51,7 +49,7 @@ class TrainingModel(nn.Module):
         )
 
     def hidden(self, batch: Batch) -> Tensor:
-        """The last hidden states, in the shape of `batch.input_ids` plus [h]."""
+        """The last hidden states, shape of `batch.input_ids` plus [h]."""
         if self.uses_te_decoder:
             return self._te_hidden(batch)
         if batch.cu_seqlens is None:
@@ -65,10 +63,9 @@ class TrainingModel(nn.Module):
                 max_length_q=batch.max_seqlen,
                 max_length_k=batch.max_seqlen,
             )
-        # Without variable-length attention each row gets a mask of its own, which transformers derives from the
-        # position ids.
-        rows = batch.input_ids.view(-1, self.max_seq_length)
-        hidden = self._decode(rows, position_ids=batch.position_ids.view_as(rows))
+        # Without variable-length attention each sequence gets a mask, which transformers derives from position ids.
+        sequences = batch.input_ids.view(-1, self.max_seq_length)
+        hidden = self._decode(sequences, position_ids=batch.position_ids.view_as(sequences))
         return hidden.view(*batch.input_ids.shape, -1)
 
     def _te_hidden(self, batch: Batch) -> Tensor:
@@ -77,8 +74,7 @@ class TrainingModel(nn.Module):
             assert batch.attention_mask is not None
             lengths = batch.attention_mask.sum(dim=1, dtype=torch.int32)
             cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        # transformers hands a 4-D mask through as it is: this empty one stops it from building a [T, T] mask that TE
-        # does not read.
+        # transformers passes a 4-D mask on unchanged: an empty one keeps it from building a [T, T] mask for nothing.
         no_mask = torch.empty(0, 0, 0, 0, device=batch.input_ids.device)
         return self._decode(
             batch.input_ids, attention_mask=no_mask, cu_seq_lens_q=cu_seqlens, max_length_q=batch.max_seqlen

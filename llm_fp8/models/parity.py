@@ -1,15 +1,15 @@
-"""The parity gate: is the TE decoder the same function as Hugging Face's, on this model's weights and this run's data?
+"""The parity check: is the TE decoder the same function as Hugging Face's, on this model's weights and this run's data?
 
-Layer by layer, on the first row of the first real batch: Hugging Face's layer with the same weights and TE's layer get
-the same input and the same output gradient; their outputs, input gradients and every weight gradient are compared. Two
-Hugging Face layers are in memory at a time, so that the gate runs wherever training does. It catches what loads without
-complaint and trains a wrong model: RoPE base and scaling, dropped biases, a swapped gate and up projection, a missed
-window or mask.
+Layer by layer, on the first sequence of the first real batch: Hugging Face's and TE's layer with the same weights get
+the same input and output gradient; outputs, input gradients and all weight gradients are compared. Only two Hugging
+Face layers are in memory at a time, so the check runs wherever training does. It catches what loads without complaint
+and trains a wrong model: RoPE base and scaling, dropped biases, swapped gate and up projections, a missing window or
+mask.
 
-The yardstick is Hugging Face's layer in fp32. In bf16 no fixed tolerance would do: outputs differ from it by
-thousandths, the gradients of q and k in a trained model by several hundredths, for Hugging Face's own bf16 layer as for
-TE's. So TE may be at most `EXCESS` times as far from fp32 as Hugging Face in the same dtype is, plus `FLOOR`. A wrong
-RoPE base or a missing bias is off by tenths everywhere.
+The reference is Hugging Face's layer in fp32. No fixed tolerance fits bf16: outputs differ by thousandths, gradients of
+q and k in a trained model by several hundredths, for Hugging Face's own bf16 layer as for TE's. So TE may be at most
+`EXCESS` times as far from fp32 as Hugging Face in the same dtype, plus `FLOOR`. A wrong RoPE base or a missing bias is
+off by tenths everywhere.
 """
 
 from __future__ import annotations
@@ -35,17 +35,15 @@ from llm_fp8.utils.errors import UserError
 
 EXCESS = 2.0
 FLOOR = 0.005
-"""With parameters in fp32 this is all that is allowed; TE multiplies fp32 in TF32, whose mantissa has 10 bits."""
+"""All that is allowed with fp32 parameters: TE multiplies fp32 in TF32, whose mantissa has 10 bits."""
 
 MAX_TOKENS = 4096
-"""Tokens that are compared, at most: Hugging Face's layer holds a mask of their square."""
+"""Most tokens compared: Hugging Face's layer holds a mask of their square."""
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The entry that comes closest to the limit, or is furthest beyond it. Differences are relative to Hugging Face
-    in fp32.
-    """
+    """The entry closest to the limit, or furthest beyond it. Differences are relative to Hugging Face in fp32."""
 
     worst: str
     difference: float
@@ -77,9 +75,7 @@ def relative_difference(value: Tensor, reference: Tensor) -> float:
 
 
 def first_row(batch: Batch, max_seq_length: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """`input_ids` and `position_ids` [1, n] of the batch's first row, up to `MAX_TOKENS` real ones, their
-    `cu_seqlens` int32, and n.
-    """
+    """First sequence up to `MAX_TOKENS` real tokens: `input_ids`, `position_ids` [1, n], `cu_seqlens` int32, and n."""
     if batch.cu_seqlens is None:
         assert batch.attention_mask is not None
         length = min(int(batch.attention_mask[0].sum()), MAX_TOKENS)
@@ -87,7 +83,7 @@ def first_row(batch: Batch, max_seq_length: int) -> tuple[Tensor, Tensor, Tensor
     else:
         length = min(max_seq_length, MAX_TOKENS)
         starts = batch.cu_seqlens[batch.cu_seqlens < length]
-    # The last document may be cut: under a causal mask its beginning does not depend on its end.
+    # The last document may be cut: attention is causal.
     cu_seqlens = torch.cat((starts, starts.new_tensor([length])))
     return batch.input_ids[:1, :length], batch.position_ids[:1, :length], cu_seqlens, length
 
@@ -104,10 +100,9 @@ def check_parity(
     Args:
         model: with TE decoder layers.
         batch: on the device.
-        max_seq_length: tokens of a row.
-        dtype: in which the layers' modules see their weights.
-        full_tensor: gives the whole of a parameter; collective where they are sharded. Whole copies of layers are
-            compared then.
+        max_seq_length: tokens of a sequence.
+        dtype: compute dtype of the layers.
+        full_tensor: returns an unsharded parameter; collective where parameters are sharded (copies are compared then).
     """
     input_ids, position_ids, cu_seqlens, length = first_row(batch, max_seq_length)
     spec = te_llama.spec_of(model)
@@ -119,12 +114,12 @@ def check_parity(
     references: dict[tuple[str, torch.dtype], Any] = {}
     reports = []
     for layer, own_layer in enumerate(decoder_layers(model)):
-        te_layer = _whole_layer(own_layer, spec, dtype, hidden.device, full_tensor)
+        te_layer = _unsharded_layer(own_layer, spec, dtype, hidden.device, full_tensor)
         frozen = [parameter for parameter in te_layer.parameters() if not parameter.requires_grad]
-        for parameter in frozen:  # whose gradients are compared all the same
+        for parameter in frozen:  # their gradients are compared too
             parameter.requires_grad_(True)
         gradient = torch.randn(hidden.shape, generator=generator, device=hidden.device)
-        weights = _layer_weights(spec, te_layer, layer)
+        weights = _by_hf_name(spec, layer, {name: weight.detach() for name, weight in te_layer.named_parameters()})
         results = {}
         for kind in dtypes:
             key = (_layer_type(model.config, layer), kind)
@@ -144,7 +139,7 @@ def check_parity(
             cu_seq_lens_q=cu_seqlens,
             max_length_q=length,
         )
-        gradients = _layer_gradients(spec, te_layer, layer)
+        gradients = _by_hf_name(spec, layer, {name: weight.grad for name, weight in te_layer.named_parameters()})
         ours = {"output": output, "input gradient": input_gradient, **_joined(spec, layer, gradients)}
         te_layer.zero_grad(set_to_none=True)
         for parameter in frozen:
@@ -175,13 +170,13 @@ def check_parity(
 
 
 def _layer_type(config: PretrainedConfig, layer: int) -> str:
-    """The kind of a layer: full or sliding attention where a model mixes them."""
+    """Full or sliding attention, where a model mixes them."""
     layer_types = getattr(config, "layer_types", None)
     return "all" if layer_types is None else layer_types[layer]
 
 
 def _one_layer_model(config: PretrainedConfig, layer: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Hugging Face's decoder with a single layer of the kind of `layer`, next to no vocabulary, and no final norm."""
+    """Hugging Face's decoder with one layer of the kind of `layer`, a minimal vocabulary and no final norm."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = 1
     config.vocab_size, config.pad_token_id = 16, None
@@ -199,13 +194,12 @@ def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: objec
     if isinstance(module, PreTrainedModel):
         output = module(inputs_embeds=hidden, use_cache=False, **arguments).last_hidden_state
     else:
-        # Adapters may be wider than the frozen layer around them, which Transformer Engine's modules take under
-        # autocast only.
+        # Adapters may be fp32 in a bf16 layer, which TE's modules accept under autocast only.
         mixed = any(parameter.dtype != hidden.dtype for parameter in module.parameters())
         with torch.autocast(hidden.device.type, hidden.dtype, enabled=mixed):
             output = module(hidden, **arguments)
     with warnings.catch_warnings():
-        # The first backward pass of a process finds its thread without a CUDA context; cuBLAS takes the device's.
+        # The first backward pass of a process runs in a thread without a CUDA context; cuBLAS takes the device's.
         warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
         output.backward(gradient)
     assert hidden.grad is not None
@@ -213,7 +207,7 @@ def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: objec
 
 
 def _layer_parts(spec: te_llama.DecoderSpec, layer: int) -> dict[str, list[te_llama.Part]]:
-    """The parameter map of one layer, names without the layer's prefix on either side."""
+    """The parameter map of one layer, names without the layer's prefix."""
     prefix = f"model.layers.{layer}."
     return {
         te_name.removeprefix(prefix): [
@@ -224,38 +218,28 @@ def _layer_parts(spec: te_llama.DecoderSpec, layer: int) -> dict[str, list[te_ll
     }
 
 
-def _whole_layer(
+def _unsharded_layer(
     layer: Any,
     spec: te_llama.DecoderSpec,
     dtype: torch.dtype,
     device: torch.device,
     full_tensor: Callable[[Tensor], Tensor],
 ) -> nn.Module:
-    """The layer itself, or where its weights are sharded a copy that has them whole; collective then."""
+    """The layer itself, or an unsharded copy of a sharded one (collective)."""
     weights = dict(layer.named_parameters())
     if not any(isinstance(weight, DTensor) for weight in weights.values()):
         return layer
-    whole = te_llama.TEDecoderLayer(spec, layer.layer, layer.softmax_scale, dtype, device)
+    unsharded = te_llama.TEDecoderLayer(spec, layer.layer, layer.softmax_scale, dtype, device)
     with torch.no_grad():
-        for name, target in whole.named_parameters():
+        for name, target in unsharded.named_parameters():
             target.copy_(full_tensor(weights[name]))
-    return whole.train()
+    return unsharded.train()
 
 
-def _layer_weights(spec: te_llama.DecoderSpec, te_layer: nn.Module, layer: int) -> dict[str, Tensor]:
-    """The layer's weights by Hugging Face's names."""
+def _by_hf_name(spec: te_llama.DecoderSpec, layer: int, tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """A TE layer's weights or gradients under Hugging Face's names."""
     return {
-        part.hf_name: te_layer.get_parameter(te_name)[part.start : part.stop].detach()
-        for te_name, parts in _layer_parts(spec, layer).items()
-        for part in parts
-    }
-
-
-def _layer_gradients(spec: te_llama.DecoderSpec, te_layer: nn.Module, layer: int) -> dict[str, Any]:
-    """The gradients of a TE layer's weights by Hugging Face's names."""
-    gradients: dict[str, Any] = {te_name: te_layer.get_parameter(te_name).grad for te_name in _layer_parts(spec, layer)}
-    return {
-        part.hf_name: gradients[te_name][part.start : part.stop]
+        part.hf_name: tensors[te_name][part.start : part.stop]
         for te_name, parts in _layer_parts(spec, layer).items()
         for part in parts
     }
@@ -264,8 +248,7 @@ def _layer_gradients(spec: te_llama.DecoderSpec, te_layer: nn.Module, layer: int
 def _joined(spec: te_llama.DecoderSpec, layer: int, gradients: dict[str, Any]) -> dict[str, Tensor]:
     """The gradients with the biases of q, k and v as one vector.
 
-    Softmax does not see a shift of all keys, so the gradient of k's bias alone is next to nothing, and all of it
-    rounding.
+    Softmax is invariant to a shift of all keys, so the gradient of k's bias alone is nothing but rounding.
     """
     joined = {}
     for parts in _layer_parts(spec, layer).values():

@@ -1,6 +1,4 @@
-"""Where a model comes from: hub id, local folder or the embedded one; its config, its tokenizer, and whether it can
-be trained here.
-"""
+"""Where a model comes from (hub id, folder, embedded), its config and tokenizer, and whether it can be trained."""
 
 from __future__ import annotations
 
@@ -12,58 +10,25 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 import te_llama
 from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
-from llm_fp8.data.embedded import MODEL_DIR
-from llm_fp8.kernels.flash_attention import (
-    check_flash_attention,
-)
+from llm_fp8.data.embedded import MODEL_DIR as EMBEDDED_MODEL
+from llm_fp8.kernels.flash_attention import check_flash_attention
 from llm_fp8.models.architectures import bundled_config
 from llm_fp8.utils.errors import UserError
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Entries of configs of transformers 5.23 by which logits, or what the output head is given, are multiplied or
-capped.
-"""
+"""Config entries (transformers 5.23) that scale or cap logits, or scale the input of the lm_head."""
 
 _MIX_DOCUMENTS = frozenset(
     "afmoe bailing_hybrid biogpt bloom falcon falcon_h1 falcon_mamba gpt_oss inkling2_text inkling_text jamba "
     "kimi_linear lfm3 mamba minimax nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next "
     "qwen4_exp_text recurrent_gemma xglm zaya".split()
 )
-"""Of the types of transformers 5.23 with a list of decoder layers and a plain output head, those whose small models
-(eager attention) gave a document other hidden states behind another one in its row than alone. Types of which no small
-model was made are not in it."""
-
-
-def what_changes_logits(hf_config: PretrainedConfig) -> str | None:
-    """The entry by which the model's logits are more than its output head times the last hidden states; None where
-    there is none.
-    """
-    text_config = hf_config.get_text_config(decoder=True)
-    for name in _LOGIT_CHANGES:
-        value = getattr(text_config, name, None)
-        if value is not None and value != 1:
-            return f"{name} {value}"
-    return None
-
-
-def what_mixes_documents(hf_config: PretrainedConfig) -> str | None:
-    """The type of the model's decoder where the documents of a packed row are known to reach each other in it; None
-    elsewhere.
-    """
-    decoder_type: str = hf_config.get_text_config(decoder=True).model_type
-    return decoder_type if decoder_type in _MIX_DOCUMENTS else None
-
-
-EMBEDDED_MODEL = MODEL_DIR
+"""Decoder types of transformers 5.23 whose small models (eager attention) gave a document other hidden states behind
+another one in its sequence than alone. Types of which no small model was made are not listed."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +38,7 @@ class ModelSource:
     name: str
     location: str
     architecture_only: bool
-    """Only a config is at hand: weights are random and the tokenizer is the embedded one unless the hub gives its
-    own.
-    """
+    """Only a config: weights are random, the tokenizer is the embedded one unless the hub has the model's own."""
 
     @property
     def is_local(self) -> bool:
@@ -89,13 +52,13 @@ def is_adapter_folder(folder: str | Path) -> bool:
 
 
 def resolve_source(options: ModelConfig) -> ModelSource:
-    """Find out what --model_name names. Raises `UserError` for a path that does not exist."""
+    """Resolve --model_name. Raises `UserError` for a path that does not exist."""
     name = options.model_name
     if name == EMBEDDED:
         return ModelSource(name, str(EMBEDDED_MODEL), architecture_only=True)
     if is_adapter_folder(name):
         raise UserError(
-            f"--model_name {name} holds a PEFT adapter and no model; give its base model, or a whole model made by "
+            f"--model_name {name} holds a PEFT adapter and no model; give its base model, or a merged model made by "
             "scripts/merge_adapter.py."
         )
     if Path(name).is_dir():
@@ -131,7 +94,7 @@ def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
 
 
 def stored_dtype(hf_config: PretrainedConfig, default: torch.dtype) -> torch.dtype:
-    """The dtype in which the model's files hold its weights, as its config says; `default` where it does not say."""
+    """The dtype of the stored weights according to the config, else `default`."""
     return hf_config.dtype if isinstance(hf_config.dtype, torch.dtype) else default
 
 
@@ -147,8 +110,24 @@ def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTraine
         return AutoTokenizer.from_pretrained(source.location, cache_dir=options.weights_cache_dir), None
 
 
+def what_changes_logits(hf_config: PretrainedConfig) -> str | None:
+    """The config entry by which logits differ from lm_head times the last hidden states; None where they don't."""
+    text_config = hf_config.get_text_config(decoder=True)
+    for name in _LOGIT_CHANGES:
+        value = getattr(text_config, name, None)
+        if value is not None and value != 1:
+            return f"{name} {value}"
+    return None
+
+
+def what_mixes_documents(hf_config: PretrainedConfig) -> str | None:
+    """The type of the model's decoder where packed documents are known to leak into each other in it, else None."""
+    decoder_type: str = hf_config.get_text_config(decoder=True).model_type
+    return decoder_type if decoder_type in _MIX_DOCUMENTS else None
+
+
 def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `UserError` where the model, the tokenizer and the options cannot go together."""
+    """Raise `UserError` where model, tokenizer and options do not go together."""
     name = config.model.model_name
     quantised = getattr(hf_config, "quantization_config", None)
     if quantised is not None and config.precision.mixed_precision == "fp8":
@@ -164,14 +143,14 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
         )
     if changed := what_changes_logits(hf_config):
         raise UserError(
-            f"--model_name {name} changes what its output head computes ({changed} in its config.json), which the "
-            "loss here does not do, so another model would be trained; choose a model without it, like the Llama and "
-            "Qwen families."
+            f"--model_name {name} changes the logits of its lm_head ({changed} in its config.json), which the loss here "
+            "does not do, so another model would be trained; choose a model without it, like the Llama and Qwen "
+            "families."
         )
     if config.packing and not config.model.use_te and (mixing := what_mixes_documents(hf_config)):
         raise UserError(
             f"--packing cannot go with --model_name {name}: transformers' model of type '{mixing}' does not keep the "
-            "documents of a packed row apart; drop --packing."
+            "documents of a packed sequence apart; drop --packing."
         )
     limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and config.data.max_seq_length > limit:

@@ -1,6 +1,4 @@
-"""Stored weights into a model: the files of a checkpoint, and what copies their tensors into the TE decoder's fused
-parameters.
-"""
+"""Stored weights into a model: the files of a checkpoint, copied tensor by tensor into (sharded) parameters."""
 
 from __future__ import annotations
 
@@ -14,26 +12,27 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.source import ModelSource, _named_errors, has_random_weights
-from llm_fp8.models.weight_shards import HfFiller, PartFiller, WeightFiller, initialize_rows_, row_block, stored_names
+from llm_fp8.models.weight_shards import (
+    HfFiller,
+    PartFiller,
+    WeightFiller,
+    initialize_shards_,
+    local_shard,
+    stored_names,
+)
 from llm_fp8.utils.errors import UserError
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
-"""The file that lists the shards of a model of more than one file."""
-
-
-# --- Weights in
-# ----------------------------------------------------------------------------------------------------------
+"""Lists the shards of a checkpoint of more than one file."""
 
 
 def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
-    """Local paths of the model's safetensors files, fetched from the hub where need be."""
+    """Local paths of the model's safetensors files, downloaded from the hub where needed."""
 
     def fetch(file_name: str) -> Path | None:
         if source.is_local:
@@ -51,8 +50,7 @@ def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
     with _named_errors("weights", options.model_name):
         index = fetch(WEIGHTS_INDEX)
         if index is not None:
-            shards = _shard_names(index)
-            files = [(shard, fetch(shard)) for shard in shards]
+            files = [(shard, fetch(shard)) for shard in _shard_names(index)]
         else:
             files = [("model.safetensors", fetch("model.safetensors"))]
     for file_name, path in files:
@@ -73,18 +71,16 @@ def _shard_names(index: Path) -> list[str]:
 
 
 def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
-    """Copy the weights of `files` into a TE model, one tensor in memory at a time; of a split model, this rank's rows.
+    """Copy the weights of `files` into a TE model (this rank's shards of it), one tensor in memory at a time.
 
     Raises `UserError` that names file and tensor.
     """
-    blocks = {name: row_block(parameter) for name, parameter in te_llama.te_parameters(model).items()}
+    blocks = {name: local_shard(parameter) for name, parameter in te_llama.te_parameters(model).items()}
     _fill(WeightFiller(te_llama.spec_of(model), blocks), files, next(model.parameters()).device)
 
 
 def _fill(filler: PartFiller, files: list[Path], device: torch.device) -> None:
-    """Hand every tensor of `files` to `filler`, in the order in which they are stored; what it takes is read to
-    `device`.
-    """
+    """Pass every tensor of `files` to `filler` in stored order; what it takes is read to `device`."""
     for path in files:
         try:
             with _open_weights(path, device) as tensors:
@@ -101,7 +97,7 @@ def _fill(filler: PartFiller, files: list[Path], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _open_weights(path: Path, device: torch.device) -> Iterator[Any]:
-    """A safetensors file whose tensors are read to `device`; raises `UserError` where it is not whole."""
+    """A safetensors file whose tensors are read to `device`; raises `UserError` where it is truncated."""
     try:
         with safe_open(path, framework="pt", device=str(device)) as tensors:
             yield tensors
@@ -112,14 +108,14 @@ def _open_weights(path: Path, device: torch.device) -> Iterator[Any]:
 def fill_sharded(
     model: PreTrainedModel, options: ModelConfig, source: ModelSource, device: torch.device, seed: int
 ) -> bool:
-    """Give a model of `build_structure` its weights, after its parameters were split over ranks and given memory.
+    """Give a model of `build_structure` its weights, once its parameters are sharded and have memory.
 
-    From files each rank reads its rows and no others. Random weights are those of `te_llama.initialize_weights_`, drawn
-    on `device` from `seed`, and do not depend on the number of ranks. Returns whether the weights were loaded (else:
-    random). Raises `UserError` that names file and tensor where the files do not fit the model.
+    Each rank reads its own shards from the files. Random weights are those of `te_llama.initialize_weights_`, drawn on
+    `device` from `seed` whatever the world size. Returns whether the weights were loaded (else: random). Raises
+    `UserError` naming file and tensor where the files do not fit the model.
     """
     if has_random_weights(options, source):
-        initialize_rows_(model, torch.Generator(device=device).manual_seed(seed))
+        initialize_shards_(model, torch.Generator(device=device).manual_seed(seed))
         return False
     files = weight_files(options, source)
     if options.use_te:
@@ -129,7 +125,7 @@ def fill_sharded(
     if names is None:
         raise UserError(
             f"--model_name {options.model_name}: its files hold tensors in another layout than its modules (a mixture "
-            "of experts does), which cannot be read in parts; use --sharding_mode ddp or a deepspeed mode."
+            "of experts does), which cannot be read as shards; use --sharding_mode ddp or a deepspeed mode."
         )
     checkpoint_names: list[str] = []
     for path in files:

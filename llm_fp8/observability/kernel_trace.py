@@ -74,10 +74,6 @@ class KernelTime:
     """Kernel name -> seconds, the longest first."""
 
 
-# --- names
-# ------------------------------------------------------------------------------------------------------------------
-
-
 def _words(*words: str) -> re.Pattern[str]:
     """Matches names that hold one of these patterns, whatever the case."""
     return re.compile("|".join(words), re.IGNORECASE)
@@ -246,10 +242,6 @@ def gemm_kind(name: str) -> GemmKind | None:
         return "fp8"
     operand = _OPERAND.search(name)
     return operand.lastgroup if operand else "unknown"  # type: ignore[return-value]
-
-
-# --- recording and adding up
-# ------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.distributed.fp8_params import check_fp8_params, master_of, requantise_, scales_of
 from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.distributed.sharding_mode import check_mode
-from llm_fp8.models.weight_shards import row_block
+from llm_fp8.models.weight_shards import local_shard
 from llm_fp8.optim.optimizers import build_optimizer
 from llm_fp8.optim.state import optimizer_tensors
 from llm_fp8.utils.errors import UserError
@@ -198,7 +198,7 @@ def train_in_fp8(
     engine.keep_in_fp8(precision_of(list(model.layers)[:-1]))
     engine.shard(model, model.layers)
     for name, parameter in model.named_parameters():
-        block = row_block(parameter)
+        block = local_shard(parameter)
         block.data.copy_(initial(name, parameter.shape)[block.start : block.start + len(block.data)])
     optimizer = build_optimizer(OPTIM, engine.resolve_optimizer("auto", compute_dtype), model.named_parameters())
     model, optimizer = engine.prepare(model, optimizer)
@@ -220,7 +220,7 @@ def train_in_fp8(
         "norms": norms,
         "gathered": gathered,
         "masters": {name: engine.full_tensor(parameter).clone() for name, parameter in named.items()},
-        "rows": {name: (row_block(p).start, p._local_tensor.dequantize().clone()) for name, p in fp8.items()},
+        "rows": {name: (local_shard(p).start, p._local_tensor.dequantize().clone()) for name, p in fp8.items()},
         "scale_inv": {name: float(parameter._local_tensor.scale_inv) for name, parameter in fp8.items()},
         "state": sorted(optimizer_tensors(optimizer, [(name, master_of(p)) for name, p in named.items()])),
         "left_gradients": sum(p.grad is not None or master_of(p).grad is not None for p in parameters),

@@ -23,9 +23,9 @@ from llm_fp8.distributed.fsdp_internals import MemorySavingReduceScatter, Unshar
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.parity import relative_difference
-from tests.models.test_weight_shards import on_ranks
 from tests.support import stand_in_te
 from tests.support.counted_gather import CountedAllGather
+from tests.support.ranks import on_ranks
 from tests.support.small import tiny_config
 
 RANKS, STEPS, MICRO_BATCHES = 2, 3, 4

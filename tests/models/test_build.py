@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -37,9 +36,9 @@ from llm_fp8.tools.evaluate_checkpoint import evaluate_exact_match_folder
 from llm_fp8.utils.errors import UserError
 from tests.support.families import FAMILIES, family_config
 from tests.support.small import run_json, train, write_model
+from tests.support.stored import CARD, assert_same_bits, stored_weights
 
 CPU = torch.device("cpu")
-CARD = {"base model": "a/b", "optimizer steps": 0}
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, **options: object) -> tuple[PreTrainedModel, torch.dtype]:
@@ -58,21 +57,6 @@ def export(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     config = ModelConfig(model_name=name)
     tokenizer, _ = load_tokenizer(config, resolve_source(config))
     export_hf(model, tokenizer, folder, dtype=stored, card=CARD)
-
-
-def stored_weights(folder: str | Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder's safetensors files."""
-    return {
-        name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()
-    }
-
-
-def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    """Same names, dtypes and values."""
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert tensor.dtype == right[name].dtype
-        assert torch.equal(tensor, right[name]), name
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "40KB"], ids=["one file", "shards"])
@@ -263,14 +247,14 @@ def test_which_families_keep_packed_documents_apart(model_type):
     if keeps_apart:
         check_model(config, hf_config, tokenizer)
     else:
-        with pytest.raises(UserError, match="does not keep the documents of a packed row apart; drop --packing"):
+        with pytest.raises(UserError, match="does not keep the documents of a packed sequence apart; drop --packing"):
             check_model(config, hf_config, tokenizer)
         check_model(parse_config(["--max_seq_length=64"]), hf_config, tokenizer)
 
 
 def test_a_model_whose_decoder_is_one_part_of_it_is_judged_by_that_part():
     hf_config = AutoConfig.for_model("qwen3_5", vocab_size=96)
-    with pytest.raises(UserError, match="type 'qwen3_5_text' does not keep the documents of a packed row apart"):
+    with pytest.raises(UserError, match="type 'qwen3_5_text' does not keep the documents of a packed sequence apart"):
         check_model(parse_config(["--packing", "--max_seq_length=64"]), hf_config, ["token"])
 
 
@@ -332,5 +316,5 @@ def test_a_model_whose_logits_are_more_than_its_heads_is_refused(model_type, ent
     if says is None:
         check_model(options, config, tokenizer)
         return
-    with pytest.raises(UserError, match=f"changes what its output head computes \\({says} in its config.json\\)"):
+    with pytest.raises(UserError, match=f"changes the logits of its lm_head \\({says} in its config.json\\)"):
         check_model(options, config, tokenizer)

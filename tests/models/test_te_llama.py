@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llm_fp8.models.architectures import ARCHITECTURES, bundled_architectures
-from llm_fp8.models.weight_shards import RowBlock, WeightFiller
+from llm_fp8.models.weight_shards import LocalShard, WeightFiller
 from te_llama import UnsupportedArchitecture, decoder_spec, hf_state_dict, parameter_map
 from tests.support.families import FAMILIES, family_config
 
@@ -57,7 +57,7 @@ def test_blocks_of_rows_add_up_to_the_whole(num_blocks):
         for name, parameter in in_blocks.items():
             rows = parameter.shape[0]
             start, stop = (min(-(-rows // num_blocks) * border, rows) for border in (number, number + 1))
-            blocks[name] = RowBlock(parameter[start:stop], start)
+            blocks[name] = LocalShard(parameter[start:stop], start)
         fillers.append(WeightFiller(spec, blocks))
     for filler in fillers:
         for name, tensor in tensors.items():

@@ -5,9 +5,6 @@ written in parts.
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,80 +18,37 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaModel, PreTrainedModel
 
-import llm_fp8.models.build
 import llm_fp8.models.export
+import llm_fp8.models.weights
 import te_llama
 from llm_fp8.config.options import ModelConfig, ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy, materialize_
 from llm_fp8.models.build import build_model, build_structure, count_parameters, decoder_layers
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, load_tokenizer, resolve_source
-from llm_fp8.models.weight_shards import row_block
+from llm_fp8.models.weight_shards import local_shard
 from llm_fp8.models.weights import fill_sharded
 from llm_fp8.utils.errors import UserError
-from tests.models.test_build import CARD, assert_same_bits, stored_weights
 from tests.support.families import FAMILIES, family_config
-from tests.support.processes import DEADLINE_S
+from tests.support.ranks import on_ranks
 from tests.support.small import write_model
+from tests.support.stored import CARD, assert_same_bits, stored_weights
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 43)[None]
-_CONTEXT = multiprocessing.get_context("forkserver")
 
 
-# --- Real processes
-# --------------------------------------------------------------------------------------------------------
-
-
-def _rank_main(rank: int, num_ranks: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(num_ranks))
-    torch.set_num_threads(1)
-    result: Any
-    try:
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks
-        )
-        result = function(rank, *args)
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-    except BaseException:
-        result = traceback.format_exc()
-        torch.save(result, f"{folder}/{rank}.failed")
-        raise
-    torch.save(result, f"{folder}/{rank}.result")
-
-
-def on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function(rank, *args)` returns in so many processes of one group."""
-    folder.mkdir()
-    processes = [
-        _CONTEXT.Process(target=_rank_main, args=(rank, num_ranks, str(folder), function, args), daemon=True)
-        for rank in range(num_ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(DEADLINE_S)
-    hung = [process for process in processes if process.is_alive()]
-    for process in hung:
-        process.kill()
-    failures = [torch.load(path, weights_only=False) for path in sorted(folder.glob("*.failed"))]
-    assert not failures, failures[0]
-    assert not hung, f"{len(hung)} processes did not end"
-    return [torch.load(folder / f"{rank}.result", weights_only=False) for rank in range(num_ranks)]
-
-
-def engine_of(mode: str = "fsdp_full", hybrid_shard_size: int = 1) -> FsdpStrategy:
+def strategy_of(mode: str = "fsdp_full", hybrid_shard_size: int = 1) -> FsdpStrategy:
     return FsdpStrategy(mode, Accelerator(cpu=True), ParallelConfig(), torch.float32, hybrid_shard_size)
 
 
-def sharded_model(name: str, engine: FsdpStrategy, seed: int = 3, **options: Any) -> PreTrainedModel:
+def sharded_model(name: str, strategy: FsdpStrategy, seed: int = 3, **options: Any) -> PreTrainedModel:
     """A model as a run builds it on FSDP: structure, split, weights."""
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)
     model = structure(config)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    engine.shard(model, decoder_layers(model))
+    strategy.shard(model, decoder_layers(model))
     assert fill_sharded(model, config, source, CPU, seed) != config.random_init
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     return model
@@ -133,8 +87,8 @@ def folder_contents(folder: Path) -> dict[str, bytes]:
 def load_and_export(
     rank: int, name: str, out: str, dtype: torch.dtype, mode: str, hybrid_shard_size: int
 ) -> dict[str, Any]:
-    engine = engine_of(mode, hybrid_shard_size)
-    model = sharded_model(name, engine)
+    strategy = strategy_of(mode, hybrid_shard_size)
+    model = sharded_model(name, strategy)
     # Only the main rank may touch the disk, so the others are given a place where nothing can be written.
     folder = Path(out) if rank == 0 else Path("/proc/nowhere")
     tokenizer = load_tokenizer(ModelConfig(model_name=name), resolve_source(ModelConfig(model_name=name)))[0]
@@ -144,7 +98,7 @@ def load_and_export(
         folder,
         dtype=dtype,
         card=CARD,
-        full_tensor=engine.full_tensor,
+        full_tensor=strategy.full_tensor,
         is_main=rank == 0,
         max_file_size="40KB",
     )
@@ -154,7 +108,7 @@ def load_and_export(
     return {
         "tied": head.weight is embedding.weight,
         "logits": logits,
-        "rows": {name: len(row_block(parameter).data) for name, parameter in model.named_parameters()},
+        "rows": {name: len(local_shard(parameter).data) for name, parameter in model.named_parameters()},
         "trains": logits.shape[-1],
     }
 
@@ -258,10 +212,10 @@ def load_counting_rows(rank: int, name: str) -> tuple[int, int, int]:
         def get_slice(self, name: str) -> CountedSlice:
             return CountedSlice(self.file.get_slice(name))
 
-    real_open = llm_fp8.models.build.safe_open
-    llm_fp8.models.build.safe_open = CountedFile
-    model = sharded_model(name, engine_of())
-    held = sum(len(row_block(parameter).data) * parameter[:1].numel() for parameter in model.parameters())
+    real_open = llm_fp8.models.weights.safe_open
+    llm_fp8.models.weights.safe_open = CountedFile
+    model = sharded_model(name, strategy_of())
+    held = sum(len(local_shard(parameter).data) * parameter[:1].numel() for parameter in model.parameters())
     return num_read, held, sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -276,15 +230,15 @@ def test_each_rank_reads_its_rows_and_no_others(tmp_path, tied):
 
 def export_watched(rank: int, name: str, out: str) -> tuple[int, list[tuple[int, int]]]:
     """Number of parameters, and at each file: tensors gathered so far, tensors written with it."""
-    engine = engine_of()
-    model = sharded_model(name, engine)
+    strategy = strategy_of()
+    model = sharded_model(name, strategy)
     gathered = 0
     written: list[tuple[int, int]] = []
 
     def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
         nonlocal gathered
         gathered += 1
-        return engine.full_tensor(parameter)
+        return strategy.full_tensor(parameter)
 
     def watched_save(tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> None:
         written.append((gathered, len(tensors)))
@@ -319,8 +273,8 @@ def test_files_are_written_as_soon_as_their_tensors_are_gathered(tmp_path):
 
 
 def export_to_nowhere(rank: int, name: str, file: str) -> str:
-    engine = engine_of()
-    model = sharded_model(name, engine)
+    strategy = strategy_of()
+    model = sharded_model(name, strategy)
     tokenizer = load_tokenizer(ModelConfig(model_name=name), resolve_source(ModelConfig(model_name=name)))[0]
     said = ""
     try:
@@ -330,7 +284,7 @@ def export_to_nowhere(rank: int, name: str, file: str) -> str:
             Path(file) / "final",
             dtype=torch.float32,
             card=CARD,
-            full_tensor=engine.full_tensor,
+            full_tensor=strategy.full_tensor,
             is_main=rank == 0,
         )
     except UserError as error:
@@ -350,12 +304,12 @@ def test_a_main_rank_that_cannot_write_leaves_no_rank_waiting(tmp_path, tiny_mod
 
 
 def random_whole(rank: int, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    engine = engine_of()
+    strategy = strategy_of()
     config = ModelConfig(model_name=name, random_init=True)
     model = structure(config, dtype)
-    engine.shard(model, decoder_layers(model))
+    strategy.shard(model, decoder_layers(model))
     assert not fill_sharded(model, config, resolve_source(config), CPU, seed=3)
-    return {name: engine.full_tensor(parameter) for name, parameter in model.named_parameters()}
+    return {name: strategy.full_tensor(parameter) for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -405,9 +359,9 @@ def te_structure(name: str) -> PreTrainedModel:
 
 
 def load_and_export_te(rank: int, name: str, out: str) -> dict[str, torch.Tensor]:
-    engine = engine_of()
+    strategy = strategy_of()
     model = te_structure(name)
-    engine.shard(model, decoder_layers(model))
+    strategy.shard(model, decoder_layers(model))
     config = ModelConfig(model_name=name, use_te=True)
     assert fill_sharded(model, config, resolve_source(config), CPU, seed=3)
     export_hf(
@@ -416,11 +370,11 @@ def load_and_export_te(rank: int, name: str, out: str) -> dict[str, torch.Tensor
         Path(out) if rank == 0 else Path("/proc/nowhere"),
         dtype=torch.bfloat16,
         card=CARD,
-        full_tensor=engine.full_tensor,
+        full_tensor=strategy.full_tensor,
         is_main=rank == 0,
         max_file_size="1MB",
     )
-    return {name: engine.full_tensor(parameter) for name, parameter in model.named_parameters()}
+    return {name: strategy.full_tensor(parameter) for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -454,11 +408,11 @@ def blocks_of(rank: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
     module = nn.Module()
     for rows in (1, 4, 5, 7):
         module.register_parameter(f"p{rows}", nn.Parameter(torch.arange(rows * 2.0).view(rows, 2)))
-    fully_shard(module, mesh=engine_of().mesh)
+    fully_shard(module, mesh=strategy_of().mesh)
     materialize_(module, CPU, CPU)
     found = []
     for parameter in module.parameters():
-        block = row_block(parameter)
+        block = local_shard(parameter)
         found.append((block.start, block.data.clone(), parameter.full_tensor().detach().clone()))
         block.data.fill_(-1.0 - rank)  # shared memory, so that filling the block fills the parameter
         assert set(parameter.full_tensor().detach().flatten().tolist()) <= {-1.0, -2.0, -3.0}

@@ -248,7 +248,7 @@ def without_wandb_variables() -> dict[str, str]:
 def test_a_run_that_fails_is_marked_as_failed_on_wandb(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from llm_fp8.errors import UserError, run_script
+from llm_fp8.utils.errors import UserError, run_script
 from tests.observability.test_reporter import a_config, a_reporter, a_step
 
 def main():
@@ -320,9 +320,9 @@ def test_whether_wandb_can_work_is_known_before_anything_is_trained(tmp_path: Pa
     """In a process with a home and a W&B of its own, one after the other."""
     code = """
 import json, os, sys
-from llm_fp8.config import parse_config
-from llm_fp8.errors import UserError
-from llm_fp8.report import check_trackers
+from llm_fp8.config.parser import parse_config
+from llm_fp8.utils.errors import UserError
+from llm_fp8.observability.reporter import check_trackers
 
 said = {}
 for name, (option, environment, _) in json.loads(sys.argv[1]).items():

@@ -29,7 +29,7 @@ from llm_fp8.data.tokenise import Document, TokeniseOptions, tokenise_rows
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.models.lora_names import is_adapter, name_without_adapter
 from llm_fp8.models.source import ModelSource, load_config, load_tokenizer, resolve_source
-from llm_fp8.models.weight_shards import WeightFiller, row_block
+from llm_fp8.models.weight_shards import WeightFiller, local_shard
 from llm_fp8.observability.metrics import StepTokens
 from llm_fp8.utils.errors import UserError
 
@@ -343,12 +343,12 @@ def draw_weights_(model: PreTrainedModel, device: torch.device, *, is_te: bool) 
             for name, parameter in model.named_parameters():
                 if is_adapter(name):
                     continue
-                block = row_block(parameter)
+                block = local_shard(parameter)
                 whole = _drawn(name_without_adapter(name), parameter.shape, std, device)
                 block.data.copy_(whole[block.start : block.start + len(block.data)])
         return
     spec = te_llama.spec_of(model)
-    blocks = {name: row_block(parameter) for name, parameter in te_llama.te_parameters(model).items()}
+    blocks = {name: local_shard(parameter) for name, parameter in te_llama.te_parameters(model).items()}
     filler = WeightFiller(spec, blocks)
     for parts in te_llama.parameter_map(spec).values():
         for part in parts:
