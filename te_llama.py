@@ -213,6 +213,15 @@ def parameter_map(spec: DecoderSpec) -> dict[str, tuple[Part, ...]]:
     return entries
 
 
+def layer_weight_shapes(spec: DecoderSpec) -> tuple[tuple[int, int], ...]:
+    """[rows, columns] of the linear weights of a TE decoder layer."""
+    return tuple(
+        (sum(part.shape[0] for part in parts), parts[0].shape[1])
+        for name, parts in parameter_map(spec).items()
+        if name.startswith("model.layers.0.") and len(parts[0].shape) == 2
+    )
+
+
 def hf_state_dict(spec: DecoderSpec, te_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors (weights, or gradients by the same names) under Hugging Face's names and shapes.
 

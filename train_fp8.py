@@ -18,18 +18,16 @@ from llm_fp8.utils.phases import IMPORTED_S, PhaseClock  # before the other impo
 # Read by torch when CUDA starts. Growing segments leave less unusable memory between blocks of many sizes.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-from llm_fp8.config.accelerate_env import require_single_process
-from llm_fp8.config.parser import parse_config
+from llm_fp8.config.parser import parse_launch
 from llm_fp8.utils.errors import run_script
 
 
 def main() -> int:
     """Parse the command line, train, and return the exit code."""
-    config = parse_config(sys.argv[1:], prog="train_fp8.py", description=(__doc__ or "").split("\n\n")[0])
-    require_single_process(os.environ)
+    config, idle_fp8_keys = parse_launch(sys.argv[1:], os.environ, "train_fp8.py", (__doc__ or "").split("\n\n")[0])
     from llm_fp8.train.run import run_training  # after the parser: --help and mistakes answer without loading the rest
 
-    return run_training(config, PhaseClock(IMPORTED_S))
+    return run_training(config, idle_fp8_keys, PhaseClock(IMPORTED_S))
 
 
 if __name__ == "__main__":

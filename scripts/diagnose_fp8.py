@@ -20,7 +20,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.config.parser import parse_config
+from llm_fp8.config.parser import parse_launch
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
@@ -48,13 +48,13 @@ def main() -> int:
     own, rest = parser.parse_known_args(sys.argv[1:])
     if {"-h", "--help"} & set(rest):
         print(parser.format_help())
-    config = parse_config(rest, prog="diagnose_fp8.py", description=(__doc__ or "").split("\n\n")[0])
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if num_processes > 1:
         raise UserError(
             f"diagnose_fp8.py looks at one process and the launcher started {num_processes}; start it with python, on "
             "one GPU (train_multi_gpu.py records communication in its own summary)."
         )
+    config, _ = parse_launch(rest, os.environ, "diagnose_fp8.py", (__doc__ or "").split("\n\n")[0])
     if own.warmup_steps < 1:
         raise UserError(f"--warmup_steps must be at least 1, not {own.warmup_steps}.")
     for flag, path in (("--json", own.json), ("--trace", own.trace)):

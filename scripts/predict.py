@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llm_fp8.config.options import Config, ModelConfig
+from llm_fp8.config.validation import FP8_PARAMS_SCENARIOS, check_flash_attention, check_fp8_params
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, MAX_GPUS, MODES
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
@@ -125,17 +126,21 @@ def check(options: argparse.Namespace) -> None:
             "--fp8_params needs --sharding_mode fsdp_grad or fsdp_full, whose weights are split over GPUs; add it or "
             "drop --fp8_params."
         )
+    if options.fp8_params and options.optimizer not in ("auto", "adamw_fp32"):
+        raise UserError(
+            f"--fp8_params keeps fp32 master weights, which --optimizer {options.optimizer} does not have; use auto or "
+            "adamw_fp32."
+        )
     if options.json is not None:
         require_writable("--json", options.json)
 
 
 def workload_of(options: argparse.Namespace) -> StepWorkload:
     """What the command line describes, in bf16."""
-    from llm_fp8.distributed.fp8_params import check_masters
     from llm_fp8.distributed.sharding_mode import default_optimizer
-    from llm_fp8.kernels.flash_attention import check_flash_attention
     from llm_fp8.models.source import load_config, resolve_source
     from llm_fp8.tools.predict.workload import ModelSize, StepWorkload
+    from te_llama import layer_weight_shapes
 
     model_name = options.model_name
     bundled = model_name.rpartition("/")[2].replace("Meta-Llama", "Llama") in bundled_architectures()
@@ -154,8 +159,7 @@ def workload_of(options: argparse.Namespace) -> StepWorkload:
     mode = options.sharding_mode or "single"
     optimizer = default_optimizer(mode) if options.optimizer == "auto" else options.optimizer
     if options.fp8_params:
-        model.check_fp8_params(options.num_gpus)
-        check_masters(optimizer)
+        check_fp8_params("delayed", layer_weight_shapes(model.spec), options.num_gpus)
     return StepWorkload(
         model=model,
         recipe="bf16",
@@ -219,7 +223,6 @@ def main() -> int:
     options = parse(sys.argv[1:])
     check(options)
     # After the parser: --help and mistakes answer without loading torch.
-    from llm_fp8.distributed.fp8_params import SCENARIOS
     from llm_fp8.observability.provenance import collect_provenance
     from llm_fp8.precision.recipes import TOKEN_MULTIPLE
     from llm_fp8.tools.predict.prediction import can_predict, gpu_by_name, predict
@@ -230,7 +233,7 @@ def main() -> int:
     tokens = scenario.micro_batch_tokens
     recipes = [name for name in RECIPES if can_predict(gpu, name)]
     if scenario.fp8_params:
-        recipes = [name for name in recipes if name in ("bf16", *SCENARIOS)]
+        recipes = [name for name in recipes if name in ("bf16", *FP8_PARAMS_SCENARIOS)]
     odd = {name: TOKEN_MULTIPLE[name] for name in recipes if name in TOKEN_MULTIPLE and tokens % TOKEN_MULTIPLE[name]}
     predictions = [predict(scenario.with_recipe(recipe), gpu) for recipe in recipes if recipe not in odd]
     where = gpu.name if scenario.num_gpus == 1 else f"{scenario.num_gpus} x {gpu.name}, {scenario.mode}"
@@ -254,7 +257,7 @@ def main() -> int:
     )
     if scenario.fp8_params:
         console.print(
-            f"note: --fp8_params is of {' and '.join(SCENARIOS)} alone; bf16 is predicted without it",
+            f"note: --fp8_params is of {' and '.join(FP8_PARAMS_SCENARIOS)} alone; bf16 is predicted without it",
             highlight=False,
             soft_wrap=True,
         )

@@ -74,7 +74,7 @@ def require_launched(environ: Mapping[str, str]) -> None:
 def apply_launch_settings(config: Config, environ: MutableMapping[str, str]) -> Config:
     """`config` completed by what `accelerate launch` asked for, whose variables are removed from `environ`.
 
-    Without `accelerate launch` this is `config` itself. The result is to be checked anew (`check_config`). Raises
+    Without `accelerate launch` this is `config` itself. Check the result with `check_options`. Raises
     `UserError` for what cannot be honoured and for a flag that contradicts the launch configuration.
     """
     is_multi_gpu = f"{_DYNAMO}BACKEND" in environ and int(environ.get("WORLD_SIZE", "1")) > 1

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
 
+from llm_fp8.config.accelerate_env import apply_launch_settings, require_launched, require_single_process
+from llm_fp8.config.accelerate_fp8_keys import idle_sentences
 from llm_fp8.config.options import (
     EMBEDDED,
     LORA_LEARNING_RATE,
@@ -19,7 +22,7 @@ from llm_fp8.config.options import (
     OptimConfig,
     ParallelConfig,
 )
-from llm_fp8.config.validation import check_config
+from llm_fp8.config.validation import check_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError
 
 PARALLEL_SECTION = "parallel"
@@ -106,8 +109,36 @@ def parse_config(
     """Parse a command line (without the program's name) into a `Config`; `parallel` adds the options of
     `ParallelConfig`.
 
-    Raises `UserError` on values that cannot be; argparse itself exits with code 2 on unknown options and choices.
+    Raises `UserError` as `check_options`; argparse itself exits with code 2 on unknown options and choices.
     """
+    config = _read(argv, prog, description, parallel)
+    check_options(config)
+    return config
+
+
+def parse_launch(
+    argv: list[str],
+    environ: MutableMapping[str, str],
+    prog: str | None = None,
+    description: str | None = None,
+    parallel: bool = False,
+) -> tuple[Config, list[str]]:
+    """As `parse_config`, for a training process: with what its launcher asked for, whose variables are removed from
+    `environ`.
+
+    Returns:
+        The configuration, and a sentence for each key of the launcher's fp8_config that has no effect here.
+    """
+    config = _read(argv, prog, description, parallel)
+    (require_launched if parallel else require_single_process)(environ)
+    idle = idle_sentences(environ)
+    config = apply_launch_settings(config, environ)
+    check_options(config)
+    return config, idle
+
+
+def _read(argv: list[str], prog: str | None, description: str | None, parallel: bool) -> Config:
+    """The options as they were given, unchecked."""
     parser = build_parser(prog, description, parallel)
     path = parser.parse_known_args(argv)[0].config
     words = _yaml_arguments(path, _sections(parallel)) if path else []
@@ -121,6 +152,4 @@ def parse_config(
         name: section(**{f.name: values[f.name] for f in dataclasses.fields(section)})
         for name, section in _sections(parallel).items()
     }
-    config = Config(**sections)
-    check_config(config)
-    return config
+    return Config(**sections)

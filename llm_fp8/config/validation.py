@@ -1,20 +1,70 @@
-"""What the options must satisfy together, checked before anything is loaded."""
+"""What the options must satisfy, in two steps.
+
+`check_options` looks at the options alone: it refuses what no machine could run, before torch is imported.
+`check_machine` holds them against what was found: the GPU, the installed packages, the launch and the model
+(`MachineFacts`). Both raise `UserError` with one sentence that names the flag, says what is wrong and what to do.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from llm_fp8.config.options import (
     ALL_LINEAR,
     DECODER_LINEARS,
+    FP8_GATHER_MODES,
     TE_SCENARIOS,
     TORCHAO_SCENARIOS,
     WANDB_TAG_LENGTH,
     Config,
     LoraConfig,
+    PrecisionConfig,
     RunConfig,
 )
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
+
+AT_LEAST_ONE = (
+    "max_seq_length",
+    "batch_size",
+    "num_epochs",
+    "gradient_accumulation_steps",
+    "log_every",
+    "save_total_limit",
+    "amax_history_len",
+    "preprocessing_workers",
+    "num_of_samples",
+    "max_steps",
+    "eval_batches",
+    "eval_max_new_tokens",
+    "gradient_checkpointing_every",
+    "context_parallel_size",
+    "hybrid_shard_size",
+)
+NOT_NEGATIVE = (
+    "learning_rate",
+    "num_warmup_steps",
+    "weight_decay",
+    "max_grad_norm",
+    "save_every",
+    "eval_every",
+    "eval_exact_match",
+    "fp8_first_bf16_layers",
+    "fp8_last_bf16_layers",
+    "empty_cache_freq",
+)
+BELOW_ONE = ("adam_beta1", "adam_beta2", "validation_fraction", "lora_dropout")
+DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "fp8_margin")
+"""Options of delayed scaling."""
+FLASH_ATTENTION_HEAD_DIMS = (64, 128)
+"""Those for which flash-attn 4's gradients were compared with an fp32 reference."""
+FLASH_ATTENTION_CAPABILITY = (9, 0)
+"""Compute capability on which they were compared: Hopper's."""
+FP8_PARAMS_SCENARIOS = ("delayed", "current")
+"""Recipes with one scale per weight, which --fp8_params needs."""
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -22,8 +72,83 @@ def _require(condition: bool, sentence: str) -> None:
         raise UserError(sentence)
 
 
+def check_options(config: Config) -> None:
+    """Raise `UserError` for options that no machine could run with."""
+    _check_ranges(config)
+    _check_data(config)
+    _check_attention(config)
+    _check_precision(config)
+    _check_lora(config)
+    _check_context_parallel(config)
+    if config.parallel.sharding_mode != "auto":
+        _check_mode(config, config.parallel.sharding_mode)
+    model, run = config.model, config.run
+    _require(
+        model.gradient_checkpointing or model.gradient_checkpointing_every == 1,
+        f"--gradient_checkpointing_every {model.gradient_checkpointing_every} has no effect without "
+        "--gradient_checkpointing; add it.",
+    )
+    _require(
+        model.use_te or not model.parity_check,
+        "--parity_check compares the TE decoder with Hugging Face's and needs --use_te.",
+    )
+    for tag in config.wandb_tags:
+        _require(
+            len(tag) <= WANDB_TAG_LENGTH,
+            f"--wandb_tags: '{tag}' has {len(tag)} characters, and W&B takes {WANDB_TAG_LENGTH} in a tag; shorten it.",
+        )
+    _require(
+        run.resume_from != "latest" or run.output_dir is not None,
+        "--resume_from latest needs --output_dir, the folder of the run to continue.",
+    )
+    _require(
+        run.eval_exact_match > 0 or run.eval_max_new_tokens == RunConfig.eval_max_new_tokens,
+        f"--eval_max_new_tokens {run.eval_max_new_tokens} has no effect without --eval_exact_match; add it.",
+    )
+
+
+def _check_ranges(config: Config) -> None:
+    """Numbers by themselves."""
+    options: dict[str, Any] = {name: value for section in config.to_dict().values() for name, value in section.items()}
+    for name in AT_LEAST_ONE:
+        value = options[name]
+        _require(value is None or value > 0, f"--{name} must be at least 1, not {value}.")
+    for name in NOT_NEGATIVE:
+        value = options[name]
+        _require(0 <= value < math.inf, f"--{name} must be a finite number that is not negative, and is {value}.")
+    for name in BELOW_ONE:
+        value = options[name]
+        _require(0.0 <= value < 1.0, f"--{name} must be at least 0 and below 1, not {value}.")
+    epsilon, seed = config.optim.adam_epsilon, config.optim.seed
+    _require(0 < epsilon < math.inf, f"--adam_epsilon must be above 0, and is {epsilon}.")
+    _require(0 <= seed < 2**32, f"--seed must be from 0 to 2**32 - 1, and is {seed}.")
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    tokens = data.max_seq_length * data.batch_size
+    if config.precision.mixed_precision == "fp8" or config.packing:
+        _require(
+            tokens % 16 == 0,
+            f"--batch_size {data.batch_size} times --max_seq_length {data.max_seq_length} is {tokens} tokens, which "
+            "is not a multiple of 16 as fp8 kernels and packed rows need; choose a --max_seq_length that is a "
+            "multiple of 16.",
+        )
+    if not data.streaming:
+        return
+    _require(
+        config.run.eval_exact_match == 0,
+        f"--eval_exact_match {config.run.eval_exact_match} needs to look problems up by row, which --streaming "
+        "cannot; drop it and evaluate the trained model with scripts/evaluate.py.",
+    )
+    _require(
+        config.optim.max_steps is not None,
+        "--streaming does not know how many rows there are, so --max_steps must say when to stop.",
+    )
+
+
 def _check_attention(config: Config) -> None:
-    """Raise `UserError` where --attn_implementation cannot go with other options."""
+    """--attn_implementation with other options."""
     asked, use_te = config.model.attn_implementation, config.model.use_te
     if not config.model.flash_attention_4:
         _require(
@@ -47,8 +172,33 @@ def _check_attention(config: Config) -> None:
     )
 
 
+def _check_precision(config: Config) -> None:
+    """--mixed_precision, and what goes with fp8 and with one of its recipes only."""
+    _check_fp8_backend(config)
+    options, unset = config.precision, PrecisionConfig()
+    if options.mixed_precision != "fp8":
+        given = options.mixed_precision
+        without = "without --mixed_precision fp8" if given is None else f"with --mixed_precision {given}"
+        for name in vars(unset):
+            _require(
+                name == "mixed_precision" or getattr(options, name) == getattr(unset, name),
+                f"--{name} has no effect {without}; use --mixed_precision fp8 or drop it.",
+            )
+        return
+    wanted = "delayed" if options.fp8_scenario == "default" else options.fp8_scenario
+    for name in DELAYED_ONLY:
+        _require(
+            getattr(options, name) is None or wanted == "delayed",
+            f"--{name} belongs to delayed scaling and has no effect with --fp8_scenario {wanted}; drop one of them.",
+        )
+    _require(
+        options.fp8_format is None or wanted != "nvfp4",
+        "--fp8_format has no effect with --fp8_scenario nvfp4; drop it.",
+    )
+
+
 def _check_fp8_backend(config: Config) -> None:
-    """Raise `UserError` where --fp8_backend cannot go with other options."""
+    """--fp8_backend with other options."""
     options = config.precision
     backend, scenario = options.fp8_backend, options.fp8_scenario
     own, other = (TE_SCENARIOS, "torchao") if backend == "te" else (TORCHAO_SCENARIOS, "te")
@@ -89,7 +239,7 @@ def _check_fp8_backend(config: Config) -> None:
 
 
 def _check_lora(config: Config) -> None:
-    """The part of `check_config` on adapters."""
+    """LoRA adapters."""
     options, unset = config.lora, LoraConfig()
     _require(options.lora_rank >= 0, f"--lora_rank must be 0 (full fine-tuning) or more, not {options.lora_rank}.")
     if options.lora_rank == 0:
@@ -100,9 +250,8 @@ def _check_lora(config: Config) -> None:
                 f"--{name} {value} has no effect without --lora_rank; add it or drop --{name}.",
             )
         return
-    alpha, dropout = options.lora_alpha, options.lora_dropout
+    alpha = options.lora_alpha
     _require(alpha is None or 0 < alpha < math.inf, f"--lora_alpha must be a finite number above 0, and is {alpha}.")
-    _require(0.0 <= dropout < 1.0, f"--lora_dropout must be at least 0 and below 1, not {dropout}.")
     names = options.targets
     _require(
         len(names) > 0,
@@ -139,84 +288,255 @@ def _check_lora(config: Config) -> None:
     )
 
 
-def check_config(config: Config) -> None:
-    """Raise `UserError` for values that no machine could run with; what depends on the machine is checked later."""
-    positive = {
-        "max_seq_length": config.data.max_seq_length,
-        "batch_size": config.data.batch_size,
-        "num_epochs": config.optim.num_epochs,
-        "gradient_accumulation_steps": config.optim.gradient_accumulation_steps,
-        "log_every": config.run.log_every,
-        "save_total_limit": config.run.save_total_limit,
-        "amax_history_len": config.precision.amax_history_len,
-        "preprocessing_workers": config.data.preprocessing_workers,
-        "num_of_samples": config.data.num_of_samples,
-        "max_steps": config.optim.max_steps,
-        "eval_batches": config.run.eval_batches,
-        "eval_max_new_tokens": config.run.eval_max_new_tokens,
-        "gradient_checkpointing_every": config.model.gradient_checkpointing_every,
-        "context_parallel_size": config.parallel.context_parallel_size,
-        "hybrid_shard_size": config.parallel.hybrid_shard_size,
+def _check_context_parallel(config: Config) -> None:
+    """--context_parallel_size, by the length of a row."""
+    size, length = config.parallel.context_parallel_size, config.data.max_seq_length
+    _require(
+        size == 1 or length % (2 * size) == 0,
+        f"--context_parallel_size {size} cuts every row into {2 * size} chunks of equal length, and --max_seq_length "
+        f"{length} is not a multiple of {2 * size}; choose one that is.",
+    )
+
+
+def _check_mode(config: Config, mode: str) -> None:
+    """What cannot go with the run's sharding mode: one of `SHARDING_MODES`, or 'single'."""
+    options, precision, flag = config.parallel, config.precision, f"--sharding_mode {mode}"
+    sharded, deepspeed = mode.startswith("fsdp"), mode.startswith("deepspeed")
+    lacking_for_fp8_params = _lacking(
+        {
+            "such a mode": sharded and mode != "fsdp_offload",
+            "--use_te": config.model.use_te,
+            "--mixed_precision fp8": precision.mixed_precision == "fp8",
+        }
+    )
+    lacking_for_context = _lacking({"--use_te": config.model.use_te, "an fsdp mode": sharded})
+    size, kind = options.context_parallel_size, config.optim.optimizer
+    refused = {
+        f"--mixed_precision fp16 cannot go with {flag}, which would shard what its gradient scaler has to see; use "
+        "bf16.": precision.mixed_precision == "fp16" and mode not in ("ddp", "single"),
+        f"--optimizer adamw_8bit cannot go with {flag}: its 8-bit blocks cannot be split over GPUs; use --optimizer "
+        "auto, or --sharding_mode ddp.": kind == "adamw_8bit" and (sharded or deepspeed),
+        f"--optimizer {kind} cannot go with {flag}, where DeepSpeed keeps fp32 master weights itself; use auto or "
+        "adamw_fp32.": deepspeed and kind not in ("auto", "adamw_fp32"),
+        "--fp8_params needs an fsdp mode other than fsdp_offload, --use_te and --mixed_precision fp8; this run has "
+        f"{flag} and lacks {lacking_for_fp8_params}.": options.fp8_params and lacking_for_fp8_params != "",
+        f"--fp8_params keeps fp32 master weights, which --optimizer {kind} does not have; use adamw_fp32 or auto.": (
+            options.fp8_params and kind not in ("auto", "adamw_fp32")
+        ),
+        f"--fp8_all_gather needs --sharding_mode {' or '.join(FP8_GATHER_MODES)}, and this run has {flag}; change the "
+        "mode or drop it.": options.fp8_all_gather and mode not in FP8_GATHER_MODES,
+        f"--fp8_backend torchao cannot go with {flag}: DeepSpeed moves parameters in and out of modules that torchao "
+        "compiles; use ddp or an fsdp mode.": deepspeed and precision.fp8_backend == "torchao",
+        f"--fp8_lm_head {precision.fp8_lm_head} cannot go with {flag}: DeepSpeed moves parameters itself, and whether "
+        "the lm_head's weight is unsharded there was never tried; use ddp or an fsdp mode.": (
+            deepspeed and precision.fp8_lm_head != "none"
+        ),
+        f"--context_parallel_size {size} needs --use_te and an fsdp mode; this run has {flag} and lacks "
+        f"{lacking_for_context}.": size > 1 and lacking_for_context != "",
+        f"--hybrid_shard_size {options.hybrid_shard_size} has no effect with {flag}; use --sharding_mode fsdp_hybrid "
+        "or drop it.": options.hybrid_shard_size is not None and mode != "fsdp_hybrid",
+        f"--deepspeed_config {options.deepspeed_config} has no effect with {flag}; use a deepspeed mode or drop it.": (
+            options.deepspeed_config is not None and not deepspeed
+        ),
+        f"--async_save cannot go with {flag}, whose checkpoints DeepSpeed writes itself; drop it.": (
+            options.async_save and deepspeed
+        ),
+        f"--sync_every_micro_batch has no effect with {flag}, which decides that itself; drop it.": (
+            options.sync_every_micro_batch and (deepspeed or mode == "single")
+        ),
     }
-    for name, value in positive.items():
-        _require(value is None or value > 0, f"--{name} must be at least 1, not {value}.")
-    non_negative = {
-        "learning_rate": config.optim.learning_rate,
-        "num_warmup_steps": config.optim.num_warmup_steps,
-        "weight_decay": config.optim.weight_decay,
-        "max_grad_norm": config.optim.max_grad_norm,
-        "save_every": config.run.save_every,
-        "eval_every": config.run.eval_every,
-        "eval_exact_match": config.run.eval_exact_match,
-        "fp8_first_bf16_layers": config.precision.fp8_first_bf16_layers,
-        "fp8_last_bf16_layers": config.precision.fp8_last_bf16_layers,
-        "empty_cache_freq": config.parallel.empty_cache_freq,
+    for sentence, wrong in refused.items():
+        _require(not wrong, sentence)
+
+
+def _lacking(needed: dict[str, bool]) -> str:
+    """The names of what is not there, for a sentence."""
+    return ", ".join(name for name, there in needed.items() if not there)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What options depend on in a model."""
+
+    num_layers: int
+    head_dim: int | None = None
+    attention_dropout: float = 0.0
+    windows: tuple[int | None, ...] = ()
+    """Sliding windows of the layers in tokens, None where a layer has none."""
+    layer_weights: tuple[tuple[int, int], ...] = ()
+    """[rows, columns] of the linear weights of a decoder layer. Known, as what stands above, of TE decoders."""
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What a run finds: the machine, the launch, the model, and what the options came to there."""
+
+    ranks: LaunchRanks = LaunchRanks()
+    sharding_mode: str = "single"
+    """One of `SHARDING_MODES`, or 'single'; 'auto' is decided by now."""
+    device: str = "cuda"
+    """torch's name of the device type."""
+    capability: tuple[int, int] | None = None
+    """Compute capability of the GPU; None on a CPU or where it is not known."""
+    compute: str = "bf16"
+    """What layers outside fp8 compute in: fp32, bf16 or fp16."""
+    scenario: str | None = None
+    """The fp8 recipe that runs; None outside fp8."""
+    token_multiple: int = 1
+    """What the tokens of a micro-batch on one GPU must be a multiple of."""
+    problems: Mapping[str, str] = field(default_factory=dict)
+    """Of the packages that the run needs (`packages_needed`) those that it cannot use, with the sentence to say."""
+    model: ModelFacts | None = None
+    """None where it is not known."""
+
+
+def packages_needed(config: Config, device: str, rank: int = 0) -> dict[str, str]:
+    """The packages that a run needs beyond those it always has -> the flag that asks for it."""
+    model, parallel = config.model, config.parallel
+    tracker_flag = "--use_wandb" if config.run.use_wandb else f"--report_to {config.run.report_to}"
+    mode = parallel.sharding_mode
+    needed = {
+        "transformer_engine": ("--use_te", model.use_te),
+        "flash_attention_4": ("--attn_implementation flash_attention_4", model.flash_attention_4),
+        "triton": (
+            f"--optimizer {config.optim.optimizer}",
+            config.optim.optimizer in ("adamw_master", "adamw_8bit") and device == "cuda",
+        ),
+        "peft": (f"--lora_rank {config.lora.lora_rank}", config.lora.lora_rank),
+        "deepspeed": (f"--sharding_mode {mode}", mode.startswith("deepspeed")),
+        # Only the first process of a launch talks to a tracker.
+        "tensorboard": (tracker_flag, "tensorboard" in config.trackers and rank == 0),
+        "wandb": (tracker_flag, "wandb" in config.trackers and rank == 0),
     }
-    for name, number in non_negative.items():
-        _require(0 <= number < math.inf, f"--{name} must be a finite number that is not negative, and is {number}.")
+    return {package: flag for package, (flag, is_needed) in needed.items() if is_needed}
+
+
+def check_machine(config: Config, facts: MachineFacts) -> None:
+    """Raise `UserError` where options that `check_options` let pass cannot take effect on this machine, in this launch
+    or with this model.
+    """
+    model, parallel, on_gpu = config.model, config.parallel, facts.device == "cuda"
     _require(
-        config.model.gradient_checkpointing or config.model.gradient_checkpointing_every == 1,
-        f"--gradient_checkpointing_every {config.model.gradient_checkpointing_every} has no effect without "
-        "--gradient_checkpointing; add it.",
+        on_gpu or not model.use_te,
+        "--use_te needs an NVIDIA GPU, and none is found; --use_te=false trains on the CPU.",
     )
-    epsilon = config.optim.adam_epsilon
-    _require(0 < epsilon < math.inf, f"--adam_epsilon must be above 0, and is {epsilon}.")
-    _require(0 <= config.optim.seed < 2**32, f"--seed must be from 0 to 2**32 - 1, and is {config.optim.seed}.")
-    for name in ("adam_beta1", "adam_beta2"):
-        beta = getattr(config.optim, name)
-        _require(0.0 <= beta < 1.0, f"--{name} must be at least 0 and below 1, not {beta}.")
-    _check_lora(config)
-    fraction = config.data.validation_fraction
-    _require(0.0 <= fraction < 1.0, f"--validation_fraction must be at least 0 and below 1, not {fraction}.")
-    _check_attention(config)
-    _check_fp8_backend(config)
-    for tag in config.wandb_tags:
+    _require(
+        on_gpu or not config.run.certify,
+        "--certify records the kernels of an NVIDIA GPU and this run has none; drop it.",
+    )
+    kind = config.optim.optimizer
+    _require(
+        kind in ("auto", "adamw_fp32") or facts.compute == "bf16",
+        f"--optimizer {kind} keeps the parameters in bf16 and needs a run that computes in bf16: --mixed_precision "
+        "bf16 or fp8, or use --optimizer adamw_fp32.",
+    )
+    for sentence in facts.problems.values():
+        raise UserError(sentence)
+    _require(
+        not model.flash_attention_4 or facts.capability in (None, FLASH_ATTENTION_CAPABILITY),
+        "--attn_implementation flash_attention_4: its gradients were compared on Hopper alone (compute capability "
+        f"9.0), and this GPU has {'.'.join(map(str, facts.capability or ()))}; drop it.",
+    )
+    _check_tokens(config, facts)
+    if parallel.sharding_mode == "auto":
+        _check_mode(config, facts.sharding_mode)
+    _check_ranks(config, facts)
+    if facts.model is not None:
+        _check_model(config, facts, facts.model)
+
+
+def _check_tokens(config: Config, facts: MachineFacts) -> None:
+    """The tokens of a micro-batch on one GPU."""
+    data, size, multiple = config.data, config.parallel.context_parallel_size, facts.token_multiple
+    tokens = data.batch_size * data.max_seq_length
+    product = f"--batch_size {data.batch_size} times --max_seq_length {data.max_seq_length}"
+    _require(
+        tokens % multiple == 0,
+        f"--fp8_scenario {facts.scenario} needs a multiple of {multiple} tokens in a micro-batch, and {product} is "
+        f"{tokens}; choose a --max_seq_length that is a multiple of {multiple}.",
+    )
+    _require(
+        tokens % (size * multiple) == 0,
+        f"--context_parallel_size {size} leaves each GPU 1/{size} of the {tokens} tokens of {product}, which is not a "
+        f"multiple of {multiple} as this precision needs; choose a --max_seq_length that is a multiple of "
+        f"{size * multiple}.",
+    )
+
+
+def _check_ranks(config: Config, facts: MachineFacts) -> None:
+    """Sizes of groups of processes."""
+    size, world_size = config.parallel.context_parallel_size, facts.ranks.world_size
+    _require(
+        world_size % size == 0,
+        f"--context_parallel_size {size} does not divide the {world_size} processes; choose a size that does.",
+    )
+    _require(
+        size == 1 or facts.compute != "fp32",
+        f"--context_parallel_size {size} needs attention in bf16, and this run computes in {facts.compute}; use "
+        "--mixed_precision bf16 or fp8.",
+    )
+    if facts.sharding_mode == "fsdp_hybrid":
+        shard = hybrid_shard_size(config, facts.ranks)
         _require(
-            len(tag) <= WANDB_TAG_LENGTH,
-            f"--wandb_tags: '{tag}' has {len(tag)} characters, and W&B takes {WANDB_TAG_LENGTH} in a tag; shorten it.",
+            world_size % shard == 0 and world_size != shard,
+            f"--sharding_mode fsdp_hybrid shards over {shard} GPUs (--hybrid_shard_size, by default those of a host) "
+            f"and replicates, which {world_size} GPUs cannot be divided into; choose a proper divisor, or fsdp_full.",
         )
-    tokens = config.data.max_seq_length * config.data.batch_size
-    if config.precision.mixed_precision == "fp8" or config.packing:
+
+
+def _check_model(config: Config, facts: MachineFacts, model: ModelFacts) -> None:
+    """What depends on the model's structure."""
+    precision, size = config.precision, config.parallel.context_parallel_size
+    first, last = precision.fp8_first_bf16_layers, precision.fp8_last_bf16_layers
+    _require(
+        first + last == 0 or first + last < model.num_layers,
+        f"--fp8_first_bf16_layers {first} and --fp8_last_bf16_layers {last} leave none of the {model.num_layers} "
+        "decoder layers in fp8.",
+    )
+    _require(
+        size == 1 or all(window is None for window in model.windows),
+        f"--context_parallel_size {size} cannot go with this model's sliding-window attention (sliding_window in its "
+        "config.json), which the exchange of keys and values between GPUs does not have; drop it.",
+    )
+    if config.model.flash_attention_4 and model.head_dim is not None:
+        check_flash_attention(model.head_dim, model.attention_dropout)
+    if config.parallel.fp8_params:
+        hybrid = facts.sharding_mode == "fsdp_hybrid"
+        num_shards = hybrid_shard_size(config, facts.ranks) if hybrid else facts.ranks.world_size
+        check_fp8_params(facts.scenario, model.layer_weights, num_shards)
+
+
+def check_flash_attention(head_dim: int, attention_dropout: float) -> None:
+    """Raise `UserError` where flash-attn 4 cannot serve a model, or was not shown to be right for it."""
+    asked = "--attn_implementation flash_attention_4"
+    _require(
+        head_dim in FLASH_ATTENTION_HEAD_DIMS,
+        f"{asked}: this model's heads have {head_dim} elements, and its gradients were compared for "
+        f"{' and '.join(map(str, FLASH_ATTENTION_HEAD_DIMS))} alone; drop it.",
+    )
+    _require(
+        not attention_dropout,
+        f"{asked} has no dropout, and this model's config.json has attention_dropout {attention_dropout}; drop it.",
+    )
+
+
+def check_fp8_params(scenario: str | None, weights: Iterable[tuple[int, int]], num_shards: int) -> None:
+    """Raise `UserError` where weights of shape [rows, columns] cannot be kept in fp8, an equal number of rows on each
+    of `num_shards` GPUs.
+    """
+    _require(
+        scenario in FP8_PARAMS_SCENARIOS,
+        f"--fp8_params keeps one scale per weight, and --fp8_scenario {scenario} has other ones; use "
+        f"{' or '.join(FP8_PARAMS_SCENARIOS)}, or drop --fp8_params.",
+    )
+    for rows, columns in weights:
         _require(
-            tokens % 16 == 0,
-            f"--batch_size {config.data.batch_size} times --max_seq_length {config.data.max_seq_length} is {tokens} "
-            "tokens, which is not a multiple of 16 as fp8 kernels and packed rows need; choose a --max_seq_length "
-            "that is a multiple of 16.",
+            rows % num_shards == 0,
+            f"--fp8_params splits the rows of every weight evenly, and a weight of {rows} x {columns} cannot be "
+            f"split over {num_shards} GPUs; use a number of GPUs that divides {rows}, or drop --fp8_params.",
         )
-    _require(
-        not (config.run.resume_from == "latest" and config.run.output_dir is None),
-        "--resume_from latest needs --output_dir, the folder of the run to continue.",
-    )
-    _require(
-        not (config.data.streaming and config.run.eval_exact_match),
-        f"--eval_exact_match {config.run.eval_exact_match} needs to look problems up by row, which --streaming "
-        "cannot; drop it and evaluate the trained model with scripts/evaluate.py.",
-    )
-    _require(
-        config.run.eval_exact_match > 0 or config.run.eval_max_new_tokens == RunConfig.eval_max_new_tokens,
-        f"--eval_max_new_tokens {config.run.eval_max_new_tokens} has no effect without --eval_exact_match; add it.",
-    )
-    _require(
-        not (config.data.streaming and config.optim.max_steps is None),
-        "--streaming does not know how many rows there are, so --max_steps must say when to stop.",
-    )
+
+
+def hybrid_shard_size(config: Config, ranks: LaunchRanks) -> int:
+    """GPUs that hold one copy of the model together under fsdp_hybrid."""
+    return config.parallel.hybrid_shard_size or ranks.local_world_size

@@ -7,9 +7,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 from llm_fp8.config.options import Config
+from llm_fp8.config.validation import hybrid_shard_size
 from llm_fp8.distributed.deepspeed import DeepSpeedStrategy, accelerator_arguments
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.distributed.sharding_mode import check_mode, hybrid_shard_size
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.observability.reporter import accelerator_tracking
 from llm_fp8.precision.plan import PrecisionPlan
@@ -25,7 +25,6 @@ def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -
     """
     mode = config.parallel.sharding_mode
     if mode.startswith("deepspeed"):
-        check_mode(config, mode, ranks, plan.compute_name)
         return Accelerator(
             mixed_precision="no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),

@@ -29,7 +29,7 @@ Source: Transformer Engine 2.20, pytorch/attention/dot_product_attention/context
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from llm_fp8.config.options import Config
-from llm_fp8.data.collate import IGNORED, Batch, document_multiple
-from llm_fp8.utils.errors import UserError
+from llm_fp8.data.collate import IGNORED, Batch
 
 
 @dataclass(frozen=True)
@@ -164,44 +162,3 @@ def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
     # rank.
     chunks_before = torch.where(offset < chunk, rank, 2 * size - 2 - rank)
     return bounds[:-1][document] + offset + chunk * chunks_before
-
-
-def check_context_parallel(
-    config: Config, windows: Sequence[int | None], compute_name: str, token_multiple: int
-) -> None:
-    """Raise `UserError` where the run cannot share its rows between GPUs.
-
-    Args:
-        config: the run's.
-        windows: of the model's layers, as in `te_llama.DecoderSpec`.
-        compute_name: fp32, bf16 or fp16.
-        token_multiple: what the tokens of a micro-batch on one GPU must be a multiple of (`precision.TOKEN_MULTIPLE`; 1
-            outside fp8).
-    """
-    size, data = config.parallel.context_parallel_size, config.data
-    if size == 1:
-        return
-    flag = f"--context_parallel_size {size}"
-    if any(window is not None for window in windows):
-        raise UserError(
-            f"{flag} cannot go with this model's sliding-window attention (sliding_window in its config.json), which "
-            "the exchange of keys and values between GPUs does not have; drop it."
-        )
-    if compute_name not in ("bf16", "fp16"):
-        raise UserError(
-            f"{flag} needs attention in bf16, and this run computes in {compute_name}; use --mixed_precision bf16 or "
-            "fp8."
-        )
-    chunks = document_multiple(size)
-    if data.max_seq_length % chunks:
-        raise UserError(
-            f"{flag} cuts every row into {chunks} chunks of equal length, and --max_seq_length {data.max_seq_length} "
-            f"is not a multiple of {chunks}; choose one that is."
-        )
-    tokens = data.batch_size * data.max_seq_length
-    if tokens % (size * token_multiple):
-        raise UserError(
-            f"{flag} leaves each GPU 1/{size} of the {tokens} tokens of --batch_size {data.batch_size} times "
-            f"--max_seq_length {data.max_seq_length}, which is not a multiple of {token_multiple} as this precision "
-            f"needs; choose a --max_seq_length that is a multiple of {size * token_multiple}."
-        )

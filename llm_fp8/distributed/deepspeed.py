@@ -125,11 +125,6 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
         """See `DistributedStrategy.resolve_optimizer`: torch's AdamW in fp32, on masters that DeepSpeed keeps."""
-        if requested not in ("auto", "adamw_fp32"):
-            raise UserError(
-                f"--optimizer {requested} cannot go with --sharding_mode {self.mode}, where DeepSpeed keeps fp32 "
-                "masters itself; use auto or adamw_fp32."
-            )
         return "adamw_fp32"
 
     def parameter_dtype(self, kind: OptimizerKind, compute_dtype: torch.dtype) -> torch.dtype:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -42,51 +42,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.modules import linear_weights
-from llm_fp8.utils.errors import UserError
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
-SCENARIOS = ("delayed", "current")
-"""Recipes with one scale per weight."""
-
 _WEIGHT = "_fp8_weight"
 """Attribute of an fp8 parameter: its `Fp8Weight`."""
-
-
-def check_fp8_params(precision: Precision, num_shards: int) -> None:
-    """Raise `UserError` where the weights of `precision`'s fp8 modules, not yet split, cannot be kept in fp8 by
-    `num_shards` ranks.
-    """
-    scenario = precision.plan.effective_scenario
-    if scenario not in SCENARIOS:
-        raise UserError(
-            f"--fp8_params keeps one scale per weight, and --fp8_scenario {scenario} has other ones; use "
-            f"{' or '.join(SCENARIOS)}, or drop --fp8_params."
-        )
-    check_rows((weight.shape for module in precision.fp8_modules for weight in linear_weights(module)), num_shards)
-
-
-def check_rows(shapes: Iterable[Sequence[int]], num_shards: int) -> None:
-    """Raise `UserError` where a weight [rows, columns] cannot be kept in fp8 by `num_shards` ranks, which take
-    equally many rows each.
-    """
-    for rows, columns in shapes:
-        if rows % num_shards:
-            raise UserError(
-                f"--fp8_params splits the rows of every weight evenly, and a weight of {rows} x {columns} cannot be "
-                f"split over {num_shards} GPUs; use a number of GPUs that divides {rows}, or drop --fp8_params."
-            )
-
-
-def check_masters(kind: OptimizerKind) -> None:
-    """Raise `UserError` for an optimizer that fp8 parameters cannot be trained with."""
-    if kind != "adamw_fp32":
-        raise UserError(
-            f"--fp8_params keeps fp32 masters, which --optimizer {kind} does not have; use adamw_fp32 or auto."
-        )
 
 
 def master_of(parameter: AnyTensor) -> AnyTensor:

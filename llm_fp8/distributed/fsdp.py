@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from llm_fp8.config.options import ParallelConfig
-from llm_fp8.distributed.fp8_params import check_fp8_params, check_masters, keep_weights_in_fp8, master_of
+from llm_fp8.distributed.fp8_params import keep_weights_in_fp8, master_of
 from llm_fp8.distributed.fsdp_internals import UnshardedGradients, _entries_of, _let_te_keep_casts, _units_of
 from llm_fp8.distributed.sharding_mode import default_optimizer
 from llm_fp8.distributed.strategy import DistributedStrategy
@@ -86,19 +86,15 @@ class FsdpStrategy(DistributedStrategy):
 
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
         """fp32 shards unless another storage was asked for."""
-        kind = super().resolve_optimizer(
+        return super().resolve_optimizer(
             default_optimizer(self.mode) if requested == "auto" else requested, compute_dtype
         )
-        if self.options.fp8_params:
-            check_masters(kind)
-        return kind
 
     def keep_in_fp8(self, precision: Precision) -> None:
         """Let `prepare` turn the weights of `precision`'s fp8 modules into fp8 parameters (--fp8_params).
 
-        Call it before `shard`. Raises `UserError` where these weights cannot be.
+        Call it before `shard`.
         """
-        check_fp8_params(precision, self.num_shards)
         self._fp8_params = precision
 
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:

@@ -73,6 +73,16 @@ def largest(value: int) -> int:
     return int(tensor.item())
 
 
+def smallest_gpu_gib(device: torch.device) -> float | None:
+    """Memory of the smallest GPU of the launch; None on CPUs. Collective."""
+    if device.type != "cuda":
+        return None
+    total = torch.tensor([torch.cuda.get_device_properties(device).total_memory / 2**30], device=device)
+    if dist.is_initialized():
+        dist.all_reduce(total, dist.ReduceOp.MIN)
+    return float(total)
+
+
 def is_loss_of_a_peer(error: BaseException) -> bool:
     """Whether a collective operation failed because another process is gone, as far as the error's text tells."""
     return dist.is_initialized() and isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None

@@ -1,4 +1,4 @@
-"""Which --sharding_mode a run uses, and which options cannot go together with it.
+"""Which --sharding_mode a run uses.
 
 `auto` estimates what stands in a GPU's memory between micro-batches, in bytes per parameter with N GPUs:
 
@@ -16,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llm_fp8.config.options import FP8_GATHER_MODES, Config
+from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
-from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
 STATE_SHARE = 0.6
@@ -122,70 +121,3 @@ def keeps_unsharded_gradients(mode: str, config: Config) -> bool:
     accumulates = config.optim.gradient_accumulation_steps > 1
     trains_all = config.lora.lora_rank == 0
     return mode.startswith("fsdp") and accumulates and trains_all and not config.parallel.sync_every_micro_batch
-
-
-def check_mode(config: Config, mode: str, ranks: LaunchRanks, compute_name: str) -> None:
-    """Raise `UserError` where the run's options cannot go together with `mode`; `compute_name` is fp32, bf16 or
-    fp16.
-    """
-    options, flag = config.parallel, f"--sharding_mode {mode}"
-    sharded, deepspeed = mode.startswith("fsdp"), mode.startswith("deepspeed")
-    needed_by_fp8_params = {
-        "such a mode": sharded and mode != "fsdp_offload",
-        "--use_te": config.model.use_te,
-        "--mixed_precision fp8": config.precision.mixed_precision == "fp8",
-    }
-    needed_by_context_parallelism = {"--use_te": config.model.use_te, "an fsdp mode": sharded}
-    refused = {
-        f"--mixed_precision fp16 cannot go with {flag}, which would shard what its gradient scaler has to see; use "
-        "bf16.": (compute_name == "fp16" and mode not in ("ddp", "single")),
-        f"--optimizer adamw_8bit cannot go with {flag}: its 8-bit blocks cannot be split over GPUs; use --optimizer "
-        "auto, or --sharding_mode ddp.": (config.optim.optimizer == "adamw_8bit" and (sharded or deepspeed)),
-        "--fp8_params needs an fsdp mode other than fsdp_offload, --use_te and --mixed_precision fp8; this run has "
-        f"{flag} and lacks {_lacking(needed_by_fp8_params)}.": options.fp8_params
-        and not all(needed_by_fp8_params.values()),
-        f"--fp8_all_gather needs --sharding_mode {' or '.join(FP8_GATHER_MODES)}, and this run has {flag}; change the "
-        "mode or drop it.": (options.fp8_all_gather and mode not in FP8_GATHER_MODES),
-        f"--fp8_backend torchao cannot go with {flag}: DeepSpeed moves parameters in and out of modules that torchao "
-        "compiles; use ddp or an fsdp mode.": (deepspeed and config.precision.fp8_backend == "torchao"),
-        f"--fp8_lm_head {config.precision.fp8_lm_head} cannot go with {flag}: DeepSpeed moves parameters itself, and "
-        "whether the head's weight is whole there was never tried; use ddp or an fsdp mode.": deepspeed
-        and config.precision.fp8_lm_head != "none",
-        f"--context_parallel_size {options.context_parallel_size} needs --use_te and an fsdp mode; this run has "
-        f"{flag} and lacks {_lacking(needed_by_context_parallelism)}.": (
-            options.context_parallel_size > 1 and not all(needed_by_context_parallelism.values())
-        ),
-        f"--context_parallel_size {options.context_parallel_size} does not divide the {ranks.world_size} processes; "
-        "choose a size that does.": (ranks.world_size % options.context_parallel_size != 0),
-        f"--hybrid_shard_size {options.hybrid_shard_size} has no effect with {flag}; use --sharding_mode fsdp_hybrid "
-        "or drop it.": (options.hybrid_shard_size is not None and mode != "fsdp_hybrid"),
-        f"--deepspeed_config {options.deepspeed_config} has no effect with {flag}; use a deepspeed mode or drop it.": (
-            options.deepspeed_config is not None and not deepspeed
-        ),
-        f"--async_save cannot go with {flag}, whose checkpoints DeepSpeed writes itself; drop it.": options.async_save
-        and deepspeed,
-        f"--sync_every_micro_batch has no effect with {flag}, which decides that itself; drop it.": (
-            options.sync_every_micro_batch and (deepspeed or mode == "single")
-        ),
-    }
-    for sentence, wrong in refused.items():
-        if wrong:
-            raise UserError(sentence)
-    if mode == "fsdp_hybrid":
-        size = hybrid_shard_size(config, ranks)
-        if ranks.world_size % size or ranks.world_size == size:
-            raise UserError(
-                f"--sharding_mode fsdp_hybrid shards over {size} GPUs (--hybrid_shard_size, by default those of a "
-                f"host) and replicates, which {ranks.world_size} GPUs cannot be divided into; choose a proper "
-                "divisor, or fsdp_full."
-            )
-
-
-def _lacking(needed: dict[str, bool]) -> str:
-    """The names of what is not there, for a sentence."""
-    return ", ".join(name for name, there in needed.items() if not there)
-
-
-def hybrid_shard_size(config: Config, ranks: LaunchRanks) -> int:
-    """GPUs that hold one copy of the model together under fsdp_hybrid."""
-    return config.parallel.hybrid_shard_size or ranks.local_world_size

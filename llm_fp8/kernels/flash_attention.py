@@ -3,7 +3,7 @@
 Causal attention of q [T, heads, d] with k and v [T, kv_heads, d], bf16, inside the documents that `cu_seqlens` bounds.
 The package is called directly. Transformer Engine has a way to it too (NVTE_FUSED_ATTN=0, which forbids cuDNN's
 attention), but for every head dimension that flash-attn accepts; on an H200 dQ was wrong for d = 80 and right for
-`HEAD_DIMS` (tests/kernels/test_flash_attention_gpu.py). So `keep_from_transformer_engine` bars that way for others.
+`FLASH_ATTENTION_HEAD_DIMS` (tests/kernels/test_flash_attention_gpu.py). So `keep_from_transformer_engine` bars that way for others.
 
 With grouped queries dK and dV are summed in an order that changes from run to run. What it gains: docs/precision.md.
 """
@@ -16,54 +16,32 @@ from typing import Any
 
 from torch import Tensor
 
+from llm_fp8.config.validation import FLASH_ATTENTION_HEAD_DIMS
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import FLASH_ATTENTION_4, package_version
 
-FLAG = "--attn_implementation flash_attention_4"
-HEAD_DIMS = (64, 128)
-"""Those whose gradients were compared with an fp32 reference."""
-HOPPER = (9, 0)
-"""Compute capability on which they were compared."""
-
 
 def keep_from_transformer_engine(head_dim: int) -> None:
-    """Forbid Transformer Engine flash-attn 4, where it is installed, for head dimensions outside `HEAD_DIMS`."""
-    if head_dim not in HEAD_DIMS and package_version(FLASH_ATTENTION_4.name) is not None:
+    """Forbid Transformer Engine flash-attn 4, where it is installed, for other head dimensions than
+    `FLASH_ATTENTION_HEAD_DIMS`.
+    """
+    if head_dim not in FLASH_ATTENTION_HEAD_DIMS and package_version(FLASH_ATTENTION_4.name) is not None:
         os.environ["NVTE_FLASH_ATTN_V4"] = "0"
 
 
-def check_flash_attention(head_dim: int, attention_dropout: float) -> None:
-    """Raise `UserError` where flash-attn 4 cannot serve a model, or was not shown to be right for it."""
-    if head_dim not in HEAD_DIMS:
-        raise UserError(
-            f"{FLAG}: this model's heads have {head_dim} elements, and its gradients were compared for "
-            f"{' and '.join(map(str, HEAD_DIMS))} alone; drop it."
-        )
-    if attention_dropout:
-        raise UserError(
-            f"{FLAG} has no dropout, and this model's config.json has attention_dropout {attention_dropout}; drop it."
-        )
-
-
-def require_flash_attention(capability: tuple[int, int]) -> None:
-    """Raise `UserError` where the package is not the version that was compared, does not load, or the GPU is no
-    `HOPPER`; `capability` is the GPU's, major and minor.
+def require_flash_attention(flag: str) -> None:
+    """Raise `UserError` that starts with `flag` where the package is not the version that was compared, or does not
+    load.
     """
-    if capability != HOPPER:
-        major, minor = capability
-        raise UserError(
-            f"{FLAG}: its gradients were compared on Hopper alone (compute capability 9.0), and this GPU has "
-            f"{major}.{minor}; drop it."
-        )
     package = FLASH_ATTENTION_4
     version = package_version(package.name)
     if version != package.version:
         found = "which is not installed" if version is None else f"and {version} is installed"
-        raise UserError(f"{FLAG} needs {package.name} {package.version}, {found}; run: {package.install}")
+        raise UserError(f"{flag} needs {package.name} {package.version}, {found}; run: {package.install}")
     try:
         _varlen_function()
     except ImportError as error:
-        raise UserError(f"{FLAG}: {package.name} does not load ({error}); run: {package.install}") from error
+        raise UserError(f"{flag}: {package.name} does not load ({error}); run: {package.install}") from error
 
 
 def flash_attention(

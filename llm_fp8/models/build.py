@@ -32,7 +32,7 @@ from transformers import (
 
 import te_llama
 from llm_fp8.config.options import ModelConfig
-from llm_fp8.kernels.flash_attention import keep_from_transformer_engine, require_flash_attention
+from llm_fp8.kernels.flash_attention import keep_from_transformer_engine
 from llm_fp8.models.source import ModelSource, _named_errors, has_random_weights
 from llm_fp8.models.weight_shards import initialize_shards_
 from llm_fp8.models.weights import _corrupt_file, fill_te_model, weight_files
@@ -80,15 +80,6 @@ def _has_attention(hf_config: PretrainedConfig, implementation: str) -> bool:
     return flag is None or model_class is None or bool(getattr(model_class, flag))
 
 
-def require_te_decoder(device: torch.device, options: ModelConfig) -> None:
-    """Raise `UserError` where --use_te, or the attention requested with it, cannot work."""
-    if device.type != "cuda":
-        raise UserError("--use_te needs an NVIDIA GPU, and none is found; --use_te=false trains on the CPU.")
-    require_te("--use_te")
-    if options.flash_attention_4:
-        require_flash_attention(torch.cuda.get_device_capability(device))
-
-
 def _build_te_decoder(
     options: ModelConfig,
     hf_config: PretrainedConfig,
@@ -98,8 +89,8 @@ def _build_te_decoder(
     with_memory: bool,
     unfused_mlp: bool,
 ) -> PreTrainedModel:
-    """`te_llama.build_te_model` with verified attention and the faster norms; `UserError` where it cannot work."""
-    require_te_decoder(device, options)
+    """`te_llama.build_te_model` with verified attention and the faster norms."""
+    require_te("--use_te")
     keep_from_transformer_engine(te_llama.decoder_spec(hf_config).head_dim)
     if device.type == "cuda":
         choose_norm_backend(hf_config.hidden_size, torch.cuda.get_device_capability(device)[0], os.environ)

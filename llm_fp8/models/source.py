@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 import te_llama
 from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
 from llm_fp8.data.embedded import MODEL_DIR as EMBEDDED_MODEL
-from llm_fp8.kernels.flash_attention import check_flash_attention
 from llm_fp8.models.architectures import bundled_config
 from llm_fp8.utils.errors import UserError
 
@@ -165,13 +164,11 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
         )
     if config.model.use_te:
         try:
-            spec = te_llama.decoder_spec(hf_config)
+            te_llama.decoder_spec(hf_config)
         except te_llama.UnsupportedArchitecture as error:
             raise UserError(
                 f"--use_te cannot build {name}: {error}. Drop --use_te to train it with its linear layers swapped."
             ) from error
-        if config.model.flash_attention_4:
-            check_flash_attention(spec.head_dim, spec.attention_dropout)
 
 
 def _quantisation_method(quantization_config: Any) -> str:

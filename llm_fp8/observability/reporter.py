@@ -36,25 +36,19 @@ from llm_fp8.utils.json_files import json_line, write_json_atomic
 from llm_fp8.utils.packages import package_version
 
 
-def check_trackers(config: Config) -> None:
-    """Raise `UserError` where a tracker that was asked for cannot work, before anything expensive is done.
+def require_tensorboard(flag: str) -> None:
+    """Raise `UserError` that starts with `flag` where TensorBoard is missing."""
+    if package_version("tensorboard") is None:
+        raise UserError(f"{flag} needs the tensorboard package, which is not installed: run 'pip install tensorboard'.")
 
-    Only the first process of a distributed run looks: the others never talk to a tracker.
-    """
-    if int(os.environ.get("RANK", "0")) != 0:
-        return
-    if "tensorboard" in config.trackers and package_version("tensorboard") is None:
+
+def require_wandb_login(flag: str) -> None:
+    """The same where W&B is missing or has no login."""
+    if wandb_login_state(flag) == "logged_out":
         raise UserError(
-            f"--report_to {config.run.report_to} needs the tensorboard package, which is not installed: run 'pip "
-            "install tensorboard'."
+            f"{flag}: there is no W&B login on this machine; run 'wandb login', or set WANDB_MODE=offline in the "
+            "environment to keep the run's data in the output folder."
         )
-    if "wandb" in config.trackers:
-        flag = "--use_wandb" if config.run.use_wandb else f"--report_to {config.run.report_to}"
-        if wandb_login_state(flag) == "logged_out":
-            raise UserError(
-                f"{flag}: there is no W&B login on this machine; run 'wandb login', or set WANDB_MODE=offline in the "
-                "environment to keep the run's data in the output folder."
-            )
 
 
 def _output_dir(config: Config) -> Path:

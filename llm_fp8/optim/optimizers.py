@@ -26,7 +26,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -91,7 +91,7 @@ def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
 
 
 def resolve_optimizer(requested: str, computes_bf16: bool, device_type: str) -> OptimizerKind:
-    """The optimizer that `--optimizer` means on this machine.
+    """The optimizer that `--optimizer`, which `check_machine` let pass, means on this machine.
 
     auto is adamw_master on a GPU where the run computes in bf16, and adamw_fp32 elsewhere. On a CPU adamw_master and
     adamw_8bit are plain torch, for trials.
@@ -100,25 +100,17 @@ def resolve_optimizer(requested: str, computes_bf16: bool, device_type: str) -> 
         requested: value of `--optimizer`, 'auto' included.
         computes_bf16: whether the forward pass computes in bf16, so that bf16 parameters lose nothing.
         device_type: 'cuda', 'cpu', ...: where the parameters live.
-
-    Raises:
-        UserError: the run, the machine or the installation lacks what the requested optimizer needs.
     """
     on_gpu = device_type == "cuda"
     if requested == "auto":
         return "adamw_master" if on_gpu and computes_bf16 and _is_installed("triton") else "adamw_fp32"
-    if requested == "adamw_fp32":
-        return "adamw_fp32"
-    if requested not in ("adamw_master", "adamw_8bit"):
-        raise UserError(f"--optimizer {requested} is unknown; choose auto, adamw_fp32, adamw_master or adamw_8bit.")
-    if not computes_bf16:
-        raise UserError(
-            f"--optimizer {requested} keeps the parameters in bf16 and needs a run that computes in bf16: "
-            "--mixed_precision bf16 or fp8, or use --optimizer adamw_fp32."
-        )
-    if on_gpu and not _is_installed("triton"):
-        raise UserError(f"--optimizer {requested} needs triton on a GPU, and it is not installed: pip install triton.")
-    return "adamw_master" if requested == "adamw_master" else "adamw_8bit"
+    return cast(OptimizerKind, requested)
+
+
+def require_triton(flag: str) -> None:
+    """Raise `UserError` that starts with `flag` where Triton is missing."""
+    if not _is_installed("triton"):
+        raise UserError(f"{flag} needs triton on a GPU, and it is not installed: pip install triton.")
 
 
 def _is_installed(package: str) -> bool:

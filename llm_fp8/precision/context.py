@@ -46,11 +46,6 @@ def bf16_layers(options: PrecisionConfig, decoder_layers: nn.ModuleList) -> list
     these leave none in it.
     """
     first, last = options.fp8_first_bf16_layers, options.fp8_last_bf16_layers
-    if first + last >= len(decoder_layers) and first + last > 0:
-        raise UserError(
-            f"--fp8_first_bf16_layers {first} and --fp8_last_bf16_layers {last} leave none of the "
-            f"{len(decoder_layers)} decoder layers in fp8."
-        )
     return [*decoder_layers[:first], *decoder_layers[len(decoder_layers) - last :]]
 
 

@@ -99,7 +99,6 @@ def resolve_precision(options: PrecisionConfig, device: torch.device) -> Precisi
     if requested is None:
         requested = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "no"
     if requested != "fp8":
-        _refuse_fp8_options(options, requested)
         if requested == "fp16" and device.type != "cuda":
             raise UserError("--mixed_precision fp16 needs a CUDA GPU; use bf16 or no on the CPU.")
         return PrecisionPlan(requested=requested, effective=requested)
@@ -128,7 +127,7 @@ def resolve_precision(options: PrecisionConfig, device: torch.device) -> Precisi
         requested_scenario=options.fp8_scenario,
         effective_scenario=effective,
         fallback_reason=fallback,
-        recipe=_build_recipe(options, wanted, effective),
+        recipe=_build_recipe(options, effective),
         backend="te",
     )
 
@@ -169,13 +168,3 @@ def _resolve_torchao(options: PrecisionConfig, device: torch.device) -> Precisio
         recipe=torchao_fp8.build_config(scenario, emulate=device.type != "cuda"),
         backend="torchao",
     )
-
-
-def _refuse_fp8_options(options: PrecisionConfig, precision: str) -> None:
-    """Options of fp8 cannot take effect elsewhere; say so instead of ignoring them."""
-    unset = PrecisionConfig()
-    for name in vars(unset):
-        if name != "mixed_precision" and getattr(options, name) != getattr(unset, name):
-            raise UserError(
-                f"--{name} has no effect with --mixed_precision {precision}; use --mixed_precision fp8 or drop it."
-            )

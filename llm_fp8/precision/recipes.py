@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.utils.errors import UserError
 
 DEFAULT_SCENARIO = "delayed"
 MIN_FP8_CAPABILITY = (8, 9)
@@ -25,18 +24,11 @@ def _scenario_available(te: Any, scenario: str) -> tuple[bool, str]:
     return checks.get(scenario, te.is_fp8_available)(return_reason=True)
 
 
-def _build_recipe(options: PrecisionConfig, wanted: str, effective: str) -> Any:
-    """The TE recipe of `effective`. Options that it cannot take are errors, unless `wanted` fell back to it."""
+def _build_recipe(options: PrecisionConfig, effective: str) -> Any:
+    """The TE recipe of `effective`."""
     from transformer_engine.common import recipe as recipes
 
     delayed_only = {"amax_history_len": 1024, "amax_compute_algo": "max", "fp8_margin": 0}
-    for name in delayed_only:
-        if getattr(options, name) is not None and wanted != "delayed":
-            raise UserError(
-                f"--{name} belongs to delayed scaling and has no effect with --fp8_scenario {wanted}; drop one of them."
-            )
-    if options.fp8_format is not None and wanted == "nvfp4":
-        raise UserError("--fp8_format has no effect with --fp8_scenario nvfp4; drop it.")
     chosen: dict[str, Any] = {}
     if options.fp8_format is not None:
         chosen["fp8_format"] = getattr(recipes.Format, options.fp8_format)

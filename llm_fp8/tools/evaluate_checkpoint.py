@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from llm_fp8.config.options import GENERATION_BATCH_SIZE, Config, DataConfig, ModelConfig, RunConfig
-from llm_fp8.config.validation import check_config
+from llm_fp8.config.validation import check_options
 from llm_fp8.data import prepare_data
 from llm_fp8.distributed.process_group import own_device
 from llm_fp8.models.build import build_model
@@ -109,7 +109,7 @@ def evaluate_exact_match_folder(
         data=data_options(folder, changes or {}),
         run=RunConfig(eval_exact_match=num_problems, eval_max_new_tokens=max_new_tokens),
     )
-    check_config(config)
+    check_options(config)
     hf_config = load_config(options, source)
     tokenizer, _ = load_tokenizer(options, source)
     data = prepare_data(config, tokenizer)

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,16 @@ import torch
 from accelerate.utils import set_seed
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-import te_llama
-from llm_fp8.config.accelerate_env import apply_launch_settings
-from llm_fp8.config.accelerate_fp8_keys import idle_sentences
 from llm_fp8.config.options import Config
-from llm_fp8.config.validation import check_config
+from llm_fp8.config.validation import check_machine
 from llm_fp8.data import PreparedData, prepare_data
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
 from llm_fp8.distributed.build import build_accelerator
-from llm_fp8.distributed.context_parallel import ContextGroup, check_context_parallel
-from llm_fp8.distributed.process_group import end_process_group, own_device, start_process_group
-from llm_fp8.models.build import count_parameters, decoder_layers, decoder_size, require_te_decoder
+from llm_fp8.distributed.context_parallel import ContextGroup
+from llm_fp8.distributed.process_group import end_process_group, own_device, smallest_gpu_gib, start_process_group
+from llm_fp8.distributed.sharding_mode import choose_mode
+from llm_fp8.models.build import count_parameters, decoder_layers, decoder_size
 from llm_fp8.models.export import export_adapter, export_hf, export_size_bytes
 from llm_fp8.models.lora import num_adapter_parameters, scaling_of
 from llm_fp8.models.loss_model import TrainingModel
@@ -33,7 +32,7 @@ from llm_fp8.models.source import ModelSource, check_model, load_config, load_to
 from llm_fp8.observability.gpu_idle import describe_gpu_idle, gpu_idle
 from llm_fp8.observability.metrics import GIB, device_peak_tflops
 from llm_fp8.observability.provenance import collect_provenance, run_record
-from llm_fp8.observability.reporter import RunReporter, check_trackers
+from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.observability.step_stats import own_steps
 from llm_fp8.optim.schedule import build_scheduler, effective_warmup_steps
 from llm_fp8.precision.coverage import Fp8Coverage
@@ -45,6 +44,7 @@ from llm_fp8.train.failures import MemoryUse, explained_failures, out_of_memory_
 from llm_fp8.train.generate import check_positions
 from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.train.loop import LoopOptions, Trainer
+from llm_fp8.train.machine import gather_facts
 from llm_fp8.train.run_dir import check_free_space, is_finished, with_output_dir
 from llm_fp8.train.scale_warmup import (
     PASSES,
@@ -64,35 +64,35 @@ STEPS_BEFORE_PROFILE = 4
 """Steps of a process before the one whose kernels are recorded."""
 
 
-def run_training(config: Config, clock: PhaseClock | None = None) -> int:
-    """Train as `config` says; returns the exit code: 0, or the one that stands for the signal that stopped the run.
+def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: PhaseClock | None = None) -> int:
+    """Train as `config`, which was checked, says; returns the exit code: 0, or the one that stands for the signal that
+    stopped the run.
 
-    `clock` runs since the script began, so that its first phase is what was imported.
+    `idle_fp8_keys` are sentences on what the launcher's fp8_config asked for and nothing here acts on. `clock` runs
+    since the script began, so that its first phase is what was imported.
     """
     started = time.time()
     clock = clock or PhaseClock()
     clock.end("imports")
     quiet_libraries()
     ranks = LaunchRanks.from_environment(os.environ)
-    idle = idle_sentences(os.environ)
-    config = apply_launch_settings(config, os.environ)
     if ranks.rank == 0:
-        for sentence in idle:
+        for sentence in idle_fp8_keys:
             print(f"WARNING: {sentence}", flush=True)
-    check_config(config)
-    check_trackers(config)
     config = with_output_dir(config, ranks)
     start_process_group(ranks)
     device = own_device()
-    if config.model.use_te:
-        require_te_decoder(device, config.model)
+    source = resolve_source(config.model)
+    hf_config = load_config(config.model, source)
     plan = resolve_precision(config.precision, device)
+    mode = choose_mode(config, ranks, lambda: count_parameters(hf_config), smallest_gpu_gib(device))
+    check_machine(config, gather_facts(config, hf_config, device, ranks, plan, mode.mode))
     accelerator = build_accelerator(config, ranks, plan)
-    run = Run(config, accelerator, ranks, plan)
-    run.idle_fp8_keys = idle
+    run = Run(config, hf_config, accelerator, ranks, plan, mode)
+    run.idle_fp8_keys = list(idle_fp8_keys)
     clock.end("devices")
     with explained_failures(run.folder, run.out_of_memory_advice):
-        code = run.execute(started, clock)
+        code = run.execute(source, started, clock)
     del run
     end_process_group(accelerator)
     return code
@@ -109,12 +109,10 @@ def first_step(loader: TrainLoader) -> list[Batch]:
 class Run(RunParts):
     """A run: its parts, and what is done with them, in order."""
 
-    def execute(self, started: float, clock: PhaseClock) -> int:
+    def execute(self, source: ModelSource, started: float, clock: PhaseClock) -> int:
         """Everything, in order; returns the exit code."""
-        config, accelerator, self.clock = self.config, self.accelerator, clock
+        config, hf_config, accelerator, self.clock = self.config, self.hf_config, self.accelerator, clock
         set_seed(config.optim.seed)
-        source = resolve_source(config.model)
-        hf_config = self.hf_config = load_config(config.model, source)
         self.choose_strategy()
         self.describe_precision()
         tokenizer, note = load_tokenizer(config.model, source)
@@ -123,9 +121,6 @@ class Run(RunParts):
         check_model(config, hf_config, tokenizer)
         context_size = config.parallel.context_parallel_size
         self.context = ContextGroup.of_rank(context_size, accelerator.process_index)
-        if context_size > 1:
-            windows = te_llama.decoder_spec(hf_config).windows
-            check_context_parallel(config, windows, self.plan.compute_name, self.plan.token_multiple)
         self.fingerprint = run_fingerprint(config, self.plan, self.engine, self.optimizer_kind, hf_config)
         resume_path = find_checkpoint(self.checkpoints, config.run.resume_from, self.fingerprint)
         clock.end("config_and_tokenizer")
@@ -325,8 +320,6 @@ class Run(RunParts):
 
     def _parity_check(self, model: PreTrainedModel, data: PreparedData, default: bool) -> None:
         wanted = self.config.model.parity_check
-        if wanted and not self.config.model.use_te:
-            raise UserError("--parity_check compares the TE decoder with Hugging Face's and needs --use_te.")
         if not self.config.model.use_te or not (default if wanted is None else wanted):
             return
         batch = self.context.on_its_own(first_step(data.train)[0])

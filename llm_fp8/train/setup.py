@@ -5,7 +5,6 @@ which they need each other.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,12 @@ from llm_fp8.config.options import Config
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.distributed.build import build_strategy
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.distributed.sharding_mode import check_mode, choose_mode
-from llm_fp8.models.build import build_model, build_structure, count_parameters, decoder_layers
+from llm_fp8.distributed.sharding_mode import ModeChoice
+from llm_fp8.models.build import build_model, build_structure, decoder_layers
 from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.source import ModelSource
 from llm_fp8.models.weights import fill_sharded
-from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.step_profile import StepProfile
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels
 from llm_fp8.precision.context import Precision, bf16_layers
@@ -34,23 +32,28 @@ from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.torchao import compile_layers
 from llm_fp8.train.checkpoint import CheckpointManager
-from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
 
 def certifies(wanted: bool | None, device: torch.device) -> bool:
     """Whether a run records a step and judges it; `wanted` is --certify."""
-    if wanted and device.type != "cuda":
-        raise UserError("--certify records the kernels of an NVIDIA GPU and this run has none; drop it.")
     return device.type == "cuda" if wanted is None else wanted
 
 
 class RunParts:
-    """What a run is made of. `choose_strategy` comes before `build_model`; `hf_config` is set before both."""
+    """What a run is made of. `choose_strategy` comes before `build_model`."""
 
-    hf_config: PretrainedConfig
-
-    def __init__(self, config: Config, accelerator: Accelerator, ranks: LaunchRanks, plan: PrecisionPlan) -> None:
+    def __init__(
+        self,
+        config: Config,
+        hf_config: PretrainedConfig,
+        accelerator: Accelerator,
+        ranks: LaunchRanks,
+        plan: PrecisionPlan,
+        mode: ModeChoice,
+    ) -> None:
+        self.hf_config = hf_config
+        self.mode = mode
         self.config = config
         self.accelerator = accelerator
         self.ranks = ranks
@@ -60,7 +63,6 @@ class RunParts:
             self.folder, config.run.save_total_limit, is_main=accelerator.is_main_process
         )
         self.plan = plan
-        self._check_token_multiple()
         self.certifies = certifies(config.run.certify, accelerator.device)
         self.attention_backend: str | None = None
         self.recorded: StepProfile | None = None
@@ -75,36 +77,14 @@ class RunParts:
         if self.accelerator.is_main_process:
             print(text, flush=True)
 
-    def _check_token_multiple(self) -> None:
-        multiple = self.plan.token_multiple
-        data = self.config.data
-        tokens = data.batch_size * data.max_seq_length
-        if tokens % multiple:
-            raise UserError(
-                f"--fp8_scenario {self.plan.effective_scenario} needs a multiple of {multiple} tokens in a "
-                f"micro-batch, and --batch_size {data.batch_size} times --max_seq_length {data.max_seq_length} is "
-                f"{tokens}; choose a --max_seq_length that is a multiple of {multiple}."
-            )
-
     def choose_strategy(self) -> None:
-        """--sharding_mode and --optimizer for this run."""
-        config, plan = self.config, self.plan
-        choice = choose_mode(
-            config, self.ranks, functools.partial(count_parameters, self.hf_config), self._gpu_memory_gib()
-        )
-        check_mode(config, choice.mode, self.ranks, plan.compute_name)
+        """The strategy of the run's sharding mode, and --optimizer in it."""
+        config, plan, choice = self.config, self.plan, self.mode
         self.engine = build_strategy(choice.mode, config, self.accelerator, self.ranks, plan.compute_dtype)
         self.optimizer_kind = self.engine.resolve_optimizer(config.optim.optimizer, plan.compute_dtype)
         self.parameter_dtype = self.engine.parameter_dtype(self.optimizer_kind, plan.compute_dtype)
         if self.ranks.world_size > 1:
             self.say(f"sharding: {choice.mode}{f', because {choice.reason}' if choice.reason else ''}")
-
-    def _gpu_memory_gib(self) -> float | None:
-        """Memory of the smallest GPU of the run; None on CPUs. Collective."""
-        if self.device.type != "cuda":
-            return None
-        total = torch.tensor([torch.cuda.get_device_properties(self.device).total_memory / GIB], device=self.device)
-        return float(self.accelerator.gather(total).min())
 
     def describe_precision(self) -> None:
         """Say what runs, and loudly where it is not what was asked for."""
@@ -236,7 +216,7 @@ class RunParts:
     def _shard(self, training_model: TrainingModel, layers: nn.ModuleList) -> None:
         """Spread the parameters over the processes, with --fp8_params in fp8."""
         if self.config.parallel.fp8_params:
-            assert isinstance(self.engine, FsdpStrategy)  # check_mode saw to it
+            assert isinstance(self.engine, FsdpStrategy)  # check_options saw to it
             self.engine.keep_in_fp8(self.precision)
         self.engine.shard(training_model, layers)
 

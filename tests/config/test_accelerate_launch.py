@@ -15,8 +15,7 @@ from llm_fp8.config.accelerate_env import (
 )
 from llm_fp8.config.accelerate_sharding import take_sharding_settings
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.config.parser import parse_config
-from llm_fp8.config.validation import check_config
+from llm_fp8.config.parser import parse_config, parse_launch
 from llm_fp8.utils.errors import UserError
 
 FP8 = {
@@ -168,8 +167,7 @@ PLAIN = {
     ids=["fsdp", "rowwise", "offload", "ddp", "flag"],
 )
 def test_the_launchers_default_gathers_in_fp8_where_that_can_be(variables, words, gathers):
-    config = apply_launch_settings(parse_config(words, parallel=True), {**PLAIN, **AO, **variables})
-    check_config(config)
+    config, _ = parse_launch(words, {**PLAIN, **AO, **variables}, parallel=True)
     assert (config.precision.mixed_precision, config.precision.fp8_backend) == ("fp8", "torchao")
     assert config.parallel.fp8_all_gather == gathers
 
@@ -309,6 +307,10 @@ def config_of(*options):
     return parse_config(list(options), parallel=True)
 
 
+def launched(*options, **variables):
+    return parse_launch(list(options), {**PLAIN, **variables}, parallel=True)[0]
+
+
 def test_every_section_takes_its_part_of_the_launch_configuration():
     environ = {
         **PLAIN,
@@ -374,12 +376,10 @@ def test_another_recipe_sheds_the_defaults_of_delayed_scaling(algorithm):
         "ACCELERATE_FP8_MARGIN": "0",
         "ACCELERATE_FP8_AMAX_COMPUTE_ALGO": algorithm,
     }
-    config = apply_launch_settings(config_of("--fp8_scenario=current"), {**PLAIN, **defaults})
+    config = launched("--fp8_scenario=current", **defaults)
     assert config.precision == PrecisionConfig(mixed_precision="fp8", fp8_scenario="current")
-    asked = apply_launch_settings(
-        config_of("--fp8_scenario=current"), {**PLAIN, **FP8}
-    )  # a history of 16, which is no default
-    assert asked.precision.amax_history_len == 16
+    with pytest.raises(UserError, match="--amax_history_len belongs to delayed scaling"):
+        launched("--fp8_scenario=current", **FP8)  # a history of 16, which is no default
 
 
 # ---- how a process was started ----

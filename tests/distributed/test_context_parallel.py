@@ -20,14 +20,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import IGNORED, Batch, PackedCollate, PaddedCollate, SplitCollate, document_multiple
 from llm_fp8.data.loader import EvalLoader, Share
 from llm_fp8.data.pack import pack
 from llm_fp8.data.tokenise import Document
-from llm_fp8.distributed.context_parallel import ContextGroup, check_context_parallel, slice_index
+from llm_fp8.distributed.context_parallel import ContextGroup, slice_index
 from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
-from llm_fp8.utils.errors import UserError
 
 PAD = 3
 VOCABULARY = 64
@@ -367,35 +365,3 @@ def test_consecutive_ranks_share_rows_and_count_each_token_once(tmp_path: Path) 
     assert [entry[1] for entry in gathered] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert gathered[0][2] == gathered[1][2] and gathered[2][2] == gathered[3][2]
     assert sorted(gathered[0][2] + gathered[2][2]) == list(range(len(DOCUMENTS)))
-
-
-# --- what is refused
-# ---------------------------------------------------------------------------------------------------
-
-
-def _check(
-    *options: str, windows: Sequence[int | None] = (None, None), compute: str = "bf16", multiple: int = 1
-) -> None:
-    config = parse_config(["--use_te", "--context_parallel_size", "4", *options], parallel=True)
-    check_context_parallel(config, windows, compute, multiple)
-
-
-def test_what_works_passes() -> None:
-    _check("--max_seq_length", "65536", "--batch_size", "1", multiple=128)
-    config = parse_config(["--max_seq_length", "30"], parallel=True)
-    check_context_parallel(config, [24], "fp32", 16)  # one rank per row: nothing of this matters
-
-
-@pytest.mark.parametrize(
-    ("options", "arguments", "named"),
-    [
-        ((), {"windows": (None, 4096)}, "sliding_window"),
-        ((), {"compute": "fp32"}, "--mixed_precision bf16 or fp8"),
-        (("--max_seq_length", "100", "--batch_size", "4"), {}, "--max_seq_length 100 is not a multiple of 8"),
-        (("--max_seq_length", "528", "--batch_size", "1"), {"multiple": 16}, "multiple of 64"),
-    ],
-)
-def test_what_cannot_work_is_one_sentence(options: tuple[str, ...], arguments: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=named) as error:
-        _check(*options, **arguments)
-    assert "--context_parallel_size 4" in str(error.value) and "\n" not in str(error.value)

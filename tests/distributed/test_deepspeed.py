@@ -468,14 +468,6 @@ def test_bf16_weights_have_fp32_masters(outcomes, case):
     )
 
 
-@pytest.mark.parametrize("kind", ["adamw_master", "adamw_8bit"])
-def test_other_optimizers_are_refused(kind):
-    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={}))
-    engine = DeepSpeedStrategy("deepspeed_2", SimpleNamespace(state=state), Config().parallel)
-    with pytest.raises(UserError, match=f"--optimizer {kind} cannot go with --sharding_mode deepspeed_2"):
-        engine.resolve_optimizer(kind, torch.bfloat16)
-
-
 def test_nothing_was_compiled(outcomes):
     assert not list(outcomes[0].glob("compiled-*"))
 

@@ -22,15 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from llm_fp8.config.options import OptimConfig, ParallelConfig
-from llm_fp8.config.parser import parse_config
-from llm_fp8.distributed.fp8_params import check_fp8_params, master_of, requantise_, scales_of
+from llm_fp8.distributed.fp8_params import master_of, requantise_, scales_of
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.distributed.sharding_mode import check_mode
 from llm_fp8.models.weight_shards import local_shard
 from llm_fp8.optim.optimizers import build_optimizer
 from llm_fp8.optim.state import optimizer_tensors
-from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.ranks import LaunchRanks
 from tests.models.test_weight_shards import on_ranks
 from tests.support.counted_gather import CountedAllGather
 
@@ -306,53 +302,10 @@ def test_weights_are_gathered_as_bytes(tmp_path: Path) -> None:
     assert results[0]["norms"] == results[1]["norms"] == pytest.approx(train_whole()[0], rel=5e-2)
 
 
-# --- Numbers and refusals
+# --- Numbers
 # ------------------------------------------------------------------------------------------------------
 
 
 def test_scales() -> None:
     largest = torch.tensor([1.0, 448.0, 0.0, torch.inf, 1e-38])
     assert scales_of(largest, LARGEST).tolist() == [448.0, 1.0, 1.0, 0.0, torch.finfo(torch.float32).max]
-
-
-@pytest.mark.parametrize("scenario", ["block", "mxfp8", None])
-def test_recipes_of_several_scales_are_refused(scenario: str | None) -> None:
-    with pytest.raises(UserError, match="--fp8_params keeps one scale per weight"):
-        check_fp8_params(precision_of([], scenario), 2)
-
-
-def test_rows_that_cannot_be_split_evenly_are_refused() -> None:
-    precision = precision_of([nn.Linear(8, 48)])
-    check_fp8_params(precision, 16)
-    with pytest.raises(UserError, match="a weight of 48 x 8 cannot be split over 5 GPUs"):
-        check_fp8_params(precision, 5)
-
-
-@pytest.mark.parametrize(
-    ("mode", "options"),
-    [
-        ("ddp", ["--use_te", "--mixed_precision=fp8"]),
-        ("deepspeed_3", ["--use_te", "--mixed_precision=fp8"]),
-        ("fsdp_offload", ["--use_te", "--mixed_precision=fp8"]),
-        ("fsdp_full", ["--mixed_precision=fp8"]),
-        ("fsdp_full", ["--use_te", "--mixed_precision=bf16"]),
-    ],
-)
-def test_modes_without_fp8_parameters_are_refused(mode: str, options: list[str]) -> None:
-    config = parse_config([*options, "--fp8_params", f"--sharding_mode={mode}"], parallel=True)
-    with pytest.raises(UserError, match="--fp8_params needs an fsdp mode"):
-        check_mode(config, mode, LaunchRanks(world_size=2), "bf16")
-
-
-def optimizer_kind(rank: int, requested: str) -> str:
-    engine = FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(fp8_params=True), torch.bfloat16, 1)
-    try:
-        return engine.resolve_optimizer(requested, torch.bfloat16)
-    except UserError as error:
-        return str(error)
-
-
-def test_optimizers_without_fp32_masters_are_refused(tmp_path: Path) -> None:
-    assert on_ranks(1, tmp_path / "auto", optimizer_kind, "auto") == ["adamw_fp32"]
-    (said,) = on_ranks(1, tmp_path / "bf16", optimizer_kind, "adamw_master")
-    assert said.startswith("--fp8_params keeps fp32 masters, which --optimizer adamw_master does not have")

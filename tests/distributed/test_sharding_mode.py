@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.distributed.sharding_mode import check_mode, choose_mode, hybrid_shard_size, state_bytes
+from llm_fp8.config.validation import MachineFacts, check_machine, hybrid_shard_size
+from llm_fp8.distributed.sharding_mode import choose_mode, state_bytes
 from llm_fp8.observability.step_profile import StepProfile, covered, length
 from llm_fp8.train.failures import MemoryUse, out_of_memory_advice
-from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
 EIGHT = LaunchRanks(world_size=8, local_world_size=8, launched=True)
@@ -59,54 +59,9 @@ def test_bytes_of_every_mode():
     assert [state_bytes(f"deepspeed_{stage}", "adamw_fp32", 8, once) for stage in (1, 2, 3)] == [5.5, 3.75, 2]
 
 
-@pytest.mark.parametrize(
-    ("mode", "options", "compute", "words"),
-    [
-        ("fsdp_full", [], "fp16", "--mixed_precision fp16 cannot go with --sharding_mode fsdp_full"),
-        ("fsdp_full", ["--optimizer=adamw_8bit"], "bf16", "--optimizer adamw_8bit cannot go with"),
-        ("ddp", ["--fp8_params"], "bf16", "--fp8_params needs an fsdp mode"),
-        (
-            "fsdp_full",
-            ["--fp8_params"],
-            "bf16",
-            "has --sharding_mode fsdp_full and lacks --use_te, --mixed_precision fp8.",
-        ),
-        (
-            "fsdp_offload",
-            ["--fp8_params", "--use_te", "--mixed_precision=fp8"],
-            "bf16",
-            "fsdp_offload and lacks such a mode.",
-        ),
-        (
-            "ddp",
-            ["--context_parallel_size=2", "--use_te"],
-            "bf16",
-            "--context_parallel_size 2 needs --use_te and an fsdp mode",
-        ),
-        (
-            "fsdp_full",
-            ["--context_parallel_size=2"],
-            "bf16",
-            "this run has --sharding_mode fsdp_full and lacks --use_te.",
-        ),
-        ("fsdp_full", ["--context_parallel_size=3", "--use_te"], "bf16", "does not divide the 8 processes"),
-        ("fsdp_full", ["--hybrid_shard_size=2"], "bf16", "--hybrid_shard_size 2 has no effect"),
-        ("ddp", ["--deepspeed_config=x.json"], "bf16", "--deepspeed_config x.json has no effect"),
-        ("deepspeed_1", ["--async_save"], "bf16", "--async_save cannot go with"),
-        ("deepspeed_2", ["--sync_every_micro_batch"], "bf16", "--sync_every_micro_batch has no effect"),
-        ("fsdp_hybrid", [], "bf16", "--sharding_mode fsdp_hybrid shards over 8 GPUs"),
-        ("fsdp_hybrid", ["--hybrid_shard_size=3"], "bf16", "shards over 3 GPUs"),
-    ],
-)
-def test_what_cannot_go_together_is_said(mode, options, compute, words):
-    with pytest.raises(UserError) as error:
-        check_mode(config(*options), mode, EIGHT, compute)
-    assert words in str(error.value)
-
-
 def test_hybrid_shards_inside_a_host():
     assert hybrid_shard_size(config(), TWO_HOSTS) == 8
-    check_mode(config(), "fsdp_hybrid", TWO_HOSTS, "bf16")
+    check_machine(config(), MachineFacts(TWO_HOSTS, "fsdp_hybrid"))
 
 
 def test_advice_on_memory_knows_the_mode():

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import te_llama
-from llm_fp8.kernels.flash_attention import HEAD_DIMS, flash_attention
+from llm_fp8.config.validation import FLASH_ATTENTION_HEAD_DIMS
+from llm_fp8.kernels.flash_attention import flash_attention
 from llm_fp8.models.parity import check_parity, relative_difference
 from llm_fp8.observability.kernel_trace import gemm_kernels, record_kernels, time_by_class
 from llm_fp8.utils.packages import FLASH_ATTENTION_4, package_version
@@ -58,7 +59,7 @@ def results(function, tensors, gradient):
     return dict(zip(("output", "q", "k", "v"), (output.detach(), *(x.grad for x in leaves)), strict=True))
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", FLASH_ATTENTION_HEAD_DIMS)
 @pytest.mark.parametrize("heads", [(32, 8), (24, 8), (28, 4), (40, 8), (8, 8)], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("window", [None, 100], ids=["all", "window"])

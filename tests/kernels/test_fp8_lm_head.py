@@ -16,8 +16,7 @@ from benchmarks import fp8_head_rounding
 from benchmarks.fp8_head_rounding import batch, emulated_head, excess_slope
 from llm_fp8.config.options import LoraConfig, PrecisionConfig
 from llm_fp8.config.parser import parse_config
-from llm_fp8.config.validation import check_config
-from llm_fp8.distributed.sharding_mode import check_mode
+from llm_fp8.config.validation import MachineFacts, check_machine
 from llm_fp8.kernels import fp8_lm_head as fp8_head
 from llm_fp8.kernels import softmax
 from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
@@ -417,13 +416,13 @@ def test_where_it_is_refused():
     ):
         head_of(torch.empty(1001, 64), "gradients")
     with pytest.raises(UserError, match="--fp8_lm_head has no effect with --mixed_precision bf16"):
-        resolve_precision(PrecisionConfig(mixed_precision="bf16", fp8_lm_head="all"), CPU)
+        parse_config(["--mixed_precision=bf16", "--fp8_lm_head=all"])
     with pytest.raises(UserError, match="--fp8_lm_head all is computed by Transformer Engine .* torchao; drop one"):
-        check_config(parse_config(["--mixed_precision=fp8", "--fp8_backend=torchao", "--fp8_lm_head=all"]))
+        parse_config(["--mixed_precision=fp8", "--fp8_backend=torchao", "--fp8_lm_head=all"])
     config = parse_config(["--mixed_precision=fp8", "--fp8_lm_head=gradients"])
     ranks = LaunchRanks(world_size=2, local_world_size=2, launched=True)
     for mode in ("ddp", "fsdp_grad", "fsdp_full"):
-        check_mode(config, mode, ranks, "bf16")
+        check_machine(config, MachineFacts(ranks, mode))
     for mode in ("deepspeed_1", "deepspeed_3"):
         with pytest.raises(UserError, match=f"--fp8_lm_head gradients cannot go with --sharding_mode {mode}"):
-            check_mode(config, mode, ranks, "bf16")
+            check_machine(config, MachineFacts(ranks, mode))

@@ -23,7 +23,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
 from llm_fp8.observability.progress import ProgressDisplay, format_step
 from llm_fp8.observability.provenance import run_record
-from llm_fp8.observability.reporter import RunReporter, accelerator_tracking, check_trackers, truncate_metrics
+from llm_fp8.observability.reporter import RunReporter, accelerator_tracking, truncate_metrics
 from llm_fp8.observability.step_stats import throughput_summary
 from llm_fp8.observability.tracker_labels import LABELS, run_tags
 from llm_fp8.tools.compare.run_record import offline_runs
@@ -187,7 +187,6 @@ def test_wandb_offline_holds_the_same_numbers_and_the_configuration(
     config = a_config(
         folder, "--use_wandb", "--wandb_project", "project", "--wandb_run_name", "a name", "--learning_rate", "3e-4"
     )
-    check_trackers(config)
     with a_reporter(config) as reporter:
         # Enough steps for the file to run over a block of 32 KiB, where records are split.
         steps = [a_step(step) for step in range(1, TOTAL_STEPS + 1)]
@@ -276,7 +275,6 @@ def test_tensorboard_holds_the_same_numbers_also_after_a_resume(tmp_path: Path) 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = a_config(tmp_path, "--report_to", "tensorboard")
-    check_trackers(config)
     with a_reporter(config) as reporter:
         reporter.steps([a_step(1), a_step(2), a_step(3)])
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -311,8 +309,8 @@ LOGINS: dict[str, tuple[str, dict[str, str], str]] = {
     "key": ("--use_wandb", {"WANDB_API_KEY": "0" * 40}, ""),
     "no key": ("--report_to=all", {"WANDB_API_KEY": "short"}, "--report_to all: the stored W&B login is not usable"),
 }
-"""Option and environment of a user without any stored login -> how the sentence begins that `check_trackers` ends
-on, empty for none.
+"""Option and environment of a user without any stored login -> how the sentence begins that `require_wandb_login`
+ends on, empty for none.
 """
 
 
@@ -321,14 +319,15 @@ def test_whether_wandb_can_work_is_known_before_anything_is_trained(tmp_path: Pa
     code = """
 import json, os, sys
 from llm_fp8.config.parser import parse_config
+from llm_fp8.config.validation import packages_needed
+from llm_fp8.observability.reporter import require_wandb_login
 from llm_fp8.utils.errors import UserError
-from llm_fp8.observability.reporter import check_trackers
 
 said = {}
 for name, (option, environment, _) in json.loads(sys.argv[1]).items():
     os.environ.update(environment)
     try:
-        check_trackers(parse_config([option]))
+        require_wandb_login(packages_needed(parse_config([option]), "cpu")["wandb"])
         said[name] = ""
     except UserError as error:
         said[name] = str(error)
@@ -350,21 +349,6 @@ print(json.dumps(said))
     assert said.keys() == LOGINS.keys()
     for name, (_, _, sentence) in LOGINS.items():
         assert said[name].startswith(sentence) and bool(said[name]) == bool(sentence), (name, said[name])
-
-
-def test_only_the_first_process_is_asked_for_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(
-        "llm_fp8.observability.reporter.wandb_login_state", lambda flag: pytest.fail("looked for a login")
-    )
-    check_trackers(a_config(tmp_path, "--use_wandb"))
-
-
-def test_trackers_that_nobody_asked_for_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "llm_fp8.observability.reporter.package_version", lambda name: pytest.fail(f"looked for {name}")
-    )
-    check_trackers(a_config(tmp_path))
 
 
 def test_wandb_that_is_not_installed_is_named_even_beside_a_folder_of_its_name(tmp_path: Path) -> None:

@@ -32,14 +32,6 @@ def test_fp16_needs_a_gpu():
         resolve_precision(PrecisionConfig(mixed_precision="fp16"), CPU)
 
 
-@pytest.mark.parametrize(
-    "option", [dict(fp8_scenario="current"), dict(amax_history_len=4), dict(fp8_last_bf16_layers=1)]
-)
-def test_fp8_options_without_fp8_are_refused(option):
-    with pytest.raises(UserError, match=f"--{next(iter(option))} has no effect"):
-        resolve_precision(PrecisionConfig(mixed_precision="bf16", **option), CPU)
-
-
 def test_bf16_with_fp32_parameters_computes_in_bf16():
     options = PrecisionConfig(mixed_precision="bf16")
     precision = Precision(resolve_precision(options, CPU), options, CPU, torch.float32)

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, BioGptConfig, BioGptForCausalLM
 from llm_fp8.config.options import TORCHAO_SCENARIOS, Config, PrecisionConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.distributed.sharding_mode import check_mode
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
 from llm_fp8.precision import torchao as torchao_fp8
@@ -454,7 +453,7 @@ def test_options_that_cannot_go_together(case):
 
 def test_without_fp8_it_has_no_effect():
     with pytest.raises(UserError, match="--fp8_backend has no effect with --mixed_precision bf16"):
-        resolve_precision(PrecisionConfig(mixed_precision="bf16", fp8_backend="torchao"), CPU)
+        parse_config(["--mixed_precision=bf16", "--fp8_backend=torchao"])
 
 
 @pytest.mark.parametrize(
@@ -467,10 +466,8 @@ def test_without_fp8_it_has_no_effect():
     ],
 )
 def test_modes_that_cannot(mode, more, sentence):
-    config = parse_config([*FP8, f"--sharding_mode={mode}", *more], parallel=True)
-    ranks = LaunchRanks.from_environment({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
     with pytest.raises(UserError, match=sentence):
-        check_mode(config, mode, ranks, "bf16")
+        parse_config([*FP8, f"--sharding_mode={mode}", *more], parallel=True)
 
 
 def test_first_and_last_layers_must_leave_some(tiny_model, rows, tmp_path):

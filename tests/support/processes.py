@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
-from llm_fp8.config.parser import parse_config
+from llm_fp8.config.parser import parse_launch
 from llm_fp8.utils.errors import run_script
 from tests.support.forking import can_fork
 
@@ -41,7 +41,7 @@ def _train(
     def main() -> int:
         from llm_fp8.train.run import run_training
 
-        return run_training(parse_config(options, parallel=bool(launch)))
+        return run_training(*parse_launch(options, os.environ, parallel=bool(launch)))
 
     run_script(main)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
-from llm_fp8.config.parser import parse_config
+from llm_fp8.config.parser import parse_launch
 from llm_fp8.data.embedded import DATASET_DIR
 from llm_fp8.models.source import EMBEDDED_MODEL
 from llm_fp8.train.run import run_training
@@ -68,7 +69,7 @@ def forget_accelerator() -> None:
 def train(*options: object) -> int:
     """Run train_fp8.py's work in this process; returns the exit code."""
     forget_accelerator()
-    return run_training(parse_config([str(option) for option in options]))
+    return run_training(*parse_launch([str(option) for option in options], os.environ))
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

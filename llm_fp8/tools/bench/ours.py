@@ -10,10 +10,12 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llm_fp8.config.options import Config
+from llm_fp8.config.validation import check_machine
 from llm_fp8.distributed.build import build_accelerator
 from llm_fp8.distributed.context_parallel import ContextGroup
-from llm_fp8.distributed.process_group import own_device
-from llm_fp8.models.build import decoder_layers
+from llm_fp8.distributed.process_group import own_device, smallest_gpu_gib
+from llm_fp8.distributed.sharding_mode import choose_mode
+from llm_fp8.models.build import count_parameters, decoder_layers
 from llm_fp8.models.lora import num_adapter_parameters
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.observability.metrics import DecoderSize
@@ -24,6 +26,7 @@ from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.tools.bench.variants import OurVariant
 from llm_fp8.tools.bench.workload import FixedLoader, Recorder, Workload, draw_weights_
 from llm_fp8.train.loop import LoopOptions, Trainer
+from llm_fp8.train.machine import gather_facts
 from llm_fp8.train.scale_warmup import prepare_with_scales, supervised_tokens_per_process, warm_up_delayed_scales
 from llm_fp8.train.setup import RunParts
 from llm_fp8.utils.ranks import LaunchRanks
@@ -57,7 +60,6 @@ class _QuietParts(RunParts):
 
     def parts(self, work: Workload) -> tuple[PretrainedConfig, PreTrainedModel, TrainingModel, Fp8Coverage]:
         """Config, model, what the loop calls, and the census."""
-        self.hf_config = work.hf_config()
         self.choose_strategy()
         model, training_model, loaded, census = self.build_model(work.source, self.hf_config)
         if (
@@ -81,9 +83,12 @@ class OurTraining:
     def __init__(self, work: Workload, arm: OurVariant | Config) -> None:
         config = arm if isinstance(arm, Config) else arm.config(work)
         ranks = LaunchRanks.from_environment(os.environ)
-        plan = resolve_precision(config.precision, own_device())
+        hf_config, device = work.hf_config(), own_device()
+        plan = resolve_precision(config.precision, device)
+        mode = choose_mode(config, ranks, lambda: count_parameters(hf_config), smallest_gpu_gib(device))
+        check_machine(config, gather_facts(config, hf_config, device, ranks, plan, mode.mode))
         self.accelerator = build_accelerator(config, ranks, plan)
-        run = _QuietParts(config, self.accelerator, ranks, plan)
+        run = _QuietParts(config, hf_config, self.accelerator, ranks, plan, mode)
         hf_config, model, training_model, census = run.parts(work)
         self.model, self.precision, self.census = model, run.precision, census
         optimizer: Any = run.engine.build_optimizer(config.optim, run.optimizer_kind, training_model.named_parameters())

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from llm_fp8.config.options import SHARDING_MODES, TORCHAO_SCENARIOS, LoraConfig, ParallelConfig, PrecisionConfig
-from llm_fp8.config.validation import check_config
+from llm_fp8.config.validation import MachineFacts, check_machine, check_options
 from llm_fp8.tools.bench.variants import DEEPSPEED_MODES, RIVAL_MODES, RIVALS, Baseline, OurVariant
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
@@ -104,10 +104,8 @@ class Variant:
         """Raise `UserError` where it cannot train `work` in this launch, as far as that is known beforehand."""
         import torch
 
-        import te_llama
-        from llm_fp8.distributed.context_parallel import check_context_parallel
-        from llm_fp8.distributed.sharding_mode import check_mode
         from llm_fp8.precision.recipes import TOKEN_MULTIPLE
+        from llm_fp8.train.machine import model_facts
 
         if ranks.launched and self.mode is None:
             raise UserError(f"--arms {self.name}: say how it is spread over the GPUs, for example ddp:{self.name}.")
@@ -132,12 +130,15 @@ class Variant:
             return
         config = self.what.config(work)
         try:
-            check_config(config)
-            if self.mode is not None:
-                check_mode(config, self.mode, ranks, compute_name="bf16")
-            if self.context_size > 1:
-                windows = te_llama.decoder_spec(work.hf_config()).windows
-                check_context_parallel(config, windows, "bf16", TOKEN_MULTIPLE.get(config.precision.fp8_scenario, 1))
+            check_options(config)
+            facts = MachineFacts(
+                ranks=ranks,
+                sharding_mode=self.mode or "single",
+                token_multiple=TOKEN_MULTIPLE.get(config.precision.fp8_scenario, 1),
+                scenario=config.precision.fp8_scenario,
+                model=model_facts(config, work.hf_config()) if self.context_size > 1 else None,
+            )
+            check_machine(config, facts)
         except UserError as error:
             raise UserError(f"--arms {self.name} with --workloads {work.name}: {error}") from error
 

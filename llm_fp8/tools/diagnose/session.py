@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 import te_llama
-from llm_fp8.config.accelerate_env import apply_launch_settings
 from llm_fp8.config.options import Config, ModelConfig, RunConfig
-from llm_fp8.config.validation import check_config
+from llm_fp8.config.validation import MachineFacts, check_machine
 from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.process_group import own_device
-from llm_fp8.models.build import decoder_layers, require_te_decoder
+from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
 from llm_fp8.observability.kernel_trace import record_kernels
 from llm_fp8.observability.metrics import GIB, StepTokens, device_peak_tflops, step_flops
@@ -51,6 +51,7 @@ from llm_fp8.tools.diagnose.result import (
 from llm_fp8.tools.diagnose.static_report import diagnose_without_gpu
 from llm_fp8.tools.diagnose.step_time import StepTime, step_time
 from llm_fp8.tools.gemm_rates import MeasuredRates, measure_rates
+from llm_fp8.train.machine import model_facts
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import UserError
 
@@ -60,24 +61,21 @@ NUM_MEMORY_STEPS = 2
 
 
 def diagnose(config: Config, num_warmup_steps: int, trace: Path | None = None) -> Diagnosis:
-    """Diagnose the run that `config` describes; without a GPU what can be said there.
+    """Diagnose the run that `config`, which was checked, describes; without a GPU what can be said there.
 
     `trace` is where the recorded step is kept in Chrome's trace format. Raises `UserError` as the run itself would.
     """
     quiet_libraries()
-    config = apply_launch_settings(config, os.environ)
-    check_config(config)
     if config.lora.lora_rank:
         raise UserError(
             f"--lora_rank {config.lora.lora_rank} is unknown to the diagnosis, whose estimates are those of full "
             "fine-tuning; drop it, or see scripts/lora_study.py."
         )
-    _check_model(config)
+    hf_config = _checked_model(config)
     device = own_device()
     if device.type != "cuda":
+        check_machine(config, MachineFacts(model=model_facts(config, hf_config)))
         return diagnose_without_gpu(config)
-    if config.model.use_te:
-        require_te_decoder(device, config.model)
     ceilings = measure_rates(device)
     gc.collect()
     torch.cuda.empty_cache()
@@ -87,11 +85,12 @@ def diagnose(config: Config, num_warmup_steps: int, trace: Path | None = None) -
         raise UserError(_too_little_memory(config, device)) from error
 
 
-def _check_model(config: Config) -> None:
-    """Raise `UserError` where the run would refuse the model."""
+def _checked_model(config: Config) -> PretrainedConfig:
+    """The model's config. Raises `UserError` where the run would refuse it."""
     source = resolve_source(config.model)
     hf_config = load_config(config.model, source)
     check_model(config, hf_config, load_tokenizer(config.model, source)[0])
+    return hf_config
 
 
 def _too_little_memory(config: Config, device: torch.device) -> str:

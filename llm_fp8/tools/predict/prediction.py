@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llm_fp8.distributed.fp8_params import SCENARIOS
+from llm_fp8.config.validation import FP8_PARAMS_SCENARIOS
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.tools.gemm_rates import KNOWN_FILES, RESULTS, MeasuredRates, known_rates, measure_rates
 from llm_fp8.tools.predict.calibration import (
@@ -207,7 +207,9 @@ class Prediction:
         """What to do where an FSDP mode needs too much."""
         if self.scenario.mode != "fsdp_grad":
             return "a smaller --batch_size or more GPUs"
-        in_fp8 = ", --fp8_params" if self.scenario.recipe in SCENARIOS and not self.scenario.fp8_params else ""
+        in_fp8 = (
+            ", --fp8_params" if self.scenario.recipe in FP8_PARAMS_SCENARIOS and not self.scenario.fp8_params else ""
+        )
         return f"a smaller --batch_size{in_fp8} or --sharding_mode fsdp_full"
 
     def _unrecorded_on_several(self) -> list[str]:

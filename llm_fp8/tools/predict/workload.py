@@ -12,7 +12,7 @@ from typing import Literal
 from transformers import PretrainedConfig
 
 from llm_fp8.config.options import Config, OptimConfig, ParallelConfig
-from llm_fp8.distributed.fp8_params import SCENARIOS, check_rows
+from llm_fp8.config.validation import FP8_PARAMS_SCENARIOS
 from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.tools.predict.calibration import MODES
 from llm_fp8.utils.errors import UserError
@@ -38,17 +38,6 @@ class ModelSize:
             raise UserError(f"--model_name: there is no prediction for this model, because {error}.") from error
         shapes = (part.shape for parts in parameter_map(spec).values() for part in parts)
         return cls(spec, sum(math.prod(shape) for shape in shapes))
-
-    def check_fp8_params(self, num_gpus: int) -> None:
-        """The training's check of --fp8_params on the weights of a decoder layer. Raises `UserError` where their
-        rows cannot be split over so many GPUs.
-        """
-        shapes = [
-            (sum(part.shape[0] for part in parts), parts[0].shape[1])
-            for name, parts in parameter_map(self.spec).items()
-            if name.startswith("model.layers.0.") and len(parts[0].shape) == 2
-        ]
-        check_rows(shapes, num_gpus)
 
     @property
     def layer_linear(self) -> int:
@@ -122,7 +111,9 @@ class StepWorkload:
     @property
     def fp8_weights(self) -> int:
         """Entries of the weights that are kept, and gathered, in fp8."""
-        return self.fp8_layers * self.model.layer_linear if self.fp8_params and self.recipe in SCENARIOS else 0
+        return (
+            self.fp8_layers * self.model.layer_linear if self.fp8_params and self.recipe in FP8_PARAMS_SCENARIOS else 0
+        )
 
     @property
     def keeps_casts(self) -> bool:

@@ -30,12 +30,11 @@ def check(setup: Setup) -> Result:
         version = None
     error = None
     if version is not None:
-        from llm_fp8.config.options import Config, RunConfig
-        from llm_fp8.observability.reporter import check_trackers
+        from llm_fp8.observability.reporter import require_wandb_login
         from llm_fp8.utils.errors import UserError
 
         try:
-            check_trackers(Config(run=RunConfig(use_wandb=True)))
+            require_wandb_login("--use_wandb")
         except UserError as refused:
             error = str(refused)
     return judge(version, setup.environ.get("WANDB_MODE"), error)

@@ -1,0 +1,252 @@
+"""What cannot work is refused by its flag: by the options alone, or by what the machine, the launch and the model are.
+
+Ranges of single numbers are in test_config.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from llm_fp8.config.parser import parse_config
+from llm_fp8.config.validation import (
+    MachineFacts,
+    ModelFacts,
+    check_flash_attention,
+    check_fp8_params,
+    check_machine,
+    packages_needed,
+)
+from llm_fp8.train.machine import model_facts
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
+from tests.support.small import tiny_config
+
+EIGHT = LaunchRanks(rank=0, world_size=8, local_world_size=8, launched=True)
+FP8 = ["--use_te", "--mixed_precision=fp8"]
+
+
+def config(*options):
+    return parse_config(list(options), parallel=True)
+
+
+def refusal(*options: str, **facts: object) -> str:
+    """The sentence that refuses these options on a machine with these facts."""
+    with pytest.raises(UserError) as error:
+        check_machine(config(*options), MachineFacts(**facts))
+    said = str(error.value)
+    assert len(said.splitlines()) == 1
+    return said
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "words"),
+    [
+        (
+            "fsdp_full",
+            ["--mixed_precision=fp16"],
+            "--mixed_precision fp16 cannot go with --sharding_mode fsdp_full",
+        ),
+        ("fsdp_full", ["--optimizer=adamw_8bit"], "--optimizer adamw_8bit cannot go with"),
+        (
+            "deepspeed_2",
+            ["--optimizer=adamw_8bit"],
+            "--optimizer adamw_8bit cannot go with --sharding_mode deepspeed_2",
+        ),
+        (
+            "deepspeed_2",
+            ["--optimizer=adamw_master"],
+            "--optimizer adamw_master cannot go with --sharding_mode deepspeed_2",
+        ),
+        ("ddp", ["--fp8_params"], "--fp8_params needs an fsdp mode"),
+        ("ddp", ["--fp8_params", *FP8], "--fp8_params needs an fsdp mode"),
+        ("deepspeed_3", ["--fp8_params", *FP8], "--fp8_params needs an fsdp mode"),
+        ("fsdp_full", ["--fp8_params", "--mixed_precision=fp8"], "--fp8_params needs an fsdp mode"),
+        ("fsdp_full", ["--fp8_params", "--use_te", "--mixed_precision=bf16"], "--fp8_params needs an fsdp mode"),
+        ("fsdp_full", ["--fp8_params"], "has --sharding_mode fsdp_full and lacks --use_te, --mixed_precision fp8."),
+        ("fsdp_offload", ["--fp8_params", *FP8], "fsdp_offload and lacks such a mode."),
+        (
+            "fsdp_full",
+            ["--fp8_params", *FP8, "--optimizer=adamw_master"],
+            "--fp8_params keeps fp32 master weights, which --optimizer adamw_master does not have",
+        ),
+        (
+            "ddp",
+            ["--context_parallel_size=2", "--use_te"],
+            "--context_parallel_size 2 needs --use_te and an fsdp mode",
+        ),
+        (
+            "fsdp_full",
+            ["--context_parallel_size=2"],
+            "this run has --sharding_mode fsdp_full and lacks --use_te.",
+        ),
+        ("fsdp_full", ["--hybrid_shard_size=2"], "--hybrid_shard_size 2 has no effect"),
+        ("ddp", ["--deepspeed_config=x.json"], "--deepspeed_config x.json has no effect"),
+        ("deepspeed_1", ["--async_save"], "--async_save cannot go with"),
+        ("deepspeed_2", ["--sync_every_micro_batch"], "--sync_every_micro_batch has no effect"),
+    ],
+)
+def test_what_cannot_go_with_a_sharding_mode(mode, options, words):
+    """Whether the mode is given or found by 'auto'."""
+    with pytest.raises(UserError) as error:
+        config(*options, f"--sharding_mode={mode}")
+    assert words in str(error.value)
+    assert words in refusal(*options, ranks=EIGHT, sharding_mode=mode, compute="bf16")
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "words"),
+    [
+        ("fsdp_full", ["--context_parallel_size=3", "--use_te", "--max_seq_length=96"], "does not divide the 8"),
+        ("fsdp_hybrid", [], "--sharding_mode fsdp_hybrid shards over 8 GPUs"),
+        ("fsdp_hybrid", ["--hybrid_shard_size=3"], "shards over 3 GPUs"),
+    ],
+)
+def test_what_the_number_of_processes_does_not_allow(mode, options, words):
+    assert words in refusal(*options, f"--sharding_mode={mode}", ranks=EIGHT, sharding_mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ["--mixed_precision=bf16", "--fp8_backend=torchao"],
+            "--fp8_backend has no effect with --mixed_precision bf16",
+        ),
+        (["--mixed_precision=bf16", "--fp8_scenario=current"], "--fp8_scenario has no effect"),
+        (["--mixed_precision=no", "--amax_history_len=4"], "--amax_history_len has no effect"),
+        (["--fp8_last_bf16_layers=1"], "--fp8_last_bf16_layers has no effect"),
+        (["--fp8_strict"], "--fp8_strict has no effect without --mixed_precision fp8"),
+        (["--mixed_precision=fp8", "--fp8_scenario=current", "--fp8_margin=0"], "--fp8_margin belongs to delayed"),
+        (["--mixed_precision=fp8", "--fp8_scenario=mxfp8", "--amax_history_len=16"], "--amax_history_len belongs to"),
+        (["--mixed_precision=fp8", "--fp8_scenario=nvfp4", "--fp8_format=E4M3"], "--fp8_format has no effect with"),
+        (["--parity_check"], "--parity_check compares"),
+    ],
+)
+def test_options_that_could_not_take_effect(options, words):
+    with pytest.raises(UserError, match=words):
+        config(*options)
+
+
+# ---- context parallelism ----
+
+CONTEXT = ["--use_te", "--context_parallel_size=4", "--sharding_mode=fsdp_full"]
+
+
+def context_facts(windows=(None, None), **facts):
+    return {"ranks": EIGHT, "sharding_mode": "fsdp_full", "model": ModelFacts(2, windows=windows), **facts}
+
+
+def test_context_parallelism_that_works_passes():
+    options = [*CONTEXT, "--max_seq_length=65536", "--batch_size=1"]
+    check_machine(config(*options), MachineFacts(**context_facts(token_multiple=128)))
+    # One rank per row: nothing of this matters.
+    facts = MachineFacts(compute="fp32", model=ModelFacts(1, windows=(24,)))
+    check_machine(config("--max_seq_length=30"), facts)
+
+
+@pytest.mark.parametrize(
+    ("options", "facts", "words"),
+    [
+        ([], context_facts(windows=(None, 4096)), "sliding_window"),
+        ([], context_facts(compute="fp32"), "--mixed_precision bf16 or fp8"),
+        (["--max_seq_length=528", "--batch_size=1"], context_facts(token_multiple=16), "multiple of 64"),
+    ],
+)
+def test_context_parallelism_that_cannot_work(options, facts, words):
+    said = refusal(*CONTEXT, *options, **facts)
+    assert words in said and "--context_parallel_size 4" in said
+
+
+def test_rows_that_cannot_be_cut_into_chunks():
+    with pytest.raises(UserError, match="--context_parallel_size 4 .* --max_seq_length 100 is not a multiple of 8"):
+        config(*CONTEXT, "--max_seq_length=100", "--batch_size=4")
+
+
+# ---- the machine, its packages and the model ----
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+@pytest.mark.parametrize("kind", ["adamw_master", "adamw_8bit"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_bf16_parameters_need_a_run_in_bf16(kind, compute, device):
+    said = refusal(f"--optimizer={kind}", device=device, compute=compute)
+    assert said.startswith(f"--optimizer {kind}") and "--mixed_precision bf16 or fp8" in said
+
+
+def test_what_needs_a_gpu():
+    assert refusal("--use_te", device="cpu").startswith("--use_te needs an NVIDIA GPU")
+    assert refusal("--certify", device="cpu").startswith("--certify")
+
+
+def test_the_tokens_of_a_micro_batch_fit_the_recipe():
+    options = ["--mixed_precision=fp8", "--fp8_scenario=block", "--max_seq_length=48", "--batch_size=1"]
+    said = refusal(*options, scenario="block", token_multiple=128)
+    assert said.startswith("--fp8_scenario block needs a multiple of 128 tokens")
+
+
+def test_a_package_that_cannot_be_used_is_named():
+    problems = {"peft": "--lora_rank 4 needs PEFT"}
+    assert refusal("--lora_rank=4", problems=problems) == "--lora_rank 4 needs PEFT"
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "rank", "needed"),
+    [
+        ([], "cuda", 0, {}),
+        (["--use_te"], "cuda", 0, {"transformer_engine": "--use_te"}),
+        (["--use_wandb"], "cpu", 0, {"wandb": "--use_wandb"}),
+        (["--report_to=all"], "cpu", 0, {"tensorboard": "--report_to all", "wandb": "--report_to all"}),
+        (["--report_to=all"], "cpu", 1, {}),
+        (["--optimizer=adamw_8bit"], "cuda", 0, {"triton": "--optimizer adamw_8bit"}),
+        (["--optimizer=adamw_8bit"], "cpu", 0, {}),
+        (["--lora_rank=8"], "cpu", 0, {"peft": "--lora_rank 8"}),
+        (["--sharding_mode=deepspeed_1"], "cpu", 1, {"deepspeed": "--sharding_mode deepspeed_1"}),
+        (
+            ["--use_te", "--attn_implementation=flash_attention_4"],
+            "cuda",
+            0,
+            {
+                "transformer_engine": "--use_te",
+                "flash_attention_4": "--attn_implementation flash_attention_4",
+            },
+        ),
+    ],
+)
+def test_the_packages_of_a_run_and_the_flags_that_ask_for_them(options, device, rank, needed):
+    assert packages_needed(config(*options), device, rank) == needed
+
+
+def test_flash_attention_is_taken_where_its_gradients_were_compared():
+    check_flash_attention(64, 0.0)
+    with pytest.raises(UserError, match="flash_attention_4: this model's heads have 80 .* compared for 64 and 128"):
+        check_flash_attention(80, 0.0)
+    with pytest.raises(UserError, match=r"attention_dropout 0\.1"):
+        check_flash_attention(128, 0.1)
+    options = ["--use_te", "--attn_implementation=flash_attention_4"]
+    assert "this GPU has 10.0" in refusal(*options, capability=(10, 0))
+    facts = model_facts(config(*options), tiny_config())
+    assert "this model's heads have 16 elements" in refusal(*options, capability=(9, 0), model=facts)
+
+
+@pytest.mark.parametrize("scenario", ["block", "mxfp8", None])
+def test_fp8_params_need_one_scale_per_weight(scenario):
+    with pytest.raises(UserError, match="--fp8_params keeps one scale per weight"):
+        check_fp8_params(scenario, [], 2)
+
+
+def test_fp8_params_are_split_by_equal_numbers_of_rows():
+    check_fp8_params("delayed", [(48, 8)], 16)
+    with pytest.raises(UserError, match="a weight of 48 x 8 cannot be split over 5 GPUs"):
+        check_fp8_params("delayed", [(48, 8)], 5)
+    options = ["--fp8_params", *FP8, "--sharding_mode=fsdp_full"]
+    facts = model_facts(config(*options), tiny_config())
+    assert facts.layer_weights == ((64, 32), (32, 32), (96, 32), (32, 48))
+    assert "a weight of 64 x 32 cannot" in refusal(
+        *options, ranks=LaunchRanks(world_size=3), scenario="delayed", sharding_mode="fsdp_full", model=facts
+    )
+
+
+def test_some_layers_must_stay_in_fp8():
+    options = ["--mixed_precision=fp8", "--fp8_first_bf16_layers=1", "--fp8_last_bf16_layers=1"]
+    assert "leave none of the 2 decoder layers in fp8" in refusal(*options, model=ModelFacts(2))
+    check_machine(config(*options), MachineFacts(model=ModelFacts(3)))
