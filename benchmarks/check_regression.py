@@ -1,22 +1,23 @@
 #!/usr/bin/env python
-"""Whether a change made training slower: what ours gains over a rival now, against what it gained when it was recorded.
+"""Whether a change made training slower: what ours gains over a baseline now, against what it gained when it was
+recorded.
 
     python benchmarks/check_regression.py NEW.json
     python benchmarks/check_regression.py NEW.json --recorded benchmarks/results/speed_table_h200.json --minimum 0.03
 
 NEW.json is a file of benchmarks/speed_table.py, scripts/benchmark.py or scripts/benchmark_multi_gpu.py. GPUs of one
-name differ by some per cent in speed, so no times are compared: for each of our arms it is the ratio of its tokens/s to
-those of a rival in the same file (on real documents: of real tokens). --recorded are files of the same kind; by default
-all under benchmarks/results, of which the newest with a ratio counts.
+name differ by some per cent in speed, so no times are compared: for each of our variants it is the ratio of its
+tokens/s to those of a baseline in the same file (on real documents: of real tokens). --recorded are files of the same
+kind; by default all under benchmarks/results, of which the newest with a ratio counts.
 
 A ratio is a regression where it is lower than the recorded one by more than
 
     minimum + sqrt(sum of the squares of four spreads)
 
-The spreads are those of ours and the rival in both files: how far the middle eight tenths of the steps reach from the
-median, relative. Where that comes to more than a tenth, a ratio within it says nothing and counts as not compared. An
-arm that was recorded and now fails is a regression too. What cannot be compared (workloads, rivals or arms that only
-one side has, other GPUs) is named.
+The spreads are those of ours and the baseline in both files: how far the middle eight tenths of the steps reach from
+the median, relative. Where that comes to more than a tenth, a ratio within it says nothing and counts as not compared.
+A variant that was recorded and now fails is a regression too. What cannot be compared (workloads, baselines or
+variants that only one side has, other GPUs) is named.
 
 Exit code: 0; 1 with one sentence per regression; 2 for a mistake, and where nothing at all can be compared.
 """
@@ -34,7 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.tools.bench.variant_names import OLD_NAMES, recorded_variant
-from llm_fp8.tools.bench.variants import BASELINE, RIVALS, Baseline
+from llm_fp8.tools.bench.variants import BASELINES, REFERENCE, Baseline
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
 from llm_fp8.utils.packages import REPOSITORY
 
@@ -59,20 +60,20 @@ class Measured:
     gpu: str
     time_utc: str
     workloads: dict[str, dict[str, Row]]
-    """Workload -> arm -> row."""
+    """Workload -> variant -> row."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """What an arm of ours gains over a rival in one file."""
+    """What a variant of ours gains over a baseline in one file."""
 
     value: float
     spread: float
-    """Relative, of both arms together."""
+    """Relative, of both variants together."""
     source: str
     """The file's name."""
     one_call: bool
-    """Whether ours and the rival were measured by the same call of the benchmark, as far as the file says."""
+    """Whether ours and the baseline were measured by the same call of the benchmark, as far as the file says."""
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Findings:
 
 
 def read(path: Path) -> Measured:
-    """A file's rows by workload and arm. Raises `UserError` where it is no such file."""
+    """A file's rows by workload and variant. Raises `UserError` where it is no such file."""
     try:
         record = json.loads(path.read_text())
         origin = record["provenance"]
@@ -104,7 +105,7 @@ def workload_of(row: Row, rows: Sequence[Row]) -> str:
     """What a row trained, in a form that is equal where ratios can be compared: real documents are told by their
     tokens.
 
-    `rows` are all of the file: an arm that failed trained on the documents of the others.
+    `rows` are all of the file: a variant that failed trained on the documents of the others.
     """
     name = f"{row['model']}:{row['batch_size']}x{row['seq_length']}x{row['micro_batches']}"
     if row.get("text") is not None:
@@ -125,18 +126,18 @@ def is_measured(row: Row | None) -> bool:
     return row is not None and "tokens_per_s" in row
 
 
-def is_ours(arm: str) -> bool:
-    """Whether the arm is this project's."""
-    return not isinstance(recorded_variant(arm).what, Baseline)
+def is_ours(variant: str) -> bool:
+    """Whether the variant is this project's."""
+    return not isinstance(recorded_variant(variant).what, Baseline)
 
 
-def baseline_of(arm: str, rival: str, arms: Iterable[str]) -> str | None:
-    """The arm with which one of ours is compared: the rival spread in the same way, else as it can be; None where
-    none of these is there.
+def baseline_of(variant: str, baseline: str, variants: Iterable[str]) -> str | None:
+    """The variant with which one of ours is compared: the baseline spread in the same way, else as it can be; None
+    where none of these is there.
     """
-    mode = recorded_variant(arm).mode
-    wanted = [rival] if mode is None else [f"{mode}:{rival}", f"fsdp_full:{rival}", f"ddp:{rival}"]
-    return next((name for name in wanted if name in arms), None)
+    mode = recorded_variant(variant).mode
+    wanted = [baseline] if mode is None else [f"{mode}:{baseline}", f"fsdp_full:{baseline}", f"ddp:{baseline}"]
+    return next((name for name in wanted if name in variants), None)
 
 
 def spread_of(row: Row) -> float:
@@ -154,10 +155,10 @@ def kind_of(row: Row) -> str:
     return "real_tokens_per_s" if "real_tokens_per_s" in row else "tokens_per_s"
 
 
-def ratio_in(measured: Measured, workload: str, arm: str, rival: str) -> Ratio | None:
-    """An arm's ratio in a file; None where one of the two was not measured there."""
+def ratio_in(measured: Measured, workload: str, variant: str, baseline: str) -> Ratio | None:
+    """A variant's ratio in a file; None where one of the two was not measured there."""
     rows = measured.workloads.get(workload, {})
-    ours, theirs = rows.get(arm), rows.get(rival)
+    ours, theirs = rows.get(variant), rows.get(baseline)
     if ours is None or theirs is None or not (is_measured(ours) and is_measured(theirs)):
         return None
     value = ours[kind_of(ours)] / theirs[kind_of(ours)]
@@ -165,8 +166,8 @@ def ratio_in(measured: Measured, workload: str, arm: str, rival: str) -> Ratio |
     return Ratio(value, math.hypot(spread_of(ours), spread_of(theirs)), measured.path.name, len(calls) < 2)
 
 
-def compare(new: Measured, recorded: Sequence[Measured], rival: str, minimum: float) -> Findings:
-    """Hold every arm of ours in `new` against the newest of `recorded` that has its ratio.
+def compare(new: Measured, recorded: Sequence[Measured], baseline: str, minimum: float) -> Findings:
+    """Hold every variant of ours in `new` against the newest of `recorded` that has its ratio.
 
     Raises `UserError` where nothing can be compared.
     """
@@ -179,46 +180,52 @@ def compare(new: Measured, recorded: Sequence[Measured], rival: str, minimum: fl
         if not any(workload in one.workloads for one in recorded):
             found.notes.append(f"{workload} is not recorded.")
             continue
-        for arm in filter(is_ours, rows):
-            _compare_variant(found, new, recorded, workload, arm, rival, minimum)
-        of_records = {arm for one in recorded for arm in one.workloads.get(workload, {})}
+        for variant in filter(is_ours, rows):
+            _compare_variant(found, new, recorded, workload, variant, baseline, minimum)
+        of_records = {variant for one in recorded for variant in one.workloads.get(workload, {})}
         if missing := sorted(of_records - rows.keys()):
             found.notes.append(f"{workload}: recorded and not measured now: {', '.join(missing)}.")
     if missing := sorted({workload for one in recorded for workload in one.workloads} - new.workloads.keys()):
         found.notes.append(f"recorded and not measured now: {', '.join(missing)}.")
     if not found.num_compared:
         raise UserError(
-            f"{new.path} has no ratio that is recorded: {' '.join(found.notes) or 'none of its arms is ours.'}"
+            f"{new.path} has no ratio that is recorded: {' '.join(found.notes) or 'none of its variants is ours.'}"
         )
     return found
 
 
 def _compare_variant(
-    found: Findings, new: Measured, recorded: Sequence[Measured], workload: str, arm: str, rival: str, minimum: float
+    found: Findings,
+    new: Measured,
+    recorded: Sequence[Measured],
+    workload: str,
+    variant: str,
+    baseline: str,
+    minimum: float,
 ) -> None:
     rows = new.workloads[workload]
-    against = baseline_of(arm, rival, rows)
+    against = baseline_of(variant, baseline, rows)
     if against is None:
-        found.notes.append(f"{workload} {arm}: {rival} was not measured beside it, so it is not compared.")
+        found.notes.append(f"{workload} {variant}: {baseline} was not measured beside it, so it is not compared.")
         return
-    ratios = (ratio for one in recorded if (ratio := ratio_in(one, workload, arm, against)) is not None)
-    before, now = next(ratios, None), ratio_in(new, workload, arm, against)
+    ratios = (ratio for one in recorded if (ratio := ratio_in(one, workload, variant, against)) is not None)
+    before, now = next(ratios, None), ratio_in(new, workload, variant, against)
     if before is None:
-        found.notes.append(f"{workload} {arm}: no recorded file has it beside {against}.")
-    elif not is_measured(rows[arm]):
+        found.notes.append(f"{workload} {variant}: no recorded file has it beside {against}.")
+    elif not is_measured(rows[variant]):
         found.num_compared += 1
         found.regressions.append(
-            f"{workload} {arm} failed ({_reason(rows[arm])}), and was {before.value:.3f} times {against} "
+            f"{workload} {variant} failed ({_reason(rows[variant])}), and was {before.value:.3f} times {against} "
             f"({before.source})."
         )
     elif now is None:
-        found.notes.append(f"{workload} {arm}: {against} failed ({_reason(rows[against])}), so it is not compared.")
+        found.notes.append(f"{workload} {variant}: {against} failed ({_reason(rows[against])}), so it is not compared.")
     else:
         scatter = math.hypot(now.spread, before.spread)
         tolerance = minimum + scatter
         change = now.value / before.value - 1
         says = (
-            f"{workload} {arm}: {now.value:.3f} times {against}, recorded {before.value:.3f} ({before.source}): "
+            f"{workload} {variant}: {now.value:.3f} times {against}, recorded {before.value:.3f} ({before.source}): "
             f"{change:+.1%}, with a tolerance of {tolerance:.1%}."
         )
         if change < -tolerance:
@@ -232,7 +239,7 @@ def _compare_variant(
         for ratio in (now, before):
             if not ratio.one_call:
                 found.notes.append(
-                    f"{workload} {arm} and {against} come from more than one call of the benchmark in {ratio.source}."
+                    f"{workload} {variant} and {against} come from more than one call in {ratio.source}."
                 )
 
 
@@ -251,7 +258,10 @@ def main() -> int:
         help=f"files to compare with (default: {', '.join(RECORDED)} under benchmarks/results)",
     )
     parser.add_argument(
-        "--rival", default=BASELINE, choices=list(RIVALS), help="whose speed ours is divided by (default %(default)s)"
+        "--rival",
+        default=REFERENCE,
+        choices=list(BASELINES),
+        help="whose speed ours is divided by (default %(default)s)",
     )
     parser.add_argument(
         "--minimum",

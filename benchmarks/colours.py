@@ -1,4 +1,4 @@
-"""The colours of the plots: one for what an arm trains in, on one GPU and on several."""
+"""The colours of the plots: one for what a variant trains in, on one GPU and on several."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _COLOURS = PRECISION_COLOURS | {
     "torchao_rowwise": "#6fae75",
 }
 _PALER = 0.17
-"""Share of white by which each further arm of a colour is paler than the one before it."""
+"""Share of white by which each further variant of a colour is paler than the one before it."""
 
 
-def trained_in(arm: str) -> str:
-    """The precision of an arm of ours, or the rival, without how it is spread and its options; raises StopIteration
-    for what is no arm.
+def trained_in(variant: str) -> str:
+    """The precision of a variant of ours, or the baseline, without how it is spread and its options; raises
+    StopIteration for what is no variant.
     """
-    return next(word for word in OLD_NAMES.get(arm, arm).split(":") if word in _COLOURS)
+    return next(word for word in OLD_NAMES.get(variant, variant).split(":") if word in _COLOURS)
 
 
-def colours_of(arms: list[str]) -> list[tuple[float, float, float]]:
-    """Of arms that stand side by side: those of one precision or rival in one colour, each paler than the one before
-    it.
+def colours_of(variants: list[str]) -> list[tuple[float, float, float]]:
+    """Of variants that stand side by side: those of one precision or baseline in one colour, each paler than the one
+    before it.
     """
     seen: list[str] = []
     found = []
-    for arm in arms:
-        name = trained_in(arm)
+    for variant in variants:
+        name = trained_in(variant)
         white = min(0.7, _PALER * seen.count(name))
         red, green, blue = (white + (1 - white) * part for part in to_rgb(_COLOURS[name]))
         found.append((red, green, blue))

@@ -96,7 +96,7 @@ def judged(setting: str) -> list[dict[str, str]]:
 
 def measure_all(
     work: Workload,
-    arm: Variant,
+    variant: Variant,
     settings: Sequence[str],
     warmup: int,
     num_rounds: int,
@@ -119,14 +119,14 @@ def measure_all(
     turns = [(number, setting) for number in range(num_rounds) for setting in names]
     for number, setting in turns:
         variables = {name: variables_of(setting).get(name) for name in sorted(every)}
-        answer = measure_apart(work.name, arm.name, num_gpus, work.num_steps, warmup, timeout_s, variables)
+        answer = measure_apart(work.name, variant.name, num_gpus, work.num_steps, warmup, timeout_s, variables)
         header = take_header(answer, sys.argv)
         if setting == NONE:
             origin = origin or header
         answers[setting].append(answer)
         print(f"{setting}:", flush=True)
-        print_round(work, arm, number, answer, num_gpus)
-        measured = {name: summarise(work, arm, answers[name], num_gpus) for name in names if answers[name]}
+        print_round(work, variant, number, answer, num_gpus)
+        measured = {name: summarise(work, variant, answers[name], num_gpus) for name in names if answers[name]}
         rows = [
             {"setting": name, "num_gpus": num_gpus, **described(name), **row, **against(row, measured[NONE])}
             for name, row in measured.items()
@@ -205,13 +205,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main() -> int:
     """Measure, print a table, write the JSON."""
     options = parse(sys.argv[1:])
-    work, arm = Workload.parse(options.workload, options.steps, "--workload"), parse_variant(options.arm)
+    work, variant = Workload.parse(options.workload, options.steps, "--workload"), parse_variant(options.arm)
     ranks = LaunchRanks.from_environment(os.environ)
     if options.num_gpus > 1:
         ranks = LaunchRanks(world_size=options.num_gpus, local_world_size=options.num_gpus, launched=True)
-    elif arm.mode is not None:
-        raise UserError(f"--arm {arm.name} is spread over several GPUs; say over how many, as in --num_gpus 2.")
-    arm.check(work, ranks)
+    elif variant.mode is not None:
+        raise UserError(f"--arm {variant.name} is spread over several GPUs; say over how many, as in --num_gpus 2.")
+    variant.check(work, ranks)
     if not torch.cuda.is_available():
         raise UserError("this measures an NVIDIA GPU, and none is found.")
     if torch.cuda.device_count() < options.num_gpus:
@@ -223,7 +223,7 @@ def main() -> int:
     )  # so that a measurement's process is ended first
     rows = measure_all(
         work,
-        arm,
+        variant,
         options.settings,
         options.warmup,
         options.rounds,

@@ -43,7 +43,7 @@ def step_parts(row: Row) -> dict[str, float]:
 
 
 def draw_kernels(rows: list[Row], path: Path) -> bool:
-    """A panel per workload, a bar per arm; False where no row knows its kernels."""
+    """A panel per workload, a bar per variant; False where no row knows its kernels."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if "step" in row:
@@ -74,41 +74,42 @@ def draw_kernels(rows: list[Row], path: Path) -> bool:
 
 
 def scaling_lines(rows: list[Row]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Model and row length -> arm on several GPUs -> points (number of GPUs, tokens/s per GPU), those of one GPU
+    """Model and row length -> variant on several GPUs -> points (number of GPUs, tokens/s per GPU), those of one GPU
     included; lines of one point left out.
     """
     measured = [row for row in rows if "tokens_per_s" in row and row.get("text") is None]
     lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in measured:
-        arm = recorded_variant(row["arm"])
-        if arm.mode is None:
+        variant = recorded_variant(row["arm"])
+        if variant.mode is None:
             continue
         title = f"{row['model']}, rows of {row['seq_length']:,}"
         line = lines.setdefault(title, {}).setdefault(row["arm"], [])
         of_one = (
             one
             for one in measured
-            if (one["arm"], one["workload"]) == (arm.on_one_gpu, row["workload"]) and one.get("num_gpus", 1) == 1
+            if (one["arm"], one["workload"]) == (variant.on_one_gpu, row["workload"]) and one.get("num_gpus", 1) == 1
         )
         if not line and (one := next(of_one, None)) is not None:
             line.append((1, tokens_per_s(one)[0]))
         line.append((row["num_gpus"], tokens_per_s(row)[0]))
     long_ones = {
-        title: {arm: sorted(line) for arm, line in of_one.items() if len(line) > 1} for title, of_one in lines.items()
+        title: {variant: sorted(line) for variant, line in of_one.items() if len(line) > 1}
+        for title, of_one in lines.items()
     }
     return {title: found for title, found in long_ones.items() if found}
 
 
 def draw_scaling(rows: list[Row], path: Path) -> bool:
-    """A panel per model and row length, a line per arm; False where nothing was measured on two numbers of GPUs."""
+    """A panel per model and row length, a line per variant; False where nothing was measured on two numbers of GPUs."""
     lines = scaling_lines(rows)
     if not lines:
         return False
     figure, axes = plt.subplots(1, len(lines), figsize=(6.5 * len(lines), 7), layout="constrained", squeeze=False)
-    for axis, (title, of_arms) in zip(axes[0], lines.items(), strict=True):
-        for arm, points in of_arms.items():
-            axis.plot(*zip(*points, strict=True), marker="o", label=arm)
-        numbers = sorted({number for points in of_arms.values() for number, _ in points})
+    for axis, (title, of_variants) in zip(axes[0], lines.items(), strict=True):
+        for variant, points in of_variants.items():
+            axis.plot(*zip(*points, strict=True), marker="o", label=variant)
+        numbers = sorted({number for points in of_variants.values() for number, _ in points})
         axis.set_xscale("log", base=2)
         axis.set_xticks(numbers, list(map(str, numbers)))
         axis.minorticks_off()

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Draw tokens/s and peak memory of the arms that `scripts/benchmark.py`, `scripts/benchmark_multi_gpu.py` or
+"""Draw tokens/s and peak memory of the variants that `scripts/benchmark.py`, `scripts/benchmark_multi_gpu.py` or
 `benchmarks/speed_table.py` measured.
 
 python benchmarks/plot_throughput.py benchmarks/results/throughput_1b.json benchmarks/results/throughput_3b.json \
     benchmarks/results/throughput_8b.json --output benchmarks/plots/throughput.png
 
-One group of bars per workload and number of GPUs, one bar per arm; the height is the median step. The line on a bar
+One group of bars per workload and number of GPUs, one bar per variant; the height is the median step. The line on a bar
 spans the middle eight tenths of the steps; in files that do not hold them, all steps. Of real documents padding does
 not count. A dashed line is a target. What was not measured is named where its bar would stand.
 """

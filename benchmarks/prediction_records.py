@@ -34,7 +34,7 @@ FILES = (
     "multi_gpu_throughput_*.json",
 )
 """Under benchmarks/results. Other levers_*.json were recorded with a part of today's kernels, with variables that
-their arms do not name, or with so few tokens that the host decides.
+their variants do not name, or with so few tokens that the host decides.
 """
 
 TODAYS_SINCE = "2026-11-22"
@@ -57,7 +57,7 @@ class Recorded:
     """One row of a results file, predicted."""
 
     file: str
-    arm: str
+    variant: str
     row: dict[str, Any]
     prediction: Prediction
     measured_utc: str
@@ -281,7 +281,7 @@ def memory_before() -> str:
             f"{record.prediction.peak_memory_gib:.1f}",
             f"{record.memory_error:+.1%}",
         ]
-        rows.append([f"`{record.file}`", row["model"], shape, str(record.num_gpus), record.arm, *figures])
+        rows.append([f"`{record.file}`", row["model"], shape, str(record.num_gpus), record.variant, *figures])
     return _table(["file", "model", "rows x length x micro-batches", "GPUs", "arm", "GiB", "predicted", "error"], rows)
 
 
@@ -299,7 +299,7 @@ def _accuracy(records: list[Recorded]) -> str:
         expected = f"{found.peak_memory_gib:.1f}"
         if record.out_of_memory:
             measured = ["out of memory", f"{found.step_time_s:.3f}", "", "", expected, ""]
-            rows.append([name, row["model"], shape, gpus, record.arm, *measured])
+            rows.append([name, row["model"], shape, gpus, record.variant, *measured])
             continue
         error = f"{record.time_error:+.1%}" + (f" ({record.not_scored})" if record.not_scored else "")
         measured = [
@@ -309,7 +309,7 @@ def _accuracy(records: list[Recorded]) -> str:
             f"{row['peak_memory_gib']:.1f}",
             expected,
         ]
-        rows.append([name, row["model"], shape, gpus, record.arm, *measured, f"{record.memory_error:+.1%}"])
+        rows.append([name, row["model"], shape, gpus, record.variant, *measured, f"{record.memory_error:+.1%}"])
     columns = ("step s", "predicted", "error", "GiB", "predicted", "error")
     header = ["file", "model", "rows x length x micro-batches", "GPUs", "arm", *columns]
     return _table(header, rows)

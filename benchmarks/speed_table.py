@@ -1,19 +1,20 @@
 #!/usr/bin/env python
-"""The whole speed table in one command: every workload in our recipes beside the rivals, with its target.
+"""The whole speed table in one command: every workload in our recipes beside the baselines, with its target.
 
     python benchmarks/speed_table.py --dry_run
     python benchmarks/speed_table.py --output benchmarks/results/speed_table_h200.json --time_limit_s 570
     python benchmarks/speed_table.py --rows text_1b --text gsm8k.jsonl --output text.json
 
-Rows, arms and targets stand in benchmarks/speed_table.json (--table takes another). Each measurement is one of
+Rows, variants and targets stand in benchmarks/speed_table.json (--table takes another). Each measurement is one of
 scripts/benchmark.py (one GPU) or of scripts/benchmark_multi_gpu.py (rows with several), in processes of its own. The
 file is written after every measurement, and the same command goes on from what its --output holds, so the table can be
-measured in pieces. Arms of a row take turns, round by round, on the same GPUs; --gpus_parallel N spreads rows over N
-GPUs, each on as many as it needs: on 4, two rows of 2 at a time. Rows that need more than N follow alone, one by one;
+measured in pieces. Variants of a row take turns, round by round, on the same GPUs; --gpus_parallel N spreads rows over
+N GPUs, each on as many as it needs: on 4, two rows of 2 at a time. Rows that need more than N follow alone, one by one;
 those that need more than there are, are left out and named.
 
-Rows on real documents: the same documents packed by ours and padded to the row's length by the rival, at equal weights;
-figures are real tokens/s and the loss per token that is predicted. docs/benchmark.md says how to read the file.
+Rows on real documents: the same documents packed by ours and padded to the row's length by the baseline, at equal
+weights; figures are real tokens/s and the loss per token that is predicted. docs/benchmark.md says how to read the
+file.
 
 Exit code: 0; 1 where --time_limit_s left something to be measured (run the same command again); 2 for a mistake.
 """
@@ -54,7 +55,7 @@ TABLE = Path(__file__).with_suffix(".json")
 
 Answer = dict[str, Any]
 Measure = Callable[[TableRow, Variant, str], Answer]
-"""Measures an arm of a row on its GPUs (a value of CUDA_VISIBLE_DEVICES, such as 0,1)."""
+"""Measures a variant of a row on its GPUs (a value of CUDA_VISIBLE_DEVICES, such as 0,1)."""
 
 
 # --- the file
@@ -113,10 +114,9 @@ class Record:
             row = self._rows.get(entry["row"])
             if row is None:
                 continue
-            if entry["arm"] not in {arm.name for arm in row.arms}:
+            if entry["arm"] not in {variant.name for variant in row.variants}:
                 raise UserError(
-                    f"--output {path}: row {row.name} has the arm {entry['arm']}, which the table lacks; give another "
-                    "file."
+                    f"--output {path}: row {row.name} has {entry['arm']}, which the table lacks; give another file."
                 )
             if (entry["workload"], entry.get("num_gpus", 1)) != (row.work.name, row.num_gpus):
                 raise UserError(
@@ -134,21 +134,21 @@ class Record:
                 failed = [{"failed": entry["failed"]}]
             self._answers[row.name, entry["arm"]] = [*entry.get("rounds", []), *([] if retry_failed else failed)]
 
-    def answers(self, row: TableRow, arm: Variant) -> list[Answer]:
-        """Those of an arm so far."""
-        return self._answers.get((row.name, arm.name), [])
+    def answers(self, row: TableRow, variant: Variant) -> list[Answer]:
+        """Those of a variant so far."""
+        return self._answers.get((row.name, variant.name), [])
 
-    def is_due(self, row: TableRow, arm: Variant, number: int) -> bool:
-        """Whether round `number` (from 0) of an arm is still to be measured: what failed would fail again."""
-        found = self.answers(row, arm)
+    def is_due(self, row: TableRow, variant: Variant, number: int) -> bool:
+        """Whether round `number` (from 0) of a variant is still to be measured: what failed would fail again."""
+        found = self.answers(row, variant)
         return len(found) <= number and not (found and found[-1]["failed"] is not None)
 
-    def estimate_s(self, row: TableRow, arm: Variant) -> float:
+    def estimate_s(self, row: TableRow, variant: Variant) -> float:
         """How long a measurement takes: as long as the last one did, or what is guessed."""
-        measured = [answer for answer in self.answers(row, arm) if answer["failed"] is None]
-        return float(measured[-1]["taken_s"]) if measured else row.estimate_s(arm)
+        measured = [answer for answer in self.answers(row, variant) if answer["failed"] is None]
+        return float(measured[-1]["taken_s"]) if measured else row.estimate_s(variant)
 
-    def add(self, row: TableRow, arm: Variant, answer: Answer) -> None:
+    def add(self, row: TableRow, variant: Variant, answer: Answer) -> None:
         """Keep an answer and write the file. Raises `UserError` where it comes from another kind of GPU than the
         file's.
         """
@@ -157,7 +157,7 @@ class Record:
                 self._take_header(header)
             if answer["failed"] is None:
                 answer["run"] = len(self._runs) - 1
-            self._answers.setdefault((row.name, arm.name), []).append(answer)
+            self._answers.setdefault((row.name, variant.name), []).append(answer)
             self._write()
 
     def _take_header(self, header: dict[str, Any]) -> None:
@@ -198,7 +198,7 @@ class Record:
         return [found for row in self._rows.values() if (found := self.comparison(row))]
 
     def comparison(self, row: TableRow) -> dict[str, Any] | None:
-        """`compare`, and on several GPUs scaling: arm of ours -> speed per GPU over that on one GPU, where the file
+        """`compare`, and on several GPUs scaling: variant of ours -> speed per GPU over that on one GPU, where the file
         has both.
         """
         rows = self.rows_of(row)
@@ -207,9 +207,9 @@ class Record:
             alone = self._speeds_on_one_gpu(row.work.name)
             spread = {one["arm"]: one["tokens_per_s_per_gpu"] for one in rows if "failed" not in one}
             found["scaling"] = {
-                arm.name: spread[arm.name] / alone[arm.on_one_gpu]
-                for arm in row.ours
-                if arm.name in spread and arm.on_one_gpu in alone
+                variant.name: spread[variant.name] / alone[variant.on_one_gpu]
+                for variant in row.ours
+                if variant.name in spread and variant.on_one_gpu in alone
             }
         return found
 
@@ -224,9 +224,11 @@ class Record:
         }
 
     def rows_of(self, row: TableRow) -> list[dict[str, Any]]:
-        """The rows of the file that are of one row of the table: one per arm that has an answer."""
+        """The rows of the file that are of one row of the table: one per variant that has an answer."""
         gpu = gpu_of(self._header) if self._header else None
-        return [describe(row, arm, answers, gpu) for arm in row.arms if (answers := self.answers(row, arm))]
+        return [
+            describe(row, variant, answers, gpu) for variant in row.variants if (answers := self.answers(row, variant))
+        ]
 
 
 def gpu_of(header: dict[str, Any]) -> str | None:
@@ -235,15 +237,15 @@ def gpu_of(header: dict[str, Any]) -> str | None:
     return gpus[0]["name"] if gpus else None
 
 
-def describe(row: TableRow, arm: Variant, answers: list[Answer], gpu: str | None) -> dict[str, Any]:
-    """The figures of an arm, with its target and where the time of a step went.
+def describe(row: TableRow, variant: Variant, answers: list[Answer], gpu: str | None) -> dict[str, Any]:
+    """The figures of a variant, with its target and where the time of a step went.
 
     `step` holds, for a GPU: step_s (the median step), time_s_by_class (kernels of the recorded step of the last round),
     gemm_floor_s (the linear layers at the ceilings recorded for such a GPU, None without), and on one GPU gap_s, the
     part of the median step in which no kernel ran.
     """
-    found: dict[str, Any] = {"row": row.name, "side": row.side(arm), **row.targets}
-    found.update(summarise(row.work, arm, answers, row.num_gpus))
+    found: dict[str, Any] = {"row": row.name, "side": row.side(variant), **row.targets}
+    found.update(summarise(row.work, variant, answers, row.num_gpus))
     found["num_gpus"] = row.num_gpus
     if "failed" in found:
         return found
@@ -252,7 +254,7 @@ def describe(row: TableRow, arm: Variant, answers: list[Answer], gpu: str | None
     if "recorded_step" in last:
         step_s = statistics.median(time_s for answer in found["rounds"] for time_s in answer["step_times_s"])
         known = None if gpu is None else known_rates(gpu)
-        tokens = last.get("step_tokens", {}).get("num_tokens", row.work.tokens_per_step) // arm.context_size
+        tokens = last.get("step_tokens", {}).get("num_tokens", row.work.tokens_per_step) // variant.context_size
         found["step"] = {
             "step_s": step_s,
             "time_s_by_class": last["recorded_step"]["time_s_by_class"],
@@ -264,16 +266,17 @@ def describe(row: TableRow, arm: Variant, answers: list[Answer], gpu: str | None
 
 
 def compare(row: TableRow, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The best of ours beside target and rivals; None where none of ours was measured.
+    """The best of ours beside target and baselines; None where none of ours was measured.
 
-    Returns: best (the arm), tokens_per_s_per_gpu, the targets; share_of_target; of ours: arm -> times (rival -> speed
-        over the rival's, of real tokens
-    on real documents) and first_loss_differences (rival -> relative, at equal weights), last_loss_differences on real
-    documents; same_run: whether all of it was measured by one call.
+    Returns: best (the variant), tokens_per_s_per_gpu, the targets; share_of_target; of ours: variant -> times (baseline
+    -> speed
+        over the baseline's, of real tokens
+    on real documents) and first_loss_differences (baseline -> relative, at equal weights), last_loss_differences on
+    real documents; same_run: whether all of it was measured by one call.
     """
     measured = {found["arm"]: found for found in rows if "failed" not in found}
-    ours = [measured[arm.name] for arm in row.ours if arm.name in measured]
-    rivals = [measured[arm.name] for arm in row.rivals if arm.name in measured]
+    ours = [measured[variant.name] for variant in row.ours if variant.name in measured]
+    baselines = [measured[variant.name] for variant in row.baselines if variant.name in measured]
     if not ours:
         return None
     kind = "tokens_per_s" if row.work.text is None else "real_tokens_per_s"
@@ -289,15 +292,17 @@ def compare(row: TableRow, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | N
         "ours": {},
     }
     for found in ours:
-        of_arm = {"times": {rival["arm"]: found[kind] / rival[kind] for rival in rivals}}
+        of_variant = {"times": {baseline["arm"]: found[kind] / baseline[kind] for baseline in baselines}}
         for which in ("first", "last") if row.work.text is not None else ("first",):
             key = f"{which}_loss"
-            of_arm[f"{key}_differences"] = {rival["arm"]: found[key] / rival[key] - 1 for rival in rivals}
-        result["ours"][found["arm"]] = of_arm
+            of_variant[f"{key}_differences"] = {
+                baseline["arm"]: found[key] / baseline[key] - 1 for baseline in baselines
+            }
+        result["ours"][found["arm"]] = of_variant
     if row.target_tokens_per_s_per_gpu is not None:
         result["share_of_target"] = result[f"{kind}_per_gpu"] / row.target_tokens_per_s_per_gpu
-    elif row.target_times_padded is not None and row.baseline is not None and row.baseline.name in measured:
-        result["share_of_target"] = result["ours"][best["arm"]]["times"][row.baseline.name] / row.target_times_padded
+    elif row.target_times_padded is not None and row.reference is not None and row.reference.name in measured:
+        result["share_of_target"] = result["ours"][best["arm"]]["times"][row.reference.name] / row.target_times_padded
     return result
 
 
@@ -308,9 +313,9 @@ def compare(row: TableRow, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | N
 def measurer(warmup: int, timeout_s: float, stopped: threading.Event) -> Measure:
     """Measures in processes of their own; `stopped` ends them."""
 
-    def measure(row: TableRow, arm: Variant, gpus: str) -> Answer:
+    def measure(row: TableRow, variant: Variant, gpus: str) -> Answer:
         started = time.perf_counter()
-        what = (row.work.name, arm.name, row.num_gpus, row.work.num_steps)
+        what = (row.work.name, variant.name, row.num_gpus, row.work.num_steps)
         answer = measure_apart(*what, warmup, timeout_s, {"CUDA_VISIBLE_DEVICES": gpus}, stopped)
         return {**answer, "gpu": gpus, "taken_s": time.perf_counter() - started}
 
@@ -339,46 +344,46 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """Which arms take turns, and how often."""
+    """Which variants take turns, and how often."""
 
     num_rounds: int
     only: tuple[str, ...] = ()
-    """Names of arms, or words of them; all where there is none."""
+    """Names of variants, or words of them; all where there is none."""
 
-    def has(self, arm: Variant) -> bool:
+    def has(self, variant: Variant) -> bool:
         """Whether it takes part."""
-        return not self.only or any(word == arm.name or word in arm.name.split(":") for word in self.only)
+        return not self.only or any(word == variant.name or word in variant.name.split(":") for word in self.only)
 
     def due(self, row: TableRow, record: Record) -> Iterator[tuple[int, Variant]]:
-        """The rounds (from 0) and arms of a row that are still to be measured, told one by one while they are."""
+        """The rounds (from 0) and variants of a row that are still to be measured, told one by one while they are."""
         for number in range(self.num_rounds):
-            for arm in row.arms:
-                if self.has(arm) and record.is_due(row, arm, number):
-                    yield number, arm
+            for variant in row.variants:
+                if self.has(variant) and record.is_due(row, variant, number):
+                    yield number, variant
 
 
 def measure_row(
     row: TableRow, record: Record, turns: Turns, measure: Measure, limit: Limit, gpus: Sequence[str]
 ) -> None:
-    """Measure what a row lacks, its arms in turns on the same GPUs."""
-    for number, arm in turns.due(row, record):
-        if not limit.allows(f"{row.name} {arm.name}", record.estimate_s(row, arm)):
+    """Measure what a row lacks, its variants in turns on the same GPUs."""
+    for number, variant in turns.due(row, record):
+        if not limit.allows(f"{row.name} {variant.name}", record.estimate_s(row, variant)):
             continue
-        answer = measure(row, arm, ",".join(gpus))
+        answer = measure(row, variant, ",".join(gpus))
         if answer["failed"] == STOPPED:
-            limit.left.append(f"{row.name} {arm.name}")
+            limit.left.append(f"{row.name} {variant.name}")
             continue
         if row.num_gpus == 1:
-            print_round(row.work, arm, number, answer)
+            print_round(row.work, variant, number, answer)
         else:
             outcome = answer["failed"] or "measured"
-            print(f"round {number + 1}  {row.work.name} {arm.name} on {row.num_gpus} GPUs: {outcome}", flush=True)
-        record.add(row, arm, answer)
+            print(f"round {number + 1}  {row.work.name} {variant.name} on {row.num_gpus} GPUs: {outcome}", flush=True)
+        record.add(row, variant, answer)
 
 
 def left_s(row: TableRow, record: Record, turns: Turns) -> float:
     """How long what a row lacks may take."""
-    return sum(record.estimate_s(row, arm) for _, arm in turns.due(row, record))
+    return sum(record.estimate_s(row, variant) for _, variant in turns.due(row, record))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -484,12 +489,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line, checked. Raises `UserError`."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument(
-        "--table", type=Path, default=TABLE, help="rows, arms and targets (default benchmarks/speed_table.json)"
+        "--table", type=Path, default=TABLE, help="rows, variants and targets (default benchmarks/speed_table.json)"
     )
     parser.add_argument("--rows", help="comma-separated names of rows (default: all)")
     parser.add_argument(
         "--arms",
-        help="comma-separated: measure these arms alone, such as delayed,hf_bf16, whatever stands before or behind",
+        help="comma-separated: measure these variants alone, such as delayed,hf_bf16, whatever stands before or behind",
     )
     parser.add_argument(
         "--text",
@@ -532,11 +537,11 @@ def choose(rows: list[TableRow], names: str | None) -> list[TableRow]:
     return [known[name] for name in dict.fromkeys(names.split(","))]
 
 
-def choose_turns(rows: Sequence[TableRow], num_rounds: int, arms: str | None) -> Turns:
-    """Those of --rounds and --arms. Raises `UserError` for an arm that no row has."""
-    turns = Turns(num_rounds, () if arms is None else tuple(arms.split(",")))
+def choose_turns(rows: Sequence[TableRow], num_rounds: int, variants: str | None) -> Turns:
+    """Those of --rounds and --arms. Raises `UserError` for a variant that no row has."""
+    turns = Turns(num_rounds, () if variants is None else tuple(variants.split(",")))
     for word in turns.only:
-        if not any(Turns(num_rounds, (word,)).has(arm) for row in rows for arm in row.arms):
+        if not any(Turns(num_rounds, (word,)).has(variant) for row in rows for variant in row.variants):
             raise UserError(f"--arms {word} is in none of the rows {', '.join(row.name for row in rows)}.")
     return turns
 
@@ -563,9 +568,9 @@ def print_plan(rows: Sequence[TableRow], record: Record, turns: Turns, gpus: Seq
             f"{row.name}: {row.work.name}{_documents(row)}, {on}, {num_tokens:,} tokens a step, target: "
             f"{target_of(row)}"
         )
-        left = [arm for _, arm in turns.due(row, record)]
-        for arm in dict.fromkeys(left):
-            print(f"    {left.count(arm)} x {arm.name:32} about {record.estimate_s(row, arm):4.0f} s")
+        left = [variant for _, variant in turns.due(row, record)]
+        for variant in dict.fromkeys(left):
+            print(f"    {left.count(variant)} x {variant.name:32} about {record.estimate_s(row, variant):4.0f} s")
         print(f"    about {left_s(row, record, turns) / 60:.0f} minutes")
     side_by_side, *alone = plan_shifts(rows, record, turns, gpus, gpus_parallel)
     minutes = [
@@ -583,7 +588,7 @@ def target_of(row: TableRow) -> str:
     if row.target_tokens_per_s_per_gpu is not None:
         return f"{row.target_tokens_per_s_per_gpu:,.0f} tokens/s per GPU"
     if row.target_times_padded is not None:
-        return f"{row.target_times_padded:g} times the real tokens/s of the padded rival"
+        return f"{row.target_times_padded:g} times the real tokens/s of the padded baseline"
     return "none"
 
 
@@ -614,15 +619,15 @@ def _conclusions(row: TableRow, comparison: dict[str, Any], entries: dict[str, d
     of_best = comparison["ours"][best]
     if "share_of_target" in comparison:
         yield f"    {best} reaches {comparison['share_of_target']:.0%} of the target ({target_of(row)})"
-    for arm, share in comparison.get("scaling", {}).items():
-        yield f"    {arm}: {share:.1%} of the speed on one GPU, per GPU"
-    for rival, times in of_best["times"].items():
+    for variant, share in comparison.get("scaling", {}).items():
+        yield f"    {variant}: {share:.1%} of the speed on one GPU, per GPU"
+    for baseline, times in of_best["times"].items():
         losses = ", ".join(
-            f"{name.removesuffix('_differences').replace('_', ' ')} {of_best[name][rival]:+.4%}"
+            f"{name.removesuffix('_differences').replace('_', ' ')} {of_best[name][baseline]:+.4%}"
             for name in ("first_loss_differences", "last_loss_differences")
             if name in of_best
         )
-        yield f"    {best} over {rival}: {times:.2f} times, {losses}"
+        yield f"    {best} over {baseline}: {times:.2f} times, {losses}"
     if not comparison["same_run"]:
         yield (
             "    measured by more than one call: what was changed in between, and another GPU of that kind, are in "
@@ -660,7 +665,7 @@ def main() -> int:
     gpus = visible_gpus()
     rows, left_out = (rows, []) if options.dry_run and not gpus else leave_out(rows, len(gpus))
     for row in rows:
-        if gpus or row.num_gpus == 1:  # rivals on several GPUs ask for them
+        if gpus or row.num_gpus == 1:  # baselines on several GPUs ask for them
             row.check()
         if row.work.text is not None:
             row.work.step_tokens()  # that the text is long enough

@@ -1,13 +1,14 @@
-"""The speed table: which workloads are measured, by which arms of ours beside which rivals, against which target.
+"""The speed table: which workloads are measured, by which variants of ours beside which baselines, against which
+target.
 
 It is a JSON file, {"rows": [...]} (benchmarks/speed_table.json is the project's); each row has
 
     name                          of its own
     workload                      MODEL:ROWSxLENGTHxMICRO_BATCHES[@DATASET], per GPU
     num_gpus                      1 where it is left out; a list makes a row for each, named NAME_xN
-    ours, rivals                  names of arms (llm_fp8/tools/bench/variant_names.py)
+    ours, rivals                  names of variants: ours, and the baselines (llm_fp8/tools/bench/variant_names.py)
     target_tokens_per_s_per_gpu   what ours is to reach; may be left out. With a list of num_gpus: {"N": target}
-    target_times_padded           with @DATASET: real tokens/s of ours over those of BASELINE, which pads; may be left out
+    target_times_padded           with @DATASET: real tokens/s of ours over those of hf_bf16, which pads; may be left out
 
 A target belongs to its model and shape: a table for another GPU or model is another file.
 """
@@ -22,14 +23,14 @@ from typing import Any
 
 from llm_fp8.observability.metrics import DecoderSize, step_flops
 from llm_fp8.tools.bench.variant_names import Variant, parse_variants
-from llm_fp8.tools.bench.variants import BASELINE, Baseline
+from llm_fp8.tools.bench.variants import REFERENCE, Baseline
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.tools.gemm_rates import MeasuredRates
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
 BF16_TFLOPS, FP8_TFLOPS = 450.0, 550.0
-"""Model TFLOP/s that an estimate assumes of a GPU: about what the slowest arms reach on an H200."""
+"""Model TFLOP/s that an estimate assumes of a GPU: about what the slowest variants reach on an H200."""
 START_S = 30.0
 """Starting, importing, building and recording, in an estimate."""
 COMPILE_S = 20.0
@@ -37,20 +38,20 @@ COMPILE_S = 20.0
 
 @dataclass(frozen=True)
 class TableRow:
-    """A workload with its arms."""
+    """A workload with its variants."""
 
     name: str
     work: Workload
     ours: tuple[Variant, ...]
-    rivals: tuple[Variant, ...]
+    baselines: tuple[Variant, ...]
     num_gpus: int = 1
     target_tokens_per_s_per_gpu: float | None = None
     target_times_padded: float | None = None
 
     @property
-    def arms(self) -> tuple[Variant, ...]:
-        """All arms, in the order of their turns."""
-        return (*self.ours, *self.rivals)
+    def variants(self) -> tuple[Variant, ...]:
+        """All variants, in the order of their turns."""
+        return (*self.ours, *self.baselines)
 
     @property
     def targets(self) -> dict[str, float]:
@@ -58,31 +59,40 @@ class TableRow:
         names = ("target_tokens_per_s_per_gpu", "target_times_padded")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
-    def side(self, arm: Variant) -> str:
-        """Whose arm it is."""
-        return "ours" if arm in self.ours else "rival"
+    def side(self, variant: Variant) -> str:
+        """Whose variant it is."""
+        return "ours" if variant in self.ours else "rival"
 
     @property
-    def baseline(self) -> Variant | None:
-        """The usual set-up among the rivals."""
-        return next((arm for arm in self.rivals if isinstance(arm.what, Baseline) and arm.what.name == BASELINE), None)
+    def reference(self) -> Variant | None:
+        """The usual set-up among the baselines."""
+        return next(
+            (
+                variant
+                for variant in self.baselines
+                if isinstance(variant.what, Baseline) and variant.what.name == REFERENCE
+            ),
+            None,
+        )
 
     def check(self) -> None:
-        """Raise `UserError` where one of the arms cannot train the workload, as far as that is known beforehand."""
+        """Raise `UserError` where one of the variants cannot train the workload, as far as that is known beforehand."""
         ranks = LaunchRanks()
         if self.num_gpus > 1:
             ranks = LaunchRanks(world_size=self.num_gpus, local_world_size=self.num_gpus, launched=True)
-        for arm in self.arms:
-            arm.check(self.work, ranks)
+        for variant in self.variants:
+            variant.check(self.work, ranks)
 
-    def estimate_s(self, arm: Variant) -> float:
+    def estimate_s(self, variant: Variant) -> float:
         """A rough guess of how long a measurement takes, on the long side on an H200."""
-        rival = arm.what if isinstance(arm.what, Baseline) else None
-        tokens = self.work.step_tokens(padded=rival is not None)
+        baseline = variant.what if isinstance(variant.what, Baseline) else None
+        tokens = self.work.step_tokens(padded=baseline is not None)
         flops = step_flops(DecoderSize.from_config(self.work.hf_config()), tokens)
-        step_s = flops / (FP8_TFLOPS if arm.computes_in_fp8 else BF16_TFLOPS) / 1e12
+        step_s = flops / (FP8_TFLOPS if variant.computes_in_fp8 else BF16_TFLOPS) / 1e12
         return (
-            START_S + (COMPILE_S if rival is not None and rival.compiled else 0.0) + (self.work.num_steps + 1) * step_s
+            START_S
+            + (COMPILE_S if baseline is not None and baseline.compiled else 0.0)
+            + (self.work.num_steps + 1) * step_s
         )
 
 
@@ -146,7 +156,7 @@ def _by_num_gpus(entry: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _row(entry: dict[str, Any], num_steps: int, text: str | None) -> TableRow:
-    known = {field.name for field in dataclasses.fields(TableRow)} - {"work"} | {"workload"}
+    known = {field.name for field in dataclasses.fields(TableRow)} - {"work", "baselines"} | {"workload", "rivals"}
     if unknown := sorted(entry.keys() - known):
         raise UserError(f"row {entry['name']} has '{unknown[0]}', which is none of {', '.join(sorted(known))}.")
     name, workload = entry["name"], entry["workload"]
@@ -154,19 +164,21 @@ def _row(entry: dict[str, Any], num_steps: int, text: str | None) -> TableRow:
         workload = f"{workload.partition('@')[0]}@{text}"
     work = Workload.parse(workload, num_steps, f"row {name}: workload")
     try:
-        ours, rivals = parse_variants(",".join(entry["ours"])), parse_variants(",".join(entry["rivals"]))
+        ours, baselines = parse_variants(",".join(entry["ours"])), parse_variants(",".join(entry["rivals"]))
     except UserError as error:
         raise UserError(f"row {name}: {error}") from error
-    for arm in (
-        *(arm for arm in ours if isinstance(arm.what, Baseline)),
-        *(arm for arm in rivals if not isinstance(arm.what, Baseline)),
+    for variant in (
+        *(variant for variant in ours if isinstance(variant.what, Baseline)),
+        *(variant for variant in baselines if not isinstance(variant.what, Baseline)),
     ):
-        raise UserError(f"row {name}: {arm.name} is {'a rival' if arm in ours else 'ours'}; move it to the other list.")
+        raise UserError(
+            f"row {name}: {variant.name} is {'a baseline' if variant in ours else 'ours'}; move it to the other list."
+        )
     row = TableRow(
         name,
         work,
         tuple(ours),
-        tuple(rivals),
+        tuple(baselines),
         int(entry.get("num_gpus", 1)),
         entry.get("target_tokens_per_s_per_gpu"),
         entry.get("target_times_padded"),

@@ -5,9 +5,9 @@
     python scripts/benchmark.py --workloads Llama-3.2-1B:16x1024x4,Llama-3.1-8B:8x1024x4,Llama-3.1-8B:1x8192x4 \\
         --arms hf_bf16,torchao_rowwise,delayed,delayed:swap --output some.json
 
-Random weights, the same in every arm; random tokens, in rows that are one document each; the optimizer step included. A
-workload is MODEL:ROWSxLENGTHxMICRO_BATCHES; with @DATASET behind it (embedded, FILE.jsonl) real documents, which ours
-packs and the others pad to LENGTH. Arms:
+Random weights, the same in every variant; random tokens, in rows that are one document each; the optimizer step
+included. A workload is MODEL:ROWSxLENGTHxMICRO_BATCHES; with @DATASET behind it (embedded, FILE.jsonl) real documents,
+which ours packs and the others pad to LENGTH. Variants:
 
 - bf16, delayed, current, block: this project's Trainer with the TE decoder and the default optimizer (fp32-quality
   master weights). Behind it may stand :swap (the Hugging Face decoder, its linear layers swapped for TE's in fp8),
@@ -20,10 +20,10 @@ packs and the others pad to LENGTH. Arms:
   Transformer Engine's own calls; where both are measured, a line and an entry of the JSON say how Accelerate's path
   compares with it. torchao_tensorwise, torchao_rowwise: with torchao's, compiled.
 
-The arms take turns --rounds times, each time in a process of its own, so that nothing of one is left in the next. Steps
-before --warmup are left out; figures are over the other steps of all rounds. One more step of each round is recorded,
-for the kernels that ran. An arm that fails or runs out of memory is a row that says so. The results are rewritten after
-every measurement; the same command with --resume goes on from them. See docs/benchmark.md.
+The variants take turns --rounds times, each time in a process of its own, so that nothing of one is left in the next.
+Steps before --warmup are left out; figures are over the other steps of all rounds. One more step of each round is
+recorded, for the kernels that ran. A variant that fails or runs out of memory is a row that says so. The results are
+rewritten after every measurement; the same command with --resume goes on from them. See docs/benchmark.md.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.tools.bench.measure import describe_gemms, speed
 from llm_fp8.tools.bench.variant_names import PRECISIONS, Variant, parse_variants
-from llm_fp8.tools.bench.variants import BASELINE, RIVALS
+from llm_fp8.tools.bench.variants import BASELINES, REFERENCE
 from llm_fp8.tools.bench.worker import (
     add_measuring_options,
     add_resuming_option,
+    add_workload_options,
     check_measuring_options,
     measure_apart,
     take_header,
@@ -60,7 +61,7 @@ CLAIM = ("accelerate_te", "te_autocast")
 """Said to be equal: Accelerate's own fp8, and Transformer Engine without it."""
 QUICK = {
     "workloads": "Llama-3.2-1B:8x1024x4",
-    "arms": f"{BASELINE},bf16,delayed,current",
+    "arms": f"{REFERENCE},bf16,delayed,current",
     "steps": 6,
     "warmup": 2,
     "rounds": 1,
@@ -74,19 +75,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help=f"one model, few arms, one round: {', '.join(f'--{name} {value}' for name, value in QUICK.items())}, "
+        help=f"one model, few variants, one round: {', '.join(f'--{name} {value}' for name, value in QUICK.items())}, "
         "unless given otherwise",
     )
-    parser.add_argument(
-        "--workloads",
-        default="Llama-3.2-1B:8x1024x4",
-        help="comma-separated MODEL:ROWSxLENGTHxMICRO_BATCHES (default %(default)s)",
-    )
-    parser.add_argument(
-        "--arms",
-        default=",".join([*RIVALS, *PRECISIONS]),
-        help="comma-separated, see the head of this file (default %(default)s)",
-    )
+    add_workload_options(parser, ",".join([*BASELINES, *PRECISIONS]), "scripts/benchmark.py")
     add_measuring_options(parser, steps=8, warmup=3, rounds=3, arm_timeout_s=300, output_required=False)
     add_resuming_option(parser)
     options = parser.parse_args(argv)
@@ -97,18 +89,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def summarise(work: Workload, arm: Variant, rounds: list[dict[str, Any]], num_gpus: int = 1) -> dict[str, Any]:
-    """The row of an arm from its answers (`measure_apart`), one per round: figures over all timed steps of all rounds.
+def summarise(work: Workload, variant: Variant, rounds: list[dict[str, Any]], num_gpus: int = 1) -> dict[str, Any]:
+    """The row of a variant from its answers (`measure_apart`), one per round: figures over all timed steps of all
+    rounds.
 
     `num_gpus`: on how many the answers were measured; of several, the step times are those of the slowest GPU.
     """
-    row: dict[str, Any] = {"workload": work.name, **work.to_dict(), "arm": arm.name}
+    row: dict[str, Any] = {"workload": work.name, **work.to_dict(), "arm": variant.name}
     measured = [answer for answer in rounds if answer["failed"] is None]
     failures = [answer["failed"] for answer in rounds if answer["failed"] is not None]
     if not measured:
         return {**row, "failed": failures[0]}
     times = [time_s for answer in measured for time_s in answer["step_times_s"]]
-    row.update(speed(work, times, num_gpus, arm.context_size, **_counts(measured[0])))
+    row.update(speed(work, times, num_gpus, variant.context_size, **_counts(measured[0])))
     if "peak_memory_gib" in measured[0]:
         row["peak_memory_gib"] = max(answer["peak_memory_gib"] for answer in measured)
     row["first_loss"] = measured[0]["losses"][0]
@@ -119,7 +112,7 @@ def summarise(work: Workload, arm: Variant, rounds: list[dict[str, Any]], num_gp
 
 
 def _counts(answer: dict[str, Any]) -> dict[str, Any]:
-    """What `speed` has to know of an arm beside its workload."""
+    """What `speed` has to know of a variant beside its workload."""
     return {name: answer[name] for name in ("num_adapter_parameters", "step_tokens") if name in answer}
 
 
@@ -165,50 +158,51 @@ def _joined(output: Path | None, earlier: dict[str, Any], header: dict[str, Any]
 
 def measure_all(
     works: list[Workload],
-    arms: list[Variant],
+    variants: list[Variant],
     warmup: int,
     num_rounds: int,
     arm_timeout_s: float,
     output: Path | None,
     earlier: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure every arm of every workload, round by round; the rows, which `output` holds after each measurement as
+    """Measure every variant of every workload, round by round; the rows, which `output` holds after each measurement as
     well.
 
-    `earlier`: what `read_earlier` found. Its rounds count; its rows of other workloads and arms, failed ones too, stay
+    `earlier`: what `read_earlier` found. Its rounds count; its rows of other workloads and variants, failed ones too,
+    stay
         and come first.
     """
     earlier = earlier or {}
     kept = {(row["workload"], row["arm"]): row for row in earlier.get("rows", [])}
-    wanted = {(work.name, arm.name) for work in works for arm in arms}
+    wanted = {(work.name, variant.name) for work in works for variant in variants}
     answers = {
-        (work.name, arm.name): list(kept.get((work.name, arm.name), {}).get("rounds", []))
+        (work.name, variant.name): list(kept.get((work.name, variant.name), {}).get("rounds", []))
         for work in works
-        for arm in arms
+        for variant in variants
     }
     others = [row for name, row in kept.items() if name not in wanted]
 
     def rows_so_far() -> list[dict[str, Any]]:
-        found = ((work, arm, answers[work.name, arm.name]) for work in works for arm in arms)
-        return [*others, *(summarise(work, arm, of_arm) for work, arm, of_arm in found if of_arm)]
+        found = ((work, variant, answers[work.name, variant.name]) for work in works for variant in variants)
+        return [*others, *(summarise(work, variant, of_variant) for work, variant, of_variant in found if of_variant)]
 
     origin: dict[str, Any] = {}
     due = [
-        (work, number, arm)
+        (work, number, variant)
         for work in works
         for number in range(num_rounds)
-        for arm in arms
-        if len(answers[work.name, arm.name]) <= number
+        for variant in variants
+        if len(answers[work.name, variant.name]) <= number
     ]
-    for work, number, arm in due:
-        of_arm = answers[work.name, arm.name]
-        if of_arm and of_arm[-1]["failed"] is not None:
+    for work, number, variant in due:
+        of_variant = answers[work.name, variant.name]
+        if of_variant and of_variant[-1]["failed"] is not None:
             continue  # it would fail again
-        answer = measure_apart(work.name, arm.name, 1, work.num_steps, warmup, arm_timeout_s)
+        answer = measure_apart(work.name, variant.name, 1, work.num_steps, warmup, arm_timeout_s)
         header = take_header(answer, sys.argv)
         origin = origin or (_joined(output, earlier, header) if header else {})
-        of_arm.append(answer)
-        print_round(work, arm, number, answer)
+        of_variant.append(answer)
+        print_round(work, variant, number, answer)
         if output is not None:
             rows = rows_so_far()
             write_json_atomic(output, {**(origin or _header_of(earlier)), "rows": rows, "claims": claims(rows)})
@@ -220,17 +214,21 @@ def _header_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the measurements say to `CLAIM`, for every workload with both arms.
+    """What the measurements say to `CLAIM`, for every workload with both variants.
 
     Returns:
-        speed_ratio: tokens/s of the first arm over the second's. speeds_overlap: whether the middle eight tenths of
+        speed_ratio: tokens/s of the first variant over the second's. speeds_overlap: whether the middle eight tenths of
             their steps do.
-        first_loss_difference: relative, of the first step; later ones differ where an arm leaves a parameter untrained.
+        first_loss_difference: relative, of the first step; later ones differ where a variant leaves a parameter
+        untrained.
     """
     found = []
     for name in dict.fromkeys(row["workload"] for row in rows):
         pair = [
-            row for arm in CLAIM for row in rows if (row["workload"], row["arm"]) == (name, arm) and "failed" not in row
+            row
+            for variant in CLAIM
+            for row in rows
+            if (row["workload"], row["arm"]) == (name, variant) and "failed" not in row
         ]
         if len(pair) == 2:
             first, second = pair
@@ -254,13 +252,13 @@ def speeds_overlap(first: dict[str, Any], second: dict[str, Any]) -> bool:
     )
 
 
-def print_round(work: Workload, arm: Variant, number: int, answer: dict[str, Any], num_gpus: int = 1) -> None:
+def print_round(work: Workload, variant: Variant, number: int, answer: dict[str, Any], num_gpus: int = 1) -> None:
     """One line when a measurement is done; `num_gpus` as in `summarise`."""
-    start = f"round {number + 1}  {work.name:24} {arm.name:18}"
+    start = f"round {number + 1}  {work.name:24} {variant.name:18}"
     if answer["failed"] is not None:
         print(f"{start} not measured: {answer['failed']}", flush=True)
         return
-    found = speed(work, answer["step_times_s"], num_gpus, arm.context_size, **_counts(answer))
+    found = speed(work, answer["step_times_s"], num_gpus, variant.context_size, **_counts(answer))
     kind = "real_tokens_per_s" if work.text is not None else "tokens_per_s"
     print(
         f"{start} {found[kind]:9,.0f} {kind.replace('_', ' ').replace(' per ', '/')}  ({answer['wall_time_s']:.0f} s)",
@@ -269,12 +267,12 @@ def print_round(work: Workload, arm: Variant, number: int, answer: dict[str, Any
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """The rows with their spread, and whether the arms train the same thing."""
+    """The rows with their spread, and whether the variants train the same thing."""
     for workload in dict.fromkeys(row["workload"] for row in rows):
         of_workload = [row for row in rows if row["workload"] == workload]
         measured = [row for row in of_workload if "failed" not in row]
         print(f"\n{workload}: tokens/s at the median step; of the steps the middle eight tenths")
-        baseline = next((row for row in measured if row["arm"] == BASELINE), None)
+        baseline = next((row for row in measured if row["arm"] == REFERENCE), None)
         for row in of_workload:
             print(_line(row, baseline))
         if measured:
@@ -282,7 +280,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             print("first loss: " + ", ".join(f"{row['arm']} {row['first_loss']:.4f}" for row in measured))
             apart = max(abs(row["first_loss"] / first["first_loss"] - 1) for row in measured)
             print(
-                f"all arms start from the same weights and tokens; their first losses are at most {apart:.4%} from "
+                f"all variants start from the same weights and tokens; their first losses are at most {apart:.4%} from "
                 f"that of {first['arm']}"
             )
     for claim in claims(rows):
@@ -305,7 +303,7 @@ def _line(row: dict[str, Any], baseline: dict[str, Any] | None) -> str:
         line += f"  {row['real_tokens_per_s']:9,.0f} real tokens/s"
     if baseline is not None:
         kind = "real_tokens_per_s" if "real_tokens_per_s" in row else "tokens_per_s"
-        line += f"  {row[kind] / baseline[kind]:5.2f} x {BASELINE}"
+        line += f"  {row[kind] / baseline[kind]:5.2f} x {REFERENCE}"
     if "peak_memory_gib" in row:
         gemms = describe_gemms(row["rounds"][-1]["gemm_kernels"])
         line += f"  {row['peak_memory_gib']:6.1f} GiB  GEMM kernels (share of their time): {gemms}"
@@ -316,8 +314,8 @@ def _line(row: dict[str, Any], baseline: dict[str, Any] | None) -> str:
     )
 
 
-def measure_and_print(options: argparse.Namespace, arms: list[Variant]) -> list[dict[str, Any]]:
-    """Measure `arms` on each of --workloads and print the table; returns the rows, which --output holds.
+def measure_and_print(options: argparse.Namespace, variants: list[Variant]) -> list[dict[str, Any]]:
+    """Measure `variants` on each of --workloads and print the table; returns the rows, which --output holds.
 
     Raises `UserError` where that cannot be done here.
     """
@@ -333,8 +331,8 @@ def measure_and_print(options: argparse.Namespace, arms: list[Variant]) -> list[
             "with torchrun."
         )
     for work in works:
-        for arm in arms:
-            arm.check(work, ranks)
+        for variant in variants:
+            variant.check(work, ranks)
     if not torch.cuda.is_available():
         raise UserError("the benchmark needs an NVIDIA GPU, and none is found.")
     signal.signal(
@@ -342,7 +340,7 @@ def measure_and_print(options: argparse.Namespace, arms: list[Variant]) -> list[
     )  # so that a measurement's process is ended first
     started = time.perf_counter()
     earlier = read_earlier(options.output, options.steps, options.steps - options.warmup) if options.resume else None
-    rows = measure_all(works, arms, options.warmup, options.rounds, options.arm_timeout_s, options.output, earlier)
+    rows = measure_all(works, variants, options.warmup, options.rounds, options.arm_timeout_s, options.output, earlier)
     print_table(rows)
     print(
         f"\n{len(rows)} rows in {time.perf_counter() - started:.0f} s"
@@ -352,7 +350,7 @@ def measure_and_print(options: argparse.Namespace, arms: list[Variant]) -> list[
 
 
 def main() -> int:
-    """Run every arm of every workload; print a table; write the JSON. The exit code is 1 where no arm could be
+    """Run every variant of every workload; print a table; write the JSON. The exit code is 1 where no variant could be
     measured.
     """
     options = parse(sys.argv[1:])

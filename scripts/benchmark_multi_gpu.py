@@ -6,7 +6,7 @@
         --arms fsdp_full:hf_bf16,fsdp_full:bf16,fsdp_full:delayed,fsdp_grad:delayed --output result.json
 
 Random weights, random tokens, rows that are one document each, the optimizer step included; each GPU (under context
-parallelism each group of GPUs) has tokens of its own. A workload is MODEL:ROWSxLENGTHxMICRO_BATCHES, per GPU. Arms:
+parallelism each group of GPUs) has tokens of its own. A workload is MODEL:ROWSxLENGTHxMICRO_BATCHES, per GPU. Variants:
 
 - MODE:PRECISION, this project's Trainer: a value of --sharding_mode with bf16, delayed, current or block, and the TE
   decoder. Behind it may stand :swap (the Hugging Face decoder, its linear layers swapped in fp8), :recompute (gradient
@@ -17,15 +17,15 @@ parallelism each group of GPUs) has tokens of its own. A workload is MODEL:ROWSx
   (llm_fp8/tools/bench/baselines.py); deepspeed_1:RIVAL to deepspeed_3:RIVAL, its DeepSpeed plugin, with the first two.
   Files recorded before these names have hf_ddp_bf16 and hf_fsdp2_bf16 for ddp:hf_bf16 and fsdp_full:hf_bf16.
 
---deepspeed_config takes another file for the arms under DeepSpeed. Ours are checked as a run is, a rival has what the
-file says: so it is seen what an entry costs that a run refuses. The file's entries are in the rows.
+--deepspeed_config takes another file for the variants under DeepSpeed. Ours are checked as a run is, a baseline has
+what the file says: so it is seen what an entry costs that a run refuses. The file's entries are in the rows.
 
 Throughput is the tokens of all GPUs over the median step of the slowest one, after `--warmup` steps; memory is that of
 the GPU that needs most. One more step is recorded, for the kernels that ran and the share of communication.
 
-The results are rewritten after every arm. An arm that fails, runs out of memory or takes longer than --arm_timeout_s
-ends its processes; its row says so, and --max-restarts of torchrun lets them start anew with the next arm, that many
-times.
+The results are rewritten after every variant. A variant that fails, runs out of memory or takes longer than
+--arm_timeout_s ends its processes; its row says so, and --max-restarts of torchrun lets them start anew with the next
+variant, that many times.
 """
 
 from __future__ import annotations

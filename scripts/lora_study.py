@@ -5,7 +5,7 @@ run on one GPU.
     python scripts/lora_study.py --output lora_study.json
     python scripts/lora_study.py --workloads Llama-3.2-1B:16x1024x4 --recipe current --rounds 1
 
-Everything is this project's TE decoder with random weights and is measured by scripts/benchmark.py: the arms take
+Everything is this project's TE decoder with random weights and is measured by scripts/benchmark.py: the variants take
 turns, each in a process of its own. Of one workload they are bf16 and --recipe, and both with each of --adapters: loraN
 are adapters of rank N on all linear layers, loraNqv on q and v alone. The same command with --resume goes on from what
 its --output holds; with another --recipe bf16 is not measured again. The table gives the speed-up of fp8 over bf16 for
@@ -29,15 +29,15 @@ from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import write_json_atomic
 from scripts.benchmark import measure_and_print
 
-BASELINE = "bf16"
+REFERENCE = "bf16"
 FULL = "full"
 """Name of full fine-tuning in tables."""
 WORKLOADS = "Llama-3.2-1B:16x1024x4,Llama-3.1-8B:8x1024x4"
 ADAPTERS = "lora8,lora16,lora32,lora16qv"
 RECIPES = [
-    name for recipe in PRECISIONS if recipe != BASELINE for name in (recipe, *(f"{recipe}:{head}" for head in HEADS))
+    name for recipe in PRECISIONS if recipe != REFERENCE for name in (recipe, *(f"{recipe}:{head}" for head in HEADS))
 ]
-"""Beginnings of arms: a recipe, and the same with the output head in fp8."""
+"""Beginnings of variants: a recipe, and the same with the output head in fp8."""
 GUIDES = {
     ("Llama-3.2-1B", "lora16"): "1.13",
     ("Llama-3.1-8B", "lora32"): "1.00",
@@ -74,7 +74,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def variants_of(adapters: str, recipe: str) -> list[Variant]:
-    """The arms of a workload, bf16 and fp8 in turns."""
+    """The variants of a workload, bf16 and fp8 in turns."""
     names = adapters.split(",")
     if wrong := [name for name in names if not LORA.fullmatch(name)]:
         raise UserError(
@@ -85,14 +85,14 @@ def variants_of(adapters: str, recipe: str) -> list[Variant]:
         ",".join(
             f"{precision}{suffix}"
             for suffix in ("", *(f":{name}" for name in names))
-            for precision in (BASELINE, recipe)
+            for precision in (REFERENCE, recipe)
         )
     )
 
 
-def _split(arm: str) -> tuple[str, str]:
-    """The precision of an arm's name, and its adapters; "" for none."""
-    words = arm.split(":")
+def _split(variant: str) -> tuple[str, str]:
+    """The precision of a variant's name, and its adapters; "" for none."""
+    words = variant.split(":")
     adapters = words.pop() if LORA.fullmatch(words[-1]) else ""
     return ":".join(words), adapters
 
@@ -111,14 +111,14 @@ def speed_ups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     by_arm = {(row["workload"], *_split(row["arm"])): row for row in rows}
     models = {row["workload"]: row["model"] for row in rows}
     for workload, recipe in dict.fromkeys((row["workload"], _split(row["arm"])[0]) for row in rows):
-        if recipe == BASELINE:
+        if recipe == REFERENCE:
             continue
         model = models[workload]
         kinds = dict.fromkeys(
             adapters for name, precision, adapters in by_arm if (name, precision) == (workload, recipe)
         )
         for kind in kinds:
-            pair = {precision: by_arm.get((workload, precision, kind)) for precision in (BASELINE, recipe)}
+            pair = {precision: by_arm.get((workload, precision, kind)) for precision in (REFERENCE, recipe)}
             entry: dict[str, Any] = {
                 "workload": workload,
                 "adapters": kind or FULL,
@@ -133,14 +133,14 @@ def speed_ups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if failures:
                 found.append({**entry, "failed": "; ".join(failures)})
                 continue
-            wide, low = pair[BASELINE], pair[recipe]
+            wide, low = pair[REFERENCE], pair[recipe]
             assert wide is not None and low is not None
             full = {precision: by_arm.get((workload, precision, ""), {}).get("tokens_per_s") for precision in pair}
             found.append(
                 {
                     **entry,
-                    "tokens_per_s": {BASELINE: wide["tokens_per_s"], recipe: low["tokens_per_s"]},
-                    "peak_memory_gib": {BASELINE: wide.get("peak_memory_gib"), recipe: low.get("peak_memory_gib")},
+                    "tokens_per_s": {REFERENCE: wide["tokens_per_s"], recipe: low["tokens_per_s"]},
+                    "peak_memory_gib": {REFERENCE: wide.get("peak_memory_gib"), recipe: low.get("peak_memory_gib")},
                     "num_adapter_parameters": wide["rounds"][0]["num_adapter_parameters"],
                     "fp8_linear_flop_share": low["rounds"][0]["census"]["fp8_linear_flop_share"],
                     "speed_up": low["tokens_per_s"] / wide["tokens_per_s"],
@@ -172,13 +172,13 @@ def print_speed_ups(entries: list[dict[str, Any]]) -> None:
             speeds = entry["tokens_per_s"]
             ratio = f"{entry['speed_up']:.2f} ({entry['speed_up_low']:.2f} to {entry['speed_up_high']:.2f})"
             print(
-                f"  {entry['adapters']:10} {speeds[BASELINE]:9,.0f} {speeds[recipe]:9,.0f}  {ratio:24} "
+                f"  {entry['adapters']:10} {speeds[REFERENCE]:9,.0f} {speeds[recipe]:9,.0f}  {ratio:24} "
                 f"{entry['fp8_linear_flop_share']:18.1%}  {guides:10}"
             )
 
 
 def main() -> int:
-    """Measure every pair of arms; print the tables; write the JSON."""
+    """Measure every pair of variants; print the tables; write the JSON."""
     options = parse(sys.argv[1:])
     rows = measure_and_print(options, variants_of(options.adapters, options.recipe))
     entries = speed_ups(rows)

@@ -18,14 +18,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 WORKLOAD = "Llama-3.1-8B:8x1024x8"
 
 
-def row(arm: str, tokens_per_s: float | None, spread: float = 0.0, num_gpus: int = 1, **more) -> dict:
-    """An arm's row, with `spread` to both sides of the median; None: it failed."""
+def row(variant: str, tokens_per_s: float | None, spread: float = 0.0, num_gpus: int = 1, **more) -> dict:
+    """A variant's row, with `spread` to both sides of the median; None: it failed."""
     model, shape = WORKLOAD.split(":")
     found = {
         "model": model,
         **dict(zip(("batch_size", "seq_length", "micro_batches"), map(int, shape.split("x")), strict=True)),
     }
-    found.update({"workload": WORKLOAD, "arm": arm, "num_gpus": num_gpus, **more})
+    found.update({"workload": WORKLOAD, "arm": variant, "num_gpus": num_gpus, **more})
     if tokens_per_s is None:
         return {**found, "failed": "out of memory"}
     ends = {"": 1.0, "_p10": 1 - spread, "_p90": 1 + spread, "_slowest": 0.5, "_fastest": 2.0}
@@ -38,9 +38,9 @@ def write(path: Path, *rows: dict, gpu: str = "NVIDIA H200", time_utc: str = "20
     return path
 
 
-def held(tmp_path, new: list[dict], recorded: list[dict], rival: str = "hf_bf16", minimum: float = 0.02):
+def held(tmp_path, new: list[dict], recorded: list[dict], baseline: str = "hf_bf16", minimum: float = 0.02):
     files = read(write(tmp_path / "new.json", *new)), [read(write(tmp_path / "old.json", *recorded))]
-    return compare(*files, rival, minimum)
+    return compare(*files, baseline, minimum)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_ratio_may_fall_by_the_spreads_and_the_minimum(tmp_path, now, spreads,
 
 
 def test_a_slower_rival_does_not_hide_a_slower_arm(tmp_path):
-    """Absolute speeds are 30% up, and ours has lost to the rival all the same."""
+    """Absolute speeds are 30% up, and ours has lost to the baseline all the same."""
     found = held(
         tmp_path, [row("delayed", 23_400), row("hf_bf16", 14_000)], [row("delayed", 18_000), row("hf_bf16", 10_000)]
     )
@@ -86,23 +86,23 @@ def test_an_arm_that_fails_now_is_a_regression_and_one_that_failed_before_is_not
     )
 
 
-def test_missing_rivals_arms_and_workloads_are_named(tmp_path):
+def test_missing_baselines_variants_and_workloads_are_named(tmp_path):
     ours = [row("delayed", 18_000), row("current", 17_000)]
     other = {**row("delayed", 9_000), "model": "Qwen2.5-14B"}
-    with_rival = [*ours, row("hf_bf16", 10_000), other, {**row("hf_bf16", 5_000), "model": "Qwen2.5-14B"}]
+    with_baseline = [*ours, row("hf_bf16", 10_000), other, {**row("hf_bf16", 5_000), "model": "Qwen2.5-14B"}]
     with pytest.raises(UserError, match=f"{WORKLOAD} delayed: hf_bf16 was not measured beside it"):
-        held(tmp_path, ours, with_rival)
+        held(tmp_path, ours, with_baseline)
     with pytest.raises(UserError, match="hf_bf16 failed \\(out of memory\\), so it is not compared"):
-        held(tmp_path, [*ours, row("hf_bf16", None)], with_rival)
+        held(tmp_path, [*ours, row("hf_bf16", None)], with_baseline)
     with pytest.raises(UserError, match="Qwen2.5-14B:8x1024x8 is not recorded"):
-        held(tmp_path, [other], with_rival[:3])
-    found = held(tmp_path, [ours[0], with_rival[2]], with_rival)
+        held(tmp_path, [other], with_baseline[:3])
+    found = held(tmp_path, [ours[0], with_baseline[2]], with_baseline)
     assert f"{WORKLOAD}: recorded and not measured now: current." in found.notes
     assert "recorded and not measured now: Qwen2.5-14B:8x1024x8." in found.notes
     calls = [row("delayed", 18_000, rounds=[{"run": 0}]), row("hf_bf16", 10_000, rounds=[{"run": 1}])]
     notes = held(tmp_path, calls, calls).notes
     for name in ("old", "new"):
-        assert f"{WORKLOAD} delayed and hf_bf16 come from more than one call of the benchmark in {name}.json." in notes
+        assert f"{WORKLOAD} delayed and hf_bf16 come from more than one call in {name}.json." in notes
 
 
 def test_steps_that_scatter_too_much_do_not_pass_for_a_comparison(tmp_path):
@@ -160,8 +160,8 @@ def test_the_newest_record_of_the_same_gpu_counts(tmp_path):
 def test_real_documents_are_compared_by_real_tokens_and_by_what_they_are(tmp_path):
     documents = {"num_documents": 300, "sha256": "0123456789"}
 
-    def of_text(arm: str, real: float | None, digest: str = "0123456789") -> dict:
-        found = {**row(arm, None if real is None else 50_000), "text": "a.jsonl", "workload": f"{WORKLOAD}@a.jsonl"}
+    def of_text(variant: str, real: float | None, digest: str = "0123456789") -> dict:
+        found = {**row(variant, None if real is None else 50_000), "text": "a.jsonl", "workload": f"{WORKLOAD}@a.jsonl"}
         if real is None:
             return found
         ends = ("", "_p10", "_p90", "_slowest", "_fastest")
@@ -176,7 +176,7 @@ def test_real_documents_are_compared_by_real_tokens_and_by_what_they_are(tmp_pat
     found = held(tmp_path, [of_text("delayed", 60_000), recorded[1]], recorded)
     assert "6.000 times hf_bf16, recorded 8.000" in found.regressions[0]
     assert len(held(tmp_path, [of_text("delayed", None), recorded[1]], recorded).regressions) == 1, (
-        "told by the rival's documents"
+        "told by the baseline's documents"
     )
     others = [of_text("delayed", 80_000, "fedcba9876"), of_text("hf_bf16", 10_000, "fedcba9876")]
     with pytest.raises(UserError, match="@300 documents fedcba98 is not recorded"):
@@ -196,13 +196,13 @@ def test_spreads_of_older_files():
 def test_every_recorded_file_is_understood_and_no_regression_against_itself(path):
     measured = read(path)
     ratios = [
-        (arm, ratio_in(measured, workload, arm, rival))
+        (variant, ratio_in(measured, workload, variant, baseline))
         for workload, rows in measured.workloads.items()
-        for arm in rows
-        if check_regression.is_ours(arm) and (rival := check_regression.baseline_of(arm, "hf_bf16", rows))
+        for variant in rows
+        if check_regression.is_ours(variant) and (baseline := check_regression.baseline_of(variant, "hf_bf16", rows))
     ]
-    for arm, ratio in ratios:  # DeepSpeed's third stage has no rival under it, and loses to FSDP2 in bf16
-        assert ratio is None or (0.7 if arm.startswith("deepspeed_3:") else 0.9) < ratio.value < 12
+    for variant, ratio in ratios:  # DeepSpeed's third stage has no baseline under it, and loses to FSDP2 in bf16
+        assert ratio is None or (0.7 if variant.startswith("deepspeed_3:") else 0.9) < ratio.value < 12
     if any(ratio for _, ratio in ratios):
         found = compare(measured, [measured], "hf_bf16", 0.0)
         # Of two GPUs whose memory was full the steps scatter too much.

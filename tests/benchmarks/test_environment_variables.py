@@ -31,7 +31,7 @@ def measured(tmp_path, monkeypatch):
     """
     calls = []
 
-    def measure(workload, arm, num_gpus, num_steps, warmup, timeout_s, variables):
+    def measure(workload, variant, num_gpus, num_steps, warmup, timeout_s, variables):
         calls.append(dict(variables))
         active = [name for name, value in variables.items() if value is not None]
         if "NVTE_FUSED_ATTN" in active:
@@ -152,9 +152,9 @@ def test_a_launch_has_the_variables_of_its_setting(tmp_path, tiny_architecture, 
         return answer
 
     monkeypatch.setattr(bench, "measure_apart", measure)
-    work, arm = Workload.parse(f"{tiny_architecture}:2x32x2", 3), parse_variant("fsdp_full:bf16:swap")
+    work, variant = Workload.parse(f"{tiny_architecture}:2x32x2", 3), parse_variant("fsdp_full:bf16:swap")
     settings, path = ["NCCL_P2P_DISABLE=0 TORCH_DISTRIBUTED_DEBUG=DETAIL"], tmp_path / "r.json"
-    none, set_ = bench.measure_all(work, arm, settings, 1, 1, 120.0, path, 2)
+    none, set_ = bench.measure_all(work, variant, settings, 1, 1, 120.0, path, 2)
     names = ("NCCL_P2P_DISABLE", "TORCH_DISTRIBUTED_DEBUG", "NCCL_NVLS_ENABLE")
     assert [[environment.get(name) for name in names] for environment in found] == [
         [None, None, "0"],

@@ -23,10 +23,10 @@ def rows(tmp_path):
     several = [{**ROW, **modes, "name": f"x{number}", "num_gpus": number} for number in (2, 4)]
     found = []
     for row in read_table(write_table(tmp_path, ROW, *several), 3):
-        for arm in row.arms:
-            answer = {**made_up(STEP_S[arm.name.rpartition(":")[2]] * (1 + 0.05 * row.num_gpus)), "run": 0}
+        for variant in row.variants:
+            answer = {**made_up(STEP_S[variant.name.rpartition(":")[2]] * (1 + 0.05 * row.num_gpus)), "run": 0}
             answer.pop("header")
-            found.append(describe(row, arm, [answer], "NVIDIA H200"))
+            found.append(describe(row, variant, [answer], "NVIDIA H200"))
     return found
 
 

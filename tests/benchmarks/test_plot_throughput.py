@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgb
 from benchmarks.colours import colours_of, trained_in
 from benchmarks.plot_throughput import draw, group_of, read_rows, reason_not_measured, tokens_per_s
 from llm_fp8.tools.bench.variant_names import PRECISIONS, TORCHAO_PRECISIONS
-from llm_fp8.tools.bench.variants import RIVALS
+from llm_fp8.tools.bench.variants import BASELINES
 from tests.support.scripts_as_main import ROOT, run_as_main
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -40,11 +40,11 @@ def test_an_arms_colour_is_what_it_trains_in():
         and bf16 == pytest.approx(to_rgb("#444444"))
     )
     assert colours_of(["hf_ddp_bf16"]) == colours_of(["fsdp_full:hf_bf16"]), (
-        "an old name, and the same rival spread in another way"
+        "an old name, and the same baseline spread in another way"
     )
-    assert len({trained_in(name) for name in (*PRECISIONS, *TORCHAO_PRECISIONS, *RIVALS)}) == len(PRECISIONS) + len(
+    assert len({trained_in(name) for name in (*PRECISIONS, *TORCHAO_PRECISIONS, *BASELINES)}) == len(PRECISIONS) + len(
         TORCHAO_PRECISIONS
-    ) + len(RIVALS)
+    ) + len(BASELINES)
 
 
 def test_spread_and_reasons():

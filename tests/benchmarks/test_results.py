@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.speed_table_rows import gemm_floor_s
 from llm_fp8.tools.bench.variant_names import PRECISIONS, recorded_variant
-from llm_fp8.tools.bench.variants import RIVALS
+from llm_fp8.tools.bench.variants import BASELINES
 from llm_fp8.tools.gemm_rates import MeasuredRates
 from tests.support.families import FAMILIES
 
@@ -167,7 +167,7 @@ def test_throughput_rows(name):
 @pytest.mark.parametrize("size", ["1b", "3b", "8b"])
 def test_every_baseline_was_measured_beside_our_recipes(size):
     record = load(f"throughput_{size}.json")
-    assert [row["arm"] for row in record["rows"]] == [*RIVALS, *PRECISIONS]
+    assert [row["arm"] for row in record["rows"]] == [*BASELINES, *PRECISIONS]
     (claim,) = record["claims"]
     assert claim["arms"] == ["accelerate_te", "te_autocast"] and claim["first_loss_difference"] == 0
 
@@ -186,9 +186,9 @@ def test_speed_table_rows(name):
             assert measured["run"] < len(record["runs"])
             assert ("fp8" in measured["gemm_kernels"]) == computes_in_fp8(row)
     for found in record["comparisons"]:
-        for arm, of_arm in found["ours"].items():
-            if "fp8_params" not in arm:  # whose weights are in fp8 before they could be drawn as the others are
-                assert all(abs(apart) < 0.01 for apart in of_arm["first_loss_differences"].values())
+        for variant, of_variant in found["ours"].items():
+            if "fp8_params" not in variant:  # whose weights are in fp8 before they could be drawn as the others are
+                assert all(abs(apart) < 0.01 for apart in of_variant["first_loss_differences"].values())
 
 
 def test_a_head_in_fp8_lowers_the_least_time_of_the_gemms():
@@ -204,7 +204,7 @@ def test_a_head_in_fp8_lowers_the_least_time_of_the_gemms():
 @files("multi_gpu_throughput_*.json")
 def test_multi_gpu_throughput_rows(name):
     record = load(name)
-    if record["measuring"] is not None:  # cut off in an arm that its readers then don't find among the rows
+    if record["measuring"] is not None:  # cut off in a variant that its readers then don't find among the rows
         assert record["measuring"]["arm"] not in {row["arm"] for row in record["rows"]}
     assert len({(row["workload"], row["arm"]) for row in record["rows"]}) == len(record["rows"])
     for row in record["rows"]:
@@ -225,10 +225,10 @@ def test_lora_study(name):
     record = load(name)
     for row in record["rows"]:
         assert all(("fp8" in measured["gemm_kernels"]) == computes_in_fp8(row) for measured in row["rounds"])
-    arms = {row["arm"] for row in record["rows"]}
+    variants = {row["arm"] for row in record["rows"]}
     for row in record["speed_ups"]:
         speeds, adapters = row["tokens_per_s"], "" if row["adapters"] == "full" else f":{row['adapters']}"
-        assert {f"bf16{adapters}", f"{row['recipe']}{adapters}"} <= arms
+        assert {f"bf16{adapters}", f"{row['recipe']}{adapters}"} <= variants
         assert row["speed_up"] == pytest.approx(speeds[row["recipe"]] / speeds["bf16"])
 
 
@@ -236,11 +236,11 @@ def test_lora_study(name):
 def test_trainer(name):
     rows = {row["arm"]: row for row in load(name)["rows"]}
     assert set(rows) == {"trainer_bf16", "trainer_fp8", "train_fp8"}
-    for arm, row in rows.items():
+    for variant, row in rows.items():
         assert row["tokens_per_s"] > 0 and row["peak_memory_gib"] > 0
         for taken in row["rounds"]:
             assert taken["certificate"]["verdict"] == "certified"
-            assert taken["certificate"]["precision"].startswith("bf16" if arm == "trainer_bf16" else "fp8")
+            assert taken["certificate"]["precision"].startswith("bf16" if variant == "trainer_bf16" else "fp8")
 
 
 @files("environment_variables*.json")
@@ -264,21 +264,25 @@ def test_curves(name):
 
 
 def test_curves_of_every_recipe_lie_in_the_spread_of_bf16s_seeds():
-    arms = load("gsm8k_curves.json")["comparison"]["arms"]
-    assert set(arms) == {"bf16", "delayed", "current", "block", "delayed_fp8head", "delayed_fp8head_all"}
-    assert len(arms["bf16"]["losses"]) >= 3 and all(of_arm["inside_bf16_spread"] for of_arm in arms.values())
+    variants = load("gsm8k_curves.json")["comparison"]["arms"]
+    assert set(variants) == {"bf16", "delayed", "current", "block", "delayed_fp8head", "delayed_fp8head_all"}
+    assert len(variants["bf16"]["losses"]) >= 3 and all(
+        of_variant["inside_bf16_spread"] for of_variant in variants.values()
+    )
 
 
 @files("comparison_*.json")
 def test_comparison(name):
     record = load(name)
-    arms = {arm["arm"]: arm for arm in record["arms"]}
-    assert {"bf16", "delayed"} <= set(arms) and not record["failures"]
-    assert all(arm["certificate"]["state"] == "certified" for arm in arms.values())
+    variants = {variant["arm"]: variant for variant in record["arms"]}
+    assert {"bf16", "delayed"} <= set(variants) and not record["failures"]
+    assert all(variant["certificate"]["state"] == "certified" for variant in variants.values())
     if "_pair" in name:
-        assert 1 < arms["delayed"]["speedup"]["low"] < arms["delayed"]["speedup"]["high"]
+        assert 1 < variants["delayed"]["speedup"]["low"] < variants["delayed"]["speedup"]["high"]
         return
-    assert set(arms) == {"bf16", "delayed", "current", "block"} and all(len(arm["seeds"]) >= 3 for arm in arms.values())
+    assert set(variants) == {"bf16", "delayed", "current", "block"} and all(
+        len(variant["seeds"]) >= 3 for variant in variants.values()
+    )
     assert all(flag["effect"] == "note" for flag in record["differences"]), "the runs differ in nothing but the arm"
 
 

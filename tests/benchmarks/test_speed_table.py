@@ -80,11 +80,11 @@ class Fake:
         self.asked: list[tuple[str, str, str]] = []
         self.failing = failing
 
-    def __call__(self, row, arm, gpu):
-        self.asked.append((row.name, arm.name, gpu))
-        if arm.name in self.failing:
-            return {"failed": self.failing[arm.name]}
-        return made_up(STEP_S[arm.name.rpartition(":")[2]], 12.0 if arm.name == "hf_bf16" else 12.012)
+    def __call__(self, row, variant, gpu):
+        self.asked.append((row.name, variant.name, gpu))
+        if variant.name in self.failing:
+            return {"failed": self.failing[variant.name]}
+        return made_up(STEP_S[variant.name.rpartition(":")[2]], 12.0 if variant.name == "hf_bf16" else 12.012)
 
 
 # --- the table
@@ -92,14 +92,16 @@ class Fake:
 
 
 def test_the_projects_table(tmp_path):
-    """Every arm fits its workload, every step has 64k tokens, and each row has the usual set-up among its rivals."""
+    """Every variant fits its workload, every step has 64k tokens, and each row has the usual set-up beside it."""
     rows = {row.name: row for row in read_table(TABLE, 6)}
     for row in rows.values():
-        assert row.work.step_tokens().num_tokens * row.num_gpus >= 65_536 and row.baseline is not None
+        assert row.work.step_tokens().num_tokens * row.num_gpus >= 65_536 and row.reference is not None
         launch = LaunchRanks(world_size=row.num_gpus, local_world_size=row.num_gpus, launched=row.num_gpus > 1)
-        for arm in row.ours:
-            arm.check(row.work, launch)
-        assert all(arm.mode in ((None,) if row.num_gpus == 1 else ("ddp", "fsdp_full")) for arm in row.rivals)
+        for variant in row.ours:
+            variant.check(row.work, launch)
+        assert all(
+            variant.mode in ((None,) if row.num_gpus == 1 else ("ddp", "fsdp_full")) for variant in row.baselines
+        )
     assert rows["text_1b"].work.text == "embedded" and rows["text_1b"].work.seq_length == 1024
     (tmp_path / "mine.jsonl").write_text('{"text": "a document"}\n')
     replaced = {row.name: row.work.name for row in read_table(TABLE, 6, text=f"{tmp_path}/mine.jsonl")}
@@ -135,7 +137,7 @@ def test_a_row_for_each_number_of_gpus(tmp_path):
     [
         ({"num_gpu": 2}, "row 1b has 'num_gpu', which is none of "),
         ({"workload": "Llama-3.2-1B:16x1024"}, "row 1b: workload Llama-3.2-1B:16x1024: write MODEL:ROWSx"),
-        ({"ours": ["delayed", "hf_bf16"]}, "row 1b: hf_bf16 is a rival; move it"),
+        ({"ours": ["delayed", "hf_bf16"]}, "row 1b: hf_bf16 is a baseline; move it"),
         ({"rivals": ["bf16"]}, "row 1b: bf16 is ours; move it"),
         ({"ours": ["fast"]}, "row 1b: --arms fast is unknown"),
         ({"target_times_padded": 4}, "row 1b: target_times_padded belongs to real documents"),
@@ -206,15 +208,15 @@ def test_a_second_call_measures_what_the_first_left(tmp_path, capsys):
     path, rows = tmp_path / "folder" / "r.json", read_table(write_table(tmp_path, ROW), 3)
     first = Fake(current="out of memory")
 
-    def until_two(row, arm, gpu):
-        answer = first(row, arm, gpu)
+    def until_two(row, variant, gpu):
+        answer = first(row, variant, gpu)
         if len(first.asked) == 2:
             limit.seconds = 1e-9  # over
         return answer
 
     record, limit = Record(path, rows, SETTINGS), Limit(0.0)
     measure_table(rows, record, Turns(1), until_two, limit, ["0"])
-    assert [arm for _, arm, _ in first.asked] == ["delayed", "current"] and limit.left == [
+    assert [variant for _, variant, _ in first.asked] == ["delayed", "current"] and limit.left == [
         "1b hf_bf16",
         "1b accelerate_te",
     ]
@@ -226,7 +228,7 @@ def test_a_second_call_measures_what_the_first_left(tmp_path, capsys):
 
     second = Fake()
     _, limit = run(path, rows, second)
-    assert [arm for _, arm, _ in second.asked] == ["hf_bf16", "accelerate_te"] and limit.left == []
+    assert [variant for _, variant, _ in second.asked] == ["hf_bf16", "accelerate_te"] and limit.left == []
     done = json.loads(path.read_text())
     assert len(done["runs"]) == 2 and done["rows"][0] == kept["rows"][0]
     assert [row["rounds"][0]["run"] for row in done["rows"] if "rounds" in row] == [0, 1, 1]
@@ -236,7 +238,7 @@ def test_a_second_call_measures_what_the_first_left(tmp_path, capsys):
 
     third = Fake()
     run(path, rows, third, num_rounds=2, retry_failed=True)
-    asked = [arm for _, arm, _ in third.asked]
+    asked = [variant for _, variant, _ in third.asked]
     assert asked == ["current", "delayed", "current", "hf_bf16", "accelerate_te"]
     rows_now = json.loads(path.read_text())["rows"]
     assert [len(row["rounds"]) for row in rows_now] == [2, 2, 2, 2] and all("failed" not in row for row in rows_now)
@@ -292,7 +294,7 @@ def test_rows_that_are_not_measured_this_time_stay(tmp_path):
     record.left_out = [{"row": "1b", "reason": "measured elsewhere"}, {"row": "8b_x8", "reason": "it needs 8 GPUs"}]
     fake = Fake()
     measure_table([two], record, Turns(1, ("delayed", "hf_bf16")), fake, Limit(0.0), ["0"])
-    assert [arm for _, arm, _ in fake.asked] == ["delayed", "hf_bf16"]
+    assert [variant for _, variant, _ in fake.asked] == ["delayed", "hf_bf16"]
     after = json.loads(path.read_text())
     assert after["rows"][:4] == before["rows"] and after["comparisons"][0] == before["comparisons"][0]
     assert [row["row"] for row in after["rows"][4:]] == ["other", "other"] and len(after["comparisons"]) == 2
@@ -314,11 +316,11 @@ def test_a_file_that_was_made_otherwise_is_refused(tmp_path):
     with pytest.raises(UserError, match="row 1b was measured on Llama-3.2-1B:16x1024x4, not Llama-3.2-1B:8x1024x8"):
         Record(path, changed, SETTINGS)
     fewer = read_table(write_table(tmp_path, {**ROW, "rivals": ["hf_bf16"]}), 3)
-    with pytest.raises(UserError, match="has the arm accelerate_te, which the table lacks"):
+    with pytest.raises(UserError, match="has the variant accelerate_te, which the table lacks"):
         Record(path, fewer, SETTINGS)
     before = path.read_bytes()
     with pytest.raises(UserError, match="was measured on NVIDIA H200, and this is NVIDIA L4"):
-        run(path, rows, lambda row, arm, gpu: made_up(1.0, gpu="NVIDIA L4"), num_rounds=2)
+        run(path, rows, lambda row, variant, gpu: made_up(1.0, gpu="NVIDIA L4"), num_rounds=2)
     assert path.read_bytes() == before
     with pytest.raises(UserError, match="is no file of this program"):
         Record(ROOT / "benchmarks/results/throughput_1b.json", rows, SETTINGS)
@@ -339,7 +341,7 @@ class Slow(Fake):
         self.together: set[frozenset[str]] = set()
         """Names of rows that were measured at the same time."""
 
-    def __call__(self, row, arm, gpus):
+    def __call__(self, row, variant, gpus):
         with self.lock:
             own = set(gpus.split(","))
             assert not own & set().union(*self.running.values()), "one measurement at a time on a GPU"
@@ -349,7 +351,7 @@ class Slow(Fake):
         time.sleep(self.seconds)
         with self.lock:
             del self.running[row.name]
-            return super().__call__(row, arm, gpus)
+            return super().__call__(row, variant, gpus)
 
     def gpus(self, name: str) -> set[str]:
         """Those on which a row was measured."""
@@ -359,8 +361,8 @@ class Slow(Fake):
 def of_gpus(num_gpus: int, name: str, micro_batches: int = 4) -> dict:
     """A row of so many GPUs; how long it is thought to take grows with its micro-batches."""
     mode = "" if num_gpus == 1 else "ddp:"
-    arms = {"ours": [f"{mode}delayed"], "rivals": [f"{mode}hf_bf16"]}
-    return {"name": name, "workload": f"Llama-3.2-1B:16x1024x{micro_batches}", "num_gpus": num_gpus, **arms}
+    variants = {"ours": [f"{mode}delayed"], "rivals": [f"{mode}hf_bf16"]}
+    return {"name": name, "workload": f"Llama-3.2-1B:16x1024x{micro_batches}", "num_gpus": num_gpus, **variants}
 
 
 def test_rows_are_spread_and_the_arms_of_a_row_share_a_gpu(tmp_path):
@@ -457,7 +459,7 @@ def test_rows_without_enough_gpus_are_left_out(tmp_path):
 def test_a_mistake_in_one_row_ends_the_others(tmp_path):
     rows = read_table(write_table(tmp_path, ROW, {**ROW, "name": "other"}), 3)
 
-    def measure_badly(row, arm, gpu):
+    def measure_badly(row, variant, gpu):
         if row.name == "other":
             raise UserError("no such thing")
         time.sleep(0.05)
@@ -476,7 +478,7 @@ def test_a_mistake_in_a_launch_ends_what_runs_and_what_waits(tmp_path):
     table = write_table(tmp_path, of_gpus(2, "a", 8), of_gpus(2, "bad", 8), of_gpus(4, "x4"), of_gpus(8, "x8"))
     limit, asked, both = Limit(0.0), [], threading.Barrier(2, timeout=30)
 
-    def measure_badly(row, arm, gpus):
+    def measure_badly(row, variant, gpus):
         asked.append(row.name)
         both.wait()
         if row.name == "bad":
@@ -493,8 +495,8 @@ def test_the_time_limit_holds_for_rows_that_waited(tmp_path):
     table = write_table(tmp_path, of_gpus(2, "a", 8), of_gpus(2, "b", 8), of_gpus(4, "x4"), of_gpus(8, "x8"))
     fake, rows, limit = Slow(), read_table(table, 3), Limit(0.0)
 
-    def until_two(row, arm, gpus):
-        answer = fake(row, arm, gpus)
+    def until_two(row, variant, gpus):
+        answer = fake(row, variant, gpus)
         if len(fake.asked) == 4:
             limit.seconds = 1e-9  # over
         return answer
@@ -508,9 +510,9 @@ def test_the_time_limit_holds_for_rows_that_waited(tmp_path):
 # -------------------------------------------------------------------------------------------
 
 
-def on_the_cpu(row, arm, gpu):
+def on_the_cpu(row, variant, gpu):
     """As the program measures, in this process."""
-    found = measure(row.work, arm, 1, CPU)
+    found = measure(row.work, variant, 1, CPU)
     (times,) = found.pop("step_times_s_by_rank")
     return {"failed": None, "header": header([], CPU), **found, "step_times_s": times, "taken_s": 1.0}
 
@@ -556,14 +558,14 @@ def test_other_documents_of_the_same_name_are_not_gone_on_with(tmp_path, tiny_ar
     table, path = write_table(tmp_path, entry), tmp_path / "r.json"
     run(path, read_table(table, 3), on_the_cpu, only=("hf_bf16",))
     (row,) = read_table(table, 3)
-    assert len(Record(path, [row], SETTINGS).answers(row, row.rivals[0])) == 1
+    assert len(Record(path, [row], SETTINGS).answers(row, row.baselines[0])) == 1
     text.write_text("\n".join(lines[1:]))
     with pytest.raises(UserError, match="row text was measured on other documents of that name"):
         Record(path, read_table(table, 3), SETTINGS)
 
 
 def test_two_launches_of_two_processes_at_a_time(tmp_path, tiny_architecture):
-    """Through torchrun and scripts/benchmark_multi_gpu.py, one arm that trains beside one that cannot."""
+    """Through torchrun and scripts/benchmark_multi_gpu.py, one variant that trains beside one that cannot."""
     entry = {"workload": f"{tiny_architecture}:2x32x2", "num_gpus": 2, "rivals": ["ddp:hf_bf16"]}
     trains, cannot = {**entry, "name": "a", "ours": ["ddp:bf16:swap"]}, {**entry, "name": "b", "ours": ["ddp:bf16"]}
     rows = read_table(write_table(tmp_path, trains, cannot), 3)

@@ -23,13 +23,13 @@ from llm_fp8.utils.json_files import write_json_atomic
 
 def main() -> None:
     """Measure, and write the answer, whatever comes of it."""
-    workload, arm_name, num_steps, warmup, answer_path = sys.argv[1:]
+    workload, variant_name, num_steps, warmup, answer_path = sys.argv[1:]
     quiet_libraries()
     work, device = Workload.parse(workload, int(num_steps)), own_device()
     origin = header([], device)  # before anything can go wrong on the GPU
     found: dict[str, Any] = {}
     try:
-        found = measure(work, parse_variant(arm_name), int(warmup), device)
+        found = measure(work, parse_variant(variant_name), int(warmup), device)
         failed = None
     except UserError as error:
         failed = str(error)

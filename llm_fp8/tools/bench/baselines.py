@@ -1,22 +1,22 @@
-"""The usual set-ups, to be measured beside ours: transformers' model and Accelerate, written as their documentation
-does.
+"""The usual set-ups, measured beside ours: transformers' model and Accelerate, written as their documentation does.
 
     hf_bf16              Accelerate's bf16 mixed precision, sdpa attention
     hf_bf16_compiled     the same, each decoder layer compiled
-    accelerate_te        Accelerate's own fp8: mixed_precision="fp8" with TERecipeKwargs, delayed scaling with our recipe's history and format.
-                         Accelerate puts te.Linear in place of every nn.Linear, the output head included
-    te_autocast          Transformer Engine by hand: the same layers replaced by te.Linear, the same recipe through te.autocast, and Accelerate in
-                         bf16 for the rest. What accelerate_te should come to
-    torchao_tensorwise   torchao's fp8 training, one scale per tensor; the output head stays in bf16; decoder layers compiled
+    accelerate_te        Accelerate's fp8 (mixed_precision="fp8" with TERecipeKwargs): te.Linear in place of every
+                         nn.Linear, lm_head included; delayed scaling with our recipe's history and format
+    te_autocast          the same layers and recipe by Transformer Engine's own calls, Accelerate in bf16 for the rest:
+                         what accelerate_te should come to
+    torchao_tensorwise   torchao's fp8, one scale per tensor; lm_head in bf16; decoder layers compiled
     torchao_rowwise      the same, one scale per row
 
 All with torch's fused AdamW at our learning rate, betas and weight decay, the loss as transformers computes it, and
-gradients accumulated by `accelerator.accumulate`. How they are spread:
+gradients accumulated by `accelerator.accumulate`. Spread over GPUs:
 
-    one process, DDP   bf16 weights and no master: lighter than ours
-    FSDP2              Accelerate's plugin, wrapped per decoder layer: fp32 weights and moments, split; gathered and reduced in bf16
-    DeepSpeed          Accelerate's plugin: bf16 weights, fp32 masters and moments, split by ZeRO's stage. Its file goes to DeepSpeed as it is, also
-                       with entries that our own runs refuse
+    one process, DDP   bf16 weights without master weights: lighter than ours
+    FSDP2              Accelerate's plugin, wrapped per decoder layer: fp32 weights and moments, sharded; all-gather and
+                       reduce-scatter in bf16
+    DeepSpeed          Accelerate's plugin: bf16 weights, fp32 master weights and moments, sharded by ZeRO's stage. Its
+                       file goes to DeepSpeed as it is, also with entries that our own runs refuse
 """
 
 from __future__ import annotations
@@ -49,32 +49,32 @@ from llm_fp8.utils.te_import import require_te
 
 
 class HfTraining:
-    """A rival arm, built; in several processes with DDP, or split by FSDP2 or DeepSpeed.
+    """A baseline, built; in several processes under DDP, FSDP2 or DeepSpeed.
 
     Raises `UserError` where a package is missing.
 
     Attributes:
-        accelerator: of this arm.
+        accelerator: its own.
         model: transformers' model, as Accelerate prepared it, without the wrapper of DDP.
         recorder: times and losses of the steps so far; a loss is the mean over the step's labels on this process.
             (Gradients are those of the mean over micro-batches, as Accelerate accumulates them.)
-        facts: what a reader should know of the arm.
+        facts: entries of its row.
     """
 
-    def __init__(self, work: Workload, rival: Baseline, mode: str | None = None) -> None:
-        _require_packages(rival)
+    def __init__(self, work: Workload, baseline: Baseline, mode: str | None = None) -> None:
+        _require_packages(baseline)
         fsdp2, deepspeed = mode == "fsdp_full", mode in DEEPSPEED_MODES
         config = work.hf_config()
         inputs = work.hf_inputs(config.vocab_size, LaunchRanks.from_environment(os.environ).rank)
-        self.accelerator = accelerator = _accelerator(work, len(inputs), rival, mode)
+        self.accelerator = accelerator = _accelerator(work, len(inputs), baseline, mode)
         name, weights = ("fp32", torch.float32) if fsdp2 else ("bf16", torch.bfloat16)
         with accelerator.device:
             model: Any = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation="sdpa")
         draw_weights_(model, accelerator.device, is_te=False)
-        if rival.torchao_recipe is not None:
-            convert_with_torchao(model, build_config(rival.torchao_recipe, emulate=not torch.cuda.is_available()))
-        if rival.te_autocast:
-            _wrap_in_te(model, f"--arms {rival.name}")
+        if baseline.torchao_recipe is not None:
+            convert_with_torchao(model, build_config(baseline.torchao_recipe, emulate=not torch.cuda.is_available()))
+        if baseline.te_autocast:
+            _wrap_in_te(model, f"--arms {baseline.name}")
         optimizer: Any = torch.optim.AdamW(
             model.parameters(),
             lr=OPTIMISATION.learning_rate,
@@ -83,17 +83,15 @@ class HfTraining:
             weight_decay=OPTIMISATION.weight_decay,
             fused=True,
         )
-        census = _census(model)
+        coverage = _coverage(model)
         self._model, self._optimizer = accelerator.prepare(model, optimizer)
         self.model = accelerator.unwrap_model(self._model)
-        if rival.accelerate_te:
-            census = _census(
-                self.model
-            )  # Accelerate has converted it; DeepSpeed's third stage has left no weights to count
+        if baseline.accelerate_te:
+            coverage = _coverage(self.model)  # after Accelerate's conversion; before, for ZeRO 3 leaves no weights
         layers = decoder_layers(self.model)
         if fsdp2 and not isinstance(layers[0], FSDPModule):
             raise RuntimeError("Accelerate did not wrap the decoder layers")
-        if rival.compiled:
+        if baseline.compiled:
             compile_layers(layers)
         self._model.train()
         self._inputs = [{name: tensor.to(accelerator.device) for name, tensor in of_one.items()} for of_one in inputs]
@@ -108,8 +106,8 @@ class HfTraining:
             "optimizer": "torch fused AdamW on DeepSpeed's fp32 masters"
             if deepspeed
             else f"torch fused AdamW on {name} weights",
-            "compiled": rival.compiled,
-            "census": census.to_dict(),
+            "compiled": baseline.compiled,
+            "census": coverage.to_dict(),
             # DeepSpeed's optimizer holds one long tensor of its own for each group.
             "parameters_not_in_the_optimizer": None if deepspeed else not_optimised(self.model, self._optimizer),
             **work.text_facts(padded=True),
@@ -138,17 +136,17 @@ class HfTraining:
         ]
 
 
-def _require_packages(rival: Baseline) -> None:
-    """Raise `UserError` where a package is missing that only this rival needs."""
-    if rival.accelerate_te or rival.te_autocast:
-        require_te(f"--arms {rival.name}")
-    if rival.torchao_recipe is not None:
-        require_torchao(f"--arms {rival.name}")
+def _require_packages(baseline: Baseline) -> None:
+    """Raise `UserError` where a package is missing that only this baseline needs."""
+    if baseline.accelerate_te or baseline.te_autocast:
+        require_te(f"--arms {baseline.name}")
+    if baseline.torchao_recipe is not None:
+        require_torchao(f"--arms {baseline.name}")
 
 
-def _accelerator(work: Workload, num_micro_batches: int, rival: Baseline, mode: str | None) -> Accelerator:
+def _accelerator(work: Workload, num_micro_batches: int, baseline: Baseline, mode: str | None) -> Accelerator:
     if mode is not None and mode in DEEPSPEED_MODES:
-        return _accelerator_with_deepspeed(work, rival, mode)
+        return _accelerator_with_deepspeed(work, baseline, mode)
     plugin = None
     if mode == "fsdp_full":
         plugin = FullyShardedDataParallelPlugin(
@@ -158,7 +156,7 @@ def _accelerator(work: Workload, num_micro_batches: int, rival: Baseline, mode: 
             cpu_ram_efficient_loading=False,  # nothing is loaded
         )
     handlers: list[Any] = []
-    if rival.accelerate_te:
+    if baseline.accelerate_te:
         from accelerate.utils import TERecipeKwargs
 
         # Their defaults but for the amax: the maximum of the history, as in our recipe, so that the two rows differ in
@@ -166,18 +164,18 @@ def _accelerator(work: Workload, num_micro_batches: int, rival: Baseline, mode: 
         handlers = [TERecipeKwargs(fp8_format="HYBRID", amax_history_len=1024, amax_compute_algo="max")]
     return Accelerator(
         cpu=not torch.cuda.is_available(),
-        mixed_precision="fp8" if rival.accelerate_te else "bf16",
+        mixed_precision="fp8" if baseline.accelerate_te else "bf16",
         gradient_accumulation_steps=num_micro_batches,
         fsdp_plugin=plugin,
         kwargs_handlers=handlers,
     )
 
 
-def _accelerator_with_deepspeed(work: Workload, rival: Baseline, mode: str) -> Accelerator:
+def _accelerator_with_deepspeed(work: Workload, baseline: Baseline, mode: str) -> Accelerator:
     """Accelerate with its DeepSpeed plugin. Of the file it fills in what its own documentation writes as "auto"."""
     from llm_fp8.distributed.deepspeed import arguments_of, plugin_of
 
-    file = read_file(file_of(rival.deepspeed_config, mode))
+    file = read_file(file_of(baseline.deepspeed_config, mode))
     settings = {
         **file,
         "zero_optimization": {**file["zero_optimization"], "stage": zero_stage(mode)},
@@ -185,7 +183,7 @@ def _accelerator_with_deepspeed(work: Workload, rival: Baseline, mode: str) -> A
         "train_micro_batch_size_per_gpu": work.batch_size,
         "gradient_accumulation_steps": work.micro_batches,
         "gradient_clipping": OPTIMISATION.max_grad_norm,
-        "zero_allow_untested_optimizer": True,  # torch's, as in the other arms
+        "zero_allow_untested_optimizer": True,  # torch's, as in the other variants
     }
     return Accelerator(
         mixed_precision="bf16", gradient_accumulation_steps=work.micro_batches, **arguments_of(plugin_of(settings))
@@ -193,7 +191,7 @@ def _accelerator_with_deepspeed(work: Workload, rival: Baseline, mode: str) -> A
 
 
 def _wrap_in_te(model: PreTrainedModel, why: str) -> None:
-    """Put te.Linear in place of every nn.Linear, the output head included, and the forward pass into te.autocast
+    """Put te.Linear in place of every nn.Linear, lm_head included, and the forward pass into te.autocast
     with delayed scaling.
     """
     te = require_te(why)
@@ -227,7 +225,7 @@ def _wrap_in_te(model: PreTrainedModel, why: str) -> None:
     model.forward = in_fp8
 
 
-def _census(model: PreTrainedModel) -> Fp8Coverage:
+def _coverage(model: PreTrainedModel) -> Fp8Coverage:
     """Which linear layers were converted; told by their class, because the packages need not be installed."""
     return measure_coverage(model, [module for module in model.modules() if _is_converted(module)], "bf16", {})
 

@@ -1,4 +1,4 @@
-"""One arm, built, timed and recorded. Used alike by one process and by all processes of a launch."""
+"""One variant, built, timed and recorded, by one process or by all of a launch; and what its step times come to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -22,8 +22,8 @@ from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.utils.te_import import forget_delayed_scales
 
 
-def measure(work: Workload, arm: Variant, warmup: int, device: torch.device) -> dict[str, Any]:
-    """Build an arm, time its steps, record one more, and let go of it. Collective.
+def measure(work: Workload, variant: Variant, warmup: int, device: torch.device) -> dict[str, Any]:
+    """Build a variant, time its steps, record the kernels of one more, and free it. Collective.
 
     Memory is counted from the first step on, so that building does not show in it; figures are of the process that has
     most of it. The CPU keeps no count of memory and runs no kernels, so there their keys are absent.
@@ -38,16 +38,16 @@ def measure(work: Workload, arm: Variant, warmup: int, device: torch.device) -> 
             share of all GEMMs' time.
         recorded_step: what else the recorded step shows, and its figures under the keys of
             `llm_fp8.observability.metrics.METRICS`.
-        build_s, wall_time_s, and the arm's own facts.
+        build_s, wall_time_s, and the variant's own facts.
     """
     AcceleratorState._reset_state(
         reset_partial_state=True
-    )  # the arms differ in what they ask of Accelerate's singletons
+    )  # the variants differ in what they ask of Accelerate's singletons
     GradientState._reset_state()
     forget_delayed_scales()
     started = time.perf_counter()
     memory_before = _memory_gib(device)["allocated"]
-    training = arm.build(work)
+    training = variant.build(work)
     built = time.perf_counter()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -106,13 +106,6 @@ def describe_failure(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
-# --- figures ---------------------------------------------------------------------------------------------
-# What the step times of a measurement come to, and its kernels in words.
-
-if TYPE_CHECKING:
-    from llm_fp8.tools.bench.workload import Workload
-
-
 def speed(
     work: Workload,
     times_s: Sequence[float],
@@ -121,8 +114,8 @@ def speed(
     num_adapter_parameters: int = 0,
     step_tokens: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
-    """What step times (seconds, at least one) come to; `num_adapter_parameters` is that of an arm with LoRA,
-    `step_tokens` the `StepTokens` of an arm on real documents.
+    """What step times (seconds, at least one) come to; `num_adapter_parameters` is that of a variant with LoRA,
+    `step_tokens` the `StepTokens` of a variant on real documents.
 
     Returns:
         tokens_per_s: the positions of all GPUs over the median step; _slowest and _fastest: over the longest and the

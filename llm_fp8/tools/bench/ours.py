@@ -70,7 +70,7 @@ class _QuietParts(RunParts):
 
 
 class OurTraining:
-    """An arm of this project, built.
+    """A variant of this project, built.
 
     Attributes:
         accelerator, recorder, facts: as in `llm_fp8.tools.bench.baselines.HfTraining`; a loss is that of all processes.
@@ -80,8 +80,8 @@ class OurTraining:
         trainer: the loop; its `model` is what it calls.
     """
 
-    def __init__(self, work: Workload, arm: OurVariant | Config) -> None:
-        config = arm if isinstance(arm, Config) else arm.config(work)
+    def __init__(self, work: Workload, variant: OurVariant | Config) -> None:
+        config = variant if isinstance(variant, Config) else variant.config(work)
         ranks = LaunchRanks.from_environment(os.environ)
         hf_config, device = work.hf_config(), own_device()
         plan = resolve_precision(config.precision, device)

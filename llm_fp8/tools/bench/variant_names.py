@@ -1,20 +1,19 @@
-"""Names of arms -> what they train: [cpN:][MODE:]WHAT[:OPTION...]
+"""Names of variants -> what they train: [cpN:][MODE:]WHAT[:OPTION...]
 
     delayed                       this project on one GPU: fp8 with delayed scaling, the TE decoder
     delayed:swap                  the Hugging Face decoder, its linear layers swapped for Transformer Engine's
     tensorwise:swap               torchao's fp8, which always is in the Hugging Face decoder
-    delayed:fp8head               the gradients of the output head in fp8; fp8head_all: its logits too
-    delayed:flash4                with flash-attn 4's attention (--attn_implementation flash_attention_4)
-    bf16:recompute                with gradient checkpointing
+    delayed:fp8head               the gradients of lm_head in fp8; fp8head_all: its logits too
+    delayed:flash4                --attn_implementation flash_attention_4
+    bf16:recompute                with activation checkpointing
     delayed:adamw_8bit            with --optimizer adamw_8bit
     delayed:lora16                with LoRA: adapters of rank 16 on all linear layers; lora16qv: on q and v alone
     fsdp_full:delayed             several GPUs, --sharding_mode fsdp_full
-    cp4:fsdp_full:delayed:sync    4 GPUs share the tokens of a row; gradients exchanged in each micro-batch
-    fsdp_full:hf_bf16             a rival (llm_fp8/tools/bench/baselines.py) under Accelerate's FSDP2; ddp: its DDP; deepspeed_1: its DeepSpeed
+    cp4:fsdp_full:delayed:sync    context parallelism over 4 GPUs; gradients reduced in each micro-batch
+    fsdp_full:hf_bf16             a baseline (baselines.py) under Accelerate's FSDP2, DDP (ddp:) or DeepSpeed
 
-WHAT is one of our precisions or a rival. MODE belongs to several GPUs, and is left out on one.
-
-What trains an arm is imported when it is checked or built: names and mistakes in them need none of it.
+WHAT is one of our precisions or a baseline. MODE belongs to several GPUs, and is left out on one. What trains a variant
+is imported when it is checked or built; names, and mistakes in them, need none of it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Literal
 
 from llm_fp8.config.options import SHARDING_MODES, TORCHAO_SCENARIOS, LoraConfig, ParallelConfig, PrecisionConfig
 from llm_fp8.config.validation import MachineFacts, check_machine, check_options
-from llm_fp8.tools.bench.variants import DEEPSPEED_MODES, RIVAL_MODES, RIVALS, Baseline, OurVariant
+from llm_fp8.tools.bench.variants import BASELINE_MODES, BASELINES, DEEPSPEED_MODES, Baseline, OurVariant
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -48,9 +47,9 @@ TORCHAO_PRECISIONS = {
 }
 """Always with the option `swap`."""
 OLD_NAMES = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
-"""In files that were recorded before one grammar named all arms."""
+"""Names in older results files -> names."""
 REMOVED_OPTIONS = {"flash3": "flash4"}
-"""In recorded files: flash-attn 3's attention, which no run has any longer, and the one that is within 1% of its step."""
+"""In recorded files: flash-attn 3's attention, which is gone, -> the one that is within 1% of its step."""
 
 HEADS: dict[str, Literal["gradients", "all"]] = {"fp8head": "gradients", "fp8head_all": "all"}
 """Option -> --fp8_lm_head."""
@@ -68,7 +67,7 @@ class Variant:
     name: str
     what: OurVariant | Baseline
     mode: str | None
-    """How it is spread over several GPUs: a value of --sharding_mode (for a rival the one that is most like it);
+    """How it is spread over several GPUs: a value of --sharding_mode (for a baseline the one that is most like it);
     None on one GPU.
     """
 
@@ -79,7 +78,7 @@ class Variant:
 
     @property
     def on_one_gpu(self) -> str:
-        """The name of the arm that trains the same on one GPU, where nothing is gathered or exchanged."""
+        """The name of the variant that trains the same on one GPU, where nothing is gathered or exchanged."""
         if self.mode is None:
             return self.name
         words = self.name.partition(f"{self.mode}:")[2].split(":")
@@ -162,7 +161,7 @@ class Variant:
 
 
 def parse_variant(name: str) -> Variant:
-    """The arm of that name; raises `UserError` where there is none."""
+    """The variant of that name; raises `UserError` where there is none."""
     words = name.split(":")
     context = re.fullmatch(r"cp([1-9]\d*)", words[0])
     if context:
@@ -171,10 +170,10 @@ def parse_variant(name: str) -> Variant:
     what, options = (words[0], words[1:]) if words else ("", [])
     adapters = next((match for option in options if (match := LORA.fullmatch(option))), None)
     allowed = _OPTIONS if mode is not None else _OPTIONS_OF_ONE_GPU
-    if what in RIVALS and not options and not context and mode in (None, *RIVAL_MODES):
-        if RIVALS[what].computes_in_fp8 and mode in DEEPSPEED_MODES:
-            raise UserError(f"--arms {name}: a rival under DeepSpeed computes in bf16; write {mode}:hf_bf16.")
-        return Variant(name, RIVALS[what], mode)
+    if what in BASELINES and not options and not context and mode in (None, *BASELINE_MODES):
+        if BASELINES[what].computes_in_fp8 and mode in DEEPSPEED_MODES:
+            raise UserError(f"--arms {name}: a baseline under DeepSpeed computes in bf16; write {mode}:hf_bf16.")
+        return Variant(name, BASELINES[what], mode)
     if (
         what not in (*PRECISIONS, *TORCHAO_PRECISIONS)
         or not set(options) <= {*allowed, *([adapters[0]] if adapters else [])}
@@ -229,7 +228,7 @@ def _lora_of(adapters: re.Match[str] | None) -> LoraConfig:
 
 
 def parse_variants(text: str) -> list[Variant]:
-    """The arms of a comma-separated list; raises `UserError` for one that is unknown or there twice."""
+    """The variants of a comma-separated list; raises `UserError` for one that is unknown or there twice."""
     names = text.split(",")
     if doubled := [name for number, name in enumerate(names) if name in names[:number]]:
         raise UserError(f"--arms names {doubled[0]} twice.")
@@ -239,7 +238,7 @@ def parse_variants(text: str) -> list[Variant]:
 def _choices() -> str:
     return (
         f"from {', '.join(PRECISIONS)}, each with :{', :'.join(_OPTIONS_OF_ONE_GPU)}, :loraN or :loraNqv behind it if "
-        f"wanted, {', '.join(f'{name}:swap' for name in TORCHAO_PRECISIONS)}, and {', '.join(RIVALS)}; on several "
-        f"GPUs with MODE: before it ({', '.join(SHARDING_MODES)}; rivals {', '.join(RIVAL_MODES)}), for ours also "
-        f"cpN: before that and {' or '.join(f':{option}' for option in _OPTIONS_OF_SEVERAL)} behind"
+        f"wanted, {', '.join(f'{name}:swap' for name in TORCHAO_PRECISIONS)}, and {', '.join(BASELINES)}; on several "
+        f"GPUs with MODE: before it ({', '.join(SHARDING_MODES)}; baselines {', '.join(BASELINE_MODES)}), ours also "
+        f"with cpN: before that and {' or '.join(f':{option}' for option in _OPTIONS_OF_SEVERAL)} behind"
     )

@@ -1,5 +1,5 @@
-"""What is trained how, ours and the rivals', in words that options can be checked by: what trains it is in ours.py
-and rival.py. Imports nothing heavy.
+"""What is trained how, ours and the baselines, in words that options can be checked by. Imports nothing heavy: what
+trains it is in ours.py and baselines.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from llm_fp8.tools.bench.workload import Workload
 
 OPTIMISATION = OptimConfig(learning_rate=1e-5, lr_scheduler="constant", num_warmup_steps=0)
-"""How every arm moves its weights: the same from the first step on, so that their losses can be compared."""
+"""The same of every variant from the first step on, so that losses can be compared."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class OurVariant:
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """A set-up of others."""
+    """A usual set-up."""
 
     name: str
     compiled: bool = False
@@ -83,18 +83,18 @@ class Baseline:
 
     @property
     def computes_in_fp8(self) -> bool:
-        """Whether fp8 is asked for; what runs is what the recorded kernels say."""
+        """Whether fp8 is asked for; the recorded kernels say what ran."""
         return self.accelerate_te or self.te_autocast or self.torchao_recipe is not None
 
 
 DEEPSPEED_MODES = tuple(mode for mode in SHARDING_MODES if mode.startswith("deepspeed_"))
-RIVAL_MODES = ("ddp", "fsdp_full", *DEEPSPEED_MODES)
-"""How a rival can be spread over several GPUs; under DeepSpeed in bf16 alone."""
-BASELINE = "hf_bf16"
-"""The usual set-up: the arm that others are compared with, where it is measured."""
-RIVALS = {
-    rival.name: rival
-    for rival in (
+BASELINE_MODES = ("ddp", "fsdp_full", *DEEPSPEED_MODES)
+"""How a baseline is spread over several GPUs; under DeepSpeed in bf16 alone."""
+REFERENCE = "hf_bf16"
+"""The baseline that others are compared with, where it is measured."""
+BASELINES = {
+    baseline.name: baseline
+    for baseline in (
         Baseline("hf_bf16"),
         Baseline("hf_bf16_compiled", compiled=True),
         Baseline("accelerate_te", accelerate_te=True),

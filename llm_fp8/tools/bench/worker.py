@@ -45,7 +45,7 @@ END_S = 30
 
 def measure_apart(
     workload: str,
-    arm: str,
+    variant: str,
     num_gpus: int,
     num_steps: int,
     warmup: int,
@@ -53,8 +53,7 @@ def measure_apart(
     variables: Mapping[str, str | None] | None = None,
     stopped: threading.Event | None = None,
 ) -> dict[str, Any]:
-    """Measure the variant `arm` on `workload` (both by name) and return the answer; raises nothing for what goes wrong
-    over there.
+    """Measure `variant` on `workload` (both by name) and return the answer; raises nothing for what goes wrong there.
 
     Args:
         num_gpus: of this host. One is measured in a process without a launcher, several under torchrun.
@@ -64,10 +63,10 @@ def measure_apart(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answer.json"
         if num_gpus == 1:
-            words = [ALONE, workload, arm, str(num_steps), str(warmup), str(path)]
+            words = [ALONE, workload, variant, str(num_steps), str(warmup), str(path)]
             failed = _run([sys.executable, "-m", *words], variables, timeout_s, stopped)
             return _answer_of_process(path, failed)
-        measured = ["--workloads", workload, "--arms", arm, "--steps", str(num_steps), "--warmup", str(warmup)]
+        measured = ["--workloads", workload, "--arms", variant, "--steps", str(num_steps), "--warmup", str(warmup)]
         words = [LAUNCH, *measured, "--arm_timeout_s", str(timeout_s), "--output", str(path)]
         # The launch keeps the limit itself, with a row that says so; this one is for a launch that hangs before or
         # after.
@@ -160,9 +159,19 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-# --- options ---------------------------------------------------------------------------------------------
-# The options that all benches of training share: how many steps are timed, how often, for how long at most, and where
-# the results go.
+# --- options of the programs that measure ---
+
+
+def add_workload_options(parser: argparse.ArgumentParser, variants: str, program: str) -> None:
+    """Declare --workloads and --arms (default `variants`), which the head of `program` explains."""
+    parser.add_argument(
+        "--workloads",
+        default="Llama-3.2-1B:8x1024x4",
+        help="comma-separated MODEL:ROWSxLENGTHxMICRO_BATCHES (default %(default)s)",
+    )
+    parser.add_argument(
+        "--arms", default=variants, help=f"comma-separated, see the head of {program} (default %(default)s)"
+    )
 
 
 def add_measuring_options(
@@ -174,7 +183,7 @@ def add_measuring_options(
     rounds: int | None = None,
     output_required: bool = True,
 ) -> None:
-    """Declare them with these defaults; without `rounds` each arm is measured once, and there is no --rounds."""
+    """Declare them with these defaults; without `rounds` each variant is measured once, and there is no --rounds."""
     parser.add_argument(
         "--steps",
         type=int,
@@ -186,7 +195,7 @@ def add_measuring_options(
     )
     if rounds is not None:
         parser.add_argument(
-            "--rounds", type=int, default=rounds, help="how often the arms take turns (default %(default)s)"
+            "--rounds", type=int, default=rounds, help="how often the variants take turns (default %(default)s)"
         )
     parser.add_argument(
         "--arm_timeout_s",
@@ -198,11 +207,11 @@ def add_measuring_options(
 
 
 def add_resuming_option(parser: argparse.ArgumentParser) -> None:
-    """Declare --resume, of the benches whose file is written after every measurement."""
+    """Declare --resume, of programs whose file is written after every measurement."""
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="keep what --output holds and measure the rounds and arms that it lacks, or that failed; same code, "
+        help="keep what --output holds and measure the rounds and variants that it lacks, or that failed; same code, "
         "packages and kind of GPU only",
     )
 
@@ -230,26 +239,21 @@ def check_measuring_options(options: argparse.Namespace, recorded_step: int = 0)
         require_writable("--output", options.output)
 
 
-# --- results ---------------------------------------------------------------------------------------------
-# The results file of a benchmark in several processes, one row per measurement, rewritten after each.
-#
-# A measurement can end its processes: a GPU out of memory leaves the others waiting in a collective operation, and what
-# NCCL was doing cannot be taken back. So a process that fails writes the row that says so and ends; the launcher
-# (torchrun --max-restarts) ends the others and starts all of them anew, and they go on behind the last row. The file is
-# the only thing that outlives them.
+# --- the results of a launch ---
 
 ENDED_IN_SILENCE = "a process ended without saying why: killed, or a fault in native code"
 
 
 class ResultsFile:
-    """Rows of a launch, in the order of its plan.
+    """The results file of a launch: one row per measurement, in the order of its plan, rewritten after each.
+
+    It is the only thing that outlives the processes of a launch, which continue after its last row when the launcher
+    starts them anew. All processes have to wait for the one that writes before they read.
 
     Args:
         path: of the JSON file.
         launch: the same for all processes and restarts of a launch.
-        writes: whether this is the process that writes rows of measurements. Any may write that one failed.
-
-    All processes have to wait for the one that writes before they read.
+        writes: whether this process writes rows of measurements. Any may write that one failed.
     """
 
     def __init__(self, path: Path, launch: str, *, writes: bool) -> None:
@@ -259,11 +263,11 @@ class ResultsFile:
         self._number = 0
 
     def is_of_this_launch(self) -> bool:
-        """Whether the file is there and was started by this launch."""
+        """Whether the file exists and was started by this launch."""
         return self._path.exists() and self._read().get("launch") == self._launch
 
     def start(self, header: dict[str, Any]) -> None:
-        """A file without rows in place of any other; `header`: its entries beside them."""
+        """Replace any other file by one without rows; `header`: its other entries."""
         write_json_atomic(self._path, {**header, "launch": self._launch, "measuring": None, "rows": []})
 
     def _read(self) -> dict[str, Any]:
@@ -281,19 +285,19 @@ class ResultsFile:
         return measuring
 
     def begin(self, subject: dict[str, Any]) -> None:
-        """Note what is measured now; `subject` becomes part of its row."""
+        """Note what is being measured; `subject` becomes part of its row."""
         self._number = len(self.rows())
         if self._writes:
             write_json_atomic(self._path, {**self._read(), "measuring": subject})
 
     def add(self, row: dict[str, Any]) -> None:
-        """The row of what was measured."""
+        """Append a row."""
         if self._writes:
             record = self._read()
             write_json_atomic(self._path, {**record, "measuring": None, "rows": [*record["rows"], row]})
 
     def add_failure(self, subject: dict[str, Any], reason: str) -> None:
-        """The row of what could not be measured, unless it has one. One process of all calls this."""
+        """Append the row of what could not be measured, unless it has one. One process of all calls this."""
         record = self._read()
         if len(record["rows"]) == self._number:
             row = {**subject, "failed": reason}

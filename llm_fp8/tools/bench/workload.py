@@ -1,5 +1,12 @@
-"""What every arm of a benchmark trains on: full rows of random tokens, one document each, or real documents
-(llm_fp8/tools/bench/workload.py).
+"""What every variant trains on: full sequences of random tokens, or real documents, and the same random weights.
+
+Real documents come in the dataset's order, by the model's tokenizer (a bundled architecture has the embedded one).
+Every token but a document's first is predicted, the prompt too, by ours, which packs them, and by the baselines, which
+pad them, so that losses are means over the same tokens. As many are taken as fit the rows of a step when packed. The
+padded step has one document to a row and fewer rows in its last micro-batch, so that no row is computed for nothing.
+
+Each Hugging Face tensor is drawn in bf16 from a seed made of its name: variants start from equal models whatever their
+modules are called and however they are sharded, and their first losses show whether they compute the same thing.
 """
 
 from __future__ import annotations
@@ -48,9 +55,10 @@ class Workload:
     num_steps: int
     """Steps per round, the left-out ones included."""
     text: str | None = field(default=None, kw_only=True)
-    """Real documents instead of random tokens: a dataset as --dataset_name takes it. Ours packs them into
-    `micro_batches` of `batch_size` rows, a rival pads the same documents, one to a row of `seq_length` tokens, and
-    takes as many micro-batches as they need."""
+    """A dataset as --dataset_name takes it: real documents instead of random tokens. Ours packs them into
+    `micro_batches` of `batch_size` rows, a baseline pads them to `seq_length` and takes as many micro-batches as they
+    need.
+    """
 
     @classmethod
     def parse(cls, text: str, num_steps: int, flag: str = "--workloads") -> Workload:
@@ -93,7 +101,7 @@ class Workload:
         return self.batch_size * self.seq_length * self.micro_batches
 
     def step_tokens(self, padded: bool = False) -> StepTokens:
-        """The tokens of one optimizer step; `padded`: of a rival, which pads real documents."""
+        """The tokens of one optimizer step; `padded`: of a baseline, which pads real documents."""
         if self.text is not None:
             return self.text_step.tokens(padded)
         total = self.tokens_per_step
@@ -195,7 +203,7 @@ def random_batch(work: Workload, vocab_size: int, seed: int) -> Batch:
 
 @dataclass
 class FixedLoader:
-    """Gives the same micro-batches at every step."""
+    """The same micro-batches at every step."""
 
     batches: list[Batch]
     epoch: float = 0.0
@@ -218,17 +226,8 @@ class Recorder:
         self.losses += [record["loss"] for record in records]
 
 
-# --- text ------------------------------------------------------------------------------------------------
-# Real documents for a step of a benchmark: the same ones for an arm that packs them and for one that pads them.
-#
-# Documents come in the dataset's order, by the tokenizer of the model (a bundled architecture has the embedded one),
-# prompt included among what is
-# learnt: every token of a document but its first is predicted, in both arms, so that losses are means over the same
-# tokens. As many are taken as fit the rows of a step when packed. The padded arm gets one document to a row, padded to
-# the length of a row, and fewer rows in its last micro-batch, so that it computes no row for nothing.
-
 ROWS_AT_A_TIME = 256
-"""Of the dataset that are tokenised before it is known whether more are needed."""
+"""Rows of the dataset that are tokenised at a time."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +308,7 @@ class TextStep:
         return count_tokens(self.padded() if padded else self.packed())
 
     def facts(self) -> dict[str, Any]:
-        """What a reader should know of the documents; sha256 is of their tokens, and tells whether two arms trained
+        """What a reader should know of the documents; sha256 is of their tokens, and tells whether two variants trained
         on the same.
         """
         digest = hashlib.sha256()
@@ -324,18 +323,12 @@ class TextStep:
         }
 
 
-# --- weights ---------------------------------------------------------------------------------------------
-# The same random weights for every arm of a benchmark, whatever its modules are called and however it is split.
-#
-# Each Hugging Face tensor is drawn in bf16 from a seed of its own, made from its name. So arms start from equal models,
-# and their first losses show whether they compute the same thing.
-
-
 def draw_weights_(model: PreTrainedModel, device: torch.device, *, is_te: bool) -> None:
-    """Fill `model` in place: a Hugging Face model, or one of `te_llama` (`is_te`); of a split one this process's rows.
+    """Fill `model` in place: a Hugging Face model, or one of `te_llama` (`is_te`); of a sharded one this process's
+    shard.
 
-    Adapters keep the values that they have. A tensor is drawn whole on `device`, one in memory at a time. The
-    distribution is that of `te_llama.random_`.
+    Adapters keep their values. A tensor is drawn whole on `device`, one in memory at a time, as `te_llama.random_`
+    draws it.
     """
     std = getattr(model.config, "initializer_range", 0.02)
     if not is_te:

@@ -1,4 +1,4 @@
-"""The benchmark of one GPU: what its arms train, measurements in processes of their own, rows and their figures.
+"""The benchmark of one GPU: what its variants train, measurements in processes of their own, rows and their figures.
 Tiny models on the CPU.
 """
 
@@ -22,7 +22,7 @@ from llm_fp8.observability.provenance import recorded_command
 from llm_fp8.tools.bench import baselines as rival_module
 from llm_fp8.tools.bench.measure import describe_failure, measure, speed
 from llm_fp8.tools.bench.variant_names import parse_variant, parse_variants
-from llm_fp8.tools.bench.variants import RIVALS, Baseline
+from llm_fp8.tools.bench.variants import BASELINES, Baseline
 from llm_fp8.tools.bench.worker import measure_apart, take_header
 from llm_fp8.tools.bench.workload import Workload, draw_weights_
 from llm_fp8.utils.errors import UserError
@@ -125,12 +125,12 @@ def test_rivals_train_what_we_train(workload, swap_losses, name, monkeypatch):
     found = measure(Workload.parse(workload, 3), parse_variant(name), 1, CPU)
     assert [len(times) for times in found["step_times_s_by_rank"]] == [2], "one process, the first step left out"
     assert len(found["losses"]) == 3 and found["losses"][2] < found["losses"][0]
-    assert found["losses"][0] == pytest.approx(swap_losses[0], rel=1e-3 if RIVALS[name].computes_in_fp8 else 1e-4)
+    assert found["losses"][0] == pytest.approx(swap_losses[0], rel=1e-3 if BASELINES[name].computes_in_fp8 else 1e-4)
     assert found["parameters_not_in_the_optimizer"] == []
-    assert compiled == (["LlamaDecoderLayer"] if RIVALS[name].compiled else [])
+    assert compiled == (["LlamaDecoderLayer"] if BASELINES[name].compiled else [])
     census = found["census"]
     assert census["skipped"]["lm_head"] == "1 bf16 (output head)"
-    assert sum(census["converted"].values()) == (7 if RIVALS[name].computes_in_fp8 else 0)
+    assert sum(census["converted"].values()) == (7 if BASELINES[name].computes_in_fp8 else 0)
     assert "peak_memory_gib" not in found and "gemm_kernels" not in found, "the CPU has neither"
 
 
@@ -141,11 +141,11 @@ def test_torchaos_fp8_layers_round(workload):
     forget_accelerator()  # of whichever test ran in this process before
     norms = {}
     for name in ("hf_bf16", "torchao_tensorwise", "torchao_rowwise"):
-        rival = RIVALS[name]
+        baseline = BASELINES[name]
         training = (
             parse_variant(name).build(Workload.parse(workload, 1))
-            if not rival.compiled
-            else uncompiled(rival, workload)
+            if not baseline.compiled
+            else uncompiled(baseline, workload)
         )
         training.model(**training._inputs[0], use_cache=False).loss.backward()
         norms[name] = training.model.model.layers[0].mlp.down_proj.weight.grad.float()
@@ -154,10 +154,10 @@ def test_torchaos_fp8_layers_round(workload):
     assert all(0.01 < value < 0.2 for value in off.values()) and len(set(off.values())) == 2, off
 
 
-def uncompiled(rival: Baseline, workload: str):
+def uncompiled(baseline: Baseline, workload: str):
     from llm_fp8.tools.bench.baselines import HfTraining
 
-    return HfTraining(Workload.parse(workload, 1), Baseline(rival.name, torchao_recipe=rival.torchao_recipe))
+    return HfTraining(Workload.parse(workload, 1), Baseline(baseline.name, torchao_recipe=baseline.torchao_recipe))
 
 
 def test_a_layer_is_compiled_for_real(workload, swap_losses):
@@ -192,17 +192,17 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
     speed, share this one."""
     started = []
 
-    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float):
-        if arm == "hf_bf16" and not started:
-            started.append(arm)
+    def measured(name: str, variant: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float):
+        if variant == "hf_bf16" and not started:
+            started.append(variant)
             with monkeypatch.context() as launcher:
                 launcher.setenv("ACCELERATE_FP8_BACKEND", "TE")
                 launcher.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
                 launcher.setenv("NVTE_FLASH_ATTN", "0")
                 variables = {"NVTE_FP8_ALLREDUCE": "1", "NVTE_FLASH_ATTN": None}
-                return measure_apart(name, arm, num_gpus, num_steps, warmup, timeout_s, variables)
+                return measure_apart(name, variant, num_gpus, num_steps, warmup, timeout_s, variables)
         try:
-            found = measure(Workload.parse(name, num_steps), parse_variant(arm), warmup, CPU)
+            found = measure(Workload.parse(name, num_steps), parse_variant(variant), warmup, CPU)
         except UserError as error:
             return {"failed": str(error)}
         (times,) = found.pop("step_times_s_by_rank")
@@ -210,8 +210,8 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
 
     monkeypatch.setattr(benchmark, "measure_apart", measured)
     path = tmp_path / "folder" / "r.json"
-    arms = [parse_variant(name) for name in ("bf16", "hf_bf16")]
-    rows = benchmark.measure_all([Workload.parse(workload, 3)], arms, 1, 2, 100, path)
+    variants = [parse_variant(name) for name in ("bf16", "hf_bf16")]
+    rows = benchmark.measure_all([Workload.parse(workload, 3)], variants, 1, 2, 100, path)
     record = json.loads(path.read_text())
     assert started == ["hf_bf16"] and record["rows"] == rows
     assert record["provenance"]["command"] == recorded_command(sys.argv) and "peaks" in record
@@ -238,10 +238,10 @@ def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, 
 
 
 def test_a_loss_that_is_no_number_is_gone_on_with(tmp_path, monkeypatch, capsys):
-    """The arm that diverged is compared with one that a later call measures."""
+    """The variant that diverged is compared with one that a later call measures."""
 
-    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float):
-        loss = math.nan if arm == "accelerate_te" else 7.0
+    def measured(name: str, variant: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float):
+        loss = math.nan if variant == "accelerate_te" else 7.0
         times = [1.0] * (num_steps - warmup)
         return {"failed": None, "step_times_s": times, "losses": [loss, math.inf], "wall_time_s": 1.0}
 
@@ -274,12 +274,12 @@ def test_a_bench_goes_on_from_its_file(tmp_path, monkeypatch, capsys):
     """
     path, taken, commit = tmp_path / "r.json", [], ["a" * 40]
 
-    def measured(name: str, arm: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float):
-        taken.append(arm)
+    def measured(name: str, variant: str, num_gpus: int, num_steps: int, warmup: int, timeout_s: float):
+        taken.append(variant)
         git = {"commit": commit[0], "dirty": None}
         provenance = {"git": git, "packages": {}, "driver": "1", "gpus": [{"name": "H"}], "time_utc": str(len(taken))}
         header = {"provenance": provenance, "peaks": None}
-        if len(taken) == 4 or arm == "block":
+        if len(taken) == 4 or variant == "block":
             return {"failed": "killed", "header": header}
         times = [float(len(taken))] * (num_steps - warmup)
         return {"failed": None, "header": header, "step_times_s": times, "losses": [7.0, 6.0], "wall_time_s": 1.0}
@@ -359,7 +359,7 @@ def test_figures_of_step_times():
 
 
 def test_rounds_that_failed_are_said():
-    work, arm = Workload.parse("Llama-3.2-1B:8x1024x4", 2), parse_variant("delayed")
+    work, variant = Workload.parse("Llama-3.2-1B:8x1024x4", 2), parse_variant("delayed")
     gemms = {"fp8": {"count": 768, "time_s": 0.3, "share": 0.75}, "bf16": {"count": 12, "time_s": 0.1, "share": 0.25}}
     good = {
         "failed": None,
@@ -368,7 +368,7 @@ def test_rounds_that_failed_are_said():
         "peak_memory_gib": 30.0,
         "gemm_kernels": gemms,
     }
-    row = benchmark.summarise(work, arm, [good, {**good, "peak_memory_gib": 31.0}, {"failed": "out of memory"}])
+    row = benchmark.summarise(work, variant, [good, {**good, "peak_memory_gib": 31.0}, {"failed": "out of memory"}])
     assert row["peak_memory_gib"] == 31 and row["failed_rounds"] == ["out of memory"] and len(row["rounds"]) == 2
     line = benchmark._line(row, row)
     assert (
@@ -383,7 +383,9 @@ def test_help_says_what_quick_measures(capsys):
     with pytest.raises(SystemExit):
         benchmark.parse(["--help"])
     words = " ".join(capsys.readouterr().out.split())
-    assert "--quick one model, few arms, one round: --workloads Llama-3.2-1B:8x1024x4, --arms hf_bf16,bf16," in words
+    assert (
+        "--quick one model, few variants, one round: --workloads Llama-3.2-1B:8x1024x4, --arms hf_bf16,bf16," in words
+    )
     assert "minute" not in words
 
 
@@ -391,7 +393,7 @@ def test_quick_gives_way_to_what_is_asked():
     quick = benchmark.parse(["--quick", "--rounds", "2"])
     assert (quick.arms, quick.rounds, quick.steps) == ("hf_bf16,bf16,delayed,current", 2, 6)
     usual = benchmark.parse([])
-    assert set(usual.arms.split(",")) == {*RIVALS, "bf16", "delayed", "current", "block"} and usual.rounds == 3
+    assert set(usual.arms.split(",")) == {*BASELINES, "bf16", "delayed", "current", "block"} and usual.rounds == 3
     for wrong, sentence in (
         (["--warmup", "8"], "--warmup 8 must leave some of the 8"),
         (["--rounds", "0"], "measures nothing"),
@@ -440,9 +442,9 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
 def test_the_claim_that_accelerates_own_fp8_equals_transformer_engine(capsys):
     work = Workload.parse("Llama-3.2-1B:8x1024x4", 3)
 
-    def row(arm: str, times: list[float], loss: float) -> dict:
+    def row(variant: str, times: list[float], loss: float) -> dict:
         answer = {"failed": None, "step_times_s": times, "losses": [loss, 9.0]}
-        return benchmark.summarise(work, parse_variant(arm), [answer])
+        return benchmark.summarise(work, parse_variant(variant), [answer])
 
     rows = [
         row("te_autocast", [1.0, 1.1, 1.2], 10.0),

@@ -1,4 +1,4 @@
-"""Each arm of the benchmark of one GPU runs the kernels that its name speaks of, and all train the same thing."""
+"""Each variant of the benchmark of one GPU runs the kernels that its name speaks of, and all train the same thing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def workload(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first_loss(workload):
-    """Of the plainest arm."""
+    """Of the plainest variant."""
     return measure(Workload.parse(workload, 2), parse_variant("hf_bf16"), 1, torch.device("cuda"))["losses"][0]
 
 
@@ -55,22 +55,22 @@ def first_loss(workload):
     + [pytest.param(name, marks=needs_torchao) for name in ("torchao_tensorwise", "torchao_rowwise")],
 )  # fmt: skip
 def test_kernels_of_an_arm(name, workload, first_loss, device, record_property):
-    arm = parse_variant(name)
-    found = measure(Workload.parse(workload, 2), arm, 1, device)
+    variant = parse_variant(name)
+    found = measure(Workload.parse(workload, 2), variant, 1, device)
     gemms = found["gemm_kernels"]
     record_property("gemm_kernels", gemms)
     record_property("losses", found["losses"])
-    assert ("fp8" in gemms) == arm.computes_in_fp8
+    assert ("fp8" in gemms) == variant.computes_in_fp8
     assert sum(kernels["share"] for kernels in gemms.values()) == pytest.approx(1)
-    ours_in_te = hasattr(arm.what, "use_te") and arm.what.use_te
+    ours_in_te = hasattr(variant.what, "use_te") and variant.what.use_te
     decoder = "te" if ours_in_te else "hf"
     num_weights = NUM_LAYERS * WEIGHTS_OF_LAYER[decoder]
-    if arm.computes_in_fp8:
+    if variant.computes_in_fp8:
         assert gemms["fp8"]["count"] >= NUM_GEMMS * num_weights
         assert sum(found["census"]["converted"].values()) == NUM_LAYERS * MODULES_OF_LAYER[decoder] + (name in CLAIM)
     if name not in CLAIM:  # which have the output head in fp8 as well
-        assert gemms["bf16"]["count"] >= NUM_GEMMS * (1 if arm.computes_in_fp8 else num_weights + 1)
-    assert found["losses"][0] == pytest.approx(first_loss, rel=5e-3 if arm.computes_in_fp8 else 5e-4), (
+        assert gemms["bf16"]["count"] >= NUM_GEMMS * (1 if variant.computes_in_fp8 else num_weights + 1)
+    assert found["losses"][0] == pytest.approx(first_loss, rel=5e-3 if variant.computes_in_fp8 else 5e-4), (
         "the same weights and tokens"
     )
     assert 0 < found["peak_memory_gib"] <= found["peak_reserved_memory_gib"]
@@ -100,10 +100,10 @@ def test_accelerates_own_fp8_trains_what_bare_transformer_engine_trains(workload
 
 def test_the_script_writes_rows_with_their_spread(workload, tmp_path):
     output = tmp_path / "r.json"
-    arms = "hf_bf16,bf16,delayed,accelerate_te"
+    variants = "hf_bf16,bf16,delayed,accelerate_te"
     options = [
         f"--workloads={workload}",
-        f"--arms={arms}",
+        f"--arms={variants}",
         "--rounds=2",
         "--steps=3",
         "--warmup=1",
@@ -114,7 +114,7 @@ def test_the_script_writes_rows_with_their_spread(workload, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     record = json.loads(output.read_text())
-    assert [row["arm"] for row in record["rows"]] == arms.split(",")
+    assert [row["arm"] for row in record["rows"]] == variants.split(",")
     assert record["provenance"]["gpus"] and record["provenance"]["command"][0] == "scripts/benchmark.py"
     for row in record["rows"]:
         assert len(row["rounds"]) == 2, row
@@ -122,7 +122,7 @@ def test_the_script_writes_rows_with_their_spread(workload, tmp_path):
         assert speeds == sorted(speeds)
         for measured in row["rounds"]:
             assert ("fp8" in measured["gemm_kernels"]) == parse_variant(row["arm"]).computes_in_fp8
-            assert measured["memory_before_gib"] == 0, "nothing of another arm is left"
+            assert measured["memory_before_gib"] == 0, "nothing of another variant is left"
     assert "first loss: hf_bf16" in done.stdout and "their first losses are at most" in done.stdout
 
 
@@ -160,8 +160,8 @@ def test_the_speed_table_of_one_small_row(workload, tmp_path):
         "--steps=3",
         "--warmup=1",
     ]
-    for arms in ("delayed", "delayed,hf_bf16"):
-        done = subprocess.run([*command, f"--arms={arms}"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    for variants in ("delayed", "delayed,hf_bf16"):
+        done = subprocess.run([*command, f"--arms={variants}"], cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
     record = json.loads(output.read_text())
     assert [found["arm"] for found in record["rows"]] == ["delayed", "hf_bf16"] and len(record["runs"]) == 2

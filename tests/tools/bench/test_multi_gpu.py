@@ -1,4 +1,4 @@
-"""The benchmark in several processes: arms, rows, arms that fail and those that follow them. gloo on the CPU,
+"""The benchmark in several processes: variants, rows, variants that fail and those that follow them. gloo on the CPU,
 started by torchrun.
 """
 
@@ -58,19 +58,21 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, architecture, start):
-    """The TE decoder needs a GPU, so its arm fails; the one after it is measured by the processes of the second
+    """The TE decoder needs a GPU, so its variant fails; the one after it is measured by the processes of the second
     start.
     """
     path = tmp_path / "result.json"
     ours = "fsdp_full:bf16:swap,fsdp_full:bf16,ddp:bf16:swap,ddp:hf_bf16,deepspeed_1:bf16:swap,deepspeed_3:bf16:swap"
-    arms = f"{ours},deepspeed_1:hf_bf16,deepspeed_3:hf_bf16"
+    variants = f"{ours},deepspeed_1:hf_bf16,deepspeed_3:hf_bf16"
     printed = ended(
-        start(path, f"--workloads={architecture}:2x64x2", f"--arms={arms}", "--steps=4", "--warmup=1", max_restarts=1)
+        start(
+            path, f"--workloads={architecture}:2x64x2", f"--arms={variants}", "--steps=4", "--warmup=1", max_restarts=1
+        )
     )
     record = json.loads(path.read_text())
     assert record["measuring"] is None and record["provenance"]["command"][0] == "scripts/benchmark_multi_gpu.py"
     rows = record["rows"]
-    assert [row["arm"] for row in rows] == arms.split(",")
+    assert [row["arm"] for row in rows] == variants.split(",")
     assert [row["mode"] for row in rows] == [
         "fsdp_full",
         "fsdp_full",
@@ -91,8 +93,8 @@ def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, archi
         # Random weights on 1024 equally likely tokens: about ln 1024.
         assert row["losses"][0] == pytest.approx(6.93, abs=0.1) and row["model_tflops"] > 0 and row["build_s"] > 0
     by_arm = {row["arm"]: row["losses"] for row in rows}
-    for arm in ("fsdp_full:bf16:swap", "deepspeed_1:bf16:swap", "deepspeed_3:bf16:swap"):
-        assert by_arm[arm][0] == pytest.approx(by_arm["ddp:bf16:swap"][0], rel=2e-4), (
+    for variant in ("fsdp_full:bf16:swap", "deepspeed_1:bf16:swap", "deepspeed_3:bf16:swap"):
+        assert by_arm[variant][0] == pytest.approx(by_arm["ddp:bf16:swap"][0], rel=2e-4), (
             "the same weights and tokens at first"
         )
     for mode in ("deepspeed_1", "deepspeed_3"):
@@ -104,7 +106,7 @@ def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, archi
 
 
 def test_a_file_for_deepspeed(tmp_path, architecture, start):
-    """Ours is refused what a run refuses; the rival has it, and DeepSpeed then exchanges fp32. What ours may have is
+    """Ours is refused what a run refuses; the baseline has it, and DeepSpeed then exchanges fp32. What ours may have is
     in its row, and harmless.
     """
     work, path = f"--workloads={architecture}:2x64x2", tmp_path / "result.json"
@@ -114,13 +116,13 @@ def test_a_file_for_deepspeed(tmp_path, architecture, start):
     losses = {}
     for settings in (sums, traffic):
         file.write_text(json.dumps(settings))
-        arms = "--arms=deepspeed_2:hf_bf16,deepspeed_2:bf16:swap"
-        process = start(path, work, arms, "--steps=4", "--warmup=1", f"--deepspeed_config={file}", max_restarts=1)
+        variants = "--arms=deepspeed_2:hf_bf16,deepspeed_2:bf16:swap"
+        process = start(path, work, variants, "--steps=4", "--warmup=1", f"--deepspeed_config={file}", max_restarts=1)
         ended(process)
-        rival, ours = json.loads(path.read_text())["rows"]
-        assert rival["deepspeed_config"] == ours["deepspeed_config"] == settings
-        assert "DeepSpeed" in rival["optimizer"] and rival["losses"][0] == pytest.approx(6.93, abs=0.1)
-        losses[list(settings)[1]] = rival["losses"]
+        baseline, ours = json.loads(path.read_text())["rows"]
+        assert baseline["deepspeed_config"] == ours["deepspeed_config"] == settings
+        assert "DeepSpeed" in baseline["optimizer"] and baseline["losses"][0] == pytest.approx(6.93, abs=0.1)
+        losses[list(settings)[1]] = baseline["losses"]
         if settings is sums:
             assert ours["losses"][0] == pytest.approx(6.93, abs=0.1)
         else:
@@ -170,7 +172,9 @@ def test_mistakes_are_one_sentence(tmp_path, architecture, monkeypatch):
     assert "names Llama-3.2-1B:1x16x1 twice" in said("--workloads=Llama-3.2-1B:1x16x1,Llama-3.2-1B:1x16x1")
     assert "can be written" in said("--output=/proc/none/r.json")
     work = f"--workloads={architecture}:1x16x1"
-    assert "no arm is under DeepSpeed" in said(work, "--arms=ddp:bf16:swap", "--deepspeed_config=configs/ds_z1.json")
+    assert "no variant is under DeepSpeed" in said(
+        work, "--arms=ddp:bf16:swap", "--deepspeed_config=configs/ds_z1.json"
+    )
     assert "cannot be read" in said(work, "--arms=deepspeed_1:hf_bf16", f"--deepspeed_config={tmp_path / 'none.json'}")
     monkeypatch.delenv("WORLD_SIZE")
     assert "torchrun --nproc_per_node" in said()
@@ -189,10 +193,12 @@ def test_unknown_arms(name):
 
 
 def test_names_of_arms():
-    arm = parse_variant("cp4:fsdp_grad:current:recompute:sync")
-    assert (arm.mode, arm.context_size, arm.computes_in_fp8) == ("fsdp_grad", 4, True)
-    assert arm.what.precision.fp8_scenario == "current" and arm.what.gradient_checkpointing and arm.what.use_te
-    assert arm.what.parallel.sync_every_micro_batch and not arm.what.parallel.fp8_params
+    variant = parse_variant("cp4:fsdp_grad:current:recompute:sync")
+    assert (variant.mode, variant.context_size, variant.computes_in_fp8) == ("fsdp_grad", 4, True)
+    assert (
+        variant.what.precision.fp8_scenario == "current" and variant.what.gradient_checkpointing and variant.what.use_te
+    )
+    assert variant.what.parallel.sync_every_micro_batch and not variant.what.parallel.fp8_params
     assert not parse_variant("deepspeed_3:bf16:swap").what.use_te
     assert parse_variant("fsdp_full:delayed:fp8_params").what.parallel.fp8_params
     on_one = parse_variant("delayed:swap")
@@ -214,7 +220,7 @@ def test_names_of_arms():
         "hf_bf16",
         "bf16",
     ]
-    with pytest.raises(UserError, match="a rival under DeepSpeed computes in bf16; write deepspeed_3:hf_bf16"):
+    with pytest.raises(UserError, match="a baseline under DeepSpeed computes in bf16; write deepspeed_3:hf_bf16"):
         parse_variant("deepspeed_3:accelerate_te")
     with_file = parse_variant("deepspeed_3:hf_bf16").with_deepspeed_config(Path("a.json"))
     assert (
@@ -222,8 +228,8 @@ def test_names_of_arms():
         and parse_variant("deepspeed_3:hf_bf16").deepspeed_file.name == "ds_z3.json"
     )
     assert parse_variant("ddp:bf16").with_deepspeed_config(Path("a.json")) == parse_variant("ddp:bf16")
-    rival = parse_variant("ddp:torchao_rowwise")
-    assert (rival.mode, rival.what.torchao_recipe, rival.what.compiled, rival.computes_in_fp8) == (
+    baseline = parse_variant("ddp:torchao_rowwise")
+    assert (baseline.mode, baseline.what.torchao_recipe, baseline.what.compiled, baseline.computes_in_fp8) == (
         "ddp",
         "rowwise",
         True,

@@ -1,4 +1,4 @@
-"""Benchmarks on real documents: packed by ours, padded by the rivals, the same documents and the same loss per
+"""Benchmarks on real documents: packed by ours, padded by the baselines, the same documents and the same loss per
 token.
 """
 

@@ -117,14 +117,14 @@ def first_rank_more(record) -> float:
 
 def memory_beyond(record) -> float:
     """GiB of `MEMORY_BEYOND`."""
-    names = (record.file, record.arm, record.row["model"])
+    names = (record.file, record.variant, record.row["model"])
     return MEMORY_BEYOND.get(names[:2], MEMORY_BEYOND.get(names, 0.0))
 
 
 @pytest.mark.parametrize(
     "record",
     recorded_rows(),
-    ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row.get('row', r.row['model'])}-{r.arm}",
+    ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row.get('row', r.row['model'])}-{r.variant}",
 )
 def test_recorded_row(record):
     if record.out_of_memory:
@@ -144,7 +144,7 @@ def test_recorded_row(record):
 def test_where_the_first_gpu_needs_more_it_is_a_copy_of_every_parameter():
     """Of which nobody knows what holds it, and when: so it is told in the document and not predicted."""
     measured = [(first_rank_more(r), r) for r in recorded_rows() if r.todays and not r.out_of_memory]
-    more = {r.row["row"] + " " + r.arm: (gib_more, r) for gib_more, r in measured if gib_more > 0.01}
+    more = {r.row["row"] + " " + r.variant: (gib_more, r) for gib_more, r in measured if gib_more > 0.01}
     assert set(more) == {"3b_x2 ddp:bf16", "1b_x2 ddp:current"}
     for gib_more, record in more.values():
         assert gib_more == pytest.approx(2 * record.prediction.scenario.model.num_parameters / 2**30, rel=0.01)
@@ -175,7 +175,9 @@ def test_what_the_allocator_reserves_under_fsdp():
         assert gaps < 0 if record.memory_was_full else 0 < gaps < most < FITS_RESERVE_GIB
     full = [record for record in rows if record.memory_was_full]
     filling = ("fsdp_grad:delayed", "fsdp_grad:delayed:fp8_params:fp8head_all:flash4")
-    assert {(r.row["row"], r.arm) for r in full} == {(row, arm) for row in ("8b_x2", "8b_s8192_x2") for arm in filling}
+    assert {(r.row["row"], r.variant) for r in full} == {
+        (row, arm) for row in ("8b_x2", "8b_s8192_x2") for arm in filling
+    }
     one_gpu = [r for r in recorded_rows() if r.num_gpus == 1 and (r.reserved_gib or 0) > 137]
     assert one_gpu and not any(r.memory_was_full for r in one_gpu), (
         "one stream has what it needs from the first step on"
@@ -275,7 +277,7 @@ def test_few_tokens_computed_again_need_what_comes_later():
             assert 0.4 < beyond < 0.7, (name, row["arm"])
 
 
-@pytest.mark.parametrize("record", rows_for_memory_alone(), ids=lambda r: f"{r.file}-{r.row['model']}-{r.arm}")
+@pytest.mark.parametrize("record", rows_for_memory_alone(), ids=lambda r: f"{r.file}-{r.row['model']}-{r.variant}")
 def test_memory_of_rows_on_several_gpus_before_gemms_added_up_gradients(record):
     expected = record.row["peak_memory_gib"] - memory_beyond(record)
     assert record.prediction.peak_memory_gib == pytest.approx(expected, rel=MEMORY_ERROR)
@@ -313,7 +315,7 @@ def predicted_as_flash_4(record) -> float:
 @pytest.mark.parametrize(
     "record",
     [r for r in recorded_rows() if r.todays and r.num_gpus > 1 and not r.out_of_memory],
-    ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row.get('row')}-{r.arm}",
+    ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row.get('row')}-{r.variant}",
 )
 def test_kernels_of_several_gpus_take_what_their_parts_and_the_exchange_do(record):
     """While the exchange runs, others' kernels take longer, each by a few percent. The prediction has that in
@@ -350,7 +352,7 @@ def test_the_slowest_gpu_is_the_farther_off_the_more_there_are():
 @pytest.mark.parametrize(
     "record",
     [r for r in recorded_rows() if r.todays and r.num_gpus == 1 and not r.out_of_memory],
-    ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row.get('row')}-{r.arm}",
+    ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row.get('row')}-{r.variant}",
 )
 def test_the_parts_of_a_step_are_those_of_its_kernels(record):
     """So that an error of one part does not make up for another's."""
@@ -406,7 +408,8 @@ def test_the_records_hold_every_kind_of_row():
     }
     assert {row.file for row in todays if not row.held_out} == {"speed_table_h200.json", "levers_8b_first_scales.json"}
     assert not any(
-        "hf_" in row.arm or "cp4" in row.arm or "deepspeed" in row.arm for row in rows + rows_for_memory_alone()
+        "hf_" in row.variant or "cp4" in row.variant or "deepspeed" in row.variant
+        for row in rows + rows_for_memory_alone()
     )
     assert any(row.prediction.scenario.fp8_params for row in several)
 
@@ -434,7 +437,7 @@ def test_recipes_come_out_in_the_measured_order():
     for rows in compared:
         by_measured = sorted(rows, key=lambda row: row.step_time_s)
         by_predicted = sorted(rows, key=lambda row: row.prediction.step_time_s)
-        assert [row.arm for row in by_measured] == [row.arm for row in by_predicted]
+        assert [row.variant for row in by_measured] == [row.variant for row in by_predicted]
 
 
 def test_the_document_holds_what_the_functions_give():
