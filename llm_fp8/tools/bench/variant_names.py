@@ -214,7 +214,7 @@ def parse_variant(name: str) -> Variant:
 
 
 def recorded_variant(name: str) -> Variant:
-    """The arm of a name in a recorded file, under that name; removed options stand for what replaced them."""
+    """The variant of a name in a recorded file, under that name; removed options stand for what replaced them."""
     words = OLD_NAMES.get(name, name).split(":")
     return dataclasses.replace(parse_variant(":".join(REMOVED_OPTIONS.get(word, word) for word in words)), name=name)
 
