@@ -44,14 +44,11 @@ dist.destroy_process_group()
 # What the options and the environment come to, and what Accelerate then makes of the environment.
 SETTINGS_SCRIPT = """
 import json, os, sys
-from llm_fp8.config import parse_config
-from llm_fp8.errors import run_script
-from llm_fp8.launch_env import apply_launch_settings, require_launched
+from llm_fp8.config.parser import parse_launch
+from llm_fp8.utils.errors import run_script
 
 def main():
-    config = parse_config(sys.argv[1:], parallel=True)
-    require_launched(os.environ)
-    config = apply_launch_settings(config, os.environ)
+    config, _ = parse_launch(sys.argv[1:], os.environ, parallel=True)
     from accelerate import Accelerator
     accelerator = Accelerator(mixed_precision="no", cpu=True)
     told = {"mode": config.parallel.sharding_mode, "precision": config.precision.mixed_precision, "processes": accelerator.num_processes,
