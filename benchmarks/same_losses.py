@@ -1,0 +1,121 @@
+"""Whether two commits train the same: loss and gradient norm of every step, bit for bit, on the CPU.
+
+    python benchmarks/same_losses.py OLD_REV NEW_REV        (minutes; exit code 1 at the first difference)
+
+A refactoring moves no number. Each commit is checked out into a temporary git worktree, and the trainings of
+`TRAININGS` run there in fp32 on the embedded model and dataset, with this interpreter and one thread a process.
+Compared are `loss` and `grad_norm` of metrics.jsonl, which holds the shortest text that gives back the same float.
+(torchtitan, tests/assets/losses, compares with recorded files; two commits on one machine need no record.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_STEPS = 20
+COMMON = [
+    *("--mixed_precision=no", "--random_init", "--seed=7", "--max_seq_length=128", "--batch_size=4"),
+    *("--gradient_accumulation_steps=2", "--num_of_samples=400", "--eval_batches=1", "--learning_rate=3e-3"),
+    *("--lr_scheduler=constant", "--no_export"),
+]
+"""Constant, so that a run of half the steps and its continuation have the rates of the uninterrupted one."""
+ONE, TWO_RANKS = ["train_fp8.py"], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+TWO = [*TWO_RANKS, "train_multi_gpu.py", "--sharding_mode=fsdp_full"]
+TRAININGS: dict[str, list[list[str]]] = {
+    "padded": [[*ONE, f"--max_steps={NUM_STEPS}"]],
+    "packed": [[*ONE, f"--max_steps={NUM_STEPS}", "--packing"]],
+    "LoRA": [[*ONE, f"--max_steps={NUM_STEPS}", "--lora_rank=4"]],
+    "two ranks, fsdp_full": [[*TWO, f"--max_steps={NUM_STEPS}", "--packing"]],
+    "interrupted and resumed": [
+        [*ONE, f"--max_steps={NUM_STEPS // 2}", f"--save_every={NUM_STEPS // 2}"],
+        [*ONE, f"--max_steps={NUM_STEPS}", "--resume_from=latest"],
+    ],
+}
+"""The commands of each training, one after the other in one run folder."""
+
+
+@contextmanager
+def worktree(revision: str, folder: Path) -> Iterator[Path]:
+    """A checkout of the commit, gone at the end."""
+    git = ["git", "-C", str(ROOT), "worktree"]
+    added = subprocess.run(
+        [*git, "add", "--detach", str(folder), revision], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    if added.returncode != 0:
+        raise UserError(f"{revision} cannot be checked out: {added.stderr.strip().splitlines()[-1]}")
+    try:
+        yield folder
+    finally:
+        subprocess.run([*git, "remove", "--force", str(folder)], check=True)
+
+
+def train(checkout: Path, commands: list[list[str]], run_dir: Path) -> list[tuple[int, float, float]]:
+    """Run the commands in the checkout; step, loss and gradient norm of every step."""
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_DATASETS_CACHE=str(run_dir.parent / "datasets"))
+    for command in commands:
+        words = [sys.executable, *command, *COMMON, f"--output_dir={run_dir}"]
+        ended = subprocess.run(
+            words, cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if ended.returncode != 0:
+            raise UserError(f"{' '.join(words)} ended with exit code {ended.returncode}:\n{ended.stdout[-3000:]}")
+    records = read_metrics(run_dir / "metrics.jsonl")
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in records if "loss" in record]
+
+
+def first_difference(old: list[tuple[int, float, float]], new: list[tuple[int, float, float]]) -> str | None:
+    """The first step whose loss or gradient norm differs, in words; None where all are equal and none is missing."""
+    for (step, *before), (new_step, *after) in zip(old, new, strict=False):
+        if (step, before) != (new_step, after):
+            return f"step {step}: loss and grad_norm {before}, then (step {new_step}) {after}"
+    for steps in (old, new):
+        if [step for step, *_ in steps] != list(range(1, NUM_STEPS + 1)):
+            return f"{len(steps)} steps were recorded, not {NUM_STEPS}"
+    return None
+
+
+def compare(old: str, new: str) -> int:
+    """Run every training at both commits; the exit code."""
+    with (
+        tempfile.TemporaryDirectory(prefix="same-losses-") as folder,
+        worktree(old, Path(folder, "old")) as old_checkout,
+        worktree(new, Path(folder, "new")) as new_checkout,
+    ):
+        for number, (name, commands) in enumerate(TRAININGS.items()):
+            runs = [
+                train(checkout, commands, Path(folder, f"{checkout.name}-{number}"))
+                for checkout in (old_checkout, new_checkout)
+            ]
+            difference = first_difference(*runs)
+            if difference is not None:
+                print(f"{name}: {difference}")
+                return 1
+            last_loss = json.dumps(runs[0][-1][1])
+            print(f"{name}: {NUM_STEPS} steps are equal; the last loss is {last_loss}", flush=True)
+    return 0
+
+
+def main() -> int:
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("old", help="a commit")
+    parser.add_argument("new", help="the commit to compare with it")
+    options = parser.parse_args()
+    return compare(options.old, options.new)
+
+
+if __name__ == "__main__":
+    run_script(main)
