@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 EMBEDDED = "embedded"
-"""Name of the model and of the dataset that the repository carries."""
+"""Name of the model and of the dataset in this repository."""
 
 SCRATCH_LEARNING_RATE = 1e-3
 """Default learning rate of a model whose weights start random: the embedded one, and any with --random_init."""
@@ -25,10 +25,10 @@ SCRATCH_LEARNING_RATE = 1e-3
 TE_SCENARIOS = ("delayed", "current", "block", "mxfp8", "nvfp4")
 TORCHAO_SCENARIOS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 LORA_LEARNING_RATE = 2e-4
-"""Default learning rate of adapters, which start at nothing and have to get far."""
+"""Default learning rate of adapters."""
 
 ALL_LINEAR = "all-linear"
-"""Value of --lora_targets for every linear layer but the output head."""
+"""Value of --lora_targets for every linear layer but the lm_head."""
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Hugging Face's names of a decoder layer's linear layers in the order in which they compute (q, k and v at once,
 gate and up at once).
@@ -73,7 +73,7 @@ class ModelConfig:
         False, "Recompute each decoder layer in the backward pass: less memory, about a third more compute."
     )
     gradient_checkpointing_every: int = option(
-        1, "With --gradient_checkpointing: recompute one decoder layer in so many (1: all of them)."
+        1, "With --gradient_checkpointing: recompute every n-th decoder layer (1: all of them)."
     )
     parity_check: bool | None = option(
         None,
@@ -89,17 +89,17 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """In which precision the linear layers compute."""
+    """Precision of the linear layers."""
 
     mixed_precision: Literal["no", "bf16", "fp16", "fp8"] | None = option(
         None,
         "no (fp32), bf16, fp16 or fp8. Default: what 'accelerate launch' asked for, else bf16 on a GPU that has it, "
-        "else no.",
+        "else fp32.",
     )
     fp8_backend: Literal["te", "torchao"] = option(
         "te",
-        "Whose fp8 linear layers: Transformer Engine's, or torchao's (without --use_te; decoder layers are compiled "
-        "on a GPU, and its products emulated on a CPU).",
+        "Library of the fp8 linear layers: Transformer Engine, or torchao (without --use_te; decoder layers are "
+        "compiled on a GPU, and its GEMMs emulated on a CPU).",
     )
     fp8_scenario: Literal[
         "default", "delayed", "current", "block", "mxfp8", "nvfp4", "tensorwise", "rowwise", "rowwise_with_gw_hp"
@@ -115,20 +115,18 @@ class PrecisionConfig:
         "for block and MXFP8.",
     )
     amax_history_len: int | None = option(
-        None, "Delayed scaling: how many forward passes of absolute maxima the scale looks back on (default 1024)."
+        None, "Delayed scaling: length of the amax history, in forward passes (default: 1024)."
     )
     amax_compute_algo: Literal["max", "most_recent"] | None = option(
-        None, "Delayed scaling: the scale comes from the history's maximum (default) or from its newest entry."
+        None, "Delayed scaling: scale from the maximum of the amax history or from its newest entry (default: max)."
     )
-    fp8_margin: int | None = option(
-        None, "Delayed scaling: powers of two kept free above the largest value seen (default 0)."
-    )
-    fp8_first_bf16_layers: int = option(0, "Number of decoder layers at the input side that stay in bf16.")
-    fp8_last_bf16_layers: int = option(0, "Number of decoder layers at the output side that stay in bf16.")
+    fp8_margin: int | None = option(None, "Delayed scaling: headroom above the amax, in powers of two (default: 0).")
+    fp8_first_bf16_layers: int = option(0, "Decoder layers at the input that stay in bf16.")
+    fp8_last_bf16_layers: int = option(0, "Decoder layers at the output that stay in bf16.")
     fp8_lm_head: Literal["none", "gradients", "all"] = option(
         "none",
-        "Products of the output head that run in fp8 in training: none; gradients: the two of the backward pass, with "
-        "logits and loss as before; all: the logits too. Evaluation has the exact loss. Needs --fp8_backend te.",
+        "GEMMs of the lm_head that run in fp8 in training: none; gradients: dgrad and wgrad, with logits and loss "
+        "unchanged; all: fprop too. Evaluation keeps them in high precision. Needs --fp8_backend te.",
     )
     fp8_strict: bool = option(False, "Stop with an error where an fp8 recipe would fall back to another.")
 
@@ -150,20 +148,20 @@ class DataConfig:
         0.01,
         "Share of the training problems held out for evaluation where there is no validation split; 0 holds out none.",
     )
-    num_of_samples: int | None = option(None, "Use only the first so many rows of the split (default: all).")
+    num_of_samples: int | None = option(None, "Use only the first rows of the split, this many (default: all).")
     streaming: bool = option(
         False, "Read the dataset as a stream instead of preparing all of it first (for the 14M-row split)."
     )
-    max_seq_length: int = option(1024, "Tokens in a row of a batch; a longer sample is handled as --overlong says.")
-    batch_size: int = option(8, "Rows of a micro-batch per GPU.")
+    max_seq_length: int = option(1024, "Tokens of a sequence; --overlong says what happens to longer samples.")
+    batch_size: int = option(8, "Sequences of a micro-batch per GPU.")
     packing: bool | None = option(
         None,
-        "Pack whole samples into rows of max_seq_length tokens, with attention kept inside each sample. Default: on "
+        "Pack whole samples into sequences of max_seq_length tokens; attention stays inside each sample. Default: on "
         "with --use_te.",
     )
     train_on_prompt: bool = option(False, "Take the loss on the prompt too, not on the solution only.")
     overlong: Literal["drop", "truncate"] = option("drop", "What happens to a sample longer than max_seq_length.")
-    preprocessing_workers: int = option(1, "Processes that tokenise.")
+    preprocessing_workers: int = option(1, "Processes for tokenisation.")
     data_cache_dir: str | None = option(
         None, "Folder for the tokenised cache (default: the Hugging Face datasets cache)."
     )
@@ -171,11 +169,11 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """How the weights move."""
+    """Optimizer, schedule and length of the training."""
 
     num_epochs: int = option(1, "Passes over the training rows.")
     max_steps: int | None = option(
-        None, "Stop after so many optimizer steps, whatever --num_epochs says (default: when its passes are done)."
+        None, "Stop after this many optimizer steps, whatever --num_epochs says (default: after --num_epochs)."
     )
     learning_rate: float = option(
         1e-5,
@@ -194,8 +192,8 @@ class OptimConfig:
     max_grad_norm: float = option(1.0, "Clip the global gradient norm to this; 0 turns clipping off.")
     optimizer: Literal["auto", "adamw_fp32", "adamw_master", "adamw_8bit"] = option(
         "auto",
-        "adamw_fp32: fp32 parameters (16 bytes each). adamw_master: bf16 parameters whose fp32 master is kept as a "
-        "16-bit remainder, fused on the GPU (12 bytes). adamw_8bit: bf16 parameters with stochastic rounding and "
+        "adamw_fp32: fp32 parameters (16 bytes each). adamw_master: bf16 parameters and fp32 master weights, kept as "
+        "a 16-bit remainder, fused on the GPU (12 bytes). adamw_8bit: bf16 parameters with stochastic rounding and "
         "8-bit moments (6 bytes). auto: adamw_master on a GPU when the run computes in bf16 or fp8, else adamw_fp32.",
     )
     seed: int = option(42, "Seed of initialisation, data order and the rounding of adamw_8bit.")
@@ -214,20 +212,20 @@ class RunConfig:
         None, "'latest' (of --output_dir) or a checkpoint folder to continue from (default: start anew)."
     )
     save_every: int = option(0, "Optimizer steps between checkpoints; 0 saves none during training.")
-    save_total_limit: int = option(2, "Checkpoints kept; the oldest go first.")
+    save_total_limit: int = option(2, "Checkpoints kept; the oldest are deleted first.")
     export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
     eval_every: int = option(0, "Optimizer steps between evaluations; 0 evaluates at the end only.")
-    eval_batches: int | None = option(None, "Batches per evaluation (default: the whole held-out set).")
+    eval_batches: int | None = option(None, "Batches per evaluation (default: the whole validation set).")
     eval_exact_match: int = option(
         0,
-        "Held-out problems that the model answers at each evaluation, to be compared with the dataset's "
-        "expected_answer; 0: none. Where there are fewer, all of them.",
+        "Validation problems that the model answers at each evaluation, compared with the dataset's expected_answer; "
+        "0: none. Where there are fewer, all of them.",
     )
-    eval_max_new_tokens: int = option(512, "Tokens after which an answer of --eval_exact_match is cut off.")
+    eval_max_new_tokens: int = option(512, "Largest number of tokens of an answer of --eval_exact_match.")
     certify: bool | None = option(
         None,
-        "Record the GPU kernels of one early step, compare them with what was asked for, and end the run with exit "
-        "code 1 where they differ. Default: on with an NVIDIA GPU.",
+        "Record the GPU kernels of one early step, compare them with the precision that was asked for, and end the "
+        "run with exit code 1 where they differ. Default: on with an NVIDIA GPU.",
     )
     log_every: int = option(10, "Optimizer steps between log lines; every step reaches metrics.jsonl.")
     use_wandb: bool = option(False, "Log to Weights & Biases (the same as --report_to wandb).")
@@ -235,7 +233,7 @@ class RunConfig:
     wandb_run_name: str | None = option(None, "Name of the W&B run (default: W&B makes one up).")
     wandb_group: str | None = option(
         None,
-        "Group of the W&B run, the same for runs that are to be compared (default: the name of the output folder).",
+        "Group of the W&B run; runs to be compared share one (default: the name of the output folder).",
     )
     wandb_tags: str | None = option(
         None,
@@ -249,19 +247,19 @@ class RunConfig:
 class LoraConfig:
     """Low-rank adapters (LoRA) in place of full fine-tuning."""
 
-    lora_rank: int = option(0, "Rank of the adapters; the model itself is then frozen. 0: full fine-tuning.")
+    lora_rank: int = option(0, "Rank of the adapters; all other weights are frozen. 0: full fine-tuning.")
     lora_alpha: float | None = option(
-        None, "An adapter's output is multiplied by this over --lora_rank (default: twice the rank)."
+        None, "The adapters' output is scaled by this over --lora_rank (default: twice the rank)."
     )
-    lora_dropout: float = option(0.0, "Share of an adapter's inputs that is dropped while training.")
+    lora_dropout: float = option(0.0, "Dropout on the input of an adapter.")
     lora_targets: str = option(
         ALL_LINEAR,
         "Linear layers that get an adapter: names as in the Hugging Face model, separated by commas (q_proj,v_proj), "
-        "or 'all-linear' for all but the output head.",
+        "or 'all-linear' for all but the lm_head.",
     )
     lora_merge: bool = option(
         False,
-        "Export the model with its adapters added to its weights, as a whole checkpoint, in place of a PEFT adapter.",
+        "Export the model with the adapters merged into its weights, in place of a PEFT adapter.",
     )
 
     @property
@@ -288,14 +286,14 @@ FP8_GATHER_MODES = ("fsdp_full", "fsdp_grad")
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the training is spread over several GPUs (train_multi_gpu.py)."""
+    """Parallelism over several GPUs (train_multi_gpu.py)."""
 
     sharding_mode: ShardingMode = option(
         "auto",
         "ddp: every GPU holds the whole model. fsdp_grad: gradients and optimizer are sharded, parameters are "
-        "gathered once a step and kept whole to its last backward pass. fsdp_full: parameters are sharded too. "
+        "gathered once a step and stay unsharded until its last backward pass. fsdp_full: parameters are sharded too. "
         "fsdp_hybrid: sharded inside a host, replicated across hosts. fsdp_offload: fsdp_full with parameters, "
-        "gradients and optimizer in the hosts' memory. deepspeed_1, _2, _3: DeepSpeed's ZeRO stages. auto: the first "
+        "gradients and optimizer in CPU memory. deepspeed_1, _2, _3: DeepSpeed's ZeRO stages. auto: the first "
         "of ddp, fsdp_grad and fsdp_full that the GPUs have room for; it says why.",
     )
     hybrid_shard_size: int | None = option(
@@ -303,8 +301,8 @@ class ParallelConfig:
     )
     sync_every_micro_batch: bool = option(
         False,
-        "Exchange gradients after every micro-batch rather than once a step: sharded modes then keep no unsharded "
-        "gradients (4 bytes per parameter), for more traffic.",
+        "Reduce gradients after every micro-batch rather than once a step: sharded modes then keep no unsharded "
+        "gradients (4 bytes per parameter), for more communication.",
     )
     fp8_params: bool = option(
         False,
@@ -317,20 +315,24 @@ class ParallelConfig:
         "half the bytes of bf16 (fsdp_full and fsdp_grad).",
     )
     context_parallel_size: int = option(
-        1, "GPUs that share the tokens of a row, for rows too long for one GPU (needs --use_te and an fsdp mode)."
+        1, "GPUs that share the tokens of a sequence too long for one GPU (needs --use_te and an fsdp mode)."
     )
     deepspeed_config: str | None = option(
         None, "DeepSpeed JSON file for the deepspeed modes (default: configs/ds_z1.json, ds_z2.json or ds_z3.json)."
     )
     async_save: bool = option(
         False,
-        "Write checkpoints in the background: training waits only until the tensors are copied to the host's memory.",
+        "Write checkpoints in the background; training waits only for the copy to CPU memory.",
     )
     empty_cache_freq: int = option(
         0,
-        "Give cached GPU memory back to the driver every so many steps (0: never). It costs the time to allocate it "
-        "anew; use it only where memory is fragmented.",
+        "Return cached GPU memory to the driver every this many steps (0: never). Allocating it again costs time; for "
+        "fragmented memory only.",
     )
+
+    def gpus_per_copy(self, local_world_size: int) -> int:
+        """GPUs that hold one copy of the model together under fsdp_hybrid, on hosts of `local_world_size` GPUs."""
+        return self.hybrid_shard_size or local_world_size
 
 
 @dataclass(frozen=True)

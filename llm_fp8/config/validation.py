@@ -476,7 +476,7 @@ def _check_ranks(config: Config, facts: MachineFacts) -> None:
         "--mixed_precision bf16 or fp8.",
     )
     if facts.sharding_mode == "fsdp_hybrid":
-        shard = hybrid_shard_size(config, facts.ranks)
+        shard = config.parallel.gpus_per_copy(facts.ranks.local_world_size)
         _require(
             world_size % shard == 0 and world_size != shard,
             f"--sharding_mode fsdp_hybrid shards over {shard} GPUs (--hybrid_shard_size, by default those of a host) "
@@ -502,7 +502,7 @@ def _check_model(config: Config, facts: MachineFacts, model: ModelFacts) -> None
         check_flash_attention(model.head_dim, model.attention_dropout)
     if config.parallel.fp8_params:
         hybrid = facts.sharding_mode == "fsdp_hybrid"
-        num_shards = hybrid_shard_size(config, facts.ranks) if hybrid else facts.ranks.world_size
+        num_shards = config.parallel.gpus_per_copy(facts.ranks.local_world_size) if hybrid else facts.ranks.world_size
         check_fp8_params(facts.scenario, model.layer_weights, num_shards)
 
 
@@ -535,8 +535,3 @@ def check_fp8_params(scenario: str | None, weights: Iterable[tuple[int, int]], n
             f"--fp8_params splits the rows of every weight evenly, and a weight of {rows} x {columns} cannot be "
             f"split over {num_shards} GPUs; use a number of GPUs that divides {rows}, or drop --fp8_params.",
         )
-
-
-def hybrid_shard_size(config: Config, ranks: LaunchRanks) -> int:
-    """GPUs that hold one copy of the model together under fsdp_hybrid."""
-    return config.parallel.hybrid_shard_size or ranks.local_world_size

@@ -7,7 +7,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 from llm_fp8.config.options import Config
-from llm_fp8.config.validation import hybrid_shard_size
 from llm_fp8.distributed.deepspeed import DeepSpeedStrategy, accelerator_arguments
 from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.distributed.strategy import DistributedStrategy
@@ -47,7 +46,9 @@ def build_strategy(
 ) -> DistributedStrategy:
     """The engine for `mode`, a value that `choice.choose_mode` gave."""
     if mode.startswith("fsdp"):
-        return FsdpStrategy(mode, accelerator, config.parallel, compute_dtype, hybrid_shard_size(config, ranks))
+        return FsdpStrategy(
+            mode, accelerator, config.parallel, compute_dtype, config.parallel.gpus_per_copy(ranks.local_world_size)
+        )
     if mode.startswith("deepspeed"):
         return DeepSpeedStrategy(mode, accelerator, config.parallel)
     return DistributedStrategy(mode, accelerator, config.parallel)

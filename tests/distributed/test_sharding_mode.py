@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.config.validation import MachineFacts, check_machine, hybrid_shard_size
+from llm_fp8.config.validation import MachineFacts, check_machine
 from llm_fp8.distributed.sharding_mode import choose_mode, state_bytes
 from llm_fp8.observability.step_profile import StepProfile, covered, length
 from llm_fp8.train.failures import MemoryUse, out_of_memory_advice
@@ -60,7 +60,7 @@ def test_bytes_of_every_mode():
 
 
 def test_hybrid_shards_inside_a_host():
-    assert hybrid_shard_size(config(), TWO_HOSTS) == 8
+    assert config().parallel.gpus_per_copy(TWO_HOSTS.local_world_size) == 8
     check_machine(config(), MachineFacts(TWO_HOSTS, "fsdp_hybrid"))
 
 
