@@ -50,6 +50,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llm_fp8.kernels.swiglu import fuse_swiglu_backward
+from llm_fp8.utils.te_internals import attention_backends
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -583,8 +584,7 @@ def attention_backend(model: PreTrainedModel | None = None) -> str | None:
     """
     if model is not None and spec_of(model).flash_attention_4:
         return "flash-attn 4"
-    from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends as chosen
-
+    chosen = attention_backends()
     names = {
         "use_fused_attention": "fused (cuDNN)",
         "use_flash_attention": "flash-attn",

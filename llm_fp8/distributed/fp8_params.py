@@ -1,30 +1,28 @@
-"""--fp8_params: the weights of the decoder's linear layers in fp8 between steps, and gathered in fp8.
+"""--fp8_params: fp8 weights of the decoder's linear layers between steps, all-gathered in fp8.
 
-Each rank holds of every such weight, all split over ranks along the first dimension:
+Each rank holds of every such weight, all sharded along the first dimension:
 
-    what          bytes per element   who uses it
-    fp32 master   4                   the optimizer; checkpoints and the export are written from it
-    two moments   8                   the optimizer
-    fp8 rows      1                   gathered for the forward and the backward pass, as they are
+    what            bytes per element   used by
+    master weight   4 (fp32)            the optimizer; checkpoints and the export are written from it
+    two moments     8 (fp32)            the optimizer
+    fp8 shard       1                   all-gathered as it is for the forward and the backward pass
 
-Without the option the master's rows are cast to bf16, gathered at two bytes per element, and the whole weight is cast
-to fp8 by every rank, for every micro-batch. With it each rank casts its own rows, once per step. Gradients are as
-before: bf16 whole, summed over ranks in fp32. Norms and biases stay fp32 rows in the same FSDP units, the embedding and
-the head too.
+Without the option the master's shard is cast to bf16, all-gathered at two bytes per element, and every rank casts the
+whole weight to fp8 for every micro-batch. With it each rank casts its own shard, once per step. Gradients are as
+before: unsharded in bf16, reduced in fp32. Norms, biases, embedding and lm_head stay fp32 shards of the same units.
 
-All rows of a weight share one scale, whichever rank holds them:
+All shards of a weight have one scale:
 
-    scale = largest fp8 number / largest |master| over all ranks / 2^margin
+    scale = largest fp8 number / amax of the master weight over all ranks / 2^margin
 
-It is computed from the masters as they are after the step, with one collective for all weights, in both recipes. So a
-weight never exceeds its scale, which under delayed scaling's own rule it could; and the fp8 rows are a function of the
-masters alone: a checkpoint needs nothing else to give the same bits again, and is the same as one that was written
-without this option.
+computed after the step, with one collective for all weights, in both recipes. So a weight never exceeds its scale,
+which under delayed scaling's own rule it could; and the fp8 shards are a function of the master weights alone: a
+checkpoint needs nothing else to restore the same bits, and equals one written without this option.
 
-Transformer Engine 2.20 knows such parameters: a DTensor whose local part is a `Float8Tensor` gathers its bytes by the
-extension points that FSDP2 has for tensor subclasses (`fsdp_pre_all_gather`). `te.quantized_model_init` makes modules
-for them. Its own optimizer is not used: under delayed scaling it would cast with the scale of past steps, and with
-current scaling it takes a collective for each weight.
+Transformer Engine 2.20 supports such parameters: a DTensor whose local part is a `Float8Tensor` is gathered as bytes by
+FSDP2's extension points for tensor subclasses (`fsdp_pre_all_gather`), and `te.quantized_model_init` makes modules for
+them. Its optimizer is not used: under delayed scaling it would cast with the scale of past steps, and with current
+scaling it takes a collective for each weight.
 """
 
 from __future__ import annotations
@@ -42,6 +40,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from llm_fp8.distributed.fsdp_internals import local_of
 from llm_fp8.precision.context import Precision
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -51,13 +50,13 @@ _WEIGHT = "_fp8_weight"
 
 
 def master_of(parameter: AnyTensor) -> AnyTensor:
-    """The fp32 master of an fp8 parameter; any other parameter is its own master."""
+    """The master weight of an fp8 parameter; any other parameter is its own."""
     weight: Any = getattr(parameter, _WEIGHT, None)
     return parameter if weight is None else weight.master
 
 
 def requantise_(model: nn.Module) -> None:
-    """Compute the fp8 weights of `model`, where it has any, from masters that were written to; collective."""
+    """Compute the fp8 weights of `model`, where it has any, from its master weights; collective."""
     for parameter in model.parameters():
         weight: Fp8Weight | None = getattr(parameter, _WEIGHT, None)
         if weight is not None:
@@ -67,12 +66,12 @@ def requantise_(model: nn.Module) -> None:
 
 @dataclass(eq=False)
 class Fp8Weight:
-    """One weight. `quantizer.update_quantized(rows, fp8_rows)` casts fp32 rows with the scale that `group` gave it."""
+    """One weight; `quantizer.update_quantized(shard, fp8_shard)` casts with the scale that `group` gave it."""
 
     master: Parameter
-    """fp32, a DTensor split along dim 0; a parameter of the optimizer and of no module."""
+    """fp32 DTensor sharded along dim 0; a parameter of the optimizer and of no module."""
     parameter: Parameter
-    """fp8, a DTensor split likewise; a parameter of its module and of no optimizer."""
+    """fp8 DTensor sharded likewise; a parameter of its module and of no optimizer."""
     quantizer: Any
     group: Fp8Weights
 
@@ -82,8 +81,8 @@ class Fp8Weights:
 
     Args:
         scales: fp32 [number of weights], read by the weights' quantizers.
-        target: the number that a weight's largest magnitude becomes.
-        process_group: the ranks that hold one copy of the model together.
+        target: the number that a weight's amax becomes.
+        process_group: the ranks that share one copy of the model.
     """
 
     def __init__(self, scales: Tensor, target: float, process_group: dist.ProcessGroup) -> None:
@@ -99,9 +98,7 @@ class Fp8Weights:
         self._weights.append(weight)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Let `optimizer`, which holds the masters, step by the gradients of the fp8 parameters and leave these up
-        to date.
-        """
+        """Let `optimizer`, which holds the master weights, step by the fp8 parameters' gradients and update these."""
         optimizer.register_step_pre_hook(self._hand_over_gradients)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -115,36 +112,31 @@ class Fp8Weights:
 
     @torch.no_grad()
     def quantise_(self) -> None:
-        """Cast all masters; collective over the process group."""
-        rows = [_local(weight.master) for weight in self._weights]
-        largest = torch.stack(torch._foreach_norm(rows, math.inf))
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._process_group)
-        self._scales.copy_(scales_of(largest, self._target))
-        for weight, master_rows in zip(self._weights, rows, strict=True):
+        """Cast all master weights; collective over the process group."""
+        shards = [local_of(weight.master) for weight in self._weights]
+        amax = torch.stack(torch._foreach_norm(shards, math.inf))
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._process_group)
+        self._scales.copy_(scales_of(amax, self._target))
+        for weight, master in zip(self._weights, shards, strict=True):
             # In place: what FSDP gathered before refers to this very tensor of the scale.
-            weight.quantizer.update_quantized(master_rows, _local(weight.parameter))
+            weight.quantizer.update_quantized(master, local_of(weight.parameter))
 
 
-def scales_of(largest: Tensor, target: float) -> Tensor:
-    """Scales fp32 [n] that turn magnitudes `largest` fp32 [n] into `target`.
+def scales_of(amax: Tensor, target: float) -> Tensor:
+    """Scales fp32 [n] that turn magnitudes `amax` fp32 [n] into `target`.
 
     A weight of zeros has scale 1. One that is infinite has scale 0, which makes it NaN in fp8: training stops on it
     instead of clipping it.
     """
-    scales = torch.where(largest > 0, target / largest, 1.0)
+    scales = torch.where(amax > 0, target / amax, 1.0)
     return scales.clamp(max=torch.finfo(torch.float32).max)
 
 
-def _local(parameter: Parameter) -> Tensor:
-    """This rank's part of a DTensor itself, not a view of it."""
-    return parameter._local_tensor  # type: ignore[attr-defined]
-
-
 def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optimizer) -> Fp8Weights:
-    """Replace the weights of `precision`'s fp8 modules, fp32 rows that hold their values, by fp8 parameters.
+    """Replace the weights of `precision`'s fp8 modules, fp32 shards, by fp8 parameters.
 
-    What they were before become the masters: `optimizer` goes on holding them. Collective; call it before the first
-    forward pass, which is when FSDP2 looks at its parameters.
+    The former become the master weights, which `optimizer` still holds. Collective; call it before the first forward
+    pass, which is when FSDP2 looks at its parameters.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
@@ -163,10 +155,10 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
         master: Parameter = getattr(module, name)
         parameter = _fp8_parameter(master, own)
         setattr(module, name, parameter)
-        # For both recipes the quantizer that casts with a given scale. What it finds as the largest magnitude goes
-        # where delayed scaling keeps its history, so that a run without this option can go on from a checkpoint.
-        largest = own.amax if isinstance(own, Float8Quantizer) else unused
-        quantizer = Float8Quantizer(scales[number : number + 1], largest, own.dtype, rowwise=True, columnwise=False)
+        # The quantizer that casts with a given scale, for both recipes. The amax that it finds goes where delayed
+        # scaling keeps its history, so that a run without this option can resume.
+        amax = own.amax if isinstance(own, Float8Quantizer) else unused
+        quantizer = Float8Quantizer(scales[number : number + 1], amax, own.dtype, rowwise=True, columnwise=False)
         weights.add(master, parameter, quantizer)
     weights.quantise_()
     weights.attach(optimizer)
@@ -189,15 +181,16 @@ def _prepare_module(module: Any, recipe: Any) -> Sequence[str]:
 
 @torch.no_grad()
 def _fp8_parameter(master: Any, quantizer: Any) -> Parameter:
-    """An fp8 parameter split like `master`; its contents are those of no scale in particular."""
-    # The transpose, which Hopper's backward pass wants, is made of the gathered weight: the rows' own would be of no
-    # use.
+    """An fp8 parameter sharded like `master`, contents undefined."""
+    # The transpose, which Hopper's backward pass wants, is made of the gathered weight.
     quantizer.set_usage(rowwise=True, columnwise=False)
     quantizer.internal = False
-    rows = quantizer(_local(master))
-    split = DTensor.from_local(rows, master.device_mesh, master.placements, shape=master.shape, stride=master.stride())
-    parameter = Parameter(split)
-    local: Any = _local(parameter)
+    shard = quantizer(local_of(master))
+    sharded = DTensor.from_local(
+        shard, master.device_mesh, master.placements, shape=master.shape, stride=master.stride()
+    )
+    parameter = Parameter(sharded)
+    local: Any = local_of(parameter)
     local.fsdp_pre_all_gather = functools.partial(_gather, local.fsdp_pre_all_gather)
     return parameter
 
@@ -205,12 +198,11 @@ def _fp8_parameter(master: Any, quantizer: Any) -> Parameter:
 def _gather(
     pre_all_gather: Any, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: nn.Module, mp_policy: Any
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """`Float8Tensor.fsdp_pre_all_gather`, asking for the gathered rows alone in the backward pass as in the forward
-    pass.
+    """`Float8Tensor.fsdp_pre_all_gather`, without transposes in the backward pass, as in the forward pass.
 
-    TE would have the transpose made at once and the rows let go in the backward pass. But gradient checkpointing
-    computes the layer again from the rows, and would then hold on to the transposes. The modules make a transpose where
-    they need one, and drop it; the rows belong to FSDP.
+    TE would make the transpose at once and free the gathered weight in the backward pass. But activation checkpointing
+    recomputes the layer from the weight, and would then keep the transposes. The modules make a transpose where they
+    need one, and drop it; the gathered weight belongs to FSDP.
     """
     tensors, (scale_inv, _, _, fp8_dtype) = pre_all_gather(mesh, orig_size, contiguous_orig_stride, module, mp_policy)
     return tensors, (scale_inv, True, False, fp8_dtype)

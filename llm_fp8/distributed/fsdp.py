@@ -1,25 +1,24 @@
-"""FSDP2: every decoder layer is a unit whose parameters are split over ranks along their first dimension.
+"""FSDP2: every decoder layer is a unit whose parameters are sharded over ranks along their first dimension.
 
-    between steps    each rank keeps its rows of every parameter in fp32 (the master), and their moments
-    forward          a layer's rows are gathered in the compute dtype (bf16) just before it runs and dropped after it
-    backward         gathered again; gradients are summed over ranks in fp32, each rank keeping its rows
-    accumulation     without exchange between micro-batches each rank keeps whole gradients in fp32 until the last one; GEMMs add to them
-    fsdp_grad        gathers once a step: whole weights are kept from the first forward pass to the last backward pass, and their fp8 casts with them
+    between steps    each rank keeps its shard of every parameter in fp32 (the master weights), and the moments of it
+    forward          a layer's shards are gathered in the compute dtype (bf16) just before it runs and freed after it
+    backward         gathered again; gradients are reduce-scattered in fp32
+    accumulation     without reduce-scatter between micro-batches: each rank keeps unsharded fp32 gradients until the
+                     last one, and GEMMs add to them (`llm_fp8.distributed.wgrad_fusion`)
+    fsdp_grad        gathers once a step: unsharded weights, and their fp8 casts, are kept from the first forward pass
+                     to the last backward pass
 
-The embedding, the final norm and the output head form the outermost unit, gathered once per micro-batch: a tied matrix
-must not be in two.
+The embedding, the final norm and the lm_head form the outermost unit, gathered once per micro-batch: a tied matrix must
+not be in two.
 
-This calls torch's `fully_shard` itself rather than through `Accelerator.prepare`, which would map the optimizer's
-parameters by their
-addresses: parameters that have no memory yet (so that no rank ever holds the whole model) all share one.
-
-Inputs of a unit are not cast (`cast_forward_inputs`): the table of rotary angles has to stay fp32.
+torch's `fully_shard` is called directly and not through `Accelerator.prepare`, which maps the optimizer's parameters by
+address: parameters on the meta device (so that no rank ever holds the whole model) all share one. Inputs of a unit are
+not cast (`cast_forward_inputs`): the rotary table has to stay fp32.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,21 +32,25 @@ from torch.optim import Optimizer
 
 from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.fp8_params import keep_weights_in_fp8, master_of
-from llm_fp8.distributed.fsdp_internals import UnshardedGradients, _entries_of, _let_te_keep_casts, _units_of
+from llm_fp8.distributed.fsdp_internals import (
+    UnshardedGradients,
+    materialize_,
+    units_of,
+    use_memory_saving_reduce_scatter,
+)
 from llm_fp8.distributed.sharding_mode import default_optimizer
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.torchao import plain_rows, refresh_scales_
-
-logger = logging.getLogger(__name__)
+from llm_fp8.utils.te_internals import keep_casts_under_fsdp2
 
 
 class FsdpStrategy(DistributedStrategy):
     """The modes fsdp_grad, fsdp_full, fsdp_hybrid and fsdp_offload.
 
-    `hybrid_shard_size` ranks hold one copy of the model together (fsdp_hybrid); it divides the number of ranks.
+    `hybrid_shard_size` ranks share one copy of the model (fsdp_hybrid); it divides the number of ranks.
     """
 
     shards_parameters = True
@@ -81,11 +84,11 @@ class FsdpStrategy(DistributedStrategy):
 
     @property
     def parameter_device(self) -> torch.device:
-        """Where the parts of parameters are kept between steps."""
+        """Where shards are kept between steps."""
         return torch.device("cpu") if self.mode == "fsdp_offload" else self.accelerator.device
 
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
-        """fp32 shards unless another storage was asked for."""
+        """fp32 master weights unless another storage was asked for."""
         return super().resolve_optimizer(
             default_optimizer(self.mode) if requested == "auto" else requested, compute_dtype
         )
@@ -98,9 +101,7 @@ class FsdpStrategy(DistributedStrategy):
         self._fp8_params = precision
 
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
-        """Split the parameters of every layer, then what is left; gives memory to those that have none (contents
-        undefined).
-        """
+        """Shard the parameters of every layer, then the others; gives memory, contents undefined, to those without."""
         on_gpu = self.accelerator.device.type == "cuda"
         shared: dict[str, Any] = {
             "mesh": self.mesh,
@@ -112,17 +113,15 @@ class FsdpStrategy(DistributedStrategy):
         for layer in layers:
             fully_shard(layer, reshard_after_forward=self.mode != "fsdp_grad", **shared)
         fully_shard(model, reshard_after_forward=False, **shared)
-        one_pool = self.parameter_device.type == "cuda" and self.mesh.ndim == 1
-        _use_memory_saving_reduce_scatter(model, one_pool, say=self.accelerator.is_main_process)
+        from_backward_stream = self.parameter_device.type == "cuda" and self.mesh.ndim == 1
+        use_memory_saving_reduce_scatter(model, torch.cuda.current_stream() if from_backward_stream else None)
         if self.caches_weight_casts:
-            _let_te_keep_casts(model)
-        model.register_forward_hook(_split_again_without_backward)
+            keep_casts_under_fsdp2(model)
+        model.register_forward_hook(_reshard_without_backward)
         materialize_(model, self.parameter_device, self.accelerator.device)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
-        """Both as they are, the optimizer being built over the split parameters; under --fp8_params these become
-        masters.
-        """
+        """Both as they are: the optimizer was built over the shards. Under --fp8_params these become master weights."""
         assert self._fp8_params is not None or not self.options.fp8_params, "keep_in_fp8 comes first"
         if self._fp8_params is not None:
             keep_weights_in_fp8(model, self._fp8_params, optimizer)
@@ -135,9 +134,9 @@ class FsdpStrategy(DistributedStrategy):
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
         """See `DistributedStrategy.micro_batch`."""
         assert isinstance(model, FSDPModule) and self.wgrad_accumulation is not None
-        # The last micro-batch of an accumulation also reduces what the others left.
+        # The last micro-batch also reduces the gradients of the others.
         model.set_requires_gradient_sync(last or self.options.sync_every_micro_batch)
-        # Nothing changes the weights before the step is over, so those that are whole serve all of its micro-batches.
+        # Weights change between steps alone, so gathered ones serve all micro-batches.
         model.set_reshard_after_backward(last or self.mode != "fsdp_grad")
         with self.wgrad_accumulation.micro_batch():
             yield
@@ -155,45 +154,12 @@ class FsdpStrategy(DistributedStrategy):
         return super().local_tensor(plain_rows(master_of(parameter)))
 
 
-def _use_memory_saving_reduce_scatter(model: nn.Module, one_pool: bool, say: bool) -> None:
-    """Let every unit give up its whole gradients when it exchanges them, and with `one_pool` take its rows from the
-    memory of the current stream, that of the backward pass.
+def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
+    """After a forward pass without gradients, free the unsharded parameters that a unit keeps for its backward pass.
 
-    FSDP2's own exchange stays where torch has nothing to build on, with a warning if `say`.
-    """
-    try:
-        from llm_fp8.distributed.fsdp_internals import MemorySavingReduceScatter
-    except ImportError as error:  # it builds on a private class, as torch 2.11 and 2.13 have it
-        if say:
-            logger.warning(
-                "FSDP2 of torch %s keeps gradients' rows in memory of their own, beside the whole gradients, up to 4 "
-                "bytes more for each parameter of a GPU's part: %s",
-                torch.__version__,
-                error,
-            )
-        return
-    stream = torch.cuda.current_stream() if one_pool else None
-    for unit in _units_of(model):
-        unit.set_custom_reduce_scatter(MemorySavingReduceScatter([entry for _, entry in _entries_of(unit)], stream))
-
-
-def _split_again_without_backward(model: nn.Module, *_: Any) -> None:
-    """Let go of whole parameters that a unit keeps for its backward pass, where none will come.
-
-    The model's parameters would be these from then on, in the compute dtype: an evaluation would leave them to a
+    They would be the model's parameters from then on, in the compute dtype, and an evaluation would leave them to a
     checkpoint or an export.
     """
-    if torch.is_grad_enabled():
-        return
-    for unit in _units_of(model):
-        unit.reshard()
-
-
-def materialize_(model: nn.Module, parameter_device: torch.device, buffer_device: torch.device) -> None:
-    """Give memory to parameters that have none and move the others, and the buffers, to their devices."""
-
-    def move(tensor: Tensor) -> Tensor:
-        device = parameter_device if isinstance(tensor, DTensor) else buffer_device
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-
-    model._apply(move)
+    if not torch.is_grad_enabled():
+        for unit in units_of(model):
+            unit.reshard()

@@ -27,7 +27,7 @@ from transformers import (
 
 from llm_fp8.config.options import GENERATION_BATCH_SIZE
 from llm_fp8.data.prepare import pad_token_id
-from llm_fp8.distributed.fsdp import materialize_
+from llm_fp8.distributed.fsdp_internals import materialize_
 from llm_fp8.models.export import hf_tensors
 from llm_fp8.models.weight_shards import saved_tensors
 from llm_fp8.observability.metrics import GIB

@@ -27,8 +27,8 @@ from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.models.weight_shards import local_shard
 from llm_fp8.optim.optimizers import build_optimizer
 from llm_fp8.optim.state import optimizer_tensors
-from tests.models.test_weight_shards import on_ranks
 from tests.support.counted_gather import CountedAllGather
+from tests.support.ranks import on_ranks
 
 LARGEST = 448.0
 NUM_LAYERS, WIDTH, ROWS = 3, 16, 4

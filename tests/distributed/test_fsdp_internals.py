@@ -1,23 +1,20 @@
-"""The memory of FSDP2's exchange, with stand-ins for CUDA's streams: on whose stream it is asked for, and what a torch
-without the class does.
+"""The buffers of FSDP2's reduce-scatter, with stand-ins for CUDA's streams: on whose stream they are allocated.
 
-That an exchange lets go of sums is in test_sharded_wgrad.py, with the real FSDP2.
+That it releases main gradients is in test_wgrad_fusion_sharded.py, with the real FSDP2.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, _fully_shard
+from torch.distributed.fsdp import FSDPModule
 
-from llm_fp8.distributed import fsdp
-from llm_fp8.distributed.fsdp_internals import MemorySavingReduceScatter
+from llm_fp8.distributed.fsdp_internals import MemorySavingReduceScatter, use_memory_saving_reduce_scatter
 
-BACKWARD, EXCHANGE = "stream of the backward pass", "stream of the exchange"
+BACKWARD, REDUCE_SCATTER = "stream of the backward pass", "stream of the reduce-scatter"
 
 
 class Streams:
@@ -50,54 +47,44 @@ def streams(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(("asking", "recorded"), [(BACKWARD, []), (EXCHANGE, [EXCHANGE])])
-def test_memory_is_the_backward_passes_and_kept_while_the_exchange_uses_it(asking, recorded, streams):
-    exchange = MemorySavingReduceScatter([], BACKWARD)
-    with streams.use(asking):
-        found = exchange.allocate((6,), dtype=torch.float32, device=torch.device("cpu"))
-        assert streams.current == asking
+@pytest.mark.parametrize(("current", "recorded"), [(BACKWARD, []), (REDUCE_SCATTER, [REDUCE_SCATTER])])
+def test_buffers_are_the_backward_passes_and_kept_while_the_reduce_scatter_uses_them(current, recorded, streams):
+    reduce_scatter = MemorySavingReduceScatter(Unit(), BACKWARD)
+    with streams.use(current):
+        found = reduce_scatter.allocate((6,), dtype=torch.float32, device=torch.device("cpu"))
+        assert streams.current == current
     assert found.shape == (6,) and found.dtype == torch.float32
     assert streams.allocated == [BACKWARD] and streams.recorded == recorded
 
 
-def test_without_a_stream_memory_is_where_fsdp2_has_it(streams):
-    with streams.use(EXCHANGE):
-        MemorySavingReduceScatter([], None).allocate((6,), dtype=torch.float32, device=torch.device("cpu"))
-    assert streams.allocated == [EXCHANGE] and streams.recorded == []
+def test_without_a_stream_buffers_are_where_fsdp2_has_them(streams):
+    with streams.use(REDUCE_SCATTER):
+        MemorySavingReduceScatter(Unit(), None).allocate((6,), dtype=torch.float32, device=torch.device("cpu"))
+    assert streams.allocated == [REDUCE_SCATTER] and streams.recorded == []
 
 
 class Unit(FSDPModule, nn.Module):
-    """A unit that notes the exchange it is given."""
+    """A unit that notes the reduce-scatter that it is given."""
 
     def __new__(cls) -> Unit:
         return nn.Module.__new__(cls)
 
-    exchange = None
+    reduce_scatter = None
 
     def _get_fsdp_state(self) -> None:
-        """Nothing is split."""
+        """Nothing is sharded."""
 
     def set_custom_reduce_scatter(self, comm) -> None:
-        self.exchange = comm
+        self.reduce_scatter = comm
 
 
-@pytest.mark.parametrize(("one_pool", "allocated"), [(True, BACKWARD), (False, EXCHANGE)])
-def test_every_unit_has_an_exchange(one_pool, allocated, streams):
+@pytest.mark.parametrize(("stream", "allocated"), [(BACKWARD, BACKWARD), (None, REDUCE_SCATTER)])
+def test_every_unit_has_a_reduce_scatter(stream, allocated, streams):
     units = [Unit(), Unit()]
-    fsdp._use_memory_saving_reduce_scatter(nn.Sequential(*units, nn.Linear(1, 1)), one_pool, say=True)
-    assert all(isinstance(unit.exchange, MemorySavingReduceScatter) for unit in units)
+    use_memory_saving_reduce_scatter(nn.Sequential(*units, nn.Linear(1, 1)), stream)
+    assert all(isinstance(unit.reduce_scatter, MemorySavingReduceScatter) for unit in units)
     streams.allocated.clear()
-    with streams.use(EXCHANGE):
+    with streams.use(REDUCE_SCATTER):
         for unit in units:
-            unit.exchange.allocate((6,), dtype=torch.float32, device=torch.device("cpu"))
+            unit.reduce_scatter.allocate((6,), dtype=torch.float32, device=torch.device("cpu"))
     assert streams.allocated == [allocated] * 2
-
-
-@pytest.mark.parametrize("say", [True, False])
-def test_a_torch_without_the_class_keeps_its_own_exchange_and_one_rank_says_so(say, monkeypatch, caplog):
-    monkeypatch.delattr(_fully_shard._fsdp_collectives, "DefaultReduceScatter")
-    monkeypatch.delitem(sys.modules, MemorySavingReduceScatter.__module__)
-    unit = Unit()
-    fsdp._use_memory_saving_reduce_scatter(unit, True, say)
-    assert unit.exchange is None
-    assert [torch.__version__ in line and "DefaultReduceScatter" in line for line in caplog.messages] == [True] * say

@@ -1,4 +1,4 @@
-"""Trains 1B for three steps on two GPUs with the exchange of `llm_fp8.distributed.fsdp_internals` and with FSDP2's own.
+"""Trains 1B for three steps on two GPUs with the reduce-scatter of `llm_fp8.distributed.fsdp_internals` and FSDP2's own.
 
 Rank 0 prints losses and memory of each as JSON.
 
@@ -11,15 +11,14 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 # As in the scripts; and attention that is deterministic, so that equal sums give equal losses.
 os.environ |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -38,7 +37,7 @@ NUM_STEPS = 3
 class Fsdp2s(DefaultReduceScatter):
     """FSDP2's own, made as ours is."""
 
-    def __init__(self, entries: Sequence[Any], stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, unit: FSDPModule, stream: torch.cuda.Stream | None) -> None:
         super().__init__()
 
 
@@ -48,8 +47,8 @@ def main() -> None:
     start_process_group(ranks)
     device = torch.device("cuda", torch.cuda.current_device())
     work, found = Workload.parse(WORKLOAD, NUM_STEPS), {}
-    for name, exchange in (("ours", reduce_scatter.MemorySavingReduceScatter), ("fsdp2s", Fsdp2s)):
-        reduce_scatter.MemorySavingReduceScatter = exchange  # type: ignore[misc]
+    for name, of_unit in (("ours", reduce_scatter.MemorySavingReduceScatter), ("fsdp2s", Fsdp2s)):
+        reduce_scatter.MemorySavingReduceScatter = of_unit  # type: ignore[misc]
         measured = measure(work, parse_variant(sys.argv[1]), 1, device)
         gc.collect()  # the model is part of a cycle
         found[name] = {key: measured[key] for key in ("losses", "peak_memory_gib", "peak_reserved_memory_gib")}

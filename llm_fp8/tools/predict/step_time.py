@@ -156,7 +156,7 @@ def _summed_by_fsdp(scenario: StepWorkload) -> int:
     """Entries of layers' weights whose gradients FSDP adds up although a GEMM computes them: q, k and v of fp8 layers
     that keep no casts.
 
-    See `_would_lose_main_grad` in llm_fp8/distributed/fsdp.py.
+    See `_would_lose_main_grad` in llm_fp8/distributed/fsdp_internals.py.
     """
     if scenario.keeps_casts or scenario.fp8_weights:
         return 0

@@ -1,0 +1,62 @@
+"""The private names of Transformer Engine that this project uses; no other file knows them. Read in version 2.20.
+
+    name                                            what for                          without it
+    module._is_fsdp2                                fp8 casts kept under fsdp_grad    cast in every micro-batch
+    layernorm_mlp._get_act_func_supported_list      SwiGLU's backward with its cast   two kernels, slower and as right
+    dot_product_attention._attention_backends       which attention ran               ImportError in `attention_backends`
+
+tests/distributed/test_wgrad_fusion_gpu.py, tests/kernels/test_swiglu_gpu.py and tests/tools/verify notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def keep_casts_under_fsdp2(model: nn.Module) -> None:
+    """Let the modules of `model` treat sharded parameters as unsharded ones.
+
+    They look for FSDP2 once, and where they find it keep no fp8 weights: not for further micro-batches, and not for the
+    backward pass, which casts again. The answer is kept in this attribute.
+    """
+    for module in model.modules():
+        if hasattr(type(module), "is_fsdp2"):
+            module._is_fsdp2 = False  # type: ignore[assignment]
+
+
+_ACTIVATIONS = "_get_act_func_supported_list"
+
+
+def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> bool:
+    """Add to LayerNormMLP's activations one like "swiglu", whose backward pass also casts; False where the table of
+    activations is not found.
+
+    The table, a function of the recipe, gives by name (forward, backward, the backward pass with the bias gradient and
+    the cast in one, or None).
+    """
+    from transformer_engine.pytorch.module import layernorm_mlp
+
+    table = getattr(layernorm_mlp, _ACTIVATIONS, None)
+    if table is None:
+        return False
+    if name in table(None):
+        return True
+
+    def with_activation(recipe: Any = None) -> dict[str, tuple[Any, ...]]:
+        functions = table(recipe)
+        forward, backward, _ = functions["swiglu"]
+        return {**functions, name: (forward, backward, None if recipe is None else backward_and_cast)}
+
+    setattr(layernorm_mlp, _ACTIVATIONS, with_activation)
+    return True
+
+
+def attention_backends() -> dict[str, Any]:
+    """What Transformer Engine chose for the attention that it ran last: use_fused_attention, ... -> whether."""
+    from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
+
+    chosen: dict[str, Any] = _attention_backends
+    return chosen
