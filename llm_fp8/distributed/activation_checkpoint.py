@@ -1,15 +1,14 @@
-"""Gradient checkpointing: decoder layers whose activations are computed again in the backward pass instead of kept.
+"""Activation checkpointing: decoder layers whose activations are recomputed in the backward pass instead of kept.
 
-The recomputation encloses a layer's forward function, inside whatever wraps the layer: FSDP gathers a layer's weights
-once for the backward pass and the recomputation uses them. TE's checkpoint restores the fp8 context and the scales of
-the forward pass; torch's would recompute in bf16.
+The checkpoint encloses a layer's forward function, inside whatever wraps the layer: FSDP gathers a layer's weights once
+for the backward pass and the recomputation uses them. TE's checkpoint restores the fp8 context and the scales of the
+forward pass; torch's would recompute in bf16.
 
-Delayed scaling is done with a pass when the autocast around it ends: the maxima of all modules are put together,
-exchanged between the ranks and turned into scales (`FP8GlobalStateManager.autocast_exit`, seen in Transformer Engine
-2.20). TE's checkpoint opens an autocast for each layer that it computes again, at whose end the same happens though
-there is nothing new, so ranks wait for each other in every layer. Here it finds itself inside another autocast, and the
-model's own end is the only one. The reentrant kind keeps its ends: it counts on them to know which module's backward
-pass is to do the same for the gradients.
+With delayed scaling TE reduces the amax of all modules over the ranks and updates their scales when the outermost
+autocast ends (`FP8GlobalStateManager.autocast_exit`, Transformer Engine 2.20). Its checkpoint opens an autocast for each
+recomputed layer, at whose end the same happens though nothing is new, so ranks would wait for each other in every layer.
+Here it runs inside another autocast, so the model's own end is the only one. The reentrant kind keeps these ends: by
+them it knows which module's backward pass is to reduce the gradients' amax.
 """
 
 from __future__ import annotations
@@ -24,20 +23,16 @@ from torch import nn
 
 from llm_fp8.utils.te_import import require_te
 
-Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
-"""Of the forward pass, and of its recomputation."""
-
 
 def enable_gradient_checkpointing(
     layers: nn.ModuleList, every: int, uses_te: bool, reentrant: bool = False
 ) -> Sequence[nn.Module]:
-    """Recompute layers in the backward pass; returns these.
+    """Recompute some of the decoder's `layers` in the backward pass; returns these.
 
     Args:
-        layers: the decoder's.
-        every: one layer in so many is recomputed; 1 for all.
+        every: one layer in so many; 1 for all.
         uses_te: whether they hold Transformer Engine modules.
-        reentrant: the recomputation has a backward pass of its own, within the backward pass of the model.
+        reentrant: the recomputation has a backward pass of its own, within that of the model.
     """
     recomputed = list(layers[::every])
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
@@ -62,11 +57,11 @@ def _recomputed(
     return checkpoint(forward, *args, **kwargs)
 
 
-def _te_contexts(te: Any) -> Contexts:
-    """Nothing around the forward pass, and around the recomputation an autocast that is off, so that its end is not
-    that of a pass either.
-
-    The checkpoint opens its own inside, with the recipe of the forward pass.
+def _te_contexts(
+    te: Any,
+) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+    """Around the forward pass nothing; around the recomputation an autocast that is off, inside which the checkpoint
+    opens its own with the recipe of the forward pass.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 

@@ -1,4 +1,4 @@
-"""The accelerator of a run and the engine of a mode."""
+"""The accelerator of a run and the strategy of its mode."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -> Accelerator:
-    """The one Accelerator. Precision is ours (llm_fp8.precision.context), so it gets "no", or "fp16" on a GPU for its
-    gradient scaler.
-
-    Accumulation is the loop's, which divides by tokens: without the plugin, Accelerate would divide by a number of
-    steps that it finds in the environment.
+    """The run's only Accelerator. Precision is ours (`llm_fp8.precision.context`), so it gets "no", or "fp16" on a GPU
+    for its gradient scaler. Accumulation is the loop's, which divides by tokens: without the plugin, Accelerate would
+    divide by a number of steps that it finds in the environment.
     """
     mode = config.parallel.sharding_mode
     if mode.startswith("deepspeed"):
@@ -35,7 +33,7 @@ def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -
         cpu=not torch.cuda.is_available(),  # without it Accelerate takes processes that have no GPU for strangers
         mixed_precision="fp16" if scales_gradients else "no",
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-        # Buffers are tables that no rank changes; the gradients' memory is shared with the buckets that are exchanged.
+        # No rank changes buffers; gradients share the memory of the buckets that are all-reduced.
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
         **accelerator_tracking(config),
     )
@@ -44,7 +42,7 @@ def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -
 def build_strategy(
     mode: str, config: Config, accelerator: Accelerator, ranks: LaunchRanks, compute_dtype: torch.dtype
 ) -> DistributedStrategy:
-    """The engine for `mode`, a value that `choice.choose_mode` gave."""
+    """The strategy of `mode`, a value that `sharding_mode.choose_mode` gave."""
     if mode.startswith("fsdp"):
         return FsdpStrategy(
             mode, accelerator, config.parallel, compute_dtype, config.parallel.gpus_per_copy(ranks.local_world_size)

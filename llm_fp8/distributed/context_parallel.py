@@ -1,29 +1,24 @@
-"""Context parallelism: C consecutive ranks (a context group) share the tokens of every row, for rows too long for one
-GPU.
+"""Context parallelism: C consecutive ranks (a context group) share the tokens of every sequence too long for one GPU.
 
 The ranks of a group get the same micro-batch. Each keeps 1 / C of every document and computes embedding, linear layers
-and loss on that slice alone; attention is the only place where tokens meet. There Transformer Engine passes keys and
-values round the ring of the
-group (`cp_comm_type="p2p"`): in C steps each rank attends with its own queries to every rank's keys, and the exchange
-of the next step runs beside the computation of the present one. In the backward pass the gradients of keys and values
-travel the ring to the ranks that own them. The loss of a batch is the sum of the ranks' losses and a gradient the sum
-of their gradients, as between ranks with different batches.
+and loss on that slice alone; tokens meet in attention only. There Transformer Engine passes keys and values round a ring
+(`cp_comm_type="p2p"`): in C steps each rank attends with its own queries to every rank's keys, while the next ones are
+sent. In the backward pass the gradients of keys and values travel the ring to the ranks that own them. Losses and
+gradients are summed over ranks, as between ranks with different batches.
 
-Causal attention is cheap at the beginning of a document and dear at its end. So a document is cut into 2 C chunks of
+Causal attention costs little at the beginning of a document and much at its end. So a document is cut into 2 C chunks of
 equal length, and rank r takes the chunks r and 2 C - 1 - r; with C = 2:
 
     tokens of a document    0 1 | 2 3 | 4 5 | 6 7
     rank                      0 |   1 |   1 |   0        rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5
 
-Every document is therefore padded to a multiple of 2 C (llm_fp8.data.collate), and the padding counts as part of the
-document: attention gets the padded lengths as the lengths.
+Every document is therefore padded to a multiple of 2 C (llm_fp8.data.collate), and its length counts the padding.
 
-A split batch is always packed, whatever it was before. Transformer Engine refuses masks of padded rows ("bshd") under
-context parallelism, and packed documents ("thd") can say the same: a padded row is a document of S tokens, and its
-padding is as harmless as any.
+A sliced batch is always packed ("thd"): Transformer Engine refuses masks of padded sequences ("bshd") under context
+parallelism, and a padded sequence is a document of S tokens.
 
 Source: Transformer Engine 2.20, pytorch/attention/dot_product_attention/context_parallel.py (`AttnFuncWithCPAndKVP2P`,
-`get_thd_partitioned_indices`), for the order of the chunks and for what the ring cannot do: sliding windows, fp32.
+`get_thd_partitioned_indices`), for the order of the chunks and for what the ring lacks: sliding windows, fp32.
 """
 
 from __future__ import annotations
@@ -43,13 +38,13 @@ from llm_fp8.data.collate import IGNORED, Batch
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that share this rank's rows. `ContextGroup()` is a rank that has its rows to itself."""
+    """The ranks that share this rank's sequences; `ContextGroup()` is a rank alone."""
 
     size: int = 1
     rank: int = 0
     """Of this process within the group."""
     process_group: dist.ProcessGroup | None = None
-    """None where nothing is exchanged: in a group of one, or where batches are only split."""
+    """None in a group of one, and where batches are only split."""
 
     @classmethod
     def of_rank(cls, size: int, global_rank: int) -> ContextGroup:
@@ -57,9 +52,7 @@ class ContextGroup:
         return cls(size, global_rank % size)
 
     def connected(self, device_type: str) -> ContextGroup:
-        """The group with its process group on `device_type` ('cuda', 'cpu'); collective over all ranks of the
-        launch.
-        """
+        """The group with a process group on `device_type` ('cuda', 'cpu'); collective over all ranks."""
         if self.size == 1:
             return self
         shape = (dist.get_world_size() // self.size, self.size)
@@ -67,23 +60,20 @@ class ContextGroup:
         return dataclasses.replace(self, process_group=mesh.get_group("context"))
 
     def attach(self, layers: Iterable[Any]) -> None:
-        """Let the attention of TE decoder layers exchange keys and values in the group; from then on they take split
-        batches only.
-        """
+        """Let the attention of TE decoder layers run over the group; they then take split batches only."""
         if self.size == 1:
             return
         assert self.process_group is not None, "connected() comes first"
         ranks = dist.get_process_group_ranks(self.process_group)
-        stream = torch.cuda.Stream()  # shared by the layers: every second step of the ring is computed on it
+        stream = torch.cuda.Stream()  # of all layers: every second step of the ring is computed on it
         for layer in layers:
             layer.set_context_parallel_group(self.process_group, ranks, stream)
 
     def split(self, batch: Batch) -> Batch:
-        """This rank's slice of a whole batch, packed [1, num_tokens / size]; over the group the slices' counts add up
-        to the batch's.
+        """This rank's slice of a batch, packed [1, num_tokens / size]; counts of the slices add up to the batch's.
 
-        `cu_seqlens` and `max_seqlen` stay those of the whole documents, as attention wants them; `position_ids` are the
-        tokens' places in their documents. Raises `ValueError` where a document cannot be cut into 2 * size chunks.
+        `cu_seqlens` and `max_seqlen` stay those of whole documents, as attention wants them. Raises `ValueError` where
+        a document cannot be cut into 2 * size chunks.
         """
         if self.size == 1:
             return batch
@@ -117,9 +107,8 @@ class ContextGroup:
         )
 
     def on_its_own(self, batch: Batch) -> Batch:
-        """A slice as a packed batch that needs no group: what this rank has of a document counts as a document.
-
-        No longer the same text, but tokens as good as any for comparing two ways to compute a layer.
+        """A slice as a packed batch that needs no group, each document's part counting as a document: another text,
+        but as good for comparing two implementations of a layer.
         """
         if self.size == 1:
             return batch
@@ -135,8 +124,7 @@ class ContextGroup:
 
 
 def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
-    """Which tokens of a packed line a rank of a context group takes, in its order: document by document, both chunks
-    one after the other.
+    """Which tokens of a packed sequence a rank of a context group takes: document by document, its two chunks in turn.
 
     Args:
         cu_seqlens: int [n + 1], where each document begins, and the end.
@@ -158,7 +146,6 @@ def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
     document = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths // size)
     offset = torch.arange(len(document), device=bounds.device) - (bounds[:-1] // size)[document]
     chunk = lengths[document] // (2 * size)
-    # The first chunk is number `rank` of the document; the second, which follows it here, is number 2 * size - 1 -
-    # rank.
+    # The first chunk is number `rank` of the document, the second, next to it here, number 2 * size - 1 - rank.
     chunks_before = torch.where(offset < chunk, rank, 2 * size - 2 - rank)
     return bounds[:-1][document] + offset + chunk * chunks_before

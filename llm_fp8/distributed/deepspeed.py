@@ -1,20 +1,18 @@
-"""DeepSpeed's ZeRO stages, through Accelerate: what is split over ranks, and how it is made to compute the loop's
-mathematics.
+"""DeepSpeed's ZeRO stages, through Accelerate: what is sharded over ranks, and how it computes the loop's mathematics.
 
-    deepspeed_1    fp32 masters and moments are split; weights and gradients are whole on each GPU
-    deepspeed_2    gradients are split too
+    deepspeed_1    fp32 master weights and moments are sharded; weights and gradients are not
+    deepspeed_2    gradients too
     deepspeed_3    weights too; each is gathered when its module runs, forward and backward
 
-A run in bf16 or fp8 hands bf16 parameters to DeepSpeed, which keeps an fp32 master of this rank's share and steps
-torch's AdamW on it. fp8 is Transformer Engine's (te.autocast around the forward pass), so DeepSpeed sees bf16 and
-nothing else.
+A run in bf16 or fp8 hands bf16 parameters to DeepSpeed, which keeps fp32 master weights of this rank's shard and steps
+torch's AdamW on them. fp8 is Transformer Engine's (te.autocast around the forward pass): DeepSpeed sees bf16 alone.
 
-    backward       DeepSpeed divides gradients by the number of ranks, and by the number of micro-batches only where it is asked to: the
-                   first is undone here, the second not asked for, so gradients are the sum over ranks of what
+    backward       DeepSpeed divides gradients by the number of ranks, which is undone here, and by the number of
+                   micro-batches only where it is asked to, which it is not: gradients are the sum over ranks of what
                    `backward` was given
-    accumulation   stage 1 exchanges gradients in the last micro-batch of a step; stages 2 and 3 in each, since no rank keeps whole ones
-    learning rate  belongs to the run's schedule, which acts on the AdamW inside DeepSpeed: that is the optimizer `prepare` returns
-    output head    the loss reads its weight without calling its module; stage 3 is told that the outermost module uses it
+    accumulation   stage 1 reduces gradients in the last micro-batch of a step, stages 2 and 3 in each
+    learning rate  the run's schedule acts on the AdamW inside DeepSpeed: the optimizer that `prepare` returns
+    lm_head        the loss reads its weight without calling its module; stage 3 is told that the outermost module uses it
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 class _Plugin(DeepSpeedPlugin):
-    """Accelerate's, without its announcement to transformers, which would split parameters while models are built."""
+    """Accelerate's, without announcing itself to transformers, which would shard parameters while models are built."""
 
     def set_deepspeed_weakref(self) -> None:
         """Called when the plugin is selected."""
@@ -113,18 +111,17 @@ class DeepSpeedStrategy(DistributedStrategy):
     def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig) -> None:
         super().__init__(mode, accelerator, options)
         self.stage = zero_stage(mode)
-        # A gathered weight is dropped after use, so a cast made in one micro-batch has nothing to belong to in the
-        # next.
+        # A gathered weight is freed after use, and its cast with it.
         self.caches_weight_casts = self.stage < 3
-        # Stage 3 empties weights behind each module's forward pass and gathers them before its backward pass.
-        # Transformer Engine saves the weights themselves, so a recomputation has to bring hooks of its own for the
-        # second, which only the reentrant kind does.
+        # Stage 3 frees weights after a module's forward pass and gathers them before its backward pass. Transformer
+        # Engine saves the weights themselves, so a recomputation needs hooks of its own for the second: the reentrant
+        # kind has them.
         self.reentrant_te_checkpoints = self.stage == 3
         self.settings: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
-        self._engine: deepspeed.DeepSpeedStrategy | None = None
+        self._engine: deepspeed.DeepSpeedEngine | None = None
 
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
-        """See `DistributedStrategy.resolve_optimizer`: torch's AdamW in fp32, on masters that DeepSpeed keeps."""
+        """See `DistributedStrategy.resolve_optimizer`: torch's AdamW on fp32 master weights that DeepSpeed keeps."""
         return "adamw_fp32"
 
     def parameter_dtype(self, kind: OptimizerKind, compute_dtype: torch.dtype) -> torch.dtype:
@@ -134,13 +131,11 @@ class DeepSpeedStrategy(DistributedStrategy):
     def build_optimizer(
         self, config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
     ) -> Optimizer:
-        """torch's AdamW in the groups of `llm_fp8.optim.optimizers.parameter_groups`; before its first step fp32
-        masters take the parameters' place.
-        """
+        """torch's AdamW; before its first step master weights take the parameters' place in its groups."""
         return AdamW(parameter_groups(named_parameters, config.weight_decay), fused=True, **adamw_arguments(config))
 
     @property
-    def _zero(self) -> deepspeed.DeepSpeedStrategy:
+    def _zero(self) -> deepspeed.DeepSpeedEngine:
         assert self._engine is not None, "prepare comes first"
         return self._engine
 
@@ -149,7 +144,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
         Args:
             model: a `TrainingModel`, its weights loaded and on the device.
-            optimizer: of `build_optimizer`; its groups hold this rank's fp32 masters afterwards.
+            optimizer: of `build_optimizer`; its groups hold this rank's master weights afterwards.
         """
         assert isinstance(model, TrainingModel)
         # Accelerate warns where its own number of micro-batches, which nothing here reads, is another than DeepSpeed's.
@@ -180,7 +175,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return torch.as_tensor(self._zero.get_global_grad_norm(), dtype=torch.float32, device=self.accelerator.device)
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        """See `DistributedStrategy.full_tensor`; of a trained parameter the fp32 master."""
+        """See `DistributedStrategy.full_tensor`; of a trained parameter the master weight."""
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -191,18 +186,13 @@ class DeepSpeedStrategy(DistributedStrategy):
             return parameter.detach().clone()
 
     def local_tensor(self, parameter: Tensor) -> Tensor:
-        """This rank's share of a parameter as it computes with it, 1-D under deepspeed_3 and possibly empty; the
-        whole otherwise.
-        """
+        """This rank's shard of a parameter under deepspeed_3, 1-D and possibly empty; all of it otherwise."""
         if not hasattr(parameter, "ds_tensor"):
             return parameter.detach()
         partitioned: Any = parameter
-        share: Tensor = partitioned.ds_tensor.detach()
-        # The last shares are padded, with whatever was in memory.
-        return share[: max(0, partitioned.ds_numel - self.accelerator.process_index * share.numel())]
-
-    # --- checkpoints
-    # ------------------------------------------------------------------------------------------------------
+        shard: Tensor = partitioned.ds_tensor.detach()
+        # The last shards are padded, contents undefined.
+        return shard[: max(0, partitioned.ds_numel - self.accelerator.process_index * shard.numel())]
 
     def state_files(self) -> list[str]:
         """The files of `save_state`, of all ranks. They hold pickles."""
@@ -215,12 +205,12 @@ class DeepSpeedStrategy(DistributedStrategy):
         ]
 
     def state_bytes(self) -> int:
-        """About how many bytes `save_state` writes on all ranks together: fp32 masters and moments, and weights."""
+        """About how many bytes `save_state` writes on all ranks together: master weights, moments and weights."""
         weights = list(self._zero.module.parameters())
         return sum(getattr(weight, "ds_numel", weight.numel()) * (12 + weight.element_size()) for weight in weights)
 
     def save_state(self, folder: Path) -> None:
-        """Write weights, masters and optimizer state to `folder` as `state_files`, brought to the disk; collective."""
+        """Write weights, master weights and optimizer state to `folder` as `state_files`, synced to disk; collective."""
         self._zero.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
         rank = self.accelerator.process_index
         own = [

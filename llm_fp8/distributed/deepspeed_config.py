@@ -1,9 +1,9 @@
 """The DeepSpeed file of a run: read, checked against the run's options, completed.
 
-A file under --deepspeed_config says how ZeRO exchanges and stores (bucket sizes, overlap, thresholds). What a run
-trains with, its batch, precision, optimizer, schedule and clipping, comes from the scripts' own options alone: an entry
-of the file that says the same, or "auto", is fine; one that says something else is refused, and so is one that nothing
-here would act on. "auto" elsewhere leaves DeepSpeed its default. The smallest useful file is
+The file of --deepspeed_config says how ZeRO communicates and stores (bucket sizes, overlap, thresholds). Batch,
+precision, optimizer, schedule and clipping come from the scripts' options alone: an entry that says the same, or
+"auto", is fine; one that says something else, or that nothing here would act on, is refused. "auto" elsewhere leaves
+DeepSpeed its default. The smallest useful file is
 
     {"zero_optimization": {"stage": 1, "overlap_comm": false, "contiguous_gradients": true}}
 
@@ -28,7 +28,6 @@ from llm_fp8.utils.errors import UserError
 CONFIGS_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 
 AUTO = "auto"
-
 _ZERO = "zero_optimization"
 
 _DTYPE_NAMES = {
@@ -73,7 +72,7 @@ _REMEDIES = {
     "tensorboard": "trackers come from --report_to; remove the section",
     "wandb": "trackers come from --report_to; remove the section",
 }
-"""What to do about keys that people write and that cannot be passed on."""
+"""What to do about keys that cannot be passed on."""
 
 _ZERO_REFUSED = {
     "load_from_fp32_weights": (False, "a resumed run would lose what bf16 weights cannot hold; remove it"),
@@ -112,7 +111,7 @@ def load_deepspeed() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     import deepspeed.ops
 
-    # The one operator that DeepSpeed would compile unasked: a faster exchange between processes on CPUs.
+    # The one operator that DeepSpeed would compile unasked: faster collectives on CPUs.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # torch 2.13 renames collectives that DeepSpeed calls by their old names, and says so at every parameter.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
@@ -137,12 +136,11 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
     settings = _without_auto(settings) | wanted
     settings[_ZERO] = {**settings[_ZERO], "stage": zero_stage(mode)}
     if zero_stage(mode) < 3:
-        # Weights become views of one long tensor; kernels load 16 bytes at a time.
+        # Weights become views of one tensor; kernels load 16 bytes at a time.
         settings[_ZERO].setdefault("parameter_alignment", True)
     for key, why in zero_section_problems(settings[_ZERO]):
         raise UserError(f"--deepspeed_config {path}, {key}: {why}.")
-    # Looking for overflow costs a host synchronisation and a reduction in every step; the loop checks what it reads
-    # anyway.
+    # Looking for overflow costs a host synchronisation and a reduction in every step; the loop checks its loss anyway.
     settings["bf16"] = {"check_grad_overflow": False, **settings.get("bf16", {}), "enabled": compute_name == "bf16"}
     settings["fp16"] = {"enabled": False}
     settings["zero_allow_untested_optimizer"] = True
@@ -242,14 +240,14 @@ def _dtype_problems(settings: dict[str, Any], stage: int, compute_name: str) -> 
             )
     for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
         if settings.get("bf16", {}).get(key) is True:
-            yield f'"bf16.{key}": true', "small updates would be rounded away without fp32 masters; remove it"
+            yield f'"bf16.{key}": true', "small updates would be rounded away without fp32 master weights; remove it"
     accepted = _DTYPE_NAMES[compute_name]
     communication = settings.get("communication_data_type", AUTO)
     if communication not in (AUTO, None, *accepted):
         why = (
-            "gradients are exchanged in bf16, and fp32 would double that traffic"
+            "gradients are reduced in bf16, and fp32 would double that traffic"
             if communication in _DTYPE_NAMES["fp32"]
-            else f"gradients are exchanged in {compute_name}, in which the run computes"
+            else f"gradients are reduced in {compute_name}, in which the run computes"
         )
         yield f'"communication_data_type": {json.dumps(communication)}', f"{why}; remove the entry"
     data_types = settings.get("data_types", {})
@@ -262,10 +260,10 @@ def _dtype_problems(settings: dict[str, Any], stage: int, compute_name: str) -> 
     if accumulation not in (AUTO, None, *accepted) and (stage == 1 or accumulation not in _DTYPE_NAMES["fp32"]):
         yield (
             f'"data_types.grad_accum_dtype": {json.dumps(accumulation)}',
-            "with stage 1 DeepSpeed then keeps whole fp32 gradients on every GPU under another optimizer; remove the "
+            "with stage 1 DeepSpeed then keeps unsharded fp32 gradients on every GPU under another optimizer; remove the "
             "entry, or use --sharding_mode deepspeed_2, which keeps its share only"
             if stage == 1
-            else f"gradients are added up in {compute_name} or fp32; remove the entry",
+            else f"gradients are accumulated in {compute_name} or fp32; remove the entry",
         )
 
 

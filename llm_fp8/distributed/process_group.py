@@ -1,6 +1,4 @@
-"""The process group of a run: started once, with NCCL for what lies on GPUs and gloo for what lies in the hosts'
-memory.
-"""
+"""The process group of a run: NCCL for tensors on GPUs, gloo for tensors in host memory."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ from accelerate import Accelerator
 from llm_fp8.utils.ranks import LaunchRanks, launcher_store
 
 TIMEOUT = datetime.timedelta(minutes=30)
-"""How long a rank waits for another in a collective operation: the first one may wait while the main rank tokenises
-a large dataset.
-"""
+"""How long a collective waits for a rank: the first one waits while the main rank tokenises a large dataset."""
 
 _LOST_PEER = re.compile(
     r"connection (closed|reset) by peer|connection refused|broken pipe|socket closed|remote process exited|timed out "

@@ -1,14 +1,15 @@
 """Which --sharding_mode a run uses.
 
-`auto` estimates what stands in a GPU's memory between micro-batches, in bytes per parameter with N GPUs:
+`auto` estimates a GPU's memory between micro-batches, in bytes per parameter with N GPUs:
 
-    ddp          12              bf16 weight, gradient and moments, with the master's remainder (`adamw_master`)
-    fsdp_grad    16 / N + 2 + 4  fp32 master, gradient and moments sharded; whole bf16 weights; whole fp32 gradients while accumulating
-    fsdp_full    16 / N + 4      the same without the whole weights
+    ddp          12              bf16 weight, gradient, moments and the master weight's remainder (`adamw_master`)
+    fsdp_grad    16 / N + 2 + 4  fp32 master weight, gradient and moments sharded; unsharded bf16 weights, and fp32
+                                 gradients while accumulating
+    fsdp_full    16 / N + 4      the same without unsharded weights
 
 and takes the first that leaves 40% of the memory to activations, fp8 casts, logits and the gathered layer. The 4 bytes
-fall away with a single micro-batch per step or --sync_every_micro_batch. An --optimizer that is named has bytes of its
-own in place of the 12 or 16. Under LoRA there are only the frozen weights to count: 2, 2 / N + 2 and 2 / N bytes.
+fall away with one micro-batch per step or --sync_every_micro_batch. A named --optimizer has its own bytes in place of
+the 12 or 16. Under LoRA the frozen weights alone count: 2, 2 / N + 2 and 2 / N bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STATE_SHARE = 0.6
 """Share of a GPU's memory that weights, gradients and optimizer state may take."""
 
 _DEEPSPEED_BYTES = {"deepspeed_1": (12, 4), "deepspeed_2": (14, 2), "deepspeed_3": (16, 0)}
-"""Split over GPUs, whole on each: see docs/deepspeed.md."""
+"""Sharded, unsharded: see docs/deepspeed.md."""
 _GATHERED_WEIGHT_BYTES = 2
 _ACCUMULATED_GRADIENT_BYTES = 4
 

@@ -1,15 +1,13 @@
-"""The seam between the training loop and whatever spreads it over GPUs. The base class is one process, or DDP.
+"""The interface between the training loop and what spreads it over GPUs. The base class is one process, or DDP.
 
-The order in which a run calls an engine:
-
-    engine = build_strategy(...)
-    engine.shard(model, layers)              parameters take their final form (FSDP), before weights are loaded
-    model, optimizer = engine.prepare(model, optimizer)
-    for each step:
-        for each micro-batch:
-            with engine.micro_batch(model, last=...):
-                engine.backward(loss)        loss: this rank's share of the global mean, see llm_fp8.train.loop
-        grad_norm = engine.step(optimizer, parameters, max_norm)
+strategy = build_strategy(...)
+strategy.shard(model, layers)              parameters take their final form (FSDP), before weights are loaded
+model, optimizer = strategy.prepare(model, optimizer)
+for each step:
+    for each micro-batch:
+        with strategy.micro_batch(model, last=...):
+            strategy.backward(loss)        loss: this rank's part of the global mean, see llm_fp8.train.loop
+    grad_norm = strategy.step(optimizer, parameters, max_norm)
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ from llm_fp8.optim.optimizers import OptimizerKind, build_optimizer, clip_and_st
 
 
 class DistributedStrategy:
-    """One process, or several with a whole model each (DDP), whose gradients are averaged.
+    """One process, or several with a copy of the model each (DDP).
 
     Attributes:
         mode: a value of --sharding_mode, or 'single' for one process.
-        shards_parameters: each rank holds a part of every parameter (DTensors); weights are then loaded part by part.
+        shards_parameters: parameters are DTensors; weights are then loaded shard by shard.
         caches_weight_casts: whether fp8 casts of weights may serve several micro-batches.
-        wgrad_accumulation: what lets GEMMs add to the gradients of earlier micro-batches; None before `prepare` and
-            where autograd adds them all.
+        wgrad_accumulation: lets GEMMs add to the gradients of earlier micro-batches; None before `prepare` and where
+            autograd adds them all.
     """
 
     shards_parameters = False
@@ -59,7 +57,7 @@ class DistributedStrategy:
 
     @property
     def num_shards(self) -> int:
-        """GPUs that hold one copy of what the mode splits together."""
+        """GPUs that share one copy of what the mode shards."""
         return self.accelerator.num_processes
 
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
@@ -77,7 +75,7 @@ class DistributedStrategy:
         return build_optimizer(config, kind, named_parameters)
 
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
-        """Give the parameters of `model`, which may have no memory yet, the form in which they are trained."""
+        """Give the parameters of `model`, perhaps on the meta device, the form in which they are trained."""
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         """The model to call and the optimizer to step."""
@@ -87,25 +85,25 @@ class DistributedStrategy:
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """Encloses forward and backward of a micro-batch; gradients are exchanged in the `last` one of a step only."""
+        """Encloses forward and backward of a micro-batch; gradients are reduced in the `last` one of a step only."""
         synchronise = last or self.options.sync_every_micro_batch
-        # Where gradients are exchanged, autograd's own sum is what starts it.
-        waits_for_autograd = synchronise and self.accelerator.num_processes > 1
-        summing = None if waits_for_autograd else self.wgrad_accumulation
+        # DDP's all-reduce starts when autograd has accumulated a gradient.
+        needs_autograd = synchronise and self.accelerator.num_processes > 1
+        accumulation = None if needs_autograd else self.wgrad_accumulation
         with (
             contextlib.nullcontext() if synchronise else self.accelerator.no_sync(model),
-            contextlib.nullcontext() if summing is None else summing.micro_batch(),
+            contextlib.nullcontext() if accumulation is None else accumulation.micro_batch(),
         ):
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`, this rank's share of a sum over ranks."""
-        # Exchanging gradients averages them over ranks, which this factor undoes.
+        """Accumulate the gradients of `loss`, this rank's part of a sum over ranks."""
+        # The reduction averages over ranks, which this factor undoes.
         self.accelerator.backward(loss * self.accelerator.num_processes)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        """Clip to the global norm `max_norm` (0: no clipping), take an optimizer step, drop the gradients; the norm
-        before, fp32.
+        """Clip to the global norm `max_norm` (0: no clipping), step, drop the gradients; returns the norm before
+        clipping, fp32.
         """
         self.accelerator.unscale_gradients()  # fp16 only
         norm = clip_and_step(optimizer, parameters, max_norm)
@@ -113,11 +111,11 @@ class DistributedStrategy:
         return norm
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        """The whole of a parameter, on every rank; collective where it is sharded."""
+        """The unsharded parameter on every rank; collective where it is sharded."""
         return parameter.detach()
 
     def local_tensor(self, parameter: Tensor) -> Tensor:
-        """This rank's share of a parameter; the whole where it is not sharded."""
+        """This rank's shard of a parameter; all of it where it is not sharded."""
         parameter = parameter.detach()
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
