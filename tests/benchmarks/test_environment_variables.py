@@ -18,7 +18,7 @@ from llm_fp8.tools.bench.worker import measure_apart
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.tools.verify.environment_rules import RULES
 from llm_fp8.utils.errors import UserError
-from tests.tools.test_environment_rules import documented
+from tests.support.documented_variables import documented_variables
 
 WORK = Workload.parse("Llama-3.2-1B:8x1024x4", 5)
 STEP_S = {"CUDA_LAUNCH_BLOCKING": 2.0, "NVTE_FP8_ALLREDUCE": 1.0}
@@ -98,7 +98,7 @@ def test_each_is_held_against_none(measured):
 def test_the_settings_of_the_guides_are_documented():
     for settings in (bench.SETTINGS, bench.SETTINGS_OF_EXCHANGES):
         names = {name for setting in settings for name in bench.variables_of(setting)}
-        assert names <= {re.sub("SOMETHING$", "", name) for name in documented()} and len(settings) == len(
+        assert names <= {re.sub("SOMETHING$", "", name) for name in documented_variables()} and len(settings) == len(
             set(settings)
         )
     assert all(bench.judged(setting) for setting in bench.SETTINGS_OF_EXCHANGES)

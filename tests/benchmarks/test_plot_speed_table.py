@@ -10,8 +10,8 @@ from benchmarks import plot_throughput
 from benchmarks.plot_speed_table import GAP, draw_kernels, draw_scaling, scaling_lines, step_parts
 from benchmarks.speed_table import describe
 from benchmarks.speed_table_rows import read_table
-from tests.benchmarks.test_speed_table import ROW, made_up, write_table
 from tests.support.scripts_as_main import run_as_main
+from tests.support.speed_tables import ROW, made_up, write_table
 
 STEP_S = {"delayed": 0.5, "current": 0.55, "hf_bf16": 1.0, "accelerate_te": 0.8}
 

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
 from llm_fp8.tools.verify.environment_rules import RULES, is_left_over, judge
-
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "multi_gpu.md"
-
-
-def documented() -> dict[str, str]:
-    """Each variable of the documentation's table -> what its row says of acting here; a `*` becomes some ending."""
-    _, _, section = DOCS.read_text().partition("## Environment variables\n")
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| `")]
-    quoted = [
-        (word, acts) for cell, acts, _ in rows for words in re.findall(r"`([^`]*)`", cell) for word in words.split()
-    ]
-    names = [(word.partition("=")[0], acts) for word, acts in quoted]
-    assert len(names) == len(dict(names)), "each variable stands in one row"
-    return {name.replace("*", "SOMETHING"): acts for name, acts in names}
+from tests.support.documented_variables import documented_variables
 
 
 def test_the_documentation_and_the_rules_agree():
     """What is judged is explained; what the table advises against is judged."""
-    variables = documented()
+    variables = documented_variables()
     assert len(variables) > 30
     for rule in RULES:
         assert any(rule.speaks_of(name) for name in variables), rule

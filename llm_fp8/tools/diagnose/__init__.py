@@ -1,16 +1,11 @@
-"""What a run's step computes in which precision, where its time and memory go, and which option would mend the largest
-loss.
+"""What a run's step computes in which precision, where its time and memory go, and which option helps most.
 
-operands        which types each linear layer multiplies in fprop, dgrad and wgrad: recorded, not derived
-layers          identical layers as one line
-problems        what was asked for and is not so
+gemm_operands   operand types of each linear layer's fprop, dgrad and wgrad: recorded, not derived
 step_time       one recorded step by kernel class, and the gaps
-losses          rules from what was measured to the option that acts
-memory_kinds    bytes of tensors, and how the peak divides
-memory_probe    the hooks that measure it
-workload        full rows of random tokens in the form that the configuration asks for
-session         builds the parts of a run and measures them
-without_gpu     what can be said on a machine without a GPU
-result          the findings as plain values
+bottlenecks     rules from what was measured to the option that acts
+memory          bytes of tensors by kind, and how the peak divides
+session         builds the run and measures it
+static_report   what can be said without a GPU
+result          the findings as plain values, and what is wrong in them
 render          the findings as tables
 """

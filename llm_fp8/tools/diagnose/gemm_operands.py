@@ -160,17 +160,17 @@ class GemmRecorder:
         """In the model's order, those that ran."""
         return [self._found[name] for name in self._modules if name in self._found]
 
-    def note_output_head(self, name: str, dtype: torch.dtype, fp8_products: int = 0) -> None:
+    def note_lm_head(self, name: str, dtype: torch.dtype, num_fp8_gemms: int = 0) -> None:
         """The head, which is no call of a module: the loss multiplies by its weight in `dtype`, but for the last
-        `fp8_products` of its products.
+        `num_fp8_gemms` of its products.
         """
-        wide = len(PASSES) - fp8_products
+        wide = len(PASSES) - num_fp8_gemms
         for number, gemm_pass in enumerate(PASSES):
             left = right = short_dtype(dtype)
             if number >= wide:
                 left = right = short_format(fp8_head.OPERAND_FORMAT)
                 right = right if gemm_pass == "fprop" else short_format(fp8_head.GRADIENT_FORMAT)
-            self._of(name, told_by="option" if fp8_products else "dtype").add(gemm_pass, f"{left} x {right}")
+            self._of(name, told_by="option" if num_fp8_gemms else "dtype").add(gemm_pass, f"{left} x {right}")
 
     @contextlib.contextmanager
     def recording(self, owners: Sequence[Any]) -> Iterator[None]:

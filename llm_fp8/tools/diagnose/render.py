@@ -10,8 +10,8 @@ from llm_fp8.tools.diagnose.gemm_operands import PASSES, LayerGroup
 from llm_fp8.tools.diagnose.memory import HOW_FOUND
 from llm_fp8.tools.diagnose.result import Diagnosis, MemoryFindings, TimeFindings
 
-NUM_LOSSES = 3
-"""Losses in the table; the JSON file has all."""
+NUM_BOTTLENECKS = 3
+"""In the table; the JSON file has all."""
 
 _STAGES = {
     "forward": "the decoder's forward pass",
@@ -35,7 +35,7 @@ def render(found: Diagnosis, console: Console) -> None:
     _print_coverage(found, console)
     if found.time is not None:
         _show(time_table(found.time), console)
-        _show(loss_table(found.time), console)
+        _show(bottleneck_table(found.time), console)
     if found.memory is not None:
         _show(memory_table(found.memory), console)
     if found.planned_memory is not None:
@@ -72,11 +72,11 @@ def operand_table(groups: list[LayerGroup]) -> Table:
 
 
 def _print_coverage(found: Diagnosis, console: Console) -> None:
-    if found.census is None:
+    if found.coverage is None:
         return
     if found.precision["effective"] == "fp8":
         verb = "would be in" if not found.has_gpu else "in"
-        console.print(f"{found.census.fp8_linear_flop_share:.1%} of linear FLOPs {verb} fp8", markup=False)
+        console.print(f"{found.coverage.fp8_linear_flop_share:.1%} of linear FLOPs {verb} fp8", markup=False)
     if found.outside_fp8:
         table = _table("linear layers outside fp8", "module", "number, precision and reason")
         for pattern, reason in found.outside_fp8.items():
@@ -90,32 +90,34 @@ def time_table(found: TimeFindings) -> Table:
     title = (
         f"one step: {step.step_s * 1e3:.1f} ms ({step.recorded_span_s * 1e3:.1f} ms while its kernels were recorded)"
     )
-    table = _table(title, "kernels", "number", "ms", "share", "floor ms", right=("number", "ms", "share", "floor ms"))
+    table = _table(
+        title, "kernels", "number", "ms", "share", "lower bound ms", right=("number", "ms", "share", "lower bound ms")
+    )
 
-    def add(name: str, count: int | None, seconds: float, floor_s: float | None) -> None:
-        shown = "" if floor_s is None else f"{floor_s * 1e3:.1f}"
+    def add(name: str, count: int | None, seconds: float, bound_s: float | None) -> None:
+        shown = "" if bound_s is None else f"{bound_s * 1e3:.1f}"
         table.add_row(
             name, "" if count is None else str(count), f"{seconds * 1e3:.1f}", f"{seconds / step.step_s:.1%}", shown
         )
 
     for name, taken in step.classes.items():
-        add(name, taken.count, taken.time_s, found.floors_s.get(name))
+        add(name, taken.count, taken.time_s, found.bounds_s.get(name))
         if name == "gemm":
             for kind, gemms in step.gemms.items():
-                add(f"  {kind} operands", gemms.count, gemms.time_s, found.gemm_floors_s.get(kind))
+                add(f"  {kind} operands", gemms.count, gemms.time_s, found.gemm_bounds_s.get(kind))
     add("gaps", None, step.gap_s, None)
     if step.overlap_s > 0.001 * step.step_s:
         add("side by side", None, -step.overlap_s, None)
     return table
 
 
-def loss_table(found: TimeFindings) -> Table:
-    """The largest losses and what would mend them."""
-    title = "largest losses that an option acts on"
-    table = _table(title, "loss", "ms", "share", "cause", "what to do", right=("ms", "share"))
-    for loss in found.losses[:NUM_LOSSES]:
-        share = loss.lost_s / found.step.step_s
-        table.add_row(loss.name, f"{loss.lost_s * 1e3:.1f}", f"{share:.1%}", loss.cause, loss.advice)
+def bottleneck_table(found: TimeFindings) -> Table:
+    """The largest bottlenecks and the option that acts on each."""
+    title = "largest bottlenecks that an option acts on"
+    table = _table(title, "bottleneck", "ms", "share", "cause", "what to do", right=("ms", "share"))
+    for one in found.bottlenecks[:NUM_BOTTLENECKS]:
+        share = one.lost_s / found.step.step_s
+        table.add_row(one.name, f"{one.lost_s * 1e3:.1f}", f"{share:.1%}", one.cause, one.advice)
     return table
 
 

@@ -12,7 +12,7 @@ from llm_fp8.observability.metrics import GIB
 from llm_fp8.precision.coverage import Fp8Coverage
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.torchao import num_fp8_gemms_of
-from llm_fp8.tools.diagnose.bottlenecks import Loss, StepMeasurements, ranked_losses
+from llm_fp8.tools.diagnose.bottlenecks import Bottleneck, StepMeasurements, ranked_bottlenecks
 from llm_fp8.tools.diagnose.gemm_operands import PASSES, LayerGroup, ModuleGemms, is_low_precision
 from llm_fp8.tools.diagnose.memory import HOW_FOUND, MemoryAtPeak
 from llm_fp8.tools.diagnose.step_time import StepTime
@@ -27,18 +27,18 @@ class TimeFindings:
     """Where the time of a step goes, the least it could be, and what it is lost to."""
 
     step: StepTime
-    floors_s: dict[str, float]
+    bounds_s: dict[str, float]
     """By kernel class."""
-    gemm_floors_s: dict[str, float]
+    gemm_bounds_s: dict[str, float]
     """By operand type."""
-    ceilings: MeasuredRates
-    losses: list[Loss]
+    rates: MeasuredRates
+    bottlenecks: list[Bottleneck]
     """The largest first."""
 
     @classmethod
     def of(cls, facts: StepMeasurements) -> TimeFindings:
         """What `facts` come to."""
-        return cls(facts.time, facts.floors_s, facts.gemm_floors_s, facts.ceilings, ranked_losses(facts))
+        return cls(facts.time, facts.bounds_s, facts.gemm_bounds_s, facts.rates, ranked_bottlenecks(facts))
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Diagnosis:
     provenance: dict[str, Any]
     device: str
     precision: dict[str, Any]
-    census: Fp8Coverage | None
+    coverage: Fp8Coverage | None
     outside_fp8: dict[str, str]
     """Name pattern -> how many modules are not in fp8, and why."""
     groups: list[LayerGroup] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Diagnosis:
             "device": self.device,
             "precision": self.precision,
             "attention": self.attention,
-            "census": None if self.census is None else {**self.census.to_dict(), "outside_fp8": self.outside_fp8},
+            "census": None if self.coverage is None else {**self.coverage.to_dict(), "outside_fp8": self.outside_fp8},
             "layers": [
                 {
                     "module": group.module,
@@ -124,15 +124,15 @@ def _time_dict(found: TimeFindings) -> dict[str, Any]:
         "gap_s": step.gap_s,
         "overlap_s": step.overlap_s,
         "classes": {
-            name: {"count": taken.count, "time_s": taken.time_s, "floor_s": found.floors_s.get(name)}
+            name: {"count": taken.count, "time_s": taken.time_s, "floor_s": found.bounds_s.get(name)}
             for name, taken in step.classes.items()
         },
         "gemms": {
-            kind: {"count": taken.count, "time_s": taken.time_s, "floor_s": found.gemm_floors_s.get(kind)}
+            kind: {"count": taken.count, "time_s": taken.time_s, "floor_s": found.gemm_bounds_s.get(kind)}
             for kind, taken in step.gemms.items()
         },
-        "ceilings": dataclasses.asdict(found.ceilings),
-        "losses": [{**dataclasses.asdict(loss), "share": loss.lost_s / step.step_s} for loss in found.losses],
+        "ceilings": dataclasses.asdict(found.rates),
+        "losses": [{**dataclasses.asdict(loss), "share": loss.lost_s / step.step_s} for loss in found.bottlenecks],
     }
 
 
@@ -152,7 +152,7 @@ def _memory_dict(found: MemoryFindings) -> dict[str, Any]:
 # fp8.
 
 SIZE_REASON = "is not a multiple of"
-"""Part of the census's reason for a layer that fp8 GEMMs cannot take."""
+"""Part of the coverage's reason for a layer that fp8 GEMMs cannot take."""
 
 
 def precision_problems(
@@ -163,7 +163,7 @@ def precision_problems(
     Args:
         plan: of the run.
         modules: what was recorded.
-        fp8_names: names of the modules that the census counts as fp8.
+        fp8_names: names of the modules that the coverage counts as fp8.
         seen_inside: the recipe in force inside the first of them (`Precision.seen_inside`).
     """
     found = {module.name: module for module in modules}
@@ -194,11 +194,11 @@ def precision_problems(
     return problems
 
 
-def left_out_problems(census: Fp8Coverage) -> list[str]:
+def left_out_problems(coverage: Fp8Coverage) -> list[str]:
     """Sentences on layers that fp8 was asked for and that cannot take it."""
     return [
         f"{pattern}: {reason}, so it is not in fp8"
-        for pattern, reason in census.skipped.items()
+        for pattern, reason in coverage.skipped.items()
         if SIZE_REASON in reason
     ]
 
@@ -208,12 +208,12 @@ def attention_problems(attention: str | None) -> list[str]:
     return ["attention runs unfused"] if attention == "unfused" else []
 
 
-def reasons_outside_fp8(census: Fp8Coverage, options: PrecisionConfig, plan: PrecisionPlan) -> dict[str, str]:
-    """Name pattern -> how many modules are not in fp8, and why, for every pattern that the census lists as such."""
+def reasons_outside_fp8(coverage: Fp8Coverage, options: PrecisionConfig, plan: PrecisionPlan) -> dict[str, str]:
+    """Name pattern -> how many modules are not in fp8, and why, for every pattern that the coverage lists as such."""
     first, last = options.fp8_first_bf16_layers, options.fp8_last_bf16_layers
     kept = f"kept by --fp8_first_bf16_layers {first} --fp8_last_bf16_layers {last}" if first or last else ""
     why = {}
-    for pattern, reason in census.skipped.items():
+    for pattern, reason in coverage.skipped.items():
         if "(" not in reason:
             added = kept if plan.effective == "fp8" else f"--mixed_precision {plan.effective} runs"
             reason = f"{reason} ({added})" if added else reason

@@ -76,11 +76,11 @@ def diagnose(config: Config, num_warmup_steps: int, trace: Path | None = None) -
     if device.type != "cuda":
         check_machine(config, MachineFacts(model=model_facts(config, hf_config)))
         return diagnose_without_gpu(config)
-    ceilings = measure_rates(device)
+    rates = measure_rates(device)
     gc.collect()
     torch.cuda.empty_cache()
     try:
-        return _Session(config, device).diagnose(ceilings, num_warmup_steps, trace)
+        return _Session(config, device).diagnose(rates, num_warmup_steps, trace)
     except torch.OutOfMemoryError as error:
         raise UserError(_too_little_memory(config, device)) from error
 
@@ -114,7 +114,7 @@ class _Session:
         self.training = OurTraining(ConfiguredWorkload.of(config), without_output(config))
         self.plan = self.training.precision.plan
 
-    def diagnose(self, ceilings: MeasuredRates, num_warmup_steps: int, trace: Path | None) -> Diagnosis:
+    def diagnose(self, rates: MeasuredRates, num_warmup_steps: int, trace: Path | None) -> Diagnosis:
         """Everything, in order."""
         training, config = self.training, self.config
         training.take(num_warmup_steps)
@@ -128,14 +128,14 @@ class _Session:
         if trace is not None:
             recorded.export_chrome_trace(str(trace))
         attention = self._attention(step)
-        facts = self._facts(step, ceilings, attention)
+        facts = self._facts(step, rates, attention)
         names = [name for name, module in training.model.named_modules() if module in training.precision.fp8_modules]
         return Diagnosis(
             config=config.to_dict(),
             provenance=collect_provenance(sys.argv),
             device=describe_device(self.device),
             precision=self.plan.to_dict(),
-            census=training.census,
+            coverage=training.census,
             outside_fp8=reasons_outside_fp8(training.census, config.precision, self.plan),
             groups=group_layers(modules),
             modules=modules,
@@ -168,7 +168,7 @@ class _Session:
             self.training.take(1)
         head = self.training.model.get_output_embeddings()
         name = next(name for name, module in self.training.model.named_modules() if module is head)
-        recorder.note_output_head(name, self.plan.compute_dtype, fp8_products=self._num_fp8_lm_head_gemms())
+        recorder.note_lm_head(name, self.plan.compute_dtype, num_fp8_gemms=self._num_fp8_lm_head_gemms())
         return recorder.modules()
 
     def _watched_memory(self) -> MemoryProbe:
@@ -191,9 +191,9 @@ class _Session:
             return te_llama.attention_backend(self.training.model)
         return str(self.training.model.config._attn_implementation) if step.has_fused_attention else "unfused"
 
-    def _facts(self, step: StepTime, ceilings: MeasuredRates, attention: str | None) -> StepMeasurements:
+    def _facts(self, step: StepTime, rates: MeasuredRates, attention: str | None) -> StepMeasurements:
         training, config = self.training, self.config
-        trainer, census = training.trainer, training.census
+        trainer, coverage = training.trainer, training.census
         head = training.model.get_output_embeddings().weight.numel()
         num_micro_batches = config.optim.gradient_accumulation_steps
         num_tokens = num_micro_batches * config.data.batch_size * config.data.max_seq_length
@@ -209,10 +209,10 @@ class _Session:
         known = known_bytes(trainer.model, trainer.optimizer, self.device)
         return StepMeasurements(
             time=step,
-            ceilings=ceilings,
+            rates=rates,
             peak=device_peak_tflops(self.device),
-            num_fp8_weights=census.num_fp8_weights,
-            num_wide_weights=census.num_linear_weights - census.num_fp8_weights - head,
+            num_fp8_weights=coverage.num_fp8_weights,
+            num_bf16_weights=coverage.num_linear_weights - coverage.num_fp8_weights - head,
             num_head_weights=head,
             num_tokens=num_tokens,
             num_micro_batches=num_micro_batches,

@@ -37,15 +37,15 @@ def diagnose_without_gpu(config: Config) -> Diagnosis:
     plan = asked_for(config)
     hf_config = load_config(config.model, resolve_source(config.model))
     notes = [NEEDS_GPU]
-    census, why = None, {}
+    coverage, why = None, {}
     if config.model.use_te:
         notes.append(
             "the layers of --use_te are Transformer Engine's, which exist on a GPU only; --use_te=false shows the "
             "Hugging Face path's"
         )
     else:
-        census = planned_coverage(config, hf_config, plan)
-        why = reasons_outside_fp8(census, config.precision, plan)
+        coverage = planned_coverage(config, hf_config, plan)
+        why = reasons_outside_fp8(coverage, config.precision, plan)
     kind = planned_optimizer(config, plan)
     notes.append(f"memory is worked out for {kind}, one GPU, without activations and fp8 casts")
     return Diagnosis(
@@ -53,7 +53,7 @@ def diagnose_without_gpu(config: Config) -> Diagnosis:
         provenance=collect_provenance(sys.argv),
         device=describe_device(torch.device("cpu")),
         precision={**plan.to_dict(), "checked": False},
-        census=census,
+        coverage=coverage,
         outside_fp8=why,
         planned_memory=planned_memory(count_parameters(hf_config), kind),
         notes=notes,
@@ -77,7 +77,7 @@ def asked_for(config: Config) -> PrecisionPlan:
 
 
 def planned_coverage(config: Config, hf_config: PretrainedConfig, plan: PrecisionPlan) -> Fp8Coverage:
-    """The census of the Hugging Face path, from the model's structure without weights."""
+    """The coverage of the Hugging Face path, from the model's structure without weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
     if plan.effective != "fp8":

@@ -185,14 +185,14 @@ def test_mistakes_are_one_sentence(tmp_path, architecture, monkeypatch):
     ["ddp", "ddp:fp8", "zero:bf16", "ddp:bf16:fast", "ddp:bf16:swap:swap", "cp0:ddp:bf16", "cp2:ddp", "cp2:bf16", "cp2", "", "hf_bf16:swap"]
     + ["fsdp_grad:hf_bf16", "cp2:ddp:hf_bf16", "delayed:sync", "delayed:fp8_params", "bf16:", "bf16:lora0", "bf16:lora8:lora16", "hf_bf16:lora8"],
 )  # fmt: skip
-def test_unknown_arms(name):
+def test_unknown_variants(name):
     with pytest.raises(
         UserError, match=f"--arms {name} is unknown; choose from bf16, delayed, .* hf_bf16, .* fsdp_full"
     ):
         parse_variant(name)
 
 
-def test_names_of_arms():
+def test_names_of_variants():
     variant = parse_variant("cp4:fsdp_grad:current:recompute:sync")
     assert (variant.mode, variant.context_size, variant.computes_in_fp8) == ("fsdp_grad", 4, True)
     assert (
@@ -244,9 +244,9 @@ def test_names_of_arms():
         parse_variants("bf16,delayed,bf16")
 
 
-def test_what_an_arm_cannot_do_is_known_beforehand(architecture):
+def test_what_a_variant_cannot_do_is_known_beforehand(architecture):
     work, ranks = (
-        Workload.parse(f"{architecture}:2x64x2", 4),
+        Workload.parse(f"{architecture}:2x96x2", 4),
         LaunchRanks(world_size=4, local_world_size=4, launched=True),
     )
     parse_variant("cp2:fsdp_full:delayed").check(work, ranks)
@@ -268,7 +268,7 @@ def test_unknown_workloads(text):
         Workload.parse(text, 6)
 
 
-def test_figures_of_an_arm():
+def test_figures_of_a_variant():
     """The slowest GPU counts, by its median; a context group's tokens count once."""
     work = Workload.parse("Llama-3.2-1B:8x1024x4", 6)
     assert work.name == "Llama-3.2-1B:8x1024x4" and work.tokens_per_step == 32768

@@ -8,23 +8,12 @@ import pytest
 
 from llm_fp8.observability.kernel_trace import KernelTime
 from llm_fp8.observability.metrics import PeakTflops, peak_tflops
-from llm_fp8.tools.diagnose import bottlenecks as losses
-from llm_fp8.tools.diagnose.bottlenecks import StepMeasurements, ranked_losses
-from llm_fp8.tools.diagnose.step_time import StepTime, step_time
+from llm_fp8.tools.diagnose import bottlenecks
+from llm_fp8.tools.diagnose.bottlenecks import StepMeasurements, ranked_bottlenecks
+from llm_fp8.tools.diagnose.step_time import step_time
 from llm_fp8.tools.gemm_rates import MeasuredRates
+from tests.support.diagnosed import AMAX, ATTENTION, BF16_GEMM, CAST, FP8_GEMM, facts
 from tests.support.recorded_kernels import recorded
-
-FP8_GEMM = "nvjet_sm90_qrtst_128x128_128x6_2x1_v_bz_coopA_algo2_TNT"
-BF16_GEMM = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
-ATTENTION = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0"
-AMAX = (
-    "void transformer_engine::(anonymous namespace)::amax_kernel<16, true, __nv_bfloat16>(__nv_bfloat16 const*, "
-    "float*, unsigned long)"
-)
-CAST = (
-    "cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*, __nv_fp8_e5m2*, __nv_fp8_e5m2*, float "
-    "const*, float*, float*)"
-)
 
 
 def test_a_step_is_classes_and_gaps():
@@ -65,43 +54,6 @@ def test_a_step_without_kernels_is_refused():
         step_time(recorded(), 1.0)
 
 
-def facts(**changes) -> StepMeasurements:
-    """A step of 100 ms; rates are round: 1,000 bf16 and 2,000 fp8 TFLOP/s, 4 TB/s, and peaks of twice the FLOP/s."""
-    classes = {
-        "gemm": 60e-3,
-        "attention": 8e-3,
-        "cast": 6e-3,
-        "optimizer": 10e-3,
-        "elementwise": 4e-3,
-        "copy": 1e-3,
-        "norm": 2e-3,
-    }
-    times = {name: KernelTime(1, seconds, {name: seconds}) for name, seconds in classes.items()}
-    step = StepTime(
-        step_s=100e-3, recorded_span_s=150e-3, busy_s=91e-3, classes=times, gemms={"fp8": KernelTime(9, 40e-3)}
-    )
-    values = dict(
-        time=step,
-        ceilings=MeasuredRates(1000.0, 2000.0, 2000.0, 4.0),
-        peak=PeakTflops(2000.0, 4000.0, "none"),
-        num_fp8_weights=900_000_000,
-        num_wide_weights=0,
-        num_head_weights=100_000_000,
-        num_tokens=10_000,
-        num_micro_batches=2,
-        attention_flops=2e12,
-        recomputed_share=0.0,
-        weight_bytes=2_000_000_000,
-        gradient_bytes=2_000_000_000,
-        added_gradient_bytes=400_000_000,
-        optimizer_bytes=8_000_000_000,
-        scenario="delayed",
-        use_te=True,
-        attention="fused (cuDNN)",
-    )
-    return StepMeasurements(**{**values, **changes})
-
-
 def with_classes(given: StepMeasurements, **classes) -> StepMeasurements:
     times = {**given.time.classes, **{name: KernelTime(1, s, {name: s}) for name, s in classes.items()}}
     return dataclasses.replace(given, time=dataclasses.replace(given.time, classes=times))
@@ -110,38 +62,38 @@ def with_classes(given: StepMeasurements, **classes) -> StepMeasurements:
 def test_floors():
     # fp8: 6 * 0.9e9 * 1e4 = 5.4e13 FLOPs at 2,000 TFLOP/s are 27 ms; head: 6e12 at 1,000 are 6 ms.
     assert facts().gemms_at_measured_rates_s == pytest.approx(33e-3)
-    assert facts().gemm_floors_s == pytest.approx({"fp8": 13.5e-3, "bf16": 3e-3})
-    assert facts().floors_s["gemm"] == pytest.approx(16.5e-3) and facts().floors_s["attention"] == pytest.approx(1e-3)
-    assert facts().floors_s["optimizer"] == pytest.approx((2 * 10e9 + 2e9) / 4e12)
+    assert facts().gemm_bounds_s == pytest.approx({"fp8": 13.5e-3, "bf16": 3e-3})
+    assert facts().bounds_s["gemm"] == pytest.approx(16.5e-3) and facts().bounds_s["attention"] == pytest.approx(1e-3)
+    assert facts().bounds_s["optimizer"] == pytest.approx((2 * 10e9 + 2e9) / 4e12)
     # A third of the FLOPs at the fast rate, two at the split one.
-    split = facts(ceilings=MeasuredRates(1000.0, 2000.0, 1000.0, 4.0))
+    split = facts(rates=MeasuredRates(1000.0, 2000.0, 1000.0, 4.0))
     assert split.fp8_gemm_s(6e15) == pytest.approx(2e15 / 2e15 + 4e15 / 1e15)
-    assert facts(ceilings=MeasuredRates(1000.0, None, None, 4.0)).fp8_gemm_s(1.0) is None
+    assert facts(rates=MeasuredRates(1000.0, None, None, 4.0)).fp8_gemm_s(1.0) is None
     # No floor without the vendor's peak, nor from the fp8 one for fp4, which is twice as fast.
     for unknown in (facts(peak=None), facts(peak=PeakTflops(2000.0, None, "none")), facts(scenario="nvfp4")):
-        assert unknown.gemm_floors_s == {} and "gemm" not in unknown.floors_s and "optimizer" in unknown.floors_s
-    assert losses.gemms_below_measured_rate(facts(scenario="nvfp4")) is None
+        assert unknown.gemm_bounds_s == {} and "gemm" not in unknown.bounds_s and "optimizer" in unknown.bounds_s
+    assert bottlenecks.gemms_below_measured_rate(facts(scenario="nvfp4")) is None
     # A head in fp8: two thirds of its 6 ms at twice the rate, or all; fast accumulation is for the logits.
     gradients, whole = facts(num_fp8_lm_head_gemms=2), facts(num_fp8_lm_head_gemms=3)
     assert gradients.head_gemm_s == pytest.approx(4e-3) and whole.head_gemm_s == pytest.approx(3e-3)
     assert gradients.gemms_at_measured_rates_s == pytest.approx(
         31e-3
     ) and whole.gemms_at_measured_rates_s == pytest.approx(30e-3)
-    assert gradients.gemm_floors_s == pytest.approx({"fp8": 14.5e-3, "bf16": 1e-3})
-    assert whole.gemm_floors_s == pytest.approx({"fp8": 15e-3, "bf16": 0.0})
+    assert gradients.gemm_bounds_s == pytest.approx({"fp8": 14.5e-3, "bf16": 1e-3})
+    assert whole.gemm_bounds_s == pytest.approx({"fp8": 15e-3, "bf16": 0.0})
     assert facts(
-        num_fp8_lm_head_gemms=3, ceilings=MeasuredRates(1000.0, 2000.0, 1000.0, 4.0)
+        num_fp8_lm_head_gemms=3, rates=MeasuredRates(1000.0, 2000.0, 1000.0, 4.0)
     ).head_gemm_s == pytest.approx(5e-3)
     # A card that multiplies faster than its data sheet says.
     low = facts(peak=PeakTflops(900.0, 1800.0, "none"))
-    assert low.floors_s["gemm"] == pytest.approx(33e-3) and low.floors_s["attention"] == pytest.approx(2e-3)
+    assert low.bounds_s["gemm"] == pytest.approx(33e-3) and low.bounds_s["attention"] == pytest.approx(2e-3)
 
 
 def test_no_floor_lies_above_what_an_h200_took():
     """Llama-3.2-1B in delayed scaling on one H200, 2 micro-batches of 4 x 1,024: the GEMMs took 51.3 ms, faster than
-    the ceilings of a GPU that multiplies without a pause, which gave 56.7."""
+    the rates of a GPU that multiplies without a pause, which gave 56.7."""
     step = facts(
-        ceilings=MeasuredRates(680.1, 1307.5, 1250.6, 4.27),
+        rates=MeasuredRates(680.1, 1307.5, 1250.6, 4.27),
         peak=peak_tflops("NVIDIA H200"),
         num_fp8_weights=973_078_528,
         num_head_weights=262_668_288,
@@ -149,67 +101,69 @@ def test_no_floor_lies_above_what_an_h200_took():
     )
     step = with_classes(step, gemm=51.3e-3)
     assert step.gemms_at_measured_rates_s == pytest.approx(56.7e-3, rel=1e-3)
-    assert step.gemm_floors_s["fp8"] < 35.1e-3 and step.gemm_floors_s["bf16"] < 16.2e-3
-    assert "GEMMs below the ceiling" not in [loss.name for loss in ranked_losses(step)]
+    assert step.gemm_bounds_s["fp8"] < 35.1e-3 and step.gemm_bounds_s["bf16"] < 16.2e-3
+    assert "GEMMs below the measured rate" not in [loss.name for loss in ranked_bottlenecks(step)]
 
 
 def test_gemms_below_the_ceiling():
-    assert losses.gemms_below_measured_rate(facts()).lost_s == pytest.approx(27e-3)
-    assert losses.gemms_below_measured_rate(facts(attention="unfused")) is None
+    assert bottlenecks.gemms_below_measured_rate(facts()).lost_s == pytest.approx(27e-3)
+    assert bottlenecks.gemms_below_measured_rate(facts(attention="unfused")) is None
 
 
 def test_recomputation_is_taken_out_of_the_gemms():
-    assert losses.recomputation(facts()) is None
+    assert bottlenecks.recomputation(facts()) is None
     half = facts(recomputed_share=0.5)
-    # At the ceilings: 27 ms of fp8 layers, half of them a third longer, and 6 ms of head.
-    assert losses.recomputation(half).lost_s == pytest.approx(60e-3 * 4.5 / 37.5)
-    assert losses.gemms_below_measured_rate(half).lost_s == pytest.approx(27e-3 - 60e-3 * 4.5 / 37.5)
+    # At the rates: 27 ms of fp8 layers, half of them a third longer, and 6 ms of head.
+    assert bottlenecks.recomputation(half).lost_s == pytest.approx(60e-3 * 4.5 / 37.5)
+    assert bottlenecks.gemms_below_measured_rate(half).lost_s == pytest.approx(27e-3 - 60e-3 * 4.5 / 37.5)
 
 
 def test_layers_outside_fp8_name_the_option_that_fits():
-    assert losses.layers_outside_fp8(facts()) is None
-    kept = facts(num_fp8_weights=600_000_000, num_wide_weights=300_000_000)
-    loss = losses.layers_outside_fp8(kept)
+    assert bottlenecks.layers_outside_fp8(facts()) is None
+    kept = facts(num_fp8_weights=600_000_000, num_bf16_weights=300_000_000)
+    loss = bottlenecks.layers_outside_fp8(kept)
     assert (
         loss.lost_s == pytest.approx(18e-3 - 9e-3) and "33%" in loss.cause and "--fp8_first_bf16_layers" in loss.advice
     )
-    bf16 = facts(num_fp8_weights=0, num_wide_weights=900_000_000, scenario=None)
-    assert losses.layers_outside_fp8(bf16).advice.startswith("--mixed_precision fp8")
-    assert losses.layers_outside_fp8(dataclasses.replace(kept, use_te=False)).advice.startswith("--use_te")
-    assert losses.layers_outside_fp8(dataclasses.replace(bf16, ceilings=MeasuredRates(300.0, None, None, 1.5))) is None
+    bf16 = facts(num_fp8_weights=0, num_bf16_weights=900_000_000, scenario=None)
+    assert bottlenecks.layers_outside_fp8(bf16).advice.startswith("--mixed_precision fp8")
+    assert bottlenecks.layers_outside_fp8(dataclasses.replace(kept, use_te=False)).advice.startswith("--use_te")
+    assert (
+        bottlenecks.layers_outside_fp8(dataclasses.replace(bf16, rates=MeasuredRates(300.0, None, None, 1.5))) is None
+    )
 
 
 def test_work_of_known_bytes():
-    assert losses.weight_casts(facts()).lost_s == pytest.approx(4 * 0.9e9 / 4e12)
-    assert losses.weight_casts(with_classes(facts(), cast=1e-4)).lost_s == pytest.approx(
+    assert bottlenecks.weight_casts(facts()).lost_s == pytest.approx(4 * 0.9e9 / 4e12)
+    assert bottlenecks.weight_casts(with_classes(facts(), cast=1e-4)).lost_s == pytest.approx(
         1e-4
     )  # never more than was seen
-    assert losses.weight_casts(facts(num_fp8_weights=0)) is None
-    assert losses.main_grads(facts()).lost_s == pytest.approx(3 * 0.4e9 / 4e12)
-    assert losses.main_grads(facts(num_micro_batches=1)).lost_s == 0
+    assert bottlenecks.weight_casts(facts(num_fp8_weights=0)) is None
+    assert bottlenecks.main_grads(facts()).lost_s == pytest.approx(3 * 0.4e9 / 4e12)
+    assert bottlenecks.main_grads(facts(num_micro_batches=1)).lost_s == 0
 
 
 def test_scaling_and_pointwise():
-    assert losses.maxima_of_current_scaling(facts()) is None
+    assert bottlenecks.amax_of_current_scaling(facts()) is None
     current = with_classes(facts(scenario="current"), cast=5e-3)
     current.time.classes["cast"].names.update({AMAX: 3e-3, CAST: 2e-3})
-    assert losses.maxima_of_current_scaling(current).lost_s == pytest.approx(3e-3)
-    assert losses.unfused_pointwise(facts()) is None
-    assert losses.unfused_pointwise(facts(use_te=False)).lost_s == pytest.approx(7e-3)
+    assert bottlenecks.amax_of_current_scaling(current).lost_s == pytest.approx(3e-3)
+    assert bottlenecks.unfused_pointwise(facts()) is None
+    assert bottlenecks.unfused_pointwise(facts(use_te=False)).lost_s == pytest.approx(7e-3)
 
 
 def test_the_largest_come_first():
-    found = ranked_losses(facts())
-    assert [loss.name for loss in found[:3]] == ["GEMMs below the ceiling", "optimizer", "gaps between kernels"]
+    found = ranked_bottlenecks(facts())
+    assert [loss.name for loss in found[:3]] == ["GEMMs below the measured rate", "optimizer", "gaps between kernels"]
     assert found[2].lost_s == pytest.approx(9e-3) and "--batch_size" in found[2].advice
-    assert len(ranked_losses(facts())) == 5  # the rules that lose nothing are left out
-    assert all(loss.lost_s > 0 for loss in ranked_losses(facts(num_micro_batches=1)))
+    assert len(ranked_bottlenecks(facts())) == 5  # the rules that lose nothing are left out
+    assert all(loss.lost_s > 0 for loss in ranked_bottlenecks(facts(num_micro_batches=1)))
 
 
 def test_unfused_attention_comes_first_whatever_its_size():
-    found = ranked_losses(with_classes(facts(attention="unfused"), attention=1e-6))
+    found = ranked_bottlenecks(with_classes(facts(attention="unfused"), attention=1e-6))
     assert found[0].name == "unfused attention" and found[0].lost_s == 0 and "CUDNN_HOME" in found[0].advice
-    assert "--attn_implementation" in ranked_losses(facts(attention="unfused", use_te=False))[0].advice
+    assert "--attn_implementation" in ranked_bottlenecks(facts(attention="unfused", use_te=False))[0].advice
 
 
 def test_every_advice_names_options_that_exist():
@@ -219,12 +173,12 @@ def test_every_advice_names_options_that_exist():
 
     known = set(build_parser()._option_string_actions)
     variants = [
-        facts(use_te=use_te, attention=attention, scenario=scenario, recomputed_share=0.5, num_wide_weights=1_000_000)
+        facts(use_te=use_te, attention=attention, scenario=scenario, recomputed_share=0.5, num_bf16_weights=1_000_000)
         for use_te in (True, False)
         for attention in ("unfused", "fused (cuDNN)")
         for scenario in (None, "current")
     ]
-    advice = {loss.advice for variant in variants for loss in ranked_losses(variant)}
-    assert len(advice) >= len(losses.RULES)
+    advice = {loss.advice for variant in variants for loss in ranked_bottlenecks(variant)}
+    assert len(advice) >= len(bottlenecks.RULES)
     for sentence in advice:
         assert set(re.findall(r"--\w+", sentence)) <= known, sentence

@@ -6,11 +6,10 @@ import dataclasses
 import io
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 from rich.console import Console
 
 from llm_fp8.config.options import Config
@@ -26,24 +25,20 @@ from llm_fp8.tools.diagnose.session import diagnose
 from llm_fp8.tools.diagnose.static_report import diagnose_without_gpu, planned_memory, planned_optimizer
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import write_json_atomic
+from tests.support.diagnosed import FP8, facts, module
+from tests.support.scripts_as_main import run_as_main
 from tests.support.small import write_model
-from tests.tools.diagnose.test_bottlenecks import facts
-from tests.tools.diagnose.test_gemm_operands import FP8, module
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "diagnose_fp8.py"
+SCRIPT = "scripts/diagnose_fp8.py"
 
 
 def run(*options, **environ):
-    """The script as a user starts it, on a machine without a GPU."""
-    return subprocess.run(
-        [sys.executable, SCRIPT, *map(str, options)],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    """The script on a machine without a GPU."""
+    with mock.patch.dict(os.environ, environ):
+        return run_as_main(SCRIPT, *options)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
 def test_without_a_gpu_it_says_what_it_can_and_exits_3(tmp_path, tiny_model):
     path = tmp_path / "new" / "findings.json"
     done = run(
@@ -104,7 +99,7 @@ def test_sizes_that_fp8_cannot_take_are_named(tmp_path):
         parse_config(["--model_name", model, "--max_seq_length", "128", "--mixed_precision", "fp8"])
     )
     assert found.outside_fp8["model.layers.*.mlp.up_proj"] == "2 bf16 (size 32 x 40 is not a multiple of 16)"
-    assert found.census is not None and found.census.converted == {
+    assert found.coverage is not None and found.coverage.converted == {
         f"model.layers.*.self_attn.{part}_proj": 2 for part in "qkvo"
     }
 
@@ -113,10 +108,10 @@ def test_an_output_head_in_fp8_is_planned(tmp_path):
     words = ["--model_name", write_model(tmp_path / "whole"), "--max_seq_length", "128", "--mixed_precision", "fp8"]
     shares = {}
     for value, in_fp8 in (("none", 0), ("gradients", 2), ("all", 3)):
-        census = diagnose_without_gpu(parse_config([*words, f"--fp8_lm_head={value}"])).census
-        assert census is not None
-        shares[value] = census.fp8_linear_flop_share
-        assert census.skipped["lm_head"] == (
+        coverage = diagnose_without_gpu(parse_config([*words, f"--fp8_lm_head={value}"])).coverage
+        assert coverage is not None
+        shares[value] = coverage.fp8_linear_flop_share
+        assert coverage.skipped["lm_head"] == (
             f"1 bf16 (output head{f', {in_fp8} of 3 products in fp8' if in_fp8 else ''})"
         )
     assert shares["none"] < shares["gradients"] < shares["all"] == 1
@@ -135,7 +130,7 @@ def test_planned_memory():
     assert sum(planned.values()) == 10_000 * bytes_per_parameter("adamw_master").total
     assert found.planned_memory is not None and found.planned_memory["weights"] == found.planned_memory["gradients"]
     assert found.exit_code == 3 and "checked" in found.precision
-    assert diagnose_without_gpu(parse_config(["--use_te", "--mixed_precision", "fp8"])).census is None
+    assert diagnose_without_gpu(parse_config(["--use_te", "--mixed_precision", "fp8"])).coverage is None
 
 
 def made_up(**changes) -> Diagnosis:
@@ -147,7 +142,7 @@ def made_up(**changes) -> Diagnosis:
         provenance={"packages": {}},
         device="NVIDIA H200 (compute capability 9.0)",
         precision=FP8.to_dict(),
-        census=Fp8Coverage(900, 1000, {"model.layers.*.qkv": 32}, {"lm_head": "1 bf16 (output head)"}),
+        coverage=Fp8Coverage(900, 1000, {"model.layers.*.qkv": 32}, {"lm_head": "1 bf16 (output head)"}),
         outside_fp8={"lm_head": "1 bf16 (output head)"},
         groups=group_layers(modules),
         modules=modules,
@@ -176,7 +171,7 @@ def test_tables():
         "90.0% of linear FLOPs in fp8" in text
         and "one step: 100.0 ms (150.0 ms while its kernels were recorded)" in text
     )
-    assert "sums of gradients" not in text  # not among the largest three
+    assert "main-gradient accumulation" not in text  # not among the largest three
     assert "memory at the peak, in the loss: 28.00 GiB" in text and "no problem" in text
 
 
@@ -215,7 +210,7 @@ def test_json(tmp_path):
     memory = found["memory"]
     assert sum(memory["kinds_gib"].values()) == pytest.approx(memory["watched_peak_gib"])
     assert set(memory["how_found"]) == set(KINDS) == set(memory["kinds_gib"])
-    assert dataclasses.asdict(facts().ceilings) == time["ceilings"]
+    assert dataclasses.asdict(facts().rates) == time["ceilings"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.support.small import write_model
 
 pytestmark = pytest.mark.gpu
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "diagnose_fp8.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "diagnose_fp8.py"
 HYBRID = ("e4m3 x e4m3", "e4m3 x e5m2", "e4m3 x e5m2")
 BLOCK = ("e4m3/block x e4m3/block",) * 3
 BF16 = ("bf16 x bf16",) * 3

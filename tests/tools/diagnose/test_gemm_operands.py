@@ -16,7 +16,6 @@ from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.tools.diagnose.gemm_operands import (
     PASSES,
     GemmRecorder,
-    ModuleGemms,
     group_layers,
     number_ranges,
     operand_type,
@@ -28,8 +27,8 @@ from llm_fp8.tools.diagnose.result import (
     precision_problems,
     reasons_outside_fp8,
 )
+from tests.support.diagnosed import FP8, module
 
-FP8 = PrecisionPlan(requested="fp8", effective="fp8", requested_scenario="default", effective_scenario="delayed")
 BF16 = PrecisionPlan(requested="bf16", effective="bf16")
 
 
@@ -128,7 +127,7 @@ def record(decoder, owner):
     recorder = GemmRecorder(decoder)
     with recorder.recording([owner]):
         decoder(torch.randn(4, 16, requires_grad=True)).sum().backward()
-    recorder.note_output_head("lm_head", torch.bfloat16)
+    recorder.note_lm_head("lm_head", torch.bfloat16)
     return recorder.modules()
 
 
@@ -203,14 +202,6 @@ def test_no_seam_is_looked_for_where_transformer_engine_is_not_loaded():
     assert te_gemm_owners() == []
 
 
-def module(name, fprop="e4m3 x e4m3", dgrad="e4m3 x e5m2", wgrad="e4m3 x e5m2", kind="Linear"):
-    found = ModuleGemms(name, kind)
-    for gemm_pass, pairs in (("fprop", fprop), ("dgrad", dgrad), ("wgrad", wgrad)):
-        for pair in filter(None, pairs.split("; ")):
-            found.add(gemm_pass, pair)
-    return found
-
-
 def test_identical_layers_are_one_line():
     wide = {"fprop": "bf16 x bf16", "dgrad": "bf16 x bf16", "wgrad": "bf16 x bf16"}
     modules = [
@@ -280,7 +271,7 @@ def test_reasons_outside_fp8():
 )
 def test_the_output_head_by_its_option(in_fp8, expected):
     recorder = GemmRecorder(nn.ModuleDict({"lm_head": nn.Linear(16, 32, bias=False)}))
-    recorder.note_output_head("lm_head", torch.bfloat16, in_fp8)
+    recorder.note_lm_head("lm_head", torch.bfloat16, in_fp8)
     (head,) = recorder.modules()
     assert [pair for name in PASSES for pair in head.operands(name)] == expected
     assert head.told_by == ("option" if in_fp8 else "dtype")

@@ -18,10 +18,10 @@ from llm_fp8.tools.diagnose.memory import KINDS
 from llm_fp8.tools.diagnose.step_time import step_time
 from llm_fp8.tools.gemm_rates import MeasuredRates
 from llm_fp8.utils.json_files import write_json_atomic
+from tests.support.diagnosed import ATTENTION, BF16_GEMM
 from tests.support.recorded_kernels import recorded
 from tests.support.small import forget_accelerator
 from tests.support.stand_in_te import install_stand_in
-from tests.tools.diagnose.test_bottlenecks import ATTENTION, BF16_GEMM
 
 CEILINGS = MeasuredRates(800.0, 1400.0, 1300.0, 4.0)
 SOFTMAX = (
@@ -73,9 +73,9 @@ def test_a_bf16_run(diagnosed, tmp_path):
     assert found.time is not None and found.time.step.step_s > 0
     layer = 32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48
     num_weights, num_tokens = 2 * layer + 1024 * 32, 2 * 2 * 64
-    assert found.time.gemm_floors_s == pytest.approx({"bf16": 6 * num_weights * num_tokens / 1000e12})
+    assert found.time.gemm_bounds_s == pytest.approx({"bf16": 6 * num_weights * num_tokens / 1000e12})
     # 6 FLOPs for each of 32 units of width and the mean length of 64 tokens, in 2 layers
-    assert found.time.floors_s["attention"] == pytest.approx(6 * 32 * 64 * num_tokens * 2 / 1000e12)
+    assert found.time.bounds_s["attention"] == pytest.approx(6 * 32 * 64 * num_tokens * 2 / 1000e12)
     assert found.memory is not None and tuple(found.memory.at_peak.kinds) == KINDS
     write_json_atomic(tmp_path / "found.json", found.to_dict())
     written = json.loads((tmp_path / "found.json").read_text())
@@ -102,14 +102,14 @@ def test_sums_of_gradients_that_gemms_add_are_not_counted(options, num_added, ti
 def test_attention_without_a_fused_kernel(diagnosed):
     found, _ = diagnosed("--mixed_precision", "bf16", "--attn_implementation", "eager", attention=SOFTMAX)
     assert found.exit_code == 1 and found.problems == ["attention runs unfused"]
-    assert found.time is not None and found.time.losses[0].name == "unfused attention"
+    assert found.time is not None and found.time.bottlenecks[0].name == "unfused attention"
 
 
 def test_recomputation_is_seen(diagnosed):
     options = ["--mixed_precision", "bf16", "--gradient_checkpointing", "--gradient_checkpointing_every", "2"]
     found, _ = diagnosed(*options)
     assert found.time is not None
-    assert any("50% of the decoder layers" in loss.cause for loss in found.time.losses)
+    assert any("50% of the decoder layers" in loss.cause for loss in found.time.bottlenecks)
 
 
 def test_too_little_memory_is_a_sentence(tiny_model, monkeypatch):
