@@ -1,8 +1,4 @@
-"""Which text, and how it becomes batches.
-
-`prepare_data` is the way in; the rooms behind it are named in prepare.py. Labels in a `Batch` are already shifted
-(collate.py).
-"""
+"""Text to batches; `prepare_data` is the entry (prepare.py lists the steps). Labels in a `Batch` are shifted."""
 
 from __future__ import annotations
 

@@ -1,26 +1,22 @@
-"""Rows of documents become a `Batch`: packed into one line of tokens, or padded side by side.
+"""Documents become a `Batch`: packed into one line of tokens, or padded side by side.
 
-THE LABELS ARE ALREADY SHIFTED. `labels[..., t]` is the token that position t has to predict, the next token of the same
-document, or -100. The last token of a document predicts nothing. The loss is therefore the cross entropy of `logits`
-and `labels` position by position; shifting once more, as the loss inside Hugging Face models does, would train on the
-wrong token. (Shifting here, before documents meet in a row, is what keeps the last token of one from predicting the
-first of the next.)
+THE LABELS ARE ALREADY SHIFTED. `labels[..., t]` is the token that position t predicts, the next token of the same
+document, or -100; the last token of a document predicts nothing. The loss is the cross entropy of `logits` and `labels`
+position by position; shifting again, as the loss inside Hugging Face models does, would train on the wrong token.
 
-Packed, for attention that takes `cu_seqlens` (or sees the restarts of `position_ids`), T = batch_size * max_seq_length
-always:
+Packed, for attention with `cu_seqlens` (or the restarts of `position_ids`), always T = batch_size * max_seq_length:
 
     input_ids, labels, position_ids   int64 [1, T]
     cu_seqlens                        int32 [n + 1], 0 = first < ... < last = T: where each segment begins
     attention_mask                    None; with context parallelism bool [1, T], true on documents' tokens
 
-Every row begins at a multiple of max_seq_length. A segment is a document, or the unused rest of a row; in that rest
-`position_ids` begin at 0 again and every label is -100, so it attends to itself alone and teaches nothing. Reshaping
-[1, T] to [batch_size, max_seq_length] gives one row to a line.
+A sequence is max_seq_length positions; [1, T] reshaped to [batch_size, max_seq_length] has one per line. A segment is a
+document, or the unused rest of a sequence: there `position_ids` restart at 0 and every label is -100, so it attends
+to itself alone and teaches nothing.
 
-With context parallelism over C processes a batch is still made whole and then split (`SplitCollate`,
-llm_fp8.distributed.context_parallel). Every document is cut into 2 C pieces of equal length, so it is padded on the
-right to a multiple of that, and the padding counts as part of its segment. That is harmless: attention is causal, so no
-token of the document sees its padding, and the padding's labels are -100, so nothing comes back from it either.
+Context parallelism over C ranks splits the finished batch (`SplitCollate`, llm_fp8.distributed.context_parallel). Every
+document is padded on the right to a multiple of 2 C, the padding being part of its segment: attention is causal, so no
+token of the document sees it, and its labels are -100.
 
 Padded, on the right:
 
@@ -28,15 +24,13 @@ Padded, on the right:
     attention_mask                    bool [B, S], true on a document's tokens
     cu_seqlens                        None
 
-S is the longest document rounded up to a multiple of 128 (per process of context parallelism), at most max_seq_length;
-or max_seq_length with `pad_to_full`.
-Padding is told by position, never by token id: where PAD and EOS are the same token, the EOS that ends a document is
-still learnt.
+S is the longest document rounded up to a multiple of 128 (per rank of context parallelism), at most max_seq_length; or
+max_seq_length with `pad_to_full`. Padding is told by position, never by token id: where PAD and EOS are the same token,
+the EOS that ends a document is still learnt.
 
-A batch may hold fewer rows than batch_size, even none (the last ones of an epoch). Its shape does not change: a missing
-row is all padding. In a padded batch its first position is open to attention, since a row that may attend to nothing
-turns into NaN in some attention kernels; its labels are -100 and it is not counted as a real token. (Not so with
-context parallelism, whose attention takes the whole row for a document.)
+The last batches of an epoch may hold fewer than batch_size sequences, even none; the shape stays and the missing ones
+are padding. In a padded batch their first position is open to attention, since a sequence that attends to nothing turns
+into NaN in some attention kernels (not with context parallelism, whose attention takes the full sequence).
 """
 
 from __future__ import annotations
@@ -58,13 +52,11 @@ IGNORED = -100
 """Label of a position that predicts nothing."""
 
 PADDED_MULTIPLE = 128
-"""Padded rows are a multiple of this long: few different shapes, and what fp8 kernels need."""
+"""Padded sequences are a multiple of this long: few different shapes, and what fp8 kernels need."""
 
 
 def document_multiple(context_size: int) -> int:
-    """What the lengths of packed documents are rounded up to where `context_size` processes share every row, in
-    tokens.
-    """
+    """The multiple to which packed documents are padded where `context_size` ranks share every sequence, in tokens."""
     return 2 * context_size if context_size > 1 else 1
 
 
@@ -78,7 +70,7 @@ class Batch:
     attention_mask: Tensor | None
     cu_seqlens: Tensor | None
     max_seqlen: int
-    """Upper bound of a segment's length, the same for every packed batch: max_seq_length; S for padded ones."""
+    """Upper bound of a segment's length: max_seq_length for packed batches, S for padded ones."""
     num_tokens: int
     """All positions, padding included."""
     num_real_tokens: int
@@ -86,25 +78,16 @@ class Batch:
     num_supervised_tokens: int
     """Positions with a label."""
     sum_squared_lengths: int
-    """Sum over segments (packed) or rows (padded) of their length squared: what attention costs. Of a split batch
-    the share of a process.
-    """
+    """Sum of squared lengths of segments (packed) or sequences (padded): attention's cost; a slice has its share."""
     row_ids: tuple[int, ...]
-    """Rows of the dataset that the documents came from."""
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether documents lie behind each other in one line, told apart by `cu_seqlens`."""
-        return self.cu_seqlens is not None
+    """Dataset rows that the documents came from."""
 
     def to(self, device: str | torch.device, non_blocking: bool = False) -> Batch:
         """The batch with its tensors on `device`."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """The batch with its tensors in page-locked memory, from which copies to the GPU can run on their own. Needs
-        CUDA.
-        """
+        """The batch in page-locked memory, for asynchronous copies to the GPU. Needs CUDA."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
@@ -119,13 +102,13 @@ class Batch:
 
 
 class Collate(Protocol):
-    """Makes a batch of at most `batch_size` rows of documents."""
+    """Makes a batch of at most `batch_size` sequences."""
 
-    def __call__(self, rows: Sequence[Sequence[Document]]) -> Batch: ...
+    def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch: ...
 
 
 def count_tokens(batches: Sequence[Batch]) -> StepTokens:
-    """The tokens of micro-batches together."""
+    """Token counts summed over micro-batches."""
     return StepTokens(
         *(sum(getattr(batch, field.name) for batch in batches) for field in dataclasses.fields(StepTokens))
     )
@@ -133,13 +116,13 @@ def count_tokens(batches: Sequence[Batch]) -> StepTokens:
 
 @dataclass(frozen=True)
 class SplitCollate:
-    """Makes a whole batch with `collate` and keeps what `split` takes of it."""
+    """Makes the full batch with `collate` and keeps what `split` takes of it."""
 
     collate: Collate
     split: Callable[[Batch], Batch]
 
-    def __call__(self, rows: Sequence[Sequence[Document]]) -> Batch:
-        return self.split(self.collate(rows))
+    def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
+        return self.split(self.collate(sequences))
 
 
 def shifted_labels(document: Document) -> npt.NDArray[np.int64]:
@@ -151,26 +134,22 @@ def shifted_labels(document: Document) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class PackedCollate:
-    """Rows of documents to a packed `Batch` [1, batch_size * max_seq_length], ready to be split over `context_size`
-    processes.
-    """
+    """Sequences of documents -> packed `Batch` [1, batch_size * max_seq_length] for `context_size` ranks."""
 
     batch_size: int
     max_seq_length: int
     pad_token_id: int
     context_size: int = 1
 
-    def __call__(self, rows: Sequence[Sequence[Document]]) -> Batch:
-        """Raises `ValueError` when a row holds more than max_seq_length tokens, or there are more than batch_size
-        rows.
-        """
-        if len(rows) > self.batch_size:
-            raise ValueError(f"{len(rows)} rows do not fit a batch of {self.batch_size}")
+    def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
+        """Raises `ValueError` for a sequence of more than max_seq_length tokens, or more than batch_size sequences."""
+        if len(sequences) > self.batch_size:
+            raise ValueError(f"{len(sequences)} sequences do not fit a batch of {self.batch_size}")
         total = self.batch_size * self.max_seq_length
         multiple = document_multiple(self.context_size)
         if self.max_seq_length % multiple:
             raise ValueError(
-                f"rows of {self.max_seq_length} tokens cannot be split into documents of a multiple of {multiple}"
+                f"sequences of {self.max_seq_length} tokens cannot hold documents of a multiple of {multiple}"
             )
         input_ids = np.full(total, self.pad_token_id, dtype=np.int64)
         labels = np.full(total, IGNORED, dtype=np.int64)
@@ -178,22 +157,21 @@ class PackedCollate:
         real = np.zeros(total, dtype=bool)
         bounds = [0]
         for index in range(self.batch_size):
-            row_end = (index + 1) * self.max_seq_length
-            for document in rows[index] if index < len(rows) else ():
+            end_of_sequence = (index + 1) * self.max_seq_length
+            for document in sequences[index] if index < len(sequences) else ():
                 start, length = bounds[-1], len(document.input_ids)
                 end, padded_end = start + length, start + -(-length // multiple) * multiple
-                if padded_end > row_end:
-                    raise ValueError(
-                        f"a row of more than {self.max_seq_length} tokens: rows {[d.row_id for d in rows[index]]}"
-                    )
+                if padded_end > end_of_sequence:
+                    row_ids = [document.row_id for document in sequences[index]]
+                    raise ValueError(f"a sequence of more than {self.max_seq_length} tokens: dataset rows {row_ids}")
                 input_ids[start:end] = document.input_ids
                 labels[start:end] = shifted_labels(document)
                 real[start:end] = True
                 position_ids[start:padded_end] = np.arange(padded_end - start)
                 bounds.append(padded_end)
-            if bounds[-1] < row_end:
-                position_ids[bounds[-1] : row_end] = np.arange(row_end - bounds[-1])
-                bounds.append(row_end)
+            if bounds[-1] < end_of_sequence:
+                position_ids[bounds[-1] : end_of_sequence] = np.arange(end_of_sequence - bounds[-1])
+                bounds.append(end_of_sequence)
         return Batch(
             input_ids=torch.from_numpy(input_ids).view(1, total),
             labels=torch.from_numpy(labels).view(1, total),
@@ -205,13 +183,13 @@ class PackedCollate:
             num_real_tokens=int(real.sum()),
             num_supervised_tokens=int((labels != IGNORED).sum()),
             sum_squared_lengths=int((np.diff(bounds) ** 2).sum()),
-            row_ids=tuple(document.row_id for row in rows for document in row),
+            row_ids=tuple(document.row_id for sequence in sequences for document in sequence),
         )
 
 
 @dataclass(frozen=True)
 class PaddedCollate:
-    """Rows of one document each to a padded `Batch` [batch_size, S]."""
+    """Sequences of one document each -> padded `Batch` [batch_size, S]."""
 
     batch_size: int
     max_seq_length: int
@@ -219,26 +197,22 @@ class PaddedCollate:
     pad_to_full: bool = False
     context_size: int = 1
 
-    def __call__(self, rows: Sequence[Sequence[Document]]) -> Batch:
-        """Raises `ValueError` for a row of several documents, a document that is too long, or more than batch_size
-        rows.
-        """
-        if len(rows) > self.batch_size or any(len(row) != 1 for row in rows):
-            raise ValueError(f"a padded batch takes at most {self.batch_size} rows of one document each")
-        documents = [row[0] for row in rows]
+    def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
+        """Raises `ValueError` for two documents in a sequence, one too long, or more than batch_size sequences."""
+        if len(sequences) > self.batch_size or any(len(sequence) != 1 for sequence in sequences):
+            raise ValueError(f"a padded batch takes at most {self.batch_size} sequences of one document each")
+        documents = [sequence[0] for sequence in sequences]
         longest = max((len(document.input_ids) for document in documents), default=1)
         if longest > self.max_seq_length:
             raise ValueError(f"a document of {longest} tokens does not fit {self.max_seq_length}")
-        multiple = (
-            PADDED_MULTIPLE * self.context_size
-        )  # a process gets as many whole multiples of every row as the others
+        multiple = PADDED_MULTIPLE * self.context_size  # every rank gets as many of them of every sequence
         rounded = -(-longest // multiple) * multiple
         width = self.max_seq_length if self.pad_to_full else min(rounded, self.max_seq_length)
 
         input_ids = np.full((self.batch_size, width), self.pad_token_id, dtype=np.int64)
         labels = np.full((self.batch_size, width), IGNORED, dtype=np.int64)
         attention_mask = np.zeros((self.batch_size, width), dtype=bool)
-        if self.context_size == 1:  # else no attention reads the mask, which then tells real tokens
+        if self.context_size == 1:  # else attention ignores the mask, which tells real tokens
             attention_mask[len(documents) :, 0] = True
         for index, document in enumerate(documents):
             length = len(document.input_ids)

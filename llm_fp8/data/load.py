@@ -7,8 +7,7 @@ Understood names (`--dataset_name`):
     path/to/folder              laid out as the hub lays them out, or written by `save_to_disk`
     path/to/file.jsonl          also .json, .parquet, .csv
 
-Only the files of the split that is asked for are downloaded and converted. A dataset whose largest split has 14 million
-rows costs no more than the split that is used.
+Only the files of the requested split are downloaded and converted, however large the other splits are.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from llm_fp8.utils.errors import UserError
 
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 DEFAULT_SPLITS = ("train_1M", "train")
-"""The first of these that the dataset has is the default of `--split_name`."""
+"""`--split_name` defaults to the first of these that the dataset has."""
 
 READ_ERRORS = (DatasetsError, OSError, ValueError, RuntimeError)
 """What `datasets` raises on something it cannot reach, find or parse (pyarrow's errors are ValueErrors)."""
@@ -39,10 +38,10 @@ READ_ERRORS = (DatasetsError, OSError, ValueError, RuntimeError)
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A dataset that was found, and its splits.
+    """A dataset and its splits.
 
-    `path` is what `datasets.load_dataset` takes. `files` holds the data files of each split, relative to the dataset,
-    and an empty list where they are not known. `saved` is the opened dataset when it came from `save_to_disk`.
+    `path` is what `datasets.load_dataset` takes; `files` the data files of each split, relative to the dataset (empty
+    where unknown); `saved` the opened dataset where it came from `save_to_disk`.
     """
 
     name: str
@@ -52,7 +51,6 @@ class DatasetSource:
 
     @property
     def splits(self) -> list[str]:
-        """Names of the splits."""
         return list(self.files)
 
     def training_split(self, wanted: str | None) -> str:
@@ -67,14 +65,14 @@ class DatasetSource:
         return self.check_split(wanted, "--split_name")
 
     def check_split(self, wanted: str, flag: str) -> str:
-        """`wanted`, or a `UserError` that lists the splits there are."""
+        """`wanted`, or a `UserError` that lists the splits."""
         if wanted not in self.files:
             raise UserError(f"{flag} {wanted}: {self.name} has no such split; it has: {', '.join(self.splits)}.")
         return wanted
 
 
 def open_source(name: str) -> DatasetSource:
-    """Find the dataset called `name` and list its splits; no row is read yet."""
+    """Find the dataset called `name` and list its splits; reads no row."""
     path = DATASET_DIR if name == EMBEDDED else Path(name).expanduser()
     if path.is_file():
         if path.suffix not in FILE_BUILDERS:
@@ -135,9 +133,7 @@ def _not_opened(name: str, local: bool, error: BaseException) -> UserError:
 
 
 def _open_downloaded(name: str) -> DatasetSource | None:
-    """The splits whose files lie in the hub's cache, from an earlier run or `hf download`; None where there are
-    none.
-    """
+    """The splits whose files are in the hub's cache from an earlier run or `hf download`, else None."""
     try:
         path = snapshot_download(name, repo_type="dataset", local_files_only=True)
         builder = datasets.load_dataset_builder(path, data_files=get_data_patterns(path))
@@ -160,14 +156,12 @@ def _relative(file: str, dataset_path: str) -> str:
 
 
 def load_split(source: DatasetSource, split: str) -> Dataset:
-    """One split, converted to memory-mapped Arrow once. Raises `UserError` with file and line where a JSON line is
-    broken.
-    """
+    """One split as memory-mapped Arrow. Raises `UserError` with file and line of a broken JSON line."""
     return source.saved[split] if source.saved is not None else _load(source, split, streaming=False)
 
 
 def open_split_stream(source: DatasetSource, split: str) -> IterableDataset:
-    """One split as a stream, from its beginning; read it with `iterate`."""
+    """One split as a stream from its beginning; read it with `iterate`."""
     if source.saved is not None:
         return source.saved[split].to_iterable_dataset()
     return _load(source, split, streaming=True)
@@ -194,7 +188,7 @@ def iterate(source: DatasetSource, split: str, stream: IterableDataset) -> Itera
 
 
 def unreadable(source: DatasetSource, split: str, error: BaseException) -> UserError:
-    """The error of a broken file: with the line where one of the split's local JSON files is to blame."""
+    """The error of a broken file, with the line where it is in a local JSON file."""
     root = Path(source.path) if Path(source.path).is_dir() else Path()
     for file in source.files[split]:
         path = root / file
@@ -208,7 +202,7 @@ def unreadable(source: DatasetSource, split: str, error: BaseException) -> UserE
 
 
 def _broken_line(path: Path) -> tuple[int, str] | None:
-    """Number, from 1, of the first line that is no JSON object, and why; None if the file is in order."""
+    """Number (from 1) of the first line that is no JSON object, and why; None if there is none."""
     content = path.read_bytes()
     try:
         json.loads(content)

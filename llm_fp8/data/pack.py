@@ -1,16 +1,15 @@
-"""Best-fit-decreasing packing of whole samples into rows of a fixed number of tokens.
+"""Best-fit-decreasing packing of documents into sequences of a fixed number of tokens.
 
-Padding every sample to the longest wastes most of a batch when lengths vary; cutting a stream of text into rows splits
-samples. Here samples stay whole: taken longest first, each goes into the row with the least room that still holds it.
+Padding every document to the longest wastes most of a batch; cutting a stream of text splits documents. Here documents
+stay intact: longest first, each goes into the sequence with the least room that still holds it.
 
-Lengths are small integers, so equal samples are placed together: rows are kept in one bucket per amount of room left,
-and all samples of one length are dealt to a bucket in one NumPy operation. The work is O(n log n) for the sort and, for
-each different length, a scan over the buckets; a million samples take about a second.
+Lengths are small integers, so equal documents are placed together: sequences are kept in one bucket per amount of room
+left, and all documents of one length are dealt to a bucket in one NumPy operation. O(n log n) for the sort and, per
+distinct length, a scan over the buckets; a million documents take about a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +19,8 @@ IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class RowPlan:
-    """Which samples each row holds: row r has `samples[offsets[r]:offsets[r + 1]]` (both int64, `offsets` of length
-    rows + 1).
-    """
+class PackingPlan:
+    """Sequence s holds documents `samples[offsets[s]:offsets[s + 1]]` (int64; `offsets` has length sequences + 1)."""
 
     samples: IntArray
     offsets: IntArray
@@ -31,41 +28,50 @@ class RowPlan:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, row: int) -> IntArray:
-        return self.samples[self.offsets[row] : self.offsets[row + 1]]
+    def __getitem__(self, sequence: int) -> IntArray:
+        return self.samples[self.offsets[sequence] : self.offsets[sequence + 1]]
 
 
-def one_per_row(num_samples: int) -> RowPlan:
-    """The plan of padded batches: every sample is a row of its own."""
-    return RowPlan(np.arange(num_samples), np.arange(num_samples + 1))
+def one_per_sequence(num_samples: int) -> PackingPlan:
+    """The plan of padded batches: one document per sequence."""
+    return PackingPlan(np.arange(num_samples), np.arange(num_samples + 1))
 
 
-def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> RowPlan:
-    """Rows of at most `capacity` tokens for samples of these `lengths`, each of which takes up a multiple of `multiple`
+def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPlan:
+    """Sequences of at most `capacity` tokens for documents of these `lengths`, each padded to a multiple of `multiple`
     tokens.
 
-    The same input gives the same plan. Raises `ValueError` for a sample that is empty or longer than `capacity`, and
-    for a capacity that is not such a multiple itself.
+    Deterministic. Raises `ValueError` for an empty document, one longer than `capacity`, or a capacity that is no
+    multiple.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) == 0:
-        return one_per_row(0)
+        return one_per_sequence(0)
     if sizes.min() < 1 or sizes.max() > capacity:
         raise ValueError(f"lengths must lie in 1..{capacity}, not {sizes.min()}..{sizes.max()}")
     if capacity % multiple:
-        raise ValueError(f"rows of {capacity} tokens cannot be filled with multiples of {multiple}")
+        raise ValueError(f"sequences of {capacity} tokens cannot be filled with multiples of {multiple}")
     sizes = -(-sizes // multiple) * multiple
 
     by_length = np.argsort(-sizes, kind="stable")
-    row_of = np.empty(len(sizes), dtype=np.int64)
-    buckets: dict[int, list[IntArray]] = {}  # room left -> rows with that room
-    rows_with_room = np.zeros(capacity + 1, dtype=np.int64)
-    num_rows = 0
+    bin_of = np.empty(len(sizes), dtype=np.int64)
+    buckets: dict[int, list[IntArray]] = {}  # room left -> bins with that room
+    bins_with_room = np.zeros(capacity + 1, dtype=np.int64)
+    num_bins = 0
 
-    def put_back(rows: IntArray, room: int) -> None:
-        if len(rows) and room:
-            buckets.setdefault(room, []).append(rows)
-            rows_with_room[room] += len(rows)
+    def put_back(bins: IntArray, room: int) -> None:
+        if len(bins) and room:
+            buckets.setdefault(room, []).append(bins)
+            bins_with_room[room] += len(bins)
+
+    def deal(members: IntArray, bins: IntArray, room: int, length: int) -> int:
+        """Put as many `members` (documents of one `length`) into each of `bins` as fit `room`; returns how many."""
+        each = room // length
+        dealt = min(len(members), each * len(bins))
+        bin_of[members[:dealt]] = np.repeat(bins, each)[:dealt]
+        put_back(bins[:-1], room - each * length)
+        put_back(bins[-1:], room - (dealt - each * (len(bins) - 1)) * length)
+        return dealt
 
     distinct, counts = np.unique(sizes, return_counts=True)
     done = 0
@@ -73,45 +79,22 @@ def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> RowPlan:
         members = by_length[done : done + count]
         done += count
         placed = 0
-        # The best fit for a sample is the row with the least sufficient room. After taking one sample that row has less
-        # room still, so it stays the best fit for the next of the same length until it is full: `each` of them.
-        for room in (length + np.flatnonzero(rows_with_room[length:])).tolist():
+        # The best fit is the bin with the least sufficient room. After taking one document it has less room still, so
+        # it stays the best fit for the next of the same length until it is full.
+        for room in (length + np.flatnonzero(bins_with_room[length:])).tolist():
             if placed == count:
                 break
-            each = room // length
-            rows = np.concatenate(buckets.pop(room))
-            rows_with_room[room] = 0
-            needed = min(len(rows), -(-(count - placed) // each))
-            put_back(rows[needed:], room)
-            placed += _deal(members[placed:], rows[:needed], each, room, length, row_of, put_back)
+            bins = np.concatenate(buckets.pop(room))
+            bins_with_room[room] = 0
+            needed = min(len(bins), -(-(count - placed) // (room // length)))
+            put_back(bins[needed:], room)
+            placed += deal(members[placed:], bins[:needed], room, length)
         if placed < count:
-            each = capacity // length
-            needed = -(-(count - placed) // each)
-            rows = np.arange(num_rows, num_rows + needed)
-            num_rows += needed
-            _deal(members[placed:], rows, each, capacity, length, row_of, put_back)
+            needed = -(-(count - placed) // (capacity // length))
+            bins = np.arange(num_bins, num_bins + needed)
+            num_bins += needed
+            deal(members[placed:], bins, capacity, length)
 
-    samples = np.argsort(row_of, kind="stable")
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=num_rows))])
-    return RowPlan(samples, offsets)
-
-
-def _deal(
-    members: IntArray,
-    rows: IntArray,
-    each: int,
-    room: int,
-    length: int,
-    row_of: IntArray,
-    put_back: Callable[[IntArray, int], None],
-) -> int:
-    """Put up to `each` of `members` (samples of one `length`) into each of `rows`; returns how many were placed.
-
-    Only the last row may get fewer than `each`.
-    """
-    dealt = min(len(members), each * len(rows))
-    row_of[members[:dealt]] = np.repeat(rows, each)[:dealt]
-    in_last = dealt - each * (len(rows) - 1)
-    put_back(rows[:-1], room - each * length)
-    put_back(rows[-1:], room - in_last * length)
-    return dealt
+    samples = np.argsort(bin_of, kind="stable")
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(bin_of, minlength=num_bins))])
+    return PackingPlan(samples, offsets)

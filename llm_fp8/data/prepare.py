@@ -1,7 +1,7 @@
 """From a configuration and a tokenizer to the loaders of a run: `prepare_data`.
 
-load (load.py) -> documents, cached (prompt.py, tokenise.py) -> held-out share (split.py) -> rows (pack.py)
--> global batches (rows.py, stream.py) -> micro-batches (collate.py, loader.py)
+load (load.py) -> documents, cached (prompt.py, tokenise.py) -> held-out share (split.py) -> sequences (pack.py)
+-> global batches, micro-batches (loader.py, stream.py, collate.py)
 """
 
 from __future__ import annotations
@@ -23,12 +23,20 @@ from transformers import PreTrainedTokenizerBase
 from llm_fp8.config.options import Config
 from llm_fp8.data.collate import Batch, Collate, PackedCollate, PaddedCollate, SplitCollate, document_multiple
 from llm_fp8.data.load import DatasetSource, iterate, load_split, open_source, open_split_stream, unreadable
-from llm_fp8.data.loader import EvalLoader, MapRows, Row, RowSource, Share, TrainLoader, row_readers
-from llm_fp8.data.pack import RowPlan, one_per_row, pack
+from llm_fp8.data.loader import (
+    Documents,
+    EvalLoader,
+    MapSequences,
+    SequenceSource,
+    Share,
+    TrainLoader,
+    sequence_readers,
+)
+from llm_fp8.data.pack import PackingPlan, one_per_sequence, pack
 from llm_fp8.data.prompt import describe_prompt_form, detect_columns
 from llm_fp8.data.report import DataReport
 from llm_fp8.data.split import ANSWER_COLUMN, Problem, check_answer_column, choose_problems, held_out_mask, is_held_out
-from llm_fp8.data.stream import StreamedRow, StreamRows
+from llm_fp8.data.stream import StreamedRow, StreamSequences
 from llm_fp8.data.tokenise import (
     Document,
     DocumentStore,
@@ -46,15 +54,15 @@ IndexArray = npt.NDArray[np.int64]
 VALIDATION_SPLIT = "validation"
 
 STREAMED_EVAL_ROWS = 512
-"""Rows held out of a stream: the first so many that the held-out rule takes, or the first of the validation split."""
+"""Rows held out of a stream: the first that the held-out rule takes, or the first of the validation split."""
 
 STREAMED_EVAL_SCAN_ROWS = 200_000
-"""Rows of a stream that are searched for them at most."""
+"""Most rows of a stream that are searched for them."""
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The loaders of a run and what its data look like."""
+    """The loaders of a run and a description of its data."""
 
     train: TrainLoader
     eval: EvalLoader | None
@@ -66,15 +74,14 @@ class PreparedData:
     """Held-out problems to generate answers for (--eval_exact_match)."""
 
     def describe(self) -> str:
-        """A few lines to print: where the data come from, their counts, the prompt form and one sample, its supervised
-        part between >>> and <<<."""
+        """Lines to print: origin, counts, prompt form and one sample, its supervised part between >>> and <<<."""
         lines = [self.description]
         if self.report.num_rows_read:  # a stream has not been read yet
             lines.append(f"  {self.report.summary()}")
         if self.report.padding_efficiency is not None:
             lines.append(
                 f"  {self.report.num_tokens} tokens, {self.report.num_supervised_tokens} of them supervised, in "
-                f"{self.report.num_rows_of_batches} rows of {self.report.max_seq_length}: "
+                f"{self.report.num_rows_of_batches} sequences of {self.report.max_seq_length}: "
                 f"{self.report.padding_efficiency:.1%} filled"
             )
         lines.append(f"  evaluation: {self.report.num_eval_rows} rows")
@@ -87,7 +94,7 @@ class PreparedData:
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Id that fills unused positions: PAD, else EOS. Padding is never recognised by it."""
+    """The id of unused positions: PAD, else EOS. Padding is never recognised by it."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if isinstance(token_id, int):
             return token_id
@@ -105,10 +112,9 @@ def prepare_data(
 ) -> PreparedData:
     """Load, tokenise, split and plan the data of a run.
 
-    `rank` and `world_size` count context groups (--context_parallel_size), whose ranks get the same rows; `split_batch`
-    then takes a rank's slice of a batch.
-    `main_process_first` (such as `accelerator.local_main_process_first`) returns a context in which the other processes
-    wait for the main one, so that it alone downloads and tokenises and they find the result in the cache.
+    `rank` and `world_size` count context groups (--context_parallel_size), whose ranks get the same sequences;
+    `split_batch` takes a rank's slice of a batch. Within `main_process_first` (such as
+    `accelerator.local_main_process_first`) the other processes wait for the main one and find its result in the cache.
 
     Raises `UserError` on a dataset that cannot be found, read or used.
     """
@@ -120,7 +126,7 @@ def prepare_data(
 
 
 def mark_supervised(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The decoded document with each supervised stretch between >>> and <<<."""
+    """The decoded document with each supervised span between >>> and <<<."""
     bounds = [0, *(np.flatnonzero(np.diff(document.supervised.astype(np.int8))) + 1).tolist(), len(document.input_ids)]
     text = ""
     for start, end in zip(bounds, bounds[1:], strict=False):
@@ -131,7 +137,7 @@ def mark_supervised(document: Document, tokenizer: PreTrainedTokenizerBase) -> s
 
 @dataclass(frozen=True)
 class _Job:
-    """What both ways of preparing need to know."""
+    """What both ways of preparing need."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
@@ -143,12 +149,12 @@ class _Job:
 
     @property
     def document_multiple(self) -> int:
-        """What the length of a packed document is padded to a multiple of."""
+        """Packed documents are padded to a multiple of this."""
         return document_multiple(self.config.parallel.context_parallel_size)
 
     @property
     def validation_split(self) -> str | None:
-        """The split to evaluate on, or None where a share of the training problems is to be held out."""
+        """The split to evaluate on, or None where a share of the training problems is held out."""
         wanted = self.config.data.validation_split_name
         if wanted == self.split:
             raise UserError(
@@ -164,16 +170,15 @@ class _Job:
         data = self.config.data
         return TokeniseOptions(detect_columns(columns), data.max_seq_length, data.overlong, data.train_on_prompt)
 
-    def plan(self, lengths: IndexArray, chosen: IndexArray) -> RowPlan:
-        """Rows of the `chosen` among all documents, by their indices."""
+    def plan(self, lengths: IndexArray, chosen: IndexArray) -> PackingPlan:
+        """Sequences of the `chosen` among all documents, by their indices."""
         capacity = self.config.data.max_seq_length
-        local = (
-            pack(lengths[chosen], capacity, self.document_multiple) if self.config.packing else one_per_row(len(chosen))
-        )
-        return RowPlan(chosen[local.samples], local.offsets)
+        packing, lengths = self.config.packing, lengths[chosen]
+        local = pack(lengths, capacity, self.document_multiple) if packing else one_per_sequence(len(chosen))
+        return PackingPlan(chosen[local.samples], local.offsets)
 
     def identify(self, *parts: Any) -> str:
-        """Hash of what decides which rows there are and in which order they come."""
+        """Hash of what decides which sequences there are and in which order they come."""
         content = [*parts, self.config.packing, self.config.optim.seed]
         if self.config.parallel.context_parallel_size > 1:
             content.append(self.document_multiple)
@@ -181,15 +186,15 @@ class _Job:
 
     def finish(
         self,
-        train_rows: RowSource,
-        eval_rows: Sequence[Callable[[], Row]],
+        train: SequenceSource,
+        evaluation: Sequence[Callable[[], Documents]],
         report: DataReport,
         options: TokeniseOptions,
         eval_from: str,
         sample: str,
         problems: Sequence[Problem] = (),
     ) -> PreparedData:
-        """The loaders over training rows and rows to evaluate."""
+        """The loaders over training and evaluation sequences."""
         data, kind = self.config.data, PackedCollate if self.config.packing else PaddedCollate
         context_size = self.config.parallel.context_parallel_size
         collate: Collate = kind(
@@ -200,23 +205,20 @@ class _Job:
         num_micro_batches = self.config.optim.gradient_accumulation_steps
         description = (
             f"data: {data.dataset_name}, split {self.split}, evaluated on {eval_from}, "
-            f"{'packed' if self.config.packing else 'padded'} rows of {data.max_seq_length} tokens\n"
+            f"{'packed' if self.config.packing else 'padded'} sequences of {data.max_seq_length} tokens\n"
             f"  prompt form: {describe_prompt_form(options.form, self.tokenizer)}"
         )
-        evaluation = EvalLoader(
-            eval_rows, collate, data.batch_size, self.share, self.config.run.eval_batches, self.pin_memory
+        eval_loader = EvalLoader(
+            evaluation, collate, data.batch_size, self.share, self.config.run.eval_batches, self.pin_memory
         )
         return PreparedData(
-            TrainLoader(train_rows, collate, data.batch_size, num_micro_batches, self.share, self.pin_memory),
-            evaluation if eval_rows else None,
+            TrainLoader(train, collate, data.batch_size, num_micro_batches, self.share, self.pin_memory),
+            eval_loader if evaluation else None,
             report,
             description,
             sample,
             tuple(problems),
         )
-
-
-# ---- all rows at hand ----
 
 
 def _prepare_map(job: _Job) -> PreparedData:
@@ -279,8 +281,8 @@ def _prepare_map(job: _Job) -> PreparedData:
     eval_plan = job.plan(eval_columns["length"], eval_set)
     identity = job.identify(rows._fingerprint, job.validation_split is None and data.validation_fraction)
     return job.finish(
-        MapRows(plan, documents, job.config.optim.seed, identity),
-        row_readers(eval_plan, DocumentStore(eval_tokenised), range(len(eval_plan))),
+        MapSequences(plan, documents, job.config.optim.seed, identity),
+        sequence_readers(eval_plan, DocumentStore(eval_tokenised), range(len(eval_plan))),
         report,
         options,
         eval_from,
@@ -298,13 +300,10 @@ def _tokenise(job: _Job, split: str, dataset: Dataset) -> Dataset:
 
 
 def _columns(tokenised: Dataset) -> dict[str, IndexArray]:
-    """The columns of numbers, whole."""
+    """The columns of numbers."""
     names = ["length", "num_supervised", "outcome", "problem_key"]
     table = arrow_table(tokenised)
     return {name: table.column(name).to_numpy().astype(np.int64) for name in names}
-
-
-# ---- streaming ----
 
 
 def _prepare_stream(job: _Job) -> PreparedData:
@@ -346,7 +345,7 @@ def _prepare_stream(job: _Job) -> PreparedData:
         data.dataset_name, job.split, data.num_of_samples, cache_key("", job.tokenizer, options), fraction
     )
     capacity = data.max_seq_length if job.config.packing else None
-    rows = StreamRows(
+    sequences = StreamSequences(
         open_stream,
         partial(iterate, job.source, job.split),
         make,
@@ -358,12 +357,12 @@ def _prepare_stream(job: _Job) -> PreparedData:
     )
     lengths = np.array([len(document.input_ids) for document in held_out], dtype=np.int64)
     eval_plan = job.plan(lengths, np.arange(len(held_out)))
-    eval_readers = row_readers(eval_plan, lambda indices: [held_out[i] for i in indices], range(len(eval_plan)))
-    return job.finish(rows, eval_readers, report, options, eval_from, sample)
+    eval_readers = sequence_readers(eval_plan, lambda indices: [held_out[i] for i in indices], range(len(eval_plan)))
+    return job.finish(sequences, eval_readers, report, options, eval_from, sample)
 
 
 def _stream_columns(job: _Job, split: str, stream: IterableDataset) -> list[str]:
-    """Column names of a stream; where nobody has written them down, those of its first row."""
+    """Column names of a stream, where unknown those of its first row."""
     if stream.column_names is not None:
         return list(stream.column_names)
     return list(next(iterate(job.source, split, stream), {}))
@@ -376,7 +375,7 @@ def _streamed_rows(
     options: TokeniseOptions,
     fraction: float,
 ) -> list[StreamedRow]:
-    """What becomes of `rows` of a stream, one by one the same as of a dataset at hand."""
+    """What becomes of `rows` of a stream, row by row the same as in a dataset at hand."""
     columns = tokenise_rows(rows, row_ids, tokenizer, options)
     streamed = []
     for index, row_id in enumerate(row_ids):

@@ -4,22 +4,21 @@ Columns, the first that fit:
 
     problem + generated_solution    a question and a worked answer (nvidia/OpenMathInstruct-2)
     messages                        a conversation: a list of {role, content}; every assistant turn is supervised
-    prompt + completion             put together as they stand: no template, no prompt form
+    prompt + completion             concatenated as they stand: no template, no prompt form
     text                            all of it supervised
 
-A problem and its solution, or a conversation, go through the tokenizer's chat template where it has one, and through
-`PROMPT_FORM` or `PLAIN_TURN` where it has none.
+A problem and its solution, or a conversation, go through the tokenizer's chat template, else through `PROMPT_FORM` or
+`PLAIN_TURN`.
 
-What is supervised:
+Supervised are the solution, the completion, each assistant turn, and the EOS token, once, as the last token of every
+document, so that the model learns to stop; what a template puts after it (a line break) is cut off. With
+`train_on_prompt` every token is.
 
-- The solution, the completion, each assistant turn, and the EOS token: it is the last token of every document and the
-  last supervised one, once, so that the model learns to stop. What a template puts after it (a line break) is cut off.
-- With `train_on_prompt` every token.
-- A supervised span is a range of characters. A document is tokenised as a whole, and a span begins where the tokens of
-  the text before it end, so that the prompt's tokens are those that generation will start from. Where a token would
-  straddle the boundary, the pieces on both sides are tokenised alone.
+A supervised span is a range of characters. A document is tokenised as one text, and a span begins where the tokens of
+the text before it end, so that the prompt's tokens are those that generation starts from. Where a token would straddle
+the boundary, both sides are tokenised separately.
 
-BOS stands at the front once: chat templates write it themselves, elsewhere it is put there if the tokenizer would.
+BOS stands at the front once: chat templates write it, elsewhere it is added if the tokenizer would.
 """
 
 from __future__ import annotations
@@ -35,14 +34,13 @@ from transformers import PreTrainedTokenizerBase
 from llm_fp8.utils.errors import UserError
 
 PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"
-"""The prompt of a problem for tokenizers without a chat template; the solution follows at once."""
+"""The prompt of a problem without a chat template; the solution follows at once."""
 
 PLAIN_TURN = "{role}:\n"
-"""Stands before each turn of a conversation for tokenizers without a chat template. A blank line follows a turn, and
-EOS the content of an assistant's."""
+"""Before each turn of a conversation without a chat template; a blank line follows a turn, EOS an assistant's."""
 
 FORMAT_VERSION = 1
-"""Raised whenever this module turns the same row into other tokens, so that cached tokens are made anew."""
+"""Raised whenever this module tokenises a row differently, so that caches are made anew."""
 
 ColumnForm = Literal["problem_solution", "messages", "prompt_completion", "text"]
 Span = tuple[int, int]
@@ -59,7 +57,7 @@ _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Rendered:
-    """The whole text of a row, the character ranges to supervise, and whether a chat template wrote it."""
+    """The text of a row, the character ranges to supervise, and whether a chat template wrote it."""
 
     text: str
     spans: tuple[Span, ...]
@@ -68,14 +66,14 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of a document and, for each, whether it is to be predicted. Both have the same length; EOS is last."""
+    """Token ids of a document (EOS last) and, for each, whether it is to be predicted."""
 
     input_ids: list[int]
     supervised: list[bool]
 
 
 def detect_columns(columns: Sequence[str]) -> ColumnForm:
-    """Which of the understood forms these columns are."""
+    """Which of the understood forms these columns are; `UserError` for none."""
     for form, needed in COLUMNS.items():
         if all(column in columns for column in needed):
             return form
@@ -84,7 +82,7 @@ def detect_columns(columns: Sequence[str]) -> ColumnForm:
 
 
 def problem_of(row: Mapping[str, Any], form: ColumnForm) -> str:
-    """The text by which two rows are the same problem: the question, whatever was answered to it."""
+    """The text by which two rows are the same problem: the question, whatever the answer."""
     if form == "messages":
         turns = []
         for message in row["messages"] or []:
@@ -101,9 +99,7 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def format_prompt(problem: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text to generate from, for a problem of the problem + generated_solution form; tokenise it with
-    `encode_prompt`.
-    """
+    """The text to generate from for a problem; tokenise it with `encode_prompt`."""
     if has_chat_template(tokenizer):
         return _apply_template(tokenizer, [{"role": "user", "content": problem.strip()}], add_generation_prompt=True)
     return PROMPT_FORM.format(problem=problem.strip())
@@ -157,7 +153,7 @@ def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokeni
 
 
 def _conversation(row: Mapping[str, Any], form: ColumnForm) -> list[dict[str, Any]]:
-    """The row as messages that end with an assistant's, or none if there is nothing to learn."""
+    """The row as messages that end with an assistant's, empty if there is nothing to learn."""
     if form == "messages":
         return _clean_messages(row["messages"])
     problem, solution = _text(row["problem"]), _text(row["generated_solution"])
@@ -219,9 +215,9 @@ def _apply_template(
 def _template_span(text: str, messages: list[dict[str, Any]], turn: int, tokenizer: PreTrainedTokenizerBase) -> Span:
     """Where in `text` the assistant's `turn` stands: from the end of its generation prompt to the end of the turn.
 
-    Most templates render a conversation's beginning the same whatever follows. Some (Qwen3's, which shows the reasoning
-    of the last turn only) write an earlier turn differently once it is no longer the last; its end is then found by its
-    content and by what the template closes the turn with.
+    Most templates render the beginning of a conversation the same whatever follows. Some (Qwen3's, which shows the
+    reasoning of the last turn only) render an earlier turn differently once it is not the last; its end is then found
+    by its content and by what the template closes the turn with.
     """
     before = _apply_template(tokenizer, messages[:turn], add_generation_prompt=True) if turn else ""
     until = _apply_template(tokenizer, messages[: turn + 1])
@@ -250,13 +246,13 @@ def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
 
 
 def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """BOS, if the tokenizer puts one before every text; else nothing."""
+    """BOS, if the tokenizer puts one before every text."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 
 
 def _missing_bos(ids: list[int], added_bos: list[int]) -> list[int]:
-    """What to put before `ids`: BOS, unless the text itself begins with it."""
+    """What to put before `ids`: BOS, unless they begin with it."""
     return [] if ids[:1] == added_bos else added_bos
 
 
@@ -266,10 +262,7 @@ def encode_batch(
     tokenizer: PreTrainedTokenizerBase,
     train_on_prompt: bool = False,
 ) -> list[Encoded | None]:
-    """The documents of `rows`, None where a row has nothing to learn.
-
-    All texts go to the tokenizer in one call, which a fast tokenizer works on in parallel.
-    """
+    """The documents of `rows`, None where there is nothing to learn; one tokenizer call, which runs in parallel."""
     if tokenizer.eos_token_id is None:
         raise UserError("--model_name: the tokenizer has no EOS token, so the model could not learn to stop.")
     if form in ("problem_solution", "messages") and _GENERATION_BLOCK.search(str(tokenizer.chat_template or "")):
@@ -284,7 +277,7 @@ def encode_batch(
 
 
 def _encode_marked(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Encoded | None:
-    """A row through a chat template that marks the assistant's words itself, with `{% generation %}`."""
+    """A row through a chat template that marks the assistant's text with `{% generation %}`."""
     messages = _conversation(row, form)
     if not messages:
         return None

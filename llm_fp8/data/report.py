@@ -1,4 +1,4 @@
-"""What became of the rows of a dataset: nothing is left out without being counted."""
+"""What became of the rows of a dataset: nothing is left out uncounted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llm_fp8.data.tokenise import Outcome
 
 @dataclass
 class DataReport:
-    """Counts over the training split. With streaming they cover what this process has read so far, pass after pass.
+    """Counts over the training split; with streaming over what this process has read so far, pass after pass.
 
     rows read = used + held out + overlong dropped + empty. Truncated rows are among the used or the held out ones.
     """
@@ -34,7 +34,7 @@ class DataReport:
     num_supervised_tokens: int = 0
     """Those of them that are predicted."""
     num_rows_of_batches: int = 0
-    """Lines of max_seq_length tokens into which they were packed, or padded."""
+    """Sequences of max_seq_length tokens into which they were packed, or padded."""
     max_seq_length: int = 0
     num_eval_rows: int = 0
     """Rows evaluated on, whichever split they came from."""
@@ -43,14 +43,12 @@ class DataReport:
 
     @property
     def padding_efficiency(self) -> float | None:
-        """Tokens / (num_rows_of_batches * max_seq_length): the share of the positions that hold text, if rows are
-        padded in full.
-        """
+        """Tokens / (num_rows_of_batches * max_seq_length): the filled share of the positions."""
         positions = self.num_rows_of_batches * self.max_seq_length
         return self.num_tokens / positions if positions else None
 
     def count_unused(self, outcomes: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        """Count rows read, and those among them that were dropped, truncated or empty."""
+        """Count rows read, and those dropped, truncated or empty."""
         counts = np.bincount(np.asarray(outcomes, dtype=np.int64), minlength=len(Outcome)).tolist()
         self.num_rows_read += len(outcomes)
         self.num_overlong_truncated += counts[Outcome.TRUNCATED]

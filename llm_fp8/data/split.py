@@ -1,9 +1,11 @@
-"""The held-out share: cut by problem, never by row.
+"""The held-out share, cut by problem, never by row; and held-out problems as text, for exact match.
 
-OpenMathInstruct-2 answers each problem many times over, so a random cut of rows would put a problem into training and
-into evaluation at once. Here a problem's normalised text is hashed to 64 bits, and the hash alone decides: it does not
-depend on the order of the rows, the seed, or which other rows there are, and a stream can apply it to one row at a
-time.
+OpenMathInstruct-2 answers each problem many times, so a random cut of rows would put a problem into training and into
+evaluation. Here a 64-bit hash of the problem's normalised text alone decides: independent of the order of the rows, the
+seed and the other rows, and applicable to a stream row by row.
+
+Problems for exact match are those of the smallest hashes: the first N are among the first N + 1, and a problem with
+many answers is asked once.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ from llm_fp8.utils.errors import UserError
 
 
 def normalise_problem(text: str) -> str:
-    """The text without differences of case, of white space and of Unicode compatibility forms."""
+    """The text without differences of case, white space and Unicode compatibility forms."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def problem_key(text: str) -> int:
-    """64-bit hash of a problem as a signed integer, which an Arrow int64 column holds."""
+    """64-bit hash of a problem as a signed integer (Arrow int64)."""
     digest = hashlib.blake2b(normalise_problem(text).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 
 def _bound(fraction: float) -> int:
-    """The keys below this are the held-out `fraction` (at least 0, below 1) of all keys."""
+    """The keys below this are the held-out `fraction` (0 <= fraction < 1) of all keys."""
     return int(fraction * 2**64) - 2**63
 
 
@@ -44,8 +46,7 @@ def is_held_out(key: int, fraction: float) -> bool:
 def held_out_mask(keys: npt.NDArray[np.int64], fraction: float) -> npt.NDArray[np.bool_]:
     """For each row's problem key, whether the row is held out.
 
-    A dataset too small for the share to hold a problem gives up the one with the smallest key, as long as another is
-    left.
+    Where the share would hold no problem, the one with the smallest key is taken, as long as another is left.
     """
     if fraction == 0 or len(keys) == 0:
         return np.zeros(len(keys), dtype=bool)
@@ -75,7 +76,7 @@ class Problem:
 
 
 def check_answer_column(columns: list[str]) -> None:
-    """Raise `UserError` unless a dataset with these columns asks questions and says what the answers are."""
+    """Raise `UserError` unless a dataset with these columns has problems with expected answers."""
     needed = (*COLUMNS["problem_solution"], ANSWER_COLUMN)
     missing = [column for column in needed if column not in columns]
     if missing:
@@ -89,10 +90,8 @@ def check_answer_column(columns: list[str]) -> None:
 def choose_problems(
     dataset: Dataset, rows: npt.NDArray[np.int64], keys: npt.NDArray[np.int64], wanted: int
 ) -> list[Problem]:
-    """At most `wanted` different problems among `rows` of `dataset`, `keys` being the problem keys of these rows (both
-    int64 [n]).
-
-    Problems without an expected answer are passed over.
+    """At most `wanted` distinct problems with an expected answer among `rows` of `dataset`, whose keys are `keys`
+    (both int64 [n]).
     """
     order = np.lexsort((rows, keys))
     _, first = np.unique(keys[order], return_index=True)

@@ -1,10 +1,8 @@
 """Rows become documents, once: the tokenised dataset and its cache.
 
 The tokenised rows are an Arrow file that `datasets.map` writes and memory-maps. Its name is a hash of everything that
-shapes its content (`cache_key`), so a second run of whatever batch size, seed, packing or held-out share opens the same
-file, and a change of the tokenizer, its chat template or any other input makes a new one.
-
-Every row of the dataset has its row there, also those that are not used; `outcome` says what became of it:
+shapes its content (`cache_key`): batch size, seed, packing and held-out share reuse the file; another tokenizer or chat
+template makes a new one. Every row of the dataset has its row there, also the unused ones:
 
     input_ids       list of int32   token ids, EOS last; empty where the row is not used
     supervised      list of bool    whether the token is to be predicted
@@ -56,11 +54,11 @@ class Outcome(IntEnum):
 
     USED = 0
     TRUNCATED = 1
-    """Used, but longer than max_seq_length and cut there; it has lost its EOS."""
+    """Used, but cut at max_seq_length; it has lost its EOS."""
     OVERLONG = 2
     """Longer than max_seq_length and dropped."""
     EMPTY = 3
-    """Without a solution, or without a supervised token after tokenising or truncating."""
+    """Without a solution, or without a supervised token."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class TokeniseOptions:
 
 @dataclass(frozen=True)
 class Document:
-    """One tokenised sample: `input_ids` int64 [n], `supervised` bool [n] and the row it came from."""
+    """One tokenised row: `input_ids` int64 [n], `supervised` bool [n] and the row's index."""
 
     input_ids: npt.NDArray[np.int64]
     supervised: npt.NDArray[np.bool_]
@@ -120,7 +118,7 @@ def _tokenise_columns(
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of what the tokenizer does to a text: its vocabulary and rules, chat template and special tokens."""
+    """Hash of what the tokenizer does to a text: vocabulary, rules, chat template and special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         rules = json.loads(backend.to_str())
@@ -148,7 +146,6 @@ def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, opti
 
 
 def default_cache_dir() -> Path:
-    """Where tokenised datasets are kept without `--data_cache_dir`."""
     return Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8"
 
 
@@ -159,7 +156,7 @@ def tokenise(
     cache_dir: str | None = None,
     num_workers: int = 1,
 ) -> Dataset:
-    """The tokenised form of `dataset`, from the cache if it is there."""
+    """The tokenised form of `dataset`, cached."""
     key = cache_key(dataset._fingerprint, tokenizer, options)
     folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,9 +177,7 @@ def tokenise(
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some successive documents as they lie in the memory-mapped file; document i begins at `starts[i]` and ends at
-    `starts[i + 1]`.
-    """
+    """Successive documents in the memory-mapped file; document i spans `starts[i]` to `starts[i + 1]`."""
 
     starts: npt.NDArray[np.int32]
     input_ids: npt.NDArray[np.int32]
@@ -209,10 +204,10 @@ class _Chunk:
 
 
 class DocumentStore:
-    """Documents of a tokenised dataset by index, read from the memory-mapped file when asked for.
+    """Documents of a tokenised dataset by index, read from the memory-mapped columns when asked for.
 
-    The columns are read where they lie: going through a `datasets` row takes many times longer, in a thread that shares
-    the interpreter with the training loop.
+    Going through a `datasets` row takes many times longer, in a thread that shares the interpreter with the training
+    loop.
     """
 
     def __init__(self, tokenised: Dataset) -> None:
@@ -229,9 +224,7 @@ class DocumentStore:
 
 
 def arrow_table(tokenised: Dataset) -> pa.Table:
-    """The rows of a dataset that `tokenise` returned, memory-mapped. Raises `ValueError` for one whose rows were
-    picked or shuffled since.
-    """
+    """The memory-mapped table of a `tokenise`d dataset; `ValueError` if rows were picked or shuffled since."""
     if tokenised._indices is not None:
         raise ValueError("the dataset's rows are not in the order of its table")
     return tokenised.data.table

@@ -133,7 +133,8 @@ def peft_config(options: LoraConfig, targets: Iterable[str], base_model: str | N
     alpha = float(scaling_of(options) * options.lora_rank)
     return PeftLoraConfig(
         r=options.lora_rank,
-        lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # type: ignore[arg-type]  # a fraction works too: PEFT divides by the rank
+        # A fraction works too: PEFT divides by the rank.
+        lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # type: ignore[arg-type]
         lora_dropout=options.lora_dropout,
         target_modules=sorted(targets),
         bias="none",
@@ -170,7 +171,8 @@ def _add_to_te_decoder(model: PreTrainedModel, options: LoraConfig, dtype: torch
         device = model.get_parameter(te_name).device
         module.add_module("adapters", FusedAdapters(chosen, options, dtype, device))
         if hasattr(module, "return_layernorm_output"):
-            module.return_layernorm_output = True  # type: ignore[assignment]  # read at each call: the hook needs what the GEMM got
+            # Read at each call: the hook needs the GEMM's input.
+            module.return_layernorm_output = True  # type: ignore[assignment]
         module.register_forward_hook(_with_adapters)
 
 

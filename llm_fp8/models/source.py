@@ -142,8 +142,8 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
         )
     if changed := what_changes_logits(hf_config):
         raise UserError(
-            f"--model_name {name} changes the logits of its lm_head ({changed} in its config.json), which the loss here "
-            "does not do, so another model would be trained; choose a model without it, like the Llama and Qwen "
+            f"--model_name {name} changes the logits of its lm_head ({changed} in its config.json), which the loss "
+            "here does not do, so another model would be trained; choose a model without it, like the Llama and Qwen "
             "families."
         )
     if config.packing and not config.model.use_te and (mixing := what_mixes_documents(hf_config)):

@@ -1,8 +1,7 @@
-"""How much of its steps a run's GPU waits: for the host that launches kernels, or for other GPUs.
+"""How much of a step the GPU is idle: launch-bound, or waiting for other GPUs.
 
-A layer launches dozens of kernels, in fp8 more than in bf16. Where a micro-batch is small the GPU is done with them
-sooner than the host is with launching, and a step takes what the host takes: fp8 then gains nothing. How small that is
-depends on the host.
+A layer launches dozens of kernels, in fp8 more than in bf16. With small micro-batches the GPU finishes them before the
+host has launched the next; the step then takes the host's time and fp8 gains nothing. How small depends on the host.
 """
 
 from __future__ import annotations
@@ -13,18 +12,17 @@ from llm_fp8.observability.step_profile import StepProfile
 from llm_fp8.observability.step_stats import throughput_summary
 
 WORTH_A_WORD = 0.2
-"""Share of a step from which on a run says so."""
+"""Share of a step from which on a run reports it."""
 
 
 def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, float] | None:
-    """The entry `gpu_waiting` of a run's summary, `steps` being its own; None where no kernel was recorded or no step
-    was measured.
+    """The entry `gpu_waiting` of a summary for a run's `steps`; None without a recorded kernel or a measured step.
 
-    Kernels are those of the recorded step: recording slows the host down and leaves them as long as they are. The step
-    is the median of those that were measured, which nothing recorded.
+    Kernels are those of the recorded step: recording slows the host and leaves their durations. The step time is the
+    median of the measured steps, which are not recorded.
 
-    Returns: work_s, in which kernels other than communication run on the GPU that has most of them; step_time_s; share,
-        of the step, in which none does.
+    Returns: work_s, the time of kernels other than communication on the GPU with most of them; step_time_s; share of the
+        step in which none of them runs.
     """
     step_time_s = throughput_summary(steps).get("median_step_time_s")
     work_s = max(profile.work_s_by_rank, default=0.0)
@@ -33,17 +31,15 @@ def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, flo
     return {"work_s": work_s, "step_time_s": step_time_s, "share": max(0.0, 1 - work_s / step_time_s)}
 
 
-def describe_gpu_idle(waiting: dict[str, Any] | None, num_ranks: int) -> str | None:
-    """What a run says of it, with what helps; None where it is not worth a word, or not known."""
-    if waiting is None or waiting["share"] < WORTH_A_WORD:
+def describe_gpu_idle(idle: dict[str, Any] | None, num_ranks: int) -> str | None:
+    """What a run reports of it, with what helps; None where it is small or unknown."""
+    if idle is None or idle["share"] < WORTH_A_WORD:
         return None
-    on_what, less = "its host to launch kernels", ""
+    why, less = "launch-bound", ""
     if num_ranks > 1:
-        on_what, less = (
-            "its host or other GPUs",
-            "; or a --sharding_mode that exchanges less: fsdp_grad, or ddp where it fits",
-        )
+        why = "launch-bound, or waiting for other GPUs"
+        less = "; or a --sharding_mode that communicates less: fsdp_grad, or ddp where it fits"
     return (
-        f"the GPU waits for {on_what} during {waiting['share']:.0%} of a step, which fp8 cannot shorten: give each "
+        f"the GPU is idle during {idle['share']:.0%} of a step ({why}), which fp8 cannot shorten: give each "
         f"micro-batch more tokens (--batch_size, --max_seq_length), recompute less (--gradient_checkpointing){less}"
     )

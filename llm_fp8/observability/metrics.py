@@ -1,28 +1,24 @@
-"""What is measured and how each figure is worked out: pure functions, no state.
+"""What is measured and how each figure is computed: pure functions, no state.
 
-**Floating-point operations (FLOPs).** One multiply-add counts as two. A weight matrix with `n` entries costs `2 n` per
-token forward and twice that backward (gradient of the input, gradient of the weight): `6 n`. Causal attention reads,
-for a query at position `t` of its document, `t` keys: over a document of `l` tokens `l**2 / 2` pairs, each a dot
-product of width `h` for the scores and one for the values, forward once and backward twice: `6 h l**2` per layer in
-all. So one step costs
+**Floating-point operations (FLOPs).** A multiply-add counts as two. A weight matrix of `n` entries costs `2 n` per
+token in fprop and as much in dgrad and in wgrad: `6 n`. In causal attention the query at position `t` of its document
+reads `t` keys: over a document of `l` tokens `l**2 / 2` pairs, each a dot product of width `h` for the scores and one
+for the values, forward once and backward twice: `6 h l**2` per layer. One step costs
 
     6 P num_tokens  +  6 L h sum(l**2 over documents)
 
-with `P` the linear weights including the output projection (embedding look-up, norms, softmax and RoPE are left out, as
-is usual), `L` layers and `h = num_attention_heads * head_dim`. For unpacked rows of `S` positions every row is one
-document and the formula is the familiar `num_tokens * (6 P + 6 L S h)`; for packed rows the documents' true lengths
-count, because attention stays inside a document. These are *model* FLOPs in the sense of PaLM (Chowdhery et al. 2022,
-arXiv:2204.02311, appendix B; with the causal half of attention only): what the mathematics needs. Recomputation by
-activation checkpointing is not counted, padding positions are, since they are computed (`packing_efficiency` says how
-many they are). Nothing is taken off for a sliding window shorter than the document.
+with `P` the linear weights including lm_head (embedding look-up, norms, softmax and RoPE are left out, as usual), `L`
+layers and `h = num_attention_heads * head_dim`. For unpacked sequences of `S` positions every sequence is one document:
+the familiar `num_tokens * (6 P + 6 L S h)`. These are *model* FLOPs as in PaLM (Chowdhery et al. 2022,
+arXiv:2204.02311, appendix B; only the causal half of attention). Recomputation is not counted; padding is
+(`packing_efficiency` says how much there is). A sliding window shorter than the document changes nothing.
 
-With LoRA the linear weights are frozen: no gradient of theirs is needed, so they count `4 n`, and the adapters' `n`
-entries `6 n`. (That the first decoder layer needs no gradient of its input is not taken off.)
+With LoRA the linear weights are frozen and need no wgrad: `4 n`, and `6 n` for the adapters' entries. (That the first
+decoder layer needs no dgrad is not subtracted.)
 
-**Utilisation** (MFU) is model FLOP/s over the GPU's peak. The peaks are the vendor's figures for dense matrices
-(without 2:4 sparsity, which doubles them in most data sheets). An fp8 step mixes fp8 and bf16 matrix products, so its
-figure is given against both peaks, and neither alone is the truth. A GPU that is not in the table has no utilisation
-figure.
+**Utilisation** (MFU) is model FLOP/s over the GPU's peak: the vendor's dense figure (2:4 sparsity doubles it in most
+data sheets). An fp8 step mixes fp8 and bf16 GEMMs, so it is given against both peaks; neither alone is the truth. A GPU
+that is not in the table has no utilisation.
 """
 
 from __future__ import annotations
@@ -110,7 +106,7 @@ METRICS: dict[str, Metric] = {
 """Every key that reaches metrics.jsonl, summary.json and the trackers. A key keeps its meaning for good."""
 
 RECORDED_STEP = "num_gemm_kernels"
-"""The key that tells the recorded step from the others."""
+"""The key that only the recorded step has."""
 
 
 @dataclass(frozen=True)
@@ -118,19 +114,16 @@ class DecoderSize:
     """The dimensions of a decoder that its FLOPs depend on."""
 
     num_linear_parameters: int
-    """Entries of all weight matrices that multiply activations, output projection included, embedding look-up not."""
+    """Entries of all weight matrices that multiply activations: lm_head included, embedding look-up not."""
     num_layers: int
     attention_width: int
-    """num_attention_heads * head_dim: width of all query heads together."""
+    """num_attention_heads * head_dim."""
     num_adapter_parameters: int = 0
     """Entries of all adapters; where there are any, the linear weights are frozen."""
 
     @classmethod
     def from_config(cls, config: Any, num_adapter_parameters: int = 0) -> DecoderSize:
-        """Read the dimensions off a transformers config of a Llama, Qwen or Mistral model.
-
-        A tied output projection counts like a separate one: it computes the same product.
-        """
+        """From the transformers config of a Llama, Qwen or Mistral model; a tied lm_head counts like its own."""
         num_heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         query_width, key_value_width = num_heads * head_dim, config.num_key_value_heads * head_dim
@@ -155,14 +148,13 @@ class StepTokens:
     num_supervised_tokens: int
     """Positions with a label."""
     sum_squared_lengths: int
-    """Sum of l**2 over documents; for unpacked rows of S positions `num_tokens * S`."""
+    """Sum of l**2 over documents; for unpacked sequences of S positions `num_tokens * S`."""
 
 
 def model_flops_per_token(size: DecoderSize, mean_length: float) -> float:
-    """Model FLOPs of training on one token, forward and backward.
+    """Model FLOPs of training on one token, forward and backward (formula: module docstring).
 
-    `mean_length` is the document length averaged over tokens, `sum(l**2) / sum(l)`: the row length for unpacked rows.
-    Formula: see the module's docstring.
+    `mean_length` is the document length averaged over tokens, `sum(l**2) / sum(l)`.
     """
     per_linear_parameter = 4.0 if size.num_adapter_parameters else 6.0
     linear = per_linear_parameter * size.num_linear_parameters + 6.0 * size.num_adapter_parameters
@@ -170,13 +162,13 @@ def model_flops_per_token(size: DecoderSize, mean_length: float) -> float:
 
 
 def step_flops(size: DecoderSize, tokens: StepTokens) -> float:
-    """Model FLOPs of one optimizer step on all GPUs together."""
+    """Model FLOPs of one optimizer step on all GPUs."""
     return tokens.num_tokens * model_flops_per_token(size, tokens.sum_squared_lengths / tokens.num_tokens)
 
 
 @dataclass(frozen=True)
 class PeakTflops:
-    """Dense tensor-core peaks of one GPU in TFLOP/s (10**12 per second), and where they are published."""
+    """Dense tensor-core peaks of one GPU in TFLOP/s (10**12 per second), and their source."""
 
     bf16: float
     fp8: float | None
@@ -189,8 +181,7 @@ _H200_DATASHEET = "NVIDIA H200 Tensor Core GPU data sheet (with-sparsity figure 
 _HOPPER_WHITEPAPER = "NVIDIA H100 Tensor Core GPU Architecture white paper, table of peak rates, dense"
 _ADA_WHITEPAPER = "NVIDIA Ada GPU Architecture white paper, appendix A, dense, FP32 accumulation"
 
-# By the name that `torch.cuda.get_device_name` gives, matched whole: a laptop, MIG or cut-down part has another name
-# and peak.
+# By `torch.cuda.get_device_name`, matched in full: a laptop, MIG or cut-down part has another name and peak.
 _PEAKS: dict[str, PeakTflops] = {
     r"NVIDIA H100 80GB HBM3": PeakTflops(989.4, 1978.9, f"{_HOPPER_WHITEPAPER}; SXM5"),
     r"NVIDIA H100 PCIe": PeakTflops(756.0, 1513.0, f"{_H100_DATASHEET}; PCIe"),
@@ -222,7 +213,7 @@ _PEAKS: dict[str, PeakTflops] = {
 
 
 def peak_tflops(gpu_name: str) -> PeakTflops | None:
-    """Peaks of a GPU by the name that `torch.cuda.get_device_name` gives; None for one that is not in the table."""
+    """Peaks of a GPU by its `torch.cuda.get_device_name`; None for one that is not in the table."""
     return next((peak for pattern, peak in _PEAKS.items() if re.fullmatch(pattern, gpu_name)), None)
 
 
@@ -236,8 +227,8 @@ def speed_metrics(
 ) -> dict[str, float]:
     """The throughput figures of one step under the keys of `METRICS`.
 
-    `num_gpus` is the number of training processes (1 on a CPU). `fp8` says whether linear layers ran in fp8: only then
-    is there a `mfu_fp8_peak`. Figures that do not exist on this hardware are left out.
+    `num_gpus` is the number of training processes (1 on a CPU); only with `fp8` is there a `mfu_fp8_peak`. Figures that
+    do not exist on this hardware are left out.
     """
     tflops = step_flops(size, tokens) / step_time_s / num_gpus / 1e12
     figures = {
@@ -257,9 +248,7 @@ def speed_metrics(
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Peak memory of this process on `device` under the keys of `METRICS`; empty on a CPU, where PyTorch keeps no
-    count.
-    """
+    """Peak memory of this process on `device` under the keys of `METRICS`; empty on a CPU."""
     if device.type != "cuda":
         return {}
     return {
@@ -269,7 +258,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss) for a mean cross entropy in nats per token; infinity where that is beyond a float."""
+    """exp(loss) of a mean cross entropy in nats per token; infinity beyond a float."""
     try:
         return math.exp(loss)
     except OverflowError:

@@ -1,8 +1,12 @@
-"""NVML's handle of a GPU, and how fast the GPU ran: clocks and power, looked at while it works.
+"""What NVML knows of a GPU: clocks and power while it works, and its energy counter.
 
-A GPU that draws as much power as it may lowers its clocks, and large GEMMs bring an H200 there. So the same program
-takes longer on one GPU than on the next of its kind, and a step with less beside its GEMMs gains less than the time
-that was beside them. `GpuStateSampler` says how it was.
+A GPU at its power limit lowers its clocks, as large GEMMs make an H200 do. The same program then takes longer on one
+GPU than on another, and a step with less beside its GEMMs gains less than that time. `GpuStateSampler` tells.
+
+Data-centre GPUs since Volta count the energy of the board since the driver was loaded
+(`nvmlDeviceGetTotalEnergyConsumption`, millijoules: NVML API reference, device queries). The difference of two readings
+is the energy between them, so nothing is sampled. It covers one GPU board and all processes on it, not the host, its
+fans or the network. A MIG slice has no counter.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ import torch
 from accelerate import Accelerator
 
 INTERVAL_S = 0.1
-"""Time between two looks. NVML's figures change about as often."""
+"""Time between two samples, about as often as NVML's figures change."""
+MIN_INTERVAL_S = 1.0
+"""Shortest interval with figures. The counter moves in jumps of about a tenth of a second."""
 
 
 class NoNvml(Exception):
@@ -26,16 +32,12 @@ class NoNvml(Exception):
 
 
 def gpu_uuid(device: torch.device | int) -> str:
-    """The name that NVML and `nvidia-smi -L` have for this very board, whatever CUDA_VISIBLE_DEVICES leaves of the
-    host's GPUs.
-    """
+    """The board's name in NVML and `nvidia-smi -L`, whatever CUDA_VISIBLE_DEVICES hides."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def open_nvml(device: torch.device) -> tuple[Any, Any]:
-    """The module `pynvml`, initialised, and its handle of `device`. Raises `NoNvml` for a CPU, without NVML, and for
-    a GPU that it does not show.
-    """
+    """The initialised module `pynvml` and its handle of `device`. Raises `NoNvml` where there is none."""
     if device.type != "cuda":
         raise NoNvml("a CPU has no counter that NVML reads")
     try:
@@ -52,10 +54,7 @@ def open_nvml(device: torch.device) -> tuple[Any, Any]:
 
 
 class GpuStateSampler:
-    """Looks at a GPU every `INTERVAL_S` from a thread of its own, from entry to exit; with no NVML it does nothing.
-
-    The thread waits nearly all the time, and NVML answers without the GPU.
-    """
+    """Samples a GPU every `INTERVAL_S` in a thread from entry to exit; without NVML it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._samples: list[tuple[float, float, float, bool]] = []
@@ -65,7 +64,7 @@ class GpuStateSampler:
             self._nvml, self._handle = open_nvml(device)
         except NoNvml:
             return
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> GpuStateSampler:
         if self._thread is not None:
@@ -77,7 +76,7 @@ class GpuStateSampler:
         if self._thread is not None:
             self._thread.join()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         nvml = self._nvml
         while not self._ended.wait(INTERVAL_S):
             try:
@@ -85,51 +84,33 @@ class GpuStateSampler:
                 power_w = nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
                 reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)
             except nvml.NVMLError:
-                return  # the figures are of the looks before
+                return  # the earlier samples stand
             capped = bool(reasons & nvml.nvmlClocksThrottleReasonSwPowerCap)
             self._samples.append((time.perf_counter(), float(clock_mhz), power_w, capped))
 
     def figures(self, last_s: float) -> dict[str, float] | None:
-        """How it was in the last `last_s` seconds before the last look; None where there was none.
+        """Figures of the last `last_s` seconds before the last sample; None without samples.
 
-        sm_clock_mhz: median clock of the multiprocessors. power_w: mean power of the board. power_capped_share: of the
-            looks, those at which
-        the clock was held down by the limit of power.
+        sm_clock_mhz: median clock of the multiprocessors. power_w: mean power of the board. power_capped_share: share
+        of the samples at which the power limit held the clock down.
         """
         if not self._samples:
             return None
         since = self._samples[-1][0] - last_s
-        looks = [sample for sample in self._samples if sample[0] >= since]
+        samples = [sample for sample in self._samples if sample[0] >= since]
         return {
-            "sm_clock_mhz": statistics.median(sample[1] for sample in looks),
-            "power_w": statistics.mean(sample[2] for sample in looks),
-            "power_capped_share": statistics.mean(sample[3] for sample in looks),
+            "sm_clock_mhz": statistics.median(sample[1] for sample in samples),
+            "power_w": statistics.mean(sample[2] for sample in samples),
+            "power_capped_share": statistics.mean(sample[3] for sample in samples),
         }
 
 
-# --- energy ----------------------------------------------------------------------------------------------
-# Energy of training, from the counters that the GPUs themselves keep.
-#
-# Data-centre GPUs since Volta count the energy of the whole board since the driver was loaded, and NVML reads that
-# counter (`nvmlDeviceGetTotalEnergyConsumption`, in millijoules: NVML API reference, device queries). The difference of
-# two readings is the energy between them, whatever the power did in between, so nothing has to be sampled. It is the
-# energy of one GPU board: not of the host, its fans or the network.
-#
-# The counter belongs to the board: what another process does on the same GPU is in it. A MIG slice has none.
-
-MIN_INTERVAL_S = 1.0
-"""Shortest interval that figures are given for. The counter moves in jumps of about a tenth of a second."""
-
-
 class NoEnergyCounter(Exception):
-    """This machine has no energy counter for the device; the message says why."""
+    """The device has no energy counter; the message says why."""
 
 
 def open_energy_counter(device: torch.device) -> Callable[[], float]:
-    """A function that reads the energy counter of `device` in joules, from an arbitrary start.
-
-    Raises `NoEnergyCounter` for a CPU, without NVML, and for a GPU that has no counter.
-    """
+    """Reads the energy counter of `device` in joules, from an arbitrary start; raises `NoEnergyCounter`."""
     try:
         pynvml, handle = open_nvml(device)
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
@@ -141,20 +122,18 @@ def open_energy_counter(device: torch.device) -> Callable[[], float]:
     def read_j() -> float:
         try:
             return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
-        except pynvml.NVMLError:  # A reading that fails costs the figure and must not cost the run.
+        except pynvml.NVMLError:  # a failed reading costs the figure, not the run
             return math.nan
 
     return read_j
 
 
 class EnergyMeter:
-    """Energy of all GPUs of a run over intervals of whole steps; used by every rank alike, because its figures are sums
-    over ranks.
+    """Energy of all GPUs of a run over intervals of optimizer steps; every rank calls it, since the figures are sums.
 
-    An interval begins at `restart`, with the GPU idle, and ends at the first `read` that comes at least
-    `MIN_INTERVAL_S` later, with the GPU done with the steps that it is told of; the next begins there. `no_counter`
-    says why there are no figures on this rank, None where there are; where one rank has no counter there are none at
-    all, because a sum that lacks a GPU would be wrong.
+    An interval begins at `restart` with an idle GPU and ends at the first `read` at least `MIN_INTERVAL_S` later; the
+    next begins there. `no_counter` says why this rank has no figures (None where it has). Where one rank has no counter
+    there are no figures at all: a sum that lacks a GPU would be wrong.
     """
 
     def __init__(
@@ -175,9 +154,7 @@ class EnergyMeter:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Begin an interval after `step`; what has been counted since the last figures belongs to none, only to the
-        total.
-        """
+        """Begin an interval after `step`; what was counted since the last figures belongs to the total alone."""
         self._last_step = step
         self._num_tokens = 0
         self._start_s, self._start_j = self._clock(), self._counter_j()
@@ -186,14 +163,14 @@ class EnergyMeter:
         return math.nan if self._read_j is None else self._read_j()
 
     def read(self, num_tokens: Mapping[int, int]) -> dict[int, dict[str, float]]:
-        """The figures of the interval that ends here, under the keys of `metrics.METRICS`, for each step of this call
-        in it; collective.
+        """Figures of the interval that ends here, under the keys of `metrics.METRICS`, per step of this call in it;
+        collective.
 
-        `num_tokens` gives, for each step since the last call, its positions on all GPUs. Empty where there is no
-        counter or the interval is still too short; the steps' tokens then count for the call that ends it. The GPU must
-        be done with the steps: nothing here waits.
+        `num_tokens` gives the positions of each step since the last call, on all GPUs; the GPU must be done with these
+        steps. Empty without a counter, or while the interval is too short: the tokens then count for the call that ends
+        it.
         """
-        # All ranks see the same type of device, so they agree on whether there is something to sum.
+        # All ranks have the same type of device, so they agree on whether to reduce.
         if self._accelerator.device.type != "cuda" and self._read_j is None:
             return {}
         steps = [step for step in num_tokens if step > self._last_step]

@@ -1,7 +1,7 @@
-"""What a person sees while a run is under way.
+"""What a person sees of a running job.
 
-On a terminal one bar stays at the bottom and is redrawn; lines that are printed scroll above it. Anywhere else (a log
-file, a CI job, a pipe) there is one plain line every `log_every` steps and nothing is ever redrawn. Both say the same.
+On a terminal one bar stays at the bottom and printed lines scroll above it. Elsewhere (log file, CI, pipe) there is one
+plain line every `log_every` steps and nothing is redrawn. Both say the same.
 """
 
 from __future__ import annotations
@@ -16,16 +16,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 _RECENT_STEPS = 50
-"""Steps over which the time left is extrapolated; their median, so that a step with an evaluation or a save does not
-count.
-"""
+"""The time left extrapolates the median of so many steps, so that an evaluation or a save does not count."""
 
 
 def format_step(record: Mapping[str, float], total_steps: int, time_left_s: float | None) -> str:
-    """One step as text: step/total, loss, gradient norm, learning rate, tokens/s, TFLOP/s per GPU, memory, time left.
-
-    Figures that `record` lacks are left out.
-    """
+    """One step as text; figures that `record` lacks are left out."""
     width = len(str(total_steps))
     parts = [f"step {int(record['step']):>{width}}/{total_steps}"]
     shown = {
@@ -48,7 +43,7 @@ class ProgressDisplay:
     def __init__(
         self, total_steps: int, first_step: int = 0, log_every: int = 1, console: Console | None = None
     ) -> None:
-        """`first_step` is the number of steps already taken before this process (after a resume), else 0."""
+        """`first_step` is the number of steps taken before this process (after a resume), else 0."""
         self._total_steps = total_steps
         self._first_step = first_step
         self._log_every = log_every
@@ -57,8 +52,7 @@ class ProgressDisplay:
         self._bar: Progress | None = None
         if self._console.is_terminal:
             self._bar = Progress(
-                # On a narrow terminal the text takes a second line; left to itself it would push the bar out and lose
-                # its end.
+                # On a narrow terminal the text wraps; otherwise it would push the bar out and lose its end.
                 BarColumn(bar_width=16, table_column=Column(no_wrap=True)),
                 TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=False)),
                 console=self._console,
@@ -67,9 +61,7 @@ class ProgressDisplay:
             self._bar.start()
 
     def step(self, record: Mapping[str, float]) -> None:
-        """Show one optimizer step; `record` has the keys of `llm_fp8.observability.metrics.METRICS`, `step` among
-        them.
-        """
+        """Show one optimizer step; `record` has the keys of `observability.metrics.METRICS`, `step` among them."""
         step = int(record["step"])
         if "step_time_s" in record:
             self._recent_s.append(record["step_time_s"])
@@ -86,6 +78,6 @@ class ProgressDisplay:
         self._console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the bar as it stands and give the terminal back. May be called twice."""
+        """Leave the bar as it stands. May be called twice."""
         if self._bar is not None:
             self._bar.stop()

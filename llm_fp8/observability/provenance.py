@@ -1,8 +1,7 @@
-"""With what a run was made: versions, hardware, code and command, kept in its run.json.
+"""Provenance of a run for its run.json: versions, hardware, code and command.
 
-Versions come from the installed packages' metadata, so that nothing heavy is imported to ask for them. Of the
-environment only variables that change what the GPU or the launcher does are kept, by prefix, and none whose name speaks
-of a secret.
+Versions come from the installed packages' metadata; nothing heavy is imported. Of the environment only variables that
+steer the GPU libraries or the launcher are kept, by prefix, and none whose name suggests a secret.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit and whether files differ from it, of the git repository whose root is `folder`.
+    """Commit of the git repository whose root is `folder`, and whether files differ from it.
 
-    A copy without git's files (a container, a machine that got the working tree alone) can be told its commit in
-    LLM_FP8_COMMIT; `dirty` is None then. None where git is missing, `folder` is not itself such a root (a copy unpacked
-    inside another repository would otherwise take that one's commit for its own), or nothing was committed yet.
+    A copy without git's files (a container) can be told its commit in LLM_FP8_COMMIT; `dirty` is None then. None where
+    git is missing, nothing was committed yet, or `folder` is not itself the root (a copy inside another repository
+    would take that one's commit).
     """
     if told := os.environ.get("LLM_FP8_COMMIT"):
         return {"commit": told, "dirty": None}
@@ -62,7 +61,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    """Name, memory and compute capability of each GPU that this process sees."""
+    """Name, memory and compute capability of each visible GPU."""
     gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -77,13 +76,11 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _driver_version() -> str | None:
-    """Version of the NVIDIA driver, None without one."""
     versions = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return versions.splitlines()[0] if versions else None
 
 
 def _cpu_model() -> str | None:
-    """The processor's name as Linux gives it, elsewhere as Python does."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text().splitlines():
@@ -93,7 +90,7 @@ def _cpu_model() -> str | None:
 
 
 def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
-    """The variables of `environment` that steer the GPU libraries or the launcher, secrets left out."""
+    """The variables that steer the GPU libraries or the launcher, without secrets."""
     return {
         name: value
         for name, value in sorted(environment.items())
@@ -102,11 +99,7 @@ def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
 
 
 def recorded_command(argv: list[str]) -> list[str]:
-    """`argv`, with the script's name first (`sys.argv`), as it would be called in the repository's root, wherever the
-    clone lies.
-
-    The name of a script outside the repository stays as it is.
-    """
+    """`argv` (`sys.argv`) as called in the repository's root; a script outside the repository keeps its name."""
     if not argv:
         return []
     path = Path(argv[0]).resolve()
@@ -114,10 +107,9 @@ def recorded_command(argv: list[str]) -> list[str]:
 
 
 def collect_provenance(argv: list[str]) -> dict[str, Any]:
-    """Everything about this process that a reader of the results would ask for, as plain JSON values.
+    """What a reader of the results would ask of this process, as JSON values; None for what this machine lacks.
 
-    `argv` is the command line with the script's name first (`sys.argv`), kept as `recorded_command` has it. What is
-    absent on this machine is None.
+    `argv` is the command line with the script's name first (`sys.argv`).
     """
     return {
         "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -129,7 +121,7 @@ def collect_provenance(argv: list[str]) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "driver": _driver_version(),
         "gpus": _gpus(),
-        # Not within `gpus`: runs beside each other on GPUs of one kind ran on the same hardware.
+        # Not within `gpus`: runs on several GPUs of one kind ran on the same hardware.
         "gpu_uuids": [gpu_uuid(index) for index in range(torch.cuda.device_count())],
         "cpu": {"model": _cpu_model(), "num_cores": os.cpu_count()},
         "os": platform.platform(),
@@ -140,22 +132,18 @@ def collect_provenance(argv: list[str]) -> dict[str, Any]:
 def run_record(
     config: Config, provenance: dict[str, Any], precision: dict[str, Any], **sections: Any
 ) -> dict[str, Any]:
-    """What run.json holds of a start of a run: its configuration, the precision asked for and in effect, and
-    `provenance`.
+    """What run.json holds of a start of a run.
 
-    `precision` is what the precision module reports (requested and effective recipe, census). Further keyword arguments
-    become sections of their own, for example `model={...}` or `data={...}`.
+    `precision` is the precision module's report (requested and effective recipe, fp8 coverage); further keyword
+    arguments become sections, for example `model={...}`.
     """
     return {"config": config.to_dict(), "precision": precision, **sections, "provenance": provenance}
 
 
-# --- visible_gpus ----------------------------------------------------------------------------------------
-# The GPUs that a process sees, by the names that the variable CUDA_VISIBLE_DEVICES takes: numbers, or UUIDs.
-
-
 def gpu_names(num_gpus: int, visible_devices: str | None) -> list[str]:
-    """Names of the `num_gpus` GPUs that CUDA counts where the variable is `visible_devices`; CUDA leaves out what
-    follows a name that it does not know.
+    """Names (numbers or UUIDs) of the `num_gpus` GPUs that CUDA counts under CUDA_VISIBLE_DEVICES = `visible_devices`.
+
+    CUDA ignores what follows a name that it does not know.
     """
     if not visible_devices:
         return [str(number) for number in range(num_gpus)]
@@ -163,7 +151,5 @@ def gpu_names(num_gpus: int, visible_devices: str | None) -> list[str]:
 
 
 def visible_gpus() -> list[str]:
-    """Those of this process; none without a GPU."""
-    import torch
-
+    """`gpu_names` of this process; none without a GPU."""
     return gpu_names(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))

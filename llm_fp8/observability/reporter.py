@@ -1,18 +1,18 @@
-"""Where the numbers of a run go: metrics.jsonl, the trackers, the screen and summary.json.
+"""Where the numbers of a run go: metrics.jsonl, trackers, screen and summary.json.
 
-The training loop hands over plain floats, several steps at a time (it synchronises with the GPU once per `log_every`
-steps); everything here happens on the main process only and never touches a tensor.
+The training loop passes plain floats, several steps at a time (it synchronises with the GPU once per `log_every`
+steps); everything here runs on the main process and touches no tensor.
 
     output_dir/
-      metrics.jsonl      one line per optimizer step, and one per evaluation, with the keys of `llm_fp8.observability.metrics.METRICS`
+      metrics.jsonl      one line per optimizer step and per evaluation, keys of `llm_fp8.observability.metrics.METRICS`
       summary.json       written at the end: last values, medians, whatever the loop adds
       wandb/             the W&B run's files (with --use_wandb)
       tensorboard/       TensorBoard's event files (with --report_to tensorboard)
 
-The trackers get the same keys and steps through Accelerate's own tracker classes. A resumed run continues
-metrics.jsonl: what the interrupted process wrote beyond its last checkpoint is cut off first, because those steps are
-taken again. On W&B each start is a run of its own, in the group --wandb_group or else that of the output folder's name,
-since W&B cannot take back steps that it has seen. docs/wandb.md lists what a W&B run holds.
+The trackers get the same keys and steps through Accelerate's tracker classes. A resumed run continues metrics.jsonl:
+lines beyond the last checkpoint are cut first, because those steps are taken again. On W&B, which cannot take back
+steps, each start is a run in the group --wandb_group (default: the output folder's name). docs/wandb.md lists what a
+W&B run holds.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def require_wandb_login(flag: str) -> None:
 
 
 def _output_dir(config: Config) -> Path:
-    """The run's folder, which has been chosen by the time that anything is reported."""
+    """The run's folder, chosen before anything is reported."""
     if config.run.output_dir is None:
         raise ValueError("config.run.output_dir must be set before the run is reported.")
     return Path(config.run.output_dir)
 
 
 def accelerator_tracking(config: Config) -> dict[str, Any]:
-    """The arguments of `Accelerator(...)` that concern trackers: `log_with` and `project_config`."""
+    """The arguments of `Accelerator(...)` for trackers: `log_with` and `project_config`."""
     folder = _output_dir(config)
     return {
         "log_with": config.trackers or None,
@@ -68,11 +68,10 @@ def accelerator_tracking(config: Config) -> dict[str, Any]:
 
 
 def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> None:
-    """Cut from a metrics.jsonl every line of a step beyond `last_step`, and a last line that was never finished.
+    """Cut every line of a step beyond `last_step` from a metrics.jsonl, and an unfinished last line.
 
-    `keep_evaluation` False cuts the evaluation after `last_step` too, for a run that was killed behind its last step
-    and repeats it. Raises `UserError` where a line before the last is not JSON: that is not the trace of an interrupted
-    run.
+    `keep_evaluation` False also cuts the evaluation after `last_step`, for a killed run that repeats it. Raises
+    `UserError` where an earlier line is not JSON: no interrupted run leaves that.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     kept = []
@@ -95,9 +94,7 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
 
 
 def _check_record(record: dict[str, float]) -> dict[str, float]:
-    """`record` as it is, or an error for what the loop must not hand over: unknown keys, values that are not
-    numbers.
-    """
+    """`record`, or an error for unknown keys and values that are not numbers."""
     for key, value in record.items():
         if key not in METRICS:
             raise ValueError(f"'{key}' is not a declared metric; add it to llm_fp8.observability.metrics.METRICS.")
@@ -118,9 +115,7 @@ def _flat(tree: dict[str, Any], separator: str, prefix: str = "") -> dict[str, A
 
 
 def _define_axes(run: Any) -> None:
-    """Tell a W&B run what its charts can be drawn by: every figure by `step` unless another axis is chosen, and by
-    `tokens_seen`.
-    """
+    """Let W&B draw every figure by `step`, or by `tokens_seen`."""
     for axis in ("step", "tokens_seen"):
         run.define_metric(axis)
     run.define_metric("*", step_metric="step")
@@ -130,10 +125,9 @@ _TRACKED_ELSEWHERE = ("last_step", "last_evaluation", "recorded_step", "precisio
 
 
 def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
-    """What of a run's summary.json belongs in its summary on W&B: scalars under flat keys, nested ones as `part/key`.
+    """The part of summary.json for W&B's summary: scalars, nested ones as `part/key`.
 
-    Left out is what W&B has already: the last figures and those of the recorded step, in the history, and the
-    precision, in the configuration.
+    Left out is what W&B has already: last figures and recorded step (history), precision (configuration).
     """
     parts = {key: value for key, value in summary.items() if key not in _TRACKED_ELSEWHERE}
     return {
@@ -142,18 +136,17 @@ def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 class RunReporter:
-    """Takes the numbers of one run to all the places they belong; every rank makes one, only the main process writes.
+    """Reports the numbers of one run; every rank makes one, only the main process writes.
 
-    As a context manager it closes everything on a normal end. After an error the files are closed but the trackers are
-    left to their own exit hooks, so that W&B shows the run as crashed and not as finished.
+    As a context manager it closes everything on a normal end. After an error only the files are closed: the trackers'
+    exit hooks then show the run as crashed and not as finished.
     """
 
     def __init__(self, accelerator: Accelerator, config: Config, total_steps: int, resume_step: int = 0) -> None:
-        """Open the files in `config.run.output_dir`; the trackers wait for `start_trackers`.
+        """Open the files in `config.run.output_dir`; `start_trackers` starts the trackers.
 
-        `accelerator` must have been made with `**accelerator_tracking(config)`. `total_steps` is the length of the
-        whole run in optimizer steps, `resume_step` how many of them the checkpoint has behind it. Without a resume an
-        existing metrics.jsonl is begun anew.
+        `accelerator` must have been made with `**accelerator_tracking(config)`. `total_steps` is the length of the run
+        in optimizer steps, `resume_step` how many the checkpoint has; without a resume metrics.jsonl begins anew.
         """
         self._accelerator = accelerator
         self._config = config
@@ -170,18 +163,15 @@ class RunReporter:
         path = self._folder / "metrics.jsonl"
         if resume_step > 0 and path.exists():
             truncate_metrics(path, resume_step, keep_evaluation=resume_step < total_steps)
-        # Readable too, for the summary: the file's name may be gone by then.
+        # Readable too: the summary is made from it, when its name may be gone.
         self._file = open(path, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
     def start_trackers(self, record: dict[str, Any]) -> None:
-        """Start the trackers that were asked for, before the first step; `record` is what run.json holds of this start
-        of the run.
+        """Start the requested trackers before the first step; `record` is what run.json holds of this start.
 
-        On W&B the run's configuration is the options, section by section, the
-        `llm_fp8.observability.tracker_labels.LABELS`, `effective` (what the options came
-        to: precision with its census, optimizer, sharding, model, data) and `provenance`. TensorBoard gets the same as
-            flat hparams.
+        W&B's configuration is the options by section, the `tracker_labels.LABELS`, `effective` (precision with its fp8
+        coverage, optimizer, sharding, model, data) and `provenance`. TensorBoard gets the same as flat hparams.
         """
         if not self._accelerator.is_main_process or not self._accelerator.log_with:
             return
@@ -212,7 +202,7 @@ class RunReporter:
                 tracker.store_init_configuration({key: "None" if value is None else value for key, value in flat})
 
     def steps(self, records: list[dict[str, float]]) -> None:
-        """Report optimizer steps in order; each record has `step` and any other keys of `METRICS`, as plain numbers."""
+        """Report optimizer steps in order; each record has `step` and other keys of `METRICS`, as plain numbers."""
         if not self._accelerator.is_main_process:
             return
         for record in records:
@@ -224,7 +214,7 @@ class RunReporter:
             self._display.step(record)
 
     def evaluation(self, record: dict[str, float]) -> None:
-        """Report an evaluation made after the last reported step; `record` has that `step` and the `eval_` keys."""
+        """Report an evaluation after the last reported step; `record` has that `step` and the `eval_` keys."""
         if not self._accelerator.is_main_process:
             return
         if record["step"] != self._last_step:
@@ -245,22 +235,20 @@ class RunReporter:
             self._accelerator.log(record, step=int(record["step"]))
 
     def print(self, text: str) -> None:
-        """Print a line on the main process, without disturbing the progress bar."""
+        """Print a line on the main process, above the progress bar."""
         if self._accelerator.is_main_process:
             self._display.print(text)
 
     def track(self, summary: dict[str, Any]) -> None:
-        """Put entries of the summary on W&B, where they stay if the run is killed before its end."""
+        """Put entries of the summary on W&B, where they survive if the run is killed."""
         for tracker in self._accelerator.trackers:
             if tracker.name == "wandb":
                 tracker.tracker.summary.update(tracked_summary(summary))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Write summary.json: what the run ended with, medians of its speed, and the entries of `summary`; returns
-        it.
-        """
+        """Write and return summary.json: last values, median speeds, and the entries of `summary`."""
         steps = self.own_steps()
-        whole = {
+        full = {
             "steps": self._last_step,
             "total_steps": self._total_steps,
             "last_step": self._last_record,
@@ -270,20 +258,18 @@ class RunReporter:
             **summary,
         }
         if self._accelerator.is_main_process:
-            write_json_atomic(self._folder / "summary.json", whole)
-            self.track(whole)
+            write_json_atomic(self._folder / "summary.json", full)
+            self.track(full)
             for tracker in self._accelerator.trackers:
                 if tracker.name != "wandb":
-                    tracker.tracker.add_text(
-                        "summary.json", f"```json\n{json.dumps(whole, indent=2, default=str)}\n```", self._last_step
-                    )
-        return whole
+                    text = f"```json\n{json.dumps(full, indent=2, default=str)}\n```"
+                    tracker.tracker.add_text("summary.json", text, self._last_step)
+        return full
 
     def own_steps(self) -> list[dict[str, float]]:
-        """The steps of this process so far with the figures that the summary is made from; empty where this is not the
-        main one.
+        """The steps of this process with the figures of the summary; empty on other processes than the main one.
 
-        They are read back from metrics.jsonl, because kept in memory they would grow with the run.
+        Read back from metrics.jsonl: kept in memory they would grow with the run.
         """
         if not self._accelerator.is_main_process:
             return []

@@ -1,8 +1,7 @@
-"""One recorded step of a run: which kernels it ran; on several GPUs, how much of it is communication, and which rank is
-slow.
+"""One recorded step: its kernels; on several GPUs, the share of communication and the slowest rank.
 
-Kernels of NCCL are communication, all others are work. A rank that waits for another waits inside a communication
-kernel, so the slowest rank is the one whose own work takes longest.
+NCCL's kernels are communication, all others work. A rank that waits for another waits inside a communication kernel, so
+the slowest rank is the one whose work takes longest.
 """
 
 from __future__ import annotations
@@ -58,20 +57,20 @@ class StepProfile:
     span_s: float = 0.0
     """From the first kernel's start to the last one's end, on this rank."""
     recording_time_s: float = 0.0
-    """What recording took of this rank's host beside the step: starting the profiler and reading what it saw."""
+    """What recording cost this rank's host beside the step."""
     communication_s: float = 0.0
     """In which communication kernels ran, on this rank."""
     exposed_communication_s: float = 0.0
-    """In which communication kernels ran and no other, on this rank."""
+    """In which only communication kernels ran, on this rank."""
     work_s_by_rank: list[float] = field(default_factory=list)
-    """In which other kernels ran, of each rank."""
+    """In which other kernels ran."""
     peak_memory_gib_by_rank: list[float] = field(default_factory=list)
     gemm_kernels: dict[GemmKind, int] = field(default_factory=dict)
     """GEMM kernels of this rank by operand type."""
     gemm_time_s: dict[GemmKind, float] = field(default_factory=dict)
     """Their time."""
     time_s_by_class: dict[KernelClass, float] = field(default_factory=dict)
-    """Time of this rank's kernels by what they are there for; those that run at the same time count each."""
+    """Time of this rank's kernels by class; kernels that run at the same time count each."""
 
     def __post_init__(self) -> None:
         self.kernels: KernelTimes = {}
@@ -79,12 +78,11 @@ class StepProfile:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that took the step."""
         return len(self.work_s_by_rank)
 
     @property
     def fp8_gemm_time_share(self) -> float | None:
-        """Share of the GEMMs' time in those of fp8 (or fp4); None where no GEMM was recorded."""
+        """Share of the GEMMs' time in fp8 (or fp4) ones; None where no GEMM was recorded."""
         total_s = sum(self.gemm_time_s.values())
         return sum(self.gemm_time_s.get(kind, 0.0) for kind in LOW_PRECISION) / total_s if total_s else None
 
@@ -95,7 +93,7 @@ class StepProfile:
 
     @property
     def lag(self) -> float:
-        """How much longer than the mean rank's the slowest one's work takes, as a share."""
+        """How much longer than the mean rank's the slowest rank's work takes, as a share."""
         return self.work_s_by_rank[self.slowest_rank] * len(self.work_s_by_rank) / sum(self.work_s_by_rank) - 1
 
     def figures(self) -> dict[str, float]:
@@ -145,7 +143,7 @@ class StepProfile:
 
 @contextlib.contextmanager
 def profiled(accelerator: Accelerator) -> Iterator[StepProfile]:
-    """Record the CUDA kernels of the enclosed step; collective, because the ranks' times are gathered at the end."""
+    """Record the CUDA kernels of the enclosed step; collective: gathers the ranks' times at the end."""
     result = StepProfile()
     torch.cuda.synchronize()  # the GPU is some steps behind: waiting for them is not the recording's cost
     started = time.perf_counter()

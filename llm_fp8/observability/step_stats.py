@@ -1,6 +1,4 @@
-"""The speed of a run in a few figures: which of its steps are measured, and the medians over them. Imports nothing
-heavy.
-"""
+"""The speed of a run: which of its steps are measured, and their medians. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ from llm_fp8.observability.metrics import RECORDED_STEP
 from llm_fp8.utils.json_files import read_json, read_metrics
 
 WARMUP_STEPS = 10
-"""Steps at the start of a process that medians leave out (compilation, autotuning, allocator growth); at most half
-of all.
-"""
+"""Steps at the start of a process that medians leave out (compilation, autotuning, allocator); at most half of all."""
 
 MEDIANS = (
     "step_time_s",
@@ -30,13 +26,11 @@ MEDIANS = (
 """Figures whose median over the measured steps is in summary.json and on W&B as `median_<key>`."""
 
 INTERVAL_MEDIANS = ("energy_j_per_million_tokens", "gpu_power_w")
-"""The same for figures that not every step has, over those that have."""
+"""The same for figures that only some steps have."""
 
 
 def own_steps(metrics_path: Path) -> list[dict[str, Any]]:
-    """The optimizer steps of the process that wrote last to a metrics.jsonl: one before it may have had other GPUs
-    or micro-batches.
-    """
+    """The optimizer steps of the last process that wrote a metrics.jsonl: an earlier one may have had other GPUs."""
     run_record = metrics_path.with_name("run.json")
     resumes = read_json(run_record).get("resumes") if run_record.exists() else None
     begun = resumes[-1]["resumed_after_step"] if resumes else 0
@@ -44,19 +38,18 @@ def own_steps(metrics_path: Path) -> list[dict[str, Any]]:
 
 
 def measured_steps(steps: list[dict[str, float]], warmup_steps: int = WARMUP_STEPS) -> list[dict[str, float]]:
-    """Those of `steps` (of one process, in order) that speed is measured on.
+    """The `steps` (of one process, in order) that speed is measured on.
 
-    Left out are the first `warmup_steps`, or the first half of a run shorter than twice as many, and the step whose
-    kernels were recorded.
+    Without the first `warmup_steps`, at most half of all, and the step whose kernels were recorded.
     """
     return [record for record in steps[min(warmup_steps, len(steps) // 2) :] if RECORDED_STEP not in record]
 
 
 def throughput_summary(steps: list[dict[str, float]], warmup_steps: int = WARMUP_STEPS) -> dict[str, float]:
-    """Medians over the `measured_steps` of the figures that measure speed.
+    """Medians over the `measured_steps`.
 
     Keys: `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS` that every measured step
-        has and each of `INTERVAL_MEDIANS` that any has.
+    has and each of `INTERVAL_MEDIANS` that any has.
     """
     measured = measured_steps(steps, warmup_steps)
     summary: dict[str, float] = {"num_steps_measured": len(measured), "num_steps_left_out": len(steps) - len(measured)}

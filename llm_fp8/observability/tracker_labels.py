@@ -1,7 +1,4 @@
-"""What tells runs apart when they are compared: a few flat values taken from a run's record (run.json).
-
-Trackers get them as top-level configuration, where tables and charts can filter and group by them; some are tags too.
-"""
+"""What trackers get to tell runs apart (flat values of run.json, some as tags), and whether W&B can be used here."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ TAG_LABELS = ("precision_name", "model_short_name", "sharding_mode", "gpu_name")
 
 
 def run_labels(record: dict[str, Any]) -> dict[str, Any]:
-    """The `LABELS` of a run, from the record that its run.json is made of."""
+    """The `LABELS` of a run, from the record of its run.json."""
     precision, effective, provenance = record["precision"], record["effective"], record["provenance"]
     gpus, git = provenance["gpus"], provenance["git"]
     return {
@@ -57,31 +54,25 @@ def _in_words(precision: str, scenario: str | None) -> str:
 
 
 def run_tags(labels: dict[str, Any], further: list[str]) -> list[str]:
-    """The tags of a run, each once, none longer than W&B allows: the labels that are tags, then `further`."""
+    """The tags of a run, each once and within W&B's length: the labels that are tags, then `further`."""
     own = [str(labels[name])[:WANDB_TAG_LENGTH] for name in TAG_LABELS]
     return list(dict.fromkeys([*own, *further]))
 
 
-# --- wandb_login -----------------------------------------------------------------------------------------
-# Whether W&B can be used on this machine, found out without asking anybody and without the network.
-
-
 def wandb_login_state(asker: str) -> Literal["online", "offline", "logged_out"]:
-    """How a W&B run or request of this process would go: with a login, offline (or disabled) by WANDB_MODE, or not at
-    all.
+    """How a W&B run of this process would go, found out without the network; offline (or disabled) by WANDB_MODE.
 
-    Raises `UserError` where W&B is not installed or its stored login cannot be one; `asker` is the flag or script that
-    needs W&B. The key itself is tried by W&B, when it is used.
+    Raises `UserError` where W&B is not installed or its stored login is malformed; `asker` is the flag or script that
+    needs W&B. W&B itself tries the key when it is used.
     """
-    # By metadata, not by import: a folder named wandb in the working directory would import as an empty package.
+    # By metadata: a folder wandb in the working directory would import as an empty package.
     if package_version("wandb") is None:
         raise UserError(
             f"{asker} needs the wandb package, which is not installed: run 'pip install wandb', or leave {asker} out."
         )
     import wandb
 
-    # Silent, because a login that is greeted by name asks the server for it, and hangs where there is no network; the
-    # run's own start speaks again, in a set-up of its own.
+    # Silent: to greet a login by name W&B asks the server, and hangs without a network. The run sets up its own.
     settings = wandb.setup(settings=wandb.Settings(silent=True)).settings
     try:
         if settings.mode in ("offline", "dryrun", "disabled"):

@@ -41,7 +41,7 @@ def test_packed_layout() -> None:
     batch = PackedCollate(batch_size=3, max_seq_length=8, pad_token_id=PAD)(rows)
     assert batch.input_ids.shape == batch.labels.shape == batch.position_ids.shape == (1, 24)
     assert {t.dtype for t in (batch.input_ids, batch.labels, batch.position_ids)} == {torch.int64}
-    assert batch.attention_mask is None and batch.is_packed
+    assert batch.attention_mask is None
     assert batch.cu_seqlens is not None and batch.cu_seqlens.dtype == torch.int32
     # Row 0 is full; the rest of row 1 is a segment of its own; the missing row 2 is one.
     assert batch.cu_seqlens.tolist() == [0, 5, 8, 12, 16, 24]
@@ -59,7 +59,7 @@ def test_padded_layout() -> None:
     rows = [[_document(130, 1)], [_document(4, 2, prompt=2)]]
     batch = PaddedCollate(batch_size=3, max_seq_length=1024, pad_token_id=PAD)(rows)
     assert batch.input_ids.shape == batch.labels.shape == batch.position_ids.shape == (3, 256)
-    assert batch.cu_seqlens is None and not batch.is_packed
+    assert batch.cu_seqlens is None
     assert batch.attention_mask is not None and batch.attention_mask.dtype == torch.bool
     assert batch.attention_mask.sum(dim=1).tolist() == [130, 4, 1]
     assert batch.attention_mask[0, :130].all() and batch.attention_mask[1, :4].all() and batch.attention_mask[2, 0]
@@ -92,7 +92,7 @@ def test_a_batch_without_rows_teaches_nothing(collate: PackedCollate | PaddedCol
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="more than 8 tokens"):
         PackedCollate(1, 8, PAD)([[_document(5, 0), _document(4, 1)]])
-    with pytest.raises(ValueError, match="2 rows do not fit"):
+    with pytest.raises(ValueError, match="2 sequences do not fit"):
         PackedCollate(1, 8, PAD)([[_document(5, 0)], [_document(5, 0)]])
     with pytest.raises(ValueError, match="of 9 tokens does not fit 8"):
         PaddedCollate(1, 8, PAD)([[_document(9, 0)]])

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate
-from llm_fp8.data.loader import EvalLoader, MapRows, Share, TrainLoader, prefetch, row_readers
-from llm_fp8.data.pack import one_per_row, pack
+from llm_fp8.data.loader import EvalLoader, MapSequences, Share, TrainLoader, prefetch, sequence_readers
+from llm_fp8.data.pack import one_per_sequence, pack
 from llm_fp8.data.tokenise import Document
 from llm_fp8.utils.errors import UserError
 
@@ -28,9 +28,9 @@ def _read(indices: Any) -> list[Document]:
     return [Document(np.arange(LENGTHS[i]) + i, np.arange(LENGTHS[i]) > 0, int(i)) for i in indices]
 
 
-def _rows(packed: bool = False, seed: int = 0) -> MapRows:
-    return MapRows(
-        pack(LENGTHS, 32) if packed else one_per_row(NUM_DOCUMENTS), _read, seed, f"packed {packed}, seed {seed}"
+def _rows(packed: bool = False, seed: int = 0) -> MapSequences:
+    return MapSequences(
+        pack(LENGTHS, 32) if packed else one_per_sequence(NUM_DOCUMENTS), _read, seed, f"packed {packed}, seed {seed}"
     )
 
 
@@ -93,7 +93,7 @@ def test_a_global_batch_does_not_know_how_it_is_cut(packed: bool) -> None:
         for i in range(9):
             assert len({len(steps[i]) for steps in per_rank}) == 1, "every rank has as many micro-batches"
             assert len(per_rank[0][i]) <= accumulate
-        assert num_steps == -(-len(ranks[0]._rows.plan) // 8)  # type: ignore[attr-defined]
+        assert num_steps == -(-len(ranks[0]._sequences.plan) // 8)  # type: ignore[attr-defined]
     assert all(batches == by_cut[0] for batches in by_cut)
 
 
@@ -170,7 +170,7 @@ def test_progress() -> None:
 
 
 def _eval(rank: int = 0, world_size: int = 1, batch_size: int = 4, max_batches: int | None = None) -> EvalLoader:
-    readers = row_readers(one_per_row(NUM_DOCUMENTS), _read, range(NUM_DOCUMENTS))
+    readers = sequence_readers(one_per_sequence(NUM_DOCUMENTS), _read, range(NUM_DOCUMENTS))
     return EvalLoader(readers, PaddedCollate(batch_size, 32, 0), batch_size, Share(rank, world_size), max_batches)
 
 

@@ -20,7 +20,7 @@ from llm_fp8.data import PreparedData, prepare_data
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.split import is_held_out, normalise_problem, problem_key
-from llm_fp8.data.stream import StreamRows
+from llm_fp8.data.stream import StreamSequences
 from llm_fp8.utils.errors import UserError
 
 
@@ -87,7 +87,7 @@ def test_embedded(prepare: Any, packing: str) -> None:
     assert sum(batch.num_supervised_tokens for batch in batches) == data.report.num_supervised_tokens
     assert sum(int((batch.labels != -100).sum()) for batch in batches) == data.report.num_supervised_tokens
     assert data.report.padding_efficiency == data.report.num_tokens / (data.report.num_rows_of_batches * 128)
-    assert (packing == "--packing") == all(batch.is_packed for batch in batches)
+    assert (packing == "--packing") == all(batch.cu_seqlens is not None for batch in batches)
     json.dumps(data.report.to_dict())
 
 
@@ -229,7 +229,7 @@ def test_ranks_share_the_work_and_the_preparation(prepare: Any, tmp_path: Path) 
 def test_the_description(prepare: Any, tmp_path: Path) -> None:
     _write(tmp_path / "train.jsonl", MIXED)
     lines = prepare(tmp_path, "--packing", "--validation_fraction", "0").describe()
-    assert f"data: {tmp_path}, split train, evaluated on nothing, packed rows of 128 tokens" in lines
+    assert f"data: {tmp_path}, split train, evaluated on nothing, packed sequences of 128 tokens" in lines
     assert r"prompt form: 'Problem:\n{problem}\n\nSolution:\n'" in lines
     assert "5 rows read, 2 used, 0 held out, 1 dropped as longer than 128 tokens, 0 truncated to that, 2 empty" in lines
     assert "Solution:\n    >>>2<|eos|><<<" in lines
@@ -251,8 +251,8 @@ def _take(data: PreparedData, steps: int) -> list[list[Batch]]:
 
 
 def _small_buffer(data: PreparedData, buffer_rows: int = 64) -> PreparedData:
-    rows = data.train._rows
-    assert isinstance(rows, StreamRows)
+    rows = data.train._sequences
+    assert isinstance(rows, StreamSequences)
     rows.buffer_rows = buffer_rows
     return data
 

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from llm_fp8.data.pack import RowPlan, one_per_row, pack
+from llm_fp8.data.pack import PackingPlan, one_per_sequence, pack
 from llm_fp8.data.split import held_out_mask, is_held_out, normalise_problem, problem_key
 
 
@@ -46,7 +46,7 @@ def test_a_small_dataset_gives_up_one_problem() -> None:
     assert not held_out_mask(keys[[0, 2]], 1e-6).any()  # the only problem stays in training
 
 
-def _check_plan(plan: RowPlan, lengths: np.ndarray, capacity: int) -> None:
+def _check_plan(plan: PackingPlan, lengths: np.ndarray, capacity: int) -> None:
     np.testing.assert_array_equal(np.sort(plan.samples), np.arange(len(lengths)))
     sums = np.add.reduceat(lengths[plan.samples], plan.offsets[:-1])
     assert sums.max() <= capacity and (np.diff(plan.offsets) > 0).all()
@@ -84,7 +84,7 @@ def test_packing_is_deterministic_and_knows_edge_cases() -> None:
     np.testing.assert_array_equal(first.offsets, second.offsets)
     assert len(pack([], 8)) == 0
     assert [pack([8, 8], 8)[i].tolist() for i in range(2)] == [[0], [1]]
-    assert one_per_row(3)[2].tolist() == [2]
+    assert one_per_sequence(3)[2].tolist() == [2]
     with pytest.raises(ValueError, match="9"):
         pack([9], 8)
     with pytest.raises(ValueError, match="0"):

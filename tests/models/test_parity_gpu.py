@@ -135,7 +135,7 @@ def test_gate_passes_a_right_model_and_names_what_is_wrong(tmp_path, device, rec
         fill_te_model(model, [tmp_path / "model.safetensors"])
         for batch in (packed_batch(device), padded_batch(device)):
             report = check_parity(model, batch, S, dtype)
-            record_property(f"{dtype} {'packed' if batch.is_packed else 'padded'}", report.describe())
+            record_property(f"{dtype} {'packed' if batch.cu_seqlens is not None else 'padded'}", report.describe())
             assert report.num_layers == 3 and 0 <= report.difference <= report.limit
     model.model.rotary_emb.angles = model.model.rotary_emb.angles * 1.5  # as a forgotten RoPE base or scaling would
     with pytest.raises(UserError, match="--parity_check"):

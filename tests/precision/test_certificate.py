@@ -406,7 +406,7 @@ def test_how_much_of_a_step_the_gpu_waits(tmp_path):
     two.work_s_by_rank = [0.04, 0.06]
     late = waiting(0.1)
     assert late == {"work_s": 0.06, "step_time_s": 0.1, "share": pytest.approx(0.4)}, "of the GPU that has most to do"
-    assert "waits for its host or other GPUs during 40% of a step" in describe_gpu_idle(late, 2)
+    assert "idle during 40% of a step (launch-bound, or waiting for other GPUs)" in describe_gpu_idle(late, 2)
     assert "fsdp_grad" in describe_gpu_idle(late, 2) and "fsdp_grad" not in describe_gpu_idle(late, 1)
     busy = waiting(0.05)
     assert busy["share"] == 0.0 and describe_gpu_idle(busy, 2) is None, (
@@ -464,7 +464,7 @@ def test_a_certified_run_says_so(tiny_model, rows, tmp_path, monkeypatch, capsys
     assert summary["recorded_step"]["gemm_kernels"] == {"bf16": 390}
     waiting, median_s = summary["gpu_waiting"], summary["throughput"]["median_step_time_s"]
     assert waiting == {"work_s": 0.1, "step_time_s": median_s, "share": max(0.0, 1 - 0.1 / median_s)}
-    assert ("the GPU waits for its host" in printed) == (waiting["share"] >= WORTH_A_WORD)
+    assert ("the GPU is idle during" in printed) == (waiting["share"] >= WORTH_A_WORD)
     assert ["num_gemm_kernels" in record for record in steps(tmp_path / "run")] == [
         number == 5 for number in range(1, 8)
     ]
@@ -483,9 +483,9 @@ def test_a_run_says_early_that_its_gpu_waits(work_s, waits, tiny_model, rows, tm
     ]
     assert run_training(parse_config([*reports, "--log_every=2"])) == 0
     printed = capsys.readouterr().out
-    assert printed.count("the GPU waits for its host") == 2 * waits and printed.count("so far the GPU waits") == waits
+    assert printed.count("the GPU is idle during") == 2 * waits and printed.count("so far the GPU is idle") == waits
     if waits:
-        before, _, behind = printed.partition("so far the GPU waits")
+        before, _, behind = printed.partition("so far the GPU is idle")
         assert "step 16/20" in before and "step 18/20" not in before
         assert "step 18/20" in behind and "done: 20 steps" in behind
 

@@ -147,7 +147,7 @@ def test_without_a_model_or_dataset_the_embedded_ones_are_trained_evaluated_and_
     assert not any("\r" in line or "%|" in line or "arning" in line for line in lines)
     assert lines[0].startswith("precision: no")
     for expected in (
-        r"data: embedded, split train, evaluated on split validation, padded rows of 128 tokens",
+        r"data: embedded, split train, evaluated on split validation, padded sequences of 128 tokens",
         r"  300 rows read, \d+ used, 0 held out, \d+ dropped as longer than 128 tokens, 0 truncated to that, 0 empty",
         r"training 12 steps on the CPU, results in runs/.*",
         r"step  1/12  loss \d\.\d{4}  grad norm .*",

@@ -29,7 +29,7 @@ import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.data.collate import IGNORED, Batch, PackedCollate, PaddedCollate, count_tokens
 from llm_fp8.data.load import DatasetSource, load_split, open_source
-from llm_fp8.data.pack import RowPlan, pack
+from llm_fp8.data.pack import PackingPlan, pack
 from llm_fp8.data.prepare import pad_token_id
 from llm_fp8.data.prompt import detect_columns
 from llm_fp8.data.tokenise import Document, TokeniseOptions, tokenise_rows
@@ -286,7 +286,7 @@ class TextStep:
         return found
 
     @functools.cached_property
-    def _plan(self) -> RowPlan:
+    def _plan(self) -> PackingPlan:
         return pack([len(document.input_ids) for document in self.documents], self.seq_length)
 
     def packed(self) -> list[Batch]:

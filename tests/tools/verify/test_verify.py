@@ -665,7 +665,7 @@ def test_what_the_probe_reads_and_runs():
     assert (
         batch.input_ids.shape == (2, 64)
         and batch.attention_mask.sum(dim=1).tolist() == [32, 32]
-        and not batch.is_packed
+        and batch.cu_seqlens is None
     )
 
 
