@@ -37,6 +37,7 @@ from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
 from llm_fp8.models.source import EMBEDDED_MODEL  # noqa: E402
 from llm_fp8.tools.bench import worker  # noqa: E402
+from tests.support.families import write_family  # noqa: E402
 from tests.support.reference import NUM_ROWS  # noqa: E402
 from tests.support.small import tiny_config, write_model, write_rows  # noqa: E402
 from tests.support.warm_python import warm_python_in  # noqa: E402
@@ -122,6 +123,12 @@ def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """
     with warm_python_in(tmp_path_factory.mktemp("warm")) as program:
         yield program
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small Llama with weights and the embedded tokenizer, whose sizes fp8 takes."""
+    return write_family(tmp_path_factory.mktemp("models") / "llama3", "llama3_rope_gqa")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llm_fp8.utils.json_files import read_jsonl
-from tests.distributed.test_modes_multi_gpu import MICRO_BATCHES, NUM_STEPS, PRECISIONS, ROWS, models, train  # noqa: F401 (a fixture)
+from tests.support.multi_gpu_training import MICRO_BATCHES, NUM_STEPS, PRECISIONS, ROWS, train
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -21,7 +21,7 @@ MODES = {"ddp": "ddp", "fsdp": "fsdp_full"}
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_accelerate_launch_gives_the_same_run(precision, mode, models, tmp_path, record_property):  # noqa: F811
+def test_accelerate_launch_gives_the_same_run(precision, mode, models, tmp_path, record_property):
     model = models["llama3_rope_gqa"]
     options = PRECISIONS["delayed" if precision == "fp8" else "bf16"]
     expected, told, _ = train(2, tmp_path / "options", model, *options, "--use_te", f"--sharding_mode={MODES[mode]}")

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.test_modes_multi_gpu import PRECISIONS, write_model
-from tests.support.families import family_config
+from tests.support.families import family_config, write_family
 from tests.support.faults import START_S
 from tests.support.launches import Torchrun
+from tests.support.multi_gpu_training import PRECISIONS
 from tests.support.reference import documents, mean_loss
 from tests.support.small import assert_goes_on, run_json, steps, write_rows
 
@@ -36,7 +36,7 @@ ROWS_PER_GPU = {"--packing": 4, "--no_packing": 8}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """fp32 weights: values that bf16 holds exactly move later without --fp8_params than with it (docs/multi_gpu.md)."""
-    return write_model(tmp_path_factory.mktemp("model"), FAMILY, torch.float32)
+    return write_family(tmp_path_factory.mktemp("model"), FAMILY, torch.float32)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_modes_multi_gpu import models  # noqa: F401 (a fixture)
 from tests.support.faults import START_S, kill_one_rank_and_restart, kill_one_rank_in_a_save, signal_one_rank
 from tests.support.launches import Torchrun
 from tests.support.small import assert_goes_on, run_json, write_rows
@@ -23,7 +22,7 @@ DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
 
 @pytest.fixture
-def options(models, tmp_path) -> list[str]:  # noqa: F811
+def options(models, tmp_path) -> list[str]:
     """Of a short run in fp8, but for its folder."""
     return [
         f"--model_name={models['llama3_rope_gqa']}", f"--dataset_name={write_rows(tmp_path / 'rows.jsonl', 64)}", "--validation_fraction=0",

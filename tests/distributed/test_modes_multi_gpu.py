@@ -4,35 +4,15 @@ a recorded step.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import json
-import os
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llm_fp8.models.source import EMBEDDED_MODEL
-from llm_fp8.utils.json_files import read_jsonl, write_json_atomic
 from tests.support.families import family_config
 from tests.support.fp8_head_reference import MODES, NUM_PRODUCTS
-from tests.support.processes import exit_code, start_ranks
+from tests.support.multi_gpu_training import MICRO_BATCHES, PRECISIONS, train
 
 pytestmark = pytest.mark.multi_gpu
 
-NUM_STEPS = 6
-MICRO_BATCHES = 2
-ROWS = {1: 8, 2: 4, 4: 2}
-"""Rows of a micro-batch by number of GPUs."""
-PRECISIONS = {
-    "bf16": ["--mixed_precision", "bf16"],
-    "delayed": ["--mixed_precision", "fp8"],
-    "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
-    "block": ["--mixed_precision", "fp8", "--fp8_scenario", "block"],
-}
 FOUR_MICRO_BATCHES = ("--batch_size=2", "--gradient_accumulation_steps=4")
 """On two GPUs, so that there are some between the first and the last one."""
 FSDP = ("fsdp_grad", "fsdp_full", "fsdp_offload")
@@ -66,56 +46,6 @@ CASES = [
     ("fsdp_grad", "delayed", ["--use_te", "--fp8_params", *FOUR_MICRO_BATCHES]),
     ("fsdp_grad", "delayed", ["--use_te", "--gradient_checkpointing", *FOUR_MICRO_BATCHES]),
 ]
-
-
-def write_model(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """A small model with weights, whose sizes fp8 takes, laid out as the hub lays it out."""
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(family_config(family), dtype=dtype).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory) -> dict[str, Path]:
-    """Model folders by family: untied and tied embeddings."""
-    folder = tmp_path_factory.mktemp("models")
-    return {family: write_model(folder / family, family) for family in ("llama3_rope_gqa", "qwen3_qk_norm_head_dim")}
-
-
-def train(num_gpus: int, folder: Path, model: Path, *options: str) -> tuple[list[dict[str, float]], dict, str]:
-    """Train on so many GPUs; the records of its steps, its summary and what it printed."""
-    log = folder.with_name(f"{folder.name}.log")
-    processes = start_ranks(
-        num_gpus, log, f"--model_name={model}", "--max_seq_length=256", f"--batch_size={ROWS[num_gpus]}", "--learning_rate=1e-4",
-        f"--gradient_accumulation_steps={MICRO_BATCHES}", "--log_every=1", "--validation_fraction=0", f"--max_steps={NUM_STEPS}",
-        f"--output_dir={folder}", *options,
-    )  # fmt: skip
-    codes = [exit_code(process, deadline_s=240) for process in processes]
-    assert codes == [0] * num_gpus, log.read_text()
-    records = read_jsonl(folder / "metrics.jsonl")
-    return [r for r in records if "loss" in r], json.loads((folder / "summary.json").read_text()), log.read_text()
-
-
-@pytest.fixture(scope="session")
-def single_gpu(tmp_path_factory) -> Callable[..., list[dict[str, float]]]:
-    """Gives the steps of a training on one GPU; each is run once, also where tests run in several processes."""
-    # The folder above is shared by pytest-xdist's workers.
-    shared = (
-        tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.getbasetemp()
-    )
-
-    def steps(model: Path, *options: str) -> list[dict[str, float]]:
-        name = hashlib.sha256(repr((model.name, options)).encode()).hexdigest()[:16]
-        result = shared / f"one-gpu-{name}.json"
-        with open(f"{result}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not result.exists():
-                taken = train(1, shared / f"one-gpu-{name}", model, *options)[0]
-                write_json_atomic(result, taken)
-        return json.loads(result.read_text())
-
-    return steps
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import importlib.util
 
 import pytest
 
-from tests.distributed.test_modes_multi_gpu import MICRO_BATCHES, models, single_gpu, train  # noqa: F401 (fixtures)
 from tests.support.families import family_config
+from tests.support.multi_gpu_training import MICRO_BATCHES, train
 
 pytestmark = [
     pytest.mark.multi_gpu,
@@ -36,7 +36,7 @@ CASES = [
     CASES,
     ids=["-".join([mode, s, *(o.strip("-") for o in more)]) for mode, s, more in CASES],
 )
-def test_two_gpus_take_the_steps_of_one(mode, scenario, options, models, single_gpu, tmp_path, record_property):  # noqa: F811
+def test_two_gpus_take_the_steps_of_one(mode, scenario, options, models, single_gpu, tmp_path, record_property):
     model = models["llama3_rope_gqa"]
     precision = [*FP8, f"--fp8_scenario={scenario}"]
     expected = single_gpu(model, *precision)
@@ -57,7 +57,7 @@ def test_two_gpus_take_the_steps_of_one(mode, scenario, options, models, single_
 
 
 @pytest.mark.parametrize("gather", [[], ["--fp8_all_gather"]], ids=["bf16", "fp8"])
-def test_a_resumed_run_goes_on(gather, models, tmp_path):  # noqa: F811
+def test_a_resumed_run_goes_on(gather, models, tmp_path):
     common = [*FP8, "--sharding_mode=fsdp_full", *gather, "--save_every=3", "--save_total_limit=9"]
     whole = train(2, tmp_path / "whole", models["llama3_rope_gqa"], *common)[0]
     checkpoint = tmp_path / "whole" / "checkpoints" / "step-00000003"

@@ -27,9 +27,9 @@ from llm_fp8.precision.context import Precision
 from llm_fp8.precision.modules import linear_weights
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.tools.diagnose.gemm_operands import te_gemm_owners
-from tests.precision.test_precision_gpu import BF16, SCENARIOS, build, fp8
 from tests.support.batches import S, packed_batch
 from tests.support.families import family_config
+from tests.support.gpu_steps import BF16, SCENARIOS, build, fp8
 from tests.support.small import forget_accelerator
 
 pytestmark = pytest.mark.gpu

@@ -23,11 +23,18 @@ from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import resolve_precision
-from tests.kernels.test_softmax_gpu import KERNEL
-from tests.precision.test_precision_gpu import fp8, step
 from tests.support.batches import S, packed_batch
 from tests.support.families import family_config
-from tests.support.fp8_head_reference import GRADIENT_ERROR, MODES, NUM_PRODUCTS, exact, head_of, run
+from tests.support.fp8_head_reference import (
+    GRADIENT_ERROR,
+    MODES,
+    NUM_PRODUCTS,
+    SOFTMAX_GRADIENT_KERNEL,
+    exact,
+    head_of,
+    run,
+)
+from tests.support.gpu_steps import fp8, step
 
 pytestmark = pytest.mark.gpu
 
@@ -164,7 +171,7 @@ def test_one_kernel_in_place_of_two_steps_runs_less_and_errs_no_more(mode, chunk
     kernels_before, errors_before = pass_of()
     record_property("errors", {"one_kernel": errors, "two_steps": errors_before})
     num_chunks = 1 if chunk_tokens is None else -(-1000 // chunk_tokens)
-    assert kernels.get(KERNEL) == num_chunks and KERNEL not in kernels_before
+    assert kernels.get(SOFTMAX_GRADIENT_KERNEL) == num_chunks and SOFTMAX_GRADIENT_KERNEL not in kernels_before
     backward = "cross_entropy_backward_kernel"
     assert backward not in kernels and kernels_before.get(backward) == num_chunks
     assert sum(kernels.values()) < sum(kernels_before.values())

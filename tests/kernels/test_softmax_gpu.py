@@ -12,12 +12,12 @@ from torch import Tensor
 from llm_fp8.kernels import softmax
 from llm_fp8.kernels.softmax import IGNORE_INDEX
 from llm_fp8.observability.kernel_trace import kernel_class, kernel_times, record_kernels
+from tests.support.fp8_head_reference import SOFTMAX_GRADIENT_KERNEL
 
 pytestmark = pytest.mark.gpu
 
 E5M2 = torch.float8_e5m2
 LARGEST = torch.finfo(E5M2).max
-KERNEL = "_softmax_gradient_cast_kernel"
 SHAPES = {
     "whole blocks": (64, 8192),
     "parts of blocks": (37, 4112),
@@ -165,5 +165,5 @@ def test_the_kernels_name_is_known(softmax_gradient_cast, device):
     softmax_gradient_cast(*values)
     with record_kernels() as recorded:
         softmax_gradient_cast(*values)
-    assert list(kernel_times(recorded)) == [KERNEL]
-    assert kernel_class(KERNEL) == "loss"
+    assert list(kernel_times(recorded)) == [SOFTMAX_GRADIENT_KERNEL]
+    assert kernel_class(SOFTMAX_GRADIENT_KERNEL) == "loss"

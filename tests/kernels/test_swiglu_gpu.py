@@ -12,9 +12,9 @@ import te_llama
 from llm_fp8.kernels.swiglu import NAME
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.observability.kernel_trace import kernel_class, kernel_times, record_kernels
-from tests.precision.test_precision_gpu import BF16, SCENARIOS, build, fp8, step
 from tests.support.batches import packed_batch
 from tests.support.families import family_config
+from tests.support.gpu_steps import BF16, SCENARIOS, build, fp8, step
 
 pytestmark = pytest.mark.gpu
 

@@ -29,13 +29,12 @@ from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.tools.bench.measure import measure
 from llm_fp8.tools.bench.variant_names import parse_variant
 from llm_fp8.tools.bench.workload import Workload
-from tests.precision.test_certificate_gpu import MICRO_BATCHES, certificate_of, recorded_step
-from tests.precision.test_precision_gpu import BF16, fp8, step
 from tests.support.batches import S, packed_batch
 from tests.support.families import family_config
 from tests.support.fp8_head_reference import MODES, NUM_PRODUCTS
+from tests.support.gpu_steps import BF16, MICRO_BATCHES, fp8, recorded_step, step
+from tests.support.gpu_training import certificate_of, common, train
 from tests.support.small import tiny_config
-from tests.train.test_train_gpu import common, model_folder, train  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 
@@ -205,7 +204,7 @@ def test_the_te_decoder_computes_what_peft_does(family, targets, tmp_path, devic
     "precision",
     [["--mixed_precision=bf16"], ["--mixed_precision=fp8"], ["--mixed_precision=fp8", "--fp8_scenario=current"]],
 )
-def test_a_run_exports_an_adapter_of_the_plain_model(precision, more, model_folder, tmp_path, device, record_property):  # noqa: F811
+def test_a_run_exports_an_adapter_of_the_plain_model(precision, more, model_folder, tmp_path, device, record_property):
     import peft  # not above: it imports Transformer Engine, before the tests that choose a cuDNN for it
 
     options = [
@@ -240,7 +239,7 @@ def test_a_run_exports_an_adapter_of_the_plain_model(precision, more, model_fold
     "precision",
     [["--mixed_precision=bf16"], ["--mixed_precision=fp8"], ["--mixed_precision=fp8", "--fp8_scenario=current"]],
 )
-def test_a_resumed_run_takes_the_same_steps(precision, model_folder, tmp_path):  # noqa: F811
+def test_a_resumed_run_takes_the_same_steps(precision, model_folder, tmp_path):
     """Though it casts the frozen weights anew, with scales from the checkpoint."""
     environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     options = [*precision, "--lora_rank=8", "--lr_scheduler=constant", "--num_warmup_steps=0"]

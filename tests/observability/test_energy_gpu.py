@@ -11,12 +11,10 @@ import torch
 from accelerate import Accelerator
 
 from llm_fp8.observability.nvml import EnergyMeter, open_energy_counter
+from tests.support.gpu_training import common, train
 from tests.support.small import steps
-from tests.train.test_train_gpu import common, model_folder, train
 
 pytestmark = pytest.mark.gpu
-
-__all__ = ["model_folder"]  # a fixture
 
 
 class PowerIntegral:

@@ -15,54 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from rich.console import Console
 
-from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
 from llm_fp8.observability.progress import ProgressDisplay, format_step
-from llm_fp8.observability.provenance import run_record
-from llm_fp8.observability.reporter import RunReporter, accelerator_tracking, truncate_metrics
+from llm_fp8.observability.reporter import truncate_metrics
 from llm_fp8.observability.step_stats import throughput_summary
 from llm_fp8.observability.tracker_labels import LABELS, run_tags
 from llm_fp8.tools.compare.run_record import offline_runs
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import REPOSITORY
+from tests.support.reports import PROVENANCE, RUN_SECTIONS, TOTAL_STEPS, a_config, a_reporter, a_step
 from tests.support.small import records
-
-RUN_SECTIONS = {
-    "precision": {
-        "requested": "fp8",
-        "effective": "fp8",
-        "requested_scenario": "mxfp8",
-        "effective_scenario": "delayed",
-        "optimizer": "adamw_master",
-        "census": {"converted": {"layers.*.mlp": 2}},
-    },
-    "effective": {"sharding_mode": "fsdp_full", "num_processes": 4, "tokens_per_step": 4096},
-    "model": {"location": "here", "num_parameters": 1234},
-    "data": {"num_rows": 10},
-}
-PROVENANCE = {
-    "gpus": [{"name": "NVIDIA H200"}],
-    "git": {"commit": "abc"},
-    "packages": {"torch": "2.11.0", "transformer-engine": "2.20.2"},
-}
-TOTAL_STEPS = 40
-
-
-def a_step(step: int) -> dict[str, float]:
-    return {
-        "step": step,
-        "loss": 3.0 / step,
-        "grad_norm": 1.5,
-        "learning_rate": 1e-3 * step,
-        "step_time_s": 0.25,
-        "tokens_per_s": 1000.0 + step,
-        "model_tflops": 0.5,
-        "tokens_seen": 256 * step,
-    }
 
 
 def an_evaluation(step: int) -> dict[str, float]:
@@ -75,17 +40,6 @@ def fresh_accelerate_state() -> Iterator[None]:
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
-
-
-def a_config(folder: Path, *arguments: str) -> Config:
-    return parse_config(["--output_dir", str(folder), *arguments])
-
-
-def a_reporter(config: Config, resume_step: int = 0) -> RunReporter:
-    accelerator = Accelerator(cpu=True, **accelerator_tracking(config))
-    reporter = RunReporter(accelerator, config, TOTAL_STEPS, resume_step)
-    reporter.start_trackers(run_record(config, PROVENANCE, **RUN_SECTIONS))
-    return reporter
 
 
 def test_metrics_and_summary_hold_what_was_reported(tmp_path: Path) -> None:
@@ -248,7 +202,7 @@ def test_a_run_that_fails_is_marked_as_failed_on_wandb(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
 from llm_fp8.utils.errors import UserError, run_script
-from tests.observability.test_reporter import a_config, a_reporter, a_step
+from tests.support.reports import a_config, a_reporter, a_step
 
 def main():
     with a_reporter(a_config(Path({str(tmp_path)!r}), "--use_wandb")) as reporter:

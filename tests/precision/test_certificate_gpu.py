@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,26 +13,13 @@ import torch
 import te_llama
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import decoder_layers
-from llm_fp8.observability.kernel_trace import gemm_kernels, kernel_times, record_kernels, time_by_class
+from llm_fp8.observability.kernel_trace import gemm_kernels, time_by_class
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
 from llm_fp8.precision.module_state import ModuleState
-from tests.precision.test_precision_gpu import BF16, SCENARIOS, build, fp8, step
-from tests.support.batches import packed_batch
-from tests.train.test_train_gpu import ROOT, common, model_folder, train  # noqa: F401
+from tests.support.gpu_steps import BF16, MICRO_BATCHES, SCENARIOS, build, fp8, recorded_step
+from tests.support.gpu_training import ROOT, certificate_of, common, train
 
 pytestmark = pytest.mark.gpu
-
-MICRO_BATCHES = 2
-
-
-def recorded_step(model, precision, device):
-    """The kernels of the third step."""
-    batch = packed_batch(device)
-    for _ in range(2):
-        step(model, precision, batch, MICRO_BATCHES)
-    with record_kernels() as recorded:
-        step(model, precision, batch, MICRO_BATCHES)
-    return kernel_times(recorded)
 
 
 def certified(model, precision, census, device, recomputed=()) -> Certificate:
@@ -109,14 +95,15 @@ def test_autocast_around_plain_linear_layers_is_caught(device, record_property):
 
 
 def train_broken(patch: str, *options: str) -> subprocess.CompletedProcess:
-    """train_fp8.py's work after `patch`, which breaks something of `precision.Precision` (as P)."""
+    """train_fp8.py's work after `patch`, which breaks something of `Precision` (as P)."""
     program = f"""
 import contextlib, sys
-from llm_fp8.precision import Precision as P, require_te
+from llm_fp8.precision.context import Precision as P
+from llm_fp8.utils.te_import import require_te
 {patch}
-from llm_fp8.config import parse_config
-from llm_fp8.errors import run_script
-from llm_fp8.run import run_training
+from llm_fp8.config.parser import parse_config
+from llm_fp8.train.run import run_training
+from llm_fp8.utils.errors import run_script
 run_script(lambda: run_training(parse_config(sys.argv[1:])))
 """
     variables = {name: value for name, value in os.environ.items() if name != "NVIDIA_TF32_OVERRIDE"}
@@ -155,12 +142,8 @@ BROKEN = {
 }
 
 
-def certificate_of(folder: Path) -> dict:
-    return json.loads((folder / "certificate.json").read_text())
-
-
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_run_ends_with_code_1(case, model_folder, tmp_path, record_property):  # noqa: F811
+def test_a_broken_run_ends_with_code_1(case, model_folder, tmp_path, record_property):
     patch, options, words = BROKEN[case]
     done = train_broken(patch, *common(model_folder, tmp_path / "run", *options, "--max_steps", "50"))
     assert done.returncode == 1, done.stdout + done.stderr
@@ -176,7 +159,7 @@ def test_a_broken_run_ends_with_code_1(case, model_folder, tmp_path, record_prop
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5], "it ended right after the recorded step"
 
 
-def test_a_run_prints_its_certificate(model_folder, tmp_path, record_property):  # noqa: F811
+def test_a_run_prints_its_certificate(model_folder, tmp_path, record_property):
     done = train(*common(model_folder, tmp_path / "run", "--mixed_precision", "fp8", "--max_steps", "12"))
     assert done.returncode == 0, done.stderr
     stored = certificate_of(tmp_path / "run")
@@ -193,7 +176,7 @@ def test_a_run_prints_its_certificate(model_folder, tmp_path, record_property): 
     assert summary["recorded_step"]["time_s_by_class"]["gemm"] > 0 and "communication_s" not in summary["recorded_step"]
 
 
-def test_a_run_of_one_step_and_a_swapped_model_are_certified(model_folder, tmp_path):  # noqa: F811
+def test_a_run_of_one_step_and_a_swapped_model_are_certified(model_folder, tmp_path):
     options = [
         option for option in common(model_folder, tmp_path / "run", "--mixed_precision", "fp8") if option != "--use_te"
     ]
@@ -204,7 +187,7 @@ def test_a_run_of_one_step_and_a_swapped_model_are_certified(model_folder, tmp_p
 
 
 @pytest.mark.parametrize("precision", ["fp16", "no"])
-def test_runs_outside_bf16_are_certified(precision, model_folder, tmp_path):  # noqa: F811
+def test_runs_outside_bf16_are_certified(precision, model_folder, tmp_path):
     options = [
         option
         for option in common(model_folder, tmp_path / "run", "--mixed_precision", precision)
@@ -216,7 +199,7 @@ def test_runs_outside_bf16_are_certified(precision, model_folder, tmp_path):  # 
     assert stored["verdict"] == "certified" and stored["num_fp8_gemm_kernels"] == 0, stored
 
 
-def test_unfused_attention_shows_in_the_certificate(model_folder, tmp_path, record_property):  # noqa: F811
+def test_unfused_attention_shows_in_the_certificate(model_folder, tmp_path, record_property):
     environment = {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0"}
     done = train(
         *common(model_folder, tmp_path / "run", "--mixed_precision", "fp8", "--no_packing", "--max_steps", "2"),

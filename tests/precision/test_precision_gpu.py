@@ -4,60 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import te_llama
-from llm_fp8.config.options import OptimConfig, PrecisionConfig
+from llm_fp8.config.options import OptimConfig
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import decoder_layers
-from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.observability.kernel_trace import gemm_kernels, record_kernels
 from llm_fp8.optim.optimizers import build_optimizer
-from llm_fp8.precision.context import Precision
-from llm_fp8.precision.convert import swap_linears
-from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.utils.errors import UserError
-from tests.support.batches import S, packed_batch, padded_batch
-from tests.support.families import family_config
+from tests.support.batches import packed_batch, padded_batch
+from tests.support.gpu_steps import BF16, SCENARIOS, build, fp8, step
 
 pytestmark = pytest.mark.gpu
-
-SCENARIOS = ["default", "current", "block"]
-BF16 = PrecisionConfig(mixed_precision="bf16")
-
-
-def fp8(**options) -> PrecisionConfig:
-    return PrecisionConfig(mixed_precision="fp8", **options)
-
-
-def build(options: PrecisionConfig, device, use_te: bool = True, family: str = "llama3_rope_gqa"):
-    """Training model, precision and census of a small random model."""
-    plan = resolve_precision(options, device)
-    config = family_config(family)
-    reasons: dict[str, str] = {}
-    if use_te:
-        model = te_llama.build_te_model(config, torch.bfloat16, device)
-        te_llama.initialize_weights_(model, torch.Generator(device=device).manual_seed(0))
-    else:
-        torch.manual_seed(0)
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-        if plan.recipe is not None:
-            reasons = swap_linears(model)
-    precision = Precision(plan, options, device, torch.bfloat16)
-    precision.attach(model, decoder_layers(model))
-    census = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons)
-    return TrainingModel(model, S, torch.bfloat16), precision, census
-
-
-def step(model, precision, batch, num_micro_batches: int = 1) -> torch.Tensor:
-    """Forward and backward; returns the last loss."""
-    for number in range(num_micro_batches):
-        with precision.context(first_microbatch=number == 0 if num_micro_batches > 1 else None):
-            loss = model(batch) / batch.num_supervised_tokens
-        loss.backward()
-    return loss.detach()
 
 
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])

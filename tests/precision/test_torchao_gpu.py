@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.train.test_train_gpu import ROOT, common, losses, model_folder, train  # noqa: F401 (a fixture)
+from tests.support.gpu_training import ROOT, common, losses, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +40,7 @@ def read(folder: Path, name: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def bf16_losses(model_folder, tmp_path_factory) -> list[float]:  # noqa: F811
+def bf16_losses(model_folder, tmp_path_factory) -> list[float]:
     folder = tmp_path_factory.mktemp("bf16") / "run"
     done = train(*plain(model_folder, folder, "--mixed_precision", "bf16", "--max_steps", "12"))
     assert done.returncode == 0, done.stderr
@@ -52,7 +52,7 @@ def bf16_losses(model_folder, tmp_path_factory) -> list[float]:  # noqa: F811
     "more", [[], ["--gradient_checkpointing"], ["--optimizer", "adamw_fp32"]], ids=["plain", "recomputed", "fp32"]
 )
 @pytest.mark.parametrize("scenario", PRODUCTS)
-def test_every_recipe_is_certified(scenario, more, model_folder, bf16_losses, tmp_path, record_property):  # noqa: F811
+def test_every_recipe_is_certified(scenario, more, model_folder, bf16_losses, tmp_path, record_property):
     folder = tmp_path / "run"
     done = train(*plain(model_folder, folder, *FP8, "--fp8_scenario", scenario, "--max_steps", "12", *more))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -81,7 +81,7 @@ def test_every_recipe_is_certified(scenario, more, model_folder, bf16_losses, tm
     assert found == pytest.approx(bf16_losses, rel=1e-2) and found[-1] < found[0] - 0.05
 
 
-def test_layers_share_their_compiled_code(model_folder, tmp_path):  # noqa: F811
+def test_layers_share_their_compiled_code(model_folder, tmp_path):
     """torch.compile says each time it compiles a layer again: for evaluation, not for every layer."""
     folder = tmp_path / "run"
     done = train(*plain(model_folder, folder, *FP8, "--max_steps", "6"), environment={"TORCH_LOGS": "recompiles"})
@@ -91,7 +91,7 @@ def test_layers_share_their_compiled_code(model_folder, tmp_path):  # noqa: F811
     assert (done.stdout + done.stderr).count("Recompiling function") <= 2
 
 
-def test_a_resumed_run_goes_on_and_its_files_are_those_of_any_run(model_folder, tmp_path):  # noqa: F811
+def test_a_resumed_run_goes_on_and_its_files_are_those_of_any_run(model_folder, tmp_path):
     options = [*FP8, "--lr_scheduler", "constant", "--num_warmup_steps", "0"]
     whole = train(*plain(model_folder, tmp_path / "whole", *options, "--max_steps", "8"))
     assert whole.returncode == 0, whole.stderr
@@ -110,7 +110,7 @@ def test_a_resumed_run_goes_on_and_its_files_are_those_of_any_run(model_folder, 
 
 
 @pytest.mark.parametrize("scenario", PRODUCTS)
-def test_the_diagnosis_finds_no_problem(scenario, model_folder, tmp_path):  # noqa: F811
+def test_the_diagnosis_finds_no_problem(scenario, model_folder, tmp_path):
     report = tmp_path / "report.json"
     command = [
         sys.executable, "scripts/diagnose_fp8.py", "--json", str(report), "--model_name", str(model_folder), "--max_seq_length", "256",
@@ -121,7 +121,7 @@ def test_the_diagnosis_finds_no_problem(scenario, model_folder, tmp_path):  # no
     assert "mm" in done.stdout and "e4m3" in done.stdout
 
 
-def test_layers_that_lost_their_fp8_are_caught(model_folder, tmp_path):  # noqa: F811
+def test_layers_that_lost_their_fp8_are_caught(model_folder, tmp_path):
     """The modules are torchao's, and something makes them multiply in bf16: the kernels tell."""
     program = """
 import sys

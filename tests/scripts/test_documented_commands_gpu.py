@@ -21,11 +21,11 @@ import torch
 
 from llm_fp8.utils.subprocesses import torchrun
 from tests.support.documented_commands import (
-    COMMANDS,
+    ON_ONE_GPU,
+    ON_TWO_GPUS,
+    RUN,
     config_of,
-    is_multi_gpu,
     options_of,
-    readme_commands,
     with_values,
     write_dataset,
 )
@@ -37,9 +37,6 @@ ADDED = ["--random_init", "--max_steps", "3", "--eval_batches", "1", "--no_expor
 ADDED_FOR = {"qwen_14b": ["--optimizer", "adamw_8bit", "--gradient_checkpointing"]}
 NEEDED_GIB = {"meta-llama/Meta-Llama-3.1-8B": 130.0, "Qwen/Qwen2.5-14B": 130.0}
 """Memory of a GPU that the commands of a model are meant for; the others are smaller."""
-RUN = COMMANDS | readme_commands()
-ON_ONE_GPU = [name for name, command in RUN.items() if name != "split_test" and not is_multi_gpu(command)]
-ON_TWO_GPUS = "two_gpus"
 
 
 @pytest.fixture(scope="module")

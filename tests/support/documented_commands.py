@@ -83,6 +83,12 @@ def readme_commands() -> dict[str, str]:
     return {f"readme_{config_of(command).run.wandb_run_name or script_of(command)}": command for command in others}
 
 
+RUN = COMMANDS | readme_commands()
+"""What the GPU tests run."""
+ON_ONE_GPU = [name for name, command in RUN.items() if name != "split_test" and not is_multi_gpu(command)]
+ON_TWO_GPUS = "two_gpus"
+
+
 SPLITS = ("train", "train_1M")
 """Of the dataset on the hub, two of them."""
 

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from llm_fp8.models.source import EMBEDDED_MODEL
+
 FAMILIES = {
     "llama2": dict(model_type="llama", num_key_value_heads=8, rope_theta=10000.0),
     "llama3_rope_gqa": dict(
@@ -34,8 +41,6 @@ FAMILIES = {
 
 def family_config(name: str):
     """The transformers config of an entry of `FAMILIES`."""
-    from transformers import AutoConfig
-
     entry = dict(FAMILIES[name])
     shape = dict(
         hidden_size=512,
@@ -52,3 +57,11 @@ def family_config(name: str):
         pad_token_id=2,
     )
     return AutoConfig.for_model(entry.pop("model_type"), **{**shape, **entry})
+
+
+def write_family(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A small model with weights, whose sizes fp8 takes, laid out as the hub lays it out."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(family_config(family), dtype=dtype).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
+    return folder

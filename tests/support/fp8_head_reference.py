@@ -19,6 +19,8 @@ Mode = Literal["gradients", "all"]
 NUM_PRODUCTS: dict[Mode, int] = {"gradients": 2, "all": 3}
 """Of a trained head's three products in a micro-batch, those in fp8."""
 MODES = tuple(NUM_PRODUCTS)
+SOFTMAX_GRADIENT_KERNEL = "_softmax_gradient_cast_kernel"
+"""Name of the kernel from logits to their gradient in fp8."""
 
 GRADIENT_ERROR = 0.07
 """Rounding to nearest errs by at most 2**-4 of a value in E4M3 and 2**-3 in E5M2, and by 2.6% and 5.2% in the root mean

@@ -45,9 +45,9 @@ from llm_fp8.train.loop import Trainer
 from llm_fp8.utils.json_files import read_jsonl
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.te_import import forget_delayed_scales
-from tests.distributed.test_modes_multi_gpu import write_model
 from tests.support.check_records import report, write_records
 from tests.support.counted_gather import CountedAllGather
+from tests.support.families import write_family
 
 WATCHDOG_S = 80
 SCENARIOS = ("delayed", "current")
@@ -460,7 +460,7 @@ def main() -> int:
             # Not in bf16: values that bf16 holds exactly do not move in bf16 before the updates add up to half a
             # spacing, so that the runs without fp8 parameters, bf16 too, would lag behind by most of a step, 2% of the
             # loss after the first.
-            write_model(folder / "model", "llama3_rope_gqa", torch.float32)
+            write_family(folder / "model", "llama3_rope_gqa", torch.float32)
         dist.barrier()
         all_hold = True
         for scenario in SCENARIOS:

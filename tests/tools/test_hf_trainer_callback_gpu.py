@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from llm_fp8.data.embedded import DATASET_DIR
-from tests.train.test_train_gpu import ROOT, common, model_folder, train  # noqa: F401
+from tests.support.gpu_training import ROOT, common, train
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +60,7 @@ def fp8_file(folder: Path, **fp8_config: object) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_trainer_is_certified_in_fp8_and_trains_as_in_bf16(dtype, model_folder, tmp_path, record_property):  # noqa: F811
+def test_the_trainer_is_certified_in_fp8_and_trains_as_in_bf16(dtype, model_folder, tmp_path, record_property):
     done = {
         precision: example(
             f"configs/accelerate_{precision}.yaml",
@@ -88,7 +88,7 @@ def test_the_trainer_is_certified_in_fp8_and_trains_as_in_bf16(dtype, model_fold
     assert len(ours) == 6 and ours[-1] < ours[0] and ours == pytest.approx(theirs, rel=0.05) and ours != theirs
 
 
-def test_every_linear_layer_of_an_untied_model_is_converted(model_folder, tmp_path):  # noqa: F811
+def test_every_linear_layer_of_an_untied_model_is_converted(model_folder, tmp_path):
     done = example("configs/accelerate_fp8.yaml", model_folder, tmp_path)
     assert done.returncode == 0, done.stderr
     stored = certificate_of(tmp_path)
@@ -122,7 +122,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_trainer_that_lost_fp8_ends_with_code_1(case, model_folder, tmp_path, record_property):  # noqa: F811
+def test_a_trainer_that_lost_fp8_ends_with_code_1(case, model_folder, tmp_path, record_property):
     patch, options, words = CASES[case]
     program = tmp_path / "broken.py"
     program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + BROKEN.format(patch=patch))
@@ -137,7 +137,7 @@ def test_a_trainer_that_lost_fp8_ends_with_code_1(case, model_folder, tmp_path, 
     assert not (tmp_path / "run" / "trainer_state.json").exists(), "it ended right after the recorded step"
 
 
-def test_gradient_checkpointing_is_not_certified(model_folder, tmp_path, record_property):  # noqa: F811
+def test_gradient_checkpointing_is_not_certified(model_folder, tmp_path, record_property):
     """The layers are computed again outside the autocast: either torch's checkpointing notices, or the certificate
     does.
     """
@@ -150,7 +150,7 @@ def test_gradient_checkpointing_is_not_certified(model_folder, tmp_path, record_
     assert not (tmp_path / "certificate.json").exists() or certificate_of(tmp_path)["verdict"] == "failed"
 
 
-def test_the_bf16_flag_drops_the_recipe_of_the_file(model_folder, tmp_path, record_property):  # noqa: F811
+def test_the_bf16_flag_drops_the_recipe_of_the_file(model_folder, tmp_path, record_property):
     """fp8 runs all the same, under Transformer Engine's default: caught where the file asks for anything else."""
     default = example("configs/accelerate_fp8.yaml", model_folder, tmp_path / "default", "--bf16", "true")
     assert default.returncode == 0, default.stderr
@@ -164,7 +164,7 @@ def test_the_bf16_flag_drops_the_recipe_of_the_file(model_folder, tmp_path, reco
     assert "fp8_config has amax_history_len 16, and the recipe in force has 1024" in dropped.stderr
 
 
-def test_train_fp8_names_and_records_a_key_that_does_nothing(model_folder, tmp_path):  # noqa: F811
+def test_train_fp8_names_and_records_a_key_that_does_nothing(model_folder, tmp_path):
     launcher = (
         sys.executable,
         "-m",

@@ -12,8 +12,8 @@ import torch
 
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.train.scale_warmup import warm_up_delayed_scales
-from tests.precision.test_precision_gpu import BF16, build, fp8
 from tests.support.batches import packed_batch
+from tests.support.gpu_steps import BF16, build, fp8
 
 pytestmark = pytest.mark.gpu
 

@@ -4,54 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from llm_fp8.models.source import EMBEDDED_MODEL
-from tests.support.families import family_config
+from tests.support.gpu_training import common, losses, train
 
 pytestmark = pytest.mark.gpu
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def train(
-    *options: str, environment: dict[str, str] | None = None, launcher: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess:
-    """Run train_fp8.py; returns the finished process with its output."""
-    command = [*(launcher or (sys.executable,)), "train_fp8.py", *options]
-    variables = {name: value for name, value in os.environ.items() if name != "NVIDIA_TF32_OVERRIDE"} | (
-        environment or {}
-    )
-    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory) -> Path:
-    """A small Llama with weights and the embedded tokenizer, laid out as the hub lays it out."""
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(family_config("llama3_rope_gqa"), dtype=torch.bfloat16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
-    return folder
-
-
-def common(model_folder: Path, folder: Path, *more: str) -> list[str]:
-    return [
-        "--model_name", str(model_folder), "--use_te", "--max_seq_length", "256", "--batch_size", "8", "--learning_rate", "1e-3",
-        "--gradient_accumulation_steps", "2", "--log_every", "1", "--eval_batches", "2", "--output_dir", str(folder), *more,
-    ]  # fmt: skip
-
-
-def losses(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
 
 
 PRECISIONS = {
