@@ -12,7 +12,6 @@ Reading and checking need no GPU and no process group.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import warnings
@@ -24,6 +23,7 @@ import torch
 
 from llm_fp8.config.options import Config
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.packages import DEEPSPEED
 
 CONFIGS_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 
@@ -101,14 +101,10 @@ def zero_stage(mode: str) -> int:
     return int(mode.removeprefix("deepspeed_"))
 
 
-def load_deepspeed() -> None:
-    """Import DeepSpeed for the device at hand; `UserError` with the command that installs it where it is missing."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise UserError(
-            "The deepspeed modes need DeepSpeed, which is not installed: pip install -r requirements-deepspeed.txt; "
-            "or use --sharding_mode fsdp_full."
-        )
+def load_deepspeed(flag: str = "A deepspeed mode") -> None:
+    """Import DeepSpeed for the device at hand; `UserError` that starts with `flag` where that fails."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    DEEPSPEED.require(flag)
     import deepspeed.ops
 
     # The one operator that DeepSpeed would compile unasked: faster collectives on CPUs.

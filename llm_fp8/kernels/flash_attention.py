@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor
 
 from llm_fp8.config.validation import FLASH_ATTENTION_HEAD_DIMS
-from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import FLASH_ATTENTION_4, package_version
 
 
@@ -27,21 +26,6 @@ def keep_from_transformer_engine(head_dim: int) -> None:
     """
     if head_dim not in FLASH_ATTENTION_HEAD_DIMS and package_version(FLASH_ATTENTION_4.name) is not None:
         os.environ["NVTE_FLASH_ATTN_V4"] = "0"
-
-
-def require_flash_attention(flag: str) -> None:
-    """Raise `UserError` that starts with `flag` where the package is not the version that was compared, or does not
-    load.
-    """
-    package = FLASH_ATTENTION_4
-    version = package_version(package.name)
-    if version != package.version:
-        found = "which is not installed" if version is None else f"and {version} is installed"
-        raise UserError(f"{flag} needs {package.name} {package.version}, {found}; run: {package.install}")
-    try:
-        _varlen_function()
-    except ImportError as error:
-        raise UserError(f"{flag}: {package.name} does not load ({error}); run: {package.install}") from error
 
 
 def flash_attention(

@@ -32,6 +32,7 @@ from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.lora_names import is_adapter, name_without_adapter
 from llm_fp8.models.weight_shards import is_te_model, local_shard
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.packages import PEFT
 from llm_fp8.utils.te_import import prefer_torchs_cudnn
 
 DEFAULT_SCALING = 2.0
@@ -90,17 +91,7 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
 def require_peft(why: str) -> None:
     """Raise a `UserError` that starts with `why` where PEFT cannot be imported."""
     prefer_torchs_cudnn()  # PEFT imports Transformer Engine where that is installed
-    try:
-        import peft  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"{why} needs PEFT, which is not installed or does not load ({error}); run: pip install -r requirements.txt"
-        ) from error
-    except (OSError, RuntimeError) as error:
-        raise UserError(
-            f"{why} needs PEFT, which does not load, or Transformer Engine, which it imports where installed, does "
-            f"not: {error}"
-        ) from error
+    PEFT.require(why)
 
 
 def target_names(model: PreTrainedModel, options: LoraConfig) -> tuple[str, ...]:

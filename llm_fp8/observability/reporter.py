@@ -33,17 +33,10 @@ from llm_fp8.observability.step_stats import INTERVAL_MEDIANS, MEDIANS, throughp
 from llm_fp8.observability.tracker_labels import run_labels, run_tags, wandb_login_state
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import json_line, write_json_atomic
-from llm_fp8.utils.packages import package_version
-
-
-def require_tensorboard(flag: str) -> None:
-    """Raise `UserError` that starts with `flag` where TensorBoard is missing."""
-    if package_version("tensorboard") is None:
-        raise UserError(f"{flag} needs the tensorboard package, which is not installed: run 'pip install tensorboard'.")
 
 
 def require_wandb_login(flag: str) -> None:
-    """The same where W&B is missing or has no login."""
+    """Raise `UserError` that starts with `flag` where W&B is missing or has no login."""
     if wandb_login_state(flag) == "logged_out":
         raise UserError(
             f"{flag}: there is no W&B login on this machine; run 'wandb login', or set WANDB_MODE=offline in the "

@@ -40,7 +40,6 @@ from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK
 from llm_fp8.optim.adamw_base import GroupedAdamW
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, MasterAdamW
 from llm_fp8.optim.clipping import clip_factor, clip_gradients_, gradient_norm
-from llm_fp8.utils.errors import UserError
 
 OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
 
@@ -105,12 +104,6 @@ def resolve_optimizer(requested: str, computes_bf16: bool, device_type: str) -> 
     if requested == "auto":
         return "adamw_master" if on_gpu and computes_bf16 and _is_installed("triton") else "adamw_fp32"
     return cast(OptimizerKind, requested)
-
-
-def require_triton(flag: str) -> None:
-    """Raise `UserError` that starts with `flag` where Triton is missing."""
-    if not _is_installed("triton"):
-        raise UserError(f"{flag} needs triton on a GPU, and it is not installed: pip install triton.")
 
 
 def _is_installed(package: str) -> bool:

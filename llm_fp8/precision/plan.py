@@ -18,6 +18,7 @@ from llm_fp8.precision.recipes import (
     _scenario_available,
 )
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.packages import TORCHAO, TRITON
 from llm_fp8.utils.te_import import require_te
 
 
@@ -141,16 +142,16 @@ def require_fp8_gpu(device: torch.device) -> None:
         )
 
 
-def torchao_needs(device: torch.device) -> dict[str, Callable[[], None]]:
+def torchao_needs(device: torch.device) -> dict[str, Callable[[], object]]:
     """What torchao's recipes need: on a GPU their kernels, on a CPU, where they are emulated, torchao alone.
 
     Returns: by name what raises a `UserError` where it is lacking, in the order in which they are to be asked.
     """
     why = "--fp8_backend torchao"
-    needs: dict[str, Callable[[], None]] = {"torchao": lambda: torchao_fp8.require_torchao(why)}
+    needs: dict[str, Callable[[], object]] = {"torchao": lambda: TORCHAO.require(why)}
     if device.type == "cuda":
         needs["fp8 GPU"] = lambda: require_fp8_gpu(device)
-        needs["Triton"] = lambda: torchao_fp8.require_triton(why)
+        needs["Triton"] = lambda: TRITON.require_installed(why)
         needs["C compiler"] = lambda: torchao_fp8.require_c_compiler(why)
     return needs
 

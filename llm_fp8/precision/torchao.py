@@ -42,31 +42,9 @@ DEFAULT_SCENARIO = "tensorwise"
 TOKEN_MULTIPLE = 16
 """The gradient of a weight is a product along the tokens of a micro-batch, and fp8 GEMMs need multiples of this."""
 
-INSTALL_TORCHAO = "pip install torchao"
-
-
-def require_torchao(why: str) -> None:
-    """Raise a `UserError` that starts with `why` where torchao is missing or does not load."""
-    if importlib.util.find_spec("torchao") is None:
-        raise UserError(f"{why} needs torchao, which is not installed; run: {INSTALL_TORCHAO}")
-    try:
-        import torchao.float8  # noqa: F401
-    except (ImportError, OSError, RuntimeError) as error:
-        raise UserError(f"{why} needs torchao, which is installed but does not load: {error}") from error
-
-
-def require_triton(why: str) -> None:
-    """Raise a `UserError` that starts with `why` where torch.compile could not make kernels for a GPU, for there is
-    no Triton.
-    """
-    if importlib.util.find_spec("triton") is None:
-        raise UserError(
-            f"{why} compiles the decoder layers, which needs Triton, and it is not installed; run: pip install triton"
-        )
-
 
 def require_c_compiler(why: str) -> None:
-    """The same where Triton has no C compiler."""
+    """Raise a `UserError` that starts with `why` where Triton has no C compiler."""
     if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
         raise UserError(
             f"{why} compiles the decoder layers, for which Triton needs a C compiler, and none is found; install gcc, "

@@ -11,22 +11,21 @@ import te_llama
 from llm_fp8.config.options import Config
 from llm_fp8.config.validation import MachineFacts, ModelFacts, packages_needed
 from llm_fp8.distributed.deepspeed_config import load_deepspeed
-from llm_fp8.kernels.flash_attention import require_flash_attention
 from llm_fp8.models.lora import require_peft
-from llm_fp8.observability.reporter import require_tensorboard, require_wandb_login
-from llm_fp8.optim.optimizers import require_triton
+from llm_fp8.observability.reporter import require_wandb_login
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.packages import FLASH_ATTENTION_4, TENSORBOARD, TRITON
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.te_import import require_te
 
 PROBES: dict[str, Callable[[str], object]] = {
     "transformer_engine": require_te,
-    "flash_attention_4": require_flash_attention,
-    "triton": require_triton,
+    "flash_attention_4": FLASH_ATTENTION_4.require,
+    "triton": TRITON.require_installed,
     "peft": require_peft,
-    "deepspeed": lambda flag: load_deepspeed(),
-    "tensorboard": require_tensorboard,
+    "deepspeed": load_deepspeed,
+    "tensorboard": TENSORBOARD.require_installed,
     "wandb": require_wandb_login,
 }
 """Package -> what raises `UserError` where it cannot be used, given the flag that asks for it."""

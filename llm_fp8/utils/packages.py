@@ -1,30 +1,17 @@
-"""Versions of installed packages, and where this repository lies."""
+"""Installed packages: their versions, and those that only some options need. And where this repository lies."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
+
+from llm_fp8.utils.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-@dataclass(frozen=True)
-class OptionalPackage:
-    """A package that is in no file of requirements and works in one version only."""
-
-    name: str
-    version: str
-    install: str
-    """The command."""
-
-
-FLASH_ATTENTION_4 = OptionalPackage(
-    "flash-attn-4",
-    "4.0.0b11",  # whose gradients were compared: others have other kernels
-    "pip install 'flash-attn-4[cu13]==4.0.0b11' nvidia-cutlass-dsl==4.4.2 quack-kernels==0.4.1",
-)
-"""For --attn_implementation flash_attention_4 (`llm_fp8.kernels.flash_attention`); the command is for CUDA 13."""
 
 
 def package_version(name: str) -> str | None:
@@ -33,3 +20,57 @@ def package_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+@dataclass(frozen=True)
+class OptionalPackage:
+    """A package that only some options need."""
+
+    name: str
+    """Of the distribution, or for people where `version` is None."""
+    module: str
+    """What is imported of it."""
+    install: str
+    """The command."""
+    version: str | None = None
+    """The only one that works; None: any."""
+
+    def require_installed(self, why: str) -> None:
+        """Raise `UserError` that starts with `why` where the package is missing or of another version."""
+        wanted, installed = self.name, importlib.util.find_spec(self.module.partition(".")[0]) is not None
+        found = "which is not installed"
+        if self.version is not None:
+            version = package_version(self.name)
+            wanted, installed = f"{self.name} {self.version}", version == self.version
+            found = found if version is None else f"and {version} is installed"
+        if not installed:
+            raise UserError(f"{why} needs {wanted}, {found}; run: {self.install}")
+
+    def require(self, why: str) -> ModuleType:
+        """The module, imported. Raises `UserError` as `require_installed`, and where it does not load."""
+        try:
+            self.require_installed(why)
+            return importlib.import_module(self.module)
+        except (ImportError, OSError, RuntimeError) as error:
+            raise UserError(
+                f"{why} needs {self.name}, which is installed but does not load ({error}); run: {self.install}"
+            ) from error
+
+
+TRANSFORMER_ENGINE = OptionalPackage(
+    "Transformer Engine",
+    "transformer_engine.pytorch",
+    "pip install --no-build-isolation -r requirements-gpu.txt",
+)
+FLASH_ATTENTION_4 = OptionalPackage(
+    "flash-attn-4",
+    "flash_attn.cute.interface",
+    "pip install 'flash-attn-4[cu13]==4.0.0b11' nvidia-cutlass-dsl==4.4.2 quack-kernels==0.4.1",
+    "4.0.0b11",  # whose gradients were compared: others have other kernels
+)
+"""For --attn_implementation flash_attention_4 (`llm_fp8.kernels.flash_attention`); the command is for CUDA 13."""
+TORCHAO = OptionalPackage("torchao", "torchao.float8", "pip install torchao")
+TRITON = OptionalPackage("Triton", "triton", "pip install triton")
+PEFT = OptionalPackage("PEFT", "peft", "pip install -r requirements.txt")
+DEEPSPEED = OptionalPackage("DeepSpeed", "deepspeed", "pip install -r requirements-deepspeed.txt")
+TENSORBOARD = OptionalPackage("the tensorboard package", "tensorboard", "pip install tensorboard")

@@ -9,23 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llm_fp8.utils.errors import UserError
-
-INSTALL_TE = "pip install --no-build-isolation -r requirements-gpu.txt"
+from llm_fp8.utils.packages import TRANSFORMER_ENGINE
 
 
 def require_te(why: str) -> Any:
     """Import and return `transformer_engine.pytorch`; a `UserError` that starts with `why` where that fails."""
     prefer_torchs_cudnn()
-    try:
-        import transformer_engine.pytorch as te
-    except ImportError as error:
-        raise UserError(
-            f"{why} needs Transformer Engine, which is not installed ({error}); run: {INSTALL_TE}"
-        ) from error
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"{why} needs Transformer Engine, which is installed but does not load: {error}") from error
-    return te
+    return TRANSFORMER_ENGINE.require(why)
 
 
 def forget_delayed_scales() -> None:

@@ -20,7 +20,6 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.kernels import flash_attention
 from llm_fp8.kernels.flash_attention import (
     keep_from_transformer_engine,
-    require_flash_attention,
 )
 from llm_fp8.models import build as models
 from llm_fp8.tools.bench.variant_names import parse_variant
@@ -32,8 +31,6 @@ from tests.support.stand_in_te import install_stand_in
 
 DOCUMENTS = (0, 7, 8, 40)
 NO_MASK = torch.empty(0, 0, 0, 0)
-
-FLAG = "--attn_implementation flash_attention_4"
 
 
 def flash_attn_varlen_func(
@@ -155,32 +152,6 @@ def test_fp32_layers_take_transformer_engines(windows):
     model = te_llama.build_te_model(tiny_config(), torch.float32, "cpu", flash_attention_4=True)
     attend(model)
     assert windows == []
-
-
-def test_a_version_that_was_not_compared_is_refused(monkeypatch):
-    package = FLASH_ATTENTION_4
-    monkeypatch.setattr(flash_attention, "package_version", lambda name: None)
-    with pytest.raises(
-        UserError, match=rf"needs {package.name} {package.version}, which is not installed; run: pip install"
-    ):
-        require_flash_attention(FLAG)
-    monkeypatch.setattr(flash_attention, "package_version", lambda name: "4.0.0")
-    with pytest.raises(UserError, match=r"and 4\.0\.0 is installed; run: pip install"):
-        require_flash_attention(FLAG)
-    loaded = []
-    monkeypatch.setattr(flash_attention, "_varlen_function", lambda: loaded.append(True))
-    monkeypatch.setattr(flash_attention, "package_version", lambda name: package.version)
-    require_flash_attention(FLAG)
-    assert loaded == [True]
-
-
-def test_flash_attn_4_that_does_not_load_is_one_sentence(monkeypatch):
-    """Found before any weight is loaded; the CPU has the package's version alone."""
-    monkeypatch.setattr(flash_attention, "package_version", lambda name: FLASH_ATTENTION_4.version)
-    with pytest.raises(
-        UserError, match=r"flash_attention_4: flash-attn-4 does not load \(No module named .*\); run: pip install"
-    ):
-        require_flash_attention(FLAG)
 
 
 @pytest.mark.parametrize(

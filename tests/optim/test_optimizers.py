@@ -22,7 +22,6 @@ from llm_fp8.optim.optimizers import (
     clip_and_step,
     parameter_dtype,
     parameter_groups,
-    require_triton,
     resolve_optimizer,
 )
 from llm_fp8.optim.schedule import build_scheduler, effective_warmup_steps, learning_rate_factor
@@ -34,6 +33,7 @@ from llm_fp8.optim.state import (
     optimizer_tensors,
 )
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.packages import TRITON
 
 
 class TinyModel(torch.nn.Module):
@@ -103,7 +103,7 @@ def test_resolve(requested, computes_bf16, device, want):
 @pytest.mark.skipif(HAS_TRITON, reason="triton is installed")
 def test_it_is_said_how_to_install_triton():
     with pytest.raises(UserError, match="--optimizer adamw_8bit.*pip install triton"):
-        require_triton("--optimizer adamw_8bit")
+        TRITON.require_installed("--optimizer adamw_8bit")
 
 
 def test_bytes_per_parameter():

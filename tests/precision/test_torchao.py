@@ -32,6 +32,7 @@ from llm_fp8.tools.diagnose.gemm_operands import GemmRecorder
 from llm_fp8.tools.diagnose.result import precision_problems
 from llm_fp8.tools.diagnose.static_report import diagnose_without_gpu
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.packages import TRITON
 from llm_fp8.utils.ranks import LaunchRanks
 from tests.support.processes import exit_code, start_ranks
 from tests.support.small import final_weights, records, run_json, steps, tiny_config, train, write_model
@@ -515,8 +516,8 @@ def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setenv("CC", sys.executable)
     torchao_fp8.require_c_compiler("--fp8_backend torchao")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="needs Triton, and it is not installed; run: pip install triton"):
-        torchao_fp8.require_triton("--fp8_backend torchao")
+    with pytest.raises(UserError, match="needs Triton, which is not installed; run: pip install triton"):
+        TRITON.require_installed("--fp8_backend torchao")
 
 
 def test_fp8_that_cannot_run_is_an_error_and_never_another_precision(tiny_model, rows, tmp_path):

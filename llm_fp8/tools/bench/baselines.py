@@ -40,10 +40,11 @@ from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.convert import SIZE_MULTIPLE, convert_with_torchao
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.precision.plan import resolve_precision
-from llm_fp8.precision.torchao import build_config, compile_layers, is_converted, require_torchao
+from llm_fp8.precision.torchao import build_config, compile_layers, is_converted
 from llm_fp8.tools.bench.variants import DEEPSPEED_MODES, OPTIMISATION, Baseline
 from llm_fp8.tools.bench.workload import Recorder, Workload, draw_weights_
 from llm_fp8.train.loop import StepClock
+from llm_fp8.utils.packages import TORCHAO
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.te_import import require_te
 
@@ -141,7 +142,7 @@ def _require_packages(baseline: Baseline) -> None:
     if baseline.accelerate_te or baseline.te_autocast:
         require_te(f"--arms {baseline.name}")
     if baseline.torchao_recipe is not None:
-        require_torchao(f"--arms {baseline.name}")
+        TORCHAO.require(f"--arms {baseline.name}")
 
 
 def _accelerator(work: Workload, num_micro_batches: int, baseline: Baseline, mode: str | None) -> Accelerator:

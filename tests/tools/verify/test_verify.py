@@ -517,7 +517,7 @@ def of_capability(*capability):
             "-m pip install --force-reinstall --no-deps 'torchao==",
         ),
         (None, (8, 0), "needs an NVIDIA GPU of compute capability 8.9", "python train_fp8.py --mixed_precision bf16 "),
-        ("triton", (9, 0), "needs Triton, and it is not installed", "-m pip install triton"),
+        ("triton", (9, 0), "needs Triton, which is not installed", "-m pip install triton"),
         ("gcc", (9, 0), "Triton needs a C compiler", "apt-get install -y gcc"),
     ],
 )
