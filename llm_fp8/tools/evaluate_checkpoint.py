@@ -4,7 +4,8 @@
     result.share, result.interval(), result.row_ids, result.correct
 
 Which problems are held out is decided as in training, by `prepare_data` from the run's own options, so that none of
-them was trained on. Two models that are evaluated with the same options answer the same problems.
+them was trained on. Models evaluated with the same options answer the same problems. A PEFT adapter is merged into its
+base model (`load_merged`).
 """
 
 from __future__ import annotations
@@ -40,9 +41,7 @@ def run_of(model: str | Path) -> Path | None:
 
 
 def data_options(model: str | Path, changes: Mapping[str, Any]) -> DataConfig:
-    """The data options of the run that exported `model` (its last start), or the defaults, with `changes` in their
-    place.
-    """
+    """The data options of the run that exported `model` (its last start), else the defaults, with `changes`."""
     run = run_of(model)
     recorded: dict[str, Any] = {}
     if run is not None:
@@ -55,7 +54,7 @@ def data_options(model: str | Path, changes: Mapping[str, Any]) -> DataConfig:
             ) from error
     known = {field.name for field in dataclasses.fields(DataConfig)}
     options = {name: value for name, value in recorded.items() if name in known}
-    # How rows are batched changes nothing here, and rows are looked up by number.
+    # Batching changes nothing here, and rows are looked up by number.
     return DataConfig(**{**options, **changes, "batch_size": 1, "packing": False, "streaming": False})
 
 
@@ -117,9 +116,7 @@ def evaluate_exact_match_folder(
     if not data.problems:
         raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")
     if len(data.problems) < num_problems:
-        say(
-            f"  {num_problems} problems were asked for, and {len(data.problems)} are held out: all of them are answered"
-        )
+        say(f"  {num_problems} problems were asked for, and {len(data.problems)} are held out: all are answered")
     check_positions(encode_problems(data.problems, tokenizer), hf_config, max_new_tokens, "--max_new_tokens")
     dtype = generation_dtype(device)
     # Loaded on the CPU, where `copy_for_generation` too has its buffers computed.
@@ -140,10 +137,6 @@ def evaluate_exact_match_folder(
             f"the GPU is out of memory with --batch_size {batch_size} and --max_new_tokens {max_new_tokens}; lower "
             "one of them."
         ) from error
-
-
-# --- adapter_folder --------------------------------------------------------------------------------------
-# A PEFT adapter on disk, and the model that it makes of its base model.
 
 
 def base_of(folder: str | Path) -> str | None:
@@ -196,12 +189,10 @@ def load_merged(
         )
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="`is_gradient_checkpointing` is deprecated"
-            )  # PEFT's use of transformers
-            adapted = PeftModel.from_pretrained(
-                model, str(folder)
-            )  # its matrices become fp32, so that the sum is rounded once
+            # PEFT's use of transformers.
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+            # Its matrices become fp32, so that the sum is rounded once.
+            adapted = PeftModel.from_pretrained(model, str(folder))
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(

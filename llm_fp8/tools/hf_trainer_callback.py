@@ -4,8 +4,8 @@
 
 It records the kernels of one optimizer step, counts the linear layers that Accelerate replaced by Transformer Engine's,
 and compares both with what was asked for. The verdict is printed, and kept in certificate.json in the output folder. A
-failed certificate ends the run with exit code 1. What the witnesses are and what they cannot see: docs/certificate.md;
-what Accelerate does to a Trainer: docs/accelerate.md.
+failed certificate ends the run with exit code 1. The evidence and its limits: docs/certificate.md; what Accelerate does
+to a Trainer: docs/accelerate.md.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def can_record() -> bool:
 
 
 class CertificateCallback(TrainerCallback):
-    """Records one optimizer step of a Trainer and judges it. On a machine without an NVIDIA GPU it says that it cannot.
+    """Records one optimizer step of a Trainer and judges it; without an NVIDIA GPU it says that it cannot.
 
     Args:
         precision: what the run was asked to compute in. None: what `accelerate launch` asked for when this object was
@@ -71,7 +71,7 @@ class CertificateCallback(TrainerCallback):
         """The verdict, once the step was recorded; the worst of all processes'."""
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Name the cause of an error of Accelerate's that comes next and does not name it."""
+        """Warn of nn.DataParallel in fp8: the error that Accelerate raises next does not name it."""
         if args.n_gpu > 1 and asked_precision(self._precision, self._launch, args) == "fp8":
             print(
                 f"WARNING: one process sees {args.n_gpu} GPUs, so the Trainer takes nn.DataParallel, for which "
@@ -111,9 +111,7 @@ class CertificateCallback(TrainerCallback):
         self._num_micro_batches += 1
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Judge the recorded step; `SystemExit` with code 1 on every process where any process's step is not what
-        was asked for.
-        """
+        """Judge the recorded step; `SystemExit` with code 1 on every process where any process failed."""
         if self._recording is None:
             return
         self._recording.close()
@@ -147,19 +145,16 @@ class CertificateCallback(TrainerCallback):
 
 
 def _say(line: str, stream: TextIO) -> None:
-    """Print `line` on a line of its own, though the Trainer's progress bar stands on the current one."""
+    """Print `line` above the Trainer's progress bar."""
     tqdm.write(line, file=stream)
     stream.flush()
 
 
 def asked_precision(given: AskedPrecision | None, launch: Mapping[str, str], args: TrainingArguments) -> str:
-    """fp8, bf16, fp16 or no: what was given, else what the launcher asked for in `launch`, else what the
-    TrainingArguments say.
-    """
+    """fp8, bf16, fp16 or no: what was given, else what the launcher asked for, else the TrainingArguments."""
     if given is not None:
         return given
-    # The launcher exports the variables of fp8_config in an fp8 launch alone, so they tell of one whose other variable
-    # was lost.
+    # Only an fp8 launch exports the variables of fp8_config, so they show one whose other variable was lost.
     lost = "fp8" if any(name.startswith(PREFIX) for name in launch) else "no"
     launched = launch.get("ACCELERATE_MIXED_PRECISION", lost).lower()
     if launched != "no":
@@ -180,10 +175,9 @@ def judge_trainer_step(
 ) -> Certificate:
     """The certificate of a recorded step of `model`, right after the step.
 
-    The promise of an fp8 run: three products in a micro-batch for each weight that Transformer Engine holds and
-    training moves, and one more where gradient checkpointing computes its layer again. Where it holds none at all, the
-    weights that it should hold: those of every linear layer whose sizes fp8 can take. A value of fp8_config that the
-    recipe in force does not have is a failure too.
+    Expected of an fp8 run: three GEMMs in a micro-batch for each trained weight that Transformer Engine holds, and one
+    more where its layer is recomputed. Where it holds none at all, those of every linear layer whose sizes fp8 can
+    take. A value of fp8_config that the recipe in force does not have is a failure too.
 
     Args:
         model: as Accelerate converted it, without the wrapper of DDP.
@@ -199,12 +193,12 @@ def judge_trainer_step(
     own_dtype = _COMPUTE[next(model.parameters()).dtype]
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if asked == "fp8":
-        promise = _expected_in_fp8(model, layers, launch)
+        expected = _expected_in_fp8(model, layers, launch)
     else:
         compute = own_dtype if asked == "no" else asked
-        promise = ExpectedKernels(compute, compute)
+        expected = ExpectedKernels(compute, compute)
     certificate = certify(
-        promise,
+        expected,
         kernels,
         read_te_state(layers),
         num_micro_batches=num_micro_batches,
@@ -225,7 +219,7 @@ def judge_trainer_step(
 
 
 def _convertible(model: nn.Module) -> list[str]:
-    """Names of the linear layers of torch that fp8 could compute, the output head left out."""
+    """Names of the linear layers of torch that fp8 could compute, without lm_head."""
     head = output_head(model)
     return [
         name
@@ -256,8 +250,8 @@ def _expected_in_fp8(model: nn.Module, layers: list[nn.Module], launch: Mapping[
 
 
 def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Values of fp8_config that the recipe in force does not have: those that the file chose, and those that are the
-    launcher's defaults.
+    """Values of fp8_config that the recipe in force does not have: those that the file chose, and the launcher's
+    defaults.
     """
     recipe = next((meta["recipe"] for layer in layers if "recipe" in (meta := getattr(layer, "fp8_meta", {}))), None)
     failures: list[str] = []
@@ -280,7 +274,7 @@ def _remarks_on_layers(model: nn.Module, optimizer: torch.optim.Optimizer, asked
     if asked == "fp8" and te_linears(model) and (left := _convertible(model)):
         remarks.append(f"{len(left)} linear layers that fp8 could compute were not converted, such as {left[0]}")
     lost = not_optimised(model, optimizer)
-    # One that holds none of the model's parameters at all holds shards or copies of them, as under DeepSpeed.
+    # An optimizer that holds none of them holds shards or copies, as under DeepSpeed.
     if lost and len(lost) < sum(parameter.requires_grad for parameter in model.parameters()):
         remarks.append(
             f"WARNING: the optimizer does not hold {len(lost)} of the parameters that are to be trained, such as "

@@ -89,9 +89,9 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "Evaluation",
         (
-            Curve("Held-out loss by step", ("eval_loss",)),
-            Curve("Held-out loss by token", ("eval_loss",), by="tokens_seen"),
-            Bars("Held-out loss at the end, by precision", ("eval_loss",), per=PRECISION),
+            Curve("Eval loss by step", ("eval_loss",)),
+            Curve("Eval loss by token", ("eval_loss",), by="tokens_seen"),
+            Bars("Eval loss at the end, by precision", ("eval_loss",), per=PRECISION),
             Curve("Exact match by step", ("eval_exact_match",)),
             Bars("Exact match at the end, by run", ("eval_exact_match",)),
             Bars("Exact match at the end, by precision", ("eval_exact_match",), per=PRECISION),
@@ -171,15 +171,11 @@ SUMMARY_FIGURES: frozenset[str] = frozenset(
         *(f"{CERTIFICATE}{field.name}" for field in dataclasses.fields(Certificate)),
     ]
 )
-"""What a run's summary can hold for the dashboard: the last of each metric, the medians, and the certificate's
-entries.
-"""
+"""What a run's summary can hold: the last of each metric, the medians, and the certificate's entries."""
 
 
 def panel_keys() -> dict[str, str]:
-    """Every figure that the dashboard draws, with where a run holds it: 'history' or 'summary'; 'summary' for the
-    columns too.
-    """
+    """Every figure that the dashboard draws -> where a run holds it: 'history' or 'summary'."""
     wanted: dict[str, str] = {}
     for section in SECTIONS:
         for panel in section.panels:
@@ -204,7 +200,7 @@ def missing_keys(config: dict[str, Any], history_keys: Sequence[str], summary_ke
 
 
 def build_workspace(entity: str, project: str, group: str | None, name: str) -> Any:
-    """The dashboard as a `wandb_workspaces.workspaces.Workspace` that nothing has been sent of.
+    """The dashboard as a `wandb_workspaces.workspaces.Workspace`, not sent.
 
     `group` shows the runs of that W&B group only. Raises ValueError (pydantic's) for a name that W&B refuses.
     """
@@ -229,7 +225,7 @@ def build_workspace(entity: str, project: str, group: str | None, name: str) -> 
 
 
 def _panel(panel: Panel) -> Any:
-    """One panel as wandb-workspaces knows it."""
+    """A panel in the terms of wandb-workspaces."""
     import wandb_workspaces.reports.v2 as wr
 
     if isinstance(panel, Curve):

@@ -11,8 +11,8 @@ Times are held against two rates, because the first is out of reach and the seco
     measured rates   what large GEMMs reach on this GPU without a pause (llm_fp8/tools/gemm_rates.py). GEMMs between
                      which lies other work can be faster: a GPU at its power limit lowers its clocks
 
-Of an fp8 layer, fprop runs with fast accumulation, dgrad and wgrad with split accumulation (Transformer Engine's recipes
-on Hopper). Memory-bound work is held against the measured copy bandwidth, bytes read plus bytes written:
+Of an fp8 layer, fprop runs with fast accumulation, dgrad and wgrad with split accumulation (Transformer Engine's
+recipes on Hopper). Memory-bound work is held against the measured copy bandwidth, bytes read plus bytes written:
 
     weight casts                 per fp8 weight 2 bytes read (bf16), 1 written as it is and 1 transposed
     optimizer                    weights and optimizer state read and written, gradients read

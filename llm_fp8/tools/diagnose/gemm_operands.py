@@ -1,27 +1,26 @@
-"""Which number formats every linear layer multiplies in, seen at the call of the GEMM.
+"""Operand types of every linear layer's GEMMs, seen where the GEMM is called.
 
     recorder = GemmRecorder(model)
     with recorder.recording(te_gemm_owners()):
         ...one step...
-    recorder.modules()   ->   [ModuleGemms(name="model.layers.0.qkv", fprop=("e4m3 x e4m3",), dgrad=("e4m3 x e5m2",), ...), ...]
+    recorder.modules()   ->   [ModuleGemms("model.layers.0.qkv", ..., fprop {"e4m3 x e4m3"}, dgrad {"e4m3 x e5m2"}, ...)]
 
-Transformer Engine's modules do all their matrix products through `general_gemm(A, B, layout=...)`, a name in the
-namespace of their source file. For the time of a recording that name is a function that notes the operands and calls
-the real one. The layout tells the pass (BLAS letters, column-major):
+Transformer Engine's modules call `general_gemm(A, B, layout=...)`, a name in the namespace of their source file. During
+a recording that name is a function that notes the operands and calls the real one. The layout tells the pass (BLAS
+letters, column-major):
 
     TN   fprop   A = weight, B = input
     NN   dgrad   A = weight, B = gradient of the output
     NT   wgrad   A = input,  B = gradient of the output
 
-Which module is at work is told by hooks: the one whose forward call began last for fprop, the one whose output's
-gradient arrived last for dgrad and wgrad. The two are kept apart because recomputation runs forward calls in the middle
-of a backward pass.
+Hooks tell which module is at work: the last one whose forward began, for fprop; the last one whose output's gradient
+arrived, for dgrad and wgrad. The two are kept apart because recomputation runs forwards in the middle of a backward.
 
-torchao's modules multiply by torch.mm, with operands that carry type and role; they are seen where torch dispatches the
-product, in a step whose layers run without their compiled code. An operand with one scale per row is 'e4m3/row'.
+torchao's modules call torch.mm with operands that carry type and role; they are seen where torch dispatches it, in a
+step whose layers run uncompiled. 'e4m3/row' has one scale per row.
 
-torch's own linear layers have no such seam. Their products run in autocast's dtype, or in that of their input, and
-autograd uses the same dtype for both gradients; that is what is noted for them, and marked so (`told_by`).
+torch's own linear layers have no such place. Their GEMMs run in autocast's dtype, or that of their input, and autograd
+takes the same dtype for both gradients; that is noted for them, and marked so (`told_by`).
 """
 
 from __future__ import annotations
@@ -54,26 +53,24 @@ _PASS_OF_ROLES: dict[Any, Pass] = {
 }
 """torchao's names of the roles of both operands."""
 _OWNERS = ("linear", "layernorm_linear", "layernorm_mlp")
-_NARROW = re.compile(r"e\dm\d")
+_LOW_PRECISION = re.compile(r"e\dm\d")
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _SCALING = (("Blockwise", "block"), ("MXFP8", "mxfp8"), ("NVFP4", "nvfp4"))
 
 
 def operand_type(operand: Any) -> str:
-    """'bf16', 'e4m3' (one scale per tensor), 'e4m3/block', 'e4m3/mxfp8', 'e2m1/nvfp4'; the class's name for what is
-    none of these.
-    """
+    """'bf16', 'e4m3' (one scale per tensor), 'e4m3/block', 'e4m3/mxfp8', 'e2m1/nvfp4'; else the class's name."""
     kind = type(operand).__name__
     if kind == "Float8TrainingTensor":
-        narrow = _NARROW.search(str(operand._data.dtype))
-        return f"{narrow.group() if narrow else operand._data.dtype}{'' if operand._axiswise_dim is None else '/row'}"
+        found = _LOW_PRECISION.search(str(operand._data.dtype))
+        return f"{found.group() if found else operand._data.dtype}{'' if operand._axiswise_dim is None else '/row'}"
     scaling = next((f"/{name}" for part, name in _SCALING if part in kind), "")
     if scaling == "/nvfp4":
         return "e2m1/nvfp4"
     # Transformer Engine's enumeration names its members kFloat8E4M3, kFloat8E5M2.
-    narrow = _NARROW.search(getattr(getattr(operand, "_fp8_dtype", None), "name", "").lower())
-    if narrow:
-        return narrow.group() + scaling
+    found = _LOW_PRECISION.search(getattr(getattr(operand, "_fp8_dtype", None), "name", "").lower())
+    if found:
+        return found.group() + scaling
     if type(operand) in (Tensor, nn.Parameter):
         return short_dtype(operand.dtype)
     return kind
@@ -86,29 +83,25 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 def short_format(dtype: torch.dtype) -> str:
     """'e4m3' for torch.float8_e4m3fn and so on."""
-    found = _NARROW.search(str(dtype))
+    found = _LOW_PRECISION.search(str(dtype))
     assert found is not None
     return found.group()
 
 
 def is_low_precision(operands: str) -> bool:
     """Whether both sides of 'A x B' have 8 bits or fewer."""
-    return all(_NARROW.search(side) for side in operands.split(" x "))
+    return all(_LOW_PRECISION.search(side) for side in operands.split(" x "))
 
 
 @dataclass
 class ModuleGemms:
-    """What one module multiplied; an operand pair is 'A x B'. More than one pair in a pass means that its GEMMs
-    differ.
-    """
+    """Operand pairs ('A x B') of a module by pass; more than one in a pass where its GEMMs differ."""
 
     name: str
     kind: str
     """The module's class."""
     told_by: str = "general_gemm"
-    """general_gemm, mm: seen at the call. dtype: by torch's rule for its own linear layers. option: what
-    --fp8_lm_head says; the certificate counts kernels.
-    """
+    """general_gemm, mm: seen at the call. dtype: torch's rule for its own linear layers. option: --fp8_lm_head."""
     passes: dict[Pass, set[str]] = field(default_factory=lambda: {name: set() for name in PASSES})
 
     def add(self, gemm_pass: Pass, operands: str) -> None:
@@ -121,7 +114,7 @@ class ModuleGemms:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether all three passes ran and no GEMM had a wider operand."""
+        """Whether all three passes ran, in fp8 or fewer bits alone."""
         return all(self.passes[name] and all(map(is_low_precision, self.passes[name])) for name in PASSES)
 
 
@@ -139,9 +132,7 @@ class _SeenGemms(TorchDispatchMode):
 
 
 def te_gemm_owners() -> list[Any]:
-    """The source files of Transformer Engine's linear modules; empty where the run has not loaded it, and so cannot
-    use them.
-    """
+    """The source files of Transformer Engine's linear modules; empty where the run has not loaded it."""
     if "transformer_engine" not in sys.modules:
         return []
     return [importlib.import_module(f"transformer_engine.pytorch.module.{name}") for name in _OWNERS]
@@ -161,13 +152,13 @@ class GemmRecorder:
         return [self._found[name] for name in self._modules if name in self._found]
 
     def note_lm_head(self, name: str, dtype: torch.dtype, num_fp8_gemms: int = 0) -> None:
-        """The head, which is no call of a module: the loss multiplies by its weight in `dtype`, but for the last
-        `num_fp8_gemms` of its products.
+        """lm_head, which is no call of a module: the loss multiplies by its weight in `dtype`, but for the last
+        `num_fp8_gemms` of its three GEMMs.
         """
-        wide = len(PASSES) - num_fp8_gemms
+        num_high_precision = len(PASSES) - num_fp8_gemms
         for number, gemm_pass in enumerate(PASSES):
             left = right = short_dtype(dtype)
-            if number >= wide:
+            if number >= num_high_precision:
                 left = right = short_format(fp8_head.OPERAND_FORMAT)
                 right = right if gemm_pass == "fprop" else short_format(fp8_head.GRADIENT_FORMAT)
             self._of(name, told_by="option" if num_fp8_gemms else "dtype").add(gemm_pass, f"{left} x {right}")
@@ -210,9 +201,7 @@ class GemmRecorder:
         return real(*args, **kwargs)
 
     def _note_gemm(self, left: Any, right: Any) -> None:
-        """A matrix product: one of torchao's if an operand carries a role, or the wide gradient of the weight that
-        some recipes compute.
-        """
+        """A torch.mm: torchao's if an operand carries a role, or the bf16 wgrad that some recipes compute."""
         roles = tuple(getattr(getattr(operand, "_gemm_input_role", None), "value", None) for operand in (left, right))
         gemm_pass = _PASS_OF_ROLES.get(roles)
         name = self._forward if gemm_pass == "fprop" else self._backward
@@ -234,18 +223,15 @@ class GemmRecorder:
             self._of(name, told_by="dtype").add(gemm_pass, f"{short_dtype(dtype)} x {short_dtype(dtype)}")
 
 
-# --- layers ----------------------------------------------------------------------------------------------
-# Identical layers as one line: 'layers 0-31  qkv  e4m3 x e4m3  ...'.
-
 _NUMBER = re.compile(r"^(?P<before>.*?\.)(?P<number>\d+)\.(?P<after>.*)$")
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Modules of the same place in several decoder layers that multiply in the same formats."""
+    """Modules at the same place in several decoder layers with the same operand types: one line of the table."""
 
     module: str
-    """Name inside the layer ('qkv', 'self_attn.q_proj'), or the whole name outside the layers."""
+    """Name inside the layer ('qkv', 'self_attn.q_proj'), or the full name outside the layers."""
     layers: tuple[int, ...]
     """Numbers of the layers in order; empty outside the layers."""
     kind: str
@@ -270,7 +256,7 @@ def number_ranges(numbers: Sequence[int]) -> str:
 
 
 def group_layers(modules: Iterable[ModuleGemms]) -> list[LayerGroup]:
-    """One group for each place, class and set of formats, in the order in which the modules come."""
+    """One group for each place, class and set of operand types, in the order of the modules."""
     groups: dict[tuple[object, ...], tuple[ModuleGemms, list[int], str]] = {}
     for module in modules:
         match = _NUMBER.match(module.name)

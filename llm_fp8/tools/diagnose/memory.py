@@ -1,18 +1,19 @@
-"""What the GPU's memory holds when a step needs most of it.
+"""What the GPU's memory holds at a step's peak.
 
-The allocator keeps one count of bytes and one maximum; neither says what the bytes are. Two things together do:
+The allocator counts bytes and keeps one maximum; neither says what the bytes are. Two things together do:
 
-- tensors that somebody holds by name are walked: parameters, `.grad`, the optimizer's state, Transformer Engine's casts
-  of weights. A quantised tensor is a shell around plain ones (data, transpose, scales), and those are counted.
-- the count is read at marks through the step, between which at most one decoder layer runs, and what no walk finds is
-  told by when it came:
+- tensors that can be reached by name are walked: parameters, `.grad`, optimizer state, Transformer Engine's casts of
+  weights. A quantised tensor is a shell around plain ones (data, transpose, scales); those are counted.
+- `MemoryProbe` reads the count at marks through the step, with at most one decoder layer between two. What no walk
+  finds is told by when it came:
 
-    activations   held after the decoder layers ran, and given back as the backward pass reaches them
-    loss          from the last decoder layer to the first one's gradient: logits and what the loss needs beside them
-    other         everything else: inputs, tables, libraries' workspaces, tensors that live for less than one layer (what is recomputed, too)
+    activations   held after the decoder layers ran, and freed as the backward pass reaches them
+    loss          from the last decoder layer to the first one's gradient: logits and the loss's workspace
+    other         the rest: inputs, tables, libraries' workspaces, tensors that live for less than one layer (what is
+                  recomputed, too)
 
-The peak lies between two marks. It is divided as the memory was at the first of them; what grew on the way to the
-second is counted as there, and the rest is of a short life ("other", or "loss" while the loss is at work).
+The peak lies between two marks. It is divided as the memory was at the first of them; what grew until the second counts
+as there, and the rest is short-lived ("other", or "loss" during the loss).
 """
 
 from __future__ import annotations
@@ -36,17 +37,15 @@ HOW_FOUND = {
     "gradients": "gradients of the parameters, walked",
     "optimizer_state": "moments and master weights, walked",
     "activations": "allocated by the decoder layers' forward passes and still held",
-    "loss": "logits and workspace of the loss: allocated behind the last decoder layer",
-    "other": "the rest: inputs, tables, libraries' workspaces, tensors of a short life",
+    "loss": "logits and workspace of the loss: allocated after the last decoder layer",
+    "other": "the rest: inputs, tables, libraries' workspaces, short-lived tensors",
 }
 
 Stage = Literal["forward", "loss", "loss_backward", "backward", "step", "end"]
 
 
 def plain_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors that own the memory of `value`: itself, or what a quantised tensor (Transformer Engine's,
-    torchao's) is made of.
-    """
+    """The tensors that own the memory of `value`: itself, or those inside a quantised tensor (TE's, torchao's)."""
     if type(value) in (Tensor, nn.Parameter):
         yield value
         return
@@ -63,9 +62,7 @@ def plain_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def held_bytes(values: Iterable[Any], device: torch.device, seen: set[int]) -> int:
-    """Bytes of the memory on `device` behind `values`; memory whose address is in `seen` is left out, the rest is
-    added to it.
-    """
+    """Bytes on `device` behind `values`, without the addresses in `seen`, to which the others are added."""
     total = 0
     for value in values:
         for tensor in plain_tensors(value):
@@ -114,9 +111,7 @@ class MemoryAtPeak:
 
 
 def divide_peak(marks: Sequence[Mark]) -> MemoryAtPeak:
-    """Find the peak of a step among its marks, in the order in which they were made, and divide it. Raises
-    ValueError on fewer than two.
-    """
+    """Find the peak of a step among its marks (in order) and divide it. Raises ValueError on fewer than two."""
     if len(marks) < 2:
         raise ValueError("a step has at least two marks")
     number = max(range(len(marks) - 1), key=lambda mark: marks[mark + 1].peak_before)
@@ -145,10 +140,6 @@ def _last_before(marks: Sequence[Mark], number: int, stage: Stage) -> Mark:
     return next(mark for mark in reversed(marks[:number]) if mark.stage == stage)
 
 
-# --- memory_probe ----------------------------------------------------------------------------------------
-# Reads the GPU's memory at marks through one optimizer step: hooks on the model and the optimizer, taken away
-# afterwards.
-
 Meter = Callable[[], tuple[int, int]]
 """Bytes allocated now, and the most since the call before."""
 
@@ -165,7 +156,7 @@ def cuda_meter(device: torch.device) -> Meter:
 
 
 class MemoryProbe:
-    """Makes the marks of a step.
+    """Makes the marks of a step by hooks on the model and the optimizer.
 
     Args:
         training_model: what the loop calls; its forward pass ends with the loss.
@@ -202,7 +193,7 @@ class MemoryProbe:
         for layer in self._layers:
             handles.append(layer.register_forward_pre_hook(enter("forward")))
             handles.append(layer.register_full_backward_pre_hook(enter("backward")))
-        self._meter()  # the peak of what ran before is nobody's
+        self._meter()  # resets the peak
         try:
             yield
             self._enter("end")
