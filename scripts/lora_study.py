@@ -37,7 +37,7 @@ ADAPTERS = "lora8,lora16,lora32,lora16qv"
 RECIPES = [
     name for recipe in PRECISIONS if recipe != REFERENCE for name in (recipe, *(f"{recipe}:{head}" for head in HEADS))
 ]
-"""Beginnings of variants: a recipe, and the same with the output head in fp8."""
+"""Beginnings of variants: a recipe, and the same with lm_head in fp8."""
 GUIDES = {
     ("Llama-3.2-1B", "lora16"): "1.13",
     ("Llama-3.1-8B", "lora32"): "1.00",
@@ -133,19 +133,19 @@ def speed_ups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if failures:
                 found.append({**entry, "failed": "; ".join(failures)})
                 continue
-            wide, low = pair[REFERENCE], pair[recipe]
-            assert wide is not None and low is not None
+            bf16, low = pair[REFERENCE], pair[recipe]
+            assert bf16 is not None and low is not None
             full = {precision: by_arm.get((workload, precision, ""), {}).get("tokens_per_s") for precision in pair}
             found.append(
                 {
                     **entry,
-                    "tokens_per_s": {REFERENCE: wide["tokens_per_s"], recipe: low["tokens_per_s"]},
-                    "peak_memory_gib": {REFERENCE: wide.get("peak_memory_gib"), recipe: low.get("peak_memory_gib")},
-                    "num_adapter_parameters": wide["rounds"][0]["num_adapter_parameters"],
+                    "tokens_per_s": {REFERENCE: bf16["tokens_per_s"], recipe: low["tokens_per_s"]},
+                    "peak_memory_gib": {REFERENCE: bf16.get("peak_memory_gib"), recipe: low.get("peak_memory_gib")},
+                    "num_adapter_parameters": bf16["rounds"][0]["num_adapter_parameters"],
                     "fp8_linear_flop_share": low["rounds"][0]["census"]["fp8_linear_flop_share"],
-                    "speed_up": low["tokens_per_s"] / wide["tokens_per_s"],
-                    "speed_up_low": low["tokens_per_s_p10"] / wide["tokens_per_s_p90"],
-                    "speed_up_high": low["tokens_per_s_p90"] / wide["tokens_per_s_p10"],
+                    "speed_up": low["tokens_per_s"] / bf16["tokens_per_s"],
+                    "speed_up_low": low["tokens_per_s_p10"] / bf16["tokens_per_s_p90"],
+                    "speed_up_high": low["tokens_per_s_p90"] / bf16["tokens_per_s_p10"],
                     "over_full": {
                         precision: row["tokens_per_s"] / full[precision] if row and full[precision] else None
                         for precision, row in pair.items()

@@ -263,11 +263,11 @@ def amax_of_current_scaling(facts: StepMeasurements) -> Bottleneck | None:
 
 def optimizer_step(facts: StepMeasurements) -> Bottleneck | None:
     """The optimizer, once a step."""
-    floor_ms = facts.bounds_s["optimizer"] * 1e3
+    bound_ms = facts.bounds_s["optimizer"] * 1e3
     return Bottleneck(
         "optimizer",
         facts.time.class_s("optimizer"),
-        f"it runs once a step of {facts.num_tokens} tokens; its bytes alone take {floor_ms:.1f} ms",
+        f"it runs once a step of {facts.num_tokens} tokens; its bytes alone take {bound_ms:.1f} ms",
         "more tokens per step (--gradient_accumulation_steps, --batch_size)",
     )
 

@@ -1,4 +1,6 @@
-"""The findings, as they go to the terminal and into the JSON file."""
+"""The findings as plain values, and the sentences on what was asked for and does not hold, which make the diagnosis end
+with code 1.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class TimeFindings:
-    """Where the time of a step goes, the least it could be, and what it is lost to."""
+    """Where the time of a step goes, its lower bounds, and what costs most."""
 
     step: StepTime
     bounds_s: dict[str, float]
@@ -147,12 +149,8 @@ def _memory_dict(found: MemoryFindings) -> dict[str, Any]:
     }
 
 
-# --- problems --------------------------------------------------------------------------------------------
-# What was asked for and is not so: the sentences that make the diagnosis end with code 1; and why layers are outside
-# fp8.
-
 SIZE_REASON = "is not a multiple of"
-"""Part of the coverage's reason for a layer that fp8 GEMMs cannot take."""
+"""Part of the reason for a layer that fp8 GEMMs cannot take."""
 
 
 def precision_problems(
@@ -168,8 +166,8 @@ def precision_problems(
     """
     found = {module.name: module for module in modules}
     if plan.effective != "fp8":
-        narrow = [name for name, module in found.items() if _low_precision_passes(module)]
-        return [f"{_listed(narrow)}: fp8 GEMMs in a run that asked for {plan.requested}"] if narrow else []
+        in_fp8 = [name for name, module in found.items() if _low_precision_passes(module)]
+        return [f"{_listed(in_fp8)}: fp8 GEMMs in a run that asked for {plan.requested}"] if in_fp8 else []
     problems = []
     if plan.fallback_reason:
         problems.append(
@@ -181,16 +179,16 @@ def precision_problems(
     silent = [name for name in fp8_names if name not in found]
     if silent:
         problems.append(f"{_listed(silent)}: no GEMM was seen")
-    in_fp8 = num_fp8_gemms_of(plan.recipe) if plan.backend == "torchao" else len(PASSES)
-    for gemm_pass in PASSES[:in_fp8]:
-        wide = [
+    num_fp8 = num_fp8_gemms_of(plan.recipe) if plan.backend == "torchao" else len(PASSES)
+    for gemm_pass in PASSES[:num_fp8]:
+        others = [
             name
             for name in fp8_names
             if name in found and not all(map(is_low_precision, found[name].passes[gemm_pass] or ["none x none"]))
         ]
-        if wide:
-            operands = sorted({pair for name in wide for pair in found[name].operands(gemm_pass)})
-            problems.append(f"{_listed(wide)}: {gemm_pass} multiplies {', '.join(operands) or 'nothing'}, not fp8")
+        if others:
+            operands = sorted({pair for name in others for pair in found[name].operands(gemm_pass)})
+            problems.append(f"{_listed(others)}: {gemm_pass} multiplies {', '.join(operands) or 'nothing'}, not fp8")
     return problems
 
 

@@ -1,9 +1,8 @@
-"""Builds the parts of a run by the run's own code, takes a few steps and measures some of them, each in one way at a
-time:
+"""Builds a run by the run's own code on full sequences of random tokens and measures its steps, each in one way:
 
-warm-up steps      nothing is measured: kernels are compiled, scales and the allocator settle
+warm-up steps      nothing is measured: kernels compile, scales and the allocator settle
 unwatched steps    their time
-unwatched steps    their peak of memory, from an allocator that keeps nothing of before
+unwatched steps    their peak of memory, from an allocator that caches nothing from before
 one step           the operands of every GEMM
 one step           the memory at marks through the step
 one step           its kernels
@@ -56,7 +55,7 @@ from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import UserError
 
 NUM_TIMED_STEPS = 7
-"""The first waits for the host, which starts it with nothing in its queue."""
+"""The median: the first step starts with an empty queue of launches."""
 NUM_MEMORY_STEPS = 2
 
 
@@ -106,7 +105,7 @@ def _too_little_memory(config: Config, device: torch.device) -> str:
 
 
 class _Session:
-    """A run's parts and what is measured on them."""
+    """A built run and what is measured on it."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config = config
@@ -249,13 +248,9 @@ class _Session:
         return notes
 
 
-# --- workload --------------------------------------------------------------------------------------------
-# What a diagnosed step trains on: full rows of random tokens, laid out as the configuration's data would be.
-
-
 @dataclass(frozen=True)
 class ConfiguredWorkload(Workload):
-    """The steps of a configuration; the model is that of its options, with its weights where it has any."""
+    """The steps of a configuration, with its model."""
 
     options: ModelConfig
     packing: bool
@@ -279,7 +274,7 @@ class ConfiguredWorkload(Workload):
         return self.options
 
     def batches(self, vocab_size: int, reader: int = 0) -> list[Batch]:
-        """As in `Workload`; without packing, rows side by side of which nothing is padding."""
+        """As in `Workload`; without packing as [B, S], where nothing is padding."""
         batches = super().batches(vocab_size, reader)
         return batches if self.packing else [_side_by_side(batch, self.batch_size) for batch in batches]
 

@@ -77,7 +77,7 @@ def asked_for(config: Config) -> PrecisionPlan:
 
 
 def planned_coverage(config: Config, hf_config: PretrainedConfig, plan: PrecisionPlan) -> Fp8Coverage:
-    """The coverage of the Hugging Face path, from the model's structure without weights."""
+    """The coverage of the Hugging Face decoder, from the model's structure without weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
     if plan.effective != "fp8":
