@@ -1,38 +1,28 @@
-"""Exact cross entropy straight from hidden states, without a [tokens, vocabulary] tensor in fp32.
+"""Exact cross entropy from hidden states, without a [tokens, vocabulary] tensor in fp32.
 
-For hidden states `x [T, h]`, the output projection `W [V, h]` and labels `y [T]` this module computes
+For hidden states `x [T, h]`, the lm_head's weight `W [V, h]` and labels `y [T]`
 
     loss = sum over t with y_t != -100 of  -log softmax(x_t W^T)[y_t]
 
-and its gradients. The sum is never divided here: the training loop divides by the number of supervised tokens of the
-whole optimizer step, so that the loss does not depend on how a batch is cut into micro-batches and ranks.
+and its gradients. The sum is not divided here: the training loop divides by the supervised tokens of the whole optimizer
+step, so that the loss does not depend on how a batch is cut into micro-batches and ranks.
 
-Why not `F.cross_entropy(model(x).float(), y)`: with V = 128,256 (Llama 3) and T = 8,192 the logits are 2.0 GiB in bf16
-and 3.9 GiB in fp32, and the plain expression holds the bf16 logits, their fp32 copy, the fp32 log-softmax and its
-gradient at once, some 14 GiB. Here the softmax's gradient overwrites the logits, so one bf16 buffer is all there is.
+Why not `F.cross_entropy(model(x).float(), y)`: with V = 128,256 (Llama 3) and T = 8,192 it holds the bf16 logits (2.0
+GiB), their fp32 copy, the fp32 log-softmax and its gradient (3.9 GiB each) at once. Here the softmax's gradient
+overwrites the logits: one bf16 buffer is all there is. With `num_chunks = ceil(T / chunk_tokens)`:
 
-Two routes, chosen by the number of chunks (`num_chunks = ceil(T / chunk_tokens)`); neither makes an extra pass over a
-tensor of the size of W:
+    one chunk     The logits are kept for the backward pass, where the gradient, already times grad_output, replaces
+                  them. That does not raise the peak: the loss ends the forward pass and starts the backward pass. Two
+                  GEMMs in the backward pass, nothing else.
+    many chunks   At most `chunk_tokens` rows of logits exist at a time, so both gradients are formed in the forward
+                  pass. grad_W is summed over chunks in fp32 (4 V h bytes): in bf16 each addition would round the
+                  running sum. The backward pass multiplies by grad_output while it casts to W's dtype. Because of the
+                  accumulator (2.0 GiB for h = 4,096) chunks save memory only for T well above 2 h.
 
-    one chunk     The logits are kept until the backward pass, where the softmax's gradient, already multiplied by
-                  grad_output, replaces them. The loss is the last thing of a forward pass and the first of the
-                  backward, so keeping them does not raise the peak. Two GEMMs in the backward pass, nothing else.
-    many chunks   At most `chunk_tokens` rows of logits exist at a time. They cannot be kept, so both gradients are formed in
-                  the forward pass. grad_W is summed over chunks in fp32 (4 V h bytes): in bf16 each of the n additions
-                  would round the running sum. The backward pass multiplies by grad_output in the same sweep that casts
-                  to W's dtype.
-
-Because of that accumulator (2.0 GiB for h = 4,096) chunks save memory only once T is well above 2 h; see
-`default_chunk_tokens`.
-
-Arithmetic: the GEMMs run in `compute_dtype` (bf16 in training). Everything from the logits on, the maximum, the sum of
-exponentials, the loss, the softmax and its gradient, is computed in fp32 (fp64 for fp64 inputs) and only the gradient
-with respect to the logits is rounded, to `compute_dtype` or to fp8. The row maximum is subtracted first, so that logits
-of any size are safe, and NaN stays NaN. With an `llm_fp8.kernels.fp8_lm_head.Fp8Head` two of the three GEMMs, or all,
-run in fp8, and for a moment the gradient in fp8 stands beside the logits; without gradients nothing runs in fp8.
-
-The elementwise part is `llm_fp8.kernels.softmax`; who computes the GEMMs also says in which form they take the gradient
-with respect to the logits.
+The GEMMs run in `compute_dtype` (bf16 in training). From the logits on everything is fp32 (fp64 for fp64 inputs); only
+the gradient with respect to the logits is rounded, to `compute_dtype` or fp8. The row maximum is subtracted first, so
+logits of any size are safe, and NaN stays NaN. With an `llm_fp8.kernels.fp8_lm_head.Fp8Head` two or all three GEMMs run
+in fp8; without gradients none does. The elementwise part is `llm_fp8.kernels.softmax`.
 """
 
 from __future__ import annotations
@@ -47,17 +37,14 @@ from llm_fp8.kernels import softmax
 from llm_fp8.kernels.fp8_lm_head import Fp8Gemms, Fp8Head
 
 LOGITS_BUDGET_GIB = 4.0
-"""Largest logits buffer that the default chunk size allows: 16,384 tokens of a 128k vocabulary in bf16 are 3.9 GiB."""
+"""Largest logits buffer of the default chunk size: 16,384 tokens of a 128k vocabulary in bf16 are 3.9 GiB."""
 
 _CHUNK_MULTIPLE = 128
 """Default chunks are a multiple of this many tokens: T is the inner dimension of grad_W's GEMM."""
 
 
 def default_chunk_tokens(num_tokens: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """Tokens per chunk such that one chunk's logits fit `LOGITS_BUDGET_GIB`, with chunks of nearly equal size.
-
-    One chunk is the fast case, so the budget is generous: many chunks cost an fp32 pass over grad_W each.
-    """
+    """Tokens per chunk such that its logits fit `LOGITS_BUDGET_GIB`, with chunks of nearly equal size."""
     logits_bytes = num_tokens * vocab_size * dtype.itemsize
     num_chunks = max(1, -(-logits_bytes // int(LOGITS_BUDGET_GIB * 2**30)))
     chunk_tokens = -(-num_tokens // num_chunks)
@@ -76,19 +63,17 @@ def linear_cross_entropy_sum(
     """Sum over supervised tokens of the cross entropy of `hidden @ weight.T`, differentiable once in hidden and weight.
 
     Args:
-        hidden: `[..., h]`, floating point; already normalised, the output of the last norm.
-        weight: `[V, h]`, the output projection without bias; may be the embedding's parameter (tied), whose gradients
-            autograd then adds.
+        hidden: `[..., h]`, floating point, the output of the last norm.
+        weight: `[V, h]`, the lm_head's; may be the embedding's (tied).
         labels: `[...]`, int64 on the device of `hidden`, already shifted (labels[t] is the token after t); -100 is left
             out.
         chunk_tokens: rows of logits that exist at a time. Default: `default_chunk_tokens`.
-        compute_dtype: dtype of the GEMMs and of the logits. Default: autocast's dtype inside an autocast region, else
-            the dtype of `hidden`.
-        fp8_head: what computes GEMMs in fp8 where there is something to differentiate. Default: nothing does.
+        compute_dtype: of the GEMMs and the logits. Default: autocast's dtype in an autocast region, else that of
+            `hidden`.
+        fp8_head: computes GEMMs in fp8 where there is something to differentiate. Default: none does.
 
     Returns:
-        A 0-dim tensor in fp32 (fp64 if `compute_dtype` is fp64). It is 0, with zero gradients, where every label is
-        -100, and NaN where a supervised row of `hidden` holds a NaN.
+        0-dim, fp32 (fp64 if `compute_dtype` is fp64); 0, with zero gradients, where every label is -100.
 
     Raises:
         ValueError: shapes that do not belong together, or `chunk_tokens` below 1.
@@ -103,14 +88,13 @@ def linear_cross_entropy_sum(
         chunk_tokens = default_chunk_tokens(hidden.shape[0], weight.shape[0], compute_dtype)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, not {chunk_tokens}.")
-    # The dtypes are chosen above; autocast must not choose again inside.
     with torch.autocast(device_type, enabled=False):
         if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
             return _loss_only(hidden, weight, labels, chunk_tokens, compute_dtype)
-        products = _Bf16Gemms() if fp8_head is None else fp8_head.start_pass()
+        gemms = _Bf16Gemms() if fp8_head is None else fp8_head.start_pass()
         if hidden.shape[0] <= chunk_tokens:
-            return _OneChunk.apply(hidden, weight, labels, compute_dtype, products)
-        return _ManyChunks.apply(hidden, weight, labels, chunk_tokens, compute_dtype, products)
+            return _OneChunk.apply(hidden, weight, labels, compute_dtype, gemms)
+        return _ManyChunks.apply(hidden, weight, labels, chunk_tokens, compute_dtype, gemms)
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
@@ -154,23 +138,22 @@ class _Bf16Gemms:
         pass
 
 
-_Products: TypeAlias = _Bf16Gemms | Fp8Gemms
+_Gemms: TypeAlias = _Bf16Gemms | Fp8Gemms
 
 
 class _OneChunk(torch.autograd.Function):
-    """All logits at once, kept for the backward pass and overwritten there by their own gradient.
+    """All logits at once, overwritten by their own gradient in the backward pass.
 
-    A second backward pass through the same graph would read that gradient as logits: autograd notices that a saved
-    tensor was modified and raises.
+    A second backward pass raises: autograd notices that a saved tensor was modified.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, compute_dtype: torch.dtype, products: _Products
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, compute_dtype: torch.dtype, gemms: _Gemms
     ) -> Tensor:
-        ctx.dtypes, ctx.products = (hidden.dtype, weight.dtype), products
+        ctx.dtypes, ctx.gemms = (hidden.dtype, weight.dtype), gemms
         hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
-        logits = products.logits(hidden, weight)
+        logits = gemms.logits(hidden, weight)
         losses, statistics = softmax.losses(logits, labels)
         ctx.save_for_backward(hidden, weight, labels, logits, statistics)
         return losses.sum()
@@ -181,17 +164,17 @@ class _OneChunk(torch.autograd.Function):
         hidden, weight, labels, logits, statistics = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
         with torch.autocast(hidden.device.type, enabled=False):
-            grad_logits = ctx.products.grad_logits(logits, statistics, labels, grad_output)
-            grad_hidden, grad_weight = ctx.products.gradients(grad_logits, hidden, weight, ctx.needs_input_grad[:2])
-            del grad_logits  # gone before a gradient is copied to another dtype
-            ctx.products.end()
+            grad_logits = ctx.gemms.grad_logits(logits, statistics, labels, grad_output)
+            grad_hidden, grad_weight = ctx.gemms.gradients(grad_logits, hidden, weight, ctx.needs_input_grad[:2])
+            del grad_logits  # frees it before a gradient is cast
+            ctx.gemms.end()
             grad_hidden = grad_hidden.to(hidden_dtype) if grad_hidden is not None else None
             grad_weight = grad_weight.to(weight_dtype) if grad_weight is not None else None
         return grad_hidden, grad_weight, None, None, None
 
 
 class _ManyChunks(torch.autograd.Function):
-    """Logits of a chunk at a time; gradients with respect to a grad_output of 1 are formed in the forward pass."""
+    """Logits of a chunk at a time; the forward pass forms the gradients for a grad_output of 1."""
 
     @staticmethod
     def forward(
@@ -201,7 +184,7 @@ class _ManyChunks(torch.autograd.Function):
         labels: Tensor,
         chunk_tokens: int,
         dtype: torch.dtype,
-        products: _Products,
+        gemms: _Gemms,
     ) -> Tensor:
         ctx.weight_dtype = weight.dtype
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
@@ -214,19 +197,19 @@ class _ManyChunks(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             rows = hidden[chunk].to(dtype)
-            logits = products.logits(rows, compute_weight)
+            logits = gemms.logits(rows, compute_weight)
             losses, statistics = softmax.losses(logits, labels[chunk])
             loss += losses.sum()
-            grad_logits = products.grad_logits(logits, statistics, labels[chunk], one)
-            chunk_hidden, chunk_weight = products.gradients(
+            grad_logits = gemms.grad_logits(logits, statistics, labels[chunk], one)
+            chunk_hidden, chunk_weight = gemms.gradients(
                 grad_logits, rows, compute_weight, (needs_hidden, needs_weight)
             )
             if grad_hidden is not None and chunk_hidden is not None:
                 grad_hidden[chunk] = chunk_hidden
             if grad_weight is not None and chunk_weight is not None:
                 grad_weight += chunk_weight
-            del logits, grad_logits, chunk_hidden, chunk_weight  # gone before the next chunk's logits come
-        products.end()
+            del logits, grad_logits, chunk_hidden, chunk_weight  # before the next chunk's logits
+        gemms.end()
         ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
 
@@ -235,8 +218,8 @@ class _ManyChunks(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = grad_hidden * grad_output  # 0-dim, so the product keeps the dtype
+            grad_hidden = grad_hidden * grad_output  # 0-dim: keeps the dtype
         if grad_weight is not None:
-            # One sweep: reads the accumulator, writes the product already rounded to the weight's dtype.
+            # One kernel multiplies and casts.
             grad_weight = torch.mul(grad_weight, grad_output, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
         return grad_hidden, grad_weight, None, None, None, None

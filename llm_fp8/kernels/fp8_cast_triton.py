@@ -1,7 +1,6 @@
-"""Casts to fp8 inside Triton kernels. Imported on a GPU alone, as they are.
+"""Casts to fp8 inside Triton kernels, by PTX instruction. Imported on a GPU alone.
 
-By name of the instruction, which GPUs with fp8 have: of Triton's own conversion (3.6, CUDA 13.0) every fourth byte was
-another one behind a transposition.
+Triton's own conversion (3.6, CUDA 13.0) gave a wrong fourth byte after a transposition.
 """
 
 from __future__ import annotations

@@ -1,41 +1,29 @@
-"""The output head's matrix products in fp8 (--fp8_lm_head), for `llm_fp8.kernels.cross_entropy`.
+"""The lm_head's GEMMs in fp8 (--fp8_lm_head), for `llm_fp8.kernels.cross_entropy`.
 
-For hidden states `x [T, h]`, the head's weight `W [V, h]` and `g [T, V]`, the gradient with respect to the logits, a
-micro-batch takes
+For hidden states `x [T, h]`, the weight `W [V, h]` and `g [T, V]`, the gradient with respect to the logits:
 
     logits = x W^T  [T, V]          grad_hidden = g W  [T, h]          grad_weight = g^T x  [V, h]
 
-`gradients` computes the last two in fp8 and the logits, and so the loss, as without it; `all` computes all three in
-fp8. Results are in the dtype of the wide operands (bf16), accumulated in fp32, with Transformer Engine's fast
-accumulation for the logits and its split one for the gradients, as in its own recipes.
+`gradients` computes the last two in fp8, so that the loss is as without it; `all` computes all three. Results are bf16,
+accumulated in fp32, with Transformer Engine's fast accumulation for the logits and split accumulation for the gradients,
+as in its own recipes. Each operand has one scale:
 
-Operands have one scale for the whole tensor:
+    x, W    E4M3, by its own amax (current scaling)
+    g       E5M2, by a bound. g = grad_output * (softmax - one_hot) with softmax - one_hot in [-1, 1], so |grad_output|
+            bounds it: no pass over [T, V] for an amax. Where some token is predicted badly the bound is nearly reached.
 
-    x, W    E4M3, scaled by their own largest absolute value (current scaling)
-    g       E5M2, scaled by a bound. g = grad_output * (softmax - one_hot), and softmax - one_hot lies in [-1, 1], so |grad_output| bounds it: no pass
-            over [T, V] for a maximum. Where some token is predicted badly the bound is also nearly reached. Below the
-            maximum it could only cost exactness where values underflow, since floating point rounds relatively.
+E5M2 because of the softmax's range: most probabilities are tiny, and E4M3 flushes those below 2e-6 to zero, E5M2 those
+below 1e-10. With E4M3 the rows of W for seldom predicted tokens would get no gradient, which Adam turns into a missing
+update. E5M2 rounds each entry by up to an eighth, with errors that do not add up over tokens.
 
-E5M2 because of the softmax's range. Most of a vocabulary's probabilities are tiny: scaled so, E4M3 flushes those below
-2e-6 to zero and E5M2 those below 1e-10. With E4M3 the rows of W for tokens that are seldom predicted would get no
-gradient at all, which Adam, dividing by the gradient's own size, turns into a missing update. E5M2 rounds each entry by
-up to an eighth, with errors that do not add up over tokens.
+Shapes: V and h must be multiples of 16; tokens are padded with rows of zeros.
 
-Shapes: V and h must be multiples of 16 (`Fp8Head` refuses others); tokens are filled up with rows of zeros, which
-change nothing.
+Memory beside bf16's: one byte per weight, two for `all`, which needs W in both layouts, kept so that W is cast once a
+step. g comes row-wise (T V bytes) from the bf16 logits (2 T V), which are freed before anything else is allocated, and
+is transposed between the two GEMMs: at most 3 T V bytes at once, where both layouts in one kernel would take 4 T V.
 
-Memory, beside what bf16 takes: one byte per weight, two for `all`, which needs W in both layouts; kept from the first
-micro-batch of a step to that of the next, so that W is cast once a step. g comes row-wise (T V bytes) straight from the
-bf16 logits (2 T V), which are given back before anything else is allocated, and it is transposed between the two
-products. So at most 3 T V bytes are held, in the moment of the cast. bf16 holds 2 T V and both gradients, which is as
-much where T is at most 2 h, and less where T is more. Writing both layouts at once would save reading T V bytes and
-hold 4 T V for a moment.
-
-Bytes moved for g: the kernel of `llm_fp8.kernels.softmax_triton` reads 2 T V and writes T V, and the transposition
-reads and writes T V. There is no bf16 g.
-
-Transformer Engine computes on a GPU. Elsewhere the same rounding is emulated: torch casts the operands with the same
-scales and multiplies what the casts stand for in fp32 (or fp64). There g is first rounded to the logits' dtype.
+Transformer Engine computes on a GPU. Elsewhere the same rounding is emulated: torch casts with the same scales and
+multiplies the dequantised operands in fp32 (or fp64); g is first rounded to the logits' dtype.
 """
 
 from __future__ import annotations
@@ -61,50 +49,48 @@ Layout = Literal["TN", "NN", "NT"]
 
 
 class Fp8Head:
-    """What stays from one micro-batch to the next.
+    """The state between micro-batches: the cast weight.
 
     Attributes:
-        module: the head.
+        module: the lm_head.
         is_first_microbatch: as for Transformer Engine's modules: True casts the weight and keeps the cast, False takes
             the kept one, None neither takes nor keeps. `llm_fp8.precision.context.Precision.context` sets it.
     """
 
-    def __init__(self, module: nn.Module, products: Literal["gradients", "all"]) -> None:
+    def __init__(self, module: nn.Module, gemms: Literal["gradients", "all"]) -> None:
         """`module` has a weight [V, h]; raises `UserError` where fp8 GEMMs cannot take its sizes."""
         weight: Any = module.weight
         vocabulary, width = weight.shape
         if vocabulary % SIZE_MULTIPLE or width % SIZE_MULTIPLE:
             raise UserError(
-                f"--fp8_lm_head {products}: the output head has {vocabulary} x {width} weights, and fp8 GEMMs need "
+                f"--fp8_lm_head {gemms}: the lm_head has {vocabulary} x {width} weights, and fp8 GEMMs need "
                 f"both to be multiples of {SIZE_MULTIPLE}; drop it."
             )
         self.module = module
-        self.computes_logits = products == "all"
+        self.computes_logits = gemms == "all"
         self.is_first_microbatch: bool | None = None
         self._kept: Any = None
 
     def num_gemms_of(self, of: int) -> int:
-        """How many of the head's products in a micro-batch run in fp8, where it takes `of` in all: 3, or 2 where it
-        is frozen.
-        """
+        """How many of the `of` GEMMs of a micro-batch (3, or 2 where the lm_head is frozen) run in fp8."""
         return of if self.computes_logits else of - 1
 
     def start_pass(self) -> Fp8Gemms:
-        """The products of one forward and backward pass."""
+        """The GEMMs of one forward and backward pass."""
         return Fp8Gemms(self, self.is_first_microbatch)
 
     def cast_weight(self, weight: Tensor, first_microbatch: bool | None) -> Any:
         """`weight` in fp8, cast or kept."""
         if first_microbatch is False and self._kept is not None:
             return self._kept
-        self._kept = None  # its memory is free for the new one
+        self._kept = None  # frees its memory for the new one
         cast = cast_to_fp8(weight, rowwise=self.computes_logits)
         self._kept = None if first_microbatch is None else cast
         return cast
 
 
 class Fp8Gemms:
-    """The head's products in one forward and backward pass, in the order in which these take them."""
+    """The GEMMs of one forward and backward pass, in the order of the calls."""
 
     def __init__(self, head: Fp8Head, first_microbatch: bool | None) -> None:
         self._head = head
@@ -121,12 +107,10 @@ class Fp8Gemms:
         return logits[: hidden.shape[0]]
 
     def grad_logits(self, logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Any:
-        """The gradient with respect to `logits`, as `gradients` takes it; see `llm_fp8.kernels.softmax`. `logits`
-        have no memory any more afterwards.
-        """
+        """The gradient with respect to `logits`, for `gradients`; see `llm_fp8.kernels.softmax`. Frees `logits`."""
         in_fp8 = gradient_in_one_kernel if softmax.use_triton(logits) else gradient_in_two_steps
         grad = in_fp8(logits, statistics, labels, grad_output)
-        # Autograd does not see that their memory goes; this is what makes a second backward pass an error.
+        # Autograd does not see that their memory goes; this makes a second backward pass an error.
         torch.autograd.graph.increment_version(logits)
         logits.untyped_storage().resize_(0)
         return grad
@@ -134,10 +118,9 @@ class Fp8Gemms:
     def gradients(
         self, grad_logits: Any, hidden: Tensor, weight: Tensor, needed: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`grad_logits @ weight` and `grad_logits.T @ hidden`, [T, h] and [V, h] in their dtype; None for what is not
-        `needed`.
+        """`grad_logits @ weight` [T, h] and `grad_logits.T @ hidden` [V, h] in their dtype; None where not `needed`.
 
-        `grad_logits` is what the method of that name returned; it is used up.
+        `grad_logits` is what the method of that name returned; it loses its row-wise layout.
         """
         num_tokens, dtype = hidden.shape[0], hidden.dtype
         grad_hidden = grad_weight = None
@@ -156,7 +139,7 @@ class Fp8Gemms:
         return self._weight
 
     def end(self) -> None:
-        """Give the casts of this pass back: autograd's node outlives its backward pass."""
+        """Free the casts of this pass: autograd's node outlives its backward pass."""
         self._weight = self._hidden = None
 
 
@@ -171,16 +154,17 @@ def _whole_blocks(rows: Tensor) -> Tensor:
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-# The gradient with respect to the logits, casting and multiplying have two implementations with one contract:
+# Three operations have two implementations, Transformer Engine's and an emulation, with one contract:
 #
-#   gradient_in_...(logits [T, V], statistics, labels, grad_output)   -> an operand with T rounded up rows, row-wise alone; logits may be overwritten
+#   gradient_in_...(logits [T, V], statistics, labels, grad_output)   -> an operand with T rounded up rows, row-wise
+#                                                                        alone; logits may be overwritten
 #   cast_to_fp8(tensor [n, m])                                        -> an operand
 #   multiply(A, B, layout, out_dtype)                                 -> [n, m] in out_dtype
 
 
 @dataclass(frozen=True)
 class EmulatedOperand:
-    """A tensor in fp8: `values` times `scale_inverse` is what it stands for."""
+    """A tensor in fp8: `values` times `scale_inverse`."""
 
     values: Tensor
     scale_inverse: Tensor
@@ -191,9 +175,9 @@ class EmulatedOperand:
 
 
 def gradient_in_two_steps(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Any:
-    """Written over the logits in their dtype and cast from there, on any device and in any dtype."""
+    """Written over the logits in their dtype and cast from there, on any device."""
     softmax.to_gradient_(logits, statistics, labels, grad_output)
-    return cast_to_fp8(_whole_blocks(logits), GRADIENT_FORMAT, columnwise=False, largest=grad_output.detach().abs())
+    return cast_to_fp8(_whole_blocks(logits), GRADIENT_FORMAT, columnwise=False, amax=grad_output.detach().abs())
 
 
 def gradient_in_one_kernel(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Any:
@@ -221,25 +205,24 @@ def cast_to_fp8(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
-    largest: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Any:
     """`tensor [n, m]` as an operand of `multiply`.
 
     Args:
         tensor: bf16 or fp32; on a CPU any floating-point dtype.
         fp8_format: `E4M3` or `E5M2`.
-        rowwise, columnwise: which layouts are kept. B in TN and NN, and A in TN, are read row-wise, the others
-        column-wise.
-        largest: 0-dim, what the format's largest value stands for; larger entries are clipped to it. Default: the
-            tensor's largest absolute value.
+        rowwise, columnwise: the layouts to keep. B in TN and NN, and A in TN, are read row-wise, the others
+            column-wise.
+        amax: 0-dim, maps to the format's largest value; larger entries are clipped. Default: the tensor's own.
     """
     if tensor.is_cuda:
-        return _te_cast(tensor, fp8_format, rowwise, columnwise, largest)
-    return emulated_cast(tensor, fp8_format, largest)
+        return _te_cast(tensor, fp8_format, rowwise, columnwise, amax)
+    return emulated_cast(tensor, fp8_format, amax)
 
 
 def multiply(left: Any, right: Any, layout: Layout, out_dtype: torch.dtype) -> Tensor:
-    """The product of two operands in fp32 accumulation, rounded once to `out_dtype`; see `Layout`."""
+    """The GEMM of two operands, accumulated in fp32 and rounded once to `out_dtype`; see `Layout`."""
     if not isinstance(left, EmulatedOperand):
         return _te_multiply(left, right, layout, out_dtype)
     wide = torch.promote_types(out_dtype, torch.float32)
@@ -249,43 +232,39 @@ def multiply(left: Any, right: Any, layout: Layout, out_dtype: torch.dtype) -> T
 
 
 def keep_columnwise_alone(operand: Any) -> None:
-    """Transpose what was cast row-wise, and drop the latter; in place."""
+    """Transpose a row-wise operand, and drop the row-wise layout; in place."""
     if not isinstance(operand, EmulatedOperand):  # which has no layout
         operand.update_usage(rowwise_usage=False, columnwise_usage=True)
 
 
-def _scale(largest: Tensor, fp8_format: torch.dtype) -> Tensor:
-    """fp32 [1]; 1 for a tensor of zeros, as in Transformer Engine. NaN and infinity stay what they are, so that the
-    run stops over them.
-    """
-    largest = largest.float()
-    return torch.where(largest == 0, 1.0, torch.finfo(fp8_format).max / largest).reshape(1)
+def _scale(amax: Tensor, fp8_format: torch.dtype) -> Tensor:
+    """fp32 [1]; 1 for a tensor of zeros, as in Transformer Engine. NaN and infinity stay, so that the run stops."""
+    amax = amax.float()
+    return torch.where(amax == 0, 1.0, torch.finfo(fp8_format).max / amax).reshape(1)
 
 
-def emulated_cast(tensor: Tensor, fp8_format: torch.dtype, largest: Tensor | None = None) -> EmulatedOperand:
-    """What Transformer Engine's cast computes, by torch: scaled in fp32, clipped to the format's range, rounded to
-    nearest even.
-    """
-    scale = _scale(tensor.abs().amax() if largest is None else largest, fp8_format)
+def emulated_cast(tensor: Tensor, fp8_format: torch.dtype, amax: Tensor | None = None) -> EmulatedOperand:
+    """Transformer Engine's cast in torch: scaled in fp32, clipped to the format's range, rounded to nearest even."""
+    scale = _scale(tensor.abs().amax() if amax is None else amax, fp8_format)
     limit = torch.finfo(fp8_format).max
     return EmulatedOperand((tensor.float() * scale).clamp(-limit, limit).to(fp8_format), 1 / scale)
 
 
-def _te_cast(tensor: Tensor, fp8_format: torch.dtype, rowwise: bool, columnwise: bool, largest: Tensor | None) -> Any:
+def _te_cast(tensor: Tensor, fp8_format: torch.dtype, rowwise: bool, columnwise: bool, amax: Tensor | None) -> Any:
     from transformer_engine.pytorch.constants import DType
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
     te_format = {E4M3: DType.kFloat8E4M3, E5M2: DType.kFloat8E5M2}[fp8_format]
     quantizer: Any
-    if largest is None:
+    if amax is None:
         quantizer = Float8CurrentScalingQuantizer(te_format, tensor.device, columnwise=columnwise)
     else:
-        # Delayed scaling's quantizer takes a given scale; the maximum that it notes meanwhile is nobody's.
-        noted = torch.zeros(1, dtype=torch.float32, device=tensor.device)
-        quantizer = Float8Quantizer(_scale(largest, fp8_format), noted, te_format, columnwise=columnwise)
+        # Delayed scaling's quantizer takes a given scale; the amax that it records is not used.
+        recorded = torch.zeros(1, dtype=torch.float32, device=tensor.device)
+        quantizer = Float8Quantizer(_scale(amax, fp8_format), recorded, te_format, columnwise=columnwise)
     quantizer.internal = True  # plain data, which autograd does not see
     operand = quantizer(tensor.detach().contiguous())
-    if not rowwise:  # Transformer Engine makes the column-wise layout beside the row-wise one only
+    if not rowwise:  # Transformer Engine makes the column-wise layout only beside the row-wise one
         keep_columnwise_alone(operand)
     return operand
 

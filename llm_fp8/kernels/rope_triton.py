@@ -1,23 +1,20 @@
-"""Split of the fused QKV projection and RoPE in one Triton kernel. Imported on a GPU alone: a torch without CUDA comes
-without triton.
+"""Split of the fused QKV projection and RoPE in one Triton kernel. Imported on a GPU alone.
 
     split_rope(fused [..., (H + 2 Hkv) d], angles, H, Hkv, cu_seqlens)   ->   q [..., H, d], k and v [..., Hkv, d]
 
-Forward, one kernel reads the fused projection once and writes q and k rotated and v as it is, each contiguous, as
-attention wants them. Backward, the same kernel goes the other way: it reads the three gradients with whatever strides
-attention gave them and writes the gradient of the projection once, rotated by the negative angle, since a rotation's
-transpose is its inverse. Both directions move 2 (H + 2 Hkv) d elements per token and nothing else of that size. Nothing
-is kept for the backward pass but the table of angles and `cu_seqlens`.
+The forward pass reads the fused projection once and writes q and k rotated and v as it is, each contiguous, as attention
+wants them. In the backward pass the same kernel reads the three gradients with whatever strides attention gave them and
+writes that of the projection once, rotated by the negative angle: a rotation's transpose is its inverse. Each moves
+2 (H + 2 Hkv) d elements per token. Only the table of angles and `cu_seqlens` are kept for the backward pass.
 
 A pair (x, y) of columns i and rotary_dim / 2 + i becomes (x cos - y sin, y cos + x sin) (the rotate-half layout), in
-fp32, and is rounded once, to the dtype of `fused`. Another implementation of this formula in fp32, like Transformer
-Engine's, may differ in the last bits of sine, cosine and products: by at most 2^-21 (|x| + |y|), and in bf16 and fp16
-by one unit in the last place besides. Hugging Face's differs by more in bf16, where it rounds sine, cosine and each
-product to bf16.
+fp32, rounded once to the dtype of `fused`. Another fp32 implementation, like Transformer Engine's, may differ by at most
+2^-21 (|x| + |y|), and in bf16 and fp16 by one unit in the last place besides. Hugging Face's differs by more in bf16,
+where it rounds sine, cosine and each term to bf16.
 
-A program takes BLOCK_ELEMENTS / (rotary_dim / 2) tokens and HEADS_PER_PROGRAM heads, so that sine and cosine are
-computed once for several heads. A token's position is found on the device, by bisection of `cu_seqlens`: no pass over
-the tokens, no wait of the host, and the number of documents is an argument that compiles nothing anew.
+A program takes BLOCK_ELEMENTS / (rotary_dim / 2) tokens and HEADS_PER_PROGRAM heads, so that sine and cosine serve
+several heads. A token's position is found on the device by bisection of `cu_seqlens`: no pass over the tokens, no host
+synchronisation, no recompilation for another number of documents.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from torch.autograd.function import once_differentiable
 BLOCK_ELEMENTS = 1024
 """Elements of half a head that a program holds at a time: 8 for each of 128 threads, 16 bytes of bf16."""
 HEADS_PER_PROGRAM = 8
-"""More would compute fewer sines, and leave a short batch with too few programs to fill the GPU."""
+"""More would leave a short batch with too few programs to fill the GPU."""
 
 
 @triton.jit
@@ -165,8 +162,7 @@ def _split_rope_kernel(
         if cu_seqlens_pointer is None:
             positions = places
         else:
-            # The last document that starts at or before the token: cu_seqlens[low] <= token, and document `high` starts
-            # behind it.
+            # The last document that starts at or before the token: cu_seqlens[low] <= token < cu_seqlens[high].
             low = tl.zeros([BLOCK_TOKENS], tl.int32)
             high = low + num_documents
             for _ in range(num_bisections):
@@ -200,9 +196,7 @@ def _split_rope_kernel(
 def _launch(
     fused: Tensor, parts: tuple[Tensor, ...], angles: Tensor, cu_seqlens: Tensor | None, backward: bool
 ) -> None:
-    """Move `fused` [..., W], contiguous, to `parts` (q, k, v [..., heads, d] of any strides), or back where
-    `backward`.
-    """
+    """Move `fused` [..., W], contiguous, to `parts` (q, k, v [..., heads, d], any strides), or back if `backward`."""
     q, k, v = parts
     num_heads, num_kv_heads, head_dim, rotary_dim = q.shape[-2], k.shape[-2], q.shape[-1], angles.shape[-1]
     num_tokens = fused[..., 0].numel()
@@ -277,14 +271,12 @@ def split_rope(
     `fused`, once.
 
     Args:
-        fused: bf16, fp16 or fp32 on a GPU. Packed: [T, (num_heads + 2 num_kv_heads) d], documents behind each other.
-            Padded: [B, S, the same], where a token's position is its column.
+        fused: bf16, fp16 or fp32 on a GPU. Packed: [T, (num_heads + 2 num_kv_heads) d]. Padded: [B, S, the same],
+            where a token's position is its column.
         angles: fp32 [positions, 1, 1, rotary_dim], contiguous, both halves of a row equal, rotary_dim <= d and even;
             columns from rotary_dim on are copied. A position beyond the table gives NaN.
-        num_heads: of q.
-        num_kv_heads: of k, and of v.
-        cu_seqlens: int32 [n + 1] on the same GPU, contiguous, rising from 0 to T: where each document starts, which is
-            its position 0. None: padded.
+        num_heads, num_kv_heads: of q; of k, and of v.
+        cu_seqlens: int32 [n + 1] on the same GPU, contiguous, from 0 to T: where each document starts. None: padded.
 
     Returns:
         q [..., num_heads, d], k and v [..., num_kv_heads, d], contiguous, of the dtype of `fused`.

@@ -1,16 +1,14 @@
 """The elementwise part of cross entropy: from logits to losses, and to their own gradient.
 
-Two implementations with one contract:
-
-    losses(logits [T, V], labels [T])   ->   losses [T], statistics [T, 2]     logits are left alone
+    losses(logits [T, V], labels [T])   ->   losses [T], statistics [T, 2]     logits are unchanged
         statistics are the row maximum m and d = sum of exp(logit - m); losses are log(d) - (logit[label] - m), or 0 for
         -100
     to_gradient_(logits, statistics, labels, grad_output [])                   logits are overwritten
         by grad_output * (softmax - one_hot(label)), or 0 in ignored rows
 
-On a GPU with Transformer Engine they are its two Triton kernels (transformer_engine.pytorch.triton.cross_entropy): two
-reads and one write of the logits. Elsewhere they are torch, in blocks of rows. A gradient that is wanted in fp8 has a
-kernel of its own, which overwrites nothing: `llm_fp8.kernels.softmax_triton`.
+On a GPU with Transformer Engine these are its two Triton kernels (transformer_engine.pytorch.triton.cross_entropy): two
+reads and one write of the logits. Elsewhere they are torch, in blocks of rows. A gradient in fp8 has a kernel of its own:
+`llm_fp8.kernels.softmax_triton`.
 """
 
 from __future__ import annotations
@@ -113,5 +111,5 @@ def triton_to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad
         world_size=1,
         ignore_idx=IGNORE_INDEX,
     )
-    # Autograd does not see what a Triton kernel writes; this is what makes a second backward pass an error.
+    # Autograd does not see what a Triton kernel writes; this makes a second backward pass an error.
     torch.autograd.graph.increment_version(logits)

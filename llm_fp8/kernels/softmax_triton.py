@@ -1,13 +1,11 @@
-"""The gradient with respect to logits, in fp8, in one Triton kernel. Imported on a GPU alone: a torch without CUDA
-comes without triton.
+"""The gradient with respect to logits, in fp8, in one Triton kernel. Imported on a GPU alone.
 
 For logits `x`, the maximum m and the sum d of exp(x - m) of their row, and a scale,
 
     grad_output (exp(x - m) / d - one_hot(label)) scale
 
-is computed in fp32 and rounded once, to fp8. Apart, one kernel writes the gradient over the bf16 logits and a second
-one reads it to cast it: of the 7 bytes per logit that both move, 3 are left. The rows that fp8 GEMMs need beyond the
-last token are written as zeros on the way.
+is computed in fp32 and rounded once, to fp8. Two kernels, one for the gradient and one for its cast, move 7 bytes per
+logit, this one 3. The rows that fp8 GEMMs need beyond the last token are written as zeros.
 """
 
 from __future__ import annotations
@@ -46,8 +44,7 @@ def _softmax_gradient_cast_kernel(
     first = (program % BLOCKS) * BLOCK_COLUMNS
     columns = first + tl.arange(0, BLOCK_COLUMNS)
     inside = columns < VOCABULARY
-    # A row behind the last token is one whose label is ignored. Of such rows nothing is read, and the factor makes
-    # zeros of them.
+    # A row beyond the last token counts as one whose label is ignored: nothing is read, and the factor makes zeros.
     label = tl.load(labels_pointer + row, mask=row < num_tokens, other=_IGNORE_INDEX)
     counts = label != _IGNORE_INDEX
     maximum = tl.load(statistics_pointer + 2 * row, mask=counts, other=0.0)
@@ -71,11 +68,10 @@ def softmax_gradient_cast(
     num_rows: int,
     fp8_dtype: torch.dtype,
 ) -> Tensor:
-    """`grad_output * (softmax - one_hot(label)) * scale` in fp8, with rows of zeros where the label is ignored and
-    behind the last token.
+    """`grad_output * (softmax - one_hot(label)) * scale` in fp8; zeros where the label is ignored and beyond T.
 
     Args:
-        logits: bf16 or fp32 [T, V], contiguous, on a GPU; are left alone.
+        logits: bf16 or fp32 [T, V], contiguous, on a GPU; unchanged.
         statistics: fp32 [T, 2], contiguous, of `llm_fp8.kernels.softmax.losses`.
         labels: int64 [T].
         grad_output: 0-dim.
@@ -84,7 +80,7 @@ def softmax_gradient_cast(
         fp8_dtype: `torch.float8_e5m2` or `torch.float8_e4m3fn`.
 
     Returns:
-        A tensor of `fp8_dtype` [num_rows, V], contiguous. What is out of range becomes the range's end; NaN stays NaN.
+        `fp8_dtype` [num_rows, V], contiguous; clipped to the format's range. NaN stays NaN.
 
     Raises:
         ValueError: on shapes that do not fit this.

@@ -1,18 +1,14 @@
-"""SwiGLU's backward pass and the cast of its result to fp8 in one Triton kernel. Imported on a GPU alone: a torch
-without CUDA comes without triton.
+"""SwiGLU's backward pass and the cast of its result to fp8 in one Triton kernel. Imported on a GPU alone.
 
 For `gate`, `up` and the gradient `dy` of SiLU(gate) up, with s = sigmoid(gate),
 
     d_gate = dy up s (1 + gate (1 - s))          d_up = dy gate s
 
-and both GEMMs behind it, for the gradient of fc1's input and of its weight, want the two side by side in fp8: the one
-row-wise, the other transposed. Apart, one kernel writes them in bf16 and a second one reads that to cast and transpose
-it. Here nothing is written but fp8: of the 18 bytes per element of `dy` that both kernels move, 10 are left, and there
-is no moment at which the bf16 tensor needs memory.
+The dgrad and wgrad GEMMs of fc1 take both side by side in fp8: row-wise and transposed. Two kernels (bf16 gradient, then
+cast and transpose) move 18 bytes per element of `dy`, this one 10, and the bf16 tensor needs no memory.
 
-Everything is in fp32 and is rounded once, to fp8; the two kernels round to bf16 between. The scale is delayed
-scaling's, known beforehand; the largest absolute value, which it is made of next time, is noted on the way, of the
-values before they are scaled.
+Everything is fp32 and rounded once, to fp8; the two kernels round to bf16 between. The scale is delayed scaling's, known
+beforehand; the amax for its next update is recorded on the way, before scaling.
 """
 
 from __future__ import annotations
@@ -25,14 +21,11 @@ from torch import Tensor
 from llm_fp8.kernels.fp8_cast_triton import CASTS, to_fp8
 
 BLOCK_TOKENS, BLOCK_COLUMNS, NUM_WARPS = 64, 64, 4
-"""Of a program. Larger blocks hold too much in registers, narrower ones write less than a cache line's 32 bytes side
-by side.
-"""
+"""Of a program. Larger blocks spill registers, narrower ones write less than 32 contiguous bytes."""
 
 
 @triton.jit
-def _largest(values: tl.tensor) -> tl.tensor:
-    """The largest absolute value."""
+def _amax(values: tl.tensor) -> tl.tensor:
     return tl.max(tl.max(tl.abs(values), axis=1), axis=0)
 
 
@@ -51,7 +44,7 @@ def _dswiglu_cast_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
-    # Neighbours take the same columns of other tokens: together they fill rows of the transposed result.
+    # Neighbouring programs take the same columns of other tokens: together they fill rows of the transposed result.
     blocks_of_tokens = tl.cdiv(num_tokens, BLOCK_TOKENS)
     program = tl.program_id(0)
     tokens = (program % blocks_of_tokens) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -78,8 +71,8 @@ def _dswiglu_cast_kernel(
     tl.store(transposed_pointer + places, tl.trans(gate_cast), mask=inside_transposed)
     behind = places + num_tokens.to(tl.int64) * WIDTH
     tl.store(transposed_pointer + behind, tl.trans(up_cast), mask=inside_transposed)
-    # Positive floats are ordered as the integers of their bits, which is how this is one atomic instruction.
-    tl.atomic_max(amax_pointer, tl.maximum(_largest(gate_gradient), _largest(up_gradient)), sem="relaxed")
+    # Positive floats are ordered as the integers of their bits: one atomic instruction.
+    tl.atomic_max(amax_pointer, tl.maximum(_amax(gate_gradient), _amax(up_gradient)), sem="relaxed")
 
 
 def dswiglu_cast(
@@ -91,7 +84,7 @@ def dswiglu_cast(
         gradient: bf16, fp16 or fp32 [T, f], contiguous, on a GPU: with respect to SwiGLU's output.
         gate_and_up: of the same dtype [T, 2 f], contiguous: SwiGLU's input, the gate first.
         scale: fp32 [1].
-        amax: fp32 [1], at least 0; becomes the largest absolute value of the unscaled gradient where that is larger.
+        amax: fp32 [1], at least 0; raised to the amax of the unscaled gradient.
         fp8_dtype: `torch.float8_e5m2` or `torch.float8_e4m3fn`.
 
     Returns:

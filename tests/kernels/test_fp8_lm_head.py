@@ -96,7 +96,7 @@ def test_the_slope_comes_from_the_entries_of_the_labels():
         exact_grad = torch.softmax(hidden.double() @ weight.double().t(), dim=-1)
         at_label = F.one_hot(labels, VOCABULARY).bool()
         exact_grad -= at_label.double()
-        rounded = cast_to_fp8(exact_grad.bfloat16(), E5M2, largest=torch.tensor(1.0)).dequantized(torch.float64)
+        rounded = cast_to_fp8(exact_grad.bfloat16(), E5M2, amax=torch.tensor(1.0)).dequantized(torch.float64)
         without_labels = torch.where(at_label, exact_grad, rounded)
         want = exact_grad @ weight.double()
         assert excess_slope(rounded @ weight.double(), want) > 0.004
@@ -128,7 +128,7 @@ def test_the_bound_serves_as_well_as_the_largest_value():
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(64, 64, generator=generator) * 0.5
     values[0, 0] = 0.5
-    own, bound = cast_to_fp8(values, E5M2), cast_to_fp8(values, E5M2, largest=torch.tensor(1.0))
+    own, bound = cast_to_fp8(values, E5M2), cast_to_fp8(values, E5M2, amax=torch.tensor(1.0))
     assert torch.equal(own.dequantized(torch.float32), bound.dequantized(torch.float32))
 
 
@@ -136,7 +136,7 @@ def test_the_tail_of_a_softmax_survives_in_e5m2_alone():
     probabilities = torch.tensor([[-1.0, 0.9, 1e-3, 1e-5, 1e-6, 1e-8, 1e-9]]) / 8192
     largest = torch.tensor(1 / 8192)
     wide, narrow = (
-        cast_to_fp8(probabilities, kind, largest=largest).dequantized(torch.float32) for kind in (E5M2, E4M3)
+        cast_to_fp8(probabilities, kind, amax=largest).dequantized(torch.float32) for kind in (E5M2, E4M3)
     )
     assert torch.equal(wide[0, 0], probabilities[0, 0]), "the label's entry of a token that was not foreseen is exact"
     assert ((wide - probabilities).abs() <= probabilities.abs() / 8).all()
@@ -146,10 +146,10 @@ def test_the_tail_of_a_softmax_survives_in_e5m2_alone():
 def test_casts_saturate_and_do_not_hide_what_is_not_finite():
     zeros = cast_to_fp8(torch.zeros(2, 16))
     assert not zeros.dequantized(torch.float32).any() and torch.equal(zeros.scale_inverse, torch.ones(1))
-    beyond = cast_to_fp8(torch.tensor([[1.1, -3.0]]), E5M2, largest=torch.tensor(1.0)).dequantized(torch.float32)
+    beyond = cast_to_fp8(torch.tensor([[1.1, -3.0]]), E5M2, amax=torch.tensor(1.0)).dequantized(torch.float32)
     assert torch.equal(beyond, torch.tensor([[1.0, -1.0]]))
     assert (
-        cast_to_fp8(torch.tensor([[math.nan, 1.0]]), E5M2, largest=torch.tensor(1.0))
+        cast_to_fp8(torch.tensor([[math.nan, 1.0]]), E5M2, amax=torch.tensor(1.0))
         .dequantized(torch.float32)[0, 0]
         .isnan()
     )
@@ -412,7 +412,7 @@ def test_arms_of_the_benchmarks():
 
 def test_where_it_is_refused():
     with pytest.raises(
-        UserError, match="--fp8_lm_head gradients: the output head has 1001 x 64 weights, .* multiples of 16"
+        UserError, match="--fp8_lm_head gradients: the lm_head has 1001 x 64 weights, .* multiples of 16"
     ):
         head_of(torch.empty(1001, 64), "gradients")
     with pytest.raises(UserError, match="--fp8_lm_head has no effect with --mixed_precision bf16"):

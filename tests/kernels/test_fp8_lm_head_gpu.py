@@ -84,7 +84,7 @@ def test_casts_are_those_of_the_emulation(fp8_format, shape):
     generator = torch.Generator("cuda").manual_seed(1)
     values = (torch.randn(*shape, generator=generator, device="cuda") * 3e-4).bfloat16()
     for largest in (None, values.abs().amax().float()):
-        cast = fp8_head.cast_to_fp8(values, fp8_format, largest=largest)
+        cast = fp8_head.cast_to_fp8(values, fp8_format, amax=largest)
         emulated = fp8_head.emulated_cast(values, fp8_format, largest).dequantized(torch.float32)
         torch.testing.assert_close(cast.dequantize(dtype=torch.float32), emulated, rtol=1e-6, atol=0)
 
