@@ -5,10 +5,10 @@ for the backward pass and the recomputation uses them. TE's checkpoint restores 
 forward pass; torch's would recompute in bf16.
 
 With delayed scaling TE reduces the amax of all modules over the ranks and updates their scales when the outermost
-autocast ends (`FP8GlobalStateManager.autocast_exit`, Transformer Engine 2.20). Its checkpoint opens an autocast for each
-recomputed layer, at whose end the same happens though nothing is new, so ranks would wait for each other in every layer.
-Here it runs inside another autocast, so the model's own end is the only one. The reentrant kind keeps these ends: by
-them it knows which module's backward pass is to reduce the gradients' amax.
+autocast ends (`FP8GlobalStateManager.autocast_exit`, Transformer Engine 2.20). Its checkpoint opens an autocast for
+each recomputed layer, at whose end the same happens though nothing is new, so ranks would wait for each other in every
+layer. Here it runs inside another autocast, so the model's own end is the only one. The reentrant kind keeps these
+ends: by them it knows which module's backward pass is to reduce the gradients' amax.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Context parallelism: C consecutive ranks (a context group) share the tokens of every sequence too long for one GPU.
 
 The ranks of a group get the same micro-batch. Each keeps 1 / C of every document and computes embedding, linear layers
-and loss on that slice alone; tokens meet in attention only. There Transformer Engine passes keys and values round a ring
-(`cp_comm_type="p2p"`): in C steps each rank attends with its own queries to every rank's keys, while the next ones are
-sent. In the backward pass the gradients of keys and values travel the ring to the ranks that own them. Losses and
+and loss on that slice alone; tokens meet in attention only. There Transformer Engine passes keys and values round a
+ring (`cp_comm_type="p2p"`): in C steps each rank attends with its own queries to every rank's keys, while the next ones
+are sent. In the backward pass the gradients of keys and values travel the ring to the ranks that own them. Losses and
 gradients are summed over ranks, as between ranks with different batches.
 
-Causal attention costs little at the beginning of a document and much at its end. So a document is cut into 2 C chunks of
-equal length, and rank r takes the chunks r and 2 C - 1 - r; with C = 2:
+Causal attention costs little at the beginning of a document and much at its end. So a document is cut into 2 C chunks
+of equal length, and rank r takes the chunks r and 2 C - 1 - r; with C = 2:
 
     tokens of a document    0 1 | 2 3 | 4 5 | 6 7
     rank                      0 |   1 |   1 |   0        rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5

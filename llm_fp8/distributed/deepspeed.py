@@ -12,7 +12,7 @@ torch's AdamW on them. fp8 is Transformer Engine's (te.autocast around the forwa
                    `backward` was given
     accumulation   stage 1 reduces gradients in the last micro-batch of a step, stages 2 and 3 in each
     learning rate  the run's schedule acts on the AdamW inside DeepSpeed: the optimizer that `prepare` returns
-    lm_head        the loss reads its weight without calling its module; stage 3 is told that the outermost module uses it
+    lm_head        the loss reads its weight without calling its module: stage 3 is told that the outermost module does
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return sum(getattr(weight, "ds_numel", weight.numel()) * (12 + weight.element_size()) for weight in weights)
 
     def save_state(self, folder: Path) -> None:
-        """Write weights, master weights and optimizer state to `folder` as `state_files`, synced to disk; collective."""
+        """Write weights, master weights and optimizer state to `folder` as `state_files`, synced; collective."""
         self._zero.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
         rank = self.accelerator.process_index
         own = [

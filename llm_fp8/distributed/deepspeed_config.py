@@ -256,8 +256,8 @@ def _dtype_problems(settings: dict[str, Any], stage: int, compute_name: str) -> 
     if accumulation not in (AUTO, None, *accepted) and (stage == 1 or accumulation not in _DTYPE_NAMES["fp32"]):
         yield (
             f'"data_types.grad_accum_dtype": {json.dumps(accumulation)}',
-            "with stage 1 DeepSpeed then keeps unsharded fp32 gradients on every GPU under another optimizer; remove the "
-            "entry, or use --sharding_mode deepspeed_2, which keeps its share only"
+            "with stage 1 DeepSpeed then keeps unsharded fp32 gradients on every GPU under another optimizer; remove "
+            "the entry, or use --sharding_mode deepspeed_2, which keeps its share only"
             if stage == 1
             else f"gradients are accumulated in {compute_name} or fp32; remove the entry",
         )

@@ -1,19 +1,19 @@
 """What this project reads of FSDP2 and DTensor beyond their public interface; no other file knows these names.
 
-    name (read in torch 2.11 and 2.13)        what for                              what happens without it
-    FSDPModule._get_fsdp_state, ._fsdp_       the parameters of a unit              no main gradients are found: autograd and FSDP2
-      param_groups (2.13), _group (2.11),                                           accumulate with kernels of their own, slower and
-      .fsdp_params, entry._module_info                                              as right
-    entry._unsharded_param                    the gathered weight and its .grad     the same
-    entry.unsharded_accumulated_grad          the fp32 gradient of the micro-       the same
-                                              batches before the last
-    DTensor._local_tensor                     the shard itself: `to_local()` of a   AttributeError in `local_of`
-                                              Parameter is a view of it in 2.13
-    nn.Module._apply                          every parameter and buffer moved      AttributeError in `materialize_`
-                                              by a function
+    name (read in torch 2.11 and 2.13)         what for
+    FSDPModule._get_fsdp_state and its         the parameters of a unit
+      _fsdp_param_groups (2.13) or
+      _fsdp_param_group (2.11), .fsdp_params,
+      entry._module_info
+    entry._unsharded_param                     the gathered weight and its .grad
+    entry.unsharded_accumulated_grad           the fp32 gradient of the micro-batches before the last
+    DTensor._local_tensor                      the shard itself: `to_local()` of a Parameter is a view of it in 2.13
+    nn.Module._apply                           moves every parameter and buffer by a function
 
-tests/distributed/test_wgrad_fusion_sharded.py notices the first four (gradients are then not accumulated by GEMMs),
-test_fp8_params.py the fifth, tests/models/test_weight_shards.py the last.
+Without the first three no main gradients are found, and autograd and FSDP2 accumulate with kernels of their own, slower
+and as right; without the last two `local_of` and `materialize_` raise AttributeError.
+tests/distributed/test_wgrad_fusion_sharded.py notices the first three, test_fp8_params.py the fourth,
+tests/models/test_weight_shards.py the last.
 
 The reduce-scatter below uses public names alone (`FSDPModule.set_custom_reduce_scatter`): an object with `allocate` and
 `__call__`.

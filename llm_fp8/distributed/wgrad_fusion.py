@@ -1,8 +1,8 @@
 """Fused weight-gradient accumulation: the wgrad GEMMs of later micro-batches add to the gradients of earlier ones.
 
 autograd adds a micro-batch's gradient to `.grad` with a kernel of its own, after the GEMM wrote it to a tensor of its
-own: 6 bytes of traffic for each bf16 element, and room for the new gradient. A GEMM can add on the way, D = A B + C with
-C and D the same buffer, the *main gradient*; Transformer Engine's linear modules offer this as
+own: 6 bytes of traffic for each bf16 element, and room for the new gradient. A GEMM can add on the way, D = A B + C
+with C and D the same buffer, the *main gradient*; Transformer Engine's linear modules offer this as
 `fuse_wgrad_accumulation`.
 
 The life of a weight's gradient in a step of n micro-batches, and who owns it:
@@ -12,7 +12,7 @@ The life of a weight's gradient in a step of n micro-batches, and who owns it:
     2. micro-batches 2 to n          the wgrad GEMM adds to it; lent as `weight.main_grad` by `FusedWgradAccumulation`,
                                      found by `in_grad`             found by `fsdp_internals.UnshardedGradients`
     3. reduction, last micro-batch   DDP: all-reduce (`strategy`)   `fsdp_internals.MemorySavingReduceScatter`, which
-                                     autograd adds there            releases `main_grad` first; `.grad` is then the shard
+                                     autograd adds there            releases `main_grad`; `.grad` is then the shard
     4. clip, step, zero              `DistributedStrategy.step` and `llm_fp8.optim` own `.grad`, and drop it
 
 Nobody but step 2 sees `main_grad`: it is taken away after the micro-batch, or before the reduction, for it would keep
@@ -23,11 +23,12 @@ On an H200 (cuBLAS 13) accumulating in bf16 gives autograd's bits: the GEMM roun
 To an fp32 main gradient the results are added without being rounded to the compute dtype at all.
 
 What Transformer Engine 2.20 does (module/linear.py, layernorm_linear.py, layernorm_mlp.py):
-- `fuse_wgrad_accumulation` is read in the forward pass, also a recomputed one, `main_grad` in the backward pass. autograd
+- `fuse_wgrad_accumulation` is read in the forward pass, also a recomputed one, `main_grad` in the backward pass.
+autograd
   gets None for the weight. Frozen weights need no `main_grad`.
 - With `is_first_microbatch=True` the GEMM overwrites. So gradients must be dropped after each step, as
-  `DistributedStrategy.step` does, and `llm_fp8.precision.context` must say True in no later micro-batch. It does for the
-  frozen model of a LoRA run, which has no weight gradients.
+  `DistributedStrategy.step` does, and `llm_fp8.precision.context` must say True in no later micro-batch. It does for
+  the frozen model of a LoRA run, which has no weight gradients.
 - A weight with an attribute `grad_added_to_main_grad` (Megatron's) gets a dummy gradient instead of None; not set here.
 - Biases and norms are left to autograd.
 """

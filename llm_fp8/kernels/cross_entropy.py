@@ -4,8 +4,8 @@ For hidden states `x [T, h]`, the lm_head's weight `W [V, h]` and labels `y [T]`
 
     loss = sum over t with y_t != -100 of  -log softmax(x_t W^T)[y_t]
 
-and its gradients. The sum is not divided here: the training loop divides by the supervised tokens of the whole optimizer
-step, so that the loss does not depend on how a batch is cut into micro-batches and ranks.
+and its gradients. The sum is not divided here: the training loop divides by the supervised tokens of the whole
+optimizer step, so that the loss does not depend on how a batch is cut into micro-batches and ranks.
 
 Why not `F.cross_entropy(model(x).float(), y)`: with V = 128,256 (Llama 3) and T = 8,192 it holds the bf16 logits (2.0
 GiB), their fp32 copy, the fp32 log-softmax and its gradient (3.9 GiB each) at once. Here the softmax's gradient

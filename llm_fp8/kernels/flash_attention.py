@@ -1,9 +1,11 @@
-"""flash-attn 4 over packed documents (--attn_implementation flash_attention_4), in place of Transformer Engine's choice.
+"""flash-attn 4 over packed documents (--attn_implementation flash_attention_4), in place of Transformer Engine's
+choice.
 
 Causal attention of q [T, heads, d] with k and v [T, kv_heads, d], bf16, inside the documents that `cu_seqlens` bounds.
 The package is called directly. Transformer Engine has a way to it too (NVTE_FUSED_ATTN=0, which forbids cuDNN's
 attention), but for every head dimension that flash-attn accepts; on an H200 dQ was wrong for d = 80 and right for
-`FLASH_ATTENTION_HEAD_DIMS` (tests/kernels/test_flash_attention_gpu.py). So `keep_from_transformer_engine` bars that way for others.
+`FLASH_ATTENTION_HEAD_DIMS` (tests/kernels/test_flash_attention_gpu.py). So `keep_from_transformer_engine` bars that way
+for others.
 
 With grouped queries dK and dV are summed in an order that changes from run to run. What it gains: docs/precision.md.
 """

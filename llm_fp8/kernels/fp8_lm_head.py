@@ -5,8 +5,8 @@ For hidden states `x [T, h]`, the weight `W [V, h]` and `g [T, V]`, the gradient
     logits = x W^T  [T, V]          grad_hidden = g W  [T, h]          grad_weight = g^T x  [V, h]
 
 `gradients` computes the last two in fp8, so that the loss is as without it; `all` computes all three. Results are bf16,
-accumulated in fp32, with Transformer Engine's fast accumulation for the logits and split accumulation for the gradients,
-as in its own recipes. Each operand has one scale:
+accumulated in fp32, with Transformer Engine's fast accumulation for the logits and split accumulation for the
+gradients, as in its own recipes. Each operand has one scale:
 
     x, W    E4M3, by its own amax (current scaling)
     g       E5M2, by a bound. g = grad_output * (softmax - one_hot) with softmax - one_hot in [-1, 1], so |grad_output|

@@ -2,15 +2,15 @@
 
     split_rope(fused [..., (H + 2 Hkv) d], angles, H, Hkv, cu_seqlens)   ->   q [..., H, d], k and v [..., Hkv, d]
 
-The forward pass reads the fused projection once and writes q and k rotated and v as it is, each contiguous, as attention
-wants them. In the backward pass the same kernel reads the three gradients with whatever strides attention gave them and
-writes that of the projection once, rotated by the negative angle: a rotation's transpose is its inverse. Each moves
-2 (H + 2 Hkv) d elements per token. Only the table of angles and `cu_seqlens` are kept for the backward pass.
+The forward pass reads the fused projection once and writes q and k rotated and v as it is, each contiguous, as
+attention wants them. In the backward pass the same kernel reads the three gradients with whatever strides attention
+gave them and writes that of the projection once, rotated by the negative angle: a rotation's transpose is its inverse.
+Each moves 2 (H + 2 Hkv) d elements per token. Only the table of angles and `cu_seqlens` are kept for the backward pass.
 
 A pair (x, y) of columns i and rotary_dim / 2 + i becomes (x cos - y sin, y cos + x sin) (the rotate-half layout), in
-fp32, rounded once to the dtype of `fused`. Another fp32 implementation, like Transformer Engine's, may differ by at most
-2^-21 (|x| + |y|), and in bf16 and fp16 by one unit in the last place besides. Hugging Face's differs by more in bf16,
-where it rounds sine, cosine and each term to bf16.
+fp32, rounded once to the dtype of `fused`. Another fp32 implementation, like Transformer Engine's, may differ by at
+most 2^-21 (|x| + |y|), and in bf16 and fp16 by one unit in the last place besides. Hugging Face's differs by more in
+bf16, where it rounds sine, cosine and each term to bf16.
 
 A program takes BLOCK_ELEMENTS / (rotary_dim / 2) tokens and HEADS_PER_PROGRAM heads, so that sine and cosine serve
 several heads. A token's position is found on the device by bisection of `cu_seqlens`: no pass over the tokens, no host
@@ -188,8 +188,8 @@ def _split_rope_kernel(
                 )  # fmt: skip
             else:
                 _rotate(
-                    fused + head * HEAD_DIM, k + (head - NUM_HEADS) * k_head_stride, k_column_stride, inside, cosine, sine,
-                    HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, BACKWARD,
+                    fused + head * HEAD_DIM, k + (head - NUM_HEADS) * k_head_stride, k_column_stride, inside, cosine,
+                    sine, HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, BACKWARD,
                 )  # fmt: skip
 
 

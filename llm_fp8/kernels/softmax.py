@@ -7,8 +7,8 @@
         by grad_output * (softmax - one_hot(label)), or 0 in ignored rows
 
 On a GPU with Transformer Engine these are its two Triton kernels (transformer_engine.pytorch.triton.cross_entropy): two
-reads and one write of the logits. Elsewhere they are torch, in blocks of rows. A gradient in fp8 has a kernel of its own:
-`llm_fp8.kernels.softmax_triton`.
+reads and one write of the logits. Elsewhere they are torch, in blocks of rows. A gradient in fp8 has a kernel of its
+own: `llm_fp8.kernels.softmax_triton`.
 """
 
 from __future__ import annotations

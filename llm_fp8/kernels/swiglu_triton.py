@@ -4,11 +4,11 @@ For `gate`, `up` and the gradient `dy` of SiLU(gate) up, with s = sigmoid(gate),
 
     d_gate = dy up s (1 + gate (1 - s))          d_up = dy gate s
 
-The dgrad and wgrad GEMMs of fc1 take both side by side in fp8: row-wise and transposed. Two kernels (bf16 gradient, then
-cast and transpose) move 18 bytes per element of `dy`, this one 10, and the bf16 tensor needs no memory.
+The dgrad and wgrad GEMMs of fc1 take both side by side in fp8: row-wise and transposed. Two kernels (bf16 gradient,
+then cast and transpose) move 18 bytes per element of `dy`, this one 10, and the bf16 tensor needs no memory.
 
-Everything is fp32 and rounded once, to fp8; the two kernels round to bf16 between. The scale is delayed scaling's, known
-beforehand; the amax for its next update is recorded on the way, before scaling.
+Everything is fp32 and rounded once, to fp8; the two kernels round to bf16 between. The scale is delayed scaling's,
+known beforehand; the amax for its next update is recorded on the way, before scaling.
 """
 
 from __future__ import annotations

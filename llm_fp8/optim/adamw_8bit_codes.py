@@ -1,16 +1,14 @@
-"""The 8-bit codes of AdamW's moments: dynamic maps of 256 numbers, one scale per block of 256 elements, the nearest
-code.
+"""The 8-bit codes of AdamW's moments: a dynamic map of 256 numbers, one scale per block of 256 elements.
 
 The format is that of Dettmers et al., arXiv 2110.02861, as torchao 0.18 has it (`torchao/optim/quant_utils.py`; its map
-is that of bitsandbytes), so the codes of the same numbers are torchao's, bit for bit. Seven decades, 1e-7 to 1e-6 up to
-0.1 to 1, each have twice the codes of the one below, equally spaced:
+is bitsandbytes'): the same numbers get torchao's codes, bit for bit. Seven decades, 1e-7 to 1e-6 up to 0.1 to 1, each
+have twice the codes of the one below, equally spaced:
 
     signed      -0.993 ... -5.5e-7   0   5.5e-7 ... 0.993    1     1, 2, ..., 64 codes in a decade, of either sign
     unsigned                         0   3.25e-7 ... 0.996   1     2, 4, ..., 128 codes in a decade
 
-The scale of a block is its largest magnitude, at least 1e-12. A number x times 1 / scale gets the nearest code. Where
-torchao divides by the scale this multiplies by its reciprocal, which can move a number by a unit in its last place, as
-does the division of torchao's compiled step on a GPU.
+The scale of a block is its amax, at least 1e-12. A number x times 1 / scale gets the nearest code; torchao divides by
+the scale, which can differ by a unit in the last place, as does its own compiled step on a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ SMALLEST_SCALE = 1e-12
 NUM_DECADES = 7
 
 _SEARCHED_NEIGHBOURS = 8
-"""How far from the middle of two values, in units of its last place, their limit is looked for."""
+"""How far from the middle of two values, in units of its last place, their limit is searched."""
 
 
 def code_values(signed: bool) -> Tensor:
@@ -44,9 +42,8 @@ def code_values(signed: bool) -> Tensor:
 def code_limits(values: Tensor) -> Tensor:
     """The least number that gets each code: fp32 [256], -inf for code 0.
 
-    torchao takes the lower neighbour q of x and goes up where x - q is at least half of the spacing, both differences
-    rounded to fp32. The rounded difference never falls as x grows, so each code has one least x, a few units in the
-    last place from the middle.
+    torchao takes the lower neighbour q of x and goes up where x - q is at least half of the spacing, both rounded to
+    fp32. The rounded difference grows with x, so each code has one least x, near the middle.
     """
     lower, upper = values[:-1], values[1:]
     steps = torch.arange(-_SEARCHED_NEIGHBOURS, _SEARCHED_NEIGHBOURS + 1, dtype=torch.int32, device="cpu")
@@ -71,7 +68,7 @@ def decode(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Codes, uint8 [n], and scales, fp32 [n / 256], of `numbers`, fp32 [n].
 
-    A block with a number that is not finite gets a scale that is not finite, and decodes to none that is.
+    A block with a non-finite number gets a non-finite scale, and decodes to non-finite numbers.
     """
     limits = code_tables(numbers.device)[1 if signed else 3]
     blocks = numbers.view(-1, CODE_BLOCK)
@@ -85,9 +82,7 @@ FIRST_FACTOR = 0x7FEB352D
 SECOND_FACTOR = 0x846CA68B
 
 LARGEST_BITS = 0x7FFF0000
-"""The bits of an fp32 number before it is rounded, at most: the GPU's NaN, 0x7FFFFFFF, would carry into the sign and
-show as zero.
-"""
+"""Clamp of an fp32 number's bits before rounding: the GPU's NaN, 0x7FFFFFFF, would carry into the sign."""
 
 Key = tuple[int, int]
 """Two numbers of 32 bits, signed."""

@@ -1,22 +1,20 @@
-"""The Triton kernel behind `EightBitAdamW` on a GPU. Imported only there: a torch without CUDA comes without triton.
+"""The Triton kernel behind `EightBitAdamW`. Imported on a GPU alone.
 
-One program updates BLOCKS blocks of 256 elements, a warp each, so that a block's largest magnitude is found among the
-registers of one warp. It reads weight, gradient and codes once and writes all but the gradient once: 10 bytes per
-element. That is so little that instructions count: Triton 3.6 makes about 117 per element of it for compute capability
-9.0, and every one that is saved shows. So a number's code is not searched for in eight look-ups; each of the four
-conversions of an element, to and from m and v, is one look-up in a table of 256 numbers in shared memory:
+One program updates BLOCKS blocks of 256 elements, a warp each, so that a block's amax is found among the registers of
+one warp. It reads weight, gradient and codes once and writes all but the gradient once: 10 bytes per element. At so
+little traffic instructions count (about 117 per element: Triton 3.6, compute capability 9.0). So a code is not searched
+for in eight look-ups; each of the four conversions of an element, to and from m and v, is one look-up in a table of 256
+numbers in shared memory:
 
-The code of x >= 0. In each decade codes are equally spaced, so that x's position among the codes is a line in x, and
-since a decade's slope is 0.2 of that of the one below and neighbouring lines meet at the decade's edge, the position is
-the least of seven lines. It errs by 0.2 of a code at the edges, where the middle between two codes of different spacing
-is not on a line, by 0.25 below the code of 1, which has no decade, and by rounding. Less 0.5 and rounded down it is
-therefore the code or the one before, and one comparison with the exact limit between these two says which. Adding 1.5
-2^23 rounds to an integer, which is then the lower bits of the sum. For x < 0 the code mirrors that of -x, which in bits
-is a complement.
+The code of x >= 0. In each decade codes are equally spaced, so x's position among the codes is a line in x; a decade's
+slope is 0.2 of that of the one below and neighbouring lines meet at the decade's edge, so the position is the least of
+seven lines. It errs by 0.2 of a code at the edges, where the middle between two codes of different spacing is not on a
+line, by 0.25 below the code of 1, which has no decade, and by rounding. Less 0.5 and rounded down it is therefore the
+code or the one before; one comparison with the exact limit between the two decides. Adding 1.5 2^23 rounds to an
+integer, the lower bits of the sum. For x < 0 the code mirrors that of -x, in bits a complement.
 
-The launch compiles anew for another combination of: dtype, codes or plain moments, clip factor or none, a number of
-elements that 16 divides or not, alignment. Coefficients are fp32 arguments and keys are not specialised: a new step
-compiles nothing.
+It is recompiled for another combination of: dtype, codes or plain moments, clip factor or none, a number of elements
+that 16 divides or not, alignment; not for a new step: coefficients are fp32 arguments and keys are not specialised.
 """
 
 from __future__ import annotations
@@ -69,8 +67,7 @@ def _decode(codes: tl.tensor, scale: tl.tensor, values: tl.tensor) -> tl.tensor:
 @triton.jit
 def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """uint8 codes [BLOCKS * 256] and scales [BLOCKS] of fp32 numbers; `limits` [256] of the codes."""
-    # As integers magnitudes have the order of the numbers, above all of which is NaN, which a maximum of numbers would
-    # pass over.
+    # As integers magnitudes have the order of the numbers, NaN above all, which a maximum of numbers would ignore.
     magnitude = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     magnitude = tl.reshape(magnitude, (numbers.shape[0] // _CODE_BLOCK, _CODE_BLOCK))
     scale = tl.maximum(
@@ -78,9 +75,9 @@ def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tupl
     )
     x = numbers * _of_elements(tl.div_rn(1.0, scale))
 
-    # In the lowest decade there are FINEST codes. Of a position p among the signed codes of x >= 0, 128 + floor(p -
-    # 0.5) is looked up, of one among the unsigned codes 1 + floor(p - 0.5): the second of the two codes that are
-    # possible. All lines are positive, and the least of three integers is one instruction.
+    # The lowest decade has FINEST codes. For a position p among the signed codes of x >= 0, 128 + floor(p - 0.5) is
+    # looked up, among the unsigned codes 1 + floor(p - 0.5): the second of the two possible codes. All lines are
+    # positive, and the least of three integers is one instruction.
     FINEST: tl.constexpr = 1 if SIGNED else 2
     SHIFT: tl.constexpr = (128 if SIGNED else 1) - 0.5 - 0.5 - (FINEST - 1)
     distance = tl.abs(x) if SIGNED else x
@@ -93,7 +90,7 @@ def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tupl
     code = (position.to(tl.float32, bitcast=True) + _TO_INTEGER).to(tl.int32, bitcast=True)
     if SIGNED:
         code = code ^ (x.to(tl.int32, bitcast=True) >> 31)
-    code = code & 0xFF  # whatever x is, NaN too, the table is not left
+    code = code & 0xFF  # stays inside the table for any x, NaN too
     return (code - (x < tl.gather(limits, code, 0)).to(tl.int32)).to(tl.uint8), scale
 
 
@@ -134,7 +131,7 @@ def _eight_bit_update_kernel(
     inside = offsets < num_elements
     blocks_inside = blocks * _CODE_BLOCK < num_elements
 
-    # All loads first: those behind a look-up, which waits for the whole program, would begin after it.
+    # All loads first: a look-up waits for the whole program, and loads after it would start late.
     exp_avg = tl.load(exp_avg_pointer + offsets, mask=inside, other=0)
     exp_avg_sq = tl.load(exp_avg_sq_pointer + offsets, mask=inside, other=0)
     gradient = tl.load(gradient_pointer + offsets, mask=inside, other=0.0)

@@ -1,8 +1,7 @@
-"""What the AdamWs of this project share: coefficients, arithmetic, the loop over parameter groups, and state that keeps
-its dtypes.
+"""What the AdamWs of this project share: coefficients, arithmetic, the loop over parameter groups, state of any dtype.
 
-The step t of a group, all arithmetic fp32, with g the gradient times `gradient_scale`; the order is that of
-torch.optim.AdamW (Loshchilov and Hutter, arXiv 1711.05101):
+Step t of a group, in fp32, with g the gradient times `gradient_scale`, in the order of torch.optim.AdamW (Loshchilov
+and Hutter, arXiv 1711.05101):
 
     m = m + (1 - beta1) (g - m)
     v = beta2 v + (1 - beta2) g^2
@@ -24,15 +23,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 CHUNK_ELEMENTS = 2**18
-"""Elements that the torch implementations update at a time: their fp32 temporaries take a few MiB, whatever the
-tensor's size.
-"""
+"""Elements that the torch implementations update at a time, which bounds their fp32 temporaries to a few MiB."""
 
 
 class Coefficients(NamedTuple):
-    """The numbers of one step of one parameter group. Computed in double precision, rounded to fp32 once, where they
-    are used.
-    """
+    """The numbers of one step of one parameter group, in double precision; rounded to fp32 once, where they are
+    used."""
 
     decay: float
     """1 - lr weight_decay"""
@@ -65,10 +61,10 @@ class Coefficients(NamedTuple):
 def moments_and_update(
     gradient: Tensor, gradient_scale: Tensor | None, m: Tensor, v: Tensor, c: Coefficients
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The new m and v, and what is taken off the decayed parameter: fp32 of one shape, as `m` and `v` are.
+    """The new m and v, and the update to subtract from the decayed parameter: fp32 of one shape, as `m` and `v` are.
 
-    One operation at a time, each rounded by itself, for torch's lerp, addcmul and addcdiv may or may not fuse theirs.
-    `llm_fp8.optim.adamw_base_triton` has the same operations in Triton.
+    One rounded operation at a time: torch's lerp, addcmul and addcdiv may or may not fuse theirs. In Triton:
+    `llm_fp8.optim.adamw_base_triton`.
 
     Args:
         gradient: bf16 or fp32.
@@ -79,17 +75,16 @@ def moments_and_update(
         gradient = gradient * gradient_scale
     m = m + (gradient - m) * c.beta1_complement
     v = v * c.beta2 + (gradient * c.beta2_complement) * gradient
-    # torch's fp32 root is off in the last bit on some CPUs; the root in double precision rounds to the right one.
+    # torch's fp32 square root is off in the last bit on some CPUs.
     denominator = v.to(torch.float64).sqrt().to(torch.float32) * c.inverse_root_correction2 + c.epsilon
     return m, v, (m * c.step_size) / denominator
 
 
 class GroupedAdamW(Optimizer):
-    """AdamW over bf16 and fp32 parameters; the subclass says what the state is and updates one tensor.
+    """AdamW over bf16 and fp32 parameters; the subclass defines the state and updates one tensor.
 
-    Every parameter group counts its steps in `group["step"]`, an int; a parameter without gradient is left alone in a
-    step that its group counts. Parameters must be contiguous; a gradient that is not is copied first. Of sharded
-    parameters (DTensor) each rank updates its own part.
+    Every group counts its steps in `group["step"]`, an int. Parameters must be contiguous; a gradient that is not is
+    copied. Of sharded parameters (DTensor) each rank updates its shard.
 
     Args:
         params: parameters or groups of them; bf16 or fp32.
@@ -103,8 +98,8 @@ class GroupedAdamW(Optimizer):
     """
 
     gradient_scale: Tensor | None
-    """Multiplies every gradient of the next step as it is read: an fp32 scalar tensor on the parameters' device.
-    Clipping by the global norm then costs no pass over the gradients. `step` takes it and leaves None."""
+    """Multiplies every gradient of the next step as it is read (fp32 scalar tensor on the parameters' device), so that
+    clipping costs no pass over the gradients. `step` resets it to None."""
 
     def __init__(
         self,
@@ -135,13 +130,11 @@ class GroupedAdamW(Optimizer):
         coefficients: Coefficients,
         place: tuple[int, int],
     ) -> None:
-        """Update a parameter's local part and its state in place; `place`: the step and the parameter's number among
-        all of them.
-        """
+        """Update a parameter's shard and its state in place; `place`: the step and the parameter's number."""
         raise NotImplementedError
 
     def initialize_state(self) -> None:
-        """Create the state that parameters have before their first step, where there is none: moments of zero.
+        """Create the state before the first step, moments of zero, where there is none.
 
         Raises:
             ValueError: a parameter is not contiguous, or neither bf16 nor fp32.
@@ -195,9 +188,7 @@ class GroupedAdamW(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, except that state keeps its dtypes: torch casts it to the parameter's, which would ruin all
-        but bf16.
-        """
+        """As torch's, but state keeps its dtypes: torch casts it to the parameter's."""
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -208,5 +199,5 @@ class GroupedAdamW(Optimizer):
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, sharing its memory; any other tensor itself."""
+    """This rank's shard of a DTensor, sharing its memory; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,9 +1,7 @@
-"""The arithmetic of `llm_fp8.optim.adamw_base` in Triton, for the kernels of the AdamWs. Imported on a GPU alone: a
-torch without CUDA comes without triton.
+"""The arithmetic of `llm_fp8.optim.adamw_base` in Triton. Imported on a GPU alone.
 
-Square root and division are the correctly rounded ones, and kernels are launched with `enable_fp_fusion=False`, which
-keeps a product and a sum two roundings: so, operation by operation, the bits are those of
-`llm_fp8.optim.adamw_base.moments_and_update`.
+Square root and division are the correctly rounded ones, and kernels are launched with `enable_fp_fusion=False`, so that
+a multiplication and an addition round twice: the bits are those of `llm_fp8.optim.adamw_base.moments_and_update`.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ def moments_and_update(
     inverse_root_correction2: float,
     epsilon: float,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The new m and v, and what is taken off the decayed parameter, all fp32; `gradient` bf16 or fp32."""
+    """The new m and v, and the update to subtract from the decayed parameter, all fp32; `gradient` bf16 or fp32."""
     gradient = gradient.to(tl.float32)
     if gradient_scale_pointer is not None:
         gradient = gradient * tl.load(gradient_scale_pointer)

@@ -1,36 +1,32 @@
-"""AdamW for bf16 parameters whose fp32 master is kept exactly, in two bytes more.
+"""AdamW for bf16 parameters whose fp32 master weight is kept exactly, in two bytes more.
 
     state of a parameter   dtype    bytes   what
-    (the parameter)        bf16     2       the master rounded to nearest: what the model computes with
-    remainder              int16    2       the master's lower 16 bits
+    (the parameter)        bf16     2       the master weight rounded to nearest: what the model computes with
+    remainder              int16    2       the master weight's lower 16 bits
     exp_avg                bf16     2       m, the running mean of gradients
     exp_avg_sq             fp32     4       v, the running mean of squared gradients
 
-fp32 parameters (norms and biases of some models, or whatever a user keeps in fp32) are their own master and have no
-remainder.
+fp32 parameters are their own master weights and have no remainder.
 
-The master. bf16 is the upper half of fp32, so an fp32 number x with the bits b splits into two 16-bit halves without
-loss:
+bf16 is the upper half of fp32, so an fp32 number x with the bits b splits into two 16-bit halves without loss:
 
     weight    = (b + 0x8000) >> 16      the upper half, rounded to nearest; a tie goes away from zero
     remainder =  b & 0xFFFF             the lower half as it is, stored as int16
 
-and joins again, because the addition carried into the upper half exactly when the remainder is 0x8000 or more, that is,
-negative as
-int16:
+and joins again, because the addition carried into the upper half exactly when the remainder is negative as int16:
 
     b = ((weight - (1 if remainder < 0 else 0)) << 16) | (remainder & 0xFFFF)
 
 This holds for every number, denormals and infinities included (a magnitude above bf16's largest by half a spacing shows
 as infinity and joins to the number that it was). Only NaN needs care: the GPU's own NaN is 0x7FFFFFFF, and the addition
-would carry it into the sign and show a weight of -0. So every NaN is split as 0x7FC00000, which shows as NaN.
+would carry into the sign and show a weight of -0. So every NaN is split as 0x7FC00000, which shows as NaN.
 
-The step is that of `llm_fp8.optim.adamw_base`, with the master as x. m is rounded to bf16 for storage only; why it may
-be and v may not: docs/numerics.md.
+The step is that of `llm_fp8.optim.adamw_base`, with the master weight as x. m is rounded to bf16 for storage only; why
+it may be and v may not: docs/numerics.md.
 
-Two implementations of this one contract give the same bits: a Triton kernel for CUDA tensors
-(`llm_fp8.optim.adamw_master_triton`), which moves 22 bytes per element and allocates nothing, and a torch one for other
-devices, which is also the reference that tests hold the kernel to.
+Two implementations give the same bits: a Triton kernel for CUDA tensors (`llm_fp8.optim.adamw_master_triton`), which
+moves 22 bytes per element and allocates nothing, and torch for other devices, the reference that tests hold the kernel
+to.
 """
 
 from __future__ import annotations
@@ -41,17 +37,12 @@ from torch.nn import Parameter
 
 from llm_fp8.optim.adamw_base import CHUNK_ELEMENTS, Coefficients, GroupedAdamW, moments_and_update
 
-FIRST_MOMENT_DTYPE = torch.bfloat16
-"""dtype of m between steps."""
-
-SECOND_MOMENT_DTYPE = torch.float32
-"""dtype of v."""
+FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE = torch.bfloat16, torch.float32
+"""Of m between steps, and of v."""
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master of a bf16 `weight` and its int16 `remainder`, of any one shape; bit for bit what
-    `split_master` was given.
-    """
+    """The fp32 master weight of a bf16 `weight` and an int16 `remainder`: bit for bit what `split_master` was given."""
     lower = remainder.to(torch.int32)
     upper = weight.view(torch.int16).to(torch.int32) + (lower >> 15)  # minus one where the remainder is negative
     return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
@@ -78,7 +69,7 @@ def update_with_torch_(
     Args:
         weight: bf16 with a remainder or fp32 without, contiguous; this and the next four are of one shape.
         remainder: int16, contiguous, or None.
-        gradient: bf16 or fp32, contiguous; left as it is.
+        gradient: bf16 or fp32, contiguous; unchanged.
         exp_avg: m, contiguous, rounded to its dtype.
         exp_avg_sq: v, fp32, contiguous.
         gradient_scale: fp32 scalar tensor on the same device that multiplies the gradient, or None.
@@ -118,9 +109,7 @@ def _update_chunk_(
 
 
 class MasterAdamW(GroupedAdamW):
-    """AdamW over bf16 parameters with exact fp32 masters; see the module's docstring for the state, which is sharded
-    like the parameter.
-    """
+    """AdamW over bf16 parameters with exact fp32 master weights; the state is sharded like the parameter."""
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
         state = {

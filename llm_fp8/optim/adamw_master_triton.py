@@ -1,13 +1,11 @@
-"""The Triton kernel behind `MasterAdamW` on a GPU. Imported only there: a torch without CUDA comes without triton.
+"""The Triton kernel behind `MasterAdamW`. Imported on a GPU alone.
 
 One program updates BLOCK consecutive elements: it reads weight, remainder, gradient, m and v once and writes all but
-the gradient once, 22 bytes per element. That traffic is all of its time, so it can afford the arithmetic of
-`llm_fp8.optim.adamw_base_triton`, with which it does, operation by operation, what `llm_fp8.optim.adamw_master` writes
-in torch, and both give the same bits.
+the gradient once, 22 bytes per element, which is all of its time. Operation by operation it does what
+`llm_fp8.optim.adamw_master` does in torch, with the same bits.
 
-The launch compiles anew for another combination of: remainder or none, clip factor or none, a number of elements that
-16 divides or not (which decides whether loads are 16 bytes wide), alignment. Coefficients are fp32 arguments: a new
-learning rate compiles nothing.
+It is recompiled for another combination of: remainder or none, clip factor or none, a number of elements that 16
+divides or not, alignment; not for a new learning rate: coefficients are fp32 arguments.
 """
 
 from __future__ import annotations
@@ -62,8 +60,7 @@ def _update_kernel(
     if remainder_pointer is None:
         tl.store(weight_pointer + offsets, weight * decay - update, mask=inside)
     else:
-        # `join_master` and `split_master` of llm_fp8.optim.adamw_master; a right shift of a signed integer keeps its
-        # sign.
+        # `join_master` and `split_master` of llm_fp8.optim.adamw_master; a signed right shift keeps the sign.
         remainder = tl.load(remainder_pointer + offsets, mask=inside, other=0).to(tl.int32)
         upper = weight.to(tl.int16, bitcast=True).to(tl.int32) + (remainder >> 15)
         master = ((upper << 16) | (remainder & 0xFFFF)).to(tl.float32, bitcast=True)

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     """The global L2 norm of all gradients, an fp32 scalar on their device.
 
-    It is accumulated in fp32: torch's own `clip_grad_norm_` keeps it in the gradients' dtype, whose bf16 rounds it by
-    up to 0.4 %.
+    Accumulated in fp32: torch's `clip_grad_norm_` keeps it in the gradients' dtype, and bf16 is off by up to 0.4 %.
     """
     norms = torch._foreach_norm(_gradients(parameters), 2.0, dtype=torch.float32)
     norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -21,16 +20,12 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of global norm `norm` are multiplied by so that it is at most `max_norm`; 1 where it is
-    already.
-    """
+    """The factor, at most 1, that makes a global norm `norm` at most `max_norm`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def clip_gradients_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients so that their global L2 norm is at most `max_norm` (0: leave them) and return the norm
-    before, fp32.
-    """
+    """Scale all gradients to a global L2 norm of at most `max_norm` (0: leave them); the norm before, fp32."""
     norm = gradient_norm(parameters)
     if max_norm > 0:
         torch._foreach_mul_(_gradients(parameters), clip_factor(norm, max_norm))

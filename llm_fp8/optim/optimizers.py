@@ -1,24 +1,18 @@
-"""AdamW in three storage formats, learning-rate schedules, and optimizer state as plain tensors.
+"""AdamW in three storage formats: which one a run takes, its parameter groups, and the clipped step.
 
-Why more than one AdamW. A weight of 0.02 has its bf16 neighbours 1.2e-4 away, so a bf16 weight moves only if an update
-exceeds half of that, 6e-5. AdamW's update is about the learning rate, 1e-5 in fine-tuning: plain AdamW on bf16 weights
-rounds nearly all of it away and trains only what the noise pushes over the edge. Each kind here keeps those small
-updates:
+Why more than one. A weight of 0.02 has its bf16 neighbours 1.2e-4 away, so a bf16 weight moves only if an update
+exceeds half of that, 6e-5. AdamW's update is about the learning rate, 1e-5 in fine-tuning: on bf16 weights nearly all
+of it is rounded away. Each kind here keeps those small updates:
 
-    kind           parameters   how small updates survive                              m / v          made by
-    adamw_fp32     fp32         the parameters are fp32 (the forward pass casts)       fp32 / fp32    torch, fused
-    adamw_master   bf16         the lower 16 bits of an fp32 master are kept apart     bf16 / fp32    llm_fp8.optim.adamw_master
-    adamw_8bit     bf16         stochastic rounding: right on average                  8-bit blocks   llm_fp8.optim.adamw_8bit
+    kind           parameters   how small updates survive                           m / v         made by
+    adamw_fp32     fp32         the parameters are fp32 (the forward pass casts)    fp32 / fp32   torch, fused
+    adamw_master   bf16         the lower 16 bits of an fp32 master weight          bf16 / fp32   `adamw_master`
+                                are kept apart
+    adamw_8bit     bf16         stochastic rounding: right on average               8-bit blocks  `adamw_8bit`
 
-`bytes_per_parameter` has the bytes. AdamW itself is Loshchilov and Hutter, arXiv 1711.05101; 8-bit moments in blocks of
-256 with a shared scale are Dettmers et al., arXiv 2110.02861.
-
-Moments of adamw_master. m averages over about 1 / (1 - beta1) = 10 gradients and bears bf16's relative error of 2^-9. v
-changes by a fraction (1 - beta2) of (g^2 / v - 1) a step; at beta2 = 0.999 that is often below bf16's half spacing of
-2^-9, so a bf16 v stalls. It is fp32 here.
-
-State as tensors. `optimizer_tensors` names every state tensor "parameter_name.state_name" and hands out the tensors
-themselves, never casts: `Optimizer.load_state_dict` would turn fp32 moments of bf16 parameters into bf16 ones.
+`bytes_per_parameter` has the bytes. Moments of adamw_master: m averages over about 1 / (1 - beta1) = 10 gradients and
+bears bf16's relative error of 2^-9. v changes by a fraction (1 - beta2) of (g^2 / v - 1) a step; at beta2 = 0.999 that
+is often below bf16's half spacing of 2^-9, so a bf16 v stalls. It is fp32 here.
 """
 
 from __future__ import annotations
@@ -83,9 +77,7 @@ def bytes_per_parameter(kind: OptimizerKind) -> BytesPerParameter:
 
 
 def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
-    """The dtype for trainable parameters: fp32 for adamw_fp32, bf16 for the others (fp32 works there too, at more
-    bytes).
-    """
+    """The dtype of trainable parameters: fp32 for adamw_fp32, bf16 for the others (fp32 works there too)."""
     return torch.float32 if kind == "adamw_fp32" else torch.bfloat16
 
 
@@ -111,10 +103,8 @@ def _is_installed(package: str) -> bool:
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in at most two groups: matrices with `weight_decay`, norms and biases (at most 1-D) without.
-
-    Embeddings are matrices and decay. Frozen parameters are left out; a parameter with two names (tied weights) counts
-    once.
+    """Trainable parameters in at most two groups: matrices (embeddings too) with `weight_decay`, norms and biases (at
+    most 1-D) without; a parameter with two names (tied weights) counts once.
 
     Raises:
         ValueError: nothing is trainable.
@@ -144,11 +134,10 @@ def build_optimizer(
     Args:
         config: learning rate, weight decay, betas and epsilon; adamw_8bit's random bits follow from its seed.
         kind: from `resolve_optimizer`.
-        named_parameters: e.g. `model.named_parameters(remove_duplicate=False)`; on the device already.
+        named_parameters: of the model, on the device already.
 
     Raises:
-        ValueError: a parameter is neither of `parameter_dtype(kind)` nor fp32, so that its updates would be lost (bf16
-            under adamw_fp32) or the optimizer cannot take it (fp16).
+        ValueError: a parameter is neither of `parameter_dtype(kind)` nor fp32.
     """
     named = list(named_parameters)
     wanted = parameter_dtype(kind)
@@ -171,7 +160,7 @@ def _unwrap(optimizer: Optimizer) -> Optimizer:
 
 
 def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Names of the parameters of `model` that want gradients and that no step of `optimizer` moves."""
+    """Names of the trainable parameters of `model` that `optimizer` does not hold."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [
         name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in known
@@ -179,11 +168,9 @@ def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
 
 
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-    """Take one optimizer step with the gradients' global norm clipped to `max_norm`; returns the norm before, an fp32
-    scalar.
+    """Step with the gradients' global norm clipped to `max_norm`; returns the norm before, an fp32 scalar.
 
-    The AdamWs of this project multiply by the clip factor as they read the gradients, which stay as they are; for
-    torch's they are scaled in place first.
+    This project's AdamWs multiply by the clip factor as they read the gradients; for torch's these are scaled in place.
 
     Args:
         optimizer: plain or wrapped by Accelerate; fp16's gradients are unscaled already.

@@ -11,7 +11,7 @@ from llm_fp8.config.options import OptimConfig
 from llm_fp8.optim.optimizers import _unwrap
 
 MAX_WARMUP_SHARE = 10
-"""Warm-up takes at most one part in so many of the run."""
+"""Warm-up takes at most the run's steps divided by this."""
 
 
 def effective_warmup_steps(num_warmup_steps: int, total_steps: int) -> int:
@@ -30,7 +30,7 @@ def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: s
         cosine     (1 + cos(pi p)) / 2
 
     Args:
-        step: completed optimizer steps, 0 for the first step of the run. At `total_steps` and beyond decays give 0.
+        step: completed optimizer steps, 0 for the first. At `total_steps` and beyond decays give 0.
         total_steps: optimizer steps of the whole run, resumed parts included.
         warmup_steps: see `effective_warmup_steps`.
         kind: 'linear', 'cosine' or 'constant'.
@@ -50,8 +50,8 @@ def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: s
 def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int, completed_steps: int = 0) -> LambdaLR:
     """The schedule of `config` on `optimizer`; call `.step()` once after each optimizer step.
 
-    The learning rate is a function of the number of completed steps alone, so a resumed run passes `completed_steps`
-    and needs no scheduler state. Do not hand the result to `Accelerator.prepare`: that steps it once per process.
+    The learning rate depends on the completed steps alone, so a resumed run passes `completed_steps` and needs no
+    scheduler state. Not for `Accelerator.prepare`, which would step it once per process.
     """
     optimizer = _unwrap(optimizer)
     warmup_steps = effective_warmup_steps(config.num_warmup_steps, total_steps)

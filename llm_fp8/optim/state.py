@@ -1,4 +1,7 @@
-"""The optimizer's state as plain tensors and numbers, for checkpoints."""
+"""The optimizer's state as plain tensors and numbers, for checkpoints.
+
+`Optimizer.load_state_dict` would cast fp32 moments of bf16 parameters to bf16; tensors by name are never cast.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,9 @@ from llm_fp8.utils.errors import UserError
 
 
 def initialize_state(optimizer: Optimizer) -> None:
-    """Create the state of every parameter as it is before the first step, so that it can be saved, loaded and counted.
+    """Create the state of every parameter before the first step, so that it can be saved, loaded and counted.
 
-    Call it after `Accelerator.prepare` (which replaces parameters under FSDP2 and reloads the state dict). It does
-    nothing where there is state already.
+    Call it after `Accelerator.prepare`. It does nothing where there is state already.
     """
     optimizer = _unwrap(optimizer)
     if optimizer.state:
@@ -31,9 +33,9 @@ def initialize_state(optimizer: Optimizer) -> None:
 
 
 def _initialize_by_an_idle_step(optimizer: Optimizer) -> None:
-    """Let torch's AdamW create its own state: one step with gradients of zero at a learning rate of zero moves nothing.
+    """Let torch's AdamW create its state: a step with zero gradients at a learning rate of zero moves nothing.
 
-    torch's optimizers have no public way to create state; torch.distributed.checkpoint does it in this way too.
+    There is no public way to create it; torch.distributed.checkpoint does this too.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]

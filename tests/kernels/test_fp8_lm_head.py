@@ -135,9 +135,7 @@ def test_the_bound_serves_as_well_as_the_largest_value():
 def test_the_tail_of_a_softmax_survives_in_e5m2_alone():
     probabilities = torch.tensor([[-1.0, 0.9, 1e-3, 1e-5, 1e-6, 1e-8, 1e-9]]) / 8192
     largest = torch.tensor(1 / 8192)
-    wide, narrow = (
-        cast_to_fp8(probabilities, kind, amax=largest).dequantized(torch.float32) for kind in (E5M2, E4M3)
-    )
+    wide, narrow = (cast_to_fp8(probabilities, kind, amax=largest).dequantized(torch.float32) for kind in (E5M2, E4M3))
     assert torch.equal(wide[0, 0], probabilities[0, 0]), "the label's entry of a token that was not foreseen is exact"
     assert ((wide - probabilities).abs() <= probabilities.abs() / 8).all()
     assert (narrow[0, 4:] == 0).all() and (narrow[0, :4] != 0).all()
@@ -259,10 +257,10 @@ def test_a_new_step_sees_the_new_weight(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_logits_are_given_back_before_their_gradient_is_multiplied(mode, tokens):
     hidden, weight, labels = (value.detach() for value in inputs(tokens))
-    products = head_of(weight, mode).start_pass()
-    logits = products.logits(hidden, weight)
+    gemms = head_of(weight, mode).start_pass()
+    logits = gemms.logits(hidden, weight)
     statistics = softmax.losses(logits, labels)[1]
-    products.grad_logits(logits, statistics, labels, torch.tensor(1.0))
+    gemms.grad_logits(logits, statistics, labels, torch.tensor(1.0))
     assert logits.untyped_storage().nbytes() == 0
 
 
@@ -371,9 +369,9 @@ def test_the_seam_tells_the_head_which_micro_batch_it_is():
 
 
 @pytest.mark.parametrize(
-    ("mode", "lora", "num_products"), [("gradients", 0, 2), ("all", 0, 3), ("gradients", 4, 1), ("all", 4, 2)]
+    ("mode", "lora", "num_gemms"), [("gradients", 0, 2), ("all", 0, 3), ("gradients", 4, 1), ("all", 4, 2)]
 )
-def test_census_and_promise_count_its_products(mode, lora, num_gemms_of):
+def test_coverage_and_expected_kernels_count_its_gemms(mode, lora, num_gemms):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(tiny_config())
@@ -385,14 +383,14 @@ def test_census_and_promise_count_its_products(mode, lora, num_gemms_of):
     precision.fp8_head = Fp8Head(model.get_output_embeddings(), mode)
     products = gemms_per_weight(model)
     in_head = precision.lm_head_gemms(products)
-    assert list(in_head.values()) == [num_gemms_of]
+    assert list(in_head.values()) == [num_gemms]
     without = measure_coverage(model, (), "bf16", {}, products)
     census = measure_coverage(model, (), "bf16", {}, products, lm_head_gemms=in_head)
-    assert census.fp8_flops_per_token - without.fp8_flops_per_token == 2 * num_gemms_of * 1024 * 32
+    assert census.fp8_flops_per_token - without.fp8_flops_per_token == 2 * num_gemms * 1024 * 32
     assert census.linear_flops_per_token == without.linear_flops_per_token
-    assert census.skipped["lm_head"] == f"1 bf16 (output head, {num_gemms_of} of {2 if lora else 3} products in fp8)"
+    assert census.skipped["lm_head"] == f"1 bf16 (output head, {num_gemms} of {2 if lora else 3} products in fp8)"
     promise = ExpectedKernels.of_model(precision, census, products=products)
-    assert promise.num_fp8_lm_head_gemms == num_gemms_of and promise.num_fp8_gemms(4) == 4 * num_gemms_of
+    assert promise.num_fp8_lm_head_gemms == num_gemms and promise.num_fp8_gemms(4) == 4 * num_gemms
 
 
 def test_arms_of_the_benchmarks():

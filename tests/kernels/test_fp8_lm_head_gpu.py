@@ -90,7 +90,7 @@ def test_casts_are_those_of_the_emulation(fp8_format, shape):
 
 
 @pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
-def test_products_are_those_of_the_emulation(layout):
+def test_gemms_are_those_of_the_emulation(layout):
     """With operands that keep one layout alone, as the backward pass has them."""
     generator = torch.Generator("cuda").manual_seed(2)
     shapes = {"TN": ((96, 64), (32, 64)), "NN": ((64, 96), (32, 64)), "NT": ((64, 96), (64, 32))}[layout]

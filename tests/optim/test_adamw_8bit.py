@@ -427,7 +427,7 @@ def test_sharded_parameters_are_refused(tmp_path):
     try:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         parameter = Parameter(torch.distributed.tensor.distribute_tensor(torch.zeros(64, 128), mesh))
-        with pytest.raises(ValueError, match="takes whole parameters, and one of shape"):
+        with pytest.raises(ValueError, match="takes unsharded parameters, and one of shape"):
             EightBitAdamW([parameter]).initialize_state()
     finally:
         torch.distributed.destroy_process_group()
