@@ -163,7 +163,7 @@ class Part:
 def parameter_map(spec: DecoderSpec) -> dict[str, tuple[Part, ...]]:
     """TE parameter name -> the Hugging Face tensors it is made of, stacked along dim 0 in this order.
 
-    Complete for the whole `*ForCausalLM`: parameters outside the decoder layers map to themselves. A tied
+    Complete for the `*ForCausalLM`: parameters outside the decoder layers map to themselves. A tied
     `lm_head.weight` is the embedding and has no entry.
     """
     h, ffn, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size

@@ -196,7 +196,7 @@ def unreadable(source: DatasetSource, split: str, error: BaseException) -> UserE
             broken = _broken_line(path)
             if broken is not None:
                 line, reason = broken
-                return UserError(f"{path}, line {line}: not valid JSON ({reason}); mend or remove the line.")
+                return UserError(f"{path}, line {line}: not valid JSON ({reason}); fix or remove the line.")
     cause = error.__cause__ or error
     return UserError(f"--dataset_name {source.name}: split '{split}' cannot be read: {_first_line(cause)}")
 

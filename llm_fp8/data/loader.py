@@ -69,18 +69,9 @@ class SequenceSource(Protocol):
         """Global batches of `size` sequences from `position` on, without end."""
 
 
-def check_position(position: Position, start: Position) -> None:
-    """Raise `UserError` unless `position` belongs to the data that begin at `start`."""
-    if position.get("kind") != start["kind"] or position.get("data") != start["data"]:
-        raise UserError(
-            "--resume_from: the checkpoint was made with other training data (dataset, split, tokenizer, "
-            "max_seq_length, packing, held-out share or seed); resume with the options of that run."
-        )
-
-
 @dataclass(frozen=True)
 class MapSequences:
-    """Sequences of a plan over documents that are all at hand. `data` identifies plan and documents."""
+    """Sequences of a plan over documents that are all known. `data` identifies plan and documents."""
 
     plan: PackingPlan
     read: Callable[[Sequence[int]], Documents]
@@ -208,7 +199,7 @@ class TrainLoader(Generic[T]):
 
     @property
     def epoch(self) -> float:
-        """Passes over the data done by the steps yielded so far, as a fraction (whole passes when streaming)."""
+        """Passes over the data done by the steps yielded so far, as a fraction (full passes when streaming)."""
         return self._epoch
 
     def state_dict(self) -> Position:
@@ -217,8 +208,13 @@ class TrainLoader(Generic[T]):
 
     def load_state_dict(self, state: Position) -> None:
         """Continue from `state` at the next `iter()`; `UserError` if it belongs to other data."""
-        check_position(state["rows"], self._sequences.start())
-        self._position = state["rows"]
+        position, start = state["rows"], self._sequences.start()
+        if position.get("kind") != start["kind"] or position.get("data") != start["data"]:
+            raise UserError(
+                "--resume_from: the checkpoint was made with other training data (dataset, split, tokenizer, "
+                "max_seq_length, packing, held-out share or seed); resume with the options of that run."
+            )
+        self._position = position
         self._epoch = state["progress"]
 
     def __iter__(self) -> Iterator[list[Batch]]:

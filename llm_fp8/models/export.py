@@ -18,6 +18,7 @@ import json
 import math
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def export_hf(
     """
     gathered = _gathered(model, full_tensor, dtype if is_main else None)
     if not is_main:
-        _exhaust(gathered)
+        deque(gathered, maxlen=0)
         return
     try:
         with _replaced(folder) as temporary:
@@ -75,7 +76,7 @@ def export_hf(
             tokenizer.save_pretrained(temporary)
             (temporary / "README.md").write_text(model_card(card))
     finally:
-        _exhaust(gathered)  # the other ranks wait in the remaining collectives
+        deque(gathered, maxlen=0)  # the other ranks wait in the remaining collectives
 
 
 def export_adapter(
@@ -134,11 +135,6 @@ def _replaced(folder: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _exhaust(iterator: Iterator[Any]) -> None:
-    for _ in iterator:
-        pass
 
 
 def _gathered(
@@ -221,7 +217,7 @@ def model_card(card: dict[str, Any], of_adapter: bool = False) -> str:
     return (
         f"---\nlibrary_name: {library}\nbase_model: {card['base model']}\n---\n\n"
         f"# {card['base model']}, fine-tuned\n\n"
-        "Trained with the llm-fp8 scripts; `run.json` and `summary.json` of the run hold the whole configuration and "
+        "Trained with the llm-fp8 scripts; `run.json` and `summary.json` of the run hold the full configuration and "
         f"outcome.\n\n| | |\n|---|---|\n{rows}\n\n"
         f"{loading}"
     )

@@ -21,8 +21,8 @@ def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, flo
     Kernels are those of the recorded step: recording slows the host and leaves their durations. The step time is the
     median of the measured steps, which are not recorded.
 
-    Returns: work_s, the time of kernels other than communication on the GPU with most of them; step_time_s; share of the
-        step in which none of them runs.
+    Returns: work_s, the time of kernels other than communication on the GPU with most of them; step_time_s; share of
+        the step in which none of them runs.
     """
     step_time_s = throughput_summary(steps).get("median_step_time_s")
     work_s = max(profile.work_s_by_rank, default=0.0)

@@ -80,7 +80,7 @@ METRICS: dict[str, Metric] = {
     ),
     "num_gemm_kernels": Metric(
         "kernels",
-        "Matrix products that the first GPU ran in the recorded step. Only that step has this figure and the next "
+        "GEMM kernels that the first GPU ran in the recorded step. Only that step has this figure and the next "
         "three; recording takes time, so it is in no median.",
     ),
     "num_fp8_gemm_kernels": Metric("kernels", "Those of them whose operands are in fp8."),

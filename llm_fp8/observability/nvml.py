@@ -28,7 +28,7 @@ MIN_INTERVAL_S = 1.0
 
 
 class NoNvml(Exception):
-    """NVML knows nothing of this device; the message says why."""
+    """NVML cannot tell this of the device; the message says why."""
 
 
 def gpu_uuid(device: torch.device | int) -> str:
@@ -105,19 +105,13 @@ class GpuStateSampler:
         }
 
 
-class NoEnergyCounter(Exception):
-    """The device has no energy counter; the message says why."""
-
-
 def open_energy_counter(device: torch.device) -> Callable[[], float]:
-    """Reads the energy counter of `device` in joules, from an arbitrary start; raises `NoEnergyCounter`."""
+    """Reads the energy counter of `device` in joules, from an arbitrary start; raises `NoNvml` where it has none."""
+    pynvml, handle = open_nvml(device)
     try:
-        pynvml, handle = open_nvml(device)
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except NoNvml as error:
-        raise NoEnergyCounter(str(error)) from error
     except pynvml.NVMLError as error:
-        raise NoEnergyCounter(f"NVML: {error}") from error
+        raise NoNvml(f"NVML: {error}") from error
 
     def read_j() -> float:
         try:
@@ -148,7 +142,7 @@ class EnergyMeter:
         self._read_j: Callable[[], float] | None = None
         try:
             self._read_j = open_counter(accelerator.device)
-        except NoEnergyCounter as reason:
+        except NoNvml as reason:
             self.no_counter = str(reason)
         self._begin_j = self._counter_j()
         self.restart(0)

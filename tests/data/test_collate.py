@@ -25,7 +25,7 @@ def _documents(lengths: list[int]) -> list[Document]:
     return [_document(length, row_id=i, prompt=length // 3) for i, length in enumerate(lengths)]
 
 
-def _packed_rows(documents: list[Document], capacity: int) -> list[list[Document]]:
+def _packed_sequences(documents: list[Document], capacity: int) -> list[list[Document]]:
     plan = pack([len(d.input_ids) for d in documents], capacity)
     return [[documents[i] for i in plan[row]] for row in range(len(plan))]
 
@@ -81,7 +81,7 @@ def test_padded_width(longest: int, limit: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("collate", [PackedCollate(2, 128, PAD), PaddedCollate(2, 128, PAD)])
-def test_a_batch_without_rows_teaches_nothing(collate: PackedCollate | PaddedCollate) -> None:
+def test_a_batch_without_sequences_teaches_nothing(collate: PackedCollate | PaddedCollate) -> None:
     batch = collate([])
     assert batch.num_tokens == 256 and batch.num_real_tokens == 0 and batch.num_supervised_tokens == 0
     assert (batch.labels == IGNORED).all() and batch.row_ids == ()
@@ -124,7 +124,7 @@ def _predictions(batch: Batch) -> list[tuple[list[int], int]]:
 
 def test_packed_and_padded_batches_hold_the_same() -> None:
     documents = _documents([30, 64, 7, 12, 51, 2, 33, 20])
-    packed = PackedCollate(8, 64, PAD)(_packed_rows(documents, 64))
+    packed = PackedCollate(8, 64, PAD)(_packed_sequences(documents, 64))
     padded = PaddedCollate(8, 64, PAD)([[d] for d in documents])
     assert _predictions(packed) == _predictions(padded)
     assert packed.num_supervised_tokens == padded.num_supervised_tokens == len(_predictions(packed))
@@ -160,15 +160,15 @@ def _loss_and_gradients(batch: Batch, attention: str, view: tuple[int, int]) -> 
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("missing_rows", [0, 2])
-def test_a_model_learns_the_same_from_packed_and_padded(attention: str, missing_rows: int) -> None:
+@pytest.mark.parametrize("missing_sequences", [0, 2])
+def test_a_model_learns_the_same_from_packed_and_padded(attention: str, missing_sequences: int) -> None:
     documents = _documents([30, 64, 7, 12, 51, 2, 33, 20])
-    rows = _packed_rows(documents, 64)
-    batch_size = len(rows) + missing_rows
+    rows = _packed_sequences(documents, 64)
+    batch_size = len(rows) + missing_sequences
     packed = PackedCollate(batch_size, 64, PAD)(rows)
-    padded = PaddedCollate(8 + missing_rows, 64, PAD)([[d] for d in documents])
+    padded = PaddedCollate(8 + missing_sequences, 64, PAD)([[d] for d in documents])
     packed_loss, packed_grads = _loss_and_gradients(packed, attention, (batch_size, 64))
-    padded_loss, padded_grads = _loss_and_gradients(padded, attention, (8 + missing_rows, 64))
+    padded_loss, padded_grads = _loss_and_gradients(padded, attention, (8 + missing_sequences, 64))
     torch.testing.assert_close(packed_loss, padded_loss, rtol=1e-5, atol=1e-5)
     assert packed_grads.keys() == padded_grads.keys()
     for name, gradient in packed_grads.items():

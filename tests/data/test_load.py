@@ -269,7 +269,8 @@ def test_a_hub_dataset_and_then_without_the_hub(hub: str, tmp_path: Path) -> Non
     program = """
 source = open_source("own/math")
 split = source.training_split(None)
-print(source.splits, split, len(load_split(source, split)), len(list(iterate(source, split, open_split_stream(source, split)))))
+rows = list(iterate(source, split, open_split_stream(source, split)))
+print(source.splits, split, len(load_split(source, split)), len(rows))
 """
     online = _run_with_hub(hub, tmp_path / "home", program)
     assert online.stdout.strip() == "['train', 'train_1M'] train_1M 3 3", online.stderr

@@ -28,7 +28,7 @@ def _read(indices: Any) -> list[Document]:
     return [Document(np.arange(LENGTHS[i]) + i, np.arange(LENGTHS[i]) > 0, int(i)) for i in indices]
 
 
-def _rows(packed: bool = False, seed: int = 0) -> MapSequences:
+def _sequences(packed: bool = False, seed: int = 0) -> MapSequences:
     return MapSequences(
         pack(LENGTHS, 32) if packed else one_per_sequence(NUM_DOCUMENTS), _read, seed, f"packed {packed}, seed {seed}"
     )
@@ -38,7 +38,7 @@ def _loader(
     batch_size: int = 2, accumulate: int = 2, rank: int = 0, world_size: int = 1, packed: bool = False, seed: int = 0
 ) -> TrainLoader:
     collate = (PackedCollate if packed else PaddedCollate)(batch_size, 32, 0)
-    return TrainLoader(_rows(packed, seed), collate, batch_size, accumulate, Share(rank, world_size))
+    return TrainLoader(_sequences(packed, seed), collate, batch_size, accumulate, Share(rank, world_size))
 
 
 def _steps(loader: TrainLoader, count: int) -> list[list[Batch]]:
@@ -60,7 +60,7 @@ def _same(first: list[list[Batch]], second: list[list[Batch]]) -> bool:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_an_epoch_holds_every_row_once(packed: bool) -> None:
+def test_an_epoch_holds_every_sequence_once(packed: bool) -> None:
     loader = _loader(batch_size=3, accumulate=2, packed=packed)
     assert loader.steps_per_epoch is not None
     num_steps = loader.steps_per_epoch
@@ -104,7 +104,7 @@ def test_micro_batch_i_goes_to_rank_i_modulo_world_size() -> None:
         assert part == [step[rank::2] for step in whole]
 
 
-def test_ranks_without_rows_get_empty_micro_batches() -> None:
+def test_ranks_without_sequences_get_empty_micro_batches() -> None:
     rows = list(range(5))
     shares = [Share(rank, 4).micro_batches(rows, 2) for rank in range(4)]
     assert shares == [[[0, 1]], [[2, 3]], [[4]], [[]]]
@@ -140,7 +140,7 @@ def test_the_state_is_that_of_the_consumer_not_of_the_thread() -> None:
     assert _ids(_steps(loader, 2)) == _ids(_steps(_loader(), 6)[4:])
 
 
-def test_resuming_with_another_cut_of_the_same_rows() -> None:
+def test_resuming_with_another_cut_of_the_same_sequences() -> None:
     whole = _ids(_steps(_loader(batch_size=2, accumulate=4), 8))
     first = _loader(batch_size=2, accumulate=4)
     _steps(first, 3)
@@ -176,7 +176,7 @@ def _eval(rank: int = 0, world_size: int = 1, batch_size: int = 4, max_batches: 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5, 16])
 @pytest.mark.parametrize("max_batches", [None, 3])
-def test_evaluation_sees_the_same_rows_whatever_the_ranks(world_size: int, max_batches: int | None) -> None:
+def test_evaluation_sees_the_same_sequences_whatever_the_world_size(world_size: int, max_batches: int | None) -> None:
     loaders = [_eval(rank, world_size, max_batches=max_batches) for rank in range(world_size)]
     batches = [list(loader) for loader in loaders]
     assert len({len(part) for part in batches}) == 1 and all(len(loader) == len(batches[0]) for loader in loaders)
@@ -208,8 +208,8 @@ def test_an_error_in_the_thread_reaches_the_consumer() -> None:
     assert _threads() == 0
 
 
-def test_an_error_in_a_row_reaches_the_training_loop() -> None:
-    loader = TrainLoader(_rows(), PaddedCollate(2, 8, 0), 2, 1, Share())  # documents are longer than 8
+def test_an_error_in_a_sequence_reaches_the_training_loop() -> None:
+    loader = TrainLoader(_sequences(), PaddedCollate(2, 8, 0), 2, 1, Share())  # documents are longer than 8
     with pytest.raises(ValueError, match="does not fit 8"):
         for _ in loader:
             pass

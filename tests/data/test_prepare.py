@@ -296,7 +296,7 @@ def test_a_stream_resumes_where_it_was(prepare: Any, tmp_path: Path, packing: st
     assert _same(_take(second, 40 - done), whole[done:])
 
 
-def test_a_stream_hands_poorly_filled_rows_on(prepare: Any, tmp_path: Path) -> None:
+def test_a_stream_hands_poorly_filled_sequences_on(prepare: Any, tmp_path: Path) -> None:
     _repeated_problems(tmp_path / "train.jsonl", num_problems=200)
     data = _small_buffer(
         prepare(tmp_path, "--packing", "--validation_fraction", "0", "--streaming", "--batch_size", "2"), 37
@@ -316,7 +316,7 @@ def test_a_stream_hands_poorly_filled_rows_on(prepare: Any, tmp_path: Path) -> N
     assert filled > 0.97 * best
 
 
-def test_a_stream_is_cut_into_ranks_as_rows_at_hand_are(prepare: Any, tmp_path: Path) -> None:
+def test_a_stream_is_cut_into_ranks_as_prepared_data_is(prepare: Any, tmp_path: Path) -> None:
     _repeated_problems(tmp_path / "train.jsonl")
     options = ("--packing", "--streaming", "--gradient_accumulation_steps", "2", "--batch_size", "2")
     one = _take(prepare(tmp_path, *options[:-4], "--gradient_accumulation_steps", "4", "--batch_size", "2"), 6)

@@ -85,7 +85,7 @@ def test_every_family_loads_again_with_nothing_missing_or_left_over(tmp_path, fa
     assert_same_bits(loaded.state_dict(), written.state_dict())
 
 
-def test_the_exported_folder_is_whole(tmp_path, tiny_model):
+def test_the_exported_folder_is_complete(tmp_path, tiny_model):
     export(tiny_model, tmp_path / "final")
     (tmp_path / "final" / "of an earlier run").touch()
     export(tiny_model, tmp_path / "final")
@@ -181,7 +181,8 @@ def test_the_attention_implementation_is_the_one_asked_for(tiny_model):
 def another_family(model_type: str, **changes: object) -> PretrainedConfig:
     """A small config of a family that te_llama.py does not build, with the embedded tokenizer's vocabulary."""
     shape = dict(
-        vocab_size=1024, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=64,
+        vocab_size=1024, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=64,
         max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=2,
     )  # fmt: skip
     return AutoConfig.for_model(model_type, **{**shape, **changes})
@@ -275,7 +276,8 @@ OTHERS = {
 }
 """Architectures that te_llama.py does not build, and what their small configs have beside SMALL."""
 SMALL = {
-    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64,
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 64, "max_position_embeddings": 64,
     "pad_token_id": 0,
 }  # fmt: skip
 

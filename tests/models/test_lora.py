@@ -187,7 +187,7 @@ def test_two_processes_take_the_same_steps(tmp_path, tied_model, sixteen_rows, m
     ],
 )
 def test_the_te_decoder_trains_the_same_adapters(tmp_path, tied_model, sixteen_rows, stand_in, targets, more):
-    """With Transformer Engine's modules stood in for: the parity gate, training, export in Hugging Face's names."""
+    """With Transformer Engine's modules stood in for: the parity check, training, export in Hugging Face's names."""
     options = [
         *reference_options(tied_model, sixteen_rows, tmp_path),
         "--use_te",
@@ -202,11 +202,13 @@ def test_the_te_decoder_trains_the_same_adapters(tmp_path, tied_model, sixteen_r
     }
 
 
-def test_the_parity_gate_takes_adapters_wider_than_the_frozen_model(tmp_path, tiny_model, rows, stand_in):
+def test_the_parity_check_accepts_fp32_adapters_on_a_bf16_model(tmp_path, tiny_model, rows, stand_in):
     """bf16 weights with fp32 adapters beside them, which Transformer Engine's modules refuse outside of autocast."""
     train(
-        f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_steps=2", "--max_seq_length=256", "--validation_fraction=0",
-        "--use_te", "--no_packing", "--mixed_precision=bf16", "--optimizer=adamw_fp32", f"--output_dir={tmp_path}", *LORA,
+        f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_steps=2", "--max_seq_length=256",
+        "--validation_fraction=0",
+        "--use_te", "--no_packing", "--mixed_precision=bf16", "--optimizer=adamw_fp32",
+        f"--output_dir={tmp_path}", *LORA,
     )  # fmt: skip
     assert all(tensor.dtype == torch.float32 for tensor in adapter(tmp_path).values())
     assert any(tensor.any() for name, tensor in adapter(tmp_path).items() if "lora_B" in name)
@@ -248,7 +250,7 @@ def test_the_te_decoder_computes_what_hugging_faces_does(tiny_model, stand_in, t
 
 
 class CountProducts(TorchDispatchMode):
-    """Matrix products in which memory of a tensor takes part, by the address of the tensor."""
+    """Matrix gemms in which memory of a tensor takes part, by the address of the tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +266,7 @@ class CountProducts(TorchDispatchMode):
 
 @pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj", "o_proj", "gate_proj", "down_proj"])
 @pytest.mark.parametrize("use_te", [False, True], ids=["hf", "te"])
-def test_products_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use_te, targets):
+def test_gemms_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use_te, targets):
     """In every module but a fused MLP the number that the certificate expects is the number that autograd computes."""
     options = LoraConfig(lora_rank=RANK, lora_targets=targets)
     if use_te:
@@ -275,12 +277,12 @@ def test_products_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use
     assert gemms_per_weight(model) == {}
     add_adapters(model, options, torch.float32)
     initialize_adapters_(model, SEED)
-    products = gemms_per_weight(model)
+    gemms = gemms_per_weight(model)
     ids = torch.randint(3, 1024, (2, 24))
     with CountProducts() as counted:
         model(input_ids=ids, labels=ids).loss.backward()
     checked = 0
-    for module, number in products.items():
+    for module, number in gemms.items():
         for name, weight in module.named_parameters(recurse=False):
             if (
                 name in ("weight", "fc1_weight", "fc2_weight")
@@ -291,15 +293,15 @@ def test_products_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use
                 checked += 1
     layers = tiny_config().num_hidden_layers
     assert checked == layers * (4 if use_te else 7) + 1
-    census = measure_coverage(model, [m for m in products if m is not model.lm_head], "bf16", {}, products)
+    coverage = measure_coverage(model, [m for m in gemms if m is not model.lm_head], "bf16", {}, gemms)
     adapters = num_adapter_parameters(model)
     own = sum(
         p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "lora" not in name and "embed" not in name
     )
-    assert census.num_linear_weights == own + adapters
-    assert census.linear_flops_per_token <= 4 * own + 6 * adapters
-    assert 0 < census.fp8_linear_flop_share < 1
-    described = measure_coverage(model, [], "bf16", {}, products).skipped
+    assert coverage.num_linear_weights == own + adapters
+    assert coverage.linear_flops_per_token <= 4 * own + 6 * adapters
+    assert 0 < coverage.fp8_linear_flop_share < 1
+    described = measure_coverage(model, [], "bf16", {}, gemms).skipped
     assert (
         {pattern for pattern, why in described.items() if why.endswith("bf16 (adapter)")}
         == {pattern for pattern in described if "lora_" in pattern or "adapters" in pattern}
@@ -316,19 +318,19 @@ OTHER_DECODERS = {
 
 
 @pytest.mark.parametrize("config", OTHER_DECODERS.values(), ids=OTHER_DECODERS)
-def test_no_more_products_are_expected_than_run_beside_attention(config):
+def test_no_more_gemms_are_expected_than_run_beside_attention(config):
     """A certificate that expects a product which autograd does not need would fail a run that is right."""
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     add_adapters(model, LoraConfig(lora_rank=RANK), torch.float32)
     initialize_adapters_(model, SEED)
-    products, ids = gemms_per_weight(model), torch.randint(3, 1024, (2, 24))
+    gemms, ids = gemms_per_weight(model), torch.randint(3, 1024, (2, 24))
     with CountProducts() as counted:
         model(input_ids=ids, labels=ids).loss.backward()
     found = {
-        name: (products[module], counted.counts[module.weight.untyped_storage().data_ptr()])
+        name: (gemms[module], counted.counts[module.weight.untyped_storage().data_ptr()])
         for name, module in model.named_modules()
-        if type(module) is torch.nn.Linear and module in products
+        if type(module) is torch.nn.Linear and module in gemms
     }
     assert all(1 <= expected <= ran for expected, ran in found.values()), found
     assert all(expected == ran == 2 for name, (expected, ran) in found.items() if "layers.1." in name), found
@@ -344,8 +346,10 @@ def test_a_resumed_run_takes_the_same_steps_and_its_checkpoints_hold_adapters_al
 
     def options(folder, *more):
         return [
-            f"--model_name={tiny_model}", f"--dataset_name={rows}", "--validation_fraction=0", "--max_seq_length=256", "--batch_size=4", "--learning_rate=1e-2",
-            "--max_steps=6", "--save_every=3", "--save_total_limit=9", "--lora_dropout=0.3", "--log_every=1", f"--output_dir={folder}", *LORA, *more,
+            f"--model_name={tiny_model}", f"--dataset_name={rows}", "--validation_fraction=0",
+            "--max_seq_length=256", "--batch_size=4", "--learning_rate=1e-2",
+            "--max_steps=6", "--save_every=3", "--save_total_limit=9", "--lora_dropout=0.3", "--log_every=1",
+            f"--output_dir={folder}", *LORA, *more,
         ]  # fmt: skip
 
     train(*options(tmp_path / "whole"))
@@ -389,7 +393,8 @@ def trained_adapter(tmp_path_factory, tied_model, rows) -> Path:
     """The folder of a run of two steps that moved its adapters far."""
     folder = tmp_path_factory.mktemp("run") / "run"
     train(
-        f"--model_name={tied_model}", f"--dataset_name={rows}", "--max_steps=2", "--max_seq_length=256", "--validation_fraction=0.1",
+        f"--model_name={tied_model}", f"--dataset_name={rows}", "--max_steps=2", "--max_seq_length=256",
+        "--validation_fraction=0.1",
         "--learning_rate=0.05", "--num_warmup_steps=0", "--lr_scheduler=constant", f"--output_dir={folder}", *LORA,
     )  # fmt: skip
     return folder

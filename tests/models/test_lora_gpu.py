@@ -46,7 +46,7 @@ factor of two and more.
 
 
 def build(options, device, use_te: bool, targets: str, dropout: float = 0.0, keep_casts: bool = True):
-    """As `test_precision_gpu.build`, with adapters whose B are not zero; and the promise's products."""
+    """As `test_precision_gpu.build`, with adapters whose B are not zero; and the expected's gemms."""
     lora = LoraConfig(lora_rank=8, lora_targets=targets, lora_dropout=dropout)
     plan = resolve_precision(options, device)
     config = family_config("llama3_rope_gqa")
@@ -67,10 +67,10 @@ def build(options, device, use_te: bool, targets: str, dropout: float = 0.0, kee
     precision.attach(model, decoder_layers(model))
     if keep_casts:
         precision.keep_casts_of_frozen_weights()
-    products = gemms_per_weight(model)
-    in_head = precision.lm_head_gemms(products)
-    census = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons, products, lm_head_gemms=in_head)
-    return TrainingModel(model, S, torch.bfloat16, precision.fp8_head), precision, census, products
+    gemms = gemms_per_weight(model)
+    in_head = precision.lm_head_gemms(gemms)
+    coverage = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons, gemms, lm_head_gemms=in_head)
+    return TrainingModel(model, S, torch.bfloat16, precision.fp8_head), precision, coverage, gemms
 
 
 def draw_b_(model) -> None:
@@ -79,10 +79,10 @@ def draw_b_(model) -> None:
             adapter.b.copy_(0.02 * torch.randn(adapter.b.shape, generator=torch.Generator().manual_seed(number)))
 
 
-def certificate_of_step(model, precision, promise: ExpectedKernels, device) -> Certificate:
-    """Of a recorded step, whose kernels are held against `promise`."""
+def certificate_of_step(model, precision, expected: ExpectedKernels, device) -> Certificate:
+    """Of a recorded step, whose kernels are held against `expected`."""
     return certify(
-        promise,
+        expected,
         recorded_step(model, precision, device),
         precision.module_state(),
         num_micro_batches=MICRO_BATCHES,
@@ -98,22 +98,22 @@ def test_the_kernels_are_those_that_the_certificate_expects(
     scenario, use_te, targets, recomputed, device, record_property
 ):
     options = BF16 if scenario is None else fp8(fp8_scenario=scenario)
-    model, precision, census, products = build(options, device, use_te, targets)
+    model, precision, coverage, gemms = build(options, device, use_te, targets)
     layers = decoder_layers(model.model)
     again = enable_gradient_checkpointing(layers, 1, uses_te=use_te or scenario is not None) if recomputed else ()
     model.train()
-    promise = ExpectedKernels.of_model(precision, census, again, products)
-    certificate = certificate_of_step(model, precision, promise, device)
+    expected = ExpectedKernels.of_model(precision, coverage, again, gemms)
+    certificate = certificate_of_step(model, precision, expected, device)
     record_property("certificate", certificate.to_dict())
     assert certificate.verdict == "certified", certificate.reasons
     if scenario is None:
         assert certificate.num_fp8_gemm_kernels == 0
     else:
-        surplus = certificate.num_fp8_gemm_kernels - promise.num_fp8_gemms(MICRO_BATCHES)
+        surplus = certificate.num_fp8_gemm_kernels - expected.num_fp8_gemms(MICRO_BATCHES)
         # A weight gradient of a frozen weight would be one too many. A product of block scaling may take several
         # kernels.
         assert surplus == 0 or (scenario == "block" and surplus > 0)
-        assert 0.7 < census.fp8_linear_flop_share < 1
+        assert 0.7 < coverage.fp8_linear_flop_share < 1
     assert {name for name, p in model.named_parameters() if p.grad is not None} == {
         name for name, p in model.named_parameters() if "lora_" in name
     }
@@ -123,17 +123,17 @@ def test_the_kernels_are_those_that_the_certificate_expects(
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_frozen_output_head_in_fp8(mode, use_te, targets, device, record_property):
-    """Two products of it are left, of which `gradients` computes one in fp8; adapters below it learn as with a bf16
+    """Two gemms of it are left, of which `gradients` computes one in fp8; adapters below it learn as with a bf16
     head.
     """
-    model, precision, census, products = build(fp8(fp8_lm_head=mode), device, use_te, targets)
+    model, precision, coverage, gemms = build(fp8(fp8_lm_head=mode), device, use_te, targets)
     model.train()
-    promise = ExpectedKernels.of_model(precision, census, (), products)
-    assert promise.num_fp8_lm_head_gemms == NUM_PRODUCTS[mode] - 1
-    certificate = certificate_of_step(model, precision, promise, device)
+    expected = ExpectedKernels.of_model(precision, coverage, (), gemms)
+    assert expected.num_fp8_lm_head_gemms == NUM_PRODUCTS[mode] - 1
+    certificate = certificate_of_step(model, precision, expected, device)
     record_property("certificate", certificate.to_dict())
     assert certificate.verdict == "certified", certificate.reasons
-    assert certificate.num_fp8_gemm_kernels == promise.num_fp8_gemms(MICRO_BATCHES)
+    assert certificate.num_fp8_gemm_kernels == expected.num_fp8_gemms(MICRO_BATCHES)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert all("lora_" in name for name in gradients)
     wide, wide_precision, _, _ = build(fp8(), device, use_te, targets)

@@ -125,7 +125,7 @@ def test_generate_gives_hugging_faces_tokens(family, tmp_path, device):
     assert torch.equal(te_model.generate(prompt, **arguments), hf.generate(prompt, **arguments))
 
 
-def test_gate_passes_a_right_model_and_names_what_is_wrong(tmp_path, device, record_property):
+def test_the_check_passes_a_right_model_and_names_what_is_wrong(tmp_path, device, record_property):
     from llm_fp8.utils.errors import UserError
 
     config = family_config("llama3_rope_gqa")

@@ -46,7 +46,7 @@ def test_every_hf_tensor_is_used_once_and_every_te_parameter_is_filled(family):
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 7])
-def test_blocks_of_rows_add_up_to_the_whole(num_blocks):
+def test_shards_add_up_to_the_unsharded_parameters(num_blocks):
     """Blocks that cross the borders of q, k and v, that lie inside one of them, and that are empty."""
     config = family_config("qwen2_qkv_bias_tied")
     spec, tensors = decoder_spec(config), hf_tensors(config)

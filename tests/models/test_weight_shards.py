@@ -62,7 +62,7 @@ def structure(config: ModelConfig, dtype: torch.dtype = torch.float32) -> PreTra
     )
 
 
-def whole_model(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
+def unsharded_model(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
     """The same model in one piece."""
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)
@@ -117,7 +117,7 @@ def load_and_export(
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_model_loaded_in_parts_is_the_whole_one_and_comes_out_with_the_same_bits(tmp_path, num_ranks, tied, stored):
+def test_a_sharded_model_equals_the_unsharded_one_and_is_exported_with_the_same_bits(tmp_path, num_ranks, tied, stored):
     # 4 rows of q, k and v: the last of 3 ranks has none of them.
     source = write_model(
         tmp_path / "source",
@@ -135,7 +135,7 @@ def test_a_model_loaded_in_parts_is_the_whole_one_and_comes_out_with_the_same_bi
     )
     assert_same_bits(stored_weights(tmp_path / "out"), stored_weights(source))
 
-    whole = whole_model(source)
+    whole = unsharded_model(source)
     with torch.no_grad():
         logits = whole(IDS).logits
     for result in results:
@@ -179,7 +179,7 @@ def test_the_exported_files_are_those_of_save_pretrained(tmp_path, family, max_f
         assert {name: ours[name] for name in theirs} == theirs
 
 
-def load_counting_rows(rank: int, name: str) -> tuple[int, int, int]:
+def load_counting_reads(rank: int, name: str) -> tuple[int, int, int]:
     """Elements read from files, elements held, elements of the model."""
     num_read = 0
 
@@ -221,9 +221,9 @@ def load_counting_rows(rank: int, name: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_each_rank_reads_its_rows_and_no_others(tmp_path, tied):
+def test_each_rank_reads_its_shards_and_nothing_else(tmp_path, tied):
     source = write_model(tmp_path / "source", torch.bfloat16, "40KB", tie_word_embeddings=tied)
-    counts = on_ranks(3, tmp_path / "run", load_counting_rows, source)
+    counts = on_ranks(3, tmp_path / "run", load_counting_reads, source)
     num_parameters = counts[0][2]
     assert all(read == held < num_parameters * 0.4 for read, held, _ in counts)
     assert sum(read for read, _, _ in counts) == num_parameters
@@ -304,7 +304,7 @@ def test_a_main_rank_that_cannot_write_leaves_no_rank_waiting(tmp_path, tiny_mod
 # ------------------------------------------------------------------------------------------------------------
 
 
-def random_whole(rank: int, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def random_unsharded(rank: int, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     strategy = strategy_of()
     config = ModelConfig(model_name=name, random_init=True)
     model = structure(config, dtype)
@@ -316,10 +316,10 @@ def random_whole(rank: int, name: str, dtype: torch.dtype) -> dict[str, torch.Te
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_random_weights_do_not_depend_on_the_number_of_ranks(tmp_path, tiny_model, num_ranks, dtype):
-    whole = whole_model(tiny_model, dtype)
+    whole = unsharded_model(tiny_model, dtype)
     te_llama.initialize_weights_(whole, torch.Generator().manual_seed(3))
     expected = {name: parameter.detach() for name, parameter in whole.named_parameters()}
-    for weights in on_ranks(num_ranks, tmp_path / "run", random_whole, tiny_model, dtype):
+    for weights in on_ranks(num_ranks, tmp_path / "run", random_unsharded, tiny_model, dtype):
         assert_same_bits(weights, expected)
 
 
@@ -380,7 +380,7 @@ def load_and_export_te(rank: int, name: str, out: str) -> dict[str, torch.Tensor
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("family", ["llama3_rope_gqa", "qwen2_qkv_bias_tied", "qwen3_qk_norm_head_dim"])
-def test_fused_parameters_are_filled_from_the_rows_of_several_tensors(tmp_path, family, num_ranks):
+def test_fused_parameters_are_filled_from_several_tensors(tmp_path, family, num_ranks):
     torch.manual_seed(0)
     written = AutoModelForCausalLM.from_config(family_config(family), dtype=torch.bfloat16)
     with torch.no_grad():
@@ -420,7 +420,7 @@ def blocks_of(rank: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
     return found
 
 
-def test_a_block_is_where_its_rows_are(tmp_path):
+def test_a_local_shard_is_where_its_rows_are(tmp_path):
     results = on_ranks(3, tmp_path / "run", blocks_of)
     for parameters in zip(*results, strict=True):
         for start, data, whole in parameters:
@@ -524,7 +524,7 @@ def test_a_checkpoint_of_the_base_model_has_other_names_and_loads(tmp_path):
     base = LlamaModel.from_pretrained(source)
     base.save_pretrained(source)
     assert "norm.weight" in stored_weights(source)
-    assert_same_bits(fill_in_one_piece(source).state_dict(), whole_model(source).state_dict())
+    assert_same_bits(fill_in_one_piece(source).state_dict(), unsharded_model(source).state_dict())
 
 
 def test_an_architecture_whose_files_have_other_names_loads(tmp_path):
@@ -551,7 +551,7 @@ def test_a_mixture_of_experts_is_refused_in_a_sentence(tmp_path):
 def test_a_structure_has_the_buffers_of_the_loaded_model(tmp_path, family):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(family_config(family), dtype=torch.bfloat16).save_pretrained(tmp_path)
-    empty, loaded = structure(ModelConfig(model_name=str(tmp_path))), whole_model(str(tmp_path))
+    empty, loaded = structure(ModelConfig(model_name=str(tmp_path))), unsharded_model(str(tmp_path))
     assert_same_bits(dict(empty.named_buffers()), dict(loaded.named_buffers()))
     assert empty.config._attn_implementation == loaded.config._attn_implementation == "sdpa"
     assert {name: (p.shape, p.dtype) for name, p in empty.named_parameters()} == {

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 
 from llm_fp8.observability.metrics import METRICS
-from llm_fp8.observability.nvml import EnergyMeter, NoEnergyCounter, open_energy_counter
+from llm_fp8.observability.nvml import EnergyMeter, NoNvml, open_energy_counter
 from tests.support.processes import exit_code, start_ranks
 from tests.support.small import steps, write_model, write_rows
 
@@ -96,7 +96,7 @@ def test_a_reading_that_fails_gives_no_figure_and_the_next_interval_recovers() -
 
 def without_counter(reason: str) -> Callable[[torch.device], Callable[[], float]]:
     def open_counter(device: torch.device) -> Callable[[], float]:
-        raise NoEnergyCounter(reason)
+        raise NoNvml(reason)
 
     return open_counter
 
@@ -104,7 +104,7 @@ def without_counter(reason: str) -> Callable[[torch.device], Callable[[], float]
 def test_a_machine_without_a_counter_has_no_figures_and_says_why() -> None:
     meter = EnergyMeter(Accelerator(cpu=True), without_counter("no board"))
     assert meter.read({1: 1000}) == {} and meter.no_counter == "no board"
-    with pytest.raises(NoEnergyCounter, match="a CPU has no counter"):
+    with pytest.raises(NoNvml, match="a CPU has no counter"):
         open_energy_counter(torch.device("cpu"))
 
 
@@ -114,7 +114,7 @@ def test_nvml_without_a_driver_is_a_reason_and_not_an_error(monkeypatch: pytest.
         uuid = "00000000-0000-0000-0000-000000000000"
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    with pytest.raises(NoEnergyCounter, match="NVML: .*Not Found"):
+    with pytest.raises(NoNvml, match="NVML: .*Not Found"):
         open_energy_counter(torch.device("cuda"))
 
 
@@ -141,8 +141,10 @@ def give_each_rank_a_board() -> None:
 
 def test_the_energy_of_two_processes_is_their_sum_and_nothing_where_one_is_missing(tmp_path: Path) -> None:
     options = [
-        "--model_name", write_model(tmp_path / "model"), "--dataset_name", write_rows(tmp_path / "rows.jsonl", 32), "--validation_fraction=0",
-        "--output_dir", tmp_path / "run", "--max_steps=4", "--log_every=2", "--batch_size=2", "--max_seq_length=256", "--sharding_mode=ddp",
+        "--model_name", write_model(tmp_path / "model"), "--dataset_name",
+        write_rows(tmp_path / "rows.jsonl", 32), "--validation_fraction=0",
+        "--output_dir", tmp_path / "run", "--max_steps=4", "--log_every=2", "--batch_size=2",
+        "--max_seq_length=256", "--sharding_mode=ddp",
         "--no_export",
     ]  # fmt: skip
     ranks = start_ranks(2, tmp_path / "log", *options, first=give_each_rank_a_board)

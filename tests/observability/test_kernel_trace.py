@@ -28,16 +28,20 @@ GEMMS = {
     "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_ovscale_TNT": "fp8",
     "nvjet_sm90_tst_128x192_64x5_4x1_v_bz_coopB_NTN": "bf16",
     "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT": "bf16",
-    "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize32x32x8_stage3_warpsize1x2x1_ffma_aligna4_alignc4_execute_kernel__5x_cublas": "fp32",
-    "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nn_align1>(cutlass_80_simt_sgemm_128x32_8x5_nn_align1::Params)": "fp32",
+    "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize32x32x8_stage3_warpsize1x2x1_ffma_aligna4_alignc4_"
+    "execute_kernel__5x_cublas": "fp32",
+    "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nn_align1>(cutlass_80_simt_sgemm_128x32_8x5_"
+    "nn_align1::Params)": "fp32",
     # as other versions and GPUs name theirs
     "nvjet_qqtst_128x128_128x6_2x1_v_bz_TNT": "fp8",
     "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTN": "fp16",
     "nvjet_sm100_qqtst_128x256_128x6_2x1_2cta_v_bz_Avec32UE8M0_Bvec32UE8M0_TNT": "fp8",
     "nvjet_sm100_tst_256x192_64x5_2x1_2cta_v_bz_TNT": "bf16",
     "nvjet_sm100_ootst_256x256_256x4_2x1_2cta_v_bz_Avec16UE4M3_Bvec16UE4M3_TNT": "unknown",
-    "sm89_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x64_stage3_warpsize2x2x1_tensor16x8x32_kernel__5x_cublas": "fp8",
-    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas": "bf16",
+    "sm89_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x64_stage3_warpsize2x2x1_tensor16x8x32_"
+    "kernel__5x_cublas": "fp8",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x128x64_warpgroupsize1x1x1_execute_segment_k_off_"
+    "kernel__5x_cublas": "bf16",
     "cutlass3x_sm90_tensorop_gemm_e4m3_e4m3_f32_bf16_bf16_128x128x128_2x1x1_0_tnn_align16": "fp8",
     "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(Params)": "bf16",
     "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn": "bf16",
@@ -45,21 +49,26 @@ GEMMS = {
     "ampere_h16816gemm_128x128_ldg8_stages_64x3_tn": "fp16",
     "ampere_sgemm_128x64_tn": "fp32",
     "cutlass_80_tensorop_i16832gemm_s8_128x128_64x3_tn_align16": "unknown",
-    "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int>, "
+    "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<"
+    "cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int>, "
     "cutlass::gemm::collective::CollectiveMma<cutlass::gemm::MainloopSm90TmaGmmaWarpSpecialized<4>, "
     "cutlass::float_e4m3_t, cutlass::float_e4m3_t>, cutlass::bfloat16_t> > >": "fp8",
-    "void gemv2T_kernel_val<int, int, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16, float, 128, 16, 4, 4, false>(float)": "bf16",
+    "void gemv2T_kernel_val<int, int, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16, float, 128, 16, 4, 4, "
+    "false>(float)": "bf16",
     "triton_tem_fused__scaled_mm_7": "fp8",
     "triton_tem_fused_mm_3": "unknown",
     "some_future_gemm_of_another_name": "unknown",
 }
 
 NO_GEMMS = {
-    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1_cga1x1x1_kernel0_0": "attention",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1_cga1x1x1_kernel0_"
+    "0": "attention",
     "void cudnn::fusion::fmha_reduce_head_ragged<true>(void const*, void*, unsigned int)": "attention",
-    "void cudnn::fusion::compute_dot_do_o_ragged_specialized<true, 64>(void const*, void const*, void*, void*)": "attention",
+    "void cudnn::fusion::compute_dot_do_o_ragged_specialized<true, 64>(void const*, void const*, void*, "
+    "void*)": "attention",
     "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int)": "attention",
-    "transformer_engine::fused_attn::cu_seqlens_padded_to_offsets(transformer_engine::fused_attn::RaggedOffsetMultipliers)": "attention",
+    "transformer_engine::fused_attn::cu_seqlens_padded_to_offsets(transformer_engine::fused_"
+    "attn::RaggedOffsetMultipliers)": "attention",
     "void transformer_engine::kv_cache::convert_thd_to_bshd_kernel<__nv_bfloat16>(__nv_bfloat16*, __nv_bfloat16*, "
     "int*, int, int, int, int)": "attention",
     "void transformer_engine::kv_cache::convert_bshd_to_thd_kernel<__nv_bfloat16>(__nv_bfloat16*, __nv_bfloat16*, "
@@ -79,22 +88,28 @@ NO_GEMMS = {
     "cutlass::bfloat16_t, float, cutlass::arch::Sm90, 256> >": "attention",
     "flash::prepare_varlen_num_blocks_kernel(int, int, int, int const*, int const*, int const*, int const*, int "
     "const*, int const*)": "attention",
-    "_ZN7cutlass13device_kernelIN5flash11enable_sm90INS1_16FlashAttnFwdSm90INS1_25CollectiveMainloopFwdSm90ILi2EN4cute5tupleEEEEEEEEvNT_6ParamsE": "attention",
-    "_ZN7cutlass13device_kernelIN5flash22FlashAttnBwdPreprocessIN4cute5tupleIJNS3_1CILi80EEENS5_ILi128EEEEEENS_10bfloat16_tEfNS_4arch4Sm90E": "attention",
-    "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::gemm::GemmShape>)": "attention",
+    "_ZN7cutlass13device_kernelIN5flash11enable_sm90INS1_16FlashAttnFwdSm90INS1_"
+    "25CollectiveMainloopFwdSm90ILi2EN4cute5tupleEEEEEEEEvNT_6ParamsE": "attention",
+    "_ZN7cutlass13device_kernelIN5flash22FlashAttnBwdPreprocessIN4cute5tupleIJNS3_1CILi80EEENS5_"
+    "ILi128EEEEEENS_10bfloat16_tEfNS_4arch4Sm90E": "attention",
+    "fmha_cutlassF_bf16_aligned_64x64_rf_"
+    "sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::gemm::GemmShape>)": "attention",
     "void transformer_engine::scaled_masked_softmax_warp_forward<__nv_bfloat16, __nv_bfloat16, float, "
     "10>(__nv_bfloat16*)": "attention",
     "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>(float*, float const*, "
     "int)": "attention",
-    "cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*, __nv_fp8_e4m3*, __nv_fp8_e4m3*, float const*)": "cast",
+    "cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*, __nv_fp8_e4m3*, __nv_fp8_e4m3*, "
+    "float const*)": "cast",
     "cast_transpose_fusion_kernel_optimized(transformer_engine::CTDBiasDActParam<__nv_bfloat16, __nv_bfloat16, "
     "__nv_fp8_e5m2, float>)": "cast",
     "void transformer_engine::(anonymous namespace)::block_scaled_1d_cast_transpose_kernel<true, float, "
     "__nv_bfloat16, __nv_fp8_e4m3>()": "cast",
-    "transpose_optimized_kernel(__nv_fp8_e4m3 const*, float const*, __nv_fp8_e4m3*, unsigned long, unsigned long)": "cast",
+    "transpose_optimized_kernel(__nv_fp8_e4m3 const*, float const*, __nv_fp8_e4m3*, unsigned long, "
+    "unsigned long)": "cast",
     "void transformer_engine::(anonymous namespace)::amax_kernel<16, true, __nv_bfloat16>(__nv_bfloat16 const*, "
     "float*)": "cast",
-    "transformer_engine::(anonymous namespace)::compute_scale_from_amax_kernel(float const*, float*, float, bool)": "cast",
+    "transformer_engine::(anonymous namespace)::compute_scale_from_amax_kernel(float const*, float*, "
+    "float, bool)": "cast",
     "transformer_engine::delayed_scaling_recipe::(anonymous "
     "namespace)::amax_and_scale_update_impl::kernel_bulk(float*)": "cast",
     "void transformer_engine::unary_kernel<16, true, float, transformer_engine::Empty, "
@@ -132,7 +147,8 @@ NO_GEMMS = {
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous "
     "namespace)::FusedOptimizerTensorListMetadata<4>, at::native::(anonymous "
     "namespace)::FusedAdamMathFunctor<c10::BFloat16, 4>>()": "optimizer",
-    "void at::native::lpnorm_cleanup<c10::BFloat16, (at::native::NormType)1, float, true, float>(float const*)": "optimizer",
+    "void at::native::lpnorm_cleanup<c10::BFloat16, (at::native::NormType)1, float, true, float>(float "
+    "const*)": "optimizer",
     "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
     "Memcpy DtoD (Device -> Device)": "copy",
     "Memset (Device)": "copy",
