@@ -39,6 +39,7 @@ from llm_fp8.models.source import EMBEDDED_MODEL  # noqa: E402
 from llm_fp8.tools.bench import worker  # noqa: E402
 from tests.support.families import write_family  # noqa: E402
 from tests.support.reference import NUM_ROWS  # noqa: E402
+from tests.support.slow import is_slow  # noqa: E402
 from tests.support.small import tiny_config, write_model, write_rows  # noqa: E402
 from tests.support.warm_python import warm_python_in  # noqa: E402
 
@@ -56,10 +57,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     _CACHE.cleanup()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine has no GPUs for."""
+    """Mark what starts processes or trains as slow, and skip what this machine has no GPUs for."""
     num_gpus = torch.cuda.device_count()
     for item in items:
+        if is_slow(item):
+            item.add_marker(pytest.mark.slow)
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
             if item.get_closest_marker(marker) and num_gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), this machine has {num_gpus}"))

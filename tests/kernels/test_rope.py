@@ -163,7 +163,7 @@ def test_which_layers_take_the_kernel(family, context_size, on_gpu, dtype, taken
 
 INTERPRETED = """
 import torch
-from llm_fp8.rope_kernel import split_rope
+from llm_fp8.kernels.rope_triton import split_rope
 from tests.support.rope_reference import CASES, assert_same_split, split_rope_reference
 for name in ("head_dim 80", "little of a head", "documents of one token", "empty documents", "padded"):
     for dtype in (torch.float32, torch.bfloat16):

@@ -101,7 +101,7 @@ def test_every_linear_layer_of_an_untied_model_is_converted(model_folder, tmp_pa
 # A program that breaks something before it runs the example.
 BROKEN = """
 import os, runpy, sys
-import llm_fp8.trainer_callback as callback
+import llm_fp8.tools.hf_trainer_callback as callback
 {patch}
 sys.argv[0] = "examples/hf_trainer_fp8.py"
 runpy.run_path(sys.argv[0], run_name="__main__")

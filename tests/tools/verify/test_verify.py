@@ -868,7 +868,7 @@ def test_no_process_outlives_a_verifier_that_is_killed(tmp_path):
     program = f"""
 import sys, time
 from pathlib import Path
-from llm_fp8.verify.processes import Started
+from llm_fp8.tools.verify.processes import Started
 started = Started([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"], Path({str(log)!r}))
 time.sleep(60)
 """
