@@ -24,7 +24,8 @@ os.environ.update(
     HF_DATASETS_OFFLINE="1",
     HF_DATASETS_CACHE=str(Path(_CACHE.name) / "datasets"),
     WANDB_SILENT="true",
-    # cuBLAS reads it once; Transformer Engine multiplies fp32 in TF32 otherwise, and fp32 parity would not be near fp32 rounding.
+    # cuBLAS reads it once; Transformer Engine multiplies fp32 in TF32 otherwise, and fp32 parity would not be near fp32
+    # rounding.
     NVIDIA_TF32_OVERRIDE="0",
 )
 # What a launcher left in the environment would change the configuration under test.

@@ -70,9 +70,14 @@ def test_on_several_gpus_a_step_is_that_of_one(num_gpus):
 
 def run(arm: str, num_gpus: int, *losses: float, rows: int = 16) -> dict:
     return {
-        "arm": arm, "seed": 1, "num_gpus": num_gpus, "global_batch_size": rows, "num_parameters": 57_000_000, "final_eval_loss": losses[-1],
+        "arm": arm,
+        "seed": 1,
+        "num_gpus": num_gpus,
+        "global_batch_size": rows,
+        "num_parameters": 57_000_000,
+        "final_eval_loss": losses[-1],
         "evaluations": [[25 * n, 1000 * n, loss] for n, loss in enumerate(losses, start=1)],
-    }  # fmt: skip
+    }
 
 
 def test_the_same_command_goes_on_from_what_it_kept(tmp_path):
