@@ -28,9 +28,11 @@ def main() -> int:
     config, idle_fp8_keys = parse_launch(
         sys.argv[1:], os.environ, "train_multi_gpu.py", (__doc__ or "").split("\n\n")[0], parallel=True
     )
-    from llm_fp8.train.run import run_training  # after the parser: --help and mistakes answer without loading the rest
+    # After the parser: --help and mistakes answer without loading the rest.
+    from llm_fp8.tools.predict.after_run import compare_with_prediction
+    from llm_fp8.train.run import run_training
 
-    return run_training(config, idle_fp8_keys, PhaseClock(IMPORTED_S))
+    return run_training(config, idle_fp8_keys, PhaseClock(IMPORTED_S), compare_with_prediction)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ ranks; C counts the supervised tokens of all of them. With L_m the summed cross 
     loss = (1 / C) * sum over ranks and m of L_m        gradient = d loss / d weights
 
 so the loss is the mean over real, supervised tokens however the batch is cut. Whatever a way of sharding divides
-gradients by, its engine (llm_fp8.distributed) undoes.
+gradients by, its strategy (llm_fp8.distributed) undoes.
 
 Numbers stay on the device. Every `log_every` steps (and before anything is saved or evaluated) they are read at once;
 that read is also where a loss or norm that is not finite ends the run, before it can reach a checkpoint.
@@ -44,7 +44,7 @@ class NonFiniteLoss(UserError):
     """The loss or the gradient norm was not finite; the message says at which step and in which rows."""
 
 
-class Hooks(Protocol):
+class Callbacks(Protocol):
     """What the loop calls between steps."""
 
     def after_first_step(self) -> None:
@@ -119,11 +119,11 @@ class LoopOptions:
 
 
 @dataclass
-class Trainer:
+class TrainingLoop:
     """Takes optimizer steps and keeps count. `step` and `tokens_seen` are set by whoever resumes a run."""
 
     accelerator: Accelerator
-    engine: DistributedStrategy
+    strategy: DistributedStrategy
     model: nn.Module
     precision: Precision
     optimizer: Optimizer
@@ -148,12 +148,13 @@ class Trainer:
         self._profile_figures: dict[int, dict[str, float]] = {}
         """By step: what belongs to its record."""
 
-    def train(self, hooks: Hooks, stop_requested: Callable[[], bool]) -> None:
-        """Train to `total_steps`, or until `stop_requested()`, which saves a checkpoint too. The loader has no end
-        of its own.
+    def train(self, callbacks: Callbacks, stop_requested: Callable[[], bool], until: int | None = None) -> None:
+        """Train to step `until` (default: `total_steps`), or until `stop_requested()`, which saves a checkpoint too. The
+        loader has no end of its own.
         """
         options = self.options
-        if self.step >= options.total_steps:
+        end = options.total_steps if until is None else until
+        if self.step >= end:
             return  # Resumed behind the last step, for what follows it.
         self.model.train()
         first = self.step + 1
@@ -161,38 +162,38 @@ class Trainer:
         for batches in self.loader:
             recording = self.step + 1 == options.profile_step
             with profiled(self.accelerator) if recording else contextlib.nullcontext() as profile:
-                stamp = self._take_step(batches, stamp)
+                stamp = self.take_step(batches, stamp)
             if self.step == first:
-                hooks.after_first_step()
+                callbacks.after_first_step()
             if profile is not None:
-                stamp = self._after_profiled_step(profile, hooks, num_micro_batches=len(batches))
+                stamp = self._after_profiled_step(profile, callbacks, num_micro_batches=len(batches))
             if self._due(options.empty_cache_every) and self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
             stopping = stop_requested()
-            last = self.step >= options.total_steps or stopping
+            last = self.step >= end or stopping
             evaluate = self._due(options.eval_every) and not last
             save = self._due(options.save_every) or stopping or (last and options.save_every > 0)
             if self._due(options.log_every) or evaluate or save or last:
                 self._read_pending()
-                hooks.after_report(self.step)
+                callbacks.after_report(self.step)
             if evaluate:
-                hooks.evaluate(self.step)
+                callbacks.evaluate(self.step)
             if save:
                 self.require_finite_weights()
-                self.last_checkpoint = hooks.save(self.step)
+                self.last_checkpoint = callbacks.save(self.step)
             if last:
                 return
             if evaluate or save:
                 stamp = self._restart_clocks()  # Their time is not the next step's.
 
-    def _after_profiled_step(self, profile: StepProfile, hooks: Hooks, num_micro_batches: int) -> Any:
+    def _after_profiled_step(self, profile: StepProfile, callbacks: Callbacks, num_micro_batches: int) -> Any:
         """Report the recorded step and hand it over; returns a new stamp, because recording is neither training's
         time nor its energy.
         """
         self._profile_figures[self.step] = profile.figures()
         self.energy.restart(self.step)
         self._read_pending()  # The hook may end the run: what was trained is reported before.
-        hooks.after_profiled_step(profile, num_micro_batches)
+        callbacks.after_profiled_step(profile, num_micro_batches)
         return self._restart_clocks()
 
     def _restart_clocks(self) -> Any:
@@ -203,22 +204,22 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _take_step(self, batches: list[Batch], start: Any) -> Any:
+    def take_step(self, batches: list[Batch], start: Any) -> Any:
         """One optimizer step on this rank's micro-batches; returns the stamp of its end."""
-        accelerator, device, engine = self.accelerator, self.accelerator.device, self.engine
+        accelerator, device, strategy = self.accelerator, self.accelerator.device, self.strategy
         tokens = self._count_tokens(batches)
         num_supervised = tokens[2].clamp(min=1)
         loss_sum = torch.zeros((), device=device)
         # The weight casts of the first micro-batch serve the others; with a single one there are no others.
-        caches_casts = engine.caches_weight_casts and len(batches) > 1
+        caches_casts = strategy.caches_weight_casts and len(batches) > 1
         for number, batch in enumerate(batches, start=1):
-            with engine.micro_batch(self.model, last=number == len(batches)):
+            with strategy.micro_batch(self.model, last=number == len(batches)):
                 with self.precision.context(first_microbatch=number == 1 if caches_casts else None):
                     loss = self.model(batch.to(device, non_blocking=True)) / num_supervised
-                engine.backward(loss)
+                strategy.backward(loss)
             loss_sum += loss.detach()
         learning_rate = float(self.scheduler.get_last_lr()[0])
-        grad_norm = engine.step(self.optimizer, self._parameters, self.options.max_grad_norm)
+        grad_norm = strategy.step(self.optimizer, self._parameters, self.options.max_grad_norm)
         self.scheduler.step()
         self.step += 1
         end = self._clock.stamp()
@@ -294,7 +295,7 @@ class Trainer:
         """Raise `NonFiniteLoss` where the update after the last finite loss left weights that are not finite;
         collective.
         """
-        local = [self.engine.local_tensor(p) for p in self._parameters]
+        local = [self.strategy.local_tensor(p) for p in self._parameters]
         total = torch.stack(torch._foreach_norm(local, 1, dtype=torch.float32)).sum()
         if not math.isfinite(self.accelerator.reduce(total, reduction="sum").item()):
             raise NonFiniteLoss(

@@ -83,16 +83,16 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def prepare_with_scales(
-    engine: DistributedStrategy, model: TrainingModel, optimizer: Optimizer, find: Callable[[], None]
+    strategy: DistributedStrategy, model: TrainingModel, optimizer: Optimizer, find: Callable[[], None]
 ) -> tuple[nn.Module, Any]:
-    """`engine.prepare`, with `find`, which calls `warm_up_delayed_scales`, at the right moment.
+    """`strategy.prepare`, with `find`, which calls `warm_up_delayed_scales`, at the right moment.
 
     What DDP and DeepSpeed wrap takes every backward pass for training's; parameters that FSDP splits have their final
     form only behind `prepare`.
     """
-    if not engine.shards_parameters:
+    if not strategy.shards_parameters:
         find()
-    prepared = engine.prepare(model, optimizer)
-    if engine.shards_parameters:
+    prepared = strategy.prepare(model, optimizer)
+    if strategy.shards_parameters:
         find()
     return prepared

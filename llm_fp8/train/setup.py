@@ -1,11 +1,17 @@
-"""The parts of a run that its options alone decide: engine, optimizer, precision and model, built in the order in
-which they need each other.
+"""From checked options to the parts of a run, in the order in which they need each other.
+
+    plan = plan_run(config, ranks)      device, precision, sharding and the model's config: no weights yet
+    setup = build_setup(plan)           the model: built, adapted (LoRA), converted to fp8, recomputed, sharded, filled
+
+Both are frozen. What a run learns on its way stands in `llm_fp8.train.run_record.RunResults`. A benchmark brings its
+own model and prints its own lines: `plan_run(config, ranks, source=..., hf_config=..., say=silent)`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,222 +21,281 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llm_fp8.config.options import Config
+from llm_fp8.config.validation import check_machine
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.distributed.build import build_strategy
+from llm_fp8.distributed.build import build_accelerator, build_strategy
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.distributed.sharding_mode import ModeChoice
-from llm_fp8.models.build import build_model, build_structure, decoder_layers
+from llm_fp8.distributed.process_group import own_device, smallest_gpu_gib
+from llm_fp8.distributed.sharding_mode import ModeChoice, choose_mode
+from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.models.build import build_model, build_structure, count_parameters, decoder_layers
 from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.loss_model import TrainingModel
-from llm_fp8.models.source import ModelSource
+from llm_fp8.models.source import ModelSource, load_config, resolve_source, stored_dtype
 from llm_fp8.models.weights import fill_sharded
-from llm_fp8.observability.step_profile import StepProfile
-from llm_fp8.precision.certificate import Certificate, ExpectedKernels
+from llm_fp8.optim.optimizers import OptimizerKind
+from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision, bf16_layers
 from llm_fp8.precision.convert import convert_with_torchao, swap_linears
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
-from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
 from llm_fp8.precision.torchao import compile_layers
-from llm_fp8.train.checkpoint import CheckpointManager
+from llm_fp8.train.machine import gather_facts
 from llm_fp8.utils.ranks import LaunchRanks
+
+Say = Callable[[str], None]
+"""Prints a line on the main process."""
+
+
+def silent(text: str) -> None:
+    """Says nothing: a `Say` for benchmarks."""
 
 
 def certifies(wanted: bool | None, device: torch.device) -> bool:
-    """Whether a run records a step and judges it; `wanted` is --certify."""
+    """Whether a run on `device` records a step and judges its kernels; `wanted` is --certify."""
     return device.type == "cuda" if wanted is None else wanted
 
 
-class RunParts:
-    """What a run is made of. `choose_strategy` comes before `build_model`."""
+@dataclass(frozen=True)
+class RunPlan:
+    """What is settled before the model exists."""
 
-    def __init__(
-        self,
-        config: Config,
-        hf_config: PretrainedConfig,
-        accelerator: Accelerator,
-        ranks: LaunchRanks,
-        plan: PrecisionPlan,
-        mode: ModeChoice,
-    ) -> None:
-        self.hf_config = hf_config
-        self.mode = mode
-        self.config = config
-        self.accelerator = accelerator
-        self.ranks = ranks
-        self.device = accelerator.device
-        self.folder = Path(config.run.output_dir or "")
-        self.checkpoints = CheckpointManager(
-            self.folder, config.run.save_total_limit, is_main=accelerator.is_main_process
-        )
-        self.plan = plan
-        self.certifies = certifies(config.run.certify, accelerator.device)
-        self.attention_backend: str | None = None
-        self.recorded: StepProfile | None = None
-        self.certificate: Certificate | None = None
-        self.has_looked_for_waiting = False
-        self.resident_gib = 0.0
-        self.idle_fp8_keys: list[str] = []
-        """What the launcher's fp8_config asked for and nothing here acts on, in sentences."""
+    config: Config
+    ranks: LaunchRanks
+    source: ModelSource
+    hf_config: PretrainedConfig
+    precision: PrecisionPlan
+    sharding: ModeChoice
+    accelerator: Accelerator
+    strategy: DistributedStrategy
+    optimizer_kind: OptimizerKind
+    parameter_dtype: torch.dtype
+    """Of trained parameters."""
+    export_dtype: torch.dtype
+    """That of the stored weights, else `parameter_dtype`."""
+    say: Say
 
-    def say(self, text: str) -> None:
-        """Print on the main process."""
-        if self.accelerator.is_main_process:
-            print(text, flush=True)
+    @property
+    def device(self) -> torch.device:
+        """This process's."""
+        return self.accelerator.device
 
-    def choose_strategy(self) -> None:
-        """The strategy of the run's sharding mode, and --optimizer in it."""
-        config, plan, choice = self.config, self.plan, self.mode
-        self.engine = build_strategy(choice.mode, config, self.accelerator, self.ranks, plan.compute_dtype)
-        self.optimizer_kind = self.engine.resolve_optimizer(config.optim.optimizer, plan.compute_dtype)
-        self.parameter_dtype = self.engine.parameter_dtype(self.optimizer_kind, plan.compute_dtype)
-        if self.ranks.world_size > 1:
-            self.say(f"sharding: {choice.mode}{f', because {choice.reason}' if choice.reason else ''}")
-
-    def describe_precision(self) -> None:
-        """Say what runs, and loudly where it is not what was asked for."""
-        plan = self.plan
-        if plan.fallback_reason:
-            self.say(
-                f"WARNING: --fp8_scenario {plan.requested_scenario} FELL BACK to {plan.effective_scenario}: "
-                f"{plan.fallback_reason}"
-            )
-        self.say(
-            f"precision: {plan.name} (asked for: "
-            f"{plan.requested}{f' {plan.requested_scenario}' if plan.requested_scenario else ''})"
-        )
-        if plan.backend == "torchao":
-            self.say(
-                "fp8 by torchao, EMULATED on the CPU: operands are rounded to fp8 and multiplied in a wider type, so "
-                "this shows losses and no speed"
-                if plan.emulated
-                else "fp8 by torchao, with torch.compile for each decoder layer: first steps take longer, because "
-                "they compile"
-            )
-        trained = str(self.parameter_dtype).removeprefix("torch.")
-        if self.config.lora.lora_rank:
-            frozen = str(self.weight_dtype).removeprefix("torch.")
-            self.say(
-                f"optimizer: {self.optimizer_kind}, adapters of rank {self.config.lora.lora_rank} in {trained}, "
-                f"frozen model in {frozen}"
-            )
-        else:
-            self.say(f"optimizer: {self.optimizer_kind}, parameters in {trained}")
-
-    def build_model(
-        self, source: ModelSource, hf_config: PretrainedConfig
-    ) -> tuple[PreTrainedModel, TrainingModel, bool, Fp8Coverage]:
-        """The model, what the loop calls, whether weights were loaded, and the census; the precision seam is
-        attached to it.
-        """
-        model, loaded = self._decoder_with_adapters(source, hf_config)
-        layers = decoder_layers(model)
-        reasons = self._convert_linears(model, layers)
-        self.attention_implementation: str = "te" if self.config.model.use_te else model.config._attn_implementation
-        if self.attention_implementation == "eager" and self.config.model.attn_implementation == "auto":
-            self.say(
-                f"attention: eager, which is slow: transformers has no sdpa for models of type '{hf_config.model_type}'"
-            )
-        self.precision = self._attach_precision(model, layers)
-        products = gemms_per_weight(model)
-        census = measure_coverage(
-            model,
-            self.precision.fp8_modules,
-            self.plan.compute_name,
-            reasons,
-            products,
-            self.precision.num_fp8_gemms_per_weight,
-            self.precision.lm_head_gemms(products),
-        )
-        self.say(census.describe())
-        recomputed = self._checkpoint_layers(layers)
-        self.promise = ExpectedKernels.of_model(self.precision, census, recomputed, products)
-        training_model = TrainingModel(
-            model, self.config.data.max_seq_length, self.plan.compute_dtype, self.precision.fp8_head
-        )
-        self._shard(training_model, layers)
-        if self.engine.shards_parameters:
-            loaded = fill_sharded(model, self.config.model, source, self.device, self.config.optim.seed)
-            initialize_adapters_(model, self.config.optim.seed)
-        if self.plan.backend == "torchao" and not self.plan.emulated:
-            compile_layers(layers, recomputed=bool(recomputed))
-        return model, training_model, loaded, census
-
-    def _decoder_with_adapters(self, source: ModelSource, hf_config: PretrainedConfig) -> tuple[PreTrainedModel, bool]:
-        """The model, and whether weights were loaded into it; one whose parameters the engine shards has no values
-        yet.
-        """
-        options, lora, seed = self.config.model, self.config.lora, self.config.optim.seed
-        shared: dict[str, Any] = {
-            "parameter_dtype": self.weight_dtype,
-            "compute_dtype": self.plan.compute_dtype,
-            "device": self.device,
-            "unfused_mlp": needs_unfused_mlp(lora),
-        }
-        loaded = False
-        if self.engine.shards_parameters:
-            model = build_structure(options, source, hf_config, **shared)
-        else:
-            model, loaded = build_model(options, source, hf_config, seed=seed, **shared)
-        if lora.lora_rank:
-            add_adapters(model, lora, self.parameter_dtype)
-            if not self.engine.shards_parameters:
-                initialize_adapters_(model, seed)
-        return model, loaded
-
-    def _convert_linears(self, model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, str]:
-        """Put the backend's linear layers into a Hugging Face decoder, for fp8; name -> reason for each one left
-        alone.
-        """
-        if self.plan.backend == "torchao":
-            recipe = dataclasses.replace(
-                self.plan.recipe, enable_fsdp_float8_all_gather=self.config.parallel.fp8_all_gather
-            )
-            return convert_with_torchao(model, recipe, bf16_layers(self.config.precision, layers))
-        if self.plan.recipe is not None and not self.config.model.use_te:
-            return swap_linears(model)
-        return {}
-
-    def _attach_precision(self, model: PreTrainedModel, layers: nn.ModuleList) -> Precision:
-        """The precision seam, attached to the model."""
-        # FSDP hands modules their parameters in the compute dtype.
-        module_dtype = self.plan.compute_dtype if self.engine.shards_parameters else self.parameter_dtype
-        precision = Precision(self.plan, self.config.precision, self.device, module_dtype)
-        precision.attach(model, layers)
-        if self.config.lora.lora_rank and self.engine.caches_weight_casts:
-            precision.keep_casts_of_frozen_weights()
-        return precision
-
-    def _checkpoint_layers(self, layers: nn.ModuleList) -> Sequence[nn.Module]:
-        """The decoder layers that compute their forward pass again, as --gradient_checkpointing asks for."""
-        options = self.config.model
-        if not options.gradient_checkpointing:
-            return ()
-        uses_te = options.use_te or self.plan.te_recipe is not None
-        return enable_gradient_checkpointing(
-            layers,
-            options.gradient_checkpointing_every,
-            uses_te,
-            reentrant=uses_te and self.engine.reentrant_te_checkpoints,
-        )
-
-    def _shard(self, training_model: TrainingModel, layers: nn.ModuleList) -> None:
-        """Spread the parameters over the processes, with --fp8_params in fp8."""
-        if self.config.parallel.fp8_params:
-            assert isinstance(self.engine, FsdpStrategy)  # check_options saw to it
-            self.engine.keep_in_fp8(self.precision)
-        self.engine.shard(training_model, layers)
+    @property
+    def folder(self) -> Path:
+        """The run's output folder."""
+        return Path(self.config.run.output_dir or "")
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """In which the model itself is kept: `parameter_dtype`, or under LoRA the compute dtype, since a frozen model
-        needs no master.
-
-        fp32 where the latter is fp16, whose range is small.
+        """Of the model's weights: `parameter_dtype`, or under LoRA the compute dtype, since a frozen model needs no
+        master weights; fp32 where that is fp16, whose range is small.
         """
         if self.config.lora.lora_rank == 0:
             return self.parameter_dtype
-        return torch.bfloat16 if self.plan.compute_dtype == torch.bfloat16 else torch.float32
+        return torch.bfloat16 if self.precision.compute_dtype == torch.bfloat16 else torch.float32
 
-    def parallel_record(self) -> dict[str, Any]:
-        """How the run is spread over processes, as it came out."""
-        return {"sharding_mode": self.engine.mode, "num_processes": self.accelerator.num_processes}
+    @property
+    def certifies(self) -> bool:
+        """Whether the run records a step and judges its kernels (--certify)."""
+        return certifies(self.config.run.certify, self.device)
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """A run's parts, built: everything that its options, the machine and the launch decide."""
+
+    plan: RunPlan
+    model: PreTrainedModel
+    training_model: TrainingModel
+    """What the loop calls: `model` with the loss."""
+    weights_loaded: bool
+    """Stored weights were loaded; False where they start random."""
+    precision: Precision
+    """The autocast context, attached to `model`."""
+    coverage: Fp8Coverage
+    expected: ExpectedKernels
+    """What the kernels of a step must be, by options and coverage."""
+    attention: str
+    """'te', or transformers' name of the implementation."""
+    num_parameters: int
+    num_trainable_parameters: int
+
+
+def plan_run(
+    config: Config,
+    ranks: LaunchRanks,
+    source: ModelSource | None = None,
+    hf_config: PretrainedConfig | None = None,
+    say: Say | None = None,
+) -> RunPlan:
+    """What the options come to on this machine; the process group exists. Collective.
+
+    Args:
+        config: passed `check_options`.
+        ranks: of this launch.
+        source, hf_config: in place of what --model_name resolves to.
+        say: in place of printing on the main process.
+
+    Raises `UserError` for what `check_machine` refuses.
+    """
+    device = own_device()
+    source = source or resolve_source(config.model)
+    model_config = hf_config or load_config(config.model, source)
+    precision = resolve_precision(config.precision, device)
+    sharding = choose_mode(config, ranks, lambda: count_parameters(model_config), smallest_gpu_gib(device))
+    check_machine(config, gather_facts(config, model_config, device, ranks, precision, sharding.mode))
+    accelerator = build_accelerator(config, ranks, precision)
+    strategy = build_strategy(sharding.mode, config, accelerator, ranks, precision.compute_dtype)
+    optimizer_kind = strategy.resolve_optimizer(config.optim.optimizer, precision.compute_dtype)
+    parameter_dtype = strategy.parameter_dtype(optimizer_kind, precision.compute_dtype)
+    return RunPlan(
+        config=config,
+        ranks=ranks,
+        source=source,
+        hf_config=model_config,
+        precision=precision,
+        sharding=sharding,
+        accelerator=accelerator,
+        strategy=strategy,
+        optimizer_kind=optimizer_kind,
+        parameter_dtype=parameter_dtype,
+        export_dtype=stored_dtype(model_config, default=parameter_dtype),  # building the model changes the entry
+        say=say or (_print if accelerator.is_main_process else silent),
+    )
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+def announce(plan: RunPlan) -> None:
+    """Say what runs, and loudly where it is not what was asked for."""
+    precision, sharding, say = plan.precision, plan.sharding, plan.say
+    if plan.ranks.world_size > 1:
+        say(f"sharding: {sharding.mode}{f', because {sharding.reason}' if sharding.reason else ''}")
+    asked = f"{precision.requested} {precision.requested_scenario or ''}".rstrip()
+    if precision.fallback_reason:
+        say(
+            f"WARNING: --fp8_scenario {precision.requested_scenario} FELL BACK to {precision.effective_scenario}: "
+            f"{precision.fallback_reason}"
+        )
+    say(f"precision: {precision.name} (asked for: {asked})")
+    if precision.backend == "torchao":
+        say(
+            "fp8 by torchao, EMULATED on the CPU: operands are rounded to fp8 and multiplied in higher precision, so "
+            "this shows losses and no speed"
+            if precision.emulated
+            else "fp8 by torchao, with torch.compile for each decoder layer: first steps take longer, because they "
+            "compile"
+        )
+    trained, frozen = (str(dtype).removeprefix("torch.") for dtype in (plan.parameter_dtype, plan.weight_dtype))
+    if rank := plan.config.lora.lora_rank:
+        say(f"optimizer: {plan.optimizer_kind}, adapters of rank {rank} in {trained}, frozen model in {frozen}")
+    else:
+        say(f"optimizer: {plan.optimizer_kind}, parameters in {trained}")
+
+
+def build_setup(plan: RunPlan) -> TrainingSetup:
+    """Build the model of `plan` on its device, with its weights, sharded over the processes. Collective."""
+    config, strategy, precision_plan, seed = plan.config, plan.strategy, plan.precision, plan.config.optim.seed
+    model, loaded = _decoder_with_adapters(plan)
+    layers = decoder_layers(model)
+    reasons = _convert_linears(plan, model, layers)
+    attention: str = "te" if config.model.use_te else model.config._attn_implementation
+    if attention == "eager" and config.model.attn_implementation == "auto":
+        model_type = plan.hf_config.model_type
+        plan.say(f"attention: eager, which is slow: transformers has no sdpa for models of type '{model_type}'")
+    precision = _attach_precision(plan, model, layers)
+    gemms = gemms_per_weight(model)
+    coverage = measure_coverage(
+        model,
+        precision.fp8_modules,
+        precision_plan.compute_name,
+        reasons,
+        gemms,
+        precision.num_fp8_gemms_per_weight,
+        precision.lm_head_gemms(gemms),
+    )
+    plan.say(coverage.describe())
+    recomputed = _recompute_layers(plan, layers)
+    training_model = TrainingModel(model, config.data.max_seq_length, precision_plan.compute_dtype, precision.fp8_head)
+    if config.parallel.fp8_params:
+        assert isinstance(strategy, FsdpStrategy)  # check_options saw to it
+        strategy.keep_in_fp8(precision)
+    strategy.shard(training_model, layers)
+    if strategy.shards_parameters:
+        loaded = fill_sharded(model, config.model, plan.source, plan.device, seed)
+        initialize_adapters_(model, seed)
+    if precision_plan.backend == "torchao" and not precision_plan.emulated:
+        compile_layers(layers, recomputed=bool(recomputed))
+    return TrainingSetup(
+        plan=plan,
+        model=model,
+        training_model=training_model,
+        weights_loaded=loaded,
+        precision=precision,
+        coverage=coverage,
+        expected=ExpectedKernels.of_model(precision, coverage, recomputed, gemms),
+        attention=attention,
+        num_parameters=sum(parameter.numel() for parameter in training_model.parameters()),
+        num_trainable_parameters=sum(p.numel() for p in training_model.parameters() if p.requires_grad),
+    )
+
+
+def _decoder_with_adapters(plan: RunPlan) -> tuple[PreTrainedModel, bool]:
+    """The model, and whether weights were loaded; one whose parameters are sharded has no values yet."""
+    options, lora, seed = plan.config.model, plan.config.lora, plan.config.optim.seed
+    shared: dict[str, Any] = {
+        "parameter_dtype": plan.weight_dtype,
+        "compute_dtype": plan.precision.compute_dtype,
+        "device": plan.device,
+        "unfused_mlp": needs_unfused_mlp(lora),
+    }
+    sharded, loaded = plan.strategy.shards_parameters, False
+    if sharded:
+        model = build_structure(options, plan.source, plan.hf_config, **shared)
+    else:
+        model, loaded = build_model(options, plan.source, plan.hf_config, seed=seed, **shared)
+    if lora.lora_rank:
+        add_adapters(model, lora, plan.parameter_dtype)
+        if not sharded:
+            initialize_adapters_(model, seed)
+    return model, loaded
+
+
+def _convert_linears(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, str]:
+    """Put the backend's linear layers into a Hugging Face decoder, for fp8; name -> reason for each one left alone."""
+    config, precision = plan.config, plan.precision
+    if precision.backend == "torchao":
+        gathers = config.parallel.fp8_all_gather
+        recipe = dataclasses.replace(precision.recipe, enable_fsdp_float8_all_gather=gathers)
+        return convert_with_torchao(model, recipe, bf16_layers(config.precision, layers))
+    if precision.recipe is not None and not config.model.use_te:
+        return swap_linears(model)
+    return {}
+
+
+def _attach_precision(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleList) -> Precision:
+    """The autocast context, attached to the model."""
+    strategy = plan.strategy
+    # FSDP hands modules their parameters in the compute dtype.
+    module_dtype = plan.precision.compute_dtype if strategy.shards_parameters else plan.parameter_dtype
+    precision = Precision(plan.precision, plan.config.precision, plan.device, module_dtype)
+    precision.attach(model, layers)
+    if plan.config.lora.lora_rank and strategy.caches_weight_casts:
+        precision.keep_casts_of_frozen_weights()
+    return precision
+
+
+def _recompute_layers(plan: RunPlan, layers: nn.ModuleList) -> Sequence[nn.Module]:
+    """Turn on activation checkpointing where --gradient_checkpointing asks for it; returns its decoder layers."""
+    options = plan.config.model
+    if not options.gradient_checkpointing:
+        return ()
+    uses_te = options.use_te or plan.precision.te_recipe is not None
+    return enable_gradient_checkpointing(
+        layers,
+        options.gradient_checkpointing_every,
+        uses_te,
+        reentrant=uses_te and plan.strategy.reentrant_te_checkpoints,
+    )

@@ -31,7 +31,7 @@ from llm_fp8.train.checkpoint import (
     rng_state,
     saved_names,
 )
-from llm_fp8.train.loop import Trainer
+from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.utils.errors import UserError
 
 ARCHITECTURE_KEYS = (
@@ -56,14 +56,14 @@ _BY_NAME = "parameter name"
 
 
 def run_fingerprint(
-    config: Config, plan: PrecisionPlan, engine: DistributedStrategy, optimizer_kind: str, hf_config: PretrainedConfig
+    config: Config, plan: PrecisionPlan, strategy: DistributedStrategy, optimizer_kind: str, hf_config: PretrainedConfig
 ) -> dict[str, Any]:
     """What a checkpoint must share with the run that continues it."""
     return {
         **{key: getattr(hf_config, key, None) for key in ARCHITECTURE_KEYS},
         "layout": "te" if config.model.use_te else "hf",
         "optimizer": optimizer_kind,
-        "saved_by": engine.mode if engine.saves_itself else _BY_NAME,
+        "saved_by": strategy.mode if strategy.saves_itself else _BY_NAME,
         "precision": plan.name,
         "max_seq_length": config.data.max_seq_length,
         "packing": config.packing,
@@ -125,14 +125,14 @@ class RunState:
     fingerprint: dict[str, Any]
     model: PreTrainedModel
     data: PreparedData
-    engine: DistributedStrategy
+    strategy: DistributedStrategy
     background: bool = False
     """Write checkpoints while training goes on (--async_save)."""
 
     def _tensors(self, optimizer: Any) -> dict[str, Tensor]:
         """Every tensor of a checkpoint but the random states, by name: the live ones, not copies."""
         tensors: dict[str, Tensor] = {}
-        if not self.engine.saves_itself:
+        if not self.strategy.saves_itself:
             trained = [
                 (name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad
             ]
@@ -142,21 +142,21 @@ class RunState:
         tensors |= {f"fp8.{name}": tensor for name, tensor in self.precision.state_tensors().items()}
         return tensors
 
-    def save(self, trainer: Trainer) -> Path:
-        """Write a checkpoint of the run as it stands after `trainer.step`; returns its folder."""
+    def save(self, loop: TrainingLoop) -> Path:
+        """Write a checkpoint of the run as it stands after `loop.step`; returns its folder."""
         scaler = self.accelerator.scaler
         meta = {
-            "step": trainer.step,
-            "tokens_seen": trainer.tokens_seen,
+            "step": loop.step,
+            "tokens_seen": loop.tokens_seen,
             "fingerprint": self.fingerprint,
             "loader": self.data.train.state_dict(),
-            "optimizer": None if self.engine.saves_itself else optimizer_scalars(trainer.optimizer),
+            "optimizer": None if self.strategy.saves_itself else optimizer_scalars(loop.optimizer),
             "fp16_scaler": None if scaler is None else scaler.state_dict(),
         }
-        tensors = self._tensors(trainer.optimizer) | rng_state(self.accelerator.process_index)
+        tensors = self._tensors(loop.optimizer) | rng_state(self.accelerator.process_index)
         if self.background:
-            return self.checkpoints.save_in_background(trainer.step, tensors, meta)
-        return self.checkpoints.save(trainer.step, tensors, meta, self.engine if self.engine.saves_itself else None)
+            return self.checkpoints.save_in_background(loop.step, tensors, meta)
+        return self.checkpoints.save(loop.step, tensors, meta, self.strategy if self.strategy.saves_itself else None)
 
     def finish_save(self) -> None:
         """Wait for a checkpoint that is being written in the background; collective."""
@@ -164,8 +164,8 @@ class RunState:
 
     def restore(self, path: Path, optimizer: Any) -> tuple[int, int]:
         """Put everything back as it was; returns the step and the tokens seen."""
-        if self.engine.saves_itself:
-            self.engine.load_state(path / MORE_STATE)
+        if self.strategy.saves_itself:
+            self.strategy.load_state(path / MORE_STATE)
         else:
             initialize_state(optimizer)
         rank = self.accelerator.process_index
@@ -174,7 +174,7 @@ class RunState:
         known = set(saved_names(path))
         rng = {name: tensor for name, tensor in rng.items() if name in known}
         meta = self.checkpoints.load(path, self._tensors(optimizer) | rng)
-        if not self.engine.saves_itself:
+        if not self.strategy.saves_itself:
             load_optimizer_scalars(optimizer, meta["optimizer"])
             requantise_(self.model)
             refresh_scales_(self.model)

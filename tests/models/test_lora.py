@@ -133,10 +133,10 @@ def test_a_run_is_peft_in_a_plain_loop(tmp_path, tied_model, sixteen_rows, monke
         ended.append(model)
         return original(model, *arguments, **options)
 
-    from llm_fp8.train import run
+    from llm_fp8.train import run_record
 
-    original = run.export_adapter
-    monkeypatch.setattr(run, "export_adapter", export)
+    original = run_record.export_adapter
+    monkeypatch.setattr(run_record, "export_adapter", export)
     cut = ["--batch_size=4", "--gradient_accumulation_steps=4", *LORA]
     train(*reference_options(tied_model, sixteen_rows, tmp_path / "run"), *cut)
     check(tmp_path / "run", tied_model, sixteen_rows)

@@ -446,17 +446,9 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, f
 
 def options(model: str, rows: str, folder, *more: str) -> list[str]:
     return [
-        f"--model_name={model}",
-        f"--dataset_name={rows}",
-        "--max_seq_length=192",
-        "--batch_size=4",
-        "--mixed_precision=bf16",
-        "--log_every=100",
-        "--validation_fraction=0",
-        "--no_export",
-        f"--output_dir={folder}",
-        *more,
-    ]
+        f"--model_name={model}", f"--dataset_name={rows}", "--max_seq_length=192", "--batch_size=4", "--mixed_precision=bf16",
+        "--log_every=100", "--validation_fraction=0", "--no_export", f"--output_dir={folder}", *more,
+    ]  # fmt: skip
 
 
 def test_a_certified_run_says_so(tiny_model, rows, tmp_path, monkeypatch, capsys):
@@ -546,7 +538,7 @@ def test_a_run_that_dies_or_is_stopped_later_keeps_its_certificate(tiny_model, r
     def full(*_: object) -> None:
         raise NonFiniteLoss("step 1: not finite.")
 
-    monkeypatch.setattr(loop.Trainer, "require_finite_weights", full)
+    monkeypatch.setattr(loop.TrainingLoop, "require_finite_weights", full)
     with pytest.raises(NonFiniteLoss):
         run_training(parse_config(options(tiny_model, rows, tmp_path / "dead", "--max_steps=9", "--use_wandb")))
     wandb.teardown(exit_code=1)

@@ -41,7 +41,9 @@ from llm_fp8.distributed.fsdp_internals import UnshardedGradients
 from llm_fp8.distributed.process_group import start_process_group
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.train import run as run_module
-from llm_fp8.train.loop import Trainer
+from llm_fp8.train.loop import TrainingLoop
+from llm_fp8.train.setup import TrainingSetup
+from llm_fp8.train.train_state import RunState
 from llm_fp8.utils.json_files import read_jsonl
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.te_import import forget_delayed_scales
@@ -71,20 +73,26 @@ def _stay_in_group(_: Accelerator) -> None:
     """In place of leaving the process group at the end of a run: the next one needs it."""
 
 
-class InspectedRun(run_module.Run):
-    """A run that can be looked at when it is over."""
+@dataclass
+class InspectedRun:
+    """What a run is looked at by when it is over."""
 
-    last: InspectedRun | None = None
-    trainer: Trainer
+    loop: TrainingLoop
     gathers: CountedAllGather
     initial: dict[str, Tensor]
 
-    def _build_trainer(self, *args: Any) -> Trainer:
-        trainer = super()._build_trainer(*args)
-        self.trainer, InspectedRun.last = trainer, self
-        self.gathers = CountedAllGather(trainer.model)
-        self.initial = {n: self.engine.local_tensor(p).clone() for n, p in trainer.model.named_parameters()}
-        return trainer
+
+INSPECTED: list[InspectedRun] = []
+"""The last run."""
+_build_loop = run_module.build_loop
+
+
+def _build_inspected_loop(setup: TrainingSetup, *args: Any) -> tuple[TrainingLoop, RunState]:
+    loop, state = _build_loop(setup, *args)
+    local_tensor = setup.plan.strategy.local_tensor
+    initial = {name: local_tensor(parameter).clone() for name, parameter in loop.model.named_parameters()}
+    INSPECTED[:] = [InspectedRun(loop, CountedAllGather(loop.model), initial)]
+    return loop, state
 
 
 class CountedSums:
@@ -103,7 +111,7 @@ class CountedSums:
 
 
 SUMS = CountedSums()
-run_module.Run = InspectedRun  # type: ignore[misc]
+run_module.build_loop = _build_inspected_loop
 run_module.end_process_group = _stay_in_group
 
 
@@ -177,13 +185,12 @@ class Trainings:
         with contextlib.redirect_stdout(sys.stderr):
             code = run_module.run_training(parse_config(words, parallel=True))
         assert code == 0
-        run = InspectedRun.last
-        assert run is not None
+        (run,) = INSPECTED
         dist.barrier()
         records = read_jsonl(folder / "metrics.jsonl")
-        named = dict(run.trainer.model.named_parameters())
+        named = dict(run.loop.model.named_parameters())
         locals_ = {name: parameter._local_tensor.detach() for name, parameter in named.items() if ".layers." in name}
-        layer = decoder_layers(run.trainer.model.model)[0]  # type: ignore[arg-type]
+        layer = decoder_layers(run.loop.model.model)[0]  # type: ignore[arg-type]
         parts = [parameter._local_tensor for parameter in layer.parameters()]
         result = Result(
             losses=[record["loss"] for record in records if "loss" in record],
@@ -191,7 +198,7 @@ class Trainings:
             summary=json.loads((folder / "summary.json").read_text()),
             folder=folder,
             sums_in_gemms=dict(SUMS.counts),
-            kept_casts=sum(len(getattr(module, "_fp8_workspaces", ())) for module in run.trainer.model.modules()),
+            kept_casts=sum(len(getattr(module, "_fp8_workspaces", ())) for module in run.loop.model.modules()),
             sent_bytes=list(run.gathers.sent_bytes),
             layer_bytes={
                 "fp8": sum(part.numel() * (1 if is_fp8(part) else 2) for part in parts),
@@ -202,7 +209,7 @@ class Trainings:
             parameters=locals_,
             seconds=time.monotonic() - started,
         )
-        InspectedRun.last = None
+        INSPECTED.clear()
         del run, named, layer, parts
         gc.collect()
         torch.cuda.empty_cache()
@@ -251,16 +258,12 @@ def same_steps(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
         and gemms["fp8"].get("fp8", 0) >= num_layers(fp8) * FP8_WEIGHTS_PER_LAYER * 3 * MICRO_BATCHES
     )
     return holds, {
-        "first_loss": [plain.losses[0], fp8.losses[0]],
-        "last_loss": [plain.losses[-1], fp8.losses[-1]],
-        "first_difference": first,
-        "difference_from_bf16": worst,
-        "difference_from_bf16_without": worst_plain,
+        "first_loss": [plain.losses[0], fp8.losses[0]], "last_loss": [plain.losses[-1], fp8.losses[-1]], "first_difference": first,
+        "difference_from_bf16": worst, "difference_from_bf16_without": worst_plain,
         "losses": {"plain": plain.losses, "fp8": fp8.losses, "bf16": bf16.losses},
         "grad_norms": {"plain": plain.grad_norms, "fp8": fp8.grad_norms, "bf16": bf16.grad_norms},
-        "gemm_kernels": gemms,
-        "seconds": [plain.seconds, fp8.seconds],
-    }
+        "gemm_kernels": gemms, "seconds": [plain.seconds, fp8.seconds],
+    }  # fmt: skip
 
 
 def bytes_between_steps(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
@@ -296,13 +299,10 @@ def bytes_gathered(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
         counts == {"plain": expected, "fp8": expected} and len(plain.sent_bytes) == len(fp8.sent_bytes) and share < 0.51
     )
     return holds, {
-        "layer_gathers": counts,
-        "expected": expected,
-        "layer_bytes": [plain.layer_bytes["bf16"], fp8.layer_bytes["fp8"]],
-        "share": share,
-        "all_gathers": [len(plain.sent_bytes), len(fp8.sent_bytes)],
+        "layer_gathers": counts, "expected": expected, "layer_bytes": [plain.layer_bytes["bf16"], fp8.layer_bytes["fp8"]],
+        "share": share, "all_gathers": [len(plain.sent_bytes), len(fp8.sent_bytes)],
         "sent_bytes": [sum(plain.sent_bytes), sum(fp8.sent_bytes)],
-    }
+    }  # fmt: skip
 
 
 def sums_in_gemms(trainings: Trainings) -> tuple[bool, dict[str, Any]]:

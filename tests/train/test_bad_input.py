@@ -23,8 +23,8 @@ from transformers import AutoTokenizer
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.models.source import EMBEDDED_MODEL
-from llm_fp8.train.callbacks import RunHooks
-from llm_fp8.train.loop import Trainer
+from llm_fp8.train.callbacks import RunCallbacks
+from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.train.run_dir import with_output_dir
 from llm_fp8.utils.errors import UserError, run_script
 from llm_fp8.utils.ranks import LaunchRanks
@@ -343,7 +343,7 @@ def test_a_disk_full_at_the_export_leaves_no_half_of_it(small_disk, capfd, commo
     run = small_disk / "run"
     options = [*common, "--max_steps=2", "--save_every=2", f"--output_dir={run}"]
     with monkeypatch.context() as patch:
-        patch.setattr(RunHooks, "evaluate", fill_disk)
+        patch.setattr(RunCallbacks, "evaluate", fill_disk)
         code, lines = end_of(capfd, *options)
     assert code == 2 and len(lines) == 1 and str(run / "final") in lines[0] and "--resume_from latest" in lines[0]
     assert not any("final" in path.name for path in run.iterdir())
@@ -359,12 +359,8 @@ def test_wandb_without_a_login_explains_itself(tmp_path, warm_python, common):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
     environment.update(HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9")
     done = subprocess.run(
-        [warm_python, str(ROOT / "train_fp8.py"), *common, "--use_wandb"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-    )
+        [warm_python, str(ROOT / "train_fp8.py"), *common, "--use_wandb"], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )  # fmt: skip
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert (
@@ -447,12 +443,8 @@ def test_the_script_says_it_in_one_line(tmp_path, warm_python, options, named):
 )
 def test_the_script_is_for_one_process(tmp_path, environment, named):
     done = subprocess.run(
-        [sys.executable, str(ROOT / "train_fp8.py")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
+        [sys.executable, str(ROOT / "train_fp8.py")], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, **environment}
+    )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and named in done.stderr and len(done.stderr.splitlines()) == 1
 
@@ -463,7 +455,7 @@ def test_out_of_memory_in_a_step_is_a_sentence(tmp_path, common, monkeypatch):
     def fail(self, batches, start):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(Trainer, "_take_step", fail)
+    monkeypatch.setattr(TrainingLoop, "take_step", fail)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=16 * 2**30))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 15 * 2**30)
     with pytest.raises(UserError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from llm_fp8.train.loop import LoopOptions, Trainer
+from llm_fp8.train.loop import LoopOptions, TrainingLoop
 
 
 @pytest.mark.parametrize(
@@ -25,17 +25,12 @@ def test_the_cache_is_emptied_every_so_many_steps(
     )
     nothing = lambda *_: None  # noqa: E731
     loop: Any = SimpleNamespace(
-        options=options,
-        step=0,
-        model=SimpleNamespace(train=nothing),
-        loader=[[]] * 10,
-        accelerator=SimpleNamespace(device=torch.device(device)),
-        _restart_clocks=nothing,
-        _read_pending=nothing,
-    )
-    loop._due = functools.partial(Trainer._due, loop)
-    loop._take_step = lambda *_: setattr(loop, "step", loop.step + 1)
+        options=options, step=0, model=SimpleNamespace(train=nothing), loader=[[]] * 10, accelerator=SimpleNamespace(device=torch.device(device)),
+        _restart_clocks=nothing, _read_pending=nothing,
+    )  # fmt: skip
+    loop._due = functools.partial(TrainingLoop._due, loop)
+    loop.take_step = lambda *_: setattr(loop, "step", loop.step + 1)
     emptied: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(loop.step))
-    Trainer.train(loop, SimpleNamespace(after_first_step=nothing, after_report=nothing), lambda: False)
+    TrainingLoop.train(loop, SimpleNamespace(after_first_step=nothing, after_report=nothing), lambda: False)
     assert loop.step == 7 and emptied == emptied_after

@@ -1,7 +1,6 @@
 """Training computes what the mathematics says, however the batch is cut.
 
-The reference is that of tests/support/reference.py. A step takes the whole dataset, so that the order of rows does
-not matter.
+The reference is that of tests/support/reference.py. A step takes the whole dataset, so that the order of rows does not matter.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llm_fp8.train.loop import Trainer
+from llm_fp8.train.loop import TrainingLoop
 from tests.support.reference import NUM_ROWS, compare_with_reference, documents, mean_loss
 from tests.support.small import records, run_json, steps, train, write_model
 
@@ -80,29 +79,22 @@ def folder_with_validation(folder: Path, rows: str) -> str:
 def taken_rows(monkeypatch) -> list[list[int]]:
     """Fills with the dataset rows of each optimizer step that is taken."""
     taken: list[list[int]] = []
-    take_step = Trainer._take_step
+    take_step = TrainingLoop.take_step
 
     def remember_rows(self, batches, start):
         taken.append([row for batch in batches for row in batch.row_ids])
         return take_step(self, batches, start)
 
-    monkeypatch.setattr(Trainer, "_take_step", remember_rows)
+    monkeypatch.setattr(TrainingLoop, "take_step", remember_rows)
     return taken
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_the_loss_of_every_step_is_the_mean_over_its_rows(tmp_path, tiny_model, sixteen_rows, taken_rows, packing):
     train(
-        f"--model_name={tiny_model}",
-        f"--dataset_name={sixteen_rows}",
-        "--validation_fraction=0",
-        "--max_seq_length=256",
-        "--batch_size=2",
-        "--learning_rate=0",
-        f"--output_dir={tmp_path}",
-        "--no_export",
-        f"--packing={packing}",
-    )
+        f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--validation_fraction=0", "--max_seq_length=256",
+        "--batch_size=2", "--learning_rate=0", f"--output_dir={tmp_path}", "--no_export", f"--packing={packing}",
+    )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     of_all = documents(sixteen_rows, tiny_model, False)
     assert len(taken_rows) >= 3
@@ -115,14 +107,9 @@ def test_the_loss_of_every_step_is_the_mean_over_its_rows(tmp_path, tiny_model, 
 def test_each_epoch_sees_each_row_once(tmp_path, tiny_model, sixteen_rows, taken_rows, packing):
     """--num_epochs 2 sees each row twice, and --max_steps goes on into further epochs."""
     common = [
-        f"--model_name={tiny_model}",
-        f"--dataset_name={sixteen_rows}",
-        "--validation_fraction=0",
-        "--max_seq_length=256",
-        "--batch_size=3",
-        "--no_export",
-        f"--packing={packing}",
-    ]
+        f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--validation_fraction=0", "--max_seq_length=256",
+        "--batch_size=3", "--no_export", f"--packing={packing}",
+    ]  # fmt: skip
     train(*common, "--num_epochs=2", f"--output_dir={tmp_path / 'two'}")
     two = sum(taken_rows, [])
     assert sorted(two) == sorted([*range(NUM_ROWS), *range(NUM_ROWS)])

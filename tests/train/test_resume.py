@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from llm_fp8.train import train_state as run_state
-from llm_fp8.train.loop import Trainer
+from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import exit_code, start_training, wait_until
 from tests.support.small import final_weights, records, run_json, steps, train, write_model
@@ -41,22 +41,16 @@ MEASURED = (
 def options(tiny_model, rows) -> list[str]:
     """Ten steps; the 54 rows that are trained on give seven to an epoch."""
     return [
-        f"--model_name={tiny_model}",
-        f"--dataset_name={rows}",
-        "--max_seq_length=128",
-        "--batch_size=8",
-        "--learning_rate=1e-2",
-        f"--max_steps={NUM_STEPS}",
-        "--save_every=100",
-        "--eval_every=4",
-    ]
+        f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=128", "--batch_size=8", "--learning_rate=1e-2",
+        f"--max_steps={NUM_STEPS}", "--save_every=100", "--eval_every=4",
+    ]  # fmt: skip
 
 
 @pytest.fixture
 def stop_after(monkeypatch):
     """A function: at the end of that step the process sends itself the signal, as a scheduler would."""
     stops: dict[int, signal.Signals] = {}
-    take_step = Trainer._take_step
+    take_step = TrainingLoop.take_step
 
     def with_signal(self, batches, start):
         end = take_step(self, batches, start)
@@ -64,7 +58,7 @@ def stop_after(monkeypatch):
             os.kill(os.getpid(), stops.pop(self.step))
         return end
 
-    monkeypatch.setattr(Trainer, "_take_step", with_signal)
+    monkeypatch.setattr(TrainingLoop, "take_step", with_signal)
     return lambda step, number=signal.SIGTERM: stops.update({step: number})
 
 
@@ -273,14 +267,14 @@ def test_run_json_keeps_how_the_run_began(tmp_path, options, stop_after):
 
 def test_save_total_limit_holds_and_save_every_is_kept(tmp_path, options):
     seen = []
-    save = Trainer.require_finite_weights
+    save = TrainingLoop.require_finite_weights
     with pytest.MonkeyPatch.context() as patch:
 
         def remember(self):
             seen.append((self.step, sorted(path.name for path in (tmp_path / "checkpoints").glob("*-*"))))
             save(self)
 
-        patch.setattr(Trainer, "require_finite_weights", remember)
+        patch.setattr(TrainingLoop, "require_finite_weights", remember)
         train(*options, "--save_every=2", "--save_total_limit=3", f"--output_dir={tmp_path}")
     assert [step for step, _ in seen[:5]] == [2, 4, 6, 8, 10]
     assert [len(folders) for _, folders in seen[:5]] == [0, 1, 2, 3, 3]

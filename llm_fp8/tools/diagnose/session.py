@@ -134,8 +134,8 @@ class _Session:
             provenance=collect_provenance(sys.argv),
             device=describe_device(self.device),
             precision=self.plan.to_dict(),
-            coverage=training.census,
-            outside_fp8=reasons_outside_fp8(training.census, config.precision, self.plan),
+            coverage=training.coverage,
+            outside_fp8=reasons_outside_fp8(training.coverage, config.precision, self.plan),
             groups=group_layers(modules),
             modules=modules,
             attention=attention,
@@ -143,7 +143,7 @@ class _Session:
             memory=MemoryFindings(at_peak, unwatched_peak, reserved),
             problems=[
                 *precision_problems(self.plan, modules, names, training.precision.seen_inside),
-                *(left_out_problems(training.census) if self.plan.effective == "fp8" else []),
+                *(left_out_problems(training.coverage) if self.plan.effective == "fp8" else []),
                 *attention_problems(attention),
             ],
             notes=self._notes(),
@@ -171,7 +171,7 @@ class _Session:
         return recorder.modules()
 
     def _watched_memory(self) -> MemoryProbe:
-        trainer, model = self.training.trainer, self.training.model
+        trainer, model = self.training.loop, self.training.model
         probe = MemoryProbe(
             trainer.model,
             model.base_model,
@@ -192,7 +192,7 @@ class _Session:
 
     def _facts(self, step: StepTime, rates: MeasuredRates, attention: str | None) -> StepMeasurements:
         training, config = self.training, self.config
-        trainer, coverage = training.trainer, training.census
+        trainer, coverage = training.loop, training.coverage
         head = training.model.get_output_embeddings().weight.numel()
         num_micro_batches = config.optim.gradient_accumulation_steps
         num_tokens = num_micro_batches * config.data.batch_size * config.data.max_seq_length
@@ -203,7 +203,7 @@ class _Session:
             len(layers[:: config.model.gradient_checkpointing_every]) if config.model.gradient_checkpointing else 0
         )
         trained = [p for p in trainer.model.parameters() if p.requires_grad]
-        accumulation = trainer.engine.wgrad_accumulation
+        accumulation = trainer.strategy.wgrad_accumulation
         added_by_gemms = set() if accumulation is None else {id(weight) for weight in accumulation.weights()}
         known = known_bytes(trainer.model, trainer.optimizer, self.device)
         return StepMeasurements(

@@ -4,6 +4,7 @@ of summary.json.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from typing import Any
 
@@ -16,6 +17,7 @@ from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.tools.predict.calibration import MAX_GPUS, MODES
 from llm_fp8.tools.predict.prediction import Prediction, can_predict, known_gpu, predict
 from llm_fp8.tools.predict.workload import RECIPES, ModelSize, StepWorkload
+from llm_fp8.train.run_record import RunOutcome
 
 
 def mean_length(size: DecoderSize, model_flops_per_token: float) -> float:
@@ -23,6 +25,14 @@ def mean_length(size: DecoderSize, model_flops_per_token: float) -> float:
     solved for it.
     """
     return (model_flops_per_token / 6 - size.num_linear_parameters) / (size.num_layers * size.attention_width)
+
+
+def compare_with_prediction(outcome: RunOutcome) -> tuple[dict[str, Any], str] | None:
+    """The entry `prediction` of a finished run's summary and its line for the terminal; None where nothing predicts
+    the run. A `llm_fp8.train.run_record.Predict`.
+    """
+    entry = run_prediction(**{field.name: getattr(outcome, field.name) for field in dataclasses.fields(outcome)})
+    return None if entry is None else (entry, describe_comparison(entry))
 
 
 def run_prediction(

@@ -211,13 +211,13 @@ def take_steps(
     training.take(WARM_STEPS)
     losses = list(training.recorder.losses)
     # Everything but the optimizer's step once more, so that the gradient is there to be looked at.
-    loader: Any = training.trainer.loader
+    loader: Any = training.loop.loader
     batch = loader.batches[0]
-    training.trainer.optimizer.zero_grad()
+    training.loop.optimizer.zero_grad()
 
     def forward_backward() -> float:
         with training.precision.context(first_microbatch=None):
-            loss = training.trainer.model(batch) / batch.num_supervised_tokens
+            loss = training.loop.model(batch) / batch.num_supervised_tokens
         loss.backward()
         return float(loss.detach())
 

@@ -163,12 +163,12 @@ def test_probe_and_recorder_on_a_real_step(tiny_model, packing, checkpointing):
     )
     AcceleratorState._reset_state(reset_partial_state=True)
     training = OurTraining(ConfiguredWorkload.of(config), without_output(config))
-    shape = training.trainer.loader.batches[0].input_ids.shape
-    assert shape == ((1, 128) if packing else (2, 64)) and len(training.trainer.loader.batches) == 2
+    shape = training.loop.loader.batches[0].input_ids.shape
+    assert shape == ((1, 128) if packing else (2, 64)) and len(training.loop.loader.batches) == 2
     weights = {name: p.detach().clone() for name, p in training.model.named_parameters()}
     stored = load_file(f"{tiny_model}/model.safetensors")
     assert torch.equal(weights["lm_head.weight"], stored["lm_head.weight"])  # the folder's own weights, not drawn ones
-    trainer, count = training.trainer, iter(range(1, 10_000))
+    trainer, count = training.loop, iter(range(1, 10_000))
 
     def meter() -> tuple[int, int]:
         number = next(count)

@@ -53,7 +53,7 @@ def diagnosed(tiny_model, monkeypatch):
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * GIB)
         config = parse_config(["--model_name", tiny_model, "--max_seq_length", "64", "--batch_size", "2", *options])
         parts = session._Session(config, torch.device("cpu"))
-        return parts.diagnose(CEILINGS, 2, trace), parts.training.trainer.step
+        return parts.diagnose(CEILINGS, 2, trace), parts.training.loop.step
 
     return run
 

@@ -1,0 +1,250 @@
+"""What a run leaves: run.json, summary.json, final/ and its last words; and what it learns on its way to them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from llm_fp8.config.options import Config
+from llm_fp8.data import PreparedData
+from llm_fp8.models.build import count_parameters
+from llm_fp8.models.export import export_adapter, export_hf
+from llm_fp8.models.lora import scaling_of
+from llm_fp8.observability.gpu_idle import describe_gpu_idle, gpu_idle
+from llm_fp8.observability.metrics import GIB
+from llm_fp8.observability.provenance import collect_provenance, run_record
+from llm_fp8.observability.step_profile import StepProfile
+from llm_fp8.observability.step_stats import own_steps
+from llm_fp8.optim.optimizers import OptimizerKind
+from llm_fp8.optim.schedule import effective_warmup_steps
+from llm_fp8.precision.certificate import Certificate
+from llm_fp8.train.failures import MemoryUse, out_of_memory_advice
+from llm_fp8.train.loop import TrainingLoop
+from llm_fp8.train.setup import RunPlan, TrainingSetup
+from llm_fp8.utils.json_files import write_json_atomic
+from llm_fp8.utils.phases import PhaseClock
+
+
+@dataclass
+class RunResults:
+    """What a run learns on its way; everything else about it is frozen."""
+
+    clock: PhaseClock
+    idle_fp8_keys: list[str]
+    """What the launcher's fp8_config asked for and nothing here acts on, in sentences."""
+    started_s: float = field(default_factory=time.time)
+    resident_gib: float = 0.0
+    """GPU memory in use before the first step."""
+    attention_backend: str | None = None
+    """Of Transformer Engine; known after the first step."""
+    recorded: StepProfile | None = None
+    certificate: Certificate | None = None
+    has_looked_for_gpu_idle: bool = False
+    prediction_line: str | None = None
+    """The run beside its prediction, for the terminal."""
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """A run on GPUs that took its steps, as its prediction is compared with it."""
+
+    config: Config
+    hf_config: PretrainedConfig
+    recipe: str
+    """The fp8 recipe, or bf16, fp16, no."""
+    optimizer: OptimizerKind
+    mode: str
+    num_gpus: int
+    gpu_name: str
+    steps: list[dict[str, Any]]
+    """Of this process, as in metrics.jsonl."""
+
+
+Predict = Callable[[RunOutcome], tuple[dict[str, Any], str] | None]
+"""From a run's outcome to the entry `prediction` of its summary and a line for the terminal; None where nothing
+predicts it."""
+
+
+def parallel_record(plan: RunPlan) -> dict[str, Any]:
+    """How the run is spread over processes, as it came out."""
+    return {"sharding_mode": plan.strategy.mode, "num_processes": plan.accelerator.num_processes}
+
+
+def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, Any]:
+    plan = setup.plan
+    return {
+        **plan.precision.to_dict(),
+        "census": setup.coverage.to_dict(),
+        "optimizer": plan.optimizer_kind,
+        "parameter_dtype": str(plan.parameter_dtype),
+        **({"idle_fp8_config_keys": results.idle_fp8_keys} if results.idle_fp8_keys else {}),
+    }
+
+
+def record_run(setup: TrainingSetup, data: PreparedData, loop: TrainingLoop, results: RunResults) -> None:
+    """Write run.json and start the trackers with it.
+
+    A run that is resumed in its folder keeps what its beginning wrote and adds an entry to `resumes`.
+    """
+    plan = setup.plan
+    config, total_steps = plan.config, loop.options.total_steps
+    if not plan.accelerator.is_main_process:
+        return
+    record = run_record(
+        config,
+        collect_provenance(sys.argv),
+        _precision_record(setup, results),
+        # What the options that were left to the program came to; precision and optimizer have a section of their own.
+        effective={
+            "packing": config.packing,
+            "attn_implementation": setup.attention,
+            **parallel_record(plan),
+            "global_batch_size": data.train.global_batch_size,
+            "tokens_per_step": data.train.global_batch_size * config.data.max_seq_length,
+            "num_warmup_steps": effective_warmup_steps(config.optim.num_warmup_steps, total_steps),
+            "total_steps": total_steps,
+        },
+        resumed_after_step=loop.step,
+        model={
+            "location": plan.source.location,
+            "num_parameters": setup.num_parameters,
+            "num_trainable_parameters": setup.num_trainable_parameters,
+            "config": setup.model.config.to_dict(),
+        },
+        data=data.report.to_dict(),
+    )
+    path = plan.folder / "run.json"
+    if loop.step > 0 and path.exists():
+        first = json.loads(path.read_text())
+        resume = {section: value for section, value in record.items() if section not in ("model", "data")}
+        write_json_atomic(path, {**first, "resumes": [*first.get("resumes", []), resume]})
+    else:
+        write_json_atomic(path, record)
+    loop.reporter.start_trackers(record)
+
+
+def exports_adapter(setup: TrainingSetup) -> bool:
+    """Whether final/ will hold an adapter; one to random weights would be of use to nobody."""
+    options = setup.plan.config.lora
+    return options.lora_rank > 0 and setup.weights_loaded and not options.lora_merge
+
+
+def export_final(setup: TrainingSetup, tokenizer: PreTrainedTokenizerBase, loop: TrainingLoop) -> Path:
+    """Write final/: a Hugging Face checkpoint or a PEFT adapter, with tokenizer and model card. Collective."""
+    plan = setup.plan
+    config, folder = plan.config, plan.folder / "final"
+    card = {
+        "base model": plan.source.name,
+        "dataset": config.data.dataset_name,
+        "precision": plan.precision.name,
+        "optimizer steps": loop.step,
+        "tokens": loop.tokens_seen,
+        "learning rate": config.optim.learning_rate,
+        "row length": config.data.max_seq_length,
+    }
+    if rank := config.lora.lora_rank:
+        card["LoRA"] = f"rank {rank}, scaling {scaling_of(config.lora):g}, {config.lora.lora_targets}"
+    shared: dict[str, Any] = {
+        "card": card,
+        "full_tensor": plan.strategy.full_tensor,
+        "is_main": plan.accelerator.is_main_process,
+    }
+    if exports_adapter(setup):
+        base_model = plan.source.location
+        export_adapter(setup.model, tokenizer, folder, options=config.lora, base_model=base_model, **shared)
+    else:
+        export_hf(setup.model, tokenizer, folder, dtype=plan.export_dtype, **shared)
+    return folder
+
+
+def summary_of(
+    setup: TrainingSetup, loop: TrainingLoop, results: RunResults, exported: Path | None, predict: Predict | None
+) -> dict[str, Any]:
+    """The entries of summary.json that the reporter does not have."""
+    plan = setup.plan
+    on_gpu = plan.device.type == "cuda" or results.recorded is not None
+    steps = own_steps(plan.folder / "metrics.jsonl") if on_gpu and plan.accelerator.is_main_process else []
+    return {
+        "precision": _precision_record(setup, results),
+        "recipe_inside_modules": setup.precision.seen_inside,
+        "attention_backend": results.attention_backend,
+        **parallel_record(plan),
+        "recorded_step": None if results.recorded is None else results.recorded.to_dict(),
+        "gpu_waiting": None if results.recorded is None else gpu_idle(results.recorded, steps),
+        "certificate": None if results.certificate is None else results.certificate.to_dict(),
+        "tokens_seen": loop.tokens_seen,
+        "num_parameters": setup.num_parameters,
+        "num_trainable_parameters": setup.num_trainable_parameters,
+        "no_energy_because": loop.energy.no_counter,
+        "exported": None if exported is None else str(exported),
+        "prediction": _prediction(plan, results, steps, predict),
+        "phases_s": {**results.clock.seconds, "first_step": loop.first_step_s},
+        "wall_time_s": time.time() - results.started_s,
+    }
+
+
+def _prediction(
+    plan: RunPlan, results: RunResults, steps: list[dict[str, Any]], predict: Predict | None
+) -> dict[str, Any] | None:
+    """Step time and memory as predicted for this run and as they came out; None where nothing predicts it."""
+    if predict is None or not plan.accelerator.is_main_process or plan.device.type != "cuda":
+        return None
+    if plan.config.lora.lora_rank:
+        return None
+    found = predict(
+        RunOutcome(
+            config=plan.config,
+            hf_config=plan.hf_config,
+            recipe=plan.precision.effective_scenario or plan.precision.effective,
+            optimizer=plan.optimizer_kind,
+            mode=plan.strategy.mode,
+            num_gpus=plan.accelerator.num_processes,
+            gpu_name=torch.cuda.get_device_name(plan.device),
+            steps=steps,
+        )
+    )
+    if found is None:
+        return None
+    entry, results.prediction_line = found
+    return entry
+
+
+def closing_words(setup: TrainingSetup, results: RunResults, summary: dict[str, Any], exported: Path | None) -> None:
+    """Say how the run came out and where its files are."""
+    plan = setup.plan
+    say, folder = plan.say, plan.folder
+    say(f"done: {summary['steps']} steps in {summary['wall_time_s']:.0f} s, precision {plan.precision.name}")
+    if results.prediction_line is not None:
+        say(results.prediction_line)
+    if idle := describe_gpu_idle(summary["gpu_waiting"], plan.accelerator.num_processes):
+        say(idle)
+    if results.certificate is not None:
+        say(results.certificate.describe())
+    elif plan.certifies:
+        say("certificate: none, because this process trained no step that could be recorded")
+    say(f"  figures of every step   {folder / 'metrics.jsonl'}")
+    say(f"  configuration, versions {folder / 'run.json'}")
+    say(f"  summary                 {folder / 'summary.json'}")
+    if exported is not None:
+        say(f"  {'PEFT adapter           ' if exports_adapter(setup) else 'Hugging Face checkpoint'} {exported}")
+
+
+def memory_advice(plan: RunPlan, results: RunResults) -> str:
+    """What to say when the GPU's memory was not enough."""
+    use = MemoryUse(
+        total_gib=torch.cuda.get_device_properties(plan.device).total_memory / GIB,
+        peak_gib=torch.cuda.max_memory_allocated(plan.device) / GIB,
+        resident_gib=results.resident_gib,
+    )
+    num_parameters, strategy = count_parameters(plan.hf_config), plan.strategy
+    return out_of_memory_advice(
+        plan.config, plan.optimizer_kind, num_parameters, use, strategy.mode, strategy.num_shards
+    )
