@@ -40,8 +40,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from llm_fp8.distributed.fsdp_internals import local_of
 from llm_fp8.precision.context import Precision
+from llm_fp8.utils.torch_internals import local_of
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 

@@ -1,4 +1,4 @@
-"""What this project reads of FSDP2 and DTensor beyond their public interface; no other file knows these names.
+"""What this project reads of FSDP2 beyond its public interface; other private names of torch: `utils/torch_internals`.
 
     name (read in torch 2.11 and 2.13)         what for
     FSDPModule._get_fsdp_state and its         the parameters of a unit
@@ -7,13 +7,11 @@
       entry._module_info
     entry._unsharded_param                     the gathered weight and its .grad
     entry.unsharded_accumulated_grad           the fp32 gradient of the micro-batches before the last
-    DTensor._local_tensor                      the shard itself: `to_local()` of a Parameter is a view of it in 2.13
     nn.Module._apply                           moves every parameter and buffer by a function
 
 Without the first three no main gradients are found, and autograd and FSDP2 accumulate with kernels of their own, slower
-and as right; without the last two `local_of` and `materialize_` raise AttributeError.
-tests/distributed/test_wgrad_fusion_sharded.py notices the first three, test_fp8_params.py the fourth,
-tests/models/test_weight_shards.py the last.
+and as right; without the last `materialize_` raises AttributeError.
+tests/distributed/test_wgrad_fusion_sharded.py notices the first three, tests/models/test_weight_shards.py the last.
 
 The reduce-scatter below uses public names alone (`FSDPModule.set_custom_reduce_scatter`): an object with `allocate` and
 `__call__`.
@@ -135,12 +133,6 @@ def use_memory_saving_reduce_scatter(model: nn.Module, stream: torch.cuda.Stream
     for unit in units_of(model):
         communication: Any = MemorySavingReduceScatter(unit, stream)
         unit.set_custom_reduce_scatter(communication)
-
-
-def local_of(parameter: Tensor) -> Tensor:
-    """This rank's shard of a DTensor itself, not a view of it."""
-    local: Tensor = parameter._local_tensor  # type: ignore[attr-defined]
-    return local
 
 
 def materialize_(model: nn.Module, parameter_device: torch.device, buffer_device: torch.device) -> None:

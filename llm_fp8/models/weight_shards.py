@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import te_llama
 from llm_fp8.models.lora_names import is_adapter, name_without_adapter
+from llm_fp8.utils.torch_internals import local_of, persistent_buffers
 from te_llama import DecoderSpec, Part, UnsupportedArchitecture, parameter_map
 
 _PASSED_OVER = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -37,7 +38,7 @@ def local_shard(tensor: Tensor) -> LocalShard:
     if not isinstance(tensor, DTensor):
         return LocalShard(tensor.detach(), 0)
     sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    local = tensor._local_tensor.detach()
+    local = local_of(tensor).detach()
     if not sharded:
         return LocalShard(local, 0)
     if len(sharded) > 1 or not tensor.placements[sharded[0]].is_shard(0):
@@ -59,9 +60,8 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)
     }
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                tensors[f"{prefix}.{name}".lstrip(".")] = buffer
+        for name, buffer in persistent_buffers(module):
+            tensors[f"{prefix}.{name}".lstrip(".")] = buffer
     return tensors
 
 

@@ -21,13 +21,11 @@ Everything of torchao is imported here, when it is asked for.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib.util
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from llm_fp8.config.options import TORCHAO_SCENARIOS
 from llm_fp8.precision.module_state import ModuleState
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.torch_internals import compile_without_ddp_cuts, local_of
 
 DEFAULT_SCENARIO = "tensorwise"
 TOKEN_MULTIPLE = 16
@@ -125,25 +124,9 @@ def compile_layers(layers: Iterable[nn.Module], recomputed: bool = False) -> Non
     gradient checkpointing.
     """
     if recomputed:
-        dynamo: Any = importlib.import_module("torch._dynamo").config
-        dynamo.optimize_ddp = False  # it cuts graphs at DDP's buckets, and cannot where a part is recomputed
+        compile_without_ddp_cuts()
     for layer in layers:
         layer.compile()
-
-
-@contextlib.contextmanager
-def uncompiled(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Run layers without their compiled code in this block, where hooks of the modules inside are called; nothing
-    for layers that have none.
-    """
-    kept: list[tuple[Any, Any]] = [(layer, layer._compiled_call_impl) for layer in layers]
-    for layer, _ in kept:
-        layer._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for layer, compiled in kept:
-            layer._compiled_call_impl = compiled
 
 
 def read_state(modules: Iterable[nn.Module]) -> ModuleState:
@@ -184,10 +167,12 @@ def plain_rows(parameter: Tensor) -> Tensor:
     """A sharded parameter as a DTensor of its fp32 rows, in the same memory, where torchao wraps them for gathering;
     any other as it is.
     """
-    local = getattr(parameter, "_local_tensor", None)
-    if not isinstance(parameter, DTensor) or type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
+    if not isinstance(parameter, DTensor):
         return parameter
-    rows: Tensor = local._tensor  # type: ignore[union-attr]
+    local: Any = local_of(parameter)
+    if type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
+        return parameter
+    rows: Tensor = local._tensor
     return DTensor.from_local(
         rows.detach(),
         parameter.device_mesh,

@@ -34,6 +34,7 @@ from llm_fp8.tools.diagnose.static_report import diagnose_without_gpu
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import TRITON
 from llm_fp8.utils.ranks import LaunchRanks
+from llm_fp8.utils.torch_internals import uncompiled
 from tests.support.processes import exit_code, start_ranks
 from tests.support.small import final_weights, records, run_json, steps, tiny_config, train, write_model
 
@@ -338,7 +339,7 @@ def test_layers_share_their_compiled_code(monkeypatch):
         torch.nn.functional.cosine_similarity(found[1].float().flatten(), expected[1].float().flatten(), dim=0) > 0.99
     )
     assert [name for name, _ in model.named_parameters()] == names
-    with torchao_fp8.uncompiled(layers):
+    with uncompiled(layers):
         assert layers[0]._compiled_call_impl is None
     assert layers[0]._compiled_call_impl is not None
 

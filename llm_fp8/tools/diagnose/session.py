@@ -32,7 +32,6 @@ from llm_fp8.observability.kernel_trace import record_kernels
 from llm_fp8.observability.metrics import GIB, StepTokens, device_peak_tflops, step_flops
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.precision.plan import describe_device
-from llm_fp8.precision.torchao import uncompiled
 from llm_fp8.tools.bench.ours import OurTraining
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.tools.diagnose.bottlenecks import StepMeasurements
@@ -53,6 +52,7 @@ from llm_fp8.tools.gemm_rates import MeasuredRates, measure_rates
 from llm_fp8.train.machine import model_facts
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.torch_internals import uncompiled
 
 NUM_TIMED_STEPS = 7
 """The median: the first step starts with an empty queue of launches."""

@@ -1,0 +1,54 @@
+"""The private names of torch, read in 2.11 and 2.13, that rooms below `distributed` need; FSDP2's own are in
+`llm_fp8.distributed.fsdp_internals`.
+
+    name                                     what for                             noticed by (without it: AttributeError)
+    DTensor._local_tensor                    the shard itself: `to_local()` of    tests/models/test_weight_shards.py
+                                             a Parameter is a view in 2.13
+    nn.Module._buffers,                      buffers that a state dict holds      tests/models/test_weight_shards.py
+      ._non_persistent_buffers_set
+    nn.Module._compiled_call_impl            layers run without compiled code     tests/precision/test_torchao.py
+    torch._dynamo.config.optimize_ddp        no graph cuts at DDP's buckets       tests/precision/test_torchao.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor itself, not a view of it."""
+    local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return local
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of `module` itself that a state dict holds, by name."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def compile_without_ddp_cuts() -> None:
+    """Let torch.compile not cut graphs at DDP's buckets, which it cannot where a part is recomputed."""
+    dynamo: Any = importlib.import_module("torch._dynamo").config
+    dynamo.optimize_ddp = False
+
+
+@contextlib.contextmanager
+def uncompiled(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Run layers without their compiled code in this block, where hooks of the modules inside are called; nothing for
+    layers that have none.
+    """
+    kept: list[tuple[Any, Any]] = [(layer, layer._compiled_call_impl) for layer in layers]
+    for layer, _ in kept:
+        layer._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for layer, compiled in kept:
+            layer._compiled_call_impl = compiled
