@@ -9,7 +9,7 @@
 A setting is one or several NAME=VALUE. Each is measured in processes of its own, in turns with the others and with
 none, so that what slows the machine for a while does not fall on one. No process has a variable of another setting, or
 one of them from this shell. Steps before --warmup are left out. The file holds, beside the figures, what the table of
-llm_fp8/tools/verify/environment_rules.py says of each setting. What acts on exchanges between GPUs is seen with
+llm_fp8/tools/verify/environment_rules.py says of each setting. What acts on communication between GPUs is seen with
 --num_gpus alone, whose default settings are others.
 """
 
@@ -54,14 +54,14 @@ SETTINGS = (
     "CUDA_LAUNCH_BLOCKING=1",
 )
 """Those that the guides recommend, then those that are set for debugging and forgotten."""
-SETTINGS_OF_EXCHANGES = (
+SETTINGS_OF_COMMUNICATION = (
     "CUDA_DEVICE_MAX_CONNECTIONS=1",
     "NVTE_FP8_ALLREDUCE=1",
     "NCCL_P2P_DISABLE=1",
     "TORCH_DISTRIBUTED_DEBUG=DETAIL",
     "ACCELERATE_DEBUG_MODE=true",
 )
-"""Those that the guides recommend for exchanges between the GPUs of a host, then those that the table says slow
+"""Those that the guides recommend for communication between the GPUs of a host, then those that the table says slow
 them.
 """
 
@@ -192,7 +192,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.num_gpus < 1:
         raise UserError(f"--num_gpus {options.num_gpus} measures nothing; give 1 or more.")
     if options.settings is None:
-        options.settings = list(SETTINGS if options.num_gpus == 1 else SETTINGS_OF_EXCHANGES)
+        options.settings = list(SETTINGS if options.num_gpus == 1 else SETTINGS_OF_COMMUNICATION)
     options.arm = options.arm or ("delayed" if options.num_gpus == 1 else "fsdp_full:delayed")
     for setting in options.settings:
         variables_of(setting)

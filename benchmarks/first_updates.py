@@ -2,11 +2,11 @@
 
     python benchmarks/first_updates.py        (CPU, about a minute; writes benchmarks/results/first_updates.json)
 
-The same training four times: computed in fp32 or in bf16 (fp32 masters in both), from the embedded architecture's
-random weights as they are or rounded to bf16 first, as published checkpoints are. An update smaller than half a spacing
-of bf16 moves the masters but not the bf16 copies that the model computes with, until updates add up; weights that are
-not on bf16's grid are rounded up or down to begin with, and show the update on average. So only the run from rounded
-weights should lag behind fp32.
+The same training four times: computed in fp32 or in bf16 (fp32 master weights in both), from the embedded
+architecture's random weights as they are or rounded to bf16 first, as published checkpoints are. An update smaller than
+half a spacing of bf16 moves the master weights but not the bf16 copies that the model computes with, until updates add
+up; weights that are not on bf16's grid are rounded up or down to begin with, and show the update on average. So only
+the run from rounded weights should lag behind fp32.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def write_models(folder: Path) -> dict[str, Path]:
 def losses(model: Path, precision: str, folder: Path) -> list[float]:
     """Train; the loss of each step."""
     command = [
-        sys.executable, "train_fp8.py", f"--model_name={model}", f"--mixed_precision={precision}", "--max_seq_length=256", "--batch_size=16",
-        f"--learning_rate={LEARNING_RATE}", f"--max_steps={NUM_STEPS}", "--validation_fraction=0", "--no_export", f"--output_dir={folder}",
+        sys.executable, "train_fp8.py", f"--model_name={model}", f"--mixed_precision={precision}",
+        "--max_seq_length=256", "--batch_size=16", f"--learning_rate={LEARNING_RATE}", f"--max_steps={NUM_STEPS}",
+        "--validation_fraction=0", "--no_export", f"--output_dir={folder}",
     ]  # fmt: skip
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     records = read_metrics(folder / "metrics.jsonl")

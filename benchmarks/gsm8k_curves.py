@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Held-out loss of one model trained from scratch on GSM8K's text in bf16 (several seeds) and in each fp8 recipe.
+"""Eval loss of one model trained from scratch on GSM8K's text in bf16 (several seeds) and in each fp8 recipe.
 
     python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --output benchmarks/results/gsm8k_curves.json
 
 The question is whether fp8 stays inside what the choice of a seed does to bf16. Every run is a `train_fp8.py` of its
-own on the same data in the same order of tokens per step; the seed changes the initial weights and the order. fp8 arms
-use every seed too, so that each pairs with a bf16 run. Draw the result with `benchmarks/plot_curves.py`.
+own on the same data in the same order of tokens per step; the seed changes the initial weights and the order. fp8
+variants use every seed too, so that each pairs with a bf16 run. Draw the result with `benchmarks/plot_curves.py`.
 
 `--arms bf16,delayed,delayed_fp8head,delayed_fp8head_all` asks the same of an output head in fp8 (--fp8_lm_head), which
 stays in bf16 in the others.
@@ -45,7 +45,7 @@ from llm_fp8.utils.errors import FailedCheck, OneSentenceParser, UserError, run_
 from llm_fp8.utils.json_files import read_json, read_metrics, require_writable, write_json_atomic  # noqa: E402
 from llm_fp8.utils.subprocesses import torchrun  # noqa: E402
 
-ARMS = {
+VARIANTS = {
     "bf16": ["--mixed_precision", "bf16"],
     "delayed": ["--mixed_precision", "fp8", "--fp8_scenario", "delayed"],
     "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
@@ -53,7 +53,7 @@ ARMS = {
     "delayed_fp8head": ["--mixed_precision", "fp8", "--fp8_scenario", "delayed", "--fp8_lm_head", "gradients"],
     "delayed_fp8head_all": ["--mixed_precision", "fp8", "--fp8_scenario", "delayed", "--fp8_lm_head", "all"],
 }
-DEFAULT_ARMS = "bf16,delayed,current,block"
+DEFAULT_VARIANTS = "bf16,delayed,current,block"
 MODES = ("fsdp_full", "ddp")
 """Values of --sharding_mode that are compared with one GPU."""
 ROWS, MICRO_BATCHES = 8, 2
@@ -72,7 +72,7 @@ class Job:
     """Value of --sharding_mode; None on one GPU."""
 
     @property
-    def arm(self) -> str:
+    def variant(self) -> str:
         """Name of the curve."""
         return self.precision if self.mode is None else f"{self.mode}:{self.precision}"
 
@@ -90,11 +90,12 @@ class Job:
         if settings.num_gpus > 1:
             more += ["--optimizer", "adamw_fp32"]
         return [
-            "--model_name", MODEL, "--random_init", "--use_te", "--dataset_name", settings.data, "--validation_fraction", "0.05",
-            "--max_seq_length", "1024", "--batch_size", str(rows), "--gradient_accumulation_steps", str(MICRO_BATCHES),
-            "--num_epochs", str(settings.epochs), "--learning_rate", "1e-3", "--weight_decay", "0.1", "--num_warmup_steps", "50",
-            "--eval_every", str(settings.eval_every), "--seed", str(self.seed), "--output_dir", str(folder), "--no_export",
-            *ARMS[self.precision], *more,
+            "--model_name", MODEL, "--random_init", "--use_te", "--dataset_name", settings.data,
+            "--validation_fraction", "0.05", "--max_seq_length", "1024", "--batch_size", str(rows),
+            "--gradient_accumulation_steps", str(MICRO_BATCHES), "--num_epochs", str(settings.epochs),
+            "--learning_rate", "1e-3", "--weight_decay", "0.1", "--num_warmup_steps", "50", "--eval_every",
+            str(settings.eval_every), "--seed", str(self.seed), "--output_dir", str(folder), "--no_export",
+            *VARIANTS[self.precision], *more,
         ]  # fmt: skip
 
 
@@ -107,12 +108,12 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def parse_variants(text: str) -> list[str]:
-    """The arms of a comma-separated list. Raises `UserError`."""
+    """The variants of a comma-separated list. Raises `UserError`."""
     names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in ARMS]:
-        raise UserError(f"--arms: '{unknown[0]}' is unknown; choose from {', '.join(ARMS)}.")
+    if unknown := [name for name in names if name not in VARIANTS]:
+        raise UserError(f"--arms: '{unknown[0]}' is unknown; choose from {', '.join(VARIANTS)}.")
     if "bf16" not in names or len(set(names)) < len(names):
-        raise UserError(f"--arms {text}: name bf16, which the others are held against, and each arm once.")
+        raise UserError(f"--arms {text}: name bf16, which the others are held against, and each variant once.")
     return names
 
 
@@ -120,7 +121,7 @@ def plan(settings: argparse.Namespace) -> list[Job]:
     """The trainings of the command line."""
     seeds = parse_seeds(settings.seeds)
     if settings.num_gpus == 1:
-        return [Job(arm, seed) for seed in seeds for arm in parse_variants(settings.arms)]
+        return [Job(variant, seed) for seed in seeds for variant in parse_variants(settings.arms)]
     kinds = [(precision, mode) for mode in (None, *MODES) for precision in ("bf16", "delayed")]
     return [Job(precision, seed, mode) for seed in seeds for precision, mode in kinds]
 
@@ -133,17 +134,19 @@ def run_one(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> d
     command = [*job.launch(settings.num_gpus), *job.options(folder, settings)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     if done.returncode:
-        raise FailedCheck(f"{job.arm} with seed {job.seed} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise FailedCheck(f"{job.variant} with seed {job.seed} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     records = read_metrics(folder / "metrics.jsonl")
     summary = read_json(folder / "summary.json")
     run = read_json(folder / "run.json")
     return {
-        "arm": job.arm,
+        "arm": job.variant,
         "seed": job.seed,
         "sharding_mode": run["effective"]["sharding_mode"],
         "num_gpus": run["effective"]["num_processes"],
         "global_batch_size": run["effective"]["global_batch_size"],
-        "effective_precision": f"{run['precision']['effective']} {run['precision']['effective_scenario'] or ''}".strip(),
+        "effective_precision": " ".join(
+            filter(None, (run["precision"]["effective"], run["precision"]["effective_scenario"]))
+        ),
         "fp8_linear_flop_share": run["precision"]["census"]["fp8_linear_flop_share"],
         "num_parameters": run["model"]["num_parameters"],
         "evaluations": [
@@ -163,32 +166,32 @@ def with_tokens(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Final held-out loss by arm beside bf16's spread over seeds."""
-    by_arm: dict[str, list[float]] = {}
+    """Final eval loss by variant beside bf16's spread over seeds."""
+    by_variant: dict[str, list[float]] = {}
     for run in runs:
-        by_arm.setdefault(run["arm"], []).append(run["final_eval_loss"])
-    bf16 = by_arm["bf16"]
+        by_variant.setdefault(run["arm"], []).append(run["final_eval_loss"])
+    bf16 = by_variant["bf16"]
     spread = max(bf16) - min(bf16)
     return {
         "bf16_mean": statistics.mean(bf16),
         "bf16_spread": spread,
         "arms": {
-            arm: {
+            variant: {
                 "losses": losses,
                 "mean_gap_to_bf16": statistics.mean(losses) - statistics.mean(bf16),
                 "inside_bf16_spread": min(bf16) <= statistics.mean(losses) <= max(bf16),
             }
-            for arm, losses in by_arm.items()
+            for variant, losses in by_variant.items()
         },
     }
 
 
 def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """For each arm on several GPUs, by seed: how far its held-out losses are from those of one GPU in the same
+    """For each variant on several GPUs, by seed: how far its eval losses are from those of one GPU in the same
     precision.
     """
     one = {(run["arm"], run["seed"]): run for run in runs if run["num_gpus"] == 1}
-    arms: dict[str, list[dict[str, Any]]] = {}
+    variants: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         if run["num_gpus"] == 1:
             continue
@@ -198,7 +201,7 @@ def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
                 f"{run['arm']} took {run['global_batch_size']} rows a step and one GPU {reference['global_batch_size']}"
             )
         both = zip(run["evaluations"], reference["evaluations"], strict=True)
-        arms.setdefault(run["arm"], []).append(
+        variants.setdefault(run["arm"], []).append(
             {
                 "seed": run["seed"],
                 "final_eval_loss": run["final_eval_loss"],
@@ -207,7 +210,7 @@ def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
                 "largest_difference": max(abs(here[2] - there[2]) for here, there in both),
             }
         )
-    return {"arms": arms}
+    return {"arms": variants}
 
 
 def finished_runs(
@@ -245,9 +248,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--data", required=True, help="GSM8K's training problems as jsonl in OpenMathInstruct-2's columns"
     )
     parser.add_argument("--output", required=True, help="JSON file to write")
-    parser.add_argument("--seeds", default="1,2,3", help="comma-separated seeds of every arm (default 1,2,3)")
+    parser.add_argument("--seeds", default="1,2,3", help="comma-separated seeds of every variant (default 1,2,3)")
     parser.add_argument(
-        "--arms", default=DEFAULT_ARMS, help=f"comma-separated, on one GPU: {', '.join(ARMS)} (default {DEFAULT_ARMS})"
+        "--arms",
+        default=DEFAULT_VARIANTS,
+        help=f"comma-separated, on one GPU: {', '.join(VARIANTS)} (default {DEFAULT_VARIANTS})",
     )
     parser.add_argument("--epochs", type=int, default=4, help="passes over the text (default 4)")
     parser.add_argument("--eval_every", type=int, default=25, help="optimizer steps between evaluations (default 25)")
@@ -272,7 +277,7 @@ def check(settings: argparse.Namespace) -> None:
         raise UserError(
             f"--num_gpus {settings.num_gpus} does not divide the {ROWS} rows of a micro-batch; give 1, 2, 4 or 8."
         )
-    if settings.num_gpus > 1 and settings.arms != DEFAULT_ARMS:
+    if settings.num_gpus > 1 and settings.arms != DEFAULT_VARIANTS:
         raise UserError(f"--arms {settings.arms} has no effect with --num_gpus {settings.num_gpus}; drop one of them.")
     parse_variants(settings.arms)
     for name in ("epochs", "eval_every", "parallel"):
@@ -284,12 +289,12 @@ def check(settings: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Run all arms and write the JSON."""
+    """Run all variants and write the JSON."""
     parser = make_parser()
     settings = parser.parse_args()
     check(settings)
     jobs = plan(settings)
-    order = [(job.arm, job.seed) for job in jobs]
+    order = [(job.variant, job.seed) for job in jobs]
     runs, earlier_provenance = finished_runs(settings, parser)
     if more := {(run["arm"], run["seed"]) for run in runs} - set(order):
         raise UserError(
@@ -306,7 +311,7 @@ def main() -> int:
 
     done = {(run["arm"], run["seed"]) for run in runs}
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(settings.parallel) as pool:
-        left = [job for job in jobs if (job.arm, job.seed) not in done]
+        left = [job for job in jobs if (job.variant, job.seed) not in done]
         gpus = visible_gpus()
         futures = [
             pool.submit(run_one, job, settings, Path(scratch) / str(number), gpus[number % len(gpus)])

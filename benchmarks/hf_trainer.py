@@ -5,17 +5,17 @@ one run on one GPU.
     python benchmarks/hf_trainer.py --workload Llama-3.1-8B:4x1024x4 --output benchmarks/results/hf_trainer_8b.json
 
 Random weights of a bundled architecture (or of a folder with a config.json). Every row of the data fills the whole
-sequence, so that each arm computes the same number of real tokens in a step. Arms, each a process of its own, taking
-turns --rounds times:
+sequence, so that each variant computes the same number of real tokens in a step. Variants, each a process of its own,
+taking turns --rounds times:
 
     trainer_bf16   accelerate launch --config_file configs/accelerate_bf16.yaml examples/hf_trainer_fp8.py ...
     trainer_fp8    accelerate launch --config_file configs/accelerate_fp8.yaml examples/hf_trainer_fp8.py ...
     train_fp8      train_fp8.py --use_te --mixed_precision fp8 ..., unpacked
     train_bf16     train_fp8.py --use_te --mixed_precision bf16 ..., unpacked; not among the default ones
 
-A step's time is what lies between two logged steps, which every arm logs one by one; the first --warmup steps are left
-out, the recorded step of the certificate among them. An arm that fails, a failed certificate too, is a row that says
-so. See docs/accelerate.md.
+A step's time is what lies between two logged steps, which every variant logs one by one; the first --warmup steps are
+left out, the recorded step of the certificate among them. A variant that fails, a failed certificate too, is a row that
+says so. See docs/accelerate.md.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from llm_fp8.tools.verify.processes import Started
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import read_json, read_jsonl, read_metrics, write_json_atomic, write_jsonl_atomic
 
-TRAINER_ARMS = {"trainer_bf16": "bf16", "trainer_fp8": "fp8"}
-OUR_ARMS = {"train_fp8": "fp8", "train_bf16": "bf16"}
+TRAINER_VARIANTS = {"trainer_bf16": "bf16", "trainer_fp8": "fp8"}
+OUR_VARIANTS = {"train_fp8": "fp8", "train_bf16": "bf16"}
 RECORDED_STEP = 5
 """That of the certificate, in both scripts."""
 COMPARED = (("trainer_fp8", "trainer_bf16"), ("train_fp8", "trainer_fp8"), ("train_fp8", "train_bf16"))
@@ -71,8 +71,8 @@ def write_full_rows(path: Path, num_rows: int, seq_length: int) -> None:
     write_jsonl_atomic(path, rows)
 
 
-def command_of(arm: str, work: Workload, model: Path, rows: Path, folder: Path, weights_dtype: str) -> list[str]:
-    """The training of an arm."""
+def command_of(variant: str, work: Workload, model: Path, rows: Path, folder: Path, weights_dtype: str) -> list[str]:
+    """The training of a variant."""
     steps = [
         "--max_steps",
         str(work.num_steps),
@@ -83,8 +83,13 @@ def command_of(arm: str, work: Workload, model: Path, rows: Path, folder: Path, 
     ]
     shared = ["--model_name", str(model), "--dataset_name", str(rows), "--max_seq_length", str(work.seq_length), *steps]
     shared += ["--output_dir", str(folder)]
-    if arm in TRAINER_ARMS:
-        launch = ["-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate_{TRAINER_ARMS[arm]}.yaml"]
+    if variant in TRAINER_VARIANTS:
+        launch = [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            f"configs/accelerate_{TRAINER_VARIANTS[variant]}.yaml",
+        ]
         own = [
             "--random_init",
             "true",
@@ -108,7 +113,7 @@ def command_of(arm: str, work: Workload, model: Path, rows: Path, folder: Path, 
         "--random_init",
         "--use_te",
         "--mixed_precision",
-        OUR_ARMS[arm],
+        OUR_VARIANTS[variant],
         "--batch_size",
         str(work.batch_size),
         "--no_packing",
@@ -163,12 +168,12 @@ def read_ours(folder: Path, work: Workload, warmup: int) -> dict[str, Any]:
 
 
 def measure(
-    arm: str, command: list[str], work: Workload, folder: Path, warmup: int, timeout_s: float
+    variant: str, command: list[str], work: Workload, folder: Path, warmup: int, timeout_s: float
 ) -> dict[str, Any]:
     """Run a training and read what it left: figures, or under `failed` why there are none; the certificate where
     there is one.
     """
-    # As train_fp8.py sets it for itself, for the other arms too.
+    # As train_fp8.py sets it for itself, for the other variants too.
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # With several GPUs to see the Trainer would take nn.DataParallel.
     one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -179,15 +184,15 @@ def measure(
     if ended.code != 0:
         return {**found, "failed": ended.why()}
     try:
-        figures = (read_trainer if arm in TRAINER_ARMS else read_ours)(folder, work, warmup)
+        figures = (read_trainer if variant in TRAINER_VARIANTS else read_ours)(folder, work, warmup)
     except (ValueError, UserError) as error:
         return {**found, "failed": str(error)}
     return {**found, "failed": None, **figures}
 
 
-def summarise(arm: str, work: Workload, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row of an arm: figures over all timed steps of all rounds."""
-    row: dict[str, Any] = {"arm": arm}
+def summarise(variant: str, work: Workload, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row of a variant: figures over all timed steps of all rounds."""
+    row: dict[str, Any] = {"arm": variant}
     measured = [found for found in rounds if found["failed"] is None]
     if not measured:
         return {**row, "failed": rounds[0]["failed"], "rounds": rounds}
@@ -197,7 +202,7 @@ def summarise(arm: str, work: Workload, rounds: list[dict[str, Any]]) -> dict[st
 
 
 def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Speed and memory of one arm over another's, for the pairs of `COMPARED` that were measured."""
+    """Speed and memory of one variant over another's, for the pairs of `COMPARED` that were measured."""
     measured = {row["arm"]: row for row in rows if "tokens_per_s" in row}
     found = []
     for first, second in COMPARED:
@@ -233,15 +238,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(argv)
     options.arms = options.arms.split(",")
-    known = [*TRAINER_ARMS, *OUR_ARMS]
-    if unknown := [arm for arm in options.arms if arm not in known]:
+    known = [*TRAINER_VARIANTS, *OUR_VARIANTS]
+    if unknown := [variant for variant in options.arms if variant not in known]:
         raise UserError(f"--arms names {unknown[0]}, which is none of {', '.join(known)}.")
     check_measuring_options(options, RECORDED_STEP)
     return options
 
 
 def main() -> int:
-    """Measure every arm, round by round, and keep the results as JSON."""
+    """Measure every variant, round by round, and keep the results as JSON."""
     options = parse(sys.argv[1:])
     work = Workload.parse(options.workload, options.steps, "--workload")
     if work.text is not None:
@@ -249,20 +254,20 @@ def main() -> int:
     if not torch.cuda.is_available():
         raise UserError("this measures an NVIDIA GPU, and none is found.")
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-        del os.environ[name]  # what a launcher left would change the arms
+        del os.environ[name]  # what a launcher left would change the variants
     provenance = collect_provenance(sys.argv)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         model, data = Path(scratch, "model"), Path(scratch, "rows.jsonl")
         write_model_structure(work, model)
         write_full_rows(data, work.num_steps * work.micro_batches * work.batch_size, work.seq_length)
-        rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in options.arms}
+        rounds: dict[str, list[dict[str, Any]]] = {variant: [] for variant in options.arms}
         for number in range(options.rounds):
-            for arm in options.arms:
-                folder = Path(scratch, f"{arm}-{number}")
-                command = command_of(arm, work, model, data, folder, options.weights_dtype)
-                found = measure(arm, command, work, folder, options.warmup, options.arm_timeout_s)
-                rounds[arm].append({"command": command[1:], **found})
+            for variant in options.arms:
+                folder = Path(scratch, f"{variant}-{number}")
+                command = command_of(variant, work, model, data, folder, options.weights_dtype)
+                found = measure(variant, command, work, folder, options.warmup, options.arm_timeout_s)
+                rounds[variant].append({"command": command[1:], **found})
                 rows = [summarise(known, work, done) for known, done in rounds.items() if done]
                 record = {
                     "provenance": provenance,
@@ -274,7 +279,7 @@ def main() -> int:
                     "claims": compare(rows),
                 }
                 write_json_atomic(options.output, record)
-                print(f"round {number + 1}  {arm:13} {found['failed'] or 'measured'}", flush=True)
+                print(f"round {number + 1}  {variant:13} {found['failed'] or 'measured'}", flush=True)
     for row in rows:
         if "tokens_per_s" not in row:
             print(f"{row['arm']:13} not measured: {row['failed']}")

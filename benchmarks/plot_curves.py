@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draw the held-out loss curves that `benchmarks/gsm8k_curves.py` measured.
+"""Draw the eval loss curves that `benchmarks/gsm8k_curves.py` measured.
 
 python benchmarks/plot_curves.py benchmarks/results/gsm8k_curves.json benchmarks/plots/gsm8k_curves.png
 python benchmarks/plot_curves.py benchmarks/results/multi_gpu_curves.json benchmarks/plots/multi_gpu_curves.png
@@ -29,17 +29,17 @@ LINES = {"": "-", "fsdp_full": "--", "ddp": ":"}
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """One line per arm (mean over seeds), bf16's range over seeds as a band; right, the end of training enlarged."""
+    """One line per variant (mean over seeds), bf16's range over seeds as a band; right, the end of training enlarged."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
     runs = record["runs"]
     # Curves that should lie on one another: those of one GPU are drawn broad and pale, beneath the others.
     pale = {"linewidth": 5, "alpha": 0.3} if any(":" in run["arm"] for run in runs) else {}
-    for arm in dict.fromkeys(run["arm"] for run in runs):
-        mode, _, precision = arm.rpartition(":")
-        of_arm = [run for run in runs if run["arm"] == arm]
-        curves = [np.array(run["evaluations"]) for run in of_arm]
+    for variant in dict.fromkeys(run["arm"] for run in runs):
+        mode, _, precision = variant.rpartition(":")
+        of_variant = [run for run in runs if run["arm"] == variant]
+        curves = [np.array(run["evaluations"]) for run in of_variant]
         tokens, losses = curves[0][:, 1] / 1e6, np.array([curve[:, 2] for curve in curves])
-        where = f", {of_arm[0]['num_gpus']} x {mode}" if mode else ""
+        where = f", {of_variant[0]['num_gpus']} x {mode}" if mode else ""
         under: dict[str, Any] = pale if not mode else {}
         seeds = f"mean of {len(curves)} seeds" if len(curves) > 1 else "one seed"
         for axis in axes:
@@ -51,7 +51,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
                 label=f"{precision}{where} ({seeds})",
                 **under,
             )
-            if arm == "bf16" and len(curves) > 1:
+            if variant == "bf16" and len(curves) > 1:
                 axis.fill_between(
                     tokens,
                     losses.min(axis=0),
@@ -69,7 +69,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     axes[1].set_ylim(min(finals) - 0.05, max(finals) + 0.15)
     for axis in axes:
         axis.set_xlabel("tokens seen (millions)")
-        axis.set_ylabel("held-out loss (nats per token)")
+        axis.set_ylabel("eval loss (nats per token)")
         axis.grid(alpha=0.3)
     axes[0].legend()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@
 Up to three pictures, the last two where the file has something for them:
 
     speed_table.png           tokens/s with targets, and peak memory, as plot_throughput.py draws them
-    speed_table_kernels.png   where the time of a step goes: GEMMs at the bottom, with a black line where they would end at the GPU's ceilings; on
+    speed_table_kernels.png   the time of a step by kernel class: GEMMs below, a black line at the measured rates; on
                               top the time in which no kernel ran, on one GPU
     speed_table_scaling.png   tokens/s per GPU over the number of GPUs; the point of one GPU is the same recipe there
 """
@@ -65,7 +65,7 @@ def draw_kernels(rows: list[Row], path: Path) -> bool:
         axis.set_title(group, fontsize=10)
         axis.set_xticks(range(len(found)), [row["arm"] for row in found], rotation=45, ha="right")
         axis.spines[["top", "right"]].set_visible(False)
-    columns[0][0].set_ylabel("one step (ms); black: GEMMs at the ceilings")
+    columns[0][0].set_ylabel("one step (ms); black: GEMMs at the measured rates")
     used = [name for name in colours if any(name in step_parts(row) for found in groups.values() for row in found)]
     handles = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in used]
     figure.legend(handles[::-1], used[::-1], loc="outside right center", fontsize=8)

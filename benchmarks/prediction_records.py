@@ -34,7 +34,7 @@ FILES = (
     "multi_gpu_throughput_*.json",
 )
 """Under benchmarks/results. Other levers_*.json were recorded with a part of today's kernels, with variables that
-their variants do not name, or with so few tokens that the host decides.
+their variants do not name, or with so few tokens that the step is launch-bound.
 """
 
 TODAYS_SINCE = "2026-11-22"

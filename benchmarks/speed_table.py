@@ -241,7 +241,7 @@ def describe(row: TableRow, variant: Variant, answers: list[Answer], gpu: str | 
     """The figures of a variant, with its target and where the time of a step went.
 
     `step` holds, for a GPU: step_s (the median step), time_s_by_class (kernels of the recorded step of the last round),
-    gemm_floor_s (the linear layers at the ceilings recorded for such a GPU, None without), and on one GPU gap_s, the
+    gemm_floor_s (the linear layers at the rates recorded for such a GPU, None without), and on one GPU gap_s, the
     part of the median step in which no kernel ran.
     """
     found: dict[str, Any] = {"row": row.name, "side": row.side(variant), **row.targets}
@@ -636,7 +636,7 @@ def _conclusions(row: TableRow, comparison: dict[str, Any], entries: dict[str, d
     if (step := entries[best].get("step")) is not None:
         parts = {**step["time_s_by_class"], **({"no kernel": step["gap_s"]} if "gap_s" in step else {})}
         floor_s = step["gemm_floor_s"]
-        floor = "" if floor_s is None else f" (at the ceilings {floor_s * 1e3:.0f})"
+        floor = "" if floor_s is None else f" (at the measured rates {floor_s * 1e3:.0f})"
         words = (f"{name} {time_s * 1e3:.0f}{floor if name == 'gemm' else ''}" for name, time_s in parts.items())
         yield f"    {best}, ms of a step of {step['step_s'] * 1e3:.0f}: {', '.join(words)}"
 
@@ -653,7 +653,9 @@ def _line(row: TableRow, entry: dict[str, Any]) -> str:
     if "peak_memory_gib" in entry:
         line += f"  {entry['peak_memory_gib']:.0f} GiB"
     if "step" in entry and entry["step"]["gemm_floor_s"] is not None:
-        line += f"  GEMMs at the ceilings: {entry['step']['gemm_floor_s'] / entry['step']['step_s']:.0%} of the step"
+        line += (
+            f"  GEMMs at the measured rates: {entry['step']['gemm_floor_s'] / entry['step']['step_s']:.0%} of the step"
+        )
     return line + f"  first loss {entry['first_loss']:.4f}"
 
 

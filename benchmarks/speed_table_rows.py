@@ -96,23 +96,23 @@ class TableRow:
         )
 
 
-def gemm_floor_s(answer: dict[str, Any], num_tokens: int, ceilings: MeasuredRates) -> float | None:
-    """Seconds of a step's linear layers at the ceilings, from the census of an answer and the positions that a GPU
-    computes.
+def gemm_floor_s(answer: dict[str, Any], num_tokens: int, rates: MeasuredRates) -> float | None:
+    """Seconds of a step's linear layers at the measured rates, from the "census" of an answer and the positions that a
+    GPU computes.
 
-    6 FLOPs per weight and token, at the fp8 ceilings those of fp8 layers and of the output head's products in fp8
-    (--fp8_lm_head). None where a ceiling was not measured, and with adapters, whose frozen weights need fewer products.
+    6 FLOPs per weight and token, at the fp8 rates those of fp8 layers and of lm_head's GEMMs in fp8
+    (--fp8_lm_head). None where a rate was not measured, and with adapters, whose frozen weights need fewer GEMMs.
     """
     if answer.get("num_adapter_parameters"):
         return None
     census = answer["census"]
     in_fp8 = census["num_fp8_weights"]
-    head_products = census.get("num_fp8_head_products", 0)  # files from before it was counted hold no such head
-    head = census["num_head_weights"] if head_products else 0
-    wide_s = ceilings.bf16_gemm_s(6.0 * (census["num_linear_weights"] - in_fp8 - head) * num_tokens)
-    fp8_s = ceilings.fp8_gemm_s(6.0 * in_fp8 * num_tokens) if in_fp8 else 0.0
-    head_s = ceilings.head_gemm_s(6.0 * head * num_tokens, head_products)
-    return None if fp8_s is None or head_s is None else wide_s + fp8_s + head_s
+    num_head_gemms = census.get("num_fp8_head_products", 0)  # files from before it was counted hold no such head
+    head = census["num_head_weights"] if num_head_gemms else 0
+    bf16_s = rates.bf16_gemm_s(6.0 * (census["num_linear_weights"] - in_fp8 - head) * num_tokens)
+    fp8_s = rates.fp8_gemm_s(6.0 * in_fp8 * num_tokens) if in_fp8 else 0.0
+    head_s = rates.head_gemm_s(6.0 * head * num_tokens, num_head_gemms)
+    return None if fp8_s is None or head_s is None else bf16_s + fp8_s + head_s
 
 
 def read_table(path: Path, num_steps: int, text: str | None = None) -> list[TableRow]:

@@ -2,10 +2,12 @@
 """What pip installs into an image that brings its own torch, and what it has to leave alone there. The Dockerfile runs
 it.
 
-    python scripts/container_requirements.py write FOLDER     FOLDER/constraints.txt: the packages that stay, at the versions that are installed;
+    python scripts/container_requirements.py write FOLDER     FOLDER/constraints.txt: packages that stay, at installed
+                                                               versions;
                                                               FOLDER/requirements.txt: what the requirements files pin,
                                                               without those
-    python scripts/container_requirements.py check FOLDER     whether they are still installed at these versions; exit code 1 where not
+    python scripts/container_requirements.py check FOLDER     whether they are still installed at these
+                                                               versions; exit code 1 where not
 
 NVIDIA's images build torch, Transformer Engine and what is compiled against them together. One of them taken from the
 package index would break the others. Standard library and packaging only: it runs before anything is installed.

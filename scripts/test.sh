@@ -1,25 +1,34 @@
 #!/usr/bin/env bash
-# Every check of this project that needs no GPU: lint, format, types, tests. Makes .venv first.
+# Every check of this project that needs no GPU: lint, format, types, the order of imports, tests. Makes .venv first.
 #
-#   scripts/test.sh [options of pytest]
+#   scripts/test.sh [--quick] [options of pytest]
 #
+# --quick leaves out the tests marked `slow`, which take more than about a second, start processes or train.
 # All checks run, also after one failed; the exit code says whether all passed.
 
 # shellcheck source=scripts/_setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
+
+tests="not gpu and not multi_gpu"
+if [[ ${1:-} == --quick ]]; then
+    tests+=" and not slow"
+    shift
+fi
+
 setup_environment
 install_requirements requirements-dev.txt "linter, type checker and test runner"
 
 failed=()
-check() {
-    say "$*"
-    "$venv_python" -m "$@" || failed+=("$*")
+check() { # NAME ARGUMENTS... of python
+    say "$1"
+    "$venv_python" "${@:2}" || failed+=("$1")
 }
 
-check ruff check .
-check ruff format --check .
-check mypy llm_fp8
-check pytest -m "not gpu and not multi_gpu" -n 2 "$@"
+check "ruff check ." -m ruff check .
+check "ruff format --check ." -m ruff format --check .
+check "mypy llm_fp8" -m mypy llm_fp8
+check "lint-imports" -c "from importlinter.cli import lint_imports_command as lint; lint()"
+check "pytest -m '$tests' $*" -m pytest -m "$tests" -n 2 "$@"
 
 if ((${#failed[@]} > 0)); then
     say "failed:"

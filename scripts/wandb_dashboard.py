@@ -2,9 +2,12 @@
 """Lays out the comparison of training runs in W&B: throughput, loss, evaluation, memory, utilisation, energy,
 communication, certificate.
 
-    python scripts/wandb_dashboard.py --entity my-team --project llm-fp8 --group llama32-1b   # makes the view and prints its address
-    python scripts/wandb_dashboard.py --dry_run                                               # prints the layout, contacts nobody
-    python scripts/wandb_dashboard.py --offline runs                                          # what offline runs hold, and how to send them
+    python scripts/wandb_dashboard.py --entity my-team --project llm-fp8 --group llama32-1b
+        makes the view and prints its address
+    python scripts/wandb_dashboard.py --dry_run
+        prints the layout, contacts nobody
+    python scripts/wandb_dashboard.py --offline runs
+        what offline runs hold, and how to send them
 
 Each call makes a new saved view of the project's workspace; it shows training runs, those of one W&B group with
 --group. The layout is llm_fp8/tools/wandb_dashboard.py, the keys are explained in docs/wandb.md. With --offline the

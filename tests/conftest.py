@@ -24,7 +24,8 @@ os.environ.update(
     HF_DATASETS_OFFLINE="1",
     HF_DATASETS_CACHE=str(Path(_CACHE.name) / "datasets"),
     WANDB_SILENT="true",
-    # cuBLAS reads it once; Transformer Engine multiplies fp32 in TF32 otherwise, and fp32 parity would not be near fp32 rounding.
+    # cuBLAS reads it once; Transformer Engine multiplies fp32 in TF32 otherwise, and fp32 parity would not be near fp32
+    # rounding.
     NVIDIA_TF32_OVERRIDE="0",
 )
 # What a launcher left in the environment would change the configuration under test.
@@ -39,6 +40,7 @@ from llm_fp8.models.source import EMBEDDED_MODEL  # noqa: E402
 from llm_fp8.tools.bench import worker  # noqa: E402
 from tests.support.families import write_family  # noqa: E402
 from tests.support.reference import NUM_ROWS  # noqa: E402
+from tests.support.slow import is_slow  # noqa: E402
 from tests.support.small import tiny_config, write_model, write_rows  # noqa: E402
 from tests.support.warm_python import warm_python_in  # noqa: E402
 
@@ -56,10 +58,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     _CACHE.cleanup()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine has no GPUs for."""
+    """Mark what starts processes or trains as slow, and skip what this machine has no GPUs for."""
     num_gpus = torch.cuda.device_count()
     for item in items:
+        if is_slow(item):
+            item.add_marker(pytest.mark.slow)
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
             if item.get_closest_marker(marker) and num_gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), this machine has {num_gpus}"))

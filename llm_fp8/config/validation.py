@@ -63,6 +63,8 @@ FLASH_ATTENTION_HEAD_DIMS = (64, 128)
 """Those for which flash-attn 4's gradients were compared with an fp32 reference."""
 FLASH_ATTENTION_CAPABILITY = (9, 0)
 """Compute capability on which they were compared: Hopper's."""
+FP8_SIZE_MULTIPLE = 16
+"""What the sizes of an fp8 GEMM must be multiples of."""
 FP8_PARAMS_SCENARIOS = ("delayed", "current")
 """Recipes with one scale per weight, which --fp8_params needs."""
 
@@ -129,7 +131,7 @@ def _check_data(config: Config) -> None:
     tokens = data.max_seq_length * data.batch_size
     if config.precision.mixed_precision == "fp8" or config.packing:
         _require(
-            tokens % 16 == 0,
+            tokens % FP8_SIZE_MULTIPLE == 0,
             f"--batch_size {data.batch_size} times --max_seq_length {data.max_seq_length} is {tokens} tokens, which "
             "is not a multiple of 16 as fp8 kernels and packed rows need; choose a --max_seq_length that is a "
             "multiple of 16.",
@@ -359,6 +361,8 @@ class ModelFacts:
     """What options depend on in a model."""
 
     num_layers: int
+    lm_head: tuple[int, int] | None = None
+    """[vocabulary, hidden size]."""
     head_dim: int | None = None
     attention_dropout: float = 0.0
     windows: tuple[int | None, ...] = ()
@@ -498,6 +502,13 @@ def _check_model(config: Config, facts: MachineFacts, model: ModelFacts) -> None
         f"--context_parallel_size {size} cannot go with this model's sliding-window attention (sliding_window in its "
         "config.json), which the exchange of keys and values between GPUs does not have; drop it.",
     )
+    if precision.fp8_lm_head != "none" and model.lm_head is not None:
+        vocabulary, width = model.lm_head
+        _require(
+            vocabulary % FP8_SIZE_MULTIPLE == 0 and width % FP8_SIZE_MULTIPLE == 0,
+            f"--fp8_lm_head {precision.fp8_lm_head}: the lm_head has {vocabulary} x {width} weights, and fp8 GEMMs "
+            f"need both to be multiples of {FP8_SIZE_MULTIPLE}; drop it.",
+        )
     if config.model.flash_attention_4 and model.head_dim is not None:
         check_flash_attention(model.head_dim, model.attention_dropout)
     if config.parallel.fp8_params:

@@ -36,7 +36,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llm_fp8.kernels import softmax
-from llm_fp8.utils.errors import UserError
 
 SIZE_MULTIPLE = 16
 """fp8 GEMMs need every size to be a multiple of this."""
@@ -58,14 +57,7 @@ class Fp8Head:
     """
 
     def __init__(self, module: nn.Module, gemms: Literal["gradients", "all"]) -> None:
-        """`module` has a weight [V, h]; raises `UserError` where fp8 GEMMs cannot take its sizes."""
-        weight: Any = module.weight
-        vocabulary, width = weight.shape
-        if vocabulary % SIZE_MULTIPLE or width % SIZE_MULTIPLE:
-            raise UserError(
-                f"--fp8_lm_head {gemms}: the lm_head has {vocabulary} x {width} weights, and fp8 GEMMs need "
-                f"both to be multiples of {SIZE_MULTIPLE}; drop it."
-            )
+        """`module` has a weight [V, h]; `check_machine` has seen that its sizes are multiples of `SIZE_MULTIPLE`."""
         self.module = module
         self.computes_logits = gemms == "all"
         self.is_first_microbatch: bool | None = None

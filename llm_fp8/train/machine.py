@@ -67,14 +67,19 @@ def model_facts(config: Config, hf_config: PretrainedConfig) -> ModelFacts | Non
     (`check_model` says so).
     """
     if not config.model.use_te:
-        num_layers = getattr(hf_config, "num_hidden_layers", None)
-        return None if num_layers is None else ModelFacts(num_layers)
+        num_layers, vocabulary, width = (
+            getattr(hf_config, name, None) for name in ("num_hidden_layers", "vocab_size", "hidden_size")
+        )
+        if num_layers is None or vocabulary is None or width is None:
+            return None
+        return ModelFacts(num_layers, (vocabulary, width))
     try:
         spec = te_llama.decoder_spec(hf_config)
     except te_llama.UnsupportedArchitecture:
         return None
     return ModelFacts(
         spec.num_layers,
+        lm_head=(spec.vocab_size, spec.hidden_size),
         head_dim=spec.head_dim,
         attention_dropout=spec.attention_dropout,
         windows=spec.windows,

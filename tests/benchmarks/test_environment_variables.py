@@ -96,12 +96,12 @@ def test_each_is_held_against_none(measured):
 
 
 def test_the_settings_of_the_guides_are_documented():
-    for settings in (bench.SETTINGS, bench.SETTINGS_OF_EXCHANGES):
+    for settings in (bench.SETTINGS, bench.SETTINGS_OF_COMMUNICATION):
         names = {name for setting in settings for name in bench.variables_of(setting)}
         assert names <= {re.sub("SOMETHING$", "", name) for name in documented_variables()} and len(settings) == len(
             set(settings)
         )
-    assert all(bench.judged(setting) for setting in bench.SETTINGS_OF_EXCHANGES)
+    assert all(bench.judged(setting) for setting in bench.SETTINGS_OF_COMMUNICATION)
     names = {name for setting in bench.SETTINGS for name in bench.variables_of(setting)}
     judged = {name for name in names if any(rule.speaks_of(name) for rule in RULES)}
     assert judged == names - {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"}
@@ -127,7 +127,7 @@ def test_mistakes_are_one_sentence(tmp_path, options, words):
 def test_several_gpus_have_settings_and_an_arm_of_their_own(tmp_path, monkeypatch):
     one, two = (bench.parse([f"--output={tmp_path / 'r.json'}", f"--num_gpus={number}"]) for number in (1, 2))
     assert (one.arm, two.arm) == ("delayed", "fsdp_full:delayed")
-    assert (one.settings, two.settings) == (list(bench.SETTINGS), list(bench.SETTINGS_OF_EXCHANGES))
+    assert (one.settings, two.settings) == (list(bench.SETTINGS), list(bench.SETTINGS_OF_COMMUNICATION))
     for options, words in (
         (["--arm=fsdp_full:delayed"], "--arm fsdp_full:delayed is spread over several GPUs; say over how many"),
         (["--num_gpus=2", "--arm=delayed"], "say how it is spread over the GPUs"),

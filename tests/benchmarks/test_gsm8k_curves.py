@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import plot_curves
 from benchmarks.gsm8k_curves import (
-    ARMS,
+    VARIANTS,
     check,
     compare_to_one_gpu,
     finished_runs,
@@ -30,13 +30,13 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 def settings(num_gpus: int) -> argparse.Namespace:
     return argparse.Namespace(
-        data="rows.jsonl", seeds="1,2", epochs=4, eval_every=25, num_gpus=num_gpus, arms=",".join(ARMS)
+        data="rows.jsonl", seeds="1,2", epochs=4, eval_every=25, num_gpus=num_gpus, arms=",".join(VARIANTS)
     )
 
 
 def test_on_one_gpu_every_precision_with_every_seed():
     jobs = plan(settings(1))
-    assert [(job.arm, job.seed) for job in jobs] == [(arm, seed) for seed in (1, 2) for arm in ARMS]
+    assert [(job.variant, job.seed) for job in jobs] == [(variant, seed) for seed in (1, 2) for variant in VARIANTS]
     for job in jobs:
         config = parse_config(job.options(Path("out"), settings(1)))
         assert (
@@ -44,10 +44,10 @@ def test_on_one_gpu_every_precision_with_every_seed():
         )
 
 
-@pytest.mark.parametrize("arms", ["bf16,fp16", "delayed", "bf16,delayed,delayed"])
-def test_arms_that_cannot_be_compared(arms):
+@pytest.mark.parametrize("variants", ["bf16,fp16", "delayed", "bf16,delayed,delayed"])
+def test_arms_that_cannot_be_compared(variants):
     with pytest.raises(UserError, match="--arms"):
-        parse_variants(arms)
+        parse_variants(variants)
     assert parse_variants("delayed_fp8head, bf16") == ["delayed_fp8head", "bf16"]
 
 
@@ -55,8 +55,8 @@ def test_arms_that_cannot_be_compared(arms):
 def test_on_several_gpus_a_step_is_that_of_one(num_gpus):
     chosen = settings(num_gpus)
     jobs = plan(chosen)
-    arms = ["bf16", "delayed", "fsdp_full:bf16", "fsdp_full:delayed", "ddp:bf16", "ddp:delayed"]
-    assert [job.arm for job in jobs] == arms * 2
+    variants = ["bf16", "delayed", "fsdp_full:bf16", "fsdp_full:delayed", "ddp:bf16", "ddp:delayed"]
+    assert [job.variant for job in jobs] == variants * 2
     for job in jobs:
         config = parse_config(job.options(Path("out"), chosen), parallel=job.mode is not None)
         gpus = num_gpus if job.mode else 1
@@ -68,11 +68,16 @@ def test_on_several_gpus_a_step_is_that_of_one(num_gpus):
             assert f"--nproc_per_node={num_gpus}" in job.launch(num_gpus)
 
 
-def run(arm: str, num_gpus: int, *losses: float, rows: int = 16) -> dict:
+def run(variant: str, num_gpus: int, *losses: float, rows: int = 16) -> dict:
     return {
-        "arm": arm, "seed": 1, "num_gpus": num_gpus, "global_batch_size": rows, "num_parameters": 57_000_000, "final_eval_loss": losses[-1],
+        "arm": variant,
+        "seed": 1,
+        "num_gpus": num_gpus,
+        "global_batch_size": rows,
+        "num_parameters": 57_000_000,
+        "final_eval_loss": losses[-1],
         "evaluations": [[25 * n, 1000 * n, loss] for n, loss in enumerate(losses, start=1)],
-    }  # fmt: skip
+    }
 
 
 def test_the_same_command_goes_on_from_what_it_kept(tmp_path):

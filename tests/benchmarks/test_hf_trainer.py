@@ -1,4 +1,4 @@
-"""The benchmark of transformers' Trainer: that its arms train on the same tokens, and what it makes of their
+"""The benchmark of transformers' Trainer: that its variants train on the same tokens, and what it makes of their
 records.
 """
 
@@ -11,8 +11,8 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from benchmarks.hf_trainer import (
-    OUR_ARMS,
-    TRAINER_ARMS,
+    OUR_VARIANTS,
+    TRAINER_VARIANTS,
     command_of,
     compare,
     main,
@@ -60,8 +60,8 @@ def test_our_arm_fills_every_row(work, model_and_rows, tmp_path):
 
 
 def test_the_trainers_arms_are_the_example_under_the_two_files(work, model_and_rows, tmp_path):
-    for arm, precision in TRAINER_ARMS.items():
-        command = command_of(arm, work, *model_and_rows, tmp_path, "float32")
+    for variant, precision in TRAINER_VARIANTS.items():
+        command = command_of(variant, work, *model_and_rows, tmp_path, "float32")
         assert command[4] == f"configs/accelerate_{precision}.yaml" and command[5] == "examples/hf_trainer_fp8.py"
         arguments, rest = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
             command[6:], return_remaining_strings=True
@@ -70,7 +70,7 @@ def test_the_trainers_arms_are_the_example_under_the_two_files(work, model_and_r
         assert not arguments.bf16 and rest[rest.index("--max_seq_length") + 1] == "64"
     assert (
         "--mixed_precision" in command_of("train_bf16", work, *model_and_rows, tmp_path, "float32")
-        and "train_bf16" in OUR_ARMS
+        and "train_bf16" in OUR_VARIANTS
     )
 
 

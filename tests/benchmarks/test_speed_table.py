@@ -253,7 +253,9 @@ def test_figures_targets_and_where_the_time_went(tmp_path, capsys):
     assert "delayed reaches 131% of the target (100,000 tokens/s per GPU)" in printed
     assert "delayed over hf_bf16: 2.00 times, first loss +0.1000%" in printed and "more than one call" not in printed
     floor_ms = gemm_floor_s(made_up(1.0), 65_536, ceilings) * 1e3
-    assert f"ms of a step of 500: gemm 300 (at the ceilings {floor_ms:.0f}), attention 150, no kernel 50" in printed
+    assert (
+        f"ms of a step of 500: gemm 300 (at the measured rates {floor_ms:.0f}), attention 150, no kernel 50" in printed
+    )
 
 
 def test_rows_that_are_not_measured_this_time_stay(tmp_path):
@@ -287,7 +289,7 @@ def test_a_file_that_was_made_otherwise_is_refused(tmp_path):
     with pytest.raises(UserError, match="row 1b was measured on Llama-3.2-1B:16x1024x4, not Llama-3.2-1B:8x1024x8"):
         Record(path, changed, SETTINGS)
     fewer = read_table(write_table(tmp_path, {**ROW, "rivals": ["hf_bf16"]}), 3)
-    with pytest.raises(UserError, match="has the variant accelerate_te, which the table lacks"):
+    with pytest.raises(UserError, match="has accelerate_te, which the table lacks"):
         Record(path, fewer, SETTINGS)
     before = path.read_bytes()
     with pytest.raises(UserError, match="was measured on NVIDIA H200, and this is NVIDIA L4"):

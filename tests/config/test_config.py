@@ -16,11 +16,12 @@ from tests.support.documented_commands import COMMANDS, config_of, options_of
 ROOT = Path(__file__).resolve().parents[2]
 
 PROMISED_OPTIONS = """
-model_name dataset_name split_name batch_size mixed_precision max_seq_length use_te fp8_scenario use_wandb wandb_project wandb_run_name
-num_epochs learning_rate gradient_accumulation_steps num_warmup_steps gradient_checkpointing num_of_samples weights_cache_dir max_steps
-eval_every eval_batches save_every save_total_limit output_dir resume_from seed lr_scheduler weight_decay max_grad_norm optimizer
-attn_implementation packing train_on_prompt random_init report_to log_every fp8_format amax_history_len amax_compute_algo
-fp8_first_bf16_layers fp8_last_bf16_layers fp8_strict
+model_name dataset_name split_name batch_size mixed_precision max_seq_length use_te fp8_scenario use_wandb
+wandb_project wandb_run_name num_epochs learning_rate gradient_accumulation_steps num_warmup_steps
+gradient_checkpointing num_of_samples weights_cache_dir max_steps eval_every eval_batches save_every save_total_limit
+output_dir resume_from seed lr_scheduler weight_decay max_grad_norm optimizer attn_implementation packing
+train_on_prompt random_init report_to log_every fp8_format amax_history_len amax_compute_algo fp8_first_bf16_layers
+fp8_last_bf16_layers fp8_strict
 """.split()
 
 

@@ -246,6 +246,14 @@ def test_fp8_params_are_split_by_equal_numbers_of_rows():
     )
 
 
+def test_fp8_gemms_of_the_lm_head_need_sizes_of_multiples_of_16():
+    options = ["--mixed_precision=fp8", "--fp8_lm_head=gradients"]
+    check_machine(config(*options), MachineFacts(model=model_facts(config(), tiny_config())))
+    facts = model_facts(config(), tiny_config(vocab_size=1001))
+    said = refusal(*options, model=facts)
+    assert "--fp8_lm_head gradients: the lm_head has 1001 x 32 weights" in said and "multiples of 16" in said
+
+
 def test_some_layers_must_stay_in_fp8():
     options = ["--mixed_precision=fp8", "--fp8_first_bf16_layers=1", "--fp8_last_bf16_layers=1"]
     assert "leave none of the 2 decoder layers in fp8" in refusal(*options, model=ModelFacts(2))

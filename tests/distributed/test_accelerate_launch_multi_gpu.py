@@ -31,10 +31,18 @@ def test_accelerate_launch_gives_the_same_run(precision, mode, models, tmp_path,
         f"--config_file={REPOSITORY / 'configs' / f'accelerate_{precision}_{mode}.yaml'}",
     ]  # fmt: skip
     training = [
-        str(REPOSITORY / "train_multi_gpu.py"), f"--model_name={model}", "--use_te", "--max_seq_length=256", f"--batch_size={ROWS[2]}",
-        "--learning_rate=1e-4", f"--gradient_accumulation_steps={MICRO_BATCHES}", "--log_every=1", "--validation_fraction=0",
-        f"--max_steps={NUM_STEPS}", f"--output_dir={folder}",
-    ]  # fmt: skip
+        str(REPOSITORY / "train_multi_gpu.py"),
+        f"--model_name={model}",
+        "--use_te",
+        "--max_seq_length=256",
+        f"--batch_size={ROWS[2]}",
+        "--learning_rate=1e-4",
+        f"--gradient_accumulation_steps={MICRO_BATCHES}",
+        "--log_every=1",
+        "--validation_fraction=0",
+        f"--max_steps={NUM_STEPS}",
+        f"--output_dir={folder}",
+    ]
     result = subprocess.run([*launch, *training], capture_output=True, text=True, timeout=240, env=dict(os.environ))
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     taken = read_jsonl(folder / "metrics.jsonl")

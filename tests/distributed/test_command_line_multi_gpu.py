@@ -43,10 +43,19 @@ def model(tmp_path_factory) -> Path:
 def options(model, tmp_path) -> list[str]:
     """Of a short run, but for its precision, rows and folder."""
     return [
-        f"--model_name={model}", f"--dataset_name={write_rows(tmp_path / 'rows.jsonl', NUM_ROWS)}", "--validation_fraction=0", "--use_te",
-        "--sharding_mode=fsdp_full", "--max_seq_length=256", "--learning_rate=1e-4", f"--gradient_accumulation_steps={MICRO_BATCHES}",
-        f"--max_steps={NUM_STEPS}", f"--save_every={SAVED_STEP}", "--save_total_limit=9", "--log_every=1",
-    ]  # fmt: skip
+        f"--model_name={model}",
+        f"--dataset_name={write_rows(tmp_path / 'rows.jsonl', NUM_ROWS)}",
+        "--validation_fraction=0",
+        "--use_te",
+        "--sharding_mode=fsdp_full",
+        "--max_seq_length=256",
+        "--learning_rate=1e-4",
+        f"--gradient_accumulation_steps={MICRO_BATCHES}",
+        f"--max_steps={NUM_STEPS}",
+        f"--save_every={SAVED_STEP}",
+        "--save_total_limit=9",
+        "--log_every=1",
+    ]
 
 
 def train(runs: dict[Path, list[str]], **environment: str) -> None:

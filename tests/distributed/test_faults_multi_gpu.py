@@ -25,9 +25,14 @@ DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 def options(models, tmp_path) -> list[str]:
     """Of a short run in fp8, but for its folder."""
     return [
-        f"--model_name={models['llama3_rope_gqa']}", f"--dataset_name={write_rows(tmp_path / 'rows.jsonl', 64)}", "--validation_fraction=0",
-        "--use_te", "--mixed_precision=fp8", "--sharding_mode=fsdp_full", "--max_seq_length=256",
-    ]  # fmt: skip
+        f"--model_name={models['llama3_rope_gqa']}",
+        f"--dataset_name={write_rows(tmp_path / 'rows.jsonl', 64)}",
+        "--validation_fraction=0",
+        "--use_te",
+        "--mixed_precision=fp8",
+        "--sharding_mode=fsdp_full",
+        "--max_seq_length=256",
+    ]
 
 
 def test_a_signal_to_one_rank_stops_all_after_saving(options, tmp_path, record_property):

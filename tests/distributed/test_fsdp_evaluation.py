@@ -16,10 +16,21 @@ def test_a_checkpoint_after_an_evaluation_holds_everything(
 ) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     processes = start_ranks(
-        2, log, f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=256", "--batch_size=2", "--max_steps=2",
-        "--validation_fraction=0.2", "--eval_every=1", "--eval_batches=1", "--save_every=1", "--no_export", f"--sharding_mode={mode}",
+        2,
+        log,
+        f"--model_name={tiny_model}",
+        f"--dataset_name={rows}",
+        "--max_seq_length=256",
+        "--batch_size=2",
+        "--max_steps=2",
+        "--validation_fraction=0.2",
+        "--eval_every=1",
+        "--eval_batches=1",
+        "--save_every=1",
+        "--no_export",
+        f"--sharding_mode={mode}",
         f"--output_dir={folder}",
-    )  # fmt: skip
+    )
     assert [exit_code(process) for process in processes] == [0, 0], log.read_text()[-4000:]
     after_evaluation, last = (
         json.loads((folder / "checkpoints" / f"step-0000000{step}" / "manifest.json").read_text())["tensors"]

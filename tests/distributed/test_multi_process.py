@@ -96,9 +96,15 @@ def test_random_weights_are_the_same_in_every_mode(tmp_path, tiny_model, rows):
 
 def options_of_short_run(model: str, rows: str, folder: Path) -> list[str]:
     return [
-        f"--model_name={model}", f"--dataset_name={rows}", "--validation_fraction=0", "--max_seq_length=256", "--learning_rate=1e-3",
-        "--log_every=1", "--save_every=2", f"--output_dir={folder}",
-    ]  # fmt: skip
+        f"--model_name={model}",
+        f"--dataset_name={rows}",
+        "--validation_fraction=0",
+        "--max_seq_length=256",
+        "--learning_rate=1e-3",
+        "--log_every=1",
+        "--save_every=2",
+        f"--output_dir={folder}",
+    ]
 
 
 @pytest.mark.parametrize(

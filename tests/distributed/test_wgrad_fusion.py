@@ -248,10 +248,22 @@ def test_a_run_is_the_reference(tmp_path, tiny_model, batch_size, accumulation, 
 def test_a_resumed_run_that_evaluates_takes_the_same_steps(tmp_path, tiny_model, rows, fused):
     def run(folder, *more):
         train(
-            f"--model_name={tiny_model}", f"--dataset_name={rows}", "--validation_fraction=0.2", "--max_seq_length=256", "--use_te",
-            "--learning_rate=1e-3", "--lr_scheduler=constant", "--num_warmup_steps=0", "--batch_size=2", "--gradient_accumulation_steps=3",
-            "--eval_every=1", "--save_every=2", "--log_every=1", f"--output_dir={folder}", *more,
-        )  # fmt: skip
+            f"--model_name={tiny_model}",
+            f"--dataset_name={rows}",
+            "--validation_fraction=0.2",
+            "--max_seq_length=256",
+            "--use_te",
+            "--learning_rate=1e-3",
+            "--lr_scheduler=constant",
+            "--num_warmup_steps=0",
+            "--batch_size=2",
+            "--gradient_accumulation_steps=3",
+            "--eval_every=1",
+            "--save_every=2",
+            "--log_every=1",
+            f"--output_dir={folder}",
+            *more,
+        )
 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(whole, "--max_steps=4")

@@ -100,12 +100,33 @@ def test_a_run_says_so_and_is_certified(tmp_path, record_property):
     """One command says which attention it had; the kernels of its recorded step are those that it names."""
     done = subprocess.run(
         [
-            sys.executable, "train_fp8.py", "--model_name", "Llama-57M", "--random_init", "--use_te", "--mixed_precision", "fp8",
-            "--attn_implementation", "flash_attention_4", "--max_seq_length", "256", "--batch_size", "4", "--max_steps", "6", "--no_export",
-            "--gradient_accumulation_steps", "2", "--output_dir", str(tmp_path / "run"),
+            sys.executable,
+            "train_fp8.py",
+            "--model_name",
+            "Llama-57M",
+            "--random_init",
+            "--use_te",
+            "--mixed_precision",
+            "fp8",
+            "--attn_implementation",
+            "flash_attention_4",
+            "--max_seq_length",
+            "256",
+            "--batch_size",
+            "4",
+            "--max_steps",
+            "6",
+            "--no_export",
+            "--gradient_accumulation_steps",
+            "2",
+            "--output_dir",
+            str(tmp_path / "run"),
         ],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     name = "flash-attn 4"
     assert f"attention: {name}" in done.stdout

@@ -301,9 +301,17 @@ def test_training_reaches_the_same_loss(tmp_path, tiny_model, rows):
         folder = tmp_path / mode
         with emulated_head(mode):
             train(
-                f"--model_name={tiny_model}", f"--dataset_name={rows}", f"--output_dir={folder}", "--mixed_precision=bf16", "--batch_size=4",
-                "--max_seq_length=128", "--gradient_accumulation_steps=2", "--max_steps=30", "--learning_rate=0.01", "--no_export",
-            )  # fmt: skip
+                f"--model_name={tiny_model}",
+                f"--dataset_name={rows}",
+                f"--output_dir={folder}",
+                "--mixed_precision=bf16",
+                "--batch_size=4",
+                "--max_seq_length=128",
+                "--gradient_accumulation_steps=2",
+                "--max_steps=30",
+                "--learning_rate=0.01",
+                "--no_export",
+            )
         losses[mode] = [record["loss"] for record in records(folder) if "loss" in record]
     assert losses["gradients"][0] == losses["none"][0], "logits and loss are as without it"
     assert losses["all"][0] != losses["none"][0] and losses["gradients"][-1] != losses["none"][-1]
@@ -331,10 +339,19 @@ def test_two_processes_take_the_steps_of_one(mode, tied, tmp_path, rows):
 
     def options(folder, accumulation):
         return (
-            f"--model_name={model}", f"--dataset_name={rows}", f"--output_dir={folder}", "--validation_fraction=0", "--mixed_precision=no",
-            "--batch_size=5", "--max_seq_length=128", f"--gradient_accumulation_steps={accumulation}", "--max_steps=6", "--learning_rate=1e-3",
-            "--log_every=1", "--no_export",
-        )  # fmt: skip
+            f"--model_name={model}",
+            f"--dataset_name={rows}",
+            f"--output_dir={folder}",
+            "--validation_fraction=0",
+            "--mixed_precision=no",
+            "--batch_size=5",
+            "--max_seq_length=128",
+            f"--gradient_accumulation_steps={accumulation}",
+            "--max_steps=6",
+            "--learning_rate=1e-3",
+            "--log_every=1",
+            "--no_export",
+        )
 
     def taken(folder):
         return [step["loss"] for step in steps(folder)], [step["grad_norm"] for step in steps(folder)]
@@ -409,10 +426,6 @@ def test_arms_of_the_benchmarks():
 
 
 def test_where_it_is_refused():
-    with pytest.raises(
-        UserError, match="--fp8_lm_head gradients: the lm_head has 1001 x 64 weights, .* multiples of 16"
-    ):
-        head_of(torch.empty(1001, 64), "gradients")
     with pytest.raises(UserError, match="--fp8_lm_head has no effect with --mixed_precision bf16"):
         parse_config(["--mixed_precision=bf16", "--fp8_lm_head=all"])
     with pytest.raises(UserError, match="--fp8_lm_head all is computed by Transformer Engine .* torchao; drop one"):

@@ -163,16 +163,17 @@ def test_which_layers_take_the_kernel(family, context_size, on_gpu, dtype, taken
 
 INTERPRETED = """
 import torch
-from llm_fp8.rope_kernel import split_rope
+from llm_fp8.kernels.rope_triton import split_rope
 from tests.support.rope_reference import CASES, assert_same_split, split_rope_reference
 for name in ("head_dim 80", "little of a head", "documents of one token", "empty documents", "padded"):
     for dtype in (torch.float32, torch.bfloat16):
         assert_same_split(split_rope, split_rope_reference, CASES[name], dtype, "columns before heads", "cpu")
+angles, starts = CASES["padded"].angles("cpu"), torch.tensor([0, 4], dtype=torch.int32)
 for wrong in (
-    lambda: split_rope(torch.empty(4, 30), CASES["padded"].angles("cpu"), 4, 2, None),
-    lambda: split_rope(torch.empty(4, 8 * 32), CASES["padded"].angles("cpu"), 4, 2, torch.tensor([0, 4], dtype=torch.int32)),
-    lambda: split_rope(torch.empty(4, 8 * 64), CASES["padded"].angles("cpu"), 4, 2, torch.tensor([0, 4])),
-    lambda: split_rope(torch.empty(4, 8 * 64), CASES["padded"].angles("cpu").half(), 4, 2, torch.tensor([0, 4], dtype=torch.int32)),
+    lambda: split_rope(torch.empty(4, 30), angles, 4, 2, None),
+    lambda: split_rope(torch.empty(4, 8 * 32), angles, 4, 2, starts),
+    lambda: split_rope(torch.empty(4, 8 * 64), angles, 4, 2, torch.tensor([0, 4])),
+    lambda: split_rope(torch.empty(4, 8 * 64), angles.half(), 4, 2, starts),
 ):
     try:
         wrong()

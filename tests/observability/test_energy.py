@@ -136,7 +136,8 @@ def give_each_rank_a_board() -> None:
     def open_counter(device: torch.device) -> Callable[[], float]:
         return lambda: 100.0 * now_s if first else 300.0 * now_s if now_s < 30 else math.nan
 
-    llm_fp8.train.loop.EnergyMeter = functools.partial(EnergyMeter, open_counter=open_counter, clock=clock)  # type: ignore[misc, assignment]
+    meter = functools.partial(EnergyMeter, open_counter=open_counter, clock=clock)
+    llm_fp8.train.loop.EnergyMeter = meter  # type: ignore[misc, assignment]
 
 
 def test_the_energy_of_two_processes_is_their_sum_and_nothing_where_one_is_missing(tmp_path: Path) -> None:

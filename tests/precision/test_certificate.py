@@ -446,9 +446,17 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, f
 
 def options(model: str, rows: str, folder, *more: str) -> list[str]:
     return [
-        f"--model_name={model}", f"--dataset_name={rows}", "--max_seq_length=192", "--batch_size=4", "--mixed_precision=bf16",
-        "--log_every=100", "--validation_fraction=0", "--no_export", f"--output_dir={folder}", *more,
-    ]  # fmt: skip
+        f"--model_name={model}",
+        f"--dataset_name={rows}",
+        "--max_seq_length=192",
+        "--batch_size=4",
+        "--mixed_precision=bf16",
+        "--log_every=100",
+        "--validation_fraction=0",
+        "--no_export",
+        f"--output_dir={folder}",
+        *more,
+    ]
 
 
 def test_a_certified_run_says_so(tiny_model, rows, tmp_path, monkeypatch, capsys):

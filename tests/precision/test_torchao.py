@@ -46,9 +46,16 @@ NUM_STEPS = 4
 def options(model: str, rows: str, folder: Path, *more: object) -> list[object]:
     """A short run, to which `more` is added."""
     return [
-        f"--model_name={model}", f"--dataset_name={rows}", "--validation_fraction=0", "--max_seq_length=256", "--learning_rate=1e-3",
-        "--log_every=1", f"--output_dir={folder}", f"--max_steps={NUM_STEPS}", *more,
-    ]  # fmt: skip
+        f"--model_name={model}",
+        f"--dataset_name={rows}",
+        "--validation_fraction=0",
+        "--max_seq_length=256",
+        "--learning_rate=1e-3",
+        "--log_every=1",
+        f"--output_dir={folder}",
+        f"--max_steps={NUM_STEPS}",
+        *more,
+    ]
 
 
 def losses(folder: Path) -> list[float]:
@@ -534,8 +541,15 @@ def test_fp8_that_cannot_run_is_an_error_and_never_another_precision(tiny_model,
 def test_arms_of_a_comparison():
     assert parse_variants("rowwise,bf16,delayed") == ["bf16", "rowwise", "delayed"]
     assert variant_words("rowwise", ["--fp8_format", "E4M3", "--fp8_last_bf16_layers", "1"]) == [
-        "--fp8_last_bf16_layers", "1", "--mixed_precision", "fp8", "--fp8_backend", "torchao", "--fp8_scenario", "rowwise",
-    ]  # fmt: skip
+        "--fp8_last_bf16_layers",
+        "1",
+        "--mixed_precision",
+        "fp8",
+        "--fp8_backend",
+        "torchao",
+        "--fp8_scenario",
+        "rowwise",
+    ]
     for arm in TORCHAO_SCENARIOS:
         plan = resolve_precision(parse_config(list(ARMS[arm])).precision, CPU)
         assert requested_variant(plan.to_dict()) == arm

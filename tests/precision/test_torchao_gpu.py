@@ -113,9 +113,21 @@ def test_a_resumed_run_goes_on_and_its_files_are_those_of_any_run(model_folder, 
 def test_the_diagnosis_finds_no_problem(scenario, model_folder, tmp_path):
     report = tmp_path / "report.json"
     command = [
-        sys.executable, "scripts/diagnose_fp8.py", "--json", str(report), "--model_name", str(model_folder), "--max_seq_length", "256",
-        "--batch_size", "8", "--packing", *FP8, "--fp8_scenario", scenario,
-    ]  # fmt: skip
+        sys.executable,
+        "scripts/diagnose_fp8.py",
+        "--json",
+        str(report),
+        "--model_name",
+        str(model_folder),
+        "--max_seq_length",
+        "256",
+        "--batch_size",
+        "8",
+        "--packing",
+        *FP8,
+        "--fp8_scenario",
+        scenario,
+    ]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "mm" in done.stdout and "e4m3" in done.stdout
@@ -128,9 +140,9 @@ import sys
 import torch
 from torchao.float8.float8_linear import Float8Linear
 Float8Linear.forward = lambda self, x: torch.nn.functional.linear(x, self.weight, self.bias)
-from llm_fp8.config import parse_config
-from llm_fp8.errors import run_script
-from llm_fp8.run import run_training
+from llm_fp8.config.parser import parse_config
+from llm_fp8.utils.errors import run_script
+from llm_fp8.train.run import run_training
 run_script(lambda: run_training(parse_config(sys.argv[1:])))
 """
     command = [sys.executable, "-c", program, *plain(model_folder, tmp_path / "run", *FP8, "--max_steps", "12")]

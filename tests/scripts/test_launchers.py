@@ -51,8 +51,9 @@ def main():
     config, _ = parse_launch(sys.argv[1:], os.environ, parallel=True)
     from accelerate import Accelerator
     accelerator = Accelerator(mixed_precision="no", cpu=True)
-    told = {"mode": config.parallel.sharding_mode, "precision": config.precision.mixed_precision, "processes": accelerator.num_processes,
-            "type": accelerator.distributed_type.value, "left": [n for n in os.environ if n.startswith(("FSDP_", "ACCELERATE_"))]}
+    left = [n for n in os.environ if n.startswith(("FSDP_", "ACCELERATE_"))]
+    told = {"mode": config.parallel.sharding_mode, "precision": config.precision.mixed_precision,
+            "processes": accelerator.num_processes, "type": accelerator.distributed_type.value, "left": left}
     open(f"{os.environ['FOLDER']}/rank{accelerator.process_index}.json", "w").write(json.dumps(told))
     accelerator.end_training()
     return 0

@@ -22,8 +22,14 @@ from tests.support.documented_commands import (
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 WRITTEN_BY_RUNS = {
-    "adapter_config.json", "certificate.json", "comparison.json", "config.json", "exact_match.json", "run.json", "summary.json",
-}  # fmt: skip
+    "adapter_config.json",
+    "certificate.json",
+    "comparison.json",
+    "config.json",
+    "exact_match.json",
+    "run.json",
+    "summary.json",
+}
 """Files of a run's output, which no folder of the repository holds."""
 
 

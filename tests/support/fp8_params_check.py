@@ -258,12 +258,16 @@ def same_steps(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
         and gemms["fp8"].get("fp8", 0) >= num_layers(fp8) * FP8_WEIGHTS_PER_LAYER * 3 * MICRO_BATCHES
     )
     return holds, {
-        "first_loss": [plain.losses[0], fp8.losses[0]], "last_loss": [plain.losses[-1], fp8.losses[-1]], "first_difference": first,
-        "difference_from_bf16": worst, "difference_from_bf16_without": worst_plain,
+        "first_loss": [plain.losses[0], fp8.losses[0]],
+        "last_loss": [plain.losses[-1], fp8.losses[-1]],
+        "first_difference": first,
+        "difference_from_bf16": worst,
+        "difference_from_bf16_without": worst_plain,
         "losses": {"plain": plain.losses, "fp8": fp8.losses, "bf16": bf16.losses},
         "grad_norms": {"plain": plain.grad_norms, "fp8": fp8.grad_norms, "bf16": bf16.grad_norms},
-        "gemm_kernels": gemms, "seconds": [plain.seconds, fp8.seconds],
-    }  # fmt: skip
+        "gemm_kernels": gemms,
+        "seconds": [plain.seconds, fp8.seconds],
+    }
 
 
 def bytes_between_steps(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
@@ -299,10 +303,13 @@ def bytes_gathered(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
         counts == {"plain": expected, "fp8": expected} and len(plain.sent_bytes) == len(fp8.sent_bytes) and share < 0.51
     )
     return holds, {
-        "layer_gathers": counts, "expected": expected, "layer_bytes": [plain.layer_bytes["bf16"], fp8.layer_bytes["fp8"]],
-        "share": share, "all_gathers": [len(plain.sent_bytes), len(fp8.sent_bytes)],
+        "layer_gathers": counts,
+        "expected": expected,
+        "layer_bytes": [plain.layer_bytes["bf16"], fp8.layer_bytes["fp8"]],
+        "share": share,
+        "all_gathers": [len(plain.sent_bytes), len(fp8.sent_bytes)],
         "sent_bytes": [sum(plain.sent_bytes), sum(fp8.sent_bytes)],
-    }  # fmt: skip
+    }
 
 
 def sums_in_gemms(trainings: Trainings) -> tuple[bool, dict[str, Any]]:

@@ -24,9 +24,25 @@ def train(
 
 def common(model_folder: Path, folder: Path, *more: str) -> list[str]:
     return [
-        "--model_name", str(model_folder), "--use_te", "--max_seq_length", "256", "--batch_size", "8", "--learning_rate", "1e-3",
-        "--gradient_accumulation_steps", "2", "--log_every", "1", "--eval_batches", "2", "--output_dir", str(folder), *more,
-    ]  # fmt: skip
+        "--model_name",
+        str(model_folder),
+        "--use_te",
+        "--max_seq_length",
+        "256",
+        "--batch_size",
+        "8",
+        "--learning_rate",
+        "1e-3",
+        "--gradient_accumulation_steps",
+        "2",
+        "--log_every",
+        "1",
+        "--eval_batches",
+        "2",
+        "--output_dir",
+        str(folder),
+        *more,
+    ]
 
 
 def losses(folder: Path) -> list[float]:

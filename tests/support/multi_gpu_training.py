@@ -27,10 +27,19 @@ def train(num_gpus: int, folder: Path, model: Path, *options: str) -> tuple[list
     """Train on so many GPUs; the records of its steps, its summary and what it printed."""
     log = folder.with_name(f"{folder.name}.log")
     processes = start_ranks(
-        num_gpus, log, f"--model_name={model}", "--max_seq_length=256", f"--batch_size={ROWS[num_gpus]}", "--learning_rate=1e-4",
-        f"--gradient_accumulation_steps={MICRO_BATCHES}", "--log_every=1", "--validation_fraction=0", f"--max_steps={NUM_STEPS}",
-        f"--output_dir={folder}", *options,
-    )  # fmt: skip
+        num_gpus,
+        log,
+        f"--model_name={model}",
+        "--max_seq_length=256",
+        f"--batch_size={ROWS[num_gpus]}",
+        "--learning_rate=1e-4",
+        f"--gradient_accumulation_steps={MICRO_BATCHES}",
+        "--log_every=1",
+        "--validation_fraction=0",
+        f"--max_steps={NUM_STEPS}",
+        f"--output_dir={folder}",
+        *options,
+    )
     codes = [exit_code(process, deadline_s=240) for process in processes]
     assert codes == [0] * num_gpus, log.read_text()
     records = read_jsonl(folder / "metrics.jsonl")

@@ -1,7 +1,7 @@
 """Training in processes of their own, which can be signalled and killed.
 
-Where they can be (`tests.support.forking`) they are forked from a server that has imported everything once, so that each starts
-in a tenth of a second. What runs in them is what train_fp8.py runs, down to the exit code.
+Where they can be (`tests.support.forking`) they are forked from a server that has imported everything once, so that
+each starts in a tenth of a second. What runs in them is what train_fp8.py runs, down to the exit code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trains 1B for three steps on two GPUs with the reduce-scatter of `llm_fp8.distributed.fsdp_internals` and FSDP2's own.
+"""Trains 1B for three steps on two GPUs with our reduce-scatter (`llm_fp8.distributed.fsdp_internals`) and FSDP2's.
 
 Rank 0 prints losses and memory of each as JSON.
 

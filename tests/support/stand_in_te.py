@@ -9,6 +9,7 @@ them (`_FusedWgrad`).
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -213,6 +214,7 @@ def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, members in contents.items():
         module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)  # asked for by importlib.util.find_spec
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
         parent, _, child = name.rpartition(".")

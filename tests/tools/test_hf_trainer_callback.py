@@ -1,8 +1,8 @@
 """The certificate of a transformers Trainer: what Accelerate makes of a Trainer under every launch, judged with made-up
 kernels.
 
-The Trainer and Accelerate are real, Transformer Engine is made up (`tests/support/made_up_te.py`), and so is what the GPU is
-said to have run.
+The Trainer and Accelerate are real, Transformer Engine is made up (`tests/support/made_up_te.py`), and so is what
+the GPU is said to have run.
 """
 
 from __future__ import annotations
@@ -77,12 +77,19 @@ def trained(monkeypatch, tmp_path):
         trainer = Trainer(
             model=AutoModelForCausalLM.from_config(tiny_config(**(model or {}))),
             args=TrainingArguments(
-                output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=MICRO_BATCHES,
-                report_to="none", disable_tqdm=True, save_strategy="no", use_cpu=True, **arguments,
+                output_dir=str(tmp_path),
+                max_steps=3,
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=MICRO_BATCHES,
+                report_to="none",
+                disable_tqdm=True,
+                save_strategy="no",
+                use_cpu=True,
+                **arguments,
             ),
             train_dataset=[{"input_ids": list(range(32)), "labels": list(range(32))}] * 16,
             callbacks=[callback],
-        )  # fmt: skip
+        )
         trainer.certificate_callback = callback
         trainer.train()
         return trainer
@@ -255,9 +262,24 @@ def test_what_was_asked_for(tmp_path):
 
 def training_options(tiny_model: str, rows: str, folder: Path) -> list[str]:
     return [
-        "--model_name", tiny_model, "--dataset_name", rows, "--max_seq_length", "128", "--batch_size", "2", "--max_steps", "2",
-        "--gradient_accumulation_steps", "1", "--log_every", "1", "--no_export", "--output_dir", str(folder),
-    ]  # fmt: skip
+        "--model_name",
+        tiny_model,
+        "--dataset_name",
+        rows,
+        "--max_seq_length",
+        "128",
+        "--batch_size",
+        "2",
+        "--max_steps",
+        "2",
+        "--gradient_accumulation_steps",
+        "1",
+        "--log_every",
+        "1",
+        "--no_export",
+        "--output_dir",
+        str(folder),
+    ]
 
 
 @pytest.fixture(scope="module")

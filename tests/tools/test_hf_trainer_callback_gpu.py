@@ -31,10 +31,32 @@ def example(
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += program or ["examples/hf_trainer_fp8.py"]
     command += [
-        "--model_name", str(model), "--dataset_name", str(DATASET_DIR), "--num_of_samples", "256", "--max_seq_length", "256",
-        "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", str(MICRO_BATCHES), "--max_steps", "6",
-        "--learning_rate", "1e-3", "--logging_steps", "1", "--save_strategy", "no", "--report_to", "none", "--output_dir", str(folder), *options,
-    ]  # fmt: skip
+        "--model_name",
+        str(model),
+        "--dataset_name",
+        str(DATASET_DIR),
+        "--num_of_samples",
+        "256",
+        "--max_seq_length",
+        "256",
+        "--per_device_train_batch_size",
+        "8",
+        "--gradient_accumulation_steps",
+        str(MICRO_BATCHES),
+        "--max_steps",
+        "6",
+        "--learning_rate",
+        "1e-3",
+        "--logging_steps",
+        "1",
+        "--save_strategy",
+        "no",
+        "--report_to",
+        "none",
+        "--output_dir",
+        str(folder),
+        *options,
+    ]
     variables = {name: value for name, value in os.environ.items() if name != "NVIDIA_TF32_OVERRIDE"}
     # With several GPUs to see the Trainer would take nn.DataParallel.
     variables["CUDA_VISIBLE_DEVICES"] = variables.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -101,7 +123,7 @@ def test_every_linear_layer_of_an_untied_model_is_converted(model_folder, tmp_pa
 # A program that breaks something before it runs the example.
 BROKEN = """
 import os, runpy, sys
-import llm_fp8.trainer_callback as callback
+import llm_fp8.tools.hf_trainer_callback as callback
 {patch}
 sys.argv[0] = "examples/hf_trainer_fp8.py"
 runpy.run_path(sys.argv[0], run_name="__main__")

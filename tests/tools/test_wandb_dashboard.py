@@ -109,10 +109,23 @@ def offline_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         assert 0 == train(
-            "--use_wandb", "--wandb_project=a-project", "--wandb_run_name=a-run", "--wandb_group=pairs", "--wandb_tags=nightly,h200",
-            "--output_dir", folder, "--max_steps=4", "--eval_every=2", "--max_seq_length=128", "--batch_size=4",
-            "--gradient_accumulation_steps=2", "--num_of_samples=80", "--eval_batches=2", "--no_export", "--mixed_precision=bf16",
-        )  # fmt: skip
+            "--use_wandb",
+            "--wandb_project=a-project",
+            "--wandb_run_name=a-run",
+            "--wandb_group=pairs",
+            "--wandb_tags=nightly,h200",
+            "--output_dir",
+            folder,
+            "--max_steps=4",
+            "--eval_every=2",
+            "--max_seq_length=128",
+            "--batch_size=4",
+            "--gradient_accumulation_steps=2",
+            "--num_of_samples=80",
+            "--eval_batches=2",
+            "--no_export",
+            "--mixed_precision=bf16",
+        )
         wandb.teardown()  # waits for W&B's own process, which writes the file
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()

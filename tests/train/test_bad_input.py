@@ -359,8 +359,12 @@ def test_wandb_without_a_login_explains_itself(tmp_path, warm_python, common):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
     environment.update(HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9")
     done = subprocess.run(
-        [warm_python, str(ROOT / "train_fp8.py"), *common, "--use_wandb"], capture_output=True, text=True, env=environment, cwd=tmp_path
-    )  # fmt: skip
+        [warm_python, str(ROOT / "train_fp8.py"), *common, "--use_wandb"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    )
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert (
@@ -443,8 +447,12 @@ def test_the_script_says_it_in_one_line(tmp_path, warm_python, options, named):
 )
 def test_the_script_is_for_one_process(tmp_path, environment, named):
     done = subprocess.run(
-        [sys.executable, str(ROOT / "train_fp8.py")], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, **environment}
-    )  # fmt: skip
+        [sys.executable, str(ROOT / "train_fp8.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and named in done.stderr and len(done.stderr.splitlines()) == 1
 

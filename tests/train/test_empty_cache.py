@@ -25,9 +25,14 @@ def test_the_cache_is_emptied_every_so_many_steps(
     )
     nothing = lambda *_: None  # noqa: E731
     loop: Any = SimpleNamespace(
-        options=options, step=0, model=SimpleNamespace(train=nothing), loader=[[]] * 10, accelerator=SimpleNamespace(device=torch.device(device)),
-        _restart_clocks=nothing, _read_pending=nothing,
-    )  # fmt: skip
+        options=options,
+        step=0,
+        model=SimpleNamespace(train=nothing),
+        loader=[[]] * 10,
+        accelerator=SimpleNamespace(device=torch.device(device)),
+        _restart_clocks=nothing,
+        _read_pending=nothing,
+    )
     loop._due = functools.partial(TrainingLoop._due, loop)
     loop.take_step = lambda *_: setattr(loop, "step", loop.step + 1)
     emptied: list[int] = []

@@ -256,9 +256,18 @@ def test_two_processes_share_the_problems(run, memorised, dataset, tmp_path):
     """With sharded weights, and the library that changes how transformers builds models and generates."""
     log = tmp_path / "log"
     processes = start_ranks(
-        2, log, f"--model_name={memorised}", f"--dataset_name={dataset}", *OPTIONS, *EXACT_MATCH, "--learning_rate=1e-6", "--max_steps=2",
-        "--no_export", "--sharding_mode=deepspeed_3", f"--output_dir={tmp_path / 'run'}",
-    )  # fmt: skip
+        2,
+        log,
+        f"--model_name={memorised}",
+        f"--dataset_name={dataset}",
+        *OPTIONS,
+        *EXACT_MATCH,
+        "--learning_rate=1e-6",
+        "--max_steps=2",
+        "--no_export",
+        "--sharding_mode=deepspeed_3",
+        f"--output_dir={tmp_path / 'run'}",
+    )
     assert [exit_code(process) for process in processes] == [0, 0], log.read_text()[-4000:]
     assert _answers(tmp_path / "run", 2) == _answers(run, 2)
     assert records(tmp_path / "run")[-1]["eval_exact_match"] == 0.6

@@ -73,9 +73,24 @@ PRECISIONS = {
 
 def options(dataset: Path, precision: str) -> list[str]:
     return [
-        *PRECISIONS[precision], "--dataset_name", str(dataset), "--max_seq_length", "128", "--batch_size", "32", "--learning_rate", "2e-3",
-        "--max_steps", "120", "--num_epochs", "100", "--log_every", "20", "--eval_every", "60",
-    ]  # fmt: skip
+        *PRECISIONS[precision],
+        "--dataset_name",
+        str(dataset),
+        "--max_seq_length",
+        "128",
+        "--batch_size",
+        "32",
+        "--learning_rate",
+        "2e-3",
+        "--max_steps",
+        "120",
+        "--num_epochs",
+        "100",
+        "--log_every",
+        "20",
+        "--eval_every",
+        "60",
+    ]
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -143,9 +158,17 @@ def test_the_memory_that_is_asked_for_is_enough_and_not_far_too_much(device):
     out.
     """
     config = LlamaConfig(
-        vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=4,
-        max_position_embeddings=2048, bos_token_id=0, eos_token_id=1, pad_token_id=2,
-    )  # fmt: skip
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

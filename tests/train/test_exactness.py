@@ -1,6 +1,7 @@
 """Training computes what the mathematics says, however the batch is cut.
 
-The reference is that of tests/support/reference.py. A step takes the whole dataset, so that the order of rows does not matter.
+The reference is that of tests/support/reference.py. A step takes the whole dataset, so that the order of rows does
+not matter.
 """
 
 from __future__ import annotations
@@ -92,9 +93,16 @@ def taken_rows(monkeypatch) -> list[list[int]]:
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_the_loss_of_every_step_is_the_mean_over_its_rows(tmp_path, tiny_model, sixteen_rows, taken_rows, packing):
     train(
-        f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--validation_fraction=0", "--max_seq_length=256",
-        "--batch_size=2", "--learning_rate=0", f"--output_dir={tmp_path}", "--no_export", f"--packing={packing}",
-    )  # fmt: skip
+        f"--model_name={tiny_model}",
+        f"--dataset_name={sixteen_rows}",
+        "--validation_fraction=0",
+        "--max_seq_length=256",
+        "--batch_size=2",
+        "--learning_rate=0",
+        f"--output_dir={tmp_path}",
+        "--no_export",
+        f"--packing={packing}",
+    )
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     of_all = documents(sixteen_rows, tiny_model, False)
     assert len(taken_rows) >= 3
@@ -107,9 +115,14 @@ def test_the_loss_of_every_step_is_the_mean_over_its_rows(tmp_path, tiny_model, 
 def test_each_epoch_sees_each_row_once(tmp_path, tiny_model, sixteen_rows, taken_rows, packing):
     """--num_epochs 2 sees each row twice, and --max_steps goes on into further epochs."""
     common = [
-        f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--validation_fraction=0", "--max_seq_length=256",
-        "--batch_size=3", "--no_export", f"--packing={packing}",
-    ]  # fmt: skip
+        f"--model_name={tiny_model}",
+        f"--dataset_name={sixteen_rows}",
+        "--validation_fraction=0",
+        "--max_seq_length=256",
+        "--batch_size=3",
+        "--no_export",
+        f"--packing={packing}",
+    ]
     train(*common, "--num_epochs=2", f"--output_dir={tmp_path / 'two'}")
     two = sum(taken_rows, [])
     assert sorted(two) == sorted([*range(NUM_ROWS), *range(NUM_ROWS)])

@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 LOOP = """
     import sys, time
-    from llm_fp8.signals import GracefulStop
+    from llm_fp8.train.graceful_stop import GracefulStop
 
     with GracefulStop() as stop:
         for step in range(2000):
@@ -87,7 +87,7 @@ def test_a_crash_in_a_native_library_says_where_python_was(tmp_path):
     """And ends the process by its signal, which is what a launcher and the other ranks look at."""
     script = """
         import ctypes
-        from llm_fp8.errors import run_script
+        from llm_fp8.utils.errors import run_script
 
         def reads_the_null_pointer():
             return ctypes.string_at(0)

@@ -41,9 +41,15 @@ MEASURED = (
 def options(tiny_model, rows) -> list[str]:
     """Ten steps; the 54 rows that are trained on give seven to an epoch."""
     return [
-        f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=128", "--batch_size=8", "--learning_rate=1e-2",
-        f"--max_steps={NUM_STEPS}", "--save_every=100", "--eval_every=4",
-    ]  # fmt: skip
+        f"--model_name={tiny_model}",
+        f"--dataset_name={rows}",
+        "--max_seq_length=128",
+        "--batch_size=8",
+        "--learning_rate=1e-2",
+        f"--max_steps={NUM_STEPS}",
+        "--save_every=100",
+        "--eval_every=4",
+    ]
 
 
 @pytest.fixture

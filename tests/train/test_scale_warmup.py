@@ -193,9 +193,16 @@ def lagging(monkeypatch):
 
 def test_a_run_is_bit_for_bit_what_it_is_without_them(tmp_path, tiny_model, sixteen_rows, lagging, monkeypatch, capsys):
     options = [
-        f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--max_seq_length=256", "--batch_size=2", "--gradient_accumulation_steps=2",
-        "--lora_rank=4", "--lora_dropout=0.5", "--lr_scheduler=constant", "--no_export",
-    ]  # fmt: skip
+        f"--model_name={tiny_model}",
+        f"--dataset_name={sixteen_rows}",
+        "--max_seq_length=256",
+        "--batch_size=2",
+        "--gradient_accumulation_steps=2",
+        "--lora_rank=4",
+        "--lora_dropout=0.5",
+        "--lr_scheduler=constant",
+        "--no_export",
+    ]
     train(*options, "--max_steps=4", "--save_every=2", f"--output_dir={tmp_path / 'with'}")
     assert len(lagging) == 1 and f"first scales from {PASSES} passes" in capsys.readouterr().out
     train(*options, "--max_steps=6", f"--output_dir={tmp_path / 'with'}", "--resume_from=latest")
@@ -231,9 +238,15 @@ def test_gradients_are_as_large_as_trainings_on_several_ranks(mode, tmp_path, ti
     """
     log = tmp_path / "log"
     options = [
-        f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--max_seq_length=256", "--batch_size=2", "--gradient_accumulation_steps=2",
-        "--max_steps=1", "--no_export", f"--sharding_mode={mode}",
-    ]  # fmt: skip
+        f"--model_name={tiny_model}",
+        f"--dataset_name={sixteen_rows}",
+        "--max_seq_length=256",
+        "--batch_size=2",
+        "--gradient_accumulation_steps=2",
+        "--max_steps=1",
+        "--no_export",
+        f"--sharding_mode={mode}",
+    ]
     norms = []
     for name, first in (("with", functools.partial(note_backward_losses, tmp_path)), ("without", None)):
         processes = start_ranks(2, log, *options, f"--output_dir={tmp_path / name}", first=first)

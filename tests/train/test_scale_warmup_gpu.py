@@ -59,12 +59,31 @@ def test_the_first_steps_norm_is_bf16s(accumulation, tmp_path, record_property):
         folder = tmp_path / precision
         done = subprocess.run(
             [
-                sys.executable, "train_fp8.py", "--model_name", "Llama-57M", "--random_init", "--use_te", "--mixed_precision", precision,
-                "--max_seq_length", "1024", "--batch_size", "8", "--gradient_accumulation_steps", str(accumulation), "--max_steps", "4",
-                "--no_export", "--output_dir", str(folder),
+                sys.executable,
+                "train_fp8.py",
+                "--model_name",
+                "Llama-57M",
+                "--random_init",
+                "--use_te",
+                "--mixed_precision",
+                precision,
+                "--max_seq_length",
+                "1024",
+                "--batch_size",
+                "8",
+                "--gradient_accumulation_steps",
+                str(accumulation),
+                "--max_steps",
+                "4",
+                "--no_export",
+                "--output_dir",
+                str(folder),
             ],
-            cwd=ROOT, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         assert ("delayed scaling: first scales" in done.stdout) == (precision == "fp8")
         found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

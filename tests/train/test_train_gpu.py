@@ -111,9 +111,19 @@ def test_accelerate_launch_sets_the_recipe(model_folder, tmp_path):
 @pytest.mark.exclusive
 def test_out_of_memory_is_a_sentence(tmp_path):
     done = train(
-        "--model_name", "Qwen/Qwen2.5-14B", "--random_init", "--use_te", "--mixed_precision", "bf16", "--optimizer", "adamw_master",
-        "--max_steps", "2", "--output_dir", str(tmp_path / "run"),
-    )  # fmt: skip
+        "--model_name",
+        "Qwen/Qwen2.5-14B",
+        "--random_init",
+        "--use_te",
+        "--mixed_precision",
+        "bf16",
+        "--optimizer",
+        "adamw_master",
+        "--max_steps",
+        "2",
+        "--output_dir",
+        str(tmp_path / "run"),
+    )
     if torch.cuda.get_device_properties(0).total_memory > 200e9:
         pytest.skip("this GPU is large enough")
     assert done.returncode == 2

@@ -63,10 +63,29 @@ def test_without_a_launcher_the_command_is_shown(tmp_path):
 
 def test_accelerate_launch_gives_the_mode_of_its_file(tmp_path, warm_python, tiny_model, rows):
     done = launch(
-        tmp_path, warm_python, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs" / "accelerate_bf16_fsdp.yaml"),
-        "--num_processes", "2", "--main_process_port", str(free_port()), SCRIPT, "--model_name", tiny_model, "--dataset_name", rows,
-        "--max_seq_length", "256", "--max_steps", "2", "--output_dir", str(tmp_path / "run"), "--no_export",
-    )  # fmt: skip
+        tmp_path,
+        warm_python,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(ROOT / "configs" / "accelerate_bf16_fsdp.yaml"),
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        str(free_port()),
+        SCRIPT,
+        "--model_name",
+        tiny_model,
+        "--dataset_name",
+        rows,
+        "--max_seq_length",
+        "256",
+        "--max_steps",
+        "2",
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--no_export",
+    )
     assert done.returncode == 0, done.stderr
     assert run_json(tmp_path / "run")["effective"]["sharding_mode"] == "fsdp_full"
     assert run_json(tmp_path / "run")["precision"]["effective"] == "bf16"
@@ -77,17 +96,29 @@ def test_two_hosts_train_one_model(tmp_path, warm_python, tiny_model, rows):
     launch_script = str(ROOT / "scripts" / "launch_multi_node.sh")
     common = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
     options = [
-        "--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=fsdp_full", "--max_seq_length=256", "--max_steps=3",
-        "--output_dir", str(tmp_path / "run"), "--no_export",
-    ]  # fmt: skip
+        "--model_name",
+        tiny_model,
+        "--dataset_name",
+        rows,
+        "--sharding_mode=fsdp_full",
+        "--max_seq_length=256",
+        "--max_steps=3",
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--no_export",
+    ]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     hosts = [
         subprocess.Popen(
-            ["bash", launch_script, *options], cwd=ROOT, env=environment(**common, NODE_RANK=str(rank), PATH=path, PYTHON_EXEC=warm_python),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            ["bash", launch_script, *options],
+            cwd=ROOT,
+            env=environment(**common, NODE_RANK=str(rank), PATH=path, PYTHON_EXEC=warm_python),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     outputs = [host.communicate(timeout=120)[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], outputs
     assert run_json(tmp_path / "run")["effective"]["num_processes"] == 2

@@ -3,7 +3,7 @@
     recorder = GemmRecorder(model)
     with recorder.recording(te_gemm_owners()):
         ...one step...
-    recorder.modules()   ->   [ModuleGemms("model.layers.0.qkv", fprop {"e4m3 x e4m3"}, dgrad {"e4m3 x e5m2"}, ...), ...]
+    recorder.modules()   ->   [ModuleGemms("model.layers.0.qkv", fprop {"e4m3 x e4m3"}, dgrad {"e4m3 x e5m2"}), ...]
 
 Transformer Engine's modules call `general_gemm(A, B, layout=...)`, a name in the namespace of their source file. During
 a recording that name is a function that notes the operands and calls the real one. The layout tells the pass (BLAS

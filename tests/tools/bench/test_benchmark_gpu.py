@@ -50,10 +50,21 @@ def first_loss(workload):
 
 @pytest.mark.parametrize(
     "name",
-    ["hf_bf16", "bf16", "bf16:swap", "bf16:recompute", "delayed", "current", "block", "delayed:swap", "current:swap", "delayed:recompute"]
+    [
+        "hf_bf16",
+        "bf16",
+        "bf16:swap",
+        "bf16:recompute",
+        "delayed",
+        "current",
+        "block",
+        "delayed:swap",
+        "current:swap",
+        "delayed:recompute",
+    ]
     + ["hf_bf16_compiled", "accelerate_te", "te_autocast"]
     + [pytest.param(name, marks=needs_torchao) for name in ("torchao_tensorwise", "torchao_rowwise")],
-)  # fmt: skip
+)
 def test_kernels_of_an_arm(name, workload, first_loss, device, record_property):
     variant = parse_variant(name)
     found = measure(Workload.parse(workload, 2), variant, 1, device)

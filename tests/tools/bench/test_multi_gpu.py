@@ -182,9 +182,30 @@ def test_mistakes_are_one_sentence(tmp_path, architecture, monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["ddp", "ddp:fp8", "zero:bf16", "ddp:bf16:fast", "ddp:bf16:swap:swap", "cp0:ddp:bf16", "cp2:ddp", "cp2:bf16", "cp2", "", "hf_bf16:swap"]
-    + ["fsdp_grad:hf_bf16", "cp2:ddp:hf_bf16", "delayed:sync", "delayed:fp8_params", "bf16:", "bf16:lora0", "bf16:lora8:lora16", "hf_bf16:lora8"],
-)  # fmt: skip
+    [
+        "ddp",
+        "ddp:fp8",
+        "zero:bf16",
+        "ddp:bf16:fast",
+        "ddp:bf16:swap:swap",
+        "cp0:ddp:bf16",
+        "cp2:ddp",
+        "cp2:bf16",
+        "cp2",
+        "",
+        "hf_bf16:swap",
+    ]
+    + [
+        "fsdp_grad:hf_bf16",
+        "cp2:ddp:hf_bf16",
+        "delayed:sync",
+        "delayed:fp8_params",
+        "bf16:",
+        "bf16:lora0",
+        "bf16:lora8:lora16",
+        "hf_bf16:lora8",
+    ],
+)
 def test_unknown_variants(name):
     with pytest.raises(
         UserError, match=f"--arms {name} is unknown; choose from bf16, delayed, .* hf_bf16, .* fsdp_full"

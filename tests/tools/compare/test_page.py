@@ -80,7 +80,8 @@ return [...document.querySelectorAll(".chart")].map(chart => {
 });
 """
 OVERFLOW = """
-const wide = [...document.querySelectorAll("body *")].filter(e => !e.closest(".scroll, svg, .figures thead") && e.getBoundingClientRect().right > innerWidth + 1);
+const wide = [...document.querySelectorAll("body *")].filter(
+  e => !e.closest(".scroll, svg, .figures thead") && e.getBoundingClientRect().right > innerWidth + 1);
 return [document.documentElement.scrollWidth, innerWidth, wide.map(e => e.tagName + "." + e.className).slice(0, 5)];
 """
 

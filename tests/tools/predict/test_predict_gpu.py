@@ -30,12 +30,35 @@ def test_a_run_says_what_was_predicted_for_it(tmp_path, precision, record_proper
         pytest.skip(f"the constants are those of {CALIBRATED_GPU}")
     done = subprocess.run(
         [
-            sys.executable, "train_fp8.py", "--model_name", "Llama-3.2-1B", "--random_init", "--use_te", "--mixed_precision", *precision,
-            "--batch_size", "8", "--max_seq_length", "1024", "--gradient_accumulation_steps", "2", "--max_steps", "16", "--num_epochs", "50",
-            "--eval_batches", "1", "--no_export", "--output_dir", str(tmp_path / "run"),
+            sys.executable,
+            "train_fp8.py",
+            "--model_name",
+            "Llama-3.2-1B",
+            "--random_init",
+            "--use_te",
+            "--mixed_precision",
+            *precision,
+            "--batch_size",
+            "8",
+            "--max_seq_length",
+            "1024",
+            "--gradient_accumulation_steps",
+            "2",
+            "--max_steps",
+            "16",
+            "--num_epochs",
+            "50",
+            "--eval_batches",
+            "1",
+            "--no_export",
+            "--output_dir",
+            str(tmp_path / "run"),
         ],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "run" / "summary.json").read_text())["prediction"]
     record_property("prediction", found)

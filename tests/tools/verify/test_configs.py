@@ -92,8 +92,10 @@ def with_fp8(**entries: object) -> dict[str, object]:
         (GUIDE, []),
         (
             with_fp8(use_autocast_during_eval=True, amax_history_length=16),
-            [("no effect", "fp8_config.amax_history_length: neither accelerate nor these scripts know it"),
-             ("no effect", "fp8_config.use_autocast_during_eval: evaluation runs in the precision of training")],
+            [
+                ("no effect", "fp8_config.amax_history_length: neither accelerate nor these scripts know it"),
+                ("no effect", "fp8_config.use_autocast_during_eval: evaluation runs in the precision of training"),
+            ],
         ),
         (
             {**GUIDE, "fp8_config": {"backend": "AO", "pad_inner_dim": False}},
@@ -105,22 +107,46 @@ def with_fp8(**entries: object) -> dict[str, object]:
         (with_fp8(backend="te"), [("elsewhere", "fp8_config.backend te is in small letters: ")]),
         ({**GUIDE, "fp8_config": {"backend": "ao"}}, [("elsewhere", "ends in a ValueError; write backend: AO")]),
         ({**with_fp8(backend=None), "mixed_precision": "bf16"}, [("no effect", "so no fp8 runs")]),
-        ({**GUIDE, "mixed_precision": "bf16", "fp8_config": TE}, [("no effect", "fp8_config: mixed_precision is bf16, "
-            "so no fp8 runs")]),
+        (
+            {**GUIDE, "mixed_precision": "bf16", "fp8_config": TE},
+            [("no effect", "fp8_config: mixed_precision is bf16, so no fp8 runs")],
+        ),
         (with_fp8(override_linear_precision=[True, False, False]), [("refused", "override_linear_precision")]),
         (with_fp8(backend="MSAMP"), [("refused", "asks for backend MSAMP")]),
         ({**with_fp8(), "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, [("refused", "asks for torch.compile")]),
         ({**with_fp8(), "precision": "fp8"}, [("refused", "accelerate launch refuses it (The config file at")]),
         (
             {
-                **with_fp8(), "distributed_type": "FSDP", "num_processes": 2,
-                "fsdp_config": {"fsdp_version": 2, "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_offload_params": False},
+                **with_fp8(),
+                "distributed_type": "FSDP",
+                "num_processes": 2,
+                "fsdp_config": {
+                    "fsdp_version": 2,
+                    "fsdp_backward_prefetch": "BACKWARD_PRE",
+                    "fsdp_offload_params": False,
+                },
             },
             [("no effect", "fsdp_config.fsdp_backward_prefetch: FSDP2 prefetches by itself")],
         ),
     ],
-    ids=["guide", "idle", "torchao", "te", "no_backend", "no_fp8_config", "small_te", "small_ao", "no_backend_bf16", "bf16", "override", "msamp", "dynamo", "unknown", "fsdp"],
-)  # fmt: skip
+    ids=[
+        "guide",
+        "idle",
+        "torchao",
+        "te",
+        "no_backend",
+        "no_fp8_config",
+        "small_te",
+        "small_ao",
+        "no_backend_bf16",
+        "bf16",
+        "override",
+        "msamp",
+        "dynamo",
+        "unknown",
+        "fsdp",
+    ],
+)
 def test_entries_of_an_accelerate_file(written, content, expected):
     found = found_in(written(content))
     assert [level for level, _ in found] == [level for level, _ in expected]

@@ -299,9 +299,17 @@ def test_each_flash_attn_is_imported_where_its_own_package_is(packages, modules,
 
 
 H200 = gpu.GpuFacts(
-    driver_gpus=("NVIDIA H200",), driver="580.1", torch="2.13.0+cu130", torch_cuda="13.0", names=("NVIDIA H200",), capabilities=((9, 0),),
-    memory_gib=(139.8,), visible_devices=None, has_device_file=True, error=None,
-)  # fmt: skip
+    driver_gpus=("NVIDIA H200",),
+    driver="580.1",
+    torch="2.13.0+cu130",
+    torch_cuda="13.0",
+    names=("NVIDIA H200",),
+    capabilities=((9, 0),),
+    memory_gib=(139.8,),
+    visible_devices=None,
+    has_device_file=True,
+    error=None,
+)
 UNUSABLE = dataclasses.replace(H200, names=(), capabilities=(), memory_gib=())
 
 
@@ -588,7 +596,8 @@ DEBUG = """\
 [DEBUG    | DotProductAttention]: Disabling FlashAttention 2 due to NVTE_FLASH_ATTN=0 or NVTE_FLASH_ATTN_V2=0
 [DEBUG    | DotProductAttention]: Disabling FusedAttention due to NVTE_FUSED_ATTN=0
 [DEBUG    | DotProductAttention]: Disabling FusedAttention due to NVTE_FUSED_ATTN=0
-[DEBUG    | DotProductAttention]: Available backends = {FlashAttention=False, FusedAttention=False, UnfusedDotProductAttention=True}
+[DEBUG    | DotProductAttention]: Available backends = {FlashAttention=False, FusedAttention=False, \
+UnfusedDotProductAttention=True}
 [DEBUG    | DotProductAttention]: Selected backend = UnfusedDotProductAttention.
 """
 FUSED = "[DEBUG    | DotProductAttention]: Selected backend = FusedAttention (sub-backend 1).\n"
@@ -730,9 +739,15 @@ def test_exchanges_between_real_processes(setup):
 
 def test_exchanges():
     seen = {
-        "world_size": 2, "backend": "nccl", "all_reduce_right": True, "all_gather_right": True, "all_reduce_gb_s": 300.0, "all_gather_gb_s": 280.0,
-        "buffer_mib": 256, "without_peer_access": [],
-    }  # fmt: skip
+        "world_size": 2,
+        "backend": "nccl",
+        "all_reduce_right": True,
+        "all_gather_right": True,
+        "all_reduce_gb_s": 300.0,
+        "all_gather_gb_s": 280.0,
+        "buffer_mib": 256,
+        "without_peer_access": [],
+    }
     command = torchrun(2, "-m", "llm_fp8.tools.verify.nccl_probe", "nccl.json")
     assert nccl.judge(Ended(0, "", 1.0), seen, command).status == "passed"
     wrong = nccl.judge(Ended(0, "", 1.0), {**seen, "all_gather_right": False}, command)
@@ -748,9 +763,12 @@ def test_exchanges():
 
 COMMAND = torchrun(1, "train_multi_gpu.py", "--sharding_mode", "ddp", "--output_dir", "runs/verify-ddp")
 SUMMARY = {
-    "sharding_mode": "ddp", "recipe_inside_modules": "DelayedScaling", "attention_backend": "fused (cuDNN)", "recorded_step": None,
+    "sharding_mode": "ddp",
+    "recipe_inside_modules": "DelayedScaling",
+    "attention_backend": "fused (cuDNN)",
+    "recorded_step": None,
     "certificate": {"verdict": "certified", "reasons": []},
-}  # fmt: skip
+}
 RUN = engines.ShardedRun("ddp", COMMAND, Ended(0, "", 9.0), SUMMARY, [6.9, 5.2])
 
 
@@ -768,9 +786,17 @@ RUN = engines.ShardedRun("ddp", COMMAND, Ended(0, "", 9.0), SUMMARY, [6.9, 5.2])
         ({}, {"certificate": None}, "passed", ""),
         ({"ended": Ended(-9, "", 3.0)}, {}, "failed", "exit code -9"),
         ({}, {"attention_backend": "unfused"}, "warning", "unfused"),
-        ({"summary": None, "ended": Ended(2, "error: --fp8_scenario is not available.\nx.ChildFailedError: y\n", 3.0)}, {}, "failed", "not available"),
+        (
+            {
+                "summary": None,
+                "ended": Ended(2, "error: --fp8_scenario is not available.\nx.ChildFailedError: y\n", 3.0),
+            },
+            {},
+            "failed",
+            "not available",
+        ),
     ],
-)  # fmt: skip
+)
 def test_engines(changes, summary, status, word):
     run = dataclasses.replace(RUN, **{"summary": {**SUMMARY, **summary}, **changes})
     result = engines.judge([run], {}, 1)
@@ -838,7 +864,8 @@ def test_processes_end_with_their_output(tmp_path):
 
 FAMILY = """
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "def exchange(): time.sleep(60)\\nimport time; exchange()"], start_new_session=True)
+code = "def exchange(): time.sleep(60)\\nimport time; exchange()"
+child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 print(child.pid, flush=True)
 child.wait()
 """
@@ -868,8 +895,9 @@ def test_no_process_outlives_a_verifier_that_is_killed(tmp_path):
     program = f"""
 import sys, time
 from pathlib import Path
-from llm_fp8.verify.processes import Started
-started = Started([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"], Path({str(log)!r}))
+from llm_fp8.tools.verify.processes import Started
+code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+started = Started([sys.executable, "-c", code], Path({str(log)!r}))
 time.sleep(60)
 """
     verifier = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
