@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from llm_fp8.data.collate import IGNORED, Batch
-from llm_fp8.data.loader import EvalLoader, TrainLoader
+from llm_fp8.data.collate import Batch
 from llm_fp8.data.prepare import PreparedData, prepare_data
-from llm_fp8.data.prompt import PROMPT_FORM, encode_prompt, format_prompt
-from llm_fp8.data.report import DataReport
+from llm_fp8.data.prompt import encode_prompt
 
-__all__ = [
-    "IGNORED",
-    "PROMPT_FORM",
-    "Batch",
-    "DataReport",
-    "EvalLoader",
-    "PreparedData",
-    "TrainLoader",
-    "encode_prompt",
-    "format_prompt",
-    "prepare_data",
-]
+__all__ = ["Batch", "PreparedData", "encode_prompt", "prepare_data"]

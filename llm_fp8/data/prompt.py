@@ -94,7 +94,6 @@ def problem_of(row: Mapping[str, Any], form: ColumnForm) -> str:
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether prompts go through the tokenizer's own template."""
     return tokenizer.chat_template is not None
 
 

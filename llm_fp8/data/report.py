@@ -56,7 +56,6 @@ class DataReport:
         self.num_empty += counts[Outcome.EMPTY]
 
     def summary(self) -> str:
-        """The counts of rows in one line."""
         return (
             f"{self.num_rows_read} rows read, {self.num_rows_used} used, {self.num_rows_held_out} held out, "
             f"{self.num_overlong_dropped} dropped as longer than {self.max_seq_length} tokens, "

@@ -39,7 +39,6 @@ def _bound(fraction: float) -> int:
 
 
 def is_held_out(key: int, fraction: float) -> bool:
-    """Whether the problem with this key belongs to the held-out `fraction` of all problems."""
     return key < _bound(fraction)
 
 

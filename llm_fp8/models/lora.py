@@ -282,7 +282,6 @@ def adapter_tensors(model: nn.Module, full_tensor: Callable[[Tensor], Tensor]) -
 
 
 def num_adapter_parameters(model: nn.Module) -> int:
-    """Elements of all adapters."""
     return sum(adapter.a.numel() + adapter.b.numel() for adapter in adapters_of(model).values())
 
 

@@ -58,7 +58,6 @@ class ParityReport:
         return EXCESS * self.hf_difference + FLOOR
 
     def describe(self) -> str:
-        """One line for the terminal."""
         return (
             f"parity with Hugging Face over {self.num_layers} layers: at most {self.difference:.2g} from fp32, where "
             f"Hugging Face's own layer is {self.hf_difference:.2g} ({self.worst})"
@@ -207,7 +206,6 @@ def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: objec
 
 
 def _layer_parts(spec: te_llama.DecoderSpec, layer: int) -> dict[str, list[te_llama.Part]]:
-    """The parameter map of one layer, names without the layer's prefix."""
     prefix = f"model.layers.{layer}."
     return {
         te_name.removeprefix(prefix): [

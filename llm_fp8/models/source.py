@@ -41,7 +41,6 @@ class ModelSource:
 
     @property
     def is_local(self) -> bool:
-        """Whether `location` is a folder on this machine."""
         return Path(self.location).is_dir()
 
 
@@ -87,7 +86,6 @@ def _named_errors(what: str, name: str) -> Iterator[None]:
 
 
 def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
-    """The model's Hugging Face config."""
     with _named_errors("config", options.model_name):
         return AutoConfig.from_pretrained(source.location, cache_dir=options.weights_cache_dir)
 
@@ -109,22 +107,6 @@ def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTraine
         return AutoTokenizer.from_pretrained(source.location, cache_dir=options.weights_cache_dir), None
 
 
-def what_changes_logits(hf_config: PretrainedConfig) -> str | None:
-    """The config entry by which logits differ from lm_head times the last hidden states; None where they don't."""
-    text_config = hf_config.get_text_config(decoder=True)
-    for name in _LOGIT_CHANGES:
-        value = getattr(text_config, name, None)
-        if value is not None and value != 1:
-            return f"{name} {value}"
-    return None
-
-
-def what_mixes_documents(hf_config: PretrainedConfig) -> str | None:
-    """The type of the model's decoder where packed documents are known to leak into each other in it, else None."""
-    decoder_type: str = hf_config.get_text_config(decoder=True).model_type
-    return decoder_type if decoder_type in _MIX_DOCUMENTS else None
-
-
 def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise `UserError` where model, tokenizer and options do not go together."""
     name = config.model.model_name
@@ -140,15 +122,19 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
             f"--model_name {name} holds quantised weights (quantization_config in its config.json), which can be "
             "neither fine-tuned in full nor cast to fp8; give the unquantised model."
         )
-    if changed := what_changes_logits(hf_config):
+    decoder: Any = hf_config.get_text_config(decoder=True)
+    for entry in _LOGIT_CHANGES:
+        value = getattr(decoder, entry, None)
+        if value is None or value == 1:
+            continue
         raise UserError(
-            f"--model_name {name} changes the logits of its lm_head ({changed} in its config.json), which the loss "
+            f"--model_name {name} changes the logits of its lm_head ({entry} {value} in its config.json), which the loss "
             "here does not do, so another model would be trained; choose a model without it, like the Llama and Qwen "
             "families."
         )
-    if config.packing and not config.model.use_te and (mixing := what_mixes_documents(hf_config)):
+    if config.packing and not config.model.use_te and decoder.model_type in _MIX_DOCUMENTS:
         raise UserError(
-            f"--packing cannot go with --model_name {name}: transformers' model of type '{mixing}' does not keep the "
+            f"--packing cannot go with --model_name {name}: transformers' model of type '{decoder.model_type}' does not keep the "
             "documents of a packed sequence apart; drop --packing."
         )
     limit = getattr(hf_config, "max_position_embeddings", None)
@@ -179,5 +165,4 @@ def _quantisation_method(quantization_config: Any) -> str:
 
 
 def has_random_weights(options: ModelConfig, source: ModelSource) -> bool:
-    """Whether the model starts from random weights."""
     return options.random_init or source.architecture_only

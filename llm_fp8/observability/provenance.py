@@ -61,7 +61,6 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    """Name, memory and compute capability of each visible GPU."""
     gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

@@ -46,7 +46,6 @@ def covered(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Total length of disjoint intervals."""
     return sum(end - start for start, end in intervals)
 
 
@@ -88,7 +87,6 @@ class StepProfile:
 
     @property
     def slowest_rank(self) -> int:
-        """The rank whose own work takes longest."""
         return max(range(len(self.work_s_by_rank)), key=self.work_s_by_rank.__getitem__)
 
     @property
@@ -118,7 +116,6 @@ class StepProfile:
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
 
     def describe(self) -> str:
-        """One line for the terminal."""
         total_s = sum(self.time_s_by_class.values())
         parts = [
             f"{name} {time_s / total_s:.0%}"
