@@ -77,6 +77,7 @@ def test_te_llama_imports_from_rooms_below_it_alone():
     assert ours and ours <= BELOW_TE_LLAMA
 
 
+@pytest.mark.slow
 def test_rooms_above_te_llama_alone_import_it():
     assert set(rooms_that_import("te_llama")) - {"te_llama.py"} <= ABOVE_TE_LLAMA
 
@@ -98,6 +99,7 @@ def test_the_package_imports_neither_scripts_nor_tests():
         assert rooms_that_import(package) == {}
 
 
+@pytest.mark.slow
 def test_no_test_imports_a_test():
     for file in (ROOT / "tests").rglob("*.py"):
         modules = [module for module in modules_of(file) if module.split(".")[0] == "tests"]

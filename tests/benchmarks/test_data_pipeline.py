@@ -53,6 +53,7 @@ def test_a_split_of_several_files_keeps_its_rows(own_cache, tmp_path, monkeypatc
     assert rows_of(tmp_path / "one")[:] == rows_of(tmp_path / "many")[:]
 
 
+@pytest.mark.slow
 def test_a_run_on_a_few_rows(own_cache, tmp_path, monkeypatch):
     layouts = ["packed:4x512x2", "padded:2x4096x1"]
     path = tmp_path / "r.json"

@@ -140,6 +140,7 @@ def test_several_gpus_have_settings_and_an_arm_of_their_own(tmp_path, monkeypatc
             bench.main()
 
 
+@pytest.mark.slow
 def test_a_launch_has_the_variables_of_its_setting(tmp_path, tiny_architecture, monkeypatch):
     """Through torchrun and gloo; what the shell has of another setting is taken out, what belongs to none stays."""
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")

@@ -16,6 +16,7 @@ from tests.support.scripts_as_main import ROOT, run_as_main
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+@pytest.mark.slow
 def test_files_of_both_benchmarks_in_one_plot(tmp_path):
     rows = read_rows([RESULTS / "throughput_8b.json", RESULTS / "multi_gpu_throughput_ddp_x4.json"])
     assert any(reason_not_measured(row) == "out of memory" for row in rows)

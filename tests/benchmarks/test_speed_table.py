@@ -490,6 +490,7 @@ def on_the_cpu(row, variant, gpu):
     return {"failed": None, "header": header([], CPU), **found, "step_times_s": times, "taken_s": 1.0}
 
 
+@pytest.mark.slow
 def test_packed_text_beside_padded(tmp_path, tiny_architecture, capsys):
     entry = {
         "name": "text",
@@ -517,6 +518,7 @@ def test_packed_text_beside_padded(tmp_path, tiny_architecture, capsys):
     )
 
 
+@pytest.mark.slow
 def test_other_documents_of_the_same_name_are_not_gone_on_with(tmp_path, tiny_architecture):
     """The file of the text has changed between two calls."""
     text = tmp_path / "some.jsonl"
@@ -537,6 +539,7 @@ def test_other_documents_of_the_same_name_are_not_gone_on_with(tmp_path, tiny_ar
         Record(path, read_table(table, 3), SETTINGS)
 
 
+@pytest.mark.slow
 def test_two_launches_of_two_processes_at_a_time(tmp_path, tiny_architecture):
     """Through torchrun and scripts/benchmark_multi_gpu.py, one variant that trains beside one that cannot."""
     entry = {"workload": f"{tiny_architecture}:2x32x2", "num_gpus": 2, "rivals": ["ddp:hf_bf16"]}
@@ -625,6 +628,7 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
     assert not (tmp_path / "r.json").exists()
 
 
+@pytest.mark.slow
 def test_the_whole_command(tmp_path, tiny_architecture, monkeypatch, capsys):
     """As on a GPU, which is only said to be there: measured, cut by the time limit, and gone on with."""
     entry = {"name": "tiny", "workload": f"{tiny_architecture}:2x32x2", "ours": ["bf16:swap"], "rivals": ["hf_bf16"]}

@@ -86,6 +86,7 @@ def test_help_explains_every_option_with_its_default(capsys):
     )
 
 
+@pytest.mark.slow
 def test_every_option_is_read_somewhere():
     """By name, as an attribute or as a string, outside of the declaration and of the checks of its value."""
     names: set[str] = set()

@@ -76,6 +76,7 @@ def test_solutions_end_in_the_expected_answer() -> None:
         assert "frac" not in row["expected_answer"] or value.denominator > 1
 
 
+@pytest.mark.slow
 def test_every_equality_between_numbers_is_true() -> None:
     number, operator = r"-?\d+(?:/\d+)?", r" [+\-*/] "
     chain = re.compile(

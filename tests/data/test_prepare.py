@@ -91,6 +91,7 @@ def test_embedded(prepare: Any, packing: str) -> None:
     json.dumps(data.report.to_dict())
 
 
+@pytest.mark.slow
 def test_packing_wastes_less(prepare: Any) -> None:
     packed, padded = (prepare("embedded", flag, "--max_seq_length", "1024") for flag in ("--packing", "--no_packing"))
     assert packed.report.num_tokens == padded.report.num_tokens
@@ -235,6 +236,7 @@ def test_the_description(prepare: Any, tmp_path: Path) -> None:
     assert "Solution:\n    >>>2<|eos|><<<" in lines
 
 
+@pytest.mark.slow
 def test_eval_batches(prepare: Any) -> None:
     data = prepare("embedded", "--eval_batches", "3", "--batch_size", "5")
     assert len(data.eval) == 3 and len(_row_ids(data.eval)) == 15
@@ -337,6 +339,7 @@ def test_looking_at_the_first_batch_counts_nothing_twice(prepare: Any, tmp_path:
     assert data.report.num_rows_read == read == len(rows)
 
 
+@pytest.mark.slow
 def test_a_stream_takes_its_validation_split(prepare: Any) -> None:
     data = prepare("embedded", "--streaming", "--max_seq_length", "1024")
     assert data.report.num_eval_rows == 300 == len(_row_ids(data.eval))

@@ -91,6 +91,7 @@ def test_packing_is_deterministic_and_knows_edge_cases() -> None:
         pack([0, 4], 8)
 
 
+@pytest.mark.slow
 def test_a_million_samples_pack_fast_and_tight() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 0.5, size=1_000_000).astype(int), 1, 2048)
     start_s = time.perf_counter()

@@ -138,6 +138,7 @@ def test_workers_give_the_same(tokenizer: PreTrainedTokenizerBase, tmp_path: Pat
     assert one[:] == two[:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_documents_are_those_of_the_rows_wherever_they_lie(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, num_workers: int

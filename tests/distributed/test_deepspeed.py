@@ -491,6 +491,7 @@ def settings_of(
     return deepspeed_settings(options_of(mode, f"--deepspeed_config={path}", *options), mode, compute_name, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("compute_name", ["fp32", "bf16"])
 def test_default_files_are_accepted_and_completed(stage, compute_name):

@@ -60,6 +60,7 @@ def test_leading_dimensions_and_non_contiguous_inputs():
     torch.testing.assert_close(transposed.grad, want_hidden.reshape(3, 4, HIDDEN).transpose(0, 1))
 
 
+@pytest.mark.slow
 def test_gradcheck_when_chunked():
     hidden, weight, labels = make_inputs(tokens=7, ignored=())
     labels %= 19

@@ -71,6 +71,7 @@ def test_what_is_exported_at_once_has_the_bits_that_were_loaded(tmp_path, dtype,
     assert json.loads((tmp_path / "final" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_loads_again_with_nothing_missing_or_left_over(tmp_path, family):
     torch.manual_seed(0)

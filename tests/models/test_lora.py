@@ -512,6 +512,7 @@ def test_the_study_compares_each_kind_of_adapters_with_itself():
     assert (of_head["recipe"], of_head["adapters"], of_head["speed_up"]) == ("delayed:fp8head_all", "lora8", 1.2)
 
 
+@pytest.mark.slow
 def test_a_benchmark_arm_trains_adapters_alone(tmp_path):
     from llm_fp8.tools.bench.measure import measure
     from llm_fp8.tools.bench.variant_names import parse_variant

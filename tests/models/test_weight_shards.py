@@ -567,6 +567,7 @@ def test_counting_parameters_leaves_the_config_alone():
     assert config.dtype == torch.float16
 
 
+@pytest.mark.slow
 def test_what_is_no_causal_language_model_is_named():
     with pytest.raises(UserError, match="'t5'"):
         count_parameters(AutoConfig.for_model("t5"))

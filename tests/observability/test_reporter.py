@@ -131,6 +131,7 @@ def test_the_reporter_refuses_what_would_mislead(tmp_path: Path) -> None:
             reporter.steps([{"step": 3, "loss": torch.tensor(1.0)}])  # type: ignore[dict-item]
 
 
+@pytest.mark.slow
 def test_wandb_offline_holds_the_same_numbers_and_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,7 @@ def test_random_bits_are_even_and_of_every_seed_step_and_parameter():
     assert (correlations - torch.eye(4)).abs().max() < 5e-3
 
 
+@pytest.mark.slow
 def test_rounding_takes_a_neighbour_and_is_right_on_average():
     generator = torch.Generator().manual_seed(2)
     numbers = 0.02 * torch.randn(64, generator=generator)
@@ -276,6 +277,7 @@ def test_chunks_do_not_show(monkeypatch):
     assert all(torch.equal(tensor, its) for (_, tensor), its in pairs)
 
 
+@pytest.mark.slow
 def test_it_learns_as_fp32_adamw_does():
     """A regression with noise from weights that start at zero: losses end near each other, far below the start."""
     generator = torch.Generator().manual_seed(0)

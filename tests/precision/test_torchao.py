@@ -242,6 +242,7 @@ class Odd(nn.Module):
         self.score, self.classifier = nn.Linear(32, 16), nn.Linear(32, 16)
 
 
+@pytest.mark.slow
 def test_the_filter_and_the_census():
     model = Odd()
     parameters = dict(model.named_parameters())
@@ -317,6 +318,7 @@ def test_the_diagnosis_without_a_gpu(tiny_model):
     assert found.census is not None and set(found.census.converted.values()) == {1}
 
 
+@pytest.mark.slow
 def test_layers_share_their_compiled_code(monkeypatch):
     """All decoder layers, recomputed too, are one graph: many would reach torch.compile's limit and run uncompiled."""
     from torch._dynamo.utils import counters

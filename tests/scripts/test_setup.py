@@ -90,6 +90,7 @@ def test_a_version_that_stands_in_two_places_is_the_same() -> None:
     assert tools and f"pip install {tools[1]}\n" in (REPOSITORY / "requirements-gpu.txt").read_text()
 
 
+@pytest.mark.slow
 def test_the_packages_that_the_product_imports_are_required() -> None:
     files = [*REPOSITORY.glob("*.py"), *REPOSITORY.glob("llm_fp8/**/*.py")]
     product = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
@@ -101,6 +102,7 @@ def test_the_packages_that_the_product_imports_are_required() -> None:
     assert not missing
 
 
+@pytest.mark.slow
 def test_the_packages_that_scripts_and_tests_import_are_required() -> None:
     files = [
         path for pattern in ("scripts/*.py", "examples/*.py", "tests/**/*.py") for path in REPOSITORY.glob(pattern)

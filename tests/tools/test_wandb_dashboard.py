@@ -54,6 +54,7 @@ def test_every_figure_of_the_layout_is_one_that_runs_have() -> None:
     assert len(set(titles)) == len(titles)
 
 
+@pytest.mark.slow
 def test_the_view_that_is_sent_draws_the_layout() -> None:
     sections = the_spec()["panelBankConfig"]["sections"]
     assert [section["name"] for section in sections] == [section.title for section in SECTIONS]
@@ -72,6 +73,7 @@ def test_the_view_that_is_sent_draws_the_layout() -> None:
     assert "groupBy" not in panels["Median tokens per second, by run"]["config"]
 
 
+@pytest.mark.slow
 def test_the_view_shows_training_runs_of_the_group_and_what_tells_them_apart() -> None:
     def wanted(runs: dict[str, Any]) -> dict[str, str]:
         return {item["key"]["name"]: item["value"] for item in runs["filters"]["filters"]}
@@ -302,6 +304,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandIn]]:
     served.server_close()
 
 
+@pytest.mark.slow
 def test_the_view_is_sent_and_its_address_printed(
     server: type[StandIn], call: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

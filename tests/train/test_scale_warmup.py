@@ -130,6 +130,7 @@ def test_what_the_first_passes_find(batch, monkeypatch):
     assert two["second"] < 0.4 and two["first"] < 0.4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gain", [1.0, 2.5])
 @pytest.mark.parametrize("kind", ["first", "second"])
 def test_as_many_passes_as_deep_models_need(kind, gain, batch, monkeypatch):

@@ -104,6 +104,7 @@ class MadeUpTransformerEngine:
         cls.recipe = None
 
 
+@pytest.mark.slow
 def test_bare_transformer_engine_replaces_every_layer_and_opens_its_autocast(workload, swap_losses, monkeypatch):
     monkeypatch.setattr(rival_module, "require_te", lambda why: MadeUpTransformerEngine)
     monkeypatch.setattr(
@@ -186,6 +187,7 @@ def test_a_header_names_the_command_to_repeat():
     assert take_header(answer, argv) == {}, "of a process that wrote none"
 
 
+@pytest.mark.slow
 def test_arms_take_turns_and_one_that_fails_is_a_row(workload, tmp_path, capfd, monkeypatch):
     """bf16 needs Transformer Engine and a GPU, and is tried once. The first measurement that succeeds has a process of
     its own, from which the launcher's environment stays outside and that has the variables it is given; the others, for

@@ -72,6 +72,7 @@ def test_a_rivals_labels_are_the_tokens_and_none_where_it_pads(step):
         assert (inputs["labels"][~learnt] == IGNORED).all() and torch.equal(inputs["input_ids"], batch.input_ids)
 
 
+@pytest.mark.slow
 def test_packed_and_padded_have_the_same_loss_per_token(tiny_architecture):
     """At equal weights and documents; what they gain by packing is real tokens, not a better loss."""
     work = Workload.parse(f"{tiny_architecture}:2x256x2@embedded", 3)

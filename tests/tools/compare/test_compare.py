@@ -626,6 +626,7 @@ def test_runs_get_gpus_of_their_own_unless_told():
             make_slots(*arguments)
 
 
+@pytest.mark.slow
 def test_runs_in_slots_of_their_own_see_their_gpu_and_a_failure_stops_no_other(tmp_path, monkeypatch):
     """The scheduler with a stand-in for the training script, which would need GPUs."""
     stand_in = (

@@ -86,6 +86,7 @@ return [document.documentElement.scrollWidth, innerWidth, wide.map(e => e.tagNam
 """
 
 
+@pytest.mark.slow
 def test_the_page_in_a_browser(page, tmp_path):
     with open_browser(tmp_path / "profile") as browser:
         browser.get("about:blank")

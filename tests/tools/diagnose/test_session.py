@@ -112,6 +112,7 @@ def test_recomputation_is_seen(diagnosed):
     assert any("50% of the decoder layers" in loss.cause for loss in found.time.bottlenecks)
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_a_sentence(tiny_model, monkeypatch):
     def fails(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

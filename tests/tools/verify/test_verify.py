@@ -488,6 +488,7 @@ def test_torchaos_third_recipe_leaves_a_product_in_bf16():
     assert "--only imports,torchao_steps" in steps.judge_probe(ended, None, steps.TORCHAO).mends[0]
 
 
+@pytest.mark.slow
 @without_gpu
 def test_torchaos_steps_are_emulated_on_the_cpu(setup):
     result = torchao_steps.check(setup)
@@ -560,6 +561,7 @@ def test_where_torchao_lacks_nothing_a_run_on_a_gpu_is_not_emulated(monkeypatch)
     )
 
 
+@pytest.mark.slow
 @without_gpu
 def test_the_steps_probe_is_a_process_whose_error_is_the_answer(setup):
     """Without a GPU it gets as far as the decoder of Transformer Engine modules, in bf16."""
@@ -569,6 +571,7 @@ def test_the_steps_probe_is_a_process_whose_error_is_the_answer(setup):
     assert "needs an NVIDIA GPU" in result.summary and result.mends
 
 
+@pytest.mark.slow
 def test_steps_of_a_real_model_on_the_cpu(tmp_path):
     """The architecture that the GPU check trains, without Transformer Engine: losses of random weights, one gradient
     for every parameter.
@@ -724,6 +727,7 @@ def test_the_drivers_words():
     assert rates.described(2**22 + 1, None) == f"process {2**22 + 1} (name unknown) holds memory"
 
 
+@pytest.mark.slow
 def test_exchanges_between_real_processes(setup):
     """Two processes of torchrun, gloo on the CPU; on GPUs the same program takes NCCL."""
     result = nccl.exchange(setup, num_processes=2, mebibytes=1)
