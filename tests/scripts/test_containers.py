@@ -140,7 +140,14 @@ def test_what_the_first_installation_needs_stands_before_it():
     ]
     before = [source for word, rest in order[:installs] if word == "COPY" for source in rest.split()[:-1]]
     assert set(versions.REQUIREMENTS) <= set(before)
-    for module in ("__init__", "tools/__init__", "tools/verify/__init__", "tools/verify/result", "tools/verify/setup", "tools/verify/versions"):
+    for module in (
+        "__init__",
+        "tools/__init__",
+        "tools/verify/__init__",
+        "tools/verify/result",
+        "tools/verify/setup",
+        "tools/verify/versions",
+    ):
         assert f"llm_fp8/{module}.py" in before
     run = order[installs][1]
     written, installed, checked = run.split(" && ")

@@ -19,7 +19,7 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
 from llm_fp8.config.accelerate_env import apply_launch_settings
-from llm_fp8.config.parser import parse_config
+from llm_fp8.config.parser import parse_config, parse_launch
 from tests.support.processes import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -148,7 +148,8 @@ def test_the_fp8_files_hold_the_defaults_of_delayed_scaling(monkeypatch, name):
         "amax_compute_algo": "max",
     }
     environ = launch_environment(monkeypatch, REPOSITORY / "configs" / f"accelerate_{name}.yaml")
-    config = apply_launch_settings(parse_config(["--fp8_scenario=current"], parallel=True), environ)
+    first = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    config, _ = parse_launch(["--fp8_scenario=current"], {**first, **environ}, parallel=True)
     assert config.precision == parse_config(["--mixed_precision=fp8", "--fp8_scenario=current"]).precision
 
 
