@@ -140,12 +140,19 @@ def train(mode: str, seed: int, folder: Path) -> dict[str, Any]:
         run_training(
             parse_config(
                 [
-                    "--mixed_precision=bf16", "--max_seq_length=128", "--batch_size=8", "--gradient_accumulation_steps=2",
-                    f"--max_steps={NUM_STEPS}", f"--seed={seed}", "--num_warmup_steps=10", "--eval_batches=16", "--no_export",
+                    "--mixed_precision=bf16",
+                    "--max_seq_length=128",
+                    "--batch_size=8",
+                    "--gradient_accumulation_steps=2",
+                    f"--max_steps={NUM_STEPS}",
+                    f"--seed={seed}",
+                    "--num_warmup_steps=10",
+                    "--eval_batches=16",
+                    "--no_export",
                     f"--output_dir={folder}",
                 ]
             )
-        )  # fmt: skip
+        )
     records = read_metrics(folder / "metrics.jsonl")
     losses = [record["loss"] for record in records if "loss" in record]
     evaluated = [record["eval_loss"] for record in records if "eval_loss" in record]

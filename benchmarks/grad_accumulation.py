@@ -1,6 +1,8 @@
 """What gradients lose when micro-batches are summed in bf16 instead of fp32.
 
-    python benchmarks/grad_accumulation.py        (CPU, some seconds; writes benchmarks/results/grad_accumulation_bf16.json)
+    python benchmarks/grad_accumulation.py        (CPU, some seconds)
+
+Writes benchmarks/results/grad_accumulation_bf16.json.
 
 A micro-batch's gradient is modelled as scale_i * (signal + noise) for each coordinate i, rounded to bf16 as a backward
 pass in bf16 leaves it. scale_i is log-normal over three orders of magnitude, as gradients of a layer are; noise is

@@ -29,7 +29,7 @@ LINES = {"": "-", "fsdp_full": "--", "ddp": ":"}
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """One line per variant (mean over seeds), bf16's range over seeds as a band; right, the end of training enlarged."""
+    """One line per variant (mean over seeds), bf16's range over seeds as a band; right, the end enlarged."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
     runs = record["runs"]
     # Curves that should lie on one another: those of one GPU are drawn broad and pale, beneath the others.

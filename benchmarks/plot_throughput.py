@@ -127,15 +127,26 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             bar: dict[str, Any] = {"color": colour, "width": 0.8}
             speeds.bar(place, middle, yerr=[[middle - start], [end - middle]], capsize=4, ecolor="black", **bar)
             speeds.annotate(
-                f"{middle:,.0f}", (place, end), (0, 4), textcoords="offset points", ha="center", va="bottom", fontsize=8,
+                f"{middle:,.0f}",
+                (place, end),
+                (0, 4),
+                textcoords="offset points",
+                ha="center",
+                va="bottom",
+                fontsize=8,
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},  # the target's line may pass behind it
-            )  # fmt: skip
+            )
             if "peak_memory_gib" in row:
                 memories.bar(place, row["peak_memory_gib"], **bar)
                 memories.annotate(
-                    f"{row['peak_memory_gib']:.0f}", (place, row["peak_memory_gib"]), (0, 2), textcoords="offset points",
-                    ha="center", va="bottom", fontsize=8,
-                )  # fmt: skip
+                    f"{row['peak_memory_gib']:.0f}",
+                    (place, row["peak_memory_gib"]),
+                    (0, 2),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom",
+                    fontsize=8,
+                )
         if target := found[0].get("target_tokens_per_s_per_gpu"):
             speeds.axhline(target, color="black", linestyle="--", linewidth=1)
             end_of_axis = (speeds.get_xlim()[1] - 0.05, target)

@@ -8,7 +8,7 @@ It is a JSON file, {"rows": [...]} (benchmarks/speed_table.json is the project's
     num_gpus                      1 where it is left out; a list makes a row for each, named NAME_xN
     ours, rivals                  names of variants: ours, and the baselines (llm_fp8/tools/bench/variant_names.py)
     target_tokens_per_s_per_gpu   what ours is to reach; may be left out. With a list of num_gpus: {"N": target}
-    target_times_padded           with @DATASET: real tokens/s of ours over those of hf_bf16, which pads; may be left out
+    target_times_padded           with @DATASET: real tokens/s of ours over those of hf_bf16, which pads; optional
 
 A target belongs to its model and shape: a table for another GPU or model is another file.
 """

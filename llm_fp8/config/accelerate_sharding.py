@@ -1,8 +1,8 @@
 """What `accelerate launch` asked for in sharding, as options of ours. Taken from the environment, so that Accelerate
 itself does none of it.
 
-    FSDP                fsdp_full; fsdp_grad with reshard_after_forward: false (version 1: SHARD_GRAD_OP); fsdp_offload with offload_params;
-                        ddp with version 1's NO_SHARD; fsdp_hybrid with its HYBRID_SHARD
+    FSDP                fsdp_full; fsdp_grad with reshard_after_forward: false (version 1: SHARD_GRAD_OP); fsdp_offload
+                        with offload_params; ddp with version 1's NO_SHARD; fsdp_hybrid with its HYBRID_SHARD
     DEEPSPEED           deepspeed_1, _2 or _3 from zero_stage, or from the DeepSpeed file
     parallelism_config  fsdp_hybrid with dp_replicate_size, --context_parallel_size with cp_size
 

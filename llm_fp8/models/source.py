@@ -128,14 +128,14 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
         if value is None or value == 1:
             continue
         raise UserError(
-            f"--model_name {name} changes the logits of its lm_head ({entry} {value} in its config.json), which the loss "
-            "here does not do, so another model would be trained; choose a model without it, like the Llama and Qwen "
-            "families."
+            f"--model_name {name} changes the logits of its lm_head ({entry} {value} in its config.json), which the "
+            "loss here does not do, so another model would be trained; choose a model without it, like the Llama and "
+            "Qwen families."
         )
     if config.packing and not config.model.use_te and decoder.model_type in _MIX_DOCUMENTS:
         raise UserError(
-            f"--packing cannot go with --model_name {name}: transformers' model of type '{decoder.model_type}' does not keep the "
-            "documents of a packed sequence apart; drop --packing."
+            f"--packing cannot go with --model_name {name}: transformers' model of type '{decoder.model_type}' "
+            "does not keep the documents of a packed sequence apart; drop --packing."
         )
     limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and config.data.max_seq_length > limit:

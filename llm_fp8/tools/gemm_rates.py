@@ -2,7 +2,7 @@
 (llm_fp8/observability/metrics.py).
 
     measured = measure_rates(device)              # about two seconds on one GPU
-    known = known_rates("NVIDIA H200")            # what benchmarks/ceilings.py measured on such a GPU, None without a record
+    known = known_rates("NVIDIA H200")    # measured on such a GPU by benchmarks/ceilings.py; None without a record
 
 GEMMs are 8192 x 8192 x 8192 on random normal data: zeros draw less power, so clocks stay higher than training sees. fp8
 is e4m3 times e4m3 with one scale per tensor and a bf16 result, through torch._scaled_mm: once with fast accumulation,

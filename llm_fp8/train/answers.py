@@ -10,7 +10,8 @@ model, no tolerance.
 `answers_equal` reads both sides as below, after taking off what LaTeX adds to the look alone ($, \left, \text{},
 spacing, \dfrac):
 
-    numbers          integers, decimals, thousands commas, a/b, \frac{a}{b}, mixed numbers, a \times 10^b: compared as fractions
+    numbers          integers, decimals, thousands commas, a/b, \frac{a}{b}, mixed numbers, a \times 10^b:
+                     compared as fractions
     units            %, degrees, currency, \text{cm}, and the plain words of `_UNIT_WORDS`: equal, or absent on one side
     names            "x = 5": equal, or absent on one side
     (a, b) [a, b)    element by element, brackets alike

@@ -6,7 +6,7 @@
         __0_0.distcp ...         tensors, in torch.distributed.checkpoint's format: one file per rank
         .metadata                that format's index
         meta.json                what is not a tensor: step, fingerprint, position in the data, the caller's own entries
-        manifest.json            every other file with its size (and SHA-256 if small); every tensor with shape and dtype
+        manifest.json            every other file with its size (and SHA-256 if small); each tensor with shape and dtype
 
 A save writes all of this to `.tmp-step-00000120`, syncs files and folder to the disk, renames the folder and only then
 turns `latest` to it and deletes the oldest checkpoints beyond the limit. Renaming is atomic (POSIX rename), so a folder

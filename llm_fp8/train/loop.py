@@ -149,8 +149,8 @@ class TrainingLoop:
         """By step: what belongs to its record."""
 
     def train(self, callbacks: Callbacks, stop_requested: Callable[[], bool], until: int | None = None) -> None:
-        """Train to step `until` (default: `total_steps`), or until `stop_requested()`, which saves a checkpoint too. The
-        loader has no end of its own.
+        """Train to step `until` (default: `total_steps`), or until `stop_requested()`, which saves a checkpoint too.
+        The loader has no end of its own.
         """
         options = self.options
         end = options.total_steps if until is None else until

@@ -9,9 +9,10 @@ which divides by the gradient's own size, makes a whole update of it.
 So the first micro-batch passes forward and backward before training, and its gradients are dropped. One pass is not
 enough:
 
-    pass 1        scales of weights, activations, and the gradients of attention's output projection and of fc2: the gradient that reaches a layer's
-                  second product from behind comes right through the residual stream
-    pass 2        those of the fused q, k and v projection and of fc1, whose gradients come out of the second products, which were nothing so far
+    pass 1        scales of weights, activations, and the gradients of attention's output projection and of fc2: the
+                  gradient that reaches a layer's second product from behind comes right through the residual stream
+    pass 2        those of the fused q, k and v projection and of fc1, whose gradients come out of the second
+                  products, which were nothing so far
     pass 3 and on the residual stream's gradient, to which the layers now add their part, grows from layer to layer;
     where it exceeds its scale it is
                   cut off, and the layers before it see too little

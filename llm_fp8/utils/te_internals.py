@@ -1,9 +1,9 @@
 """The private names of Transformer Engine that this project uses; no other file knows them. Read in version 2.20.
 
-    name                                            what for                          without it
-    module._is_fsdp2                                fp8 casts kept under fsdp_grad    cast in every micro-batch
-    layernorm_mlp._get_act_func_supported_list      SwiGLU's backward with its cast   two kernels, slower and as right
-    dot_product_attention._attention_backends       which attention ran               ImportError in `attention_backends`
+    name                                            what for                         without it
+    module._is_fsdp2                                fp8 casts kept under fsdp_grad   cast in every micro-batch
+    layernorm_mlp._get_act_func_supported_list      SwiGLU's backward with its cast  two kernels, slower and as right
+    dot_product_attention._attention_backends       which attention ran              ImportError in `attention_backends`
 
 tests/distributed/test_wgrad_fusion_gpu.py, tests/kernels/test_swiglu_gpu.py and tests/tools/verify notice.
 """

@@ -1,7 +1,7 @@
 """The private names of torch, read in 2.11 and 2.13, that rooms below `distributed` need; FSDP2's own are in
 `llm_fp8.distributed.fsdp_internals`.
 
-    name                                     what for                             noticed by (without it: AttributeError)
+    name                                     what for                             noticed by (else AttributeError)
     DTensor._local_tensor                    the shard itself: `to_local()` of    tests/models/test_weight_shards.py
                                              a Parameter is a view in 2.13
     nn.Module._buffers,                      buffers that a state dict holds      tests/models/test_weight_shards.py

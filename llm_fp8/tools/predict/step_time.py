@@ -1,11 +1,13 @@
 """Seconds of an optimizer step, by part.
 
-    GEMMs        6 n FLOPs per token and weight matrix of n entries (8 n where its layer is recomputed), over the rate of its precision;
-                 and what sums in fp32, which weight-gradient GEMMs under FSDP add to, move beyond sums in bf16
+    GEMMs        6 n FLOPs per token and weight matrix of n entries (8 n where its layer is recomputed), over the rate
+                 of its precision; and what sums in fp32, which weight-gradient GEMMs under FSDP add to, move beyond
+                 sums in bf16
     attention    6 h l FLOPs per token and layer over its rate
     passes       bytes of norms, RoPE, SwiGLU, residuals and cross entropy over their bandwidth
     casts        bytes of fp8 casts, transposes and maxima of activations and gradients over theirs
-    weights      bytes per parameter of the optimizer, of gradients that no GEMM adds up, of FSDP's copies and of weight casts
+    weights      bytes per parameter of the optimizer, of gradients that no GEMM adds up, of FSDP's copies and
+                 of weight casts
     exchange     bytes between GPUs by what they lengthen a step, and waiting for the slowest GPU
     gap          a constant
 
