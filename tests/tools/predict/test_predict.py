@@ -309,7 +309,7 @@ def predicted_as_flash_4(record) -> float:
     """Attention is predicted to take so many times the time that it took: flash-attn 3 was 1.20 times as fast as
     cuDNN, and stands as flash-attn 4.
     """
-    return 1.20 / FLASH_ATTENTION_4_SPEED_UP if "flash3" in record.arm else 1.0
+    return 1.20 / FLASH_ATTENTION_4_SPEED_UP if "flash3" in record.variant else 1.0
 
 
 @pytest.mark.parametrize(
@@ -1054,8 +1054,8 @@ def test_the_command_keeps_its_figures(run_command, tmp_path):
         ),
         (
             ("--fp8_params", "--optimizer", "adamw_master", "--num_gpus", "2", "--sharding_mode", "fsdp_full"),
-            "error: --fp8_params keeps fp32 masters, which --optimizer adamw_master does not have; use adamw_fp32 or "
-            "auto.",
+            "error: --fp8_params keeps fp32 master weights, which --optimizer adamw_master does not have; use auto or "
+            "adamw_fp32.",
         ),
         (
             ("--json", "/proc/none/r.json"),
