@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from matplotlib.colors import to_rgb
 
+from llm_fp8.config.recipes import recipe_names
 from llm_fp8.tools.bench.variant_names import OLD_NAMES
 
 PRECISION_COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
+NEXT_COLOURS = ("#66a182", "#2e4057", "#8d96a3")
+"""Of recipes that no plot has had so far."""
 """Of our precisions with Transformer Engine."""
-_COLOURS = PRECISION_COLOURS | {
-    "tensorwise": "#b8a1d9",
-    "rowwise": "#9a7fc7",
-    "rowwise_with_gw_hp": "#7d5fb3",
-    "hf_bf16": "#b0b7c3",
-    "hf_bf16_compiled": "#8a93a3",
-    "accelerate_te": "#8fb8de",
-    "te_autocast": "#5f93c4",
-    "torchao_tensorwise": "#9ccfa0",
-    "torchao_rowwise": "#6fae75",
-}
+_OTHERS = [name for name in recipe_names("te") if name not in PRECISION_COLOURS]
+_COLOURS = (
+    PRECISION_COLOURS
+    | dict(zip(_OTHERS, NEXT_COLOURS, strict=False))
+    | {
+        "tensorwise": "#b8a1d9",
+        "rowwise": "#9a7fc7",
+        "rowwise_with_gw_hp": "#7d5fb3",
+        "hf_bf16": "#b0b7c3",
+        "hf_bf16_compiled": "#8a93a3",
+        "accelerate_te": "#8fb8de",
+        "te_autocast": "#5f93c4",
+        "torchao_tensorwise": "#9ccfa0",
+        "torchao_rowwise": "#6fae75",
+    }
+)
 _PALER = 0.17
 """Share of white by which each further variant of a colour is paler than the one before it."""
 

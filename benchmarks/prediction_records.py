@@ -22,7 +22,7 @@ from llm_fp8.tools.gemm_rates import RESULTS
 from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, FULL_SHARE, MODES, WAITED_SHARE
 from llm_fp8.tools.predict.prediction import Gpu, Prediction, known_gpu, predict
 from llm_fp8.tools.predict.step_time import StepTime
-from llm_fp8.tools.predict.workload import RECIPES, ModelSize, StepWorkload
+from llm_fp8.tools.predict.workload import PREDICTED, ModelSize, StepWorkload
 
 FILES = (
     "speed_table_h200.json",
@@ -44,7 +44,7 @@ weights for a step."""
 
 _FITTED_RECIPES: dict[tuple[str, str | None], tuple[str, ...]] = {
     **{("speed_table_h200.json", name): ("bf16", "delayed") for name in ("1b", "8b", "8b_s8192")},
-    ("speed_table_h200.json", "8b_x4"): RECIPES,
+    ("speed_table_h200.json", "8b_x4"): PREDICTED,
     ("levers_8b_first_scales.json", None): ("current",),
 }
 """By file and name: the recipes of today's rows that constants come from; 14b gave adamw_8bit's alone
@@ -166,10 +166,10 @@ def workload_of(row: dict[str, Any]) -> StepWorkload | None:
     not bundled, rows padded or packed from real lengths that the row does not give.
     """
     words = row["arm"].split(":")
-    mode, recipe, *options = ["single", *words] if words[0] in RECIPES else [*words, ""]
+    mode, recipe, *options = ["single", *words] if words[0] in PREDICTED else [*words, ""]
     options = [REMOVED_OPTIONS.get(option, option) for option in options if option]
     known = {"sync", "fp8_params", "recompute", "adamw_8bit", "flash4", *HEADS}
-    if mode not in MODES or recipe not in RECIPES or not known >= set(options):
+    if mode not in MODES or recipe not in PREDICTED or not known >= set(options):
         return None
     mean_length = row["seq_length"]
     if {"text", "dataset"} & set(row):
@@ -257,7 +257,7 @@ def _scenario(model: str, tokens: int, micro_batches: int, length: int) -> StepW
 
 
 def _by_recipe(scenario: StepWorkload) -> dict[str, Prediction]:
-    return {recipe: predict(scenario.with_recipe(recipe), _gpu()) for recipe in RECIPES}
+    return {recipe: predict(scenario.with_recipe(recipe), _gpu()) for recipe in PREDICTED}
 
 
 def accuracy() -> str:
@@ -352,9 +352,9 @@ def models() -> str:
     for model in _MODELS:
         for tokens in (4096, 8192, 16384):
             found = _by_recipe(_scenario(model, tokens, 4, 1024))
-            gains = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in RECIPES[1:]]
+            gains = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in PREDICTED[1:]]
             rows.append([model, f"{tokens:,}", f"{found['bf16'].tokens_per_s:,.0f}", *gains])
-    return _table(["model", "tokens per micro-batch", "bf16 tokens/s", *RECIPES[1:]], rows)
+    return _table(["model", "tokens per micro-batch", "bf16 tokens/s", *PREDICTED[1:]], rows)
 
 
 def lengths() -> str:
@@ -362,10 +362,10 @@ def lengths() -> str:
     rows = []
     for length in _ROW_LENGTHS:
         found = _by_recipe(_scenario("Llama-3.1-8B", 16384, 4, length))
-        gains = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in RECIPES[1:]]
+        gains = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in PREDICTED[1:]]
         bf16 = found["bf16"].time
         rows.append([f"{length:,}", f"{bf16.attention_s / bf16.total_s:.0%}", *gains])
-    return _table(["document length", "attention's share of bf16", *RECIPES[1:]], rows)
+    return _table(["document length", "attention's share of bf16", *PREDICTED[1:]], rows)
 
 
 def micro_batches() -> str:
@@ -373,10 +373,10 @@ def micro_batches() -> str:
     rows = []
     for number in (1, 2, 4, 8, 32):
         found = _by_recipe(_scenario("Llama-3.1-8B", 4096, number, 1024))
-        gains = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in RECIPES[1:]]
+        gains = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in PREDICTED[1:]]
         bf16 = found["bf16"].time
         rows.append([str(number), f"{bf16.weights_s / bf16.total_s:.0%}", *gains])
-    return _table(["micro-batches", "weights' share of bf16", *RECIPES[1:]], rows)
+    return _table(["micro-batches", "weights' share of bf16", *PREDICTED[1:]], rows)
 
 
 def parts() -> str:
@@ -402,9 +402,9 @@ def adapters() -> str:
     for model in _MODELS:
         found = _by_recipe(_scenario(model, 8192, 4, 1024))
         times = {recipe: adapter_time_s(prediction) for recipe, prediction in found.items()}
-        full = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in RECIPES[1:]]
-        rows.append([model, *full, *(_gain(times[recipe], times["bf16"]) for recipe in RECIPES[1:])])
-    return _table(["model", *(f"full, {r}" for r in RECIPES[1:]), *(f"LoRA, {r}" for r in RECIPES[1:])], rows)
+        full = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in PREDICTED[1:]]
+        rows.append([model, *full, *(_gain(times[recipe], times["bf16"]) for recipe in PREDICTED[1:])])
+    return _table(["model", *(f"full, {r}" for r in PREDICTED[1:]), *(f"LoRA, {r}" for r in PREDICTED[1:])], rows)
 
 
 def adapter_time_s(found: Prediction) -> float:

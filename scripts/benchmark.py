@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.tools.bench.measure import describe_gemms, speed
-from llm_fp8.tools.bench.variant_names import PRECISIONS, Variant, parse_variants
+from llm_fp8.tools.bench.variant_names import Variant, parse_variants
 from llm_fp8.tools.bench.variants import BASELINES, REFERENCE
 from llm_fp8.tools.bench.worker import (
     add_measuring_options,
@@ -56,6 +56,8 @@ from llm_fp8.utils.ranks import LaunchRanks
 if TYPE_CHECKING:
     from llm_fp8.tools.bench.workload import Workload
 
+OURS = ("bf16", "delayed", "current", "block")
+"""Variants of ours that are measured by default."""
 EXIT_TERMINATED = 128 + signal.SIGTERM
 CLAIM = ("accelerate_te", "te_autocast")
 """Said to be equal: Accelerate's own fp8, and Transformer Engine without it."""
@@ -78,7 +80,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help=f"one model, few variants, one round: {', '.join(f'--{name} {value}' for name, value in QUICK.items())}, "
         "unless given otherwise",
     )
-    add_workload_options(parser, ",".join([*BASELINES, *PRECISIONS]), "scripts/benchmark.py")
+    add_workload_options(parser, ",".join([*BASELINES, *OURS]), "scripts/benchmark.py")
     add_measuring_options(parser, steps=8, warmup=3, rounds=3, arm_timeout_s=300, output_required=False)
     add_resuming_option(parser)
     options = parser.parse_args(argv)

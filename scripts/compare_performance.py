@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 
 from llm_fp8.observability.provenance import visible_gpus
-from llm_fp8.tools.compare.arms import ARMS, REFERENCE, parse_variants
+from llm_fp8.tools.compare.arms import REFERENCE, parse_variants, variants
 from llm_fp8.tools.compare.launch import Interrupted, claim_folder, default_folder, launch, make_slots, plan_runs
 from llm_fp8.tools.compare.page import render_page
 from llm_fp8.tools.compare.report import Failure, compare, print_comparison
@@ -55,7 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="RUN",
         help="read W&B runs: ENTITY/PROJECT/RUNID, a wandb/offline-run-* folder, or the RUNID of one below this folder",
     )
-    parser.add_argument("--arms", help=f"with --train: comma-separated, of {', '.join(ARMS)} (default: bf16,fp8)")
+    parser.add_argument("--arms", help=f"with --train: comma-separated, of {', '.join(variants())} (default: bf16,fp8)")
     parser.add_argument("--seeds", type=int, help="with --train: runs of each arm, with seeds 1, 2, ... (default: 3)")
     parser.add_argument(
         "--num_gpus", type=int, help="with --train: GPUs of each run; above 1 torchrun train_multi_gpu.py (default: 1)"
@@ -170,7 +170,7 @@ def main() -> int:
             read_wandb(run) for run in options.wandb or []
         ]
         failures, overlaps = [], []
-    order = list(ARMS) if options.arms is None else parse_variants(options.arms)
+    order = list(variants()) if options.arms is None else parse_variants(options.arms)
     if not records:
         console.print("every run failed, so there is nothing to compare", highlight=False)
         return EXIT_RUN_FAILED

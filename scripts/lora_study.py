@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.tools.bench.variant_names import HEADS, LORA, PRECISIONS, Variant, parse_variants
+from llm_fp8.tools.bench.variant_names import HEADS, LORA, Variant, parse_variants, precisions
 from llm_fp8.tools.bench.worker import add_measuring_options, add_resuming_option, check_measuring_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import write_json_atomic
@@ -35,7 +35,10 @@ FULL = "full"
 WORKLOADS = "Llama-3.2-1B:16x1024x4,Llama-3.1-8B:8x1024x4"
 ADAPTERS = "lora8,lora16,lora32,lora16qv"
 RECIPES = [
-    name for recipe in PRECISIONS if recipe != REFERENCE for name in (recipe, *(f"{recipe}:{head}" for head in HEADS))
+    name
+    for recipe in precisions("te")
+    if recipe != REFERENCE
+    for name in (recipe, *(f"{recipe}:{head}" for head in HEADS))
 ]
 """Beginnings of variants: a recipe, and the same with lm_head in fp8."""
 GUIDES = {

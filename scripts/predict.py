@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from llm_fp8.config.options import Config, ModelConfig
-from llm_fp8.config.validation import FP8_PARAMS_SCENARIOS, check_flash_attention, check_fp8_params
+from llm_fp8.config.recipes import token_multiple
+from llm_fp8.config.validation import check_flash_attention, check_fp8_params, fp8_params_recipes
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, MAX_GPUS, MODES
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
@@ -224,17 +225,16 @@ def main() -> int:
     check(options)
     # After the parser: --help and mistakes answer without loading torch.
     from llm_fp8.observability.provenance import collect_provenance
-    from llm_fp8.precision.recipes import TOKEN_MULTIPLE
     from llm_fp8.tools.predict.prediction import can_predict, gpu_by_name, predict
-    from llm_fp8.tools.predict.workload import RECIPES
+    from llm_fp8.tools.predict.workload import PREDICTED
 
     gpu = gpu_by_name(options.gpu)
     scenario = workload_of(options)
     tokens = scenario.micro_batch_tokens
-    recipes = [name for name in RECIPES if can_predict(gpu, name)]
+    recipes = [name for name in PREDICTED if can_predict(gpu, name)]
     if scenario.fp8_params:
-        recipes = [name for name in recipes if name in ("bf16", *FP8_PARAMS_SCENARIOS)]
-    odd = {name: TOKEN_MULTIPLE[name] for name in recipes if name in TOKEN_MULTIPLE and tokens % TOKEN_MULTIPLE[name]}
+        recipes = [name for name in recipes if name in ("bf16", *fp8_params_recipes())]
+    odd = {name: token_multiple(name) for name in recipes if tokens % token_multiple(name)}
     predictions = [predict(scenario.with_recipe(recipe), gpu) for recipe in recipes if recipe not in odd]
     where = gpu.name if scenario.num_gpus == 1 else f"{scenario.num_gpus} x {gpu.name}, {scenario.mode}"
     memory = "" if gpu.memory_gib is None else f" ({gpu.memory_gib:.1f} GiB)"
@@ -257,11 +257,11 @@ def main() -> int:
     )
     if scenario.fp8_params:
         console.print(
-            f"note: --fp8_params is of {' and '.join(FP8_PARAMS_SCENARIOS)} alone; bf16 is predicted without it",
+            f"note: --fp8_params is of {' and '.join(fp8_params_recipes)} alone; bf16 is predicted without it",
             highlight=False,
             soft_wrap=True,
         )
-    if missing := [name for name in RECIPES if not can_predict(gpu, name)]:
+    if missing := [name for name in PREDICTED if not can_predict(gpu, name)]:
         console.print(
             f"note: nothing was measured for {', '.join(missing)} on {gpu.name}", highlight=False, soft_wrap=True
         )

@@ -22,6 +22,7 @@ from llm_fp8.config.options import (
     OptimConfig,
     ParallelConfig,
 )
+from llm_fp8.config.recipes import DEFAULT, describe_recipes, recipe_names
 from llm_fp8.config.validation import check_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError
 
@@ -58,6 +59,9 @@ class _Parser(OneSentenceParser, HfArgumentParser):
         for action in self._actions:
             if action.option_strings[0].startswith("--no_"):
                 action.help, action.default = f"Turn --{action.dest} off.", argparse.SUPPRESS
+            if action.dest == "fp8_scenario":
+                action.choices = (DEFAULT, *recipe_names())
+                action.help = f"{describe_recipes()} {action.help}"
 
     def _make_flag(self, name: str) -> None:
         """Let `--name` stand for true and add `--no_name`; argparse's default for Optional[bool] wants a value."""

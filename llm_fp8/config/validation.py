@@ -16,14 +16,13 @@ from llm_fp8.config.options import (
     ALL_LINEAR,
     DECODER_LINEARS,
     FP8_GATHER_MODES,
-    TE_SCENARIOS,
-    TORCHAO_SCENARIOS,
     WANDB_TAG_LENGTH,
     Config,
     LoraConfig,
     PrecisionConfig,
     RunConfig,
 )
+from llm_fp8.config.recipes import RECIPES, chosen, recipe_names, taking
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -57,16 +56,14 @@ NOT_NEGATIVE = (
     "empty_cache_freq",
 )
 BELOW_ONE = ("adam_beta1", "adam_beta2", "validation_fraction", "lora_dropout")
-DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "fp8_margin")
-"""Options of delayed scaling."""
+RECIPE_OPTIONS = ("fp8_format", "amax_history_len", "amax_compute_algo", "fp8_margin")
+"""Options that some recipes take (`Recipe.options`)."""
 FLASH_ATTENTION_HEAD_DIMS = (64, 128)
 """Those for which flash-attn 4's gradients were compared with an fp32 reference."""
 FLASH_ATTENTION_CAPABILITY = (9, 0)
 """Compute capability on which they were compared: Hopper's."""
 FP8_SIZE_MULTIPLE = 16
 """What the sizes of an fp8 GEMM must be multiples of."""
-FP8_PARAMS_SCENARIOS = ("delayed", "current")
-"""Recipes with one scale per weight, which --fp8_params needs."""
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -187,23 +184,20 @@ def _check_precision(config: Config) -> None:
                 f"--{name} has no effect {without}; use --mixed_precision fp8 or drop it.",
             )
         return
-    wanted = "delayed" if options.fp8_scenario == "default" else options.fp8_scenario
-    for name in DELAYED_ONLY:
+    wanted = chosen(options.fp8_scenario, options.fp8_backend)
+    for name in RECIPE_OPTIONS:
         _require(
-            getattr(options, name) is None or wanted == "delayed",
-            f"--{name} belongs to delayed scaling and has no effect with --fp8_scenario {wanted}; drop one of them.",
+            getattr(options, name) is None or name in RECIPES[wanted].options,
+            f"--{name} has no effect with --fp8_scenario {wanted}, only with {', '.join(taking(name))}; drop one of "
+            "them.",
         )
-    _require(
-        options.fp8_format is None or wanted != "nvfp4",
-        "--fp8_format has no effect with --fp8_scenario nvfp4; drop it.",
-    )
 
 
 def _check_fp8_backend(config: Config) -> None:
     """--fp8_backend with other options."""
     options = config.precision
     backend, scenario = options.fp8_backend, options.fp8_scenario
-    own, other = (TE_SCENARIOS, "torchao") if backend == "te" else (TORCHAO_SCENARIOS, "te")
+    own, other = recipe_names(backend), "torchao" if backend == "te" else "te"
     _require(
         scenario in ("default", *own),
         f"--fp8_scenario {scenario} is a recipe of --fp8_backend {other}, and this run has --fp8_backend {backend}, "
@@ -218,7 +212,7 @@ def _check_fp8_backend(config: Config) -> None:
         )
         return
     _require(
-        not gathers or scenario in ("default", "tensorwise"),
+        not gathers or RECIPES[chosen(scenario, backend)].one_scale_per_weight,
         f"--fp8_all_gather gathers a weight with the one scale of tensorwise scaling, and --fp8_scenario {scenario} "
         "has one per row; drop one of them.",
     )
@@ -232,7 +226,7 @@ def _check_fp8_backend(config: Config) -> None:
         f"--fp8_lm_head {options.fp8_lm_head} is computed by Transformer Engine and cannot go with --fp8_backend "
         "torchao; drop one of them.",
     )
-    for name in ("fp8_format", "amax_history_len", "amax_compute_algo", "fp8_margin"):
+    for name in RECIPE_OPTIONS:
         _require(
             getattr(options, name) is None,
             f"--{name} belongs to Transformer Engine's recipes and has no effect with --fp8_backend torchao; drop one "
@@ -531,14 +525,20 @@ def check_flash_attention(head_dim: int, attention_dropout: float) -> None:
     )
 
 
+def fp8_params_recipes() -> list[str]:
+    """Recipes of Transformer Engine with one scale per weight, which --fp8_params needs."""
+    return [name for name in recipe_names("te") if RECIPES[name].one_scale_per_weight]
+
+
 def check_fp8_params(scenario: str | None, weights: Iterable[tuple[int, int]], num_shards: int) -> None:
     """Raise `UserError` where weights of shape [rows, columns] cannot be kept in fp8, an equal number of rows on each
     of `num_shards` GPUs.
     """
+    able = fp8_params_recipes()
     _require(
-        scenario in FP8_PARAMS_SCENARIOS,
+        scenario in able,
         f"--fp8_params keeps one scale per weight, and --fp8_scenario {scenario} has other ones; use "
-        f"{' or '.join(FP8_PARAMS_SCENARIOS)}, or drop --fp8_params.",
+        f"{' or '.join(able)}, or drop --fp8_params.",
     )
     for rows, columns in weights:
         _require(

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from llm_fp8.config.recipes import RECIPES
 from llm_fp8.observability.kernel_trace import (
     LOW_PRECISION,
     KernelClass,
@@ -39,18 +40,6 @@ from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights
 
 Verdict = Literal["certified", "undetermined", "failed"]
 _SEVERITY: tuple[Verdict, ...] = ("certified", "undetermined", "failed")
-
-_RECIPES: dict[str, tuple[str, str]] = {
-    "delayed": ("DelayedScaling", "Float8Quantizer"),
-    "current": ("Float8CurrentScaling", "Float8CurrentScalingQuantizer"),
-    "block": ("Float8BlockScaling", "Float8BlockQuantizer"),
-    "mxfp8": ("MXFP8BlockScaling", "MXFP8Quantizer"),
-    "nvfp4": ("NVFP4BlockScaling", "NVFP4Quantizer"),
-}
-"""StepWorkload -> Transformer Engine's classes of recipe and quantizer (2.20). torchao's modules are asked for the
-scenario itself.
-"""
-_QUANTIZERS = frozenset(quantizer for _, quantizer in _RECIPES.values())
 
 UNRECOGNISED_SHARE = 0.01
 """Of the time of all GEMMs and of kernels that no rule knows: what GEMMs of unknown type and such kernels may take
@@ -354,7 +343,9 @@ def _judge_fp8(promise: ExpectedKernels, seen: _Seen) -> _Findings:
     doubts: list[str] = []
     remarks: list[str] = []
     state, expected = seen.state, promise.num_fp8_gemms(seen.num_micro_batches)
-    recipe, quantizer = _RECIPES.get(promise.scenario or "", (promise.scenario, None))
+    row = RECIPES[promise.scenario or ""]
+    recipe, quantizer = row.recipe_class, row.quantizer
+    quantizers = {known.quantizer for known in RECIPES.values() if known.quantizer is not None}
     missing = expected - seen.num_low
     if seen.num_gemms == 0:
         # The modules' word alone is no proof of fp8; where they themselves deny it, nothing speaks for it.
@@ -378,7 +369,7 @@ def _judge_fp8(promise: ExpectedKernels, seen: _Seen) -> _Findings:
         failures.append(f"expected the recipe {recipe}, and modules computed by {_listed(others)}")
     elif seen.recipe_inside_modules not in (None, recipe) and not failures:
         failures.append(f"expected the recipe {recipe} inside the modules, and it was {seen.recipe_inside_modules}")
-    if others := {name: count for name, count in state.quantizers.items() if name in _QUANTIZERS - {quantizer}}:
+    if others := {name: count for name, count in state.quantizers.items() if name in quantizers - {quantizer}}:
         failures.append(f"expected quantizers of the class {quantizer}, and there are {_listed(others)}")
     if state.num_without_maxima:
         failures.append(
@@ -391,7 +382,7 @@ def _judge_fp8(promise: ExpectedKernels, seen: _Seen) -> _Findings:
         remarks.append(
             f"{state.num_recipe_unreadable} modules of {state.library} do not say by which recipe they computed"
         )
-    if unknown := {name: count for name, count in state.quantizers.items() if name not in _QUANTIZERS}:
+    if unknown := {name: count for name, count in state.quantizers.items() if name not in quantizers}:
         remarks.append(f"quantizers of classes not known here: {_listed(unknown)}")
     return failures, doubts, remarks
 

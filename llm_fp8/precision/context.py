@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.recipes import RECIPES
 from llm_fp8.kernels.fp8_lm_head import Fp8Head
 from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.precision.module_state import ModuleState, read_te_state
@@ -132,7 +133,8 @@ class Precision:
     @property
     def scales_lag(self) -> bool:
         """Whether a tensor's scale comes from earlier passes."""
-        return self.plan.effective_scenario == "delayed"
+        recipe = RECIPES.get(self.plan.effective_scenario or "")
+        return recipe is not None and recipe.scales_lag
 
     @property
     def num_fp8_gemms_per_weight(self) -> int:

@@ -9,14 +9,9 @@ from typing import Any
 import torch
 
 from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.recipes import DEFAULTS, RECIPES, chosen, recipe_names, token_multiple
 from llm_fp8.precision import torchao as torchao_fp8
-from llm_fp8.precision.recipes import (
-    DEFAULT_SCENARIO,
-    MIN_FP8_CAPABILITY,
-    TOKEN_MULTIPLE,
-    _build_recipe,
-    _scenario_available,
-)
+from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY, build_recipe, recipe_available
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import TORCHAO, TRITON
 from llm_fp8.utils.te_import import require_te
@@ -63,9 +58,7 @@ class PrecisionPlan:
     @property
     def token_multiple(self) -> int:
         """What the tokens of a micro-batch on one GPU must be a multiple of; 1 outside fp8."""
-        if self.backend == "torchao":
-            return torchao_fp8.TOKEN_MULTIPLE
-        return TOKEN_MULTIPLE.get(self.effective_scenario or "", 1)
+        return token_multiple(self.effective_scenario)
 
     @property
     def name(self) -> str:
@@ -110,25 +103,25 @@ def resolve_precision(options: PrecisionConfig, device: torch.device) -> Precisi
     available, reason = te.is_fp8_available(return_reason=True)
     if not available:
         raise UserError(f"--mixed_precision fp8: Transformer Engine says fp8 cannot run here: {reason}")
-    wanted = DEFAULT_SCENARIO if options.fp8_scenario == "default" else options.fp8_scenario
+    wanted = chosen(options.fp8_scenario, "te")
     effective, fallback = wanted, None
-    available, reason = _scenario_available(te, wanted)
+    available, reason = recipe_available(te, RECIPES[wanted])
     if not available:
-        alternatives = [name for name in TOKEN_MULTIPLE if _scenario_available(te, name)[0]]
+        alternatives = [name for name in recipe_names("te") if recipe_available(te, RECIPES[name])[0]]
         fallback = (
             f"{wanted} is not available on {describe_device(device)}: {reason} Available here: "
             f"{', '.join(alternatives)}."
         )
         if options.fp8_strict:
             raise UserError(f"--fp8_scenario {wanted} with --fp8_strict: {fallback}")
-        effective = DEFAULT_SCENARIO
+        effective = DEFAULTS["te"]
     return PrecisionPlan(
         requested="fp8",
         effective="fp8",
         requested_scenario=options.fp8_scenario,
         effective_scenario=effective,
         fallback_reason=fallback,
-        recipe=_build_recipe(options, effective),
+        recipe=build_recipe(options, RECIPES[effective]),
         backend="te",
     )
 
@@ -160,7 +153,7 @@ def _resolve_torchao(options: PrecisionConfig, device: torch.device) -> Precisio
     """torchao's recipes fall back to nothing: all of them run on every GPU with fp8, and emulated on a CPU."""
     for require in torchao_needs(device).values():
         require()
-    scenario = torchao_fp8.DEFAULT_SCENARIO if options.fp8_scenario == "default" else options.fp8_scenario
+    scenario = chosen(options.fp8_scenario, "torchao")
     return PrecisionPlan(
         requested="fp8",
         effective="fp8",

@@ -1,45 +1,28 @@
-"""The fp8 recipes."""
+"""From a row of the recipe table (`llm_fp8.config.recipes`) to Transformer Engine's recipe object."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.recipes import Recipe
 
-DEFAULT_SCENARIO = "delayed"
 MIN_FP8_CAPABILITY = (8, 9)
-TOKEN_MULTIPLE = {"delayed": 16, "current": 16, "block": 128, "mxfp8": 32, "nvfp4": 16}
-"""The number of tokens of a micro-batch must be a multiple of this: the GEMM of the weight gradient runs along the
-tokens.
-"""
 
 
-def _scenario_available(te: Any, scenario: str) -> tuple[bool, str]:
-    """TE's own verdict on a scenario and its reason."""
-    checks = {
-        "block": te.is_fp8_block_scaling_available,
-        "mxfp8": te.is_mxfp8_available,
-        "nvfp4": te.is_nvfp4_available,
-    }
-    return checks.get(scenario, te.is_fp8_available)(return_reason=True)
+def recipe_available(te: Any, recipe: Recipe) -> tuple[bool, str]:
+    """Transformer Engine's own verdict on a recipe for this GPU, and its reason; `te` is transformer_engine.pytorch."""
+    verdict: tuple[bool, str] = getattr(te, recipe.availability)(return_reason=True)
+    return verdict
 
 
-def _build_recipe(options: PrecisionConfig, effective: str) -> Any:
-    """The TE recipe of `effective`."""
-    from transformer_engine.common import recipe as recipes
+def build_recipe(options: PrecisionConfig, recipe: Recipe) -> Any:
+    """Transformer Engine's recipe object. Options that `recipe` does not take are left out, as after a fallback."""
+    from transformer_engine.common import recipe as te_recipes
 
-    delayed_only = {"amax_history_len": 1024, "amax_compute_algo": "max", "fp8_margin": 0}
-    chosen: dict[str, Any] = {}
-    if options.fp8_format is not None:
-        chosen["fp8_format"] = getattr(recipes.Format, options.fp8_format)
-    if effective == "delayed":
-        values = {name: getattr(options, name) for name in delayed_only}
-        values = {name: default if values[name] is None else values[name] for name, default in delayed_only.items()}
-        return recipes.DelayedScaling(margin=values.pop("fp8_margin"), **values, **chosen)
-    if effective == "current":
-        return recipes.Float8CurrentScaling(**chosen)
-    if effective == "block":
-        return recipes.Float8BlockScaling(**chosen)
-    if effective == "mxfp8":
-        return recipes.MXFP8BlockScaling(**chosen)
-    return recipes.NVFP4BlockScaling()
+    keywords = dict(recipe.defaults)
+    for option, keyword in recipe.options.items():
+        value = getattr(options, option)
+        if value is not None:
+            keywords[keyword] = getattr(te_recipes.Format, value) if option == "fp8_format" else value
+    return getattr(te_recipes, recipe.recipe_class)(**keywords)

@@ -32,14 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from llm_fp8.config.options import TORCHAO_SCENARIOS
+from llm_fp8.config.recipes import recipe_names
 from llm_fp8.precision.module_state import ModuleState
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import compile_without_ddp_cuts, local_of
-
-DEFAULT_SCENARIO = "tensorwise"
-TOKEN_MULTIPLE = 16
-"""The gradient of a weight is a product along the tokens of a micro-batch, and fp8 GEMMs need multiples of this."""
 
 
 def require_c_compiler(why: str) -> None:
@@ -144,7 +140,7 @@ def read_state(modules: Iterable[nn.Module]) -> ModuleState:
         if not is_converted(module) or config is None or config.emulate or "forward" in vars(module):
             continue
         num_in_fp8 += 1
-        known = known or {build_config(name, emulate=False): name for name in TORCHAO_SCENARIOS}
+        known = known or {build_config(name, emulate=False): name for name in recipe_names("torchao")}
         recipe = known.get(dataclasses.replace(config, enable_fsdp_float8_all_gather=False))
         if recipe is None:
             num_recipe_unreadable += 1

@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgb
 
 from benchmarks.colours import colours_of, trained_in
 from benchmarks.plot_throughput import draw, group_of, read_rows, reason_not_measured, tokens_per_s
-from llm_fp8.tools.bench.variant_names import PRECISIONS, TORCHAO_PRECISIONS
+from llm_fp8.tools.bench.variant_names import precisions
 from llm_fp8.tools.bench.variants import BASELINES
 from tests.support.scripts_as_main import ROOT, run_as_main
 
@@ -43,9 +43,8 @@ def test_an_arms_colour_is_what_it_trains_in():
     assert colours_of(["hf_ddp_bf16"]) == colours_of(["fsdp_full:hf_bf16"]), (
         "an old name, and the same baseline spread in another way"
     )
-    assert len({trained_in(name) for name in (*PRECISIONS, *TORCHAO_PRECISIONS, *BASELINES)}) == len(PRECISIONS) + len(
-        TORCHAO_PRECISIONS
-    ) + len(BASELINES)
+    names = [*precisions("te"), *precisions("torchao"), *BASELINES]
+    assert len({trained_in(name) for name in names}) == len(names)
 
 
 def test_spread_and_reasons():

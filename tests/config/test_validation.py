@@ -116,8 +116,14 @@ def test_what_the_number_of_processes_does_not_allow(mode, options, words):
         (["--mixed_precision=no", "--amax_history_len=4"], "--amax_history_len has no effect"),
         (["--fp8_last_bf16_layers=1"], "--fp8_last_bf16_layers has no effect"),
         (["--fp8_strict"], "--fp8_strict has no effect without --mixed_precision fp8"),
-        (["--mixed_precision=fp8", "--fp8_scenario=current", "--fp8_margin=0"], "--fp8_margin belongs to delayed"),
-        (["--mixed_precision=fp8", "--fp8_scenario=mxfp8", "--amax_history_len=16"], "--amax_history_len belongs to"),
+        (
+            ["--mixed_precision=fp8", "--fp8_scenario=current", "--fp8_margin=0"],
+            "--fp8_margin has no effect with --fp8_scenario current, only with delayed",
+        ),
+        (
+            ["--mixed_precision=fp8", "--fp8_scenario=mxfp8", "--amax_history_len=16"],
+            "--amax_history_len has no effect with",
+        ),
         (["--mixed_precision=fp8", "--fp8_scenario=nvfp4", "--fp8_format=E4M3"], "--fp8_format has no effect with"),
         (["--parity_check"], "--parity_check compares"),
     ],

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BioGptConfig, BioGptForCausalLM
 
-from llm_fp8.config.options import TORCHAO_SCENARIOS, Config, PrecisionConfig
+from llm_fp8.config.options import Config, PrecisionConfig
 from llm_fp8.config.parser import parse_config
+from llm_fp8.config.recipes import recipe_names
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
@@ -27,7 +28,7 @@ from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
 from llm_fp8.tools.bench.variant_names import parse_variant
 from llm_fp8.tools.bench.variants import OurVariant
 from llm_fp8.tools.bench.workload import Workload
-from llm_fp8.tools.compare.arms import ARMS, parse_variants, requested_variant, variant_words
+from llm_fp8.tools.compare.arms import parse_variants, requested_variant, variant_words, variants
 from llm_fp8.tools.diagnose.gemm_operands import GemmRecorder
 from llm_fp8.tools.diagnose.result import precision_problems
 from llm_fp8.tools.diagnose.static_report import diagnose_without_gpu
@@ -287,7 +288,7 @@ OPERANDS = {
 }
 
 
-@pytest.mark.parametrize("scenario", TORCHAO_SCENARIOS)
+@pytest.mark.parametrize("scenario", recipe_names("torchao"))
 def test_the_diagnosis_sees_the_operands(scenario):
     """What each product really multiplies, recorded where torch dispatches it; a layer that was left in bf16 is a
     problem.
@@ -364,7 +365,7 @@ def on_hardware(model: nn.Module) -> None:
     """Let the modules be set up as on a GPU."""
     for module in torchao_fp8.converted_modules(model).values():
         module.config = torchao_fp8.build_config(
-            next(n for n in TORCHAO_SCENARIOS if same_recipe(module.config, n)), emulate=False
+            next(n for n in recipe_names("torchao") if same_recipe(module.config, n)), emulate=False
         )
 
 
@@ -552,8 +553,8 @@ def test_arms_of_a_comparison():
         "--fp8_scenario",
         "rowwise",
     ]
-    for arm in TORCHAO_SCENARIOS:
-        plan = resolve_precision(parse_config(list(ARMS[arm])).precision, CPU)
+    for arm in recipe_names("torchao"):
+        plan = resolve_precision(parse_config(list(variants()[arm])).precision, CPU)
         assert requested_variant(plan.to_dict()) == arm
     assert requested_variant(resolve_precision(parse_config(FP8).precision, CPU).to_dict()) == "tensorwise"
 

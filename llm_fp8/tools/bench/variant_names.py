@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llm_fp8.config.options import SHARDING_MODES, TORCHAO_SCENARIOS, LoraConfig, ParallelConfig, PrecisionConfig
+from llm_fp8.config.options import SHARDING_MODES, LoraConfig, ParallelConfig, PrecisionConfig
+from llm_fp8.config.recipes import Backend, recipe_names, token_multiple
 from llm_fp8.config.validation import MachineFacts, check_machine, check_options
 from llm_fp8.tools.bench.variants import BASELINE_MODES, BASELINES, DEEPSPEED_MODES, Baseline, OurVariant
 from llm_fp8.utils.errors import UserError
@@ -35,17 +36,19 @@ if TYPE_CHECKING:
     from llm_fp8.tools.bench.ours import OurTraining
     from llm_fp8.tools.bench.workload import Workload
 
-PRECISIONS = {
-    "bf16": PrecisionConfig(mixed_precision="bf16"),
-    "delayed": PrecisionConfig(mixed_precision="fp8", fp8_scenario="delayed", fp8_strict=True),
-    "current": PrecisionConfig(mixed_precision="fp8", fp8_scenario="current", fp8_strict=True),
-    "block": PrecisionConfig(mixed_precision="fp8", fp8_scenario="block", fp8_strict=True),
-}
-TORCHAO_PRECISIONS = {
-    name: PrecisionConfig(mixed_precision="fp8", fp8_backend="torchao", fp8_scenario=name)  # type: ignore[arg-type]
-    for name in TORCHAO_SCENARIOS
-}
-"""Always with the option `swap`."""
+
+def precisions(backend: Backend) -> dict[str, PrecisionConfig]:
+    """Name -> options of the variants that train in bf16 or in a recipe of `backend`, which falls back to nothing.
+
+    Those of torchao always come with the option `swap`.
+    """
+    baseline = {"bf16": PrecisionConfig(mixed_precision="bf16")} if backend == "te" else {}
+    return baseline | {
+        name: PrecisionConfig(mixed_precision="fp8", fp8_backend=backend, fp8_scenario=name, fp8_strict=backend == "te")
+        for name in recipe_names(backend)
+    }
+
+
 OLD_NAMES = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
 """Names in older results files -> names."""
 REMOVED_OPTIONS = {"flash3": "flash4"}
@@ -103,7 +106,6 @@ class Variant:
         """Raise `UserError` where it cannot train `work` in this launch, as far as that is known beforehand."""
         import torch
 
-        from llm_fp8.precision.recipes import TOKEN_MULTIPLE
         from llm_fp8.train.machine import model_facts
 
         if ranks.launched and self.mode is None:
@@ -133,7 +135,7 @@ class Variant:
             facts = MachineFacts(
                 ranks=ranks,
                 sharding_mode=self.mode or "single",
-                token_multiple=TOKEN_MULTIPLE.get(config.precision.fp8_scenario, 1),
+                token_multiple=token_multiple(config.precision.fp8_scenario),
                 scenario=config.precision.fp8_scenario,
                 model=model_facts(config, work.hf_config()) if self.context_size > 1 else None,
             )
@@ -170,23 +172,24 @@ def parse_variant(name: str) -> Variant:
     what, options = (words[0], words[1:]) if words else ("", [])
     adapters = next((match for option in options if (match := LORA.fullmatch(option))), None)
     allowed = _OPTIONS if mode is not None else _OPTIONS_OF_ONE_GPU
+    own, torchao = precisions("te"), precisions("torchao")
     if what in BASELINES and not options and not context and mode in (None, *BASELINE_MODES):
         if BASELINES[what].computes_in_fp8 and mode in DEEPSPEED_MODES:
             raise UserError(f"--arms {name}: a baseline under DeepSpeed computes in bf16; write {mode}:hf_bf16.")
         return Variant(name, BASELINES[what], mode)
     if (
-        what not in (*PRECISIONS, *TORCHAO_PRECISIONS)
+        what not in (*own, *torchao)
         or not set(options) <= {*allowed, *([adapters[0]] if adapters else [])}
         or len(set(options)) < len(options)
         or (context is not None and mode is None)
     ):
         raise UserError(f"--arms {name} is unknown; choose {_choices()}.")
-    if what in TORCHAO_PRECISIONS and "swap" not in options:
+    if what in torchao and "swap" not in options:
         raise UserError(f"--arms {name}: torchao converts the layers of the Hugging Face decoder; write {what}:swap.")
-    precision = {**PRECISIONS, **TORCHAO_PRECISIONS}[what]
+    precision = {**own, **torchao}[what]
     heads = [option for option in options if option in HEADS]
     if heads:
-        if what not in PRECISIONS or precision.mixed_precision != "fp8" or len(heads) > 1:
+        if what not in own or precision.mixed_precision != "fp8" or len(heads) > 1:
             raise UserError(
                 f"--arms {name}: one of {' and '.join(HEADS)} goes with a recipe of Transformer Engine; write "
                 f"delayed:{heads[0]}."
@@ -237,8 +240,8 @@ def parse_variants(text: str) -> list[Variant]:
 
 def _choices() -> str:
     return (
-        f"from {', '.join(PRECISIONS)}, each with :{', :'.join(_OPTIONS_OF_ONE_GPU)}, :loraN or :loraNqv behind it if "
-        f"wanted, {', '.join(f'{name}:swap' for name in TORCHAO_PRECISIONS)}, and {', '.join(BASELINES)}; on several "
-        f"GPUs with MODE: before it ({', '.join(SHARDING_MODES)}; baselines {', '.join(BASELINE_MODES)}), ours also "
-        f"with cpN: before that and {' or '.join(f':{option}' for option in _OPTIONS_OF_SEVERAL)} behind"
+        f"from {', '.join(precisions('te'))}, each with :{', :'.join(_OPTIONS_OF_ONE_GPU)}, :loraN or :loraNqv behind "
+        f"it if wanted, {', '.join(f'{name}:swap' for name in precisions('torchao'))}, and {', '.join(BASELINES)}; on "
+        f"several GPUs with MODE: before it ({', '.join(SHARDING_MODES)}; baselines {', '.join(BASELINE_MODES)}), "
+        f"ours also with cpN: before that and {' or '.join(f':{option}' for option in _OPTIONS_OF_SEVERAL)} behind"
     )

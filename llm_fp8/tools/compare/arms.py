@@ -6,39 +6,41 @@ import argparse
 import dataclasses
 from typing import Any
 
-from llm_fp8.config.options import TE_SCENARIOS, TORCHAO_SCENARIOS, PrecisionConfig
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.recipes import DEFAULTS, RECIPES
 from llm_fp8.utils.errors import UserError
 
 REFERENCE = "bf16"
 """The arm that the others are held against."""
 
-_FP8_SCENARIOS = (*TE_SCENARIOS, *TORCHAO_SCENARIOS)
-ARMS: dict[str, tuple[str, ...]] = {
-    "bf16": ("--mixed_precision", "bf16"),
-    "fp8": ("--mixed_precision", "fp8", "--fp8_scenario", "delayed"),
-    **{name: ("--mixed_precision", "fp8", "--fp8_scenario", name) for name in TE_SCENARIOS},
-    **{
-        name: ("--mixed_precision", "fp8", "--fp8_backend", "torchao", "--fp8_scenario", name)
-        for name in TORCHAO_SCENARIOS
-    },
-    "no": ("--mixed_precision", "no"),
-}
-"""Name -> options. 'fp8' is another name of 'delayed'; 'no' is fp32."""
-
-_CANONICAL = {"fp8": "delayed"}
-_DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "fp8_margin")
+_CANONICAL = {"fp8": DEFAULTS["te"]}
 ARM_FIELDS = ("mixed_precision", "fp8_backend", "fp8_scenario")
 """The options that make an arm."""
+_RECIPE_OPTIONS = frozenset(option for recipe in RECIPES.values() for option in recipe.options)
 _FP8_OPTIONS = tuple(field.name for field in dataclasses.fields(PrecisionConfig) if field.name not in ARM_FIELDS)
+
+
+def variants() -> dict[str, tuple[str, ...]]:
+    """Name of each variant -> its options. 'fp8' is another name of 'delayed'; 'no' is fp32."""
+    recipes = {
+        name: (
+            *("--mixed_precision", "fp8"),
+            *(("--fp8_backend", recipe.backend) if recipe.backend != PrecisionConfig.fp8_backend else ()),
+            *("--fp8_scenario", name),
+        )
+        for name, recipe in RECIPES.items()
+    }
+    aliases = {alias: recipes[name] for alias, name in _CANONICAL.items()}
+    return {"bf16": ("--mixed_precision", "bf16"), **aliases, **recipes, "no": ("--mixed_precision", "no")}
 
 
 def parse_variants(text: str) -> list[str]:
     """The arms of a comma-separated list, the reference first. Raises `UserError` for an unknown or doubled one."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise UserError(f"--arms is empty; choose from {', '.join(ARMS)}.")
-    if unknown := [name for name in names if name not in ARMS]:
-        raise UserError(f"--arms: {', '.join(unknown)} is unknown; choose from {', '.join(ARMS)}.")
+        raise UserError(f"--arms is empty; choose from {', '.join(variants())}.")
+    if unknown := [name for name in names if name not in variants()]:
+        raise UserError(f"--arms: {', '.join(unknown)} is unknown; choose from {', '.join(variants())}.")
     canonical = [_CANONICAL.get(name, name) for name in names]
     if doubled := {name for name in canonical if canonical.count(name) > 1}:
         raise UserError(
@@ -56,18 +58,10 @@ def variant_words(arm: str, words: list[str]) -> list[str]:
         parser.add_argument(f"--{name}", nargs="?", const=True, default=argparse.SUPPRESS)
     given, kept = parser.parse_known_args(words)
     for name, value in vars(given).items():
-        is_taken = (
-            _is_fp8(arm)
-            and (name not in _DELAYED_ONLY or arm == "delayed")
-            and not (name == "fp8_format" and arm in ("nvfp4", *TORCHAO_SCENARIOS))
-        )
+        is_taken = arm in RECIPES and (name not in _RECIPE_OPTIONS or name in RECIPES[arm].options)
         if is_taken:
             kept += [f"--{name}"] if value is True else [f"--{name}", value]
-    return [*kept, *ARMS[arm]]
-
-
-def _is_fp8(arm: str) -> bool:
-    return "fp8" in ARMS[arm]
+    return [*kept, *variants()[arm]]
 
 
 def requested_variant(precision: dict[str, Any]) -> str:
@@ -77,7 +71,7 @@ def requested_variant(precision: dict[str, Any]) -> str:
     scenario = precision.get("requested_scenario") or "default"
     if scenario != "default":
         return str(scenario)
-    return str(precision["effective_scenario"]) if precision.get("backend") == "torchao" else "delayed"
+    return str(precision["effective_scenario"]) if precision.get("backend") == "torchao" else DEFAULTS["te"]
 
 
 def effective_precision(precision: dict[str, Any]) -> str:
@@ -89,4 +83,4 @@ def effective_precision(precision: dict[str, Any]) -> str:
 
 def describe_variant(arm: str) -> str:
     """An arm's name in a sentence: 'bf16', 'fp8 delayed', 'fp32'."""
-    return f"fp8 {arm}" if arm in _FP8_SCENARIOS else {"no": "fp32"}.get(arm, arm)
+    return f"fp8 {arm}" if arm in RECIPES else {"no": "fp32"}.get(arm, arm)

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from llm_fp8.config.recipes import RECIPES
 from llm_fp8.observability.metrics import PeakTflops
 from llm_fp8.precision.modules import GEMMS_PER_WEIGHT
 from llm_fp8.tools.diagnose.step_time import StepTime
@@ -70,9 +71,13 @@ class StepMeasurements:
     compiled: bool = False
     """The decoder layers are compiled, as under torchao."""
 
+    @property
+    def _has_fp8_peak(self) -> bool:
+        return self.scenario not in RECIPES or RECIPES[self.scenario].has_fp8_peak
+
     def fp8_gemm_s(self, flops: float) -> float | None:
         """Seconds of these model FLOPs at the fp8 rates; None where they were not measured, and for fp4."""
-        return None if self.scenario == "nvfp4" else self.rates.fp8_gemm_s(flops)
+        return self.rates.fp8_gemm_s(flops) if self._has_fp8_peak else None
 
     def bf16_gemm_s(self, flops: float) -> float:
         """Seconds of these FLOPs at the bf16 rate."""
@@ -124,7 +129,7 @@ class StepMeasurements:
         bounds = {"bf16": self.bf16_flops / max(self.peak.bf16, self.rates.bf16_gemm_tflops) / 1e12}
         if self.num_fp8_weights:
             fast, split = self.rates.fp8_gemm_tflops, self.rates.fp8_split_gemm_tflops
-            if self.peak.fp8 is None or self.scenario == "nvfp4":
+            if self.peak.fp8 is None or not self._has_fp8_peak:
                 return {}
             bounds["fp8"] = self.fp8_flops / max(self.peak.fp8, fast or 0.0, split or 0.0) / 1e12
         return bounds

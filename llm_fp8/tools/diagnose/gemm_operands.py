@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llm_fp8.config.recipes import RECIPES
 from llm_fp8.kernels import fp8_lm_head as fp8_head
 from llm_fp8.precision.modules import linear_weights
 from llm_fp8.precision.torchao import is_converted
@@ -55,7 +56,6 @@ _PASS_OF_ROLES: dict[Any, Pass] = {
 _OWNERS = ("linear", "layernorm_linear", "layernorm_mlp")
 _LOW_PRECISION = re.compile(r"e\dm\d")
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
-_SCALING = (("Blockwise", "block"), ("MXFP8", "mxfp8"), ("NVFP4", "nvfp4"))
 
 
 def operand_type(operand: Any) -> str:
@@ -64,9 +64,10 @@ def operand_type(operand: Any) -> str:
     if kind == "Float8TrainingTensor":
         found = _LOW_PRECISION.search(str(operand._data.dtype))
         return f"{found.group() if found else operand._data.dtype}{'' if operand._axiswise_dim is None else '/row'}"
-    scaling = next((f"/{name}" for part, name in _SCALING if part in kind), "")
-    if scaling == "/nvfp4":
-        return "e2m1/nvfp4"
+    scaled = next((row for row in RECIPES.values() if row.operand_class and row.operand_class in kind), None)
+    scaling = f"/{scaled.operand}" if scaled else ""
+    if scaled and not scaled.has_fp8_peak:
+        return f"e2m1{scaling}"
     # Transformer Engine's enumeration names its members kFloat8E4M3, kFloat8E5M2.
     found = _LOW_PRECISION.search(getattr(getattr(operand, "_fp8_dtype", None), "name", "").lower())
     if found:

@@ -13,18 +13,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from llm_fp8.config.options import Config
+from llm_fp8.config.recipes import chosen
 from llm_fp8.kernels.fp8_lm_head import Fp8Head
 from llm_fp8.models.build import count_parameters, decoder_layers
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
-from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.precision.context import bf16_layers
 from llm_fp8.precision.convert import reason_to_leave
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.precision.modules import GEMMS_PER_WEIGHT
 from llm_fp8.precision.plan import PrecisionPlan, describe_device
-from llm_fp8.precision.recipes import DEFAULT_SCENARIO
 from llm_fp8.tools.diagnose.result import Diagnosis, reasons_outside_fp8
 
 NEEDS_GPU = (
@@ -66,12 +65,11 @@ def asked_for(config: Config) -> PrecisionPlan:
     requested = config.precision.mixed_precision or "bf16"
     scenario = config.precision.fp8_scenario if requested == "fp8" else None
     backend = config.precision.fp8_backend if requested == "fp8" else None
-    default = torchao_fp8.DEFAULT_SCENARIO if backend == "torchao" else DEFAULT_SCENARIO
     return PrecisionPlan(
         requested=requested,
         effective=requested,
         requested_scenario=scenario,
-        effective_scenario=default if scenario == "default" else scenario,
+        effective_scenario=chosen(scenario, config.precision.fp8_backend) if scenario else None,
         backend=backend,
     )
 

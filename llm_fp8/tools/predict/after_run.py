@@ -16,7 +16,7 @@ from llm_fp8.observability.step_stats import measured_steps, throughput_summary
 from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.tools.predict.calibration import MAX_GPUS, MODES
 from llm_fp8.tools.predict.prediction import Prediction, can_predict, known_gpu, predict
-from llm_fp8.tools.predict.workload import RECIPES, ModelSize, StepWorkload
+from llm_fp8.tools.predict.workload import PREDICTED, ModelSize, StepWorkload
 from llm_fp8.train.run_record import RunOutcome
 
 
@@ -53,7 +53,7 @@ def run_prediction(
     gpu = known_gpu(gpu_name)
     mode = "single" if num_gpus == 1 and mode == "ddp" else mode  # nothing is exchanged
     options = config.parallel
-    if gpu is None or not config.model.use_te or recipe not in RECIPES or not can_predict(gpu, recipe):
+    if gpu is None or not config.model.use_te or recipe not in PREDICTED or not can_predict(gpu, recipe):
         return None
     if mode not in MODES or (mode == "single") != (num_gpus == 1) or options.context_parallel_size > 1:
         return None

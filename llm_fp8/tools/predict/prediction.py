@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llm_fp8.config.validation import FP8_PARAMS_SCENARIOS
+from llm_fp8.config.validation import fp8_params_recipes
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.tools.gemm_rates import KNOWN_FILES, RESULTS, MeasuredRates, known_rates, measure_rates
 from llm_fp8.tools.predict.calibration import (
@@ -208,7 +208,7 @@ class Prediction:
         if self.scenario.mode != "fsdp_grad":
             return "a smaller --batch_size or more GPUs"
         in_fp8 = (
-            ", --fp8_params" if self.scenario.recipe in FP8_PARAMS_SCENARIOS and not self.scenario.fp8_params else ""
+            ", --fp8_params" if self.scenario.recipe in fp8_params_recipes() and not self.scenario.fp8_params else ""
         )
         return f"a smaller --batch_size{in_fp8} or --sharding_mode fsdp_full"
 

@@ -12,13 +12,13 @@ from typing import Literal
 from transformers import PretrainedConfig
 
 from llm_fp8.config.options import Config, OptimConfig, ParallelConfig
-from llm_fp8.config.validation import FP8_PARAMS_SCENARIOS
+from llm_fp8.config.validation import fp8_params_recipes
 from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.tools.predict.calibration import MODES
 from llm_fp8.utils.errors import UserError
 from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, parameter_map
 
-RECIPES = ("bf16", "delayed", "current", "block")
+PREDICTED = ("bf16", "delayed", "current", "block")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StepWorkload:
 
     model: ModelSize
     recipe: str
-    """One of `RECIPES`."""
+    """One of `PREDICTED`."""
     micro_batch_tokens: int
     """Positions of a micro-batch on one GPU, padding included."""
     micro_batches: int
@@ -82,8 +82,8 @@ class StepWorkload:
     """As the option; without effect in recipes that have no such weights (bf16, block)."""
 
     def __post_init__(self) -> None:
-        if self.recipe not in RECIPES:
-            raise ValueError(f"recipe '{self.recipe}' is none of {', '.join(RECIPES)}")
+        if self.recipe not in PREDICTED:
+            raise ValueError(f"recipe '{self.recipe}' is none of {', '.join(PREDICTED)}")
         if self.mode not in MODES:
             raise ValueError(f"mode '{self.mode}' is none of {', '.join(MODES)}")
         if min(self.micro_batch_tokens, self.micro_batches, self.num_gpus, self.mean_length) < 1:
@@ -112,7 +112,7 @@ class StepWorkload:
     def fp8_weights(self) -> int:
         """Entries of the weights that are kept, and gathered, in fp8."""
         return (
-            self.fp8_layers * self.model.layer_linear if self.fp8_params and self.recipe in FP8_PARAMS_SCENARIOS else 0
+            self.fp8_layers * self.model.layer_linear if self.fp8_params and self.recipe in fp8_params_recipes() else 0
         )
 
     @property

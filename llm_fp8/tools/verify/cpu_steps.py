@@ -29,7 +29,7 @@ def check(setup: Setup) -> Result:
     """The run's own code, as in the check on a GPU."""
     from llm_fp8.data.embedded import MODEL_DIR
     from llm_fp8.tools.verify.setup import model_config
-    from llm_fp8.tools.verify.steps import BASELINE, PRECISIONS, take_steps
+    from llm_fp8.tools.verify.steps import BASELINE, precision_of, take_steps
 
-    evidence, gradient = take_steps(MODEL_DIR, PRECISIONS[BASELINE], use_te=False, batch_size=1)
+    evidence, gradient = take_steps(MODEL_DIR, precision_of(BASELINE), use_te=False, batch_size=1)
     return judge(evidence.losses, float(gradient.norm()), model_config(str(MODEL_DIR)).vocab_size)

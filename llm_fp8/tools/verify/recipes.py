@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llm_fp8.config.options import TORCHAO_SCENARIOS
+from llm_fp8.config.recipes import recipe_names
 from llm_fp8.tools.verify.imports import reinstall
 from llm_fp8.tools.verify.result import Result
 from llm_fp8.tools.verify.setup import Setup
@@ -32,7 +32,7 @@ def judge(available: dict[str, str | None], device: str, torchao: str | None = N
         )
         return Result("failed", f"{device} runs no fp8 recipe", details, mends, facts)
     missing = f"; not {', '.join(name for name in available if name not in names)}" if details else ""
-    said = f"--fp8_backend torchao: {', '.join(TORCHAO_SCENARIOS)}" if torchao is None else torchao
+    said = f"--fp8_backend torchao: {', '.join(recipe_names('torchao'))}" if torchao is None else torchao
     return Result("passed", f"{', '.join(names)}{missing}", (*details, said), facts=facts)
 
 
@@ -45,12 +45,11 @@ def availability(device: torch.device) -> dict[str, str | None]:
     """Recipe -> why it cannot run on this GPU, None where it can; asked as a run asks."""
     from llm_fp8.config.options import PrecisionConfig
     from llm_fp8.precision.plan import resolve_precision
-    from llm_fp8.precision.recipes import TOKEN_MULTIPLE
     from llm_fp8.utils.errors import UserError
 
     found: dict[str, str | None] = {}
-    for name in TOKEN_MULTIPLE:
-        options = PrecisionConfig(mixed_precision="fp8", fp8_scenario=name)  # type: ignore[arg-type]
+    for name in recipe_names("te"):
+        options = PrecisionConfig(mixed_precision="fp8", fp8_scenario=name)
         try:
             found[name] = resolve_precision(options, device).fallback_reason
         except UserError as error:

@@ -7,14 +7,13 @@ steps by the same functions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llm_fp8.config.options import TORCHAO_SCENARIOS, PrecisionConfig
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.recipes import RECIPES, Backend, recipe_names
 from llm_fp8.observability.kernel_trace import LOW_PRECISION
-from llm_fp8.precision.recipes import TOKEN_MULTIPLE
 from llm_fp8.tools.verify.imports import reinstall
 from llm_fp8.tools.verify.processes import Ended, Probe
 from llm_fp8.tools.verify.result import Problems, Result
@@ -27,17 +26,7 @@ TIMEOUT_S = 180.0
 PROBE: tuple[str, ...] = ("-m", "llm_fp8.tools.verify.steps_probe")
 
 BASELINE = "bf16"
-PRECISIONS: dict[str, PrecisionConfig] = {
-    BASELINE: PrecisionConfig(mixed_precision="bf16"),
-    **{name: PrecisionConfig(mixed_precision="fp8", fp8_scenario=name, fp8_strict=True) for name in TOKEN_MULTIPLE},  # type: ignore[arg-type]
-    **{
-        name: PrecisionConfig(mixed_precision="fp8", fp8_backend="torchao", fp8_scenario=name)  # type: ignore[arg-type]
-        for name in TORCHAO_SCENARIOS
-    },
-}
 NUM_LAYERS = 2
-GEMMS_PER_WEIGHT = 3
-"""Forward, data gradient, weight gradient."""
 
 
 @dataclass(frozen=True)
@@ -46,25 +35,39 @@ class Library:
 
     check: str
     """The name of the check."""
-    fp8_products: Mapping[str, int]
-    """Recipe -> the products of a micro-batch that it has in fp8."""
+    backend: Backend
+    weights_per_layer: int
+    """Linear weights of a decoder layer: 4 where QKV is one and gate and up are one, else 7."""
     reinstall: str
     use_te: bool = False
 
+    @property
+    def fp8_products(self) -> dict[str, int]:
+        """Recipe -> the GEMMs of a micro-batch that it has in fp8."""
+        num_weights = NUM_LAYERS * self.weights_per_layer
+        return {name: num_weights * RECIPES[name].gemms_in_fp8 for name in recipe_names(self.backend)}
 
-_TE_PRODUCTS = NUM_LAYERS * 4 * GEMMS_PER_WEIGHT
-"""QKV, attention output, and the two of the MLP."""
-_HF_PRODUCTS = NUM_LAYERS * 7
-"""Q, K, V, attention output, and the three of the MLP, each once."""
+
+def precision_of(name: str) -> PrecisionConfig:
+    """The options of the baseline or of a recipe."""
+    if name == BASELINE:
+        return PrecisionConfig(mixed_precision="bf16")
+    backend = RECIPES[name].backend
+    strict = backend == "te"  # torchao's recipes fall back to nothing
+    return PrecisionConfig(mixed_precision="fp8", fp8_backend=backend, fp8_scenario=name, fp8_strict=strict)
+
+
 TE = Library(
     "steps",
-    dict.fromkeys(TOKEN_MULTIPLE, _TE_PRODUCTS),
+    "te",
+    4,
     "python -m pip install --no-build-isolation --force-reinstall --no-deps -r requirements-gpu.txt",
     use_te=True,
 )
 TORCHAO = Library(
     "torchao_steps",
-    {"tensorwise": 3 * _HF_PRODUCTS, "rowwise": 3 * _HF_PRODUCTS, "rowwise_with_gw_hp": 2 * _HF_PRODUCTS},
+    "torchao",
+    7,
     reinstall("torchao"),
 )
 LIBRARIES = {library.check: library for library in (TE, TORCHAO)}

@@ -17,7 +17,7 @@ from torch.nn.functional import cosine_similarity
 
 from llm_fp8.distributed.process_group import own_device
 from llm_fp8.tools.verify.recipes import availability, usable
-from llm_fp8.tools.verify.steps import BASELINE, LIBRARIES, PRECISIONS, TORCHAO, take_steps, write_architecture
+from llm_fp8.tools.verify.steps import BASELINE, LIBRARIES, TORCHAO, precision_of, take_steps, write_architecture
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.json_files import write_json_atomic
 
@@ -35,7 +35,7 @@ def main(result: Path, model_folder: Path, check: str) -> None:
     for name in (BASELINE, *recipes):
         record["under_way"] = name
         write_json_atomic(result, record)
-        evidence, gradient = take_steps(model_folder, PRECISIONS[name], use_te=library.use_te)
+        evidence, gradient = take_steps(model_folder, precision_of(name), use_te=library.use_te)
         if reference is None:
             reference = gradient
         else:

@@ -36,10 +36,10 @@ def take_emulated(recipes: Iterable[str]) -> dict[str, steps.Evidence]:
 
     found: dict[str, steps.Evidence] = {}
     found[steps.BASELINE], reference = steps.take_steps(
-        MODEL_DIR, steps.PRECISIONS[steps.BASELINE], use_te=False, batch_size=1
+        MODEL_DIR, steps.precision_of(steps.BASELINE), use_te=False, batch_size=1
     )
     for name in recipes:
-        found[name], gradient = steps.take_steps(MODEL_DIR, steps.PRECISIONS[name], use_te=False, batch_size=1)
+        found[name], gradient = steps.take_steps(MODEL_DIR, steps.precision_of(name), use_te=False, batch_size=1)
         found[name].cosine = float(cosine_similarity(gradient, reference, dim=0))
     return found
 

@@ -48,7 +48,7 @@ from llm_fp8.tools.predict.step_time import (
     weight_bytes,
     weight_cast_bytes,
 )
-from llm_fp8.tools.predict.workload import RECIPES, ModelSize, StepWorkload
+from llm_fp8.tools.predict.workload import PREDICTED, ModelSize, StepWorkload
 from llm_fp8.utils.errors import UserError, run_script
 from scripts import predict as command
 
@@ -373,7 +373,7 @@ def test_the_records_hold_every_kind_of_row():
     rows = recorded_rows()
     measured = [row for row in rows if not row.out_of_memory]
     assert len(measured) >= 30 and len(measured) < len(rows)
-    assert {row.prediction.scenario.recipe for row in measured} == set(RECIPES)
+    assert {row.prediction.scenario.recipe for row in measured} == set(PREDICTED)
     assert {row.prediction.scenario.mode for row in rows_for_memory_alone()} == {"ddp", "fsdp_grad", "fsdp_full"}
     assert {row.num_gpus for row in rows_for_memory_alone()} == {2, 4}
     several = [row for row in measured if row.num_gpus > 1]
@@ -480,7 +480,7 @@ def test_a_model_without_te_decoder_is_refused():
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", PREDICTED)
 def test_more_work_takes_longer_and_more_memory(recipe):
     base = scenario(recipe=recipe)
     assert step_s(scenario(recipe=recipe, tokens=16384)) > step_s(base) > step_s(scenario(recipe=recipe, tokens=4096))
@@ -937,7 +937,7 @@ def test_command(run_command):
     code, printed, said = run_command(*EIGHT_B, "--gpu", CALIBRATED_GPU)
     assert code == 0, said
     lines = {line.split()[1]: line for line in printed.splitlines() if "│" in line}
-    assert set(lines) == set(RECIPES)
+    assert set(lines) == set(PREDICTED)
     for recipe, line in lines.items():
         found = predict(scenario(recipe=recipe), known_gpu(CALIBRATED_GPU))
         assert f"{found.step_time_s:.3f}" in line and f"{found.peak_memory_gib:.1f}" in line
@@ -1021,7 +1021,7 @@ def test_the_command_keeps_its_figures(run_command, tmp_path):
     stored = json.loads(path.read_text())
     assert (stored["gpu"], stored["optimizer"], stored["tokens_per_step"]) == (CALIBRATED_GPU, "adamw_master", 32768)
     assert stored["options"]["batch_size"] == 8 and stored["provenance"]["command"][0].endswith("predict.py")
-    assert [row["recipe"] for row in stored["rows"]] == list(RECIPES)
+    assert [row["recipe"] for row in stored["rows"]] == list(PREDICTED)
     for row in stored["rows"]:
         found = predict(scenario(recipe=row["recipe"]), known_gpu(CALIBRATED_GPU))
         assert (row["step_time_s"], row["tokens_per_s"]) == (found.step_time_s, found.tokens_per_s)

@@ -577,7 +577,7 @@ def test_steps_of_a_real_model_on_the_cpu(tmp_path):
     for every parameter.
     """
     evidence, gradient = steps.take_steps(
-        steps.write_architecture(tmp_path / "model"), steps.PRECISIONS["bf16"], use_te=False, batch_size=1
+        steps.write_architecture(tmp_path / "model"), steps.precision_of("bf16"), use_te=False, batch_size=1
     )
     assert evidence.losses == pytest.approx([math.log(1024)] * 3, rel=0.05) and evidence.gemm_kernels == {}
     weights = 2 * (512 * (512 + 2 * 128 + 512) + 3 * 512 * 1024 + 2 * 512) + 512 + 2 * 1024 * 512

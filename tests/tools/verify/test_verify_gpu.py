@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from llm_fp8.config.options import TORCHAO_SCENARIOS
+from llm_fp8.config.recipes import recipe_names
 from llm_fp8.observability.metrics import peak_tflops
 from llm_fp8.tools.gemm_rates import measure_rates
 from llm_fp8.tools.verify import steps
@@ -102,7 +102,7 @@ def test_a_sound_machine(tmp_path, record_property, start_s):
     )
     found = checks["torchao_steps"]["facts"]["precisions"]
     record_property("torchao_steps", found)
-    assert list(found) == ["bf16", *TORCHAO_SCENARIOS], checks[
+    assert list(found) == ["bf16", *recipe_names("torchao")], checks[
         "torchao_steps"
     ]  # a machine that lacks torchao is none that these tests call sound
     assert "fp8" not in found["bf16"]["gemm_kernels"]
@@ -194,8 +194,9 @@ def test_absent_fp8_kernels_are_caught(tmp_path, record_property):
     """A recipe that says fp8 and runs bf16, as a lost autocast would."""
     patched = (
         "import sys; from pathlib import Path; from llm_fp8.config.options import PrecisionConfig; from "
-        "llm_fp8.tools.verify import steps, steps_probe; steps.PRECISIONS['delayed'] = "
-        "PrecisionConfig(mixed_precision='bf16'); steps_probe.main(*map(Path, sys.argv[1:3]), sys.argv[3])"
+        "llm_fp8.tools.verify import steps, steps_probe; steps_probe.precision_of = lambda name: "
+        "PrecisionConfig(mixed_precision='bf16') if name == 'delayed' else steps.precision_of(name); "
+        "steps_probe.main(*map(Path, sys.argv[1:3]), sys.argv[3])"
     )
     program = (
         "import sys; from llm_fp8.tools.verify import steps; from llm_fp8.tools.verify.cli import main; "

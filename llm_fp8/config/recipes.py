@@ -1,0 +1,166 @@
+"""The table of fp8 recipes: one row per recipe, and no other list of them anywhere.
+
+A row is plain data, so that `--help` and every tool can read it without torch or Transformer Engine; names of classes
+and functions are resolved where they are used (`llm_fp8.precision.recipes`). To add a recipe, add a row. Class names
+are those of Transformer Engine 2.20 and torchao 0.18.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+Backend = Literal["te", "torchao"]
+
+DEFAULT = "default"
+"""Value of --fp8_scenario for `DEFAULTS` of the backend."""
+DEFAULTS: Mapping[Backend, str] = MappingProxyType({"te": "delayed", "torchao": "tensorwise"})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How tensors are scaled when they are cast to fp8."""
+
+    name: str
+    """Value of --fp8_scenario."""
+    backend: Backend
+    """The library of the linear layers."""
+    summary: str
+    """For --help."""
+    recipe_class: str
+    """Transformer Engine's class in `transformer_engine.common.recipe`; torchao's name of the recipe. What modules say
+    they computed by, which the certificate compares."""
+    token_multiple: int = 16
+    """The tokens of a micro-batch must be a multiple of this: the wgrad GEMM runs along the tokens."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Options that it takes -> keyword of its class."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword -> value where the option is not given and the class's own default is not meant."""
+    quantizer: str | None = None
+    """Class of the quantizers in Transformer Engine's modules."""
+    availability: str = "is_fp8_available"
+    """Function of `transformer_engine.pytorch` that answers whether a GPU has it, and why not."""
+    operand: str = ""
+    """Behind an operand's type in the diagnosis, e.g. e4m3/block; '' for one scale per tensor."""
+    operand_class: str = ""
+    """Part of the class name by which Transformer Engine's tensors of this scaling are known; '' for `operand` ''."""
+    scales_lag: bool = False
+    """Scales come from earlier passes, so there are none before the first."""
+    one_scale_per_weight: bool = False
+    """As --fp8_params and --fp8_all_gather need."""
+    gemms_in_fp8: int = 3
+    """Of fprop, dgrad and wgrad."""
+    has_fp8_peak: bool = True
+    """Its GEMMs are held against the GPU's fp8 peak rate; False for fp4."""
+
+
+_FORMAT = {"fp8_format": "fp8_format"}
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            "delayed",
+            "te",
+            "one scale per tensor from the amax history of past steps; fastest, a spike beyond it is clipped",
+            "DelayedScaling",
+            options={
+                **_FORMAT,
+                "amax_history_len": "amax_history_len",
+                "amax_compute_algo": "amax_compute_algo",
+                "fp8_margin": "margin",
+            },
+            defaults={"amax_history_len": 1024, "amax_compute_algo": "max", "margin": 0},
+            quantizer="Float8Quantizer",
+            scales_lag=True,
+            one_scale_per_weight=True,
+        ),
+        Recipe(
+            "current",
+            "te",
+            "one scale per tensor from the tensor itself, for one more pass over it",
+            "Float8CurrentScaling",
+            options=_FORMAT,
+            quantizer="Float8CurrentScalingQuantizer",
+            one_scale_per_weight=True,
+        ),
+        Recipe(
+            "block",
+            "te",
+            "one scale per 128 values (128 x 128 for weights); Hopper with CUDA 12.9 or later",
+            "Float8BlockScaling",
+            token_multiple=128,
+            options=_FORMAT,
+            quantizer="Float8BlockQuantizer",
+            availability="is_fp8_block_scaling_available",
+            operand="block",
+            operand_class="Blockwise",
+        ),
+        Recipe(
+            "mxfp8",
+            "te",
+            "one power-of-two scale per 32 values; Blackwell (compute capability 10)",
+            "MXFP8BlockScaling",
+            token_multiple=32,
+            options=_FORMAT,
+            quantizer="MXFP8Quantizer",
+            availability="is_mxfp8_available",
+            operand="mxfp8",
+            operand_class="MXFP8",
+        ),
+        Recipe(
+            "nvfp4",
+            "te",
+            "4-bit values with a scale per 16; Blackwell (compute capability 10)",
+            "NVFP4BlockScaling",
+            quantizer="NVFP4Quantizer",
+            availability="is_nvfp4_available",
+            operand="nvfp4",
+            operand_class="NVFP4",
+            has_fp8_peak=False,
+        ),
+        Recipe("tensorwise", "torchao", "one scale per tensor", "tensorwise", one_scale_per_weight=True),
+        Recipe("rowwise", "torchao", "one scale per row", "rowwise"),
+        Recipe(
+            "rowwise_with_gw_hp",
+            "torchao",
+            "one scale per row, the wgrad GEMM in bf16",
+            "rowwise_with_gw_hp",
+            gemms_in_fp8=2,
+        ),
+    )
+}
+"""Name -> recipe."""
+
+
+def recipe_names(backend: Backend | None = None) -> tuple[str, ...]:
+    """The recipes of a backend, or all, in the table's order."""
+    return tuple(name for name, recipe in RECIPES.items() if backend in (None, recipe.backend))
+
+
+def chosen(scenario: str, backend: Backend) -> str:
+    """The recipe that a value of --fp8_scenario names."""
+    return DEFAULTS[backend] if scenario == DEFAULT else scenario
+
+
+def taking(option: str) -> tuple[str, ...]:
+    """The recipes that take this option."""
+    return tuple(name for name, recipe in RECIPES.items() if option in recipe.options)
+
+
+def token_multiple(name: str | None) -> int:
+    """What the tokens of a micro-batch on one GPU must be a multiple of; 1 for what is no recipe."""
+    return RECIPES[name].token_multiple if name in RECIPES else 1
+
+
+def describe_recipes() -> str:
+    """The table in --help."""
+    libraries = {"te": "Transformer Engine", "torchao": "torchao"}
+    return " ".join(
+        f"{'Of' if number else 'FP8 recipe. Of'} {library} "
+        + "; ".join(f"{name}: {RECIPES[name].summary}" for name in recipe_names(backend))  # type: ignore[arg-type]
+        + f"; '{DEFAULT}' is {DEFAULTS[backend]}."  # type: ignore[index]
+        for number, (backend, library) in enumerate(libraries.items())
+    )

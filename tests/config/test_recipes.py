@@ -1,0 +1,99 @@
+"""The recipe table is the only list of recipes: a row that is made up here is known everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.parser import build_parser, parse_config
+from llm_fp8.config.recipes import RECIPES, Recipe, token_multiple
+from llm_fp8.precision import recipes as te_recipes
+from llm_fp8.precision.certificate import ExpectedKernels, certify
+from llm_fp8.precision.module_state import ModuleState
+from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.tools.bench.variant_names import parse_variant
+from llm_fp8.tools.compare.arms import describe_variant, parse_variants, variant_words
+from llm_fp8.tools.diagnose.gemm_operands import operand_type
+from llm_fp8.tools.predict.prediction import can_predict, gpu_by_name
+from llm_fp8.tools.verify import recipes as verify_recipes
+from llm_fp8.tools.verify import steps
+from llm_fp8.utils.errors import UserError
+from tests.support.recorded_kernels import recorded
+
+MADE_UP = Recipe(
+    "made_up",
+    "te",
+    "a scale that nobody has",
+    "MadeUpScaling",
+    token_multiple=48,
+    options={"fp8_margin": "margin"},
+    quantizer="MadeUpQuantizer",
+    availability="is_made_up_available",
+    operand="made_up",
+    operand_class="MadeUp",
+)
+
+
+@pytest.fixture(autouse=True)
+def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECIPES, MADE_UP.name, MADE_UP)
+
+
+def test_help_and_options():
+    text = " ".join(build_parser().format_help().split())
+    assert "made_up: a scale that nobody has" in text
+    config = parse_config(["--mixed_precision=fp8", "--fp8_scenario=made_up", "--fp8_margin=1"])
+    assert config.precision.fp8_scenario == "made_up"
+    with pytest.raises(UserError, match="--fp8_format has no effect with --fp8_scenario made_up, only with delayed, "):
+        parse_config(["--mixed_precision=fp8", "--fp8_scenario=made_up", "--fp8_format=E4M3"])
+
+
+def test_the_plan():
+    plan = PrecisionPlan("fp8", "fp8", "made_up", "made_up", recipe=object(), backend="te")
+    assert plan.token_multiple == token_multiple("made_up") == 48
+    te = SimpleNamespace(is_made_up_available=lambda return_reason: (False, "nobody has it"))
+    assert te_recipes.recipe_available(te, MADE_UP) == (False, "nobody has it")
+
+
+def test_verify_asks_for_it_and_trains_a_step(monkeypatch):
+    asked: list[str] = []
+
+    def resolve(options: PrecisionConfig, device: object) -> SimpleNamespace:
+        asked.append(options.fp8_scenario)
+        return SimpleNamespace(fallback_reason=None)
+
+    monkeypatch.setattr("llm_fp8.precision.plan.resolve_precision", resolve)
+    assert "made_up" in verify_recipes.availability("a GPU") and "made_up" in asked  # type: ignore[arg-type]
+    assert steps.TE.fp8_products["made_up"] == steps.TE.fp8_products["delayed"]
+    assert steps.precision_of("made_up").fp8_scenario == "made_up"
+
+
+def test_compare_and_benchmark():
+    assert parse_variants("made_up,bf16") == ["bf16", "made_up"]
+    words = variant_words("made_up", ["--fp8_margin", "1", "--fp8_format", "E4M3"])
+    assert words == ["--fp8_margin", "1", "--mixed_precision", "fp8", "--fp8_scenario", "made_up"]
+    assert describe_variant("made_up") == "fp8 made_up"
+    assert parse_variant("made_up").name == "made_up"
+
+
+def test_predict_has_no_figures_for_it():
+    assert not can_predict(gpu_by_name("NVIDIA H200"), "made_up")
+
+
+def test_diagnose_names_its_operands():
+    operand = type("MadeUpTensor", (), {"_fp8_dtype": SimpleNamespace(name="kFloat8E4M3")})()
+    assert operand_type(operand) == "e4m3/made_up"
+
+
+@pytest.mark.parametrize(("quantizer", "verdict"), [("MadeUpQuantizer", "certified"), ("Float8Quantizer", "failed")])
+def test_the_certificate_compares_its_classes(quantizer, verdict):
+    expected = ExpectedKernels(
+        precision="fp8 made_up", compute="bf16", scenario="made_up", num_fp8_weights=1, fp8_linear_flop_share=1.0
+    )
+    state = ModuleState(num_modules=1, num_in_fp8=1, recipes={"MadeUpScaling": 1}, quantizers={quantizer: 1})
+    kernels = recorded(*(("nvjet_qqtst_128x128_64x6_2x1_v_bz_TNN", start, start + 50) for start in (0, 100, 200)))
+    found = certify(expected, kernels, state, num_micro_batches=1, recipe_inside_modules="MadeUpScaling")
+    assert found.verdict == verdict, dataclasses.asdict(found)
