@@ -49,7 +49,7 @@ def losses(model: Path, precision: str, folder: Path) -> list[float]:
     command = [
         sys.executable, "train_fp8.py", f"--model_name={model}", f"--mixed_precision={precision}",
         "--max_seq_length=256", "--batch_size=16", f"--learning_rate={LEARNING_RATE}", f"--max_steps={NUM_STEPS}",
-        "--validation_fraction=0", "--no_export", f"--output_dir={folder}",
+        "--validation_fraction=0", "--no_export", f"--output_dir={folder}"
     ]  # fmt: skip
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     records = read_metrics(folder / "metrics.jsonl")

@@ -95,7 +95,7 @@ class Job:
             "--gradient_accumulation_steps", str(MICRO_BATCHES), "--num_epochs", str(settings.epochs),
             "--learning_rate", "1e-3", "--weight_decay", "0.1", "--num_warmup_steps", "50", "--eval_every",
             str(settings.eval_every), "--seed", str(self.seed), "--output_dir", str(folder), "--no_export",
-            *VARIANTS[self.precision], *more,
+            *VARIANTS[self.precision], *more
         ]  # fmt: skip
 
 

@@ -257,7 +257,7 @@ def main() -> int:
     )
     if scenario.fp8_params:
         console.print(
-            f"note: --fp8_params is of {' and '.join(fp8_params_recipes)} alone; bf16 is predicted without it",
+            f"note: --fp8_params is of {' and '.join(fp8_params_recipes())} alone; bf16 is predicted without it",
             highlight=False,
             soft_wrap=True,
         )

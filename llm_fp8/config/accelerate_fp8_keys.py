@@ -49,10 +49,7 @@ KEYS = (
     Fp8Key("margin", "0", recipe_attribute="margin", te_only=True),
     Fp8Key("interval", "1", "Transformer Engine no longer has it", _OF_TE),
     Fp8Key(
-        "override_linear_precision",
-        "False",
-        parts=("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD"),
-        te_only=True,
+        "override_linear_precision", "False", parts=("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD"), te_only=True
     ),
     Fp8Key("use_autocast_during_eval", "False", _EVALUATION, _EVALUATION),
     Fp8Key("use_mxfp8_block_scaling", None, te_only=True),

@@ -225,8 +225,7 @@ class RunConfig:
     wandb_project: str = option("llm-fp8", "Project of the W&B run.")
     wandb_run_name: str | None = option(None, "Name of the W&B run (default: W&B makes one up).")
     wandb_group: str | None = option(
-        None,
-        "Group of the W&B run; runs to be compared share one (default: the name of the output folder).",
+        None, "Group of the W&B run; runs to be compared share one (default: the name of the output folder)."
     )
     wandb_tags: str | None = option(
         None,
@@ -251,8 +250,7 @@ class LoraConfig:
         "or 'all-linear' for all but the lm_head.",
     )
     lora_merge: bool = option(
-        False,
-        "Export the model with the adapters merged into its weights, in place of a PEFT adapter.",
+        False, "Export the model with the adapters merged into its weights, in place of a PEFT adapter."
     )
 
     @property
@@ -262,15 +260,7 @@ class LoraConfig:
 
 
 ShardingMode = Literal[
-    "auto",
-    "ddp",
-    "fsdp_grad",
-    "fsdp_full",
-    "fsdp_hybrid",
-    "fsdp_offload",
-    "deepspeed_1",
-    "deepspeed_2",
-    "deepspeed_3",
+    "auto", "ddp", "fsdp_grad", "fsdp_full", "fsdp_hybrid", "fsdp_offload", "deepspeed_1", "deepspeed_2", "deepspeed_3"
 ]
 SHARDING_MODES = tuple(mode for mode in get_args(ShardingMode) if mode != "auto")
 FP8_GATHER_MODES = ("fsdp_full", "fsdp_grad")
@@ -314,8 +304,7 @@ class ParallelConfig:
         None, "DeepSpeed JSON file for the deepspeed modes (default: configs/ds_z1.json, ds_z2.json or ds_z3.json)."
     )
     async_save: bool = option(
-        False,
-        "Write checkpoints in the background; training waits only for the copy to CPU memory.",
+        False, "Write checkpoints in the background; training waits only for the copy to CPU memory."
     )
     empty_cache_freq: int = option(
         0,

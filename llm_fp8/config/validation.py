@@ -415,8 +415,7 @@ def check_machine(config: Config, facts: MachineFacts) -> None:
     """
     model, parallel, on_gpu = config.model, config.parallel, facts.device == "cuda"
     _require(
-        on_gpu or not model.use_te,
-        "--use_te needs an NVIDIA GPU, and none is found; --use_te=false trains on the CPU.",
+        on_gpu or not model.use_te, "--use_te needs an NVIDIA GPU, and none is found; --use_te=false trains on the CPU."
     )
     _require(
         on_gpu or not config.run.certify,

@@ -57,9 +57,7 @@ def _recomputed(
     return checkpoint(forward, *args, **kwargs)
 
 
-def _te_contexts(
-    te: Any,
-) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+def _te_contexts(te: Any) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
     """Around the forward pass nothing; around the recomputation an autocast that is off, inside which the checkpoint
     opens its own with the recipe of the forward pass.
     """

@@ -30,10 +30,7 @@ CONFIGS_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 AUTO = "auto"
 _ZERO = "zero_optimization"
 
-_DTYPE_NAMES = {
-    "fp32": ("fp32", "float32", "torch.float32"),
-    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
-}
+_DTYPE_NAMES = {"fp32": ("fp32", "float32", "torch.float32"), "bf16": ("bf16", "bfloat16", "torch.bfloat16")}
 """How DeepSpeed's file may spell the dtypes in which a run computes."""
 
 _PASSED_ON = {

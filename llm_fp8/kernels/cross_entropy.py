@@ -178,13 +178,7 @@ class _ManyChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        chunk_tokens: int,
-        dtype: torch.dtype,
-        gemms: _Gemms,
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, dtype: torch.dtype, gemms: _Gemms
     ) -> Tensor:
         ctx.weight_dtype = weight.dtype
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]

@@ -31,13 +31,7 @@ def keep_from_transformer_engine(head_dim: int) -> None:
 
 
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    softmax_scale: float,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, softmax_scale: float, window: int | None
 ) -> Tensor:
     """Causal attention inside packed documents.
 

@@ -184,12 +184,12 @@ def _split_rope_kernel(
             if head < NUM_HEADS:
                 _rotate(
                     fused + head * HEAD_DIM, q + head * q_head_stride, q_column_stride, inside, cosine, sine,
-                    HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, BACKWARD,
+                    HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, BACKWARD
                 )  # fmt: skip
             else:
                 _rotate(
                     fused + head * HEAD_DIM, k + (head - NUM_HEADS) * k_head_stride, k_column_stride, inside, cosine,
-                    sine, HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, BACKWARD,
+                    sine, HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, BACKWARD
                 )  # fmt: skip
 
 

@@ -114,10 +114,7 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_d
         raise ValueError("There is no trainable parameter to optimize.")
     matrices = [parameter for parameter in unique.values() if parameter.ndim > 1]
     norms_and_biases = [parameter for parameter in unique.values() if parameter.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": norms_and_biases, "weight_decay": 0.0},
-    ]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": norms_and_biases, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 

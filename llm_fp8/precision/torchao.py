@@ -56,11 +56,7 @@ def build_config(scenario: str, emulate: bool) -> Any:
 
 def num_fp8_gemms_of(config: Any) -> int:
     """How many of the three products of a weight run in fp8: forward, gradient of the input, gradient of the weight."""
-    operands = (
-        config.cast_config_input,
-        config.cast_config_grad_output,
-        config.cast_config_input_for_grad_weight,
-    )
+    operands = (config.cast_config_input, config.cast_config_grad_output, config.cast_config_input_for_grad_weight)
     return sum(operand.scaling_type.name != "DISABLED" for operand in operands)
 
 

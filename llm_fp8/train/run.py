@@ -66,10 +66,7 @@ STEPS_BEFORE_PROFILE = 4
 
 
 def run_training(
-    config: Config,
-    idle_fp8_keys: Sequence[str] = (),
-    clock: PhaseClock | None = None,
-    predict: Predict | None = None,
+    config: Config, idle_fp8_keys: Sequence[str] = (), clock: PhaseClock | None = None, predict: Predict | None = None
 ) -> int:
     """Train as `config`, which passed `check_options`, says.
 

@@ -58,9 +58,7 @@ class OptionalPackage:
 
 
 TRANSFORMER_ENGINE = OptionalPackage(
-    "Transformer Engine",
-    "transformer_engine.pytorch",
-    "pip install --no-build-isolation -r requirements-gpu.txt",
+    "Transformer Engine", "transformer_engine.pytorch", "pip install --no-build-isolation -r requirements-gpu.txt"
 )
 FLASH_ATTENTION_4 = OptionalPackage(
     "flash-attn-4",

@@ -47,13 +47,7 @@ HANDLERS = {
     "enable_fsdp_float8_all_gather": AORecipeKwargs,
 }
 BY_NAME = {key.name: key for key in KEYS}
-ACT_IN_ACCELERATE = {
-    "fp8_format",
-    "amax_history_len",
-    "margin",
-    "use_autocast_during_eval",
-    "use_mxfp8_block_scaling",
-}
+ACT_IN_ACCELERATE = {"fp8_format", "amax_history_len", "margin", "use_autocast_during_eval", "use_mxfp8_block_scaling"}
 """Keys of which another value than the default changes what Accelerate's own path computes with backend TE."""
 
 

@@ -41,11 +41,7 @@ def refusal(*options: str, **facts: object) -> str:
 @pytest.mark.parametrize(
     ("mode", "options", "words"),
     [
-        (
-            "fsdp_full",
-            ["--mixed_precision=fp16"],
-            "--mixed_precision fp16 cannot go with --sharding_mode fsdp_full",
-        ),
+        ("fsdp_full", ["--mixed_precision=fp16"], "--mixed_precision fp16 cannot go with --sharding_mode fsdp_full"),
         ("fsdp_full", ["--optimizer=adamw_8bit"], "--optimizer adamw_8bit cannot go with"),
         (
             "deepspeed_2",
@@ -69,16 +65,8 @@ def refusal(*options: str, **facts: object) -> str:
             ["--fp8_params", *FP8, "--optimizer=adamw_master"],
             "--fp8_params keeps fp32 master weights, which --optimizer adamw_master does not have",
         ),
-        (
-            "ddp",
-            ["--context_parallel_size=2", "--use_te"],
-            "--context_parallel_size 2 needs --use_te and an fsdp mode",
-        ),
-        (
-            "fsdp_full",
-            ["--context_parallel_size=2"],
-            "this run has --sharding_mode fsdp_full and lacks --use_te.",
-        ),
+        ("ddp", ["--context_parallel_size=2", "--use_te"], "--context_parallel_size 2 needs --use_te and an fsdp mode"),
+        ("fsdp_full", ["--context_parallel_size=2"], "this run has --sharding_mode fsdp_full and lacks --use_te."),
         ("fsdp_full", ["--hybrid_shard_size=2"], "--hybrid_shard_size 2 has no effect"),
         ("ddp", ["--deepspeed_config=x.json"], "--deepspeed_config x.json has no effect"),
         ("deepspeed_1", ["--async_save"], "--async_save cannot go with"),
@@ -211,10 +199,7 @@ def test_a_package_that_cannot_be_used_is_named():
             ["--use_te", "--attn_implementation=flash_attention_4"],
             "cuda",
             0,
-            {
-                "transformer_engine": "--use_te",
-                "flash_attention_4": "--attn_implementation flash_attention_4",
-            },
+            {"transformer_engine": "--use_te", "flash_attention_4": "--attn_implementation flash_attention_4"},
         ),
     ],
 )

@@ -112,11 +112,7 @@ GOOD = json.dumps(ROWS[0])
 
 @pytest.mark.parametrize(
     ("content", "line"),
-    [
-        (f"{GOOD}\n{GOOD}\n{GOOD[:20]}\n{GOOD}\n", 3),
-        (f"{GOOD}\n\n{GOOD}\n{GOOD[:-1]}", 4),
-        (f'{GOOD}\n"text"\n', 2),
-    ],
+    [(f"{GOOD}\n{GOOD}\n{GOOD[:20]}\n{GOOD}\n", 3), (f"{GOOD}\n\n{GOOD}\n{GOOD[:-1]}", 4), (f'{GOOD}\n"text"\n', 2)],
 )
 def test_a_broken_line_is_named(tmp_path: Path, content: str, line: int) -> None:
     file = tmp_path / "train.jsonl"

@@ -28,7 +28,7 @@ def test_accelerate_launch_gives_the_same_run(precision, mode, models, tmp_path,
     folder = tmp_path / "launched"
     launch = [
         sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2", "--main_process_port=0",
-        f"--config_file={REPOSITORY / 'configs' / f'accelerate_{precision}_{mode}.yaml'}",
+        f"--config_file={REPOSITORY / 'configs' / f'accelerate_{precision}_{mode}.yaml'}"
     ]  # fmt: skip
     training = [
         str(REPOSITORY / "train_multi_gpu.py"),

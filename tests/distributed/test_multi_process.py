@@ -109,13 +109,7 @@ def options_of_short_run(model: str, rows: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("mode", "saving"),
-    [
-        ("ddp", []),
-        ("fsdp_full", []),
-        ("fsdp_full", ["--async_save"]),
-        ("deepspeed_1", []),
-        ("deepspeed_3", []),
-    ],
+    [("ddp", []), ("fsdp_full", []), ("fsdp_full", ["--async_save"]), ("deepspeed_1", []), ("deepspeed_3", [])],
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "waiting",
 )
 def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_model, rows, mode, saving):

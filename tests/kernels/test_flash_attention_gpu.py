@@ -142,7 +142,7 @@ def test_its_kernels_are_known_as_attention_and_as_no_gemm(device, record_proper
     def attend() -> None:
         model(
             input_ids=batch.input_ids, cu_seq_lens_q=batch.cu_seqlens, max_length_q=batch.max_seqlen,
-            attention_mask=torch.empty(0, 0, 0, 0, device=device), labels=batch.input_ids,
+            attention_mask=torch.empty(0, 0, 0, 0, device=device), labels=batch.input_ids
         ).loss.backward()  # fmt: skip
 
     attend()

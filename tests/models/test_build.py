@@ -24,14 +24,7 @@ from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.models.build import build_model, decoder_layers, decoder_size
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.loss_model import TrainingModel
-from llm_fp8.models.source import (
-    EMBEDDED_MODEL,
-    check_model,
-    load_config,
-    load_tokenizer,
-    resolve_source,
-    stored_dtype,
-)
+from llm_fp8.models.source import EMBEDDED_MODEL, check_model, load_config, load_tokenizer, resolve_source, stored_dtype
 from llm_fp8.tools.evaluate_checkpoint import evaluate_exact_match_folder
 from llm_fp8.utils.errors import UserError
 from tests.support.families import FAMILIES, family_config
@@ -184,7 +177,7 @@ def another_family(model_type: str, **changes: object) -> PretrainedConfig:
     shape = dict(
         vocab_size=1024, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
         intermediate_size=64,
-        max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+        max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=2
     )  # fmt: skip
     return AutoConfig.for_model(model_type, **{**shape, **changes})
 
@@ -279,7 +272,7 @@ OTHERS = {
 SMALL = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 64, "max_position_embeddings": 64,
-    "pad_token_id": 0,
+    "pad_token_id": 0
 }  # fmt: skip
 
 

@@ -181,10 +181,7 @@ def test_two_processes_take_the_same_steps(tmp_path, tied_model, sixteen_rows, m
 
 @pytest.mark.parametrize(
     ("targets", "more"),
-    [
-        ("all-linear", ["--packing"]),
-        ("q_proj,v_proj", ["--no_packing", "--gradient_checkpointing"]),
-    ],
+    [("all-linear", ["--packing"]), ("q_proj,v_proj", ["--no_packing", "--gradient_checkpointing"])],
 )
 def test_the_te_decoder_trains_the_same_adapters(tmp_path, tied_model, sixteen_rows, stand_in, targets, more):
     """With Transformer Engine's modules stood in for: the parity check, training, export in Hugging Face's names."""
@@ -208,7 +205,7 @@ def test_the_parity_check_accepts_fp32_adapters_on_a_bf16_model(tmp_path, tiny_m
         f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_steps=2", "--max_seq_length=256",
         "--validation_fraction=0",
         "--use_te", "--no_packing", "--mixed_precision=bf16", "--optimizer=adamw_fp32",
-        f"--output_dir={tmp_path}", *LORA,
+        f"--output_dir={tmp_path}", *LORA
     )  # fmt: skip
     assert all(tensor.dtype == torch.float32 for tensor in adapter(tmp_path).values())
     assert any(tensor.any() for name, tensor in adapter(tmp_path).items() if "lora_B" in name)
@@ -349,7 +346,7 @@ def test_a_resumed_run_takes_the_same_steps_and_its_checkpoints_hold_adapters_al
             f"--model_name={tiny_model}", f"--dataset_name={rows}", "--validation_fraction=0",
             "--max_seq_length=256", "--batch_size=4", "--learning_rate=1e-2",
             "--max_steps=6", "--save_every=3", "--save_total_limit=9", "--lora_dropout=0.3", "--log_every=1",
-            f"--output_dir={folder}", *LORA, *more,
+            f"--output_dir={folder}", *LORA, *more
         ]  # fmt: skip
 
     train(*options(tmp_path / "whole"))
@@ -395,7 +392,7 @@ def trained_adapter(tmp_path_factory, tied_model, rows) -> Path:
     train(
         f"--model_name={tied_model}", f"--dataset_name={rows}", "--max_steps=2", "--max_seq_length=256",
         "--validation_fraction=0.1",
-        "--learning_rate=0.05", "--num_warmup_steps=0", "--lr_scheduler=constant", f"--output_dir={folder}", *LORA,
+        "--learning_rate=0.05", "--num_warmup_steps=0", "--lr_scheduler=constant", f"--output_dir={folder}", *LORA
     )  # fmt: skip
     return folder
 
@@ -473,7 +470,7 @@ def test_the_study_compares_each_kind_of_adapters_with_itself():
     from scripts.lora_study import GUIDES, speed_ups, variants_of
 
     assert [arm.name for arm in variants_of("lora8,lora16qv", "current")] == [
-        "bf16", "current", "bf16:lora8", "current:lora8", "bf16:lora16qv", "current:lora16qv",
+        "bf16", "current", "bf16:lora8", "current:lora8", "bf16:lora16qv", "current:lora16qv"
     ]  # fmt: skip
     for wrong in ("dora", "lorax", "lora0", "lora8:swap"):
         with pytest.raises(UserError, match=f"--adapters {wrong} is unknown"):

@@ -146,7 +146,7 @@ def test_the_energy_of_two_processes_is_their_sum_and_nothing_where_one_is_missi
         write_rows(tmp_path / "rows.jsonl", 32), "--validation_fraction=0",
         "--output_dir", tmp_path / "run", "--max_steps=4", "--log_every=2", "--batch_size=2",
         "--max_seq_length=256", "--sharding_mode=ddp",
-        "--no_export",
+        "--no_export"
     ]  # fmt: skip
     ranks = start_ranks(2, tmp_path / "log", *options, first=give_each_rank_a_board)
     assert [exit_code(rank) for rank in ranks] == [0, 0], (tmp_path / "log").read_text()

@@ -214,7 +214,7 @@ def test_a_step_is_torchaos():
     set_gradients(parameters, 3)
     adam.single_param_adam(
         exact, weight.grad, torch.tensor(4.0), *theirs, None, torch.tensor(OPTIONS["lr"]), *OPTIONS["betas"],
-        OPTIONS["weight_decay"], OPTIONS["eps"], True, False,
+        OPTIONS["weight_decay"], OPTIONS["eps"], True, False
     )  # fmt: skip
     optimizer.step()
 

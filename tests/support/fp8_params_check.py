@@ -180,7 +180,7 @@ class Trainings:
         words = [
             f"--model_name={self.model}", "--use_te", *precision, "--max_seq_length=256",
             "--batch_size=4", "--learning_rate=1e-4", f"--gradient_accumulation_steps={MICRO_BATCHES}", "--log_every=1",
-            f"--eval_batches={EVAL_BATCHES}", f"--output_dir={folder}", *options,
+            f"--eval_batches={EVAL_BATCHES}", f"--output_dir={folder}", *options
         ]  # fmt: skip
         with contextlib.redirect_stdout(sys.stderr):
             code = run_module.run_training(parse_config(words, parallel=True))
@@ -436,7 +436,7 @@ def casts_kept_whole(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
 
 
 CHECKS: list[Callable[[Trainings], tuple[bool, dict[str, Any]]]] = [
-    same_steps, bytes_between_steps, bytes_gathered, sums_in_gemms, one_scale_per_weight, round_trip, resumed,
+    same_steps, bytes_between_steps, bytes_gathered, sums_in_gemms, one_scale_per_weight, round_trip, resumed
 ]  # fmt: skip
 CHECKS_OF_ONE_SCENARIO = [small_updates, recomputed, kept_whole, casts_kept_whole]
 

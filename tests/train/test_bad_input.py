@@ -480,7 +480,7 @@ def test_out_of_memory_in_a_step_is_a_sentence(tmp_path, common, monkeypatch):
 
 WITHOUT_OPTIONS = {
     "container_requirements", "made_up_math", "colours", "moment_dtypes", "grad_accumulation", "prediction_records",
-    "speed_table_rows",
+    "speed_table_rows"
 }  # fmt: skip
 """Part of the image's build, four modules, and two computations that stand by themselves."""
 PROGRAMS = [

@@ -65,7 +65,7 @@ def memorised(tmp_path_factory: pytest.TempPathFactory, known: Rows) -> Path:
     code = train(
         f"--model_name={model}", f"--dataset_name={_write(folder / 'known.jsonl', known)}", "--validation_fraction=0",
         "--max_seq_length=128", "--batch_size=6", "--max_steps=120", "--learning_rate=1e-2", "--num_warmup_steps=5",
-        f"--output_dir={folder / 'run'}",
+        f"--output_dir={folder / 'run'}"
     )  # fmt: skip
     assert code == 0
     return folder / "run" / "final"
@@ -385,8 +385,8 @@ def test_what_cannot_be_is_said_before_anything_is_trained(tokenizer, embedded_r
         (["--model={run}/final", "--output=/proc/x.json"], "--output /proc/x.json cannot be written"),
         (["--model={run}/final", "--output={run}"], "is a folder; give a file"),
         (["--model={run}/final", "--dataset_name=no.jsonl"], "no such file"),
-        (["--model={run}/final", "--dataset_name={bare}"], "lacks expected_answer"),
-    ],
+        (["--model={run}/final", "--dataset_name={bare}"], "lacks expected_answer")
+    ]
 )  # fmt: skip
 def test_mistakes_are_one_sentence(options, sentence, run, embedded_rows, tmp_path, monkeypatch):
     bare = _write(tmp_path / "bare.jsonl", [{**row, "expected_answer": None} for row in embedded_rows[:2]])

@@ -57,7 +57,7 @@ def test_the_evaluation_is_the_mean_over_the_held_out_tokens(tmp_path, sixteen_r
         "--batch_size=3",
         "--max_steps=2",
         "--learning_rate=0",
-        f"--output_dir={tmp_path / 'run'}",
+        f"--output_dir={tmp_path / 'run'}"
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     with torch.no_grad():

@@ -119,10 +119,7 @@ def _environment(variables: Mapping[str, str | None] | None) -> dict[str, str]:
 
 
 def _run(
-    command: list[str],
-    variables: Mapping[str, str | None] | None,
-    timeout_s: float,
-    stopped: threading.Event | None,
+    command: list[str], variables: Mapping[str, str | None] | None, timeout_s: float, stopped: threading.Event | None
 ) -> str | None:
     """Run a program to its end; returns why it did not come to a good one, None where it did. What it prints goes to
     standard error.

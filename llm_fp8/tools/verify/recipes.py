@@ -26,10 +26,7 @@ def judge(available: dict[str, str | None], device: str, torchao: str | None = N
     names = usable(available)
     details = tuple(f"{name}: {reason}" for name, reason in available.items() if reason is not None)
     if not names:
-        mends = (
-            "python -m pip install --no-build-isolation -r requirements-gpu.txt",
-            TRAIN_IN_BF16,
-        )
+        mends = ("python -m pip install --no-build-isolation -r requirements-gpu.txt", TRAIN_IN_BF16)
         return Result("failed", f"{device} runs no fp8 recipe", details, mends, facts)
     missing = f"; not {', '.join(name for name in available if name not in names)}" if details else ""
     said = f"--fp8_backend torchao: {', '.join(recipe_names('torchao'))}" if torchao is None else torchao

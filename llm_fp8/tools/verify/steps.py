@@ -64,12 +64,7 @@ TE = Library(
     "python -m pip install --no-build-isolation --force-reinstall --no-deps -r requirements-gpu.txt",
     use_te=True,
 )
-TORCHAO = Library(
-    "torchao_steps",
-    "torchao",
-    7,
-    reinstall("torchao"),
-)
+TORCHAO = Library("torchao_steps", "torchao", 7, reinstall("torchao"))
 LIBRARIES = {library.check: library for library in (TE, TORCHAO)}
 WARM_STEPS = 2
 """So that losses behind updates are compared too, and the gradient is of weights that fp8 has moved."""

@@ -44,7 +44,7 @@ def start(warm_python):
         command = [*TORCHRUN, "--nproc_per_node=2", f"--max_restarts={max_restarts}", "scripts/benchmark_multi_gpu.py"]
         return subprocess.Popen(
             [*command, f"--output={output}", *options], cwd=ROOT, env={**os.environ, "PYTHON_EXEC": warm_python},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )  # fmt: skip
 
     return start

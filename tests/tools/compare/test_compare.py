@@ -93,8 +93,7 @@ def test_steps_that_hang_together_widen_the_interval():
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "expected"),
-    [(0, 0, 1.0), (5, 5, 1.0), (0, 5, 0.0625), (1, 9, 22 / 1024), (600, 900, None)],
+    ("first", "second", "expected"), [(0, 0, 1.0), (5, 5, 1.0), (0, 5, 0.0625), (1, 9, 22 / 1024), (600, 900, None)]
 )
 def test_the_sign_test_is_the_exact_binomial_one(first, second, expected):
     value = two_sided_sign_test(first, second)

@@ -21,12 +21,7 @@ from llm_fp8.tools.diagnose.gemm_operands import (
     operand_type,
     te_gemm_owners,
 )
-from llm_fp8.tools.diagnose.result import (
-    attention_problems,
-    left_out_problems,
-    precision_problems,
-    reasons_outside_fp8,
-)
+from llm_fp8.tools.diagnose.result import attention_problems, left_out_problems, precision_problems, reasons_outside_fp8
 from tests.support.diagnosed import FP8, module
 
 BF16 = PrecisionPlan(requested="bf16", effective="bf16")

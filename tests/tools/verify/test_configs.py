@@ -18,7 +18,7 @@ ZERO = {"zero_optimization": {"stage": 1, "overlap_comm": False, "contiguous_gra
 TE = {"backend": "TE", "fp8_format": "HYBRID", "amax_compute_algo": "max", "amax_history_len": 1024}
 GUIDE = {
     "compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "fp8", "num_processes": 1,
-    "fp8_config": {**TE, "override_linear_precision": [False, False, False], "use_autocast_during_eval": False},
+    "fp8_config": {**TE, "override_linear_precision": [False, False, False], "use_autocast_during_eval": False}
 }  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_the_corrected_file_of_the_guides_is_fine(written):
 def test_every_broken_entry_of_a_deepspeed_file_is_named(written):
     broken = {
         **ZERO, "fp8": {"enabled": True}, "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"},
-        "gradient_allreduce_op": "sum", "bf16": {"enabled": False}, "train_batch_size": 64,
+        "gradient_allreduce_op": "sum", "bf16": {"enabled": False}, "train_batch_size": 64
     }  # fmt: skip
     broken["zero_optimization"] = {**ZERO["zero_optimization"], "bucket": 5}
     found = found_in(written(broken))

@@ -225,7 +225,7 @@ FOUND = {
 
 def test_pins_that_hold_here():
     assert [(pin.name, str(pin.requirement.specifier)) for pin in PINS] == [
-        ("torch", "==2.13.0"), ("numpy", "==2.4.6"), ("transformer-engine", "==2.20.2"), ("wandb", "==0.31.0"),
+        ("torch", "==2.13.0"), ("numpy", "==2.4.6"), ("transformer-engine", "==2.20.2"), ("wandb", "==0.31.0")
     ]  # fmt: skip
     real = {pin.name for pin in versions.read_pins()}
     assert {
