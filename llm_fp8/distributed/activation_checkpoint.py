@@ -1,14 +1,14 @@
 """Activation checkpointing: decoder layers whose activations are recomputed in the backward pass instead of kept.
 
-The checkpoint encloses a layer's forward function, inside whatever wraps the layer: FSDP gathers a layer's weights once
-for the backward pass and the recomputation uses them. TE's checkpoint restores the fp8 context and the scales of the
-forward pass; torch's would recompute in bf16.
+The checkpoint encloses a layer's forward function (`llm_fp8.models.layer_forward`), inside whatever wraps the layer:
+FSDP gathers a layer's weights once for the backward pass, and the recomputation uses them. TE's checkpoint restores the
+fp8 context and the scales of the forward pass; torch's would recompute in bf16.
 
 With delayed scaling TE reduces the amax of all modules over the ranks and updates their scales when the outermost
 autocast ends (`FP8GlobalStateManager.autocast_exit`, Transformer Engine 2.20). Its checkpoint opens an autocast for
-each recomputed layer, at whose end the same happens though nothing is new, so ranks would wait for each other in every
-layer. Here it runs inside another autocast, so the model's own end is the only one. The reentrant kind keeps these
-ends: by them it knows which module's backward pass is to reduce the gradients' amax.
+each recomputed layer, at whose end ranks would wait for each other though no amax is new. Here it runs inside another
+autocast, so only the model's own end counts. The reentrant kind keeps these ends: by them it knows which module's
+backward pass is to reduce the gradients' amax.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch.utils.checkpoint
 from torch import nn
 
+from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.utils.te_import import require_te
 
 
@@ -42,8 +43,8 @@ def enable_gradient_checkpointing(
         if not reentrant:
             checkpoint = functools.partial(checkpoint, context_fn=functools.partial(_te_contexts, te))
     for layer in recomputed:
-        layer.forward = functools.partial(
-            _recomputed, layer, functools.partial(checkpoint, use_reentrant=reentrant), layer.forward
+        wrap_forward(
+            layer, functools.partial(_recomputed, layer, functools.partial(checkpoint, use_reentrant=reentrant))
         )
     return recomputed
 

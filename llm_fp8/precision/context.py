@@ -24,7 +24,6 @@ nothing is entered for them, and the same argument, `plan.recipe`, decides wheth
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import RECIPES
 from llm_fp8.kernels.fp8_lm_head import Fp8Head
+from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.precision.module_state import ModuleState, read_te_state
 from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights, note_recipe_inside, te_linears
@@ -98,7 +98,7 @@ class Precision:
         kept: set[nn.Module] = set()
         for layer in bf16_layers(self._options, decoder_layers):
             kept.update(layer.modules())
-            layer.forward = functools.partial(self._without_fp8, layer.forward)
+            wrap_forward(layer, self._without_fp8)
         self._fp8_modules = {
             name: module
             for name, module in model.named_modules()

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llm_fp8.config.recipes import recipe_names
+from llm_fp8.models.layer_forward import forward_is_wrapped
 from llm_fp8.precision.module_state import ModuleState
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import compile_without_ddp_cuts, local_of
@@ -133,7 +134,7 @@ def read_state(modules: Iterable[nn.Module]) -> ModuleState:
     for module in modules:
         num_modules += 1
         config: Any = getattr(module, "config", None)
-        if not is_converted(module) or config is None or config.emulate or "forward" in vars(module):
+        if not is_converted(module) or config is None or config.emulate or forward_is_wrapped(module):
             continue
         num_in_fp8 += 1
         known = known or {build_config(name, emulate=False): name for name in recipe_names("torchao")}
