@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Record what this GPU multiplies and copies, for llm_fp8/tools/gemm_rates.py's table of known GPUs.
 
-    python benchmarks/ceilings.py --rounds 3 --output benchmarks/results/ceilings_h200.json
+    python benchmarks/ceilings.py --rounds 3 --output llm_fp8/tools/predict/gpus/nvidia_h200.json
 
 Each figure is the median over the rounds, which are kept beside it. Nothing else may use the GPU meanwhile.
 """
@@ -9,7 +9,6 @@ Each figure is the median over the rounds, which are kept beside it. Nothing els
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import statistics
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.observability.provenance import collect_provenance
-from llm_fp8.tools.gemm_rates import KNOWN_FILES, MeasuredRates, measure_rates
+from llm_fp8.tools.gemm_rates import MeasuredRates, measure_rates
 from llm_fp8.tools.verify.output_folder import try_to_write
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import write_json_atomic
@@ -37,14 +36,15 @@ def main() -> int:
     """Measure, print, write."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=3, help="how often everything is measured (default %(default)s)")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file, benchmarks/results/ceilings_NAME.json")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="JSON file in llm_fp8/tools/predict/gpus, which prediction and verify read",
+    )
     options = parser.parse_args()
     if options.rounds < 1:
         raise UserError(f"--rounds {options.rounds}: give 1 or more.")
-    if not fnmatch.fnmatchcase(options.output.name, KNOWN_FILES):
-        raise UserError(
-            f"--output {options.output}: its name must be {KNOWN_FILES}, by which the table of known GPUs finds it."
-        )
     if options.output.is_dir() or (refused := try_to_write(options.output.parent)) is not None:
         raise UserError(
             f"--output {options.output} cannot be written{'' if options.output.is_dir() else f': {refused}'}."

@@ -18,11 +18,12 @@ from llm_fp8.distributed.sharding_mode import default_optimizer
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.tools.bench.variant_names import HEADS, REMOVED_OPTIONS
-from llm_fp8.tools.gemm_rates import RESULTS
 from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, FULL_SHARE, MODES, WAITED_SHARE
 from llm_fp8.tools.predict.prediction import Gpu, Prediction, known_gpu, predict
 from llm_fp8.tools.predict.step_time import StepTime
 from llm_fp8.tools.predict.workload import PREDICTED, ModelSize, StepWorkload
+
+RESULTS = Path(__file__).resolve().parent / "results"
 
 FILES = (
     "speed_table_h200.json",

@@ -115,3 +115,10 @@ def test_a_lazy_import_upward_breaks_the_contract(tmp_path):
     done = subprocess.run(lint, cwd=tmp_path, capture_output=True, text=True, env={"PATH": ""})
     assert done.returncode == 1, done.stdout + done.stderr
     assert "llm_fp8.utils.ranks -> llm_fp8.train.loop" in done.stdout
+
+
+def test_the_package_reads_and_starts_nothing_of_benchmarks_and_scripts():
+    """A path is put together from its parts, so a part would stand alone in a string."""
+    for file in PACKAGE.rglob("*.py"):
+        constants = [node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
+        assert not {"scripts", "benchmarks", "results"} & {value for value in constants if isinstance(value, str)}, file

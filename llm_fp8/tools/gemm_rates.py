@@ -2,14 +2,14 @@
 (llm_fp8/observability/metrics.py).
 
     measured = measure_rates(device)              # about two seconds on one GPU
-    known = known_rates("NVIDIA H200")    # measured on such a GPU by benchmarks/ceilings.py; None without a record
+    known = known_rates("NVIDIA H200")            # recorded of such a GPU; None without a record
 
 GEMMs are 8192 x 8192 x 8192 on random normal data: zeros draw less power, so clocks stay higher than training sees. fp8
 is e4m3 times e4m3 with one scale per tensor and a bf16 result, through torch._scaled_mm: once with fast accumulation,
 as Transformer Engine's forward pass multiplies on Hopper, once with split accumulation, as its backward pass does.
 FLOPs of a GEMM: 2 m n k. Each figure is the median over single launches timed with CUDA events.
 
-Known figures are read from the files `benchmarks/results/ceilings_*.json` alone; a GPU without one has none.
+Known figures are those of the files in `llm_fp8/tools/predict/gpus`; a GPU without one has none.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ COPY_BYTES = 2**31
 WARMUP_S = 0.2
 NUM_REPEATS = 40
 
-RESULTS = REPOSITORY / "benchmarks" / "results"
-KNOWN_FILES = "ceilings_*.json"
-"""What is recorded of GPUs, by the names of its files there."""
+GPUS = Path(__file__).parent / "predict" / "gpus"
+"""What was recorded of GPUs: a file of benchmarks/ceilings.py each."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,10 @@ class MeasuredRates:
         return flops / self.bf16_gemm_tflops / 1e12
 
     def fp8_gemm_s(self, flops: float, forward_in_fp8: bool = True) -> float | None:
-        """Seconds of these model FLOPs of fp8 layers, a third of them with fast accumulation (forward) and the rest
+        """Seconds of these model FLOPs of fp8 layers, a third of them with fast accumulation (fprop) and the rest
         split; None without fp8.
 
-        Without `forward_in_fp8` the forward third is in bf16.
+        Without `forward_in_fp8` fprop is in bf16.
         """
         fast, split = self.fp8_gemm_tflops, self.fp8_split_gemm_tflops
         if fast is None or split is None:
@@ -70,7 +69,7 @@ class MeasuredRates:
         return flops * (1 / (fast if forward_in_fp8 else self.bf16_gemm_tflops) + 2 / split) / 3 / 1e12
 
     def head_gemm_s(self, flops: float, num_fp8_gemms_of: int) -> float | None:
-        """Seconds of these model FLOPs of an output head; None where a ceiling that is needed was not measured.
+        """Seconds of these model FLOPs of the lm_head; None where a rate that is needed was not measured.
 
         `num_fp8_gemms_of`: of its three those in fp8 (--fp8_lm_head): none, those of the gradients, or all.
         """
@@ -86,6 +85,8 @@ class KnownRates:
     ceilings: MeasuredRates
     source: str
     """The file, relative to the repository."""
+    memory_gib: float
+    """Of the GPU."""
 
 
 def gemm_tflops(size: int, seconds: float) -> float:
@@ -130,7 +131,7 @@ def measure_rates(device: torch.device) -> MeasuredRates:
     Raises ValueError for a device that is no CUDA GPU, torch.OutOfMemoryError where the memory is taken.
     """
     if device.type != "cuda":
-        raise ValueError(f"ceilings are measured on a CUDA GPU, not on {device}")
+        raise ValueError(f"rates are measured on a CUDA GPU, not on {device}")
     with torch.cuda.device(device):
         generator = torch.Generator(device).manual_seed(0)
         left, right = (
@@ -154,16 +155,22 @@ def measure_rates(device: torch.device) -> MeasuredRates:
 def _recorded(folder: Path) -> dict[str, KnownRates]:
     """GPU name -> what the files of `folder` say of it."""
     known = {}
-    for path in sorted(folder.glob(KNOWN_FILES)):
+    for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text())
         source = str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)
-        known[record["gpu"]] = KnownRates(MeasuredRates(**record["ceilings"]), source)
+        memory_gib = record["provenance"]["gpus"][0]["memory_gib"]
+        known[record["gpu"]] = KnownRates(MeasuredRates(**record["ceilings"]), source, memory_gib)
     return known
 
 
-def known_rates(gpu_name: str, folder: Path = RESULTS) -> KnownRates | None:
+def known_gpu_names(folder: Path | None = None) -> list[str]:
+    """GPUs that something was recorded of."""
+    return sorted(_recorded(folder or GPUS))
+
+
+def known_rates(gpu_name: str, folder: Path | None = None) -> KnownRates | None:
     """What was recorded of GPUs that `torch.cuda.get_device_name` calls so; None where nothing was."""
-    return _recorded(folder).get(gpu_name)
+    return _recorded(folder or GPUS).get(gpu_name)
 
 
 def shares(measured: MeasuredRates, known: MeasuredRates) -> dict[str, float]:

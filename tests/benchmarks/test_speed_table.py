@@ -235,7 +235,9 @@ def test_figures_targets_and_where_the_time_went(tmp_path, capsys):
     assert hf["side"] == "rival" and hf["target_tokens_per_s_per_gpu"] == 100_000 and hf["num_gpus"] == 1
     step = delayed["step"]
     assert step["step_s"] == 0.5 and step["gap_s"] == pytest.approx(0.05)
-    ceilings = MeasuredRates(**json.loads((ROOT / "benchmarks/results/ceilings_h200.json").read_text())["ceilings"])
+    ceilings = MeasuredRates(
+        **json.loads((ROOT / "llm_fp8/tools/predict/gpus/nvidia_h200.json").read_text())["ceilings"]
+    )
     assert step["gemm_floor_s"] == pytest.approx(gemm_floor_s(made_up(1.0), 65_536, ceilings))
     (comparison,) = record["comparisons"]
     assert (

@@ -10,16 +10,18 @@ import torch
 
 from benchmarks.ceilings import median_of
 from llm_fp8.tools.gemm_rates import (
-    RESULTS,
+    GPUS,
     MeasuredRates,
     copy_tb_s,
     fp8_gemm,
     fp8_operands,
     gemm_tflops,
+    known_gpu_names,
     known_rates,
     measure_rates,
     shares,
 )
+from llm_fp8.utils.packages import REPOSITORY
 
 FIGURES = MeasuredRates(bf16_gemm_tflops=700.0, fp8_gemm_tflops=1400.0, fp8_split_gemm_tflops=None, copy_tb_s=4.0)
 
@@ -45,20 +47,32 @@ def test_a_cpu_has_no_ceilings():
 
 
 def test_the_table_is_what_was_recorded(tmp_path: Path):
-    record = {"gpu": "NVIDIA Test", "ceilings": vars(FIGURES), "rounds": []}
-    (tmp_path / "ceilings_test.json").write_text(json.dumps(record))
+    provenance = {"gpus": [{"memory_gib": 79.0}]}
+    record = {"gpu": "NVIDIA Test", "ceilings": vars(FIGURES), "rounds": [], "provenance": provenance}
+    (tmp_path / "test.json").write_text(json.dumps(record))
     known = known_rates("NVIDIA Test", tmp_path)
-    assert known is not None and known.ceilings == FIGURES and known.source.endswith("ceilings_test.json")
+    assert (
+        known is not None
+        and known.ceilings == FIGURES
+        and known.source.endswith("test.json")
+        and known.memory_gib == 79.0
+    )
     assert known_rates("NVIDIA Test NVL", tmp_path) is None, "another GPU's figures are no guess at this one's"
 
 
-def test_recorded_files_name_each_gpu_once():
-    names = [json.loads(path.read_text())["gpu"] for path in RESULTS.glob("ceilings_*.json")]
-    assert len(names) == len(set(names))
-    for name in names:
-        known = known_rates(name)
-        assert known is not None and (RESULTS.parents[1] / known.source).is_file()
+def test_recorded_files_name_each_gpu_once_and_say_where_they_come_from():
+    records = [json.loads(path.read_text()) for path in GPUS.glob("*.json")]
+    assert records and sorted(record["gpu"] for record in records) == known_gpu_names()
+    for record in records:
+        known = known_rates(record["gpu"])
+        assert known is not None and (REPOSITORY / known.source).is_file()
         assert all(value is None or value > 0 for value in vars(known.ceilings).values())
+        origin = record["provenance"]
+        assert len(origin["git"]["commit"]) == 40 and origin["packages"]["torch"] and origin["driver"]
+        assert record["gpu"] in {gpu["name"] for gpu in origin["gpus"]} and len(record["rounds"]) >= 3
+        for figure, value in record["ceilings"].items():
+            of_rounds = [of_round[figure] for of_round in record["rounds"]]
+            assert min(of_rounds) <= value <= max(of_rounds)
 
 
 def test_shares_and_medians_leave_out_what_is_absent():

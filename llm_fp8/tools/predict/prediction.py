@@ -7,14 +7,13 @@ prediction.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 import torch
 
 from llm_fp8.config.validation import fp8_params_recipes
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.tools.gemm_rates import KNOWN_FILES, RESULTS, MeasuredRates, known_rates, measure_rates
+from llm_fp8.tools.gemm_rates import MeasuredRates, known_gpu_names, known_rates, measure_rates
 from llm_fp8.tools.predict.calibration import (
     CALIBRATED_GPU,
     FITS_RESERVE_GIB,
@@ -28,7 +27,6 @@ from llm_fp8.tools.predict.memory import Memory, peak_memory
 from llm_fp8.tools.predict.step_time import StepTime, step_time
 from llm_fp8.tools.predict.workload import StepWorkload
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.packages import REPOSITORY
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,7 @@ class Gpu:
 
 def known_gpus() -> list[str]:
     """Names of the GPUs that `known_gpu` knows."""
-    recorded = {json.loads(path.read_text())["gpu"] for path in RESULTS.glob(KNOWN_FILES)}
-    reachable = {name for name in recorded if known_rates(CALIBRATED_GPU) is not None}
-    return sorted({CALIBRATED_GPU} | reachable)
+    return sorted({CALIBRATED_GPU, *known_gpu_names()})
 
 
 def known_gpu(name: str) -> Gpu | None:
@@ -58,18 +54,14 @@ def known_gpu(name: str) -> Gpu | None:
     if name == CALIBRATED_GPU:
         return Gpu(name, Rates(), GPU_MEMORY_GIB[name])
     here = known_rates(name)
-    if here is None:
-        return None
-    record = json.loads((REPOSITORY / here.source).read_text())
-    return _scaled(name, here.ceilings, record["provenance"]["gpus"][0]["memory_gib"])
+    return None if here is None else _scaled(name, here.ceilings, here.memory_gib)
 
 
-def _scaled(name: str, here: MeasuredRates, memory_gib: float | None) -> Gpu | None:
-    """A GPU by its ceilings; None where those of the calibrated GPU are not recorded, so that there is nothing to
-    scale by.
-    """
+def _scaled(name: str, here: MeasuredRates, memory_gib: float | None) -> Gpu:
+    """A GPU by its measured rates, scaled from the calibrated GPU, whose rates are package data."""
     calibrated = known_rates(CALIBRATED_GPU)
-    return None if calibrated is None else Gpu(name, Rates().scaled(here, calibrated.ceilings), memory_gib)
+    assert calibrated is not None
+    return Gpu(name, Rates().scaled(here, calibrated.ceilings), memory_gib)
 
 
 def gpu_by_name(name: str | None) -> Gpu:
@@ -82,11 +74,6 @@ def gpu_by_name(name: str | None) -> Gpu:
     name = name or own or CALIBRATED_GPU
     gpu = known_gpu(name)
     if gpu is None and name == own:
-        if known_rates(CALIBRATED_GPU) is None:
-            raise UserError(
-                f"--gpu {name}: a prediction for it would be scaled from {CALIBRATED_GPU}, whose ceilings are not "
-                f"recorded under {RESULTS}; record them there with benchmarks/ceilings.py."
-            )
         device = torch.device("cuda", torch.cuda.current_device())
         memory_gib = torch.cuda.get_device_properties(device).total_memory / GIB
         gpu = _scaled(name, measure_rates(device), memory_gib)

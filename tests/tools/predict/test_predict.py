@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import re
 import statistics
@@ -20,8 +19,8 @@ from llm_fp8.models.build import count_parameters
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.observability.metrics import DecoderSize, StepTokens, speed_metrics
 from llm_fp8.observability.step_stats import own_steps
-from llm_fp8.tools.gemm_rates import RESULTS, MeasuredRates, known_rates
-from llm_fp8.tools.predict import prediction
+from llm_fp8.tools import gemm_rates
+from llm_fp8.tools.gemm_rates import MeasuredRates
 from llm_fp8.tools.predict.after_run import compare, describe_comparison, mean_length, run_prediction
 from llm_fp8.tools.predict.calibration import (
     CALIBRATED_GPU,
@@ -53,6 +52,7 @@ from llm_fp8.utils.errors import UserError, run_script
 from scripts import predict as command
 
 ROOT = Path(__file__).resolve().parents[3]
+RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "when_fp8_pays.md"
 
 TIME_ERROR, TIME_ERRORS_BEFORE = 0.035, (-0.07, 0.02)
@@ -737,8 +737,7 @@ def two_gpus(tmp_path, monkeypatch):
         provenance = {"gpus": [{"name": name, "memory_gib": 79.0}]}
         record = {"gpu": name, "ceilings": dataclasses.asdict(ceilings), "provenance": provenance}
         (tmp_path / f"ceilings_{number}.json").write_text(json.dumps(record))
-    monkeypatch.setattr(prediction, "RESULTS", tmp_path)
-    monkeypatch.setattr(prediction, "known_rates", functools.partial(known_rates, folder=tmp_path))
+    monkeypatch.setattr(gemm_rates, "GPUS", tmp_path)
 
 
 def test_another_gpu_is_scaled_by_its_ceilings(two_gpus):

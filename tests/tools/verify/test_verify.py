@@ -697,7 +697,7 @@ def test_cudnn(tmp_path):
 # --- rates, exchanges, engines
 # ------------------------------------------------------------------------------------------
 
-KNOWN = KnownRates(MeasuredRates(800.0, 1400.0, 1300.0, 4.0), "benchmarks/results/ceilings_test.json")
+KNOWN = KnownRates(MeasuredRates(800.0, 1400.0, 1300.0, 4.0), "test.json", 79.0)
 
 
 def test_rates():
