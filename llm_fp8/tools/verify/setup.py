@@ -6,13 +6,22 @@ import functools
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from llm_fp8.tools.verify.engines import ShardedRuns
     from llm_fp8.tools.verify.processes import Probe
+
+
+class Background(Protocol):
+    """Runs under way while the first checks run."""
+
+    def wait(self) -> list[Any]:
+        """Wait for their ends."""
+
+    def kill(self) -> None:
+        """End them at once."""
 
 
 @dataclass
@@ -33,7 +42,7 @@ class Setup:
     """For files of the checks; whoever made this object removes it."""
     probes: dict[str, Probe] = field(default_factory=dict)
     """Name of a check -> its process, started before the first check, because each takes as long as several."""
-    engine_runs: ShardedRuns | None = None
+    engine_runs: Background | None = None
     """Started before the first check, too."""
 
     @property
