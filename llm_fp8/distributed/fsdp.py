@@ -43,7 +43,7 @@ from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.torchao import plain_rows, refresh_scales_
+from llm_fp8.precision.torchao import refresh_scales_, unwrapped_shard
 from llm_fp8.utils.te_internals import keep_casts_under_fsdp2
 
 
@@ -143,7 +143,7 @@ class FsdpStrategy(DistributedStrategy):
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
         """See `DistributedStrategy.full_tensor`; on the accelerator's device, which the collective needs."""
-        parameter = plain_rows(master_of(parameter))
+        parameter = unwrapped_shard(master_of(parameter))
         if not isinstance(parameter, DTensor):
             return parameter.detach()
         sharded: DTensor = parameter.detach().to(self.accelerator.device)  # type: ignore[assignment]
@@ -151,7 +151,7 @@ class FsdpStrategy(DistributedStrategy):
 
     def local_tensor(self, parameter: Tensor) -> Tensor:
         """See `DistributedStrategy.local_tensor`."""
-        return super().local_tensor(plain_rows(master_of(parameter)))
+        return super().local_tensor(unwrapped_shard(master_of(parameter)))
 
 
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:

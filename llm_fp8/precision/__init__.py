@@ -1,3 +1,1 @@
-"""In which precision a model computes: recipes, plan, autocast context, conversion of modules, coverage,
-certificate.
-"""
+"""Precision of a model: recipes, plan, autocast context, conversion, coverage, certificate."""

@@ -1,16 +1,16 @@
-"""The certificate of a run: whether what the GPU ran in a recorded step is what the run was asked for.
+"""The certificate of a run: the check that the kernels of a recorded step are those that the run was asked for.
 
-Three witnesses that do not know of each other are compared:
+Three sources that do not know of each other are compared:
 
-- the promise: what the options and the census say must run (`ExpectedKernels`);
-- the kernels: the names of what the GPU ran, with counts and times (`llm_fp8.observability.kernel_trace`);
-- the modules: Transformer Engine's account of the recipe and the quantizers of the step
-  (`llm_fp8.precision.module_state`), or torchao's of how they are set up (`llm_fp8.precision.torchao`).
+- the expected kernels: what must run by options and fp8 coverage (`ExpectedKernels`);
+- the kernels that ran: names, counts and times (`llm_fp8.observability.kernel_trace`);
+- the modules' state: recipe and quantizers of the step in Transformer Engine (`llm_fp8.precision.module_state`), or
+  torchao's configuration (`llm_fp8.precision.torchao`).
 
-The kernels decide. A GEMM whose name does not tell its types counts for nobody, and so does a kernel that no rule
-knows, which may be a GEMM too. Where such kernels could be the fp8 ones that are missing, and no module denies that it
-computed in fp8, or where they could be fp8 ones in a run outside fp8, the verdict is "undetermined".
-docs/certificate.md says what each witness can and cannot see.
+The kernels decide. A GEMM whose name does not tell its types counts for neither side; a kernel that no rule knows may
+be a GEMM too. The verdict is "undetermined" where such kernels could be the missing fp8 ones and no module denies that
+it computed in fp8, or where they could be fp8 ones in a run without fp8. docs/certificate.md says what each source can
+and cannot see.
 """
 
 from __future__ import annotations
@@ -42,21 +42,19 @@ Verdict = Literal["certified", "undetermined", "failed"]
 _SEVERITY: tuple[Verdict, ...] = ("certified", "undetermined", "failed")
 
 UNRECOGNISED_SHARE = 0.01
-"""Of the time of all GEMMs and of kernels that no rule knows: what GEMMs of unknown type and such kernels may take
-before a verdict rests on them.
+"""From this share of the time of all GEMMs and kernels that no rule knows, a verdict may rest on the unrecognised ones.
 
-No step under benchmarks/results has a GEMM of unknown type, and one has kernels that no rule knew, with unfused
-attention; one layer of 8B's 32 has 3% of its linear FLOPs.
+One layer of 8B's 32 has 3% of its linear FLOPs. No step under benchmarks/results has a GEMM of unknown type.
 """
 _NUM_LISTED, _LISTED_LENGTH = 3, 80
-"""Kernels that a reason names, and the characters of each."""
+"""Kernels that a reason names, and the characters shown of each: template arguments take hundreds."""
 
 _ATTENTION_LIBRARIES = (("cudnn", "cuDNN"), ("flash", "flash"), ("fmha_cutlass", "memory-efficient"))
 
 
 @dataclass(frozen=True)
 class ExpectedKernels:
-    """What a run says that each of its GPUs computes in one optimizer step."""
+    """What each GPU has to compute in one optimizer step."""
 
     precision: str
     """As in tables: 'bf16', 'fp8 delayed'."""
@@ -65,33 +63,26 @@ class ExpectedKernels:
     scenario: str | None = None
     """The fp8 scenario in effect; None outside fp8."""
     num_fp8_weights: int = 0
-    """Weight matrices whose products run in fp8."""
+    """Weight matrices whose GEMMs run in fp8."""
     num_recomputed_fp8_weights: int = 0
-    """Those of them whose forward product runs again in the backward pass; 0 where torch.compile decides what is
-    computed again.
-    """
+    """Those whose fprop GEMM is recomputed in the backward pass; 0 where torch.compile decides about that."""
     num_fp8_gemms_per_weight: int = GEMMS_PER_WEIGHT
     fp8_linear_flop_share: float = 0.0
-    """Share of the linear layers' FLOPs that these weights have: the census's."""
+    """Of `Fp8Coverage`."""
     num_spared_fp8_gemms: int = 0
-    """Products that frozen ones of them do without: the gradient of the weight, and where nothing trained lies below
-    that of the input.
-    """
+    """GEMMs that frozen weights do without: wgrad, and dgrad where nothing below them is trained."""
     num_fp8_lm_head_gemms: int = 0
-    """Products of the output head in fp8 (--fp8_lm_head)."""
+    """GEMMs of lm_head in fp8 (--fp8_lm_head)."""
 
     @classmethod
     def of_model(
         cls,
         precision: Precision,
-        census: Fp8Coverage,
+        coverage: Fp8Coverage,
         recomputed: Sequence[nn.Module] = (),
-        products: Mapping[nn.Module, int] = MappingProxyType({}),
+        gemms: Mapping[nn.Module, int] = MappingProxyType({}),
     ) -> ExpectedKernels:
-        """That of the model which `precision` is attached to, whose layers `recomputed` run again in the backward pass.
-
-        `products`: `llm_fp8.models.lora.gemms_per_weight`.
-        """
+        """Of the model that `precision` is attached to; `gemms`: `llm_fp8.models.lora.gemms_per_weight`."""
         plan = precision.plan
         by_torchao = plan.backend == "torchao"
         return cls(
@@ -101,16 +92,16 @@ class ExpectedKernels:
             num_fp8_weights=precision.count_fp8_weights(),
             num_recomputed_fp8_weights=0 if by_torchao else precision.count_fp8_weights(within=recomputed),
             num_fp8_gemms_per_weight=precision.num_fp8_gemms_per_weight,
-            fp8_linear_flop_share=census.fp8_linear_flop_share,
+            fp8_linear_flop_share=coverage.fp8_linear_flop_share,
             num_spared_fp8_gemms=sum(
-                len(linear_weights(module)) * (GEMMS_PER_WEIGHT - products.get(module, GEMMS_PER_WEIGHT))
+                len(linear_weights(module)) * (GEMMS_PER_WEIGHT - gemms.get(module, GEMMS_PER_WEIGHT))
                 for module in precision.fp8_modules
             ),
-            num_fp8_lm_head_gemms=sum(precision.lm_head_gemms(products).values()),
+            num_fp8_lm_head_gemms=sum(precision.lm_head_gemms(gemms).values()),
         )
 
     def num_fp8_gemms(self, num_micro_batches: int) -> int:
-        """The least number of fp8 GEMM kernels of a step; a product may take several kernels, not less than one."""
+        """The least number of fp8 GEMM kernels in a step; a GEMM may take several kernels."""
         own = self.num_fp8_gemms_per_weight * self.num_fp8_weights - self.num_spared_fp8_gemms
         return num_micro_batches * (own + self.num_recomputed_fp8_weights + self.num_fp8_lm_head_gemms)
 
@@ -122,9 +113,8 @@ class Certificate:
     verdict: Verdict
     precision: str
     reasons: list[str]
-    """In words, why the verdict is not 'certified'."""
+    """Why the verdict is not 'certified'."""
     remarks: list[str]
-    """What should be known beside the verdict."""
     num_gemm_kernels: int
     num_fp8_gemm_kernels: int
     num_expected_fp8_gemm_kernels: int
@@ -132,29 +122,24 @@ class Certificate:
     gemm_kernels_by_type: dict[str, int]
     unknown_gemm_names: list[str]
     other_kernel_names: list[str]
-    """Of kernels that no rule of `llm_fp8.observability.kernel_trace` knows, the longest first."""
+    """Kernels that no rule of `llm_fp8.observability.kernel_trace` knows, the longest first."""
     unrecognised_time_share: float | None
-    """That of these two kinds in the time of all GEMMs and kernels that no rule knows; None without any."""
+    """Of these two kinds in the time of all GEMMs and kernels that no rule knows; None without any."""
     fp8_gemm_time_share: float | None
     """Of the time of all GEMM kernels; None where none was recorded."""
     fp8_linear_flop_share: float
-    """The census's; kernel names do not give sizes."""
+    """Of `Fp8Coverage`; kernel names do not give sizes."""
     attention: str | None
-    """The kernels that attention runs on."""
     recipe_inside_modules: str | None
-    """The recipe in force inside a module of Transformer Engine at its first forward pass; 'none' outside fp8, None
-    without such a module.
-    """
+    """`llm_fp8.precision.context.Precision.recipe_inside_modules`."""
     modules: ModuleState
     num_micro_batches: int
     rank: int = 0
-    """The rank whose step this is."""
     time_s_by_class: dict[KernelClass, float] = field(default_factory=dict)
-    """Time of the step's kernels by what they are there for."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for certificate.json and summary.json."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"modules": self.modules.to_dict()}
 
     def describe(self) -> str:
         """One line for the terminal."""
@@ -172,9 +157,7 @@ class Certificate:
         return f"certificate: {verdict}{self.precision}, {kernels}{attention}{remarks}"
 
     def failure(self, path: Path, otherwise: str = "--no_certify trains all the same") -> str:
-        """The sentence on which a run with a failed certificate ends; `path` is where it is kept, `otherwise` how to
-        go on without it.
-        """
+        """The error message of a failed certificate, which is kept at `path`; `otherwise`: how to train without it."""
         where = f" (on rank {self.rank})" if self.rank else ""
         return (
             f"the GPU does not run what was asked for ({self.precision}): {'; '.join(self.reasons)}{where}. Look at "
@@ -183,7 +166,7 @@ class Certificate:
 
 
 def certify(
-    promise: ExpectedKernels,
+    expected: ExpectedKernels,
     kernels: KernelTimes,
     state: ModuleState,
     *,
@@ -192,15 +175,15 @@ def certify(
     attention: str | None = None,
     rank: int = 0,
 ) -> Certificate:
-    """Compare the witnesses of one recorded step.
+    """Compare expected kernels and evidence of one recorded step.
 
     Args:
-        promise: what should have run.
+        expected: what should have run.
         kernels: what the GPU ran.
-        state: of the modules that should have computed in fp8, or outside fp8 of all linear modules of Transformer
-            Engine or torchao.
+        state: of the modules expected in fp8; in a run without fp8 of all linear modules of Transformer Engine or
+            torchao.
         num_micro_batches: of the step, on one GPU.
-        recipe_inside_modules: `llm_fp8.precision.context.Precision.seen_inside`.
+        recipe_inside_modules: `llm_fp8.precision.context.Precision.recipe_inside_modules`.
         attention: which kernels attention runs on.
         rank: whose step it is.
     """
@@ -213,36 +196,29 @@ def certify(
     unknown, other = gemms.get("unknown", KernelTime()), by_class.get("other", KernelTime())
     possible_s = total_s + other.time_s
     unrecognised_share = (unknown.time_s + other.time_s) / possible_s if possible_s else None
-    seen = _Seen(
-        by_type,
-        num_gemms,
-        num_low,
-        unknown,
-        other,
-        unrecognised_share or 0.0,
-        num_micro_batches,
-        state,
-        recipe_inside_modules,
+    share = unrecognised_share or 0.0
+    evidence = _Evidence(
+        by_type, num_gemms, num_low, unknown, other, share, num_micro_batches, state, recipe_inside_modules
     )
-    judge = _judge_fp8 if promise.scenario else _judge_without_fp8
-    failures, doubts, remarks = judge(promise, seen)
+    judge = _judge_fp8 if expected.scenario else _judge_without_fp8
+    failures, doubts, remarks = judge(expected, evidence)
     if attention is not None and "unfused" in attention:
         remarks.append("attention is unfused, several times slower")
     return Certificate(
         verdict="failed" if failures else "undetermined" if doubts else "certified",
-        precision=promise.precision,
+        precision=expected.precision,
         reasons=[*failures, *doubts],
         remarks=remarks,
         num_gemm_kernels=num_gemms,
         num_fp8_gemm_kernels=num_low,
-        num_expected_fp8_gemm_kernels=promise.num_fp8_gemms(num_micro_batches),
+        num_expected_fp8_gemm_kernels=expected.num_fp8_gemms(num_micro_batches),
         num_unknown_gemm_kernels=unknown.count,
         gemm_kernels_by_type=by_type,
         unknown_gemm_names=list(unknown.names),
         other_kernel_names=list(other.names),
         unrecognised_time_share=unrecognised_share,
         fp8_gemm_time_share=low_s / total_s if total_s else None,
-        fp8_linear_flop_share=promise.fp8_linear_flop_share,
+        fp8_linear_flop_share=expected.fp8_linear_flop_share,
         attention=attention,
         recipe_inside_modules=recipe_inside_modules,
         modules=state,
@@ -253,13 +229,13 @@ def certify(
 
 
 def worst(certificates: Sequence[Certificate]) -> Certificate:
-    """That of several ranks which speaks for all: the first of the worst verdict."""
+    """The first with the worst verdict: that of the launch."""
     return max(certificates, key=lambda certificate: _SEVERITY.index(certificate.verdict))
 
 
 def attention_library(kernels: KernelTimes) -> str:
-    """The library of the attention kernels that took longest, where the model and not Transformer Engine chose it;
-    'math' without any.
+    """The library of the longest attention kernel, for models without Transformer Engine's attention; 'math' without
+    any.
     """
     attention = time_by_class(kernels).get("attention")
     if attention is None:
@@ -268,13 +244,9 @@ def attention_library(kernels: KernelTimes) -> str:
     return next((words for part, words in _ATTENTION_LIBRARIES if part in longest), "a library of its own")
 
 
-# --- judging
-# ----------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class _Seen:
-    """The witnesses' accounts, counted."""
+class _Evidence:
+    """What kernels and modules show, counted."""
 
     by_type: dict[str, int]
     num_gemms: int
@@ -284,20 +256,18 @@ class _Seen:
     other: KernelTime
     """Kernels that no rule knows."""
     unrecognised_share: float
-    """Of both kinds in the time of all GEMMs and kernels that no rule knows."""
     num_micro_batches: int
     state: ModuleState
     recipe_inside_modules: str | None
 
     @property
     def unrecognised_counts(self) -> bool:
-        """Whether they take so much that a verdict could rest on them."""
         return self.unrecognised_share >= UNRECOGNISED_SHARE
 
     @property
     def num_possible(self) -> int:
-        """Kernels that may be GEMMs of the type that is missed. Those that no rule knows are no GEMMs as a rule, so
-        they count where their time does.
+        """Kernels that may be the missing GEMMs. Those that no rule knows are seldom GEMMs, so they count only where
+        their time does.
         """
         return self.unknown.count + (self.other.count if self.unrecognised_counts else 0)
 
@@ -307,7 +277,7 @@ class _Seen:
             words for words, found in zip(kinds, (self.unknown, self.other), strict=True) if found.count
         )
         times = self.unknown.names | self.other.names
-        longest = [_cut(name) for name in sorted(times, key=lambda name: -times[name])[:_NUM_LISTED]]
+        longest = [_shortened(name) for name in sorted(times, key=lambda name: -times[name])[:_NUM_LISTED]]
         return (
             f"{counted} ({self.unrecognised_share:.1%} of the time of GEMMs and kernels that no rule knows; "
             f"{'the longest' if len(times) > len(longest) else 'namely'}: {', '.join(longest)})"
@@ -326,55 +296,56 @@ class _Seen:
 
 
 _Findings = tuple[list[str], list[str], list[str]]
-"""What shows the promise to be broken, what leaves it open, and what is only worth knowing."""
+"""Failures, doubts and remarks."""
 
 
-def _nothing_recorded(seen: _Seen) -> str:
-    if seen.other.count:
-        return f"no GEMM kernel was recognised, and there are {seen.describe_unrecognised()}; {seen.describe_state()}"
+def _nothing_recorded(evidence: _Evidence) -> str:
+    if evidence.other.count:
+        unrecognised = evidence.describe_unrecognised()
+        return f"no GEMM kernel was recognised, and there are {unrecognised}; {evidence.describe_state()}"
     return (
         "the profiler recorded no GEMM kernel (CUPTI is missing, or profiling is not permitted here); "
-        f"{seen.describe_state()}"
+        f"{evidence.describe_state()}"
     )
 
 
-def _judge_fp8(promise: ExpectedKernels, seen: _Seen) -> _Findings:
+def _judge_fp8(expected: ExpectedKernels, evidence: _Evidence) -> _Findings:
     failures: list[str] = []
     doubts: list[str] = []
     remarks: list[str] = []
-    state, expected = seen.state, promise.num_fp8_gemms(seen.num_micro_batches)
-    row = RECIPES[promise.scenario or ""]
+    state, num_expected = evidence.state, expected.num_fp8_gemms(evidence.num_micro_batches)
+    row = RECIPES[expected.scenario or ""]
     recipe, quantizer = row.recipe_class, row.quantizer
     quantizers = {known.quantizer for known in RECIPES.values() if known.quantizer is not None}
-    missing = expected - seen.num_low
-    if seen.num_gemms == 0:
-        # The modules' word alone is no proof of fp8; where they themselves deny it, nothing speaks for it.
-        (failures if state.num_outside_fp8 else doubts).append(_nothing_recorded(seen))
-    elif missing > 0 and seen.num_possible >= missing and state.num_modules and not state.num_outside_fp8:
+    missing = num_expected - evidence.num_low
+    if evidence.num_gemms == 0:
+        # Modules alone prove no fp8, but they can deny it.
+        (failures if state.num_outside_fp8 else doubts).append(_nothing_recorded(evidence))
+    elif missing > 0 and evidence.num_possible >= missing and state.num_modules and not state.num_outside_fp8:
         doubts.append(
-            f"{seen.describe_unrecognised()}: {seen.num_low} of the {expected} expected fp8 GEMM kernels were "
-            f"recognised, and {seen.describe_state()}, so these may be theirs under names that are not known here"
+            f"{evidence.describe_unrecognised()}: {evidence.num_low} of the {num_expected} expected fp8 GEMM kernels "
+            f"were recognised, and {evidence.describe_state()}, so these may be theirs under names not known here"
         )
     elif missing > 0:
         failures.append(
-            f"expected at least {expected} fp8 GEMM kernels ({_product(promise, seen)}), and {seen.num_low} ran (all "
-            f"GEMM kernels: {seen.describe_gemms()}); {seen.describe_state()}"
+            f"expected at least {num_expected} fp8 GEMM kernels ({_how_many(expected, evidence)}), and "
+            f"{evidence.num_low} ran (all GEMM kernels: {evidence.describe_gemms()}); {evidence.describe_state()}"
         )
     elif state.num_outside_fp8 or not state.num_modules:
-        doubts.append(f"the kernels are those of fp8, but {seen.describe_state()}")
-    elif seen.unrecognised_counts:
-        # As many fp8 kernels as promised were recognised; nothing that others are takes one of them away.
-        remarks.append(seen.describe_unrecognised())
+        doubts.append(f"the kernels are those of fp8, but {evidence.describe_state()}")
+    elif evidence.unrecognised_counts:
+        # All expected fp8 kernels were recognised, whatever the others are.
+        remarks.append(evidence.describe_unrecognised())
     if others := {name: count for name, count in state.recipes.items() if name != recipe}:
         failures.append(f"expected the recipe {recipe}, and modules computed by {_listed(others)}")
-    elif seen.recipe_inside_modules not in (None, recipe) and not failures:
-        failures.append(f"expected the recipe {recipe} inside the modules, and it was {seen.recipe_inside_modules}")
+    elif evidence.recipe_inside_modules not in (None, recipe) and not failures:
+        failures.append(f"expected the recipe {recipe} inside the modules, and it was {evidence.recipe_inside_modules}")
     if others := {name: count for name, count in state.quantizers.items() if name in quantizers - {quantizer}}:
         failures.append(f"expected quantizers of the class {quantizer}, and there are {_listed(others)}")
-    if state.num_without_maxima:
+    if state.num_without_amax:
         failures.append(
-            f"the history of maxima of {state.num_without_maxima} of {state.num_modules} modules is empty after the "
-            "step, so their scales never move"
+            f"the amax history of {state.num_without_amax} of {state.num_modules} modules is empty after the step, so "
+            "their scales never move"
         )
     if state.num_unreadable:
         remarks.append(f"{state.num_unreadable} modules of {state.library} do not say what they computed in")
@@ -387,54 +358,51 @@ def _judge_fp8(promise: ExpectedKernels, seen: _Seen) -> _Findings:
     return failures, doubts, remarks
 
 
-def _judge_without_fp8(promise: ExpectedKernels, seen: _Seen) -> _Findings:
+def _judge_without_fp8(expected: ExpectedKernels, evidence: _Evidence) -> _Findings:
     failures: list[str] = []
     doubts: list[str] = []
     remarks: list[str] = []
-    if seen.num_low:
+    if evidence.num_low:
         failures.append(
-            f"expected no fp8 GEMM kernel, and {seen.num_low} ran (all GEMM kernels: {seen.describe_gemms()})"
+            f"expected no fp8 GEMM kernel, and {evidence.num_low} ran (all GEMM kernels: {evidence.describe_gemms()})"
         )
-    if seen.state.num_in_fp8:
-        failures.append(f"expected no module in fp8, and {seen.describe_state()}")
-    elif seen.recipe_inside_modules not in (None, "none"):
-        failures.append(f"expected no fp8 recipe inside the modules, and it was {seen.recipe_inside_modules}")
-    if seen.num_gemms == 0:
-        doubts.append(_nothing_recorded(seen))
-    elif not seen.by_type.get(promise.compute):
+    if evidence.state.num_in_fp8:
+        failures.append(f"expected no module in fp8, and {evidence.describe_state()}")
+    elif evidence.recipe_inside_modules not in (None, "none"):
+        failures.append(f"expected no fp8 recipe inside the modules, and it was {evidence.recipe_inside_modules}")
+    if evidence.num_gemms == 0:
+        doubts.append(_nothing_recorded(evidence))
+    elif not evidence.by_type.get(expected.compute):
         words = (
-            f"expected GEMM kernels in {promise.compute}, and none was recognised (all GEMM kernels: "
-            f"{seen.describe_gemms()})"
+            f"expected GEMM kernels in {expected.compute}, and none was recognised (all GEMM kernels: "
+            f"{evidence.describe_gemms()})"
         )
-        if seen.num_possible:
-            doubts.append(f"{words}; {seen.describe_unrecognised()} may be in any")
+        if evidence.num_possible:
+            doubts.append(f"{words}; {evidence.describe_unrecognised()} may be in any")
         else:
             failures.append(words)
-    elif seen.unrecognised_counts:
-        doubts.append(f"{seen.describe_unrecognised()}, which may be in fp8")
-    elif seen.unknown.count:
-        remarks.append(f"{seen.unknown.count} GEMM kernels of unknown type")
+    elif evidence.unrecognised_counts:
+        doubts.append(f"{evidence.describe_unrecognised()}, which may be in fp8")
+    elif evidence.unknown.count:
+        remarks.append(f"{evidence.unknown.count} GEMM kernels of unknown type")
     return failures, doubts, remarks
 
 
-def _product(promise: ExpectedKernels, seen: _Seen) -> str:
-    """How the expected number comes about."""
-    spared = f" less {promise.num_spared_fp8_gemms} that frozen weights spare" if promise.num_spared_fp8_gemms else ""
-    again = (
-        f" and {promise.num_recomputed_fp8_weights} products computed again"
-        if promise.num_recomputed_fp8_weights
-        else ""
-    )
-    head = f" and {promise.num_fp8_lm_head_gemms} of the output head's" if promise.num_fp8_lm_head_gemms else ""
-    micro_batches = f" in each of {seen.num_micro_batches} micro-batches" if seen.num_micro_batches > 1 else ""
-    return (
-        f"{promise.num_fp8_weights} weights x {promise.num_fp8_gemms_per_weight} "
-        f"products{spared}{again}{head}{micro_batches}"
-    )
+def _how_many(expected: ExpectedKernels, evidence: _Evidence) -> str:
+    """How the expected number of fp8 GEMMs comes about."""
+    parts = f"{expected.num_fp8_weights} weights x {expected.num_fp8_gemms_per_weight} GEMMs"
+    if expected.num_spared_fp8_gemms:
+        parts += f" less {expected.num_spared_fp8_gemms} that frozen weights spare"
+    if expected.num_recomputed_fp8_weights:
+        parts += f" and {expected.num_recomputed_fp8_weights} recomputed ones"
+    if expected.num_fp8_lm_head_gemms:
+        parts += f" and {expected.num_fp8_lm_head_gemms} of lm_head"
+    if evidence.num_micro_batches > 1:
+        parts += f" in each of {evidence.num_micro_batches} micro-batches"
+    return parts
 
 
-def _cut(name: str) -> str:
-    """The start of a kernel's name: with its template arguments it may have hundreds of characters."""
+def _shortened(name: str) -> str:
     return name if len(name) <= _LISTED_LENGTH else f"{name[:_LISTED_LENGTH]}..."
 
 

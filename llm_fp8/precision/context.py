@@ -1,24 +1,14 @@
-"""In which precision a run computes: resolved once, entered at one seam.
+"""In which precision a run computes: resolved once, entered in one autocast context.
 
-    plan = resolve_precision(config.precision, device)      # what was asked, what this machine gives, and why
-    precision = Precision(plan)
-    precision.attach(model)                                 # finds the TE modules; applies --fp8_first/last_bf16_layers
+    plan = resolve_precision(config.precision, device)      # asked for -> what this machine gives, and why
+    precision = Precision(plan, config.precision, device, parameter_dtype)
+    precision.attach(model, decoder_layers)                 # finds the fp8 modules; --fp8_first/last_bf16_layers
     with precision.context(first_microbatch=True):          # the only place that enters te.autocast
         loss = model(batch)
 
 A bf16 run and an fp8 run differ in `plan.recipe` alone: None means that te.autocast is not entered and no fp8 kernel
-can run.
-
-Scenarios (recipe classes of Transformer Engine 2.20):
-- delayed: per-tensor scale from the maxima of past steps; the fastest; a spike beyond what the history saw is clipped.
-- current: per-tensor scale from the tensor itself; one more pass over it.
-- block: one scale per 128 values (1 x 128 for activations, 128 x 128 for weights); Hopper with CUDA 12.9 or later.
-- mxfp8: one power-of-two scale per 32 values; Blackwell (compute capability 10).
-- nvfp4: 4-bit values with a scale per 16; Blackwell (compute capability 10).
-- default: delayed.
-
-Those of torchao (--fp8_backend torchao) are in `llm_fp8.precision.torchao`. Its modules compute in fp8 by themselves:
-nothing is entered for them, and the same argument, `plan.recipe`, decides whether there are any.
+can run. torchao's modules (`llm_fp8.precision.torchao`) compute in fp8 by themselves: nothing is entered for them, and
+`plan.recipe` decides whether there are any. Recipes: `llm_fp8.config.recipes`.
 """
 
 from __future__ import annotations
@@ -43,15 +33,13 @@ from llm_fp8.utils.errors import UserError
 
 
 def bf16_layers(options: PrecisionConfig, decoder_layers: nn.ModuleList) -> list[nn.Module]:
-    """The decoder layers that --fp8_first_bf16_layers and --fp8_last_bf16_layers keep out of fp8; `UserError` where
-    these leave none in it.
-    """
+    """The decoder layers that --fp8_first_bf16_layers and --fp8_last_bf16_layers keep in bf16."""
     first, last = options.fp8_first_bf16_layers, options.fp8_last_bf16_layers
     return [*decoder_layers[:first], *decoder_layers[len(decoder_layers) - last :]]
 
 
 class Precision:
-    """The seam: gives the context of a forward pass and owns what TE keeps between passes."""
+    """The autocast context of a forward pass, and what TE keeps between passes."""
 
     def __init__(
         self, plan: PrecisionPlan, options: PrecisionConfig, device: torch.device, parameter_dtype: torch.dtype
@@ -68,17 +56,14 @@ class Precision:
         self._unseen: nn.Module | None = None
         self._num_casts_to_come: int | None = None
         self.fp8_head: Fp8Head | None = None
-        """What computes the output head's products in fp8; None where --fp8_lm_head is none."""
-        self.seen_inside: str | None = None
-        """The recipe's class in force inside a Transformer Engine module when it first ran, or 'none'; None before,
-        and without such modules.
+        """Computes lm_head's GEMMs in fp8; None where --fp8_lm_head is none."""
+        self.recipe_inside_modules: str | None = None
+        """Class of the recipe in force in a Transformer Engine module's first forward pass, or 'none'; None before it,
+        and without such a module.
         """
 
     def attach(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
-        """Find the fp8 modules of `model` and keep the first and last decoder layers in bf16 where asked to.
-
-        torchao's are converted before, or left out (`llm_fp8.precision.convert.convert_with_torchao`).
-        """
+        """Find the fp8 modules of `model`, converted already, and keep decoder layers in bf16 where asked to."""
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
         self._te_linears = te_linears(model)
         self._torchao_linears = torchao_fp8.converted_modules(model)
@@ -113,56 +98,52 @@ class Precision:
             head: Any = model.get_output_embeddings()  # type: ignore[operator]
             self.fp8_head = Fp8Head(head, self._options.fp8_lm_head)
 
-    def lm_head_gemms(self, products: Mapping[nn.Module, int]) -> dict[nn.Module, int]:
-        """The output head and how many of its products in a micro-batch run in fp8; empty where none does.
+    def lm_head_gemms(self, gemms: Mapping[nn.Module, int]) -> dict[nn.Module, int]:
+        """lm_head -> how many of its GEMMs in a micro-batch run in fp8; empty where none does.
 
-        `products`: `llm_fp8.models.lora.gemms_per_weight`.
+        `gemms`: `llm_fp8.models.lora.gemms_per_weight`.
         """
         if self.fp8_head is None:
             return {}
         head = self.fp8_head.module
-        return {head: self.fp8_head.num_gemms_of(of=products.get(head, GEMMS_PER_WEIGHT))}
+        return {head: self.fp8_head.num_gemms_of(of=gemms.get(head, GEMMS_PER_WEIGHT))}
 
     @property
     def fp8_modules(self) -> frozenset[nn.Module]:
-        """The modules whose GEMMs run in fp8 in this run; the output head is none of them, whatever its products run
-        in.
-        """
+        """The modules whose GEMMs run in fp8; never lm_head (`lm_head_gemms`)."""
         return frozenset(self._fp8_modules.values())
 
     @property
     def scales_lag(self) -> bool:
-        """Whether a tensor's scale comes from earlier passes."""
+        """Whether a tensor's scale comes from earlier passes (delayed scaling)."""
         recipe = RECIPES.get(self.plan.effective_scenario or "")
         return recipe is not None and recipe.scales_lag
 
     @property
     def num_fp8_gemms_per_weight(self) -> int:
-        """How many of a trained weight's three products the recipe computes in fp8."""
+        """How many of a trained weight's three GEMMs the recipe computes in fp8."""
         return torchao_fp8.num_fp8_gemms_of(self.plan.recipe) if self.plan.backend == "torchao" else GEMMS_PER_WEIGHT
 
     def count_fp8_weights(self, within: Iterable[nn.Module] | None = None) -> int:
-        """Weight matrices whose GEMMs run in fp8; of the modules `within` and what they hold, or of the whole model."""
+        """Weight matrices whose GEMMs run in fp8: in the modules `within`, or in the model."""
         modules = self.fp8_modules
         if within is not None:
             modules &= {module for part in within for module in part.modules()}
         return sum(len(linear_weights(module)) for module in modules)
 
     def _note_recipe(self, name: str) -> None:
-        self.seen_inside = name
+        self.recipe_inside_modules = name
 
     def module_state(self) -> ModuleState:
-        """What the modules say of the step behind them: those in fp8, or in a run without fp8 all linear ones of
-        Transformer Engine or torchao.
-        """
+        """State of the modules in fp8; in a run without fp8 of all linear ones of Transformer Engine or torchao."""
         if self._torchao_linears:
             return torchao_fp8.read_state(self._torchao_linears.values())
         return read_te_state(self._fp8_modules.values() if self.plan.recipe is not None else self._te_linears)
 
     def keep_casts_of_frozen_weights(self) -> None:
-        """From now on weights are cast to fp8 in the first training passes alone, because none of those in fp8 changes.
+        """From now on weights are cast to fp8 in the first training pass only: those in fp8 are frozen.
 
-        Delayed scaling knows a weight's scale when it has seen the weight once, so there the second pass casts again.
+        Delayed scaling knows a weight's scale only after the first pass, so there the second pass casts once more.
         """
         self._num_casts_to_come = 2 if self.scales_lag else 1
 
@@ -177,12 +158,11 @@ class Precision:
 
     @contextlib.contextmanager
     def context(self, first_microbatch: bool | None) -> Iterator[None]:
-        """Enclose one forward pass of the whole model.
+        """Enclose one forward pass of the model.
 
-        `first_microbatch` True casts weights to fp8 and keeps the casts for the further micro-batches of the step,
-        which pass False. None neither uses nor keeps casts: for evaluation, and for steps of a single micro-batch,
-        where keeping costs memory and saves nothing. After `keep_casts_of_frozen_weights` it makes no difference to a
-        training pass.
+        `first_microbatch`: True casts weights to fp8 and keeps the casts for the step's other micro-batches, which pass
+        False. None neither uses nor keeps casts: for evaluation, and for steps of one micro-batch, where keeping costs
+        memory and saves nothing. After `keep_casts_of_frozen_weights` training passes ignore it.
         """
         if self._num_casts_to_come is not None and torch.is_grad_enabled():
             first_microbatch = self._num_casts_to_come > 0
@@ -201,15 +181,9 @@ class Precision:
                 stack.enter_context(self._te_autocast(enabled=True))
             yield
 
-    # --- state between steps: scales and histories of delayed scaling, as plain tensors
-    # --------------------------------
-
     def state_tensors(self) -> dict[str, Tensor]:
-        """Scales fp32 [num_tensors] and amax histories fp32 [history, num_tensors] by module; empty for recipes without
-        state.
-
-        The tensors are TE's own, not copies. Modules that have not run yet are initialised first, so that the names are
-        the same before and after training.
+        """TE's own tensors of delayed scaling, by module: scales fp32 [num_tensors], amax histories fp32 [history,
+        num_tensors]; empty for other recipes. Modules that have not run yet are initialised, so names never change.
         """
         if not self.scales_lag:
             return {}
@@ -226,10 +200,9 @@ class Precision:
 
     @contextlib.contextmanager
     def preserving_state(self) -> Iterator[None]:
-        """Keep scales and histories as they are across forward passes that are not training.
+        """Keep scales and amax histories as they are across forward passes that are not training.
 
-        Even without gradients TE notes the largest values it meets in the first row of each history, where they would
-        reach the next training step's scale.
+        Even without gradients TE writes amax to the first row of each history, from which the next scale is computed.
         """
         current = list(self.state_tensors().values())
         kept = [tensor.clone() for tensor in current]

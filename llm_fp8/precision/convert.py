@@ -1,12 +1,9 @@
-"""fp8 for Hugging Face architectures: `nn.Linear` swapped for TE's or torchao's, and the census of what computes in
-what.
+"""fp8 for Hugging Face architectures: `nn.Linear` swapped for TE's or torchao's.
 
-Without --use_te the decoder stays Hugging Face's and only its linear layers change. The parameters are kept as they are
-(the same objects), so tied weights stay tied, checkpoints keep their names and whoever holds the parameters holds the
-right ones. Left
-alone: the output head and embeddings, whose rounding would go straight into the loss, and layers whose sizes are not
-multiples of 16, which fp8 GEMMs cannot take. The census lists both, with reasons: an fp8 run that converted little
-should be seen at once.
+Without --use_te the decoder stays Hugging Face's and only its linear layers change. Parameters stay the same objects,
+so tied weights stay tied, checkpoints keep their names and optimizers their parameters. Left alone are embedding and
+lm_head, whose rounding would go straight into the loss, and layers whose sizes are not multiples of 16, which fp8 GEMMs
+cannot take. `llm_fp8.precision.coverage` lists both with reasons.
 """
 
 from __future__ import annotations
@@ -22,13 +19,11 @@ from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.utils.te_import import require_te
 
 HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")
-"""Last name components of modules that produce logits; what `output_head` finds is one under any name."""
+"""Last name components of modules that produce logits, beside what `output_head` finds."""
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """The module that transformers calls the model's output embeddings; None where `model` has none or is not
-    transformers'.
-    """
+    """lm_head: what transformers calls the model's output embeddings; None where `model` has none."""
     get = getattr(model, "get_output_embeddings", None)
     return None if get is None else get()
 
@@ -38,9 +33,7 @@ def swap_linears(model: nn.Module) -> dict[str, str]:
     te = require_te("--mixed_precision fp8")
 
     class SwappedLinear(te.Linear):  # type: ignore[name-defined]
-        """te.Linear that is called like nn.Linear; `is_first_microbatch` is an attribute, as in
-        te_llama.TEDecoderLayer.
-        """
+        """te.Linear, called like nn.Linear; `is_first_microbatch` is an attribute, as in te_llama.TEDecoderLayer."""
 
         is_first_microbatch: bool | None = None
 
@@ -71,10 +64,8 @@ def swap_linears(model: nn.Module) -> dict[str, str]:
 
 
 def convert_with_torchao(model: nn.Module, config: Any, kept_layers: Iterable[nn.Module] = ()) -> dict[str, str]:
-    """Replace the `nn.Linear` modules of `model` by torchao's in place, but for those in `kept_layers`; name -> reason
-    for each one left alone.
-
-    `config` is a `Float8LinearConfig`.
+    """Replace the `nn.Linear` modules of `model` by torchao's in place, except in `kept_layers`; returns name -> reason
+    for each one left alone. `config`: a `Float8LinearConfig`.
     """
     kept = {module for layer in kept_layers for module in layer.modules()}
     head = output_head(model)
@@ -86,7 +77,7 @@ def convert_with_torchao(model: nn.Module, config: Any, kept_layers: Iterable[nn
 
 
 def reason_to_leave(name: str, linear: nn.Linear, head: nn.Module | None) -> str | None:
-    """Why an fp8 run leaves this layer as it is; None where it is swapped. `head` is the model's output head."""
+    """Why an fp8 run leaves this layer as it is; None where it is swapped. `head`: of `output_head`."""
     if is_adapter(name):
         return "adapter"
     if linear is head or name.rpartition(".")[2] in HEAD_NAMES:

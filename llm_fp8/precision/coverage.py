@@ -18,30 +18,25 @@ from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights
 
 @dataclass(frozen=True)
 class Fp8Coverage:
-    """Which linear weights compute in fp8. FLOPs per token are 2 per weight and product, so where all are trained,
-    shares of weights are shares of FLOPs.
-    """
+    """Which linear weights compute in fp8. A GEMM takes 2 FLOPs per token and weight element."""
 
     num_fp8_weights: int
-    """Elements of the weights of modules in fp8; the output head is none of them, though some of its products may
-    run in fp8.
+    """Elements of the weights of modules in fp8; lm_head never counts, though --fp8_lm_head may put GEMMs of it in fp8.
     """
     num_linear_weights: int
-    """Elements of all linear weights, the output head included (also where it is the tied embedding)."""
+    """Elements of all linear weights, lm_head included (also where it is the tied embedding)."""
     converted: dict[str, int] = field(default_factory=dict)
     """Name pattern (layer numbers as *) -> number of modules in fp8."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """Name pattern -> number of modules and the reason why they are not in fp8."""
+    """Name pattern -> number of modules, what they compute in, and why."""
     fp8_flops_per_token: float = 0.0
-    """2 times the elements of a weight times its products in fp8 in a micro-batch (3, or fewer where it is frozen),
-    summed over weights.
-    """
+    """Of the GEMMs in fp8 of a micro-batch (3 per trained weight, fewer per frozen one)."""
     linear_flops_per_token: float = 0.0
-    """The same of all linear weights."""
+    """Of all linear weights' GEMMs."""
     num_head_weights: int = 0
-    """Elements of the output head's weight."""
+    """Elements of lm_head's weight."""
     num_fp8_lm_head_gemms: int = 0
-    """Of the head's products in a micro-batch (3, or 2 where it is frozen) those that --fp8_lm_head puts into fp8."""
+    """GEMMs of lm_head in a micro-batch (3, or 2 where it is frozen) that --fp8_lm_head puts in fp8."""
 
     @property
     def fp8_linear_flop_share(self) -> float:
@@ -77,21 +72,25 @@ def measure_coverage(
     fp8_modules: Iterable[nn.Module],
     compute: str,
     reasons: dict[str, str],
-    products: Mapping[nn.Module, int] = MappingProxyType({}),
+    gemms: Mapping[nn.Module, int] = MappingProxyType({}),
     most_in_fp8: int = GEMMS_PER_WEIGHT,
     lm_head_gemms: Mapping[nn.Module, int] = MappingProxyType({}),
 ) -> Fp8Coverage:
-    """Count the linear weights of `model`; `compute` names the precision of what is not in fp8, `reasons` says why for
-    some names.
+    """Count the linear weights of `model`.
 
-    `products`: `llm_fp8.models.lora.gemms_per_weight`. `most_in_fp8`: products of a weight that the recipe computes in
-        fp8. `lm_head_gemms`:
-    `llm_fp8.precision.context.Precision.lm_head_gemms`.
+    Args:
+        model: converted already.
+        fp8_modules: those whose GEMMs run in fp8.
+        compute: the precision of the others.
+        reasons: name -> why a module is not in fp8, where that is known.
+        gemms: `llm_fp8.models.lora.gemms_per_weight`.
+        most_in_fp8: GEMMs of a trained weight that the recipe computes in fp8.
+        lm_head_gemms: `llm_fp8.precision.context.Precision.lm_head_gemms`.
     """
     in_fp8, head = set(fp8_modules), output_head(model)
     converted: Counter[str] = Counter()
     skipped: Counter[tuple[str, str]] = Counter()
-    num_fp8 = num_all = num_head = fp8_products = all_products = 0
+    num_fp8 = num_all = num_head = fp8_gemm_elements = all_gemm_elements = 0
     for name, module in model.named_modules():
         weights = linear_weights(module)
         if not weights:
@@ -101,27 +100,27 @@ def measure_coverage(
         num_all += size
         is_head = module is head or module in lm_head_gemms or name.rpartition(".")[2] in HEAD_NAMES
         num_head += size * is_head
-        num_gemms_of = products.get(module, GEMMS_PER_WEIGHT)
-        all_products += size * num_gemms_of
+        num_gemms = gemms.get(module, GEMMS_PER_WEIGHT)
+        all_gemm_elements += size * num_gemms
         if module in in_fp8:
             num_fp8 += size
-            fp8_products += size * min(num_gemms_of, most_in_fp8)
+            fp8_gemm_elements += size * min(num_gemms, most_in_fp8)
             converted[pattern] += 1
         else:
             known = "adapter" if is_adapter(name) else "output head" if is_head else ""
             why = reasons.get(name) or known
             if module in lm_head_gemms:
                 in_part = lm_head_gemms[module]
-                fp8_products += size * in_part
-                why = f"output head, {in_part} of {num_gemms_of} products in fp8"
+                fp8_gemm_elements += size * in_part
+                why = f"output head, {in_part} of {num_gemms} products in fp8"
             skipped[pattern, f"{compute}{f' ({why})' if why else ''}"] += 1
     return Fp8Coverage(
         num_fp8_weights=num_fp8,
         num_linear_weights=num_all,
         num_head_weights=num_head,
         num_fp8_lm_head_gemms=sum(lm_head_gemms.values()),
-        fp8_flops_per_token=2.0 * fp8_products,
-        linear_flops_per_token=2.0 * all_products,
+        fp8_flops_per_token=2.0 * fp8_gemm_elements,
+        linear_flops_per_token=2.0 * all_gemm_elements,
         converted=dict(converted),
         skipped={pattern: f"{count} {reason}" for (pattern, reason), count in skipped.items()},
     )

@@ -1,9 +1,13 @@
-"""What a library's linear modules say of the step behind them, added up: the account that a certificate holds
-against the kernels.
+"""What linear modules say of the step behind them: whether they computed in fp8, by which recipe, with which
+quantizers. The certificate holds it against the kernels.
+
+Of Transformer Engine's modules only attributes are read, so nothing is imported; where a later version lacks one, the
+module counts as unreadable, not as wrong.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,46 +19,39 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ModuleState:
-    """The state of some linear modules of one library."""
+    """Linear modules of one library, counted."""
 
     num_modules: int = 0
     num_in_fp8: int = 0
-    """Whose last forward pass ran in fp8."""
+    """Their last forward pass ran in fp8."""
     num_unreadable: int = 0
-    """Which do not say whether it did, where the version of the library that is known here does."""
+    """They do not say whether it did."""
     num_recipe_unreadable: int = 0
-    """Which ran in fp8 and do not show recipe and quantizers, where that version does."""
+    """In fp8, but without recipe and quantizers where they are looked for."""
     recipes: dict[str, int] = field(default_factory=dict)
     """Recipe in force (of Transformer Engine: its class) -> modules."""
     quantizers: dict[str, int] = field(default_factory=dict)
     """Class of quantizer -> how many, forward and backward; Transformer Engine only."""
-    num_without_maxima: int = 0
-    """Modules whose history of maxima in the forward pass holds nothing; delayed scaling only."""
+    num_without_amax: int = 0
+    """With an empty amax history of the forward pass; delayed scaling only. In JSON `num_without_maxima`."""
     library: str = "Transformer Engine"
 
     @property
     def num_outside_fp8(self) -> int:
-        """Modules which say that they did not compute in fp8."""
+        """They say that they did not compute in fp8."""
         return self.num_modules - self.num_in_fp8 - self.num_unreadable
 
-    @property
-    def all_in_fp8(self) -> bool:
-        """Whether every module says that it computed in fp8."""
-        return 0 < self.num_modules == self.num_in_fp8
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for certificate.json."""
+        values = dataclasses.asdict(self)
+        return {"num_without_maxima" if key == "num_without_amax" else key: values[key] for key in values}
 
-
-# --- te_state --------------------------------------------------------------------------------------------
-# What Transformer Engine's own modules say of the step behind them: whether they computed in fp8, by which recipe and
-# with which quantizers.
-#
-# Only attributes are read, so nothing is imported; an attribute that a later version no longer has makes a module
-# unreadable, not wrong.
 
 _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 
 
 def read_te_state(modules: Iterable[nn.Module]) -> ModuleState:
-    """Read the modules after a step. One synchronisation with the GPU where there are histories of maxima."""
+    """Read the modules after a step. One host synchronisation where there are amax histories."""
     num_modules = num_in_fp8 = num_unreadable = num_recipe_unreadable = 0
     recipes: Counter[str] = Counter()
     quantizers: Counter[str] = Counter()
@@ -87,5 +84,5 @@ def read_te_state(modules: Iterable[nn.Module]) -> ModuleState:
         num_recipe_unreadable=num_recipe_unreadable,
         recipes=dict(recipes),
         quantizers=dict(quantizers),
-        num_without_maxima=sum(not value > 0 for value in largest),
+        num_without_amax=sum(not value > 0 for value in largest),
     )

@@ -7,13 +7,11 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 GEMMS_PER_WEIGHT = 3
-"""GEMMs of a trained weight in a micro-batch: forward, gradient of the input, gradient of the weight."""
+"""GEMMs of a trained weight in a micro-batch: fprop, dgrad, wgrad."""
 
 
 def linear_weights(module: nn.Module) -> list[Tensor]:
-    """The GEMM weights that this module itself holds ([out, in] each), of torch's or TE's linear modules and of
-    adapters; else empty.
-    """
+    """The GEMM weights [out, in] that this module itself holds: torch's and TE's linear modules, and adapters."""
     if hasattr(module, "base_layer"):
         return []  # PEFT's: what it shows as its own is the layer's inside
     if isinstance(getattr(module, "lora_A", None), nn.ParameterDict):
@@ -30,9 +28,8 @@ def te_linears(model: nn.Module) -> list[nn.Module]:
 
 
 def note_recipe_inside(module: nn.Module, note: Callable[[str], None]) -> None:
-    """Have `note` called at the module's next forward pass with the class of the recipe in force there, or 'none'.
-
-    Whatever wraps the model must not have lost it on the way. Transformer Engine is loaded already.
+    """Call `note` in the module's next forward pass with the class of the recipe in force there, or 'none' where
+    something that wraps the model has lost the autocast context. Transformer Engine must be imported.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 

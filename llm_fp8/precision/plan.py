@@ -1,4 +1,4 @@
-"""From the precision that was asked for to the one that runs, with the reason."""
+"""The precision that was asked for -> the one that runs on this machine, with the reason."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ class PrecisionPlan:
     """no, bf16, fp16 or fp8."""
     requested_scenario: str | None = None
     effective_scenario: str | None = None
-    """delayed, current, block, mxfp8 or nvfp4, of torchao tensorwise, rowwise or rowwise_with_gw_hp; None outside
-    fp8.
-    """
+    """A name of `llm_fp8.config.recipes.RECIPES`; None outside fp8."""
     fallback_reason: str | None = None
     recipe: Any = field(default=None, repr=False)
     """Transformer Engine's recipe object or torchao's Float8LinearConfig; None outside fp8."""
@@ -42,7 +40,7 @@ class PrecisionPlan:
 
     @property
     def emulated(self) -> bool:
-        """Whether operands are rounded to fp8 and multiplied in a wider type, as torchao does on a CPU."""
+        """Whether operands are rounded to fp8 and multiplied in high precision, as torchao does on a CPU."""
         return self.backend == "torchao" and self.recipe is not None and bool(self.recipe.emulate)
 
     @property
@@ -136,9 +134,8 @@ def require_fp8_gpu(device: torch.device) -> None:
 
 
 def torchao_needs(device: torch.device) -> dict[str, Callable[[], object]]:
-    """What torchao's recipes need: on a GPU their kernels, on a CPU, where they are emulated, torchao alone.
-
-    Returns: by name what raises a `UserError` where it is lacking, in the order in which they are to be asked.
+    """What torchao's recipes need on `device`: name -> check that raises a `UserError`, in the order to ask. On a CPU
+    they are emulated, which takes torchao alone.
     """
     why = "--fp8_backend torchao"
     needs: dict[str, Callable[[], object]] = {"torchao": lambda: TORCHAO.require(why)}
@@ -150,7 +147,7 @@ def torchao_needs(device: torch.device) -> dict[str, Callable[[], object]]:
 
 
 def _resolve_torchao(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
-    """torchao's recipes fall back to nothing: all of them run on every GPU with fp8, and emulated on a CPU."""
+    """torchao's recipes need no fallback: all run on every GPU with fp8, and emulated on a CPU."""
     for require in torchao_needs(device).values():
         require()
     scenario = chosen(options.fp8_scenario, "torchao")

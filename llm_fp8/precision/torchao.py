@@ -1,22 +1,20 @@
-"""torchao's fp8 training (--fp8_backend torchao): its recipes, how a model is converted, compiled layers, and the
-modules' own account.
+"""torchao's fp8 training (--fp8_backend torchao): recipes, conversion, compiled layers, the modules' state.
 
-torchao puts a `Float8Linear` in place of `nn.Linear`. It keeps the weight as it is and casts it, the input and the
-gradient of the output to fp8 for every product; no state is kept from one step to the next. A cast is several small
-kernels, which torch.compile fuses with what stands around them. So on a GPU each decoder layer is compiled. On a CPU
-the products are emulated (`Float8LinearConfig.emulate`): operands are rounded to fp8 as on a GPU and multiplied in
-higher precision, which shows what fp8 does to a training and nothing of its speed.
+`Float8Linear` takes the place of `nn.Linear`. It keeps the weight and casts it, the input and the gradient of the
+output to fp8 for every GEMM; nothing is kept between steps. A cast is several small kernels, which torch.compile fuses
+with their neighbours, so on a GPU each decoder layer is compiled. On a CPU the GEMMs are emulated
+(`Float8LinearConfig.emulate`): operands are rounded to fp8 and multiplied in high precision, which shows fp8's effect
+on the loss and nothing of its speed.
 
-    scenario             scales                                        products of a weight in fp8
+    scenario             scales                                        GEMMs of a weight in fp8
     tensorwise           one per tensor; gradients in e5m2             3
     rowwise              one per row, powers of two; all in e4m3       3
-    rowwise_with_gw_hp   the same, but the gradient of the weight      2
-                         is computed in bf16
+    rowwise_with_gw_hp   the same, but wgrad is computed in bf16       2
 
-`default` is tensorwise: it is what torchao itself does without a recipe, it calls it the fastest of the three, and it
-alone can be gathered in fp8 by FSDP2.
+`default` is tensorwise: torchao's own default, the fastest of the three according to torchao, and the only one whose
+weights FSDP2 can all-gather in fp8.
 
-Everything of torchao is imported here, when it is asked for.
+torchao is imported inside the functions that need it.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ def build_config(scenario: str, emulate: bool) -> Any:
 
 
 def num_fp8_gemms_of(config: Any) -> int:
-    """How many of the three products of a weight run in fp8: forward, gradient of the input, gradient of the weight."""
+    """How many of the three GEMMs of a weight run in fp8: fprop, dgrad, wgrad."""
     operands = (config.cast_config_input, config.cast_config_grad_output, config.cast_config_input_for_grad_weight)
     return sum(operand.scaling_type.name != "DISABLED" for operand in operands)
 
@@ -64,13 +62,12 @@ def num_fp8_gemms_of(config: Any) -> int:
 def convert_linears(
     model: nn.Module, config: Any, reason_to_leave: Callable[[str, nn.Linear], str | None]
 ) -> dict[str, str]:
-    """Put torchao's Float8Linear in place of linear layers; parameters stay the same objects, so names and ties stay
-    too.
+    """Replace linear layers of `model` by torchao's Float8Linear in place; parameters stay the same objects.
 
     Args:
-        model: is changed in place.
+        model: its `nn.Linear` modules are replaced.
         config: a `Float8LinearConfig`.
-        reason_to_leave: of a layer's name and the layer; None where it is to be converted.
+        reason_to_leave: (name, layer) -> None where the layer is to be converted.
 
     Returns:
         Name -> reason for each `nn.Linear` left alone.
@@ -95,7 +92,7 @@ def convert_linears(
 
 
 def _cast_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Cast the input to autocast's dtype; torchao does so itself, but asks for the GPU's autocast only."""
+    """Cast the input to the CPU autocast's dtype; torchao itself looks at the GPU's autocast only."""
     device_type = inputs[0].device.type
     if device_type == "cuda" or not torch.is_autocast_enabled(device_type):
         return None
@@ -103,7 +100,7 @@ def _cast_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] |
 
 
 def is_converted(module: nn.Module) -> bool:
-    """Whether this is torchao's linear module; told by its class, so that nothing is imported."""
+    """Whether this is torchao's linear module, by the class's name, so that nothing is imported."""
     return type(module).__name__ == "Float8Linear" and type(module).__module__.startswith("torchao.")
 
 
@@ -113,9 +110,7 @@ def converted_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def compile_layers(layers: Iterable[nn.Module], recomputed: bool = False) -> None:
-    """Compile each decoder layer in place; it happens when it first runs. Names of parameters stay. `recomputed`: by
-    gradient checkpointing.
-    """
+    """Compile each decoder layer in place, when it first runs; `recomputed`: under activation checkpointing."""
     if recomputed:
         compile_without_ddp_cuts()
     for layer in layers:
@@ -123,10 +118,8 @@ def compile_layers(layers: Iterable[nn.Module], recomputed: bool = False) -> Non
 
 
 def read_state(modules: Iterable[nn.Module]) -> ModuleState:
-    """What torchao's linear modules say: each that is set up to multiply in fp8 on the hardware, and by which recipe.
-
-    They keep no record of the step behind them: what is read is the configuration by which every call computes. One
-    whose `forward` was replaced, or whose products are emulated, does not count as in fp8.
+    """The state of torchao's linear modules. They keep no record of a step: in fp8 counts who is configured to compute
+    every call in fp8 on the hardware, not emulated, with an unreplaced `forward`.
     """
     num_modules = num_in_fp8 = num_recipe_unreadable = 0
     recipes: Counter[str] = Counter()
@@ -152,12 +145,8 @@ def read_state(modules: Iterable[nn.Module]) -> ModuleState:
     )
 
 
-# --- gathering weights in fp8 (--fp8_all_gather)
-# --------------------------------------------------------------------------------
-
-
-def plain_rows(parameter: Tensor) -> Tensor:
-    """A sharded parameter as a DTensor of its fp32 rows, in the same memory, where torchao wraps them for gathering;
+def unwrapped_shard(parameter: Tensor) -> Tensor:
+    """A sharded parameter as a DTensor of its fp32 shard, sharing memory, where torchao wraps it for --fp8_all_gather;
     any other as it is.
     """
     if not isinstance(parameter, DTensor):
@@ -165,9 +154,9 @@ def plain_rows(parameter: Tensor) -> Tensor:
     local: Any = local_of(parameter)
     if type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
         return parameter
-    rows: Tensor = local._tensor
+    shard: Tensor = local._tensor
     return DTensor.from_local(
-        rows.detach(),
+        shard.detach(),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
@@ -177,13 +166,11 @@ def plain_rows(parameter: Tensor) -> Tensor:
 
 
 def refresh_scales_(model: nn.Module) -> None:
-    """Compute the scales by which weights are cast for gathering from the weights as they are now, with one collective
-    for all of them.
+    """Compute the scales of weights that are all-gathered in fp8 (if any) from their values, with one collective.
 
-    Does nothing where no weight is gathered in fp8. Call it whenever weights were written to: scales are kept from one
-    call to the next.
+    Call it whenever weights were written to: scales stay until the next call.
     """
-    if any(plain_rows(module.weight) is not module.weight for module in converted_modules(model).values()):  # type: ignore[arg-type]
+    if any(unwrapped_shard(module.weight) is not module.weight for module in converted_modules(model).values()):  # type: ignore[arg-type]
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(model)

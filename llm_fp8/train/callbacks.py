@@ -94,7 +94,7 @@ class RunCallbacks:
             profile.kernels,
             setup.precision.module_state(),
             num_micro_batches=num_micro_batches,
-            recipe_inside_modules=setup.precision.seen_inside,
+            recipe_inside_modules=setup.precision.recipe_inside_modules,
             attention=f"sdpa ({attention_library(profile.kernels)})" if attention == "sdpa" else attention,
             rank=plan.accelerator.process_index,
         )

@@ -174,7 +174,7 @@ def summary_of(
     steps = own_steps(plan.folder / "metrics.jsonl") if on_gpu and plan.accelerator.is_main_process else []
     return {
         "precision": _precision_record(setup, results),
-        "recipe_inside_modules": setup.precision.seen_inside,
+        "recipe_inside_modules": setup.precision.recipe_inside_modules,
         "attention_backend": results.attention_backend,
         **parallel_record(plan),
         "recorded_step": None if results.recorded is None else results.recorded.to_dict(),

@@ -21,7 +21,7 @@ from llm_fp8.models.source import has_random_weights, resolve_source
 from llm_fp8.optim.state import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.plan import PrecisionPlan
-from llm_fp8.precision.torchao import plain_rows, refresh_scales_
+from llm_fp8.precision.torchao import refresh_scales_, unwrapped_shard
 from llm_fp8.train.checkpoint import (
     MORE_STATE,
     CheckpointManager,
@@ -137,7 +137,7 @@ class RunState:
                 (name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad
             ]
             named = [(name, master_of(parameter)) for name, parameter in trained]
-            tensors |= {f"model.{name}": plain_rows(parameter).detach() for name, parameter in named}
+            tensors |= {f"model.{name}": unwrapped_shard(parameter).detach() for name, parameter in named}
             tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, named).items()}
         tensors |= {f"fp8.{name}": tensor for name, tensor in self.precision.state_tensors().items()}
         return tensors

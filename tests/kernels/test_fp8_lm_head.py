@@ -398,16 +398,16 @@ def test_coverage_and_expected_kernels_count_its_gemms(mode, lora, num_gemms):
         PrecisionPlan("fp8", "fp8", "delayed", "delayed", backend="te"), PrecisionConfig(), CPU, torch.bfloat16
     )
     precision.fp8_head = Fp8Head(model.get_output_embeddings(), mode)
-    products = gemms_per_weight(model)
-    in_head = precision.lm_head_gemms(products)
+    gemms = gemms_per_weight(model)
+    in_head = precision.lm_head_gemms(gemms)
     assert list(in_head.values()) == [num_gemms]
-    without = measure_coverage(model, (), "bf16", {}, products)
-    census = measure_coverage(model, (), "bf16", {}, products, lm_head_gemms=in_head)
-    assert census.fp8_flops_per_token - without.fp8_flops_per_token == 2 * num_gemms * 1024 * 32
-    assert census.linear_flops_per_token == without.linear_flops_per_token
-    assert census.skipped["lm_head"] == f"1 bf16 (output head, {num_gemms} of {2 if lora else 3} products in fp8)"
-    promise = ExpectedKernels.of_model(precision, census, products=products)
-    assert promise.num_fp8_lm_head_gemms == num_gemms and promise.num_fp8_gemms(4) == 4 * num_gemms
+    without = measure_coverage(model, (), "bf16", {}, gemms)
+    coverage = measure_coverage(model, (), "bf16", {}, gemms, lm_head_gemms=in_head)
+    assert coverage.fp8_flops_per_token - without.fp8_flops_per_token == 2 * num_gemms * 1024 * 32
+    assert coverage.linear_flops_per_token == without.linear_flops_per_token
+    assert coverage.skipped["lm_head"] == f"1 bf16 (output head, {num_gemms} of {2 if lora else 3} products in fp8)"
+    expected = ExpectedKernels.of_model(precision, coverage, gemms=gemms)
+    assert expected.num_fp8_lm_head_gemms == num_gemms and expected.num_fp8_gemms(4) == 4 * num_gemms
 
 
 def test_arms_of_the_benchmarks():

@@ -262,7 +262,7 @@ def test_a_step_of_a_model_is_certified_with_its_head(mode, scenario, device):
         kernel_times(recorded),
         precision.module_state(),
         num_micro_batches=2,
-        recipe_inside_modules=precision.seen_inside,
+        recipe_inside_modules=precision.recipe_inside_modules,
         attention=te_llama.attention_backend(),
     )
     assert certificate.verdict == "certified", certificate.reasons

@@ -72,14 +72,14 @@ IN_FP8 = ModuleState(
     num_in_fp8=48,
     recipes={"DelayedScaling": 48},
     quantizers={"Float8Quantizer": 320},
-    num_without_maxima=0,
+    num_without_amax=0,
 )
 NOT_IN_FP8 = ModuleState(num_modules=48)
 
 
-def judge(promise=DELAYED, kernels=FP8_STEP, state=IN_FP8, num_micro_batches=2, recipe_inside_modules=None, **more):
+def judge(expected=DELAYED, kernels=FP8_STEP, state=IN_FP8, num_micro_batches=2, recipe_inside_modules=None, **more):
     return certify(
-        promise,
+        expected,
         kernels,
         state,
         num_micro_batches=num_micro_batches,
@@ -125,13 +125,13 @@ FAILURES = {
         "and 360 ran",
     ),
     "recomputed outside fp8": (
-        dict(promise=dataclasses.replace(DELAYED, num_recomputed_fp8_weights=64)),
-        "expected at least 512 fp8 GEMM kernels (64 weights x 3 products and 64 products computed again in each of 2 "
+        dict(expected=dataclasses.replace(DELAYED, num_recomputed_fp8_weights=64)),
+        "expected at least 512 fp8 GEMM kernels (64 weights x 3 GEMMs and 64 recomputed ones in each of 2 "
         "micro-batches)",
     ),
-    "an output head outside fp8": (
-        dict(promise=dataclasses.replace(DELAYED, num_fp8_lm_head_gemms=2)),
-        "expected at least 388 fp8 GEMM kernels (64 weights x 3 products and 2 of the output head's in each of 2 "
+    "lm_head outside fp8": (
+        dict(expected=dataclasses.replace(DELAYED, num_fp8_lm_head_gemms=2)),
+        "expected at least 388 fp8 GEMM kernels (64 weights x 3 GEMMs and 2 of lm_head in each of 2 "
         "micro-batches), and 384 ran",
     ),
     "one micro-batch outside fp8": (dict(num_micro_batches=4), "expected at least 768"),
@@ -162,7 +162,7 @@ FAILURES = {
     ),
     "one fp8 kernel in a bf16 run beside kernels that no rule knows": (
         dict(
-            promise=BF16,
+            expected=BF16,
             kernels=NO_RULE | {"nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT": (1, 1e-5)},
             state=ModuleState(),
         ),
@@ -180,17 +180,17 @@ FAILURES = {
         dict(state=dataclasses.replace(IN_FP8, quantizers={"MXFP8Quantizer": 320})),
         "expected quantizers of the class Float8Quantizer",
     ),
-    "maxima never noted": (
-        dict(state=dataclasses.replace(IN_FP8, num_without_maxima=3)),
-        "maxima of 3 of 48 modules is empty",
+    "an empty amax history": (
+        dict(state=dataclasses.replace(IN_FP8, num_without_amax=3)),
+        "amax history of 3 of 48 modules is empty",
     ),
     "fp8 left on in a bf16 run": (
-        dict(promise=BF16, kernels=FP8_STEP, state=IN_FP8),
+        dict(expected=BF16, kernels=FP8_STEP, state=IN_FP8),
         "expected no fp8 GEMM kernel, and 384 ran",
     ),
     "one fp8 kernel in a bf16 run": (
         dict(
-            promise=BF16,
+            expected=BF16,
             kernels=BF16_STEP | {"nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT": (1, 1e-5)},
             state=NOT_IN_FP8,
         ),
@@ -198,14 +198,14 @@ FAILURES = {
     ),
     "a module in fp8 in a bf16 run": (
         dict(
-            promise=BF16,
+            expected=BF16,
             kernels=BF16_STEP,
             state=dataclasses.replace(NOT_IN_FP8, num_in_fp8=1, recipes={"DelayedScaling": 1}),
         ),
         "expected no module in fp8",
     ),
     "a bf16 run that computes in fp32": (
-        dict(promise=BF16, kernels={"ampere_sgemm_128x64_tn": (390, 0.3)}, state=ModuleState()),
+        dict(expected=BF16, kernels={"ampere_sgemm_128x64_tn": (390, 0.3)}, state=ModuleState()),
         "expected GEMM kernels in bf16, and none was recognised (all GEMM kernels: 390 fp32)",
     ),
 }
@@ -259,7 +259,7 @@ def test_kernels_that_no_rule_knows_may_be_gemms():
         == "undetermined"
     )
     assert judge(BF16, BF16_STEP | {"a_short_kernel": (900, 0.0005)}, ModuleState()).verdict == "certified"
-    # A step with all the fp8 kernels that were promised is what was asked for, whatever else runs in it.
+    # A step with all the fp8 kernels that were expected is what was asked for, whatever else runs in it.
     beside = judge(kernels=FP8_STEP | {"a_kernel": (10, 0.01)})
     assert beside.verdict == "certified" and beside.remarks[0].startswith("10 kernels that no rule knows (16.6% of")
 
@@ -336,8 +336,8 @@ def te_linear(in_fp8: bool, largest: float = 2.0) -> nn.Linear:
 
 def test_reading_the_modules():
     state = read_te_state([te_linear(True), te_linear(True, largest=0.0), te_linear(False)])
-    assert state == ModuleState(3, 2, 0, 0, {"DelayedScaling": 2}, {"Float8Quantizer": 6}, num_without_maxima=1)
-    assert not state.all_in_fp8 and read_te_state([te_linear(True)]).all_in_fp8
+    assert state == ModuleState(3, 2, 0, 0, {"DelayedScaling": 2}, {"Float8Quantizer": 6}, num_without_amax=1)
+    assert state.to_dict()["num_without_maxima"] == 1, "the key in certificate.json"
     later = te_linear(True)
     del later.fp8_meta["recipe"]
     assert read_te_state([later, nn.Linear(4, 4), te_linear(False)]) == ModuleState(

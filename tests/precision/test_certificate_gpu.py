@@ -22,15 +22,15 @@ from tests.support.gpu_training import ROOT, certificate_of, common, train
 pytestmark = pytest.mark.gpu
 
 
-def certified(model, precision, census, device, recomputed=()) -> Certificate:
+def certified(model, precision, coverage, device, recomputed=()) -> Certificate:
     """The certificate of a step."""
     kernels = recorded_step(model, precision, device)
     return certify(
-        ExpectedKernels.of_model(precision, census, recomputed),
+        ExpectedKernels.of_model(precision, coverage, recomputed),
         kernels,
         precision.module_state(),
         num_micro_batches=MICRO_BATCHES,
-        recipe_inside_modules=precision.seen_inside,
+        recipe_inside_modules=precision.recipe_inside_modules,
         attention=te_llama.attention_backend(),
     )
 
@@ -40,27 +40,27 @@ def certified(model, precision, census, device, recomputed=()) -> Certificate:
 @pytest.mark.parametrize("scenario", [*SCENARIOS, None])
 def test_every_scenario_is_certified(scenario, use_te, every, device, record_property):
     options = BF16 if scenario is None else fp8(fp8_scenario=scenario)
-    model, precision, census = build(options, device, use_te)
+    model, precision, coverage = build(options, device, use_te)
     recomputed = ()
     if every:
         uses_te = use_te or scenario is not None
         recomputed = enable_gradient_checkpointing(decoder_layers(model.model), every, uses_te)
     model.train()
-    certificate = certified(model, precision, census, device, recomputed)
+    certificate = certified(model, precision, coverage, device, recomputed)
     record_property("certificate", certificate.to_dict())
     assert certificate.verdict == "certified", certificate.reasons
     assert certificate.num_unknown_gemm_kernels == 0, certificate.unknown_gemm_names
     if scenario is None:
         assert certificate.num_fp8_gemm_kernels == 0
     else:
-        # One kernel for each product: less than this bound is caught, and nothing outside it runs in fp8.
+        # One kernel for each GEMM: less than this bound is caught, and nothing outside it runs in fp8.
         assert certificate.num_fp8_gemm_kernels == certificate.num_expected_fp8_gemm_kernels > 0
-        assert certificate.modules.all_in_fp8 and not certificate.remarks
+        assert certificate.modules.num_in_fp8 == certificate.modules.num_modules > 0 and not certificate.remarks
 
 
 def test_layers_left_in_bf16_are_not_expected_in_fp8(device):
-    model, precision, census = build(fp8(fp8_first_bf16_layers=1, fp8_last_bf16_layers=1), device)
-    certificate = certified(model, precision, census, device)
+    model, precision, coverage = build(fp8(fp8_first_bf16_layers=1, fp8_last_bf16_layers=1), device)
+    certificate = certified(model, precision, coverage, device)
     assert certificate.verdict == "certified", certificate.reasons
     assert certificate.num_fp8_gemm_kernels == certificate.num_expected_fp8_gemm_kernels == MICRO_BATCHES * 3 * 4
 
@@ -80,14 +80,14 @@ def test_autocast_around_plain_linear_layers_is_caught(device, record_property):
     import transformer_engine.pytorch as te
 
     plan = build(fp8(), device, use_te=False)[1].plan
-    model, precision, census = build(BF16, device, use_te=False)
+    model, precision, coverage = build(BF16, device, use_te=False)
     with te.autocast(enabled=True, recipe=plan.recipe):
         kernels = recorded_step(model, precision, device)
     num_linears = sum(isinstance(m, torch.nn.Linear) for m in decoder_layers(model.model).modules())
-    promise = ExpectedKernels(
+    expected = ExpectedKernels(
         plan.name, plan.compute_name, plan.effective_scenario, num_linears, fp8_linear_flop_share=0.9
     )
-    certificate = certify(promise, kernels, ModuleState(), num_micro_batches=MICRO_BATCHES)
+    certificate = certify(expected, kernels, ModuleState(), num_micro_batches=MICRO_BATCHES)
     record_property("certificate", certificate.to_dict())
     assert certificate.verdict == "failed"
     assert f"expected at least {num_linears * 3 * MICRO_BATCHES} fp8 GEMM kernels" in certificate.reasons[0]

@@ -1,4 +1,4 @@
-"""An fp8 run is fp8, a bf16 run is not, and what the seam promises holds on a real GPU."""
+"""An fp8 run is fp8, a bf16 run is not, and the autocast context does what it says on a real GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("scenario", [*SCENARIOS, None])
 def test_kernels_are_what_was_asked_for(scenario, use_te, device, record_property):
     options = BF16 if scenario is None else fp8(fp8_scenario=scenario)
-    model, precision, census = build(options, device, use_te)
+    model, precision, coverage = build(options, device, use_te)
     batch = packed_batch(device)
     for _ in range(3):
         step(model, precision, batch, num_micro_batches=2)
@@ -33,21 +33,21 @@ def test_kernels_are_what_was_asked_for(scenario, use_te, device, record_propert
     record_property("gemm_kernels", kinds)
     num_layers = len(decoder_layers(model.model))
     if scenario is None:
-        assert "fp8" not in kinds and census.num_fp8_weights == 0
+        assert "fp8" not in kinds and coverage.num_fp8_weights == 0
     else:
         # Forward, data gradient and weight gradient of every converted weight, in each of two micro-batches.
         weights_per_layer = 4 if use_te else 7
         assert kinds["fp8"] >= 2 * 3 * weights_per_layer * num_layers
-        assert census.fp8_linear_flop_share > 0.9
+        assert coverage.fp8_linear_flop_share > 0.9
     assert kinds["bf16"] >= 2 * 3  # lm_head
 
 
 def test_the_first_and_last_layers_stay_in_bf16(device):
-    model, precision, census = build(fp8(fp8_first_bf16_layers=1, fp8_last_bf16_layers=1), device)
+    model, precision, coverage = build(fp8(fp8_first_bf16_layers=1, fp8_last_bf16_layers=1), device)
     layers = decoder_layers(model.model)
     step(model, precision, packed_batch(device))
     assert [bool(layer.mlp.fp8_initialized) for layer in layers] == [False, True, False]
-    assert sum(census.converted.values()) == 3
+    assert sum(coverage.converted.values()) == 3
 
 
 def test_a_recipe_this_gpu_lacks_falls_back_or_is_refused(device):
@@ -137,7 +137,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(scenario, use_te, devic
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
 def test_recomputation_leaves_the_scales_as_they_are_without(use_te, every, reentrant, device, monkeypatch):
-    """Each micro-batch leaves one row in every history, and exchanges its maxima behind the forward pass and behind
+    """Each micro-batch leaves one row in every history, and all-reduces its amax after the forward pass and behind
     the backward pass.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager

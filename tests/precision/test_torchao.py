@@ -64,7 +64,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def converted(scenario: str, **changes: object) -> tuple[nn.Module, Precision, PrecisionPlan]:
-    """A small bf16 model whose layers are torchao's, the seam attached to it, and the plan."""
+    """A small bf16 model whose layers are torchao's, the precision attached to it, and the plan."""
     options = PrecisionConfig(mixed_precision="fp8", fp8_backend="torchao", fp8_scenario=scenario)
     plan = resolve_precision(options, CPU)
     torch.manual_seed(0)
@@ -105,10 +105,10 @@ def test_it_trains_close_to_bf16(scenario, tiny_model, rows, bf16_losses, tmp_pa
         and said["parameter_dtype"] == "torch.float32"
         and "Float8LinearConfig" in said["recipe"]
     )
-    census = said["census"]
-    assert len(census["converted"]) == 7 and set(census["converted"].values()) == {2}
-    assert census["skipped"] == {"lm_head": "1 bf16 (output head)"}
-    assert all(step["fp8_linear_flop_share"] == census["fp8_linear_flop_share"] > 0 for step in steps(tmp_path))
+    coverage = said["census"]
+    assert len(coverage["converted"]) == 7 and set(coverage["converted"].values()) == {2}
+    assert coverage["skipped"] == {"lm_head": "1 bf16 (output head)"}
+    assert all(step["fp8_linear_flop_share"] == coverage["fp8_linear_flop_share"] > 0 for step in steps(tmp_path))
     assert "EMULATED on the CPU" in capfd.readouterr().out
 
 
@@ -126,15 +126,15 @@ def test_what_goes_together_with_it(tiny_model, rows, tmp_path):
     )
     checkpoint = kept / "checkpoints" / "step-00000002"
     train(*options(tiny_model, rows, resumed, *shared, f"--resume_from={checkpoint}", "--validation_fraction=0.3"))
-    assert losses(again) == losses(kept), "what is computed again is the same"
+    assert losses(again) == losses(kept), "recomputed layers change nothing"
     assert losses(resumed) == losses(kept)[2:]
     one, other = final_weights(kept), final_weights(resumed)
     assert one.keys() == AutoModelForCausalLM.from_config(tiny_config()).state_dict().keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert any("eval_loss" in record for record in records(kept))
-    census = run_json(kept)["precision"]["census"]
-    assert set(census["converted"].values()) == {1}
-    assert census["skipped"]["model.layers.*.mlp.down_proj"] == "1 bf16 (first or last decoder layers)"
+    coverage = run_json(kept)["precision"]["census"]
+    assert set(coverage["converted"].values()) == {1}
+    assert coverage["skipped"]["model.layers.*.mlp.down_proj"] == "1 bf16 (first or last decoder layers)"
 
 
 def test_a_checkpoint_of_another_backend_is_not_continued(tiny_model, rows, tmp_path):
@@ -244,7 +244,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.slow
-def test_the_filter_and_the_census():
+def test_the_filter_and_the_coverage():
     model = Odd()
     parameters = dict(model.named_parameters())
     left = convert_with_torchao(model, torchao_fp8.build_config("rowwise", emulate=True))
@@ -255,12 +255,12 @@ def test_the_filter_and_the_census():
         **dict.fromkeys(("lm_head", "embed_out", "output_layer", "score", "classifier"), "output head"),
     }
     assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
-    census = measure_coverage(model, torchao_fp8.converted_modules(model).values(), "bf16", left)
-    assert census.converted == {"q_proj": 1, "output_proj": 1}
-    assert census.skipped["odd_out"] == "1 bf16 (size 32 x 8 is not a multiple of 16)" and len(census.skipped) == 7
+    coverage = measure_coverage(model, torchao_fp8.converted_modules(model).values(), "bf16", left)
+    assert coverage.converted == {"q_proj": 1, "output_proj": 1}
+    assert coverage.skipped["odd_out"] == "1 bf16 (size 32 x 8 is not a multiple of 16)" and len(coverage.skipped) == 7
 
 
-def test_the_output_head_stays_out_under_any_name():
+def test_lm_head_stays_out_under_any_name():
     shape = {
         "hidden_size": 32,
         "num_hidden_layers": 1,
@@ -271,8 +271,8 @@ def test_the_output_head_stays_out_under_any_name():
     model = BioGptForCausalLM(BioGptConfig(**shape))
     left = convert_with_torchao(model, torchao_fp8.build_config("tensorwise", emulate=True))
     assert left == {"output_projection": "output head"} and type(model.get_output_embeddings()) is nn.Linear
-    census = measure_coverage(model, torchao_fp8.converted_modules(model).values(), "bf16", left)
-    assert census.num_head_weights == 32 * 96 and census.skipped == {"output_projection": "1 bf16 (output head)"}
+    coverage = measure_coverage(model, torchao_fp8.converted_modules(model).values(), "bf16", left)
+    assert coverage.num_head_weights == 32 * 96 and coverage.skipped == {"output_projection": "1 bf16 (output head)"}
 
 
 def test_a_model_without_a_layer_for_fp8_is_an_error(rows, tmp_path):
@@ -290,7 +290,7 @@ OPERANDS = {
 
 @pytest.mark.parametrize("scenario", recipe_names("torchao"))
 def test_the_diagnosis_sees_the_operands(scenario):
-    """What each product really multiplies, recorded where torch dispatches it; a layer that was left in bf16 is a
+    """The operands of each GEMM, recorded where torch dispatches it; a layer that was left in bf16 is a
     problem.
     """
     model, precision, plan = converted(scenario)
@@ -373,41 +373,43 @@ def same_recipe(config: object, name: str) -> bool:
     return config == torchao_fp8.build_config(name, emulate=True)
 
 
-@pytest.mark.parametrize(("scenario", "products"), [("tensorwise", 3), ("rowwise", 3), ("rowwise_with_gw_hp", 2)])
-def test_the_certificate_counts_the_products_of_the_recipe(scenario, products):
+@pytest.mark.parametrize(("scenario", "num_gemms"), [("tensorwise", 3), ("rowwise", 3), ("rowwise_with_gw_hp", 2)])
+def test_the_certificate_counts_the_gemms_of_the_recipe(scenario, num_gemms):
     model, precision, plan = converted(scenario)
     all_in_fp8 = measure_coverage(model, precision.fp8_modules, plan.compute_name, {}).fp8_linear_flop_share
-    census = measure_coverage(
+    coverage = measure_coverage(
         model, precision.fp8_modules, plan.compute_name, {}, most_in_fp8=precision.num_fp8_gemms_per_weight
     )
-    assert census.fp8_linear_flop_share == pytest.approx(all_in_fp8 * products / 3)
-    promise = ExpectedKernels.of_model(precision, census, recomputed=decoder_layers(model))
-    assert promise.num_fp8_gemms(2) == 2 * products * 14, "what torch.compile computes again is its own affair"
-    expected = promise.num_fp8_gemms(2)
+    assert coverage.fp8_linear_flop_share == pytest.approx(all_in_fp8 * num_gemms / 3)
+    expected = ExpectedKernels.of_model(precision, coverage, recomputed=decoder_layers(model))
+    assert expected.num_fp8_gemms(2) == 2 * num_gemms * 14, "what torch.compile recomputes is not counted"
+    num_expected = expected.num_fp8_gemms(2)
 
     def verdict(num_fp8: int, name: str = FP8_KERNEL):
         kernels = {name: (num_fp8, 0.1), BF16_KERNEL: (2 * 3 * 14 - num_fp8 + 6, 0.1)}
-        return certify(promise, kernels, precision.module_state(), num_micro_batches=2)
+        return certify(expected, kernels, precision.module_state(), num_micro_batches=2)
 
-    assert "0 say that they are set up for fp8" in verdict(0).reasons[0], "emulated products are none of the hardware's"
+    assert "0 say that they are set up for fp8" in verdict(0).reasons[0], "emulated GEMMs do not run in fp8"
     on_hardware(model)
     state = precision.module_state()
     assert (state.library, state.num_modules, state.num_in_fp8, state.recipes) == ("torchao", 14, 14, {scenario: 14})
-    assert verdict(expected).verdict == "certified" and not verdict(expected).remarks
-    assert json.loads(json.dumps(verdict(expected).to_dict()))["modules"]["library"] == "torchao"
-    fewer = verdict(expected - 1)
+    assert verdict(num_expected).verdict == "certified" and not verdict(num_expected).remarks
+    assert json.loads(json.dumps(verdict(num_expected).to_dict()))["modules"]["library"] == "torchao"
+    fewer = verdict(num_expected - 1)
     assert (
         fewer.verdict == "failed"
-        and f"expected at least {expected} fp8 GEMM kernels (14 weights x {products} products" in fewer.reasons[0]
+        and f"expected at least {num_expected} fp8 GEMM kernels (14 weights x {num_gemms} GEMMs" in fewer.reasons[0]
     )
-    renamed = verdict(expected, "some_new_gemm")
+    renamed = verdict(num_expected, "some_new_gemm")
     assert (
         renamed.verdict == "undetermined"
         and "of 14 modules of torchao 14 say that they are set up for fp8" in renamed.reasons[0]
     )
     # One module whose forward function something replaced denies it.
     model.model.layers[0].mlp.up_proj.forward = lambda x: x
-    assert verdict(expected).verdict == "undetermined" and verdict(expected, "some_new_gemm").verdict == "failed"
+    assert (
+        verdict(num_expected).verdict == "undetermined" and verdict(num_expected, "some_new_gemm").verdict == "failed"
+    )
 
 
 def test_another_recipe_and_torchao_in_a_bf16_run_are_failures():
@@ -442,7 +444,7 @@ REFUSED = {
         "--fp8_scenario rowwise is a recipe of --fp8_backend torchao",
     ),
     "the TE decoder": (["--use_te"], "--use_te builds the decoder from Transformer Engine's modules"),
-    "a history of maxima": (["--amax_history_len=16"], "--amax_history_len belongs to Transformer Engine's recipes"),
+    "an amax history": (["--amax_history_len=16"], "--amax_history_len belongs to Transformer Engine's recipes"),
     "a format": (["--fp8_format=E4M3"], "--fp8_format belongs to Transformer Engine's recipes"),
     "tokens": (["--max_seq_length=30", "--batch_size=1"], "multiple of 16"),
     "gathering by rows": (

@@ -154,7 +154,7 @@ SIZE_REASON = "is not a multiple of"
 
 
 def precision_problems(
-    plan: PrecisionPlan, modules: Iterable[ModuleGemms], fp8_names: Collection[str], seen_inside: str | None
+    plan: PrecisionPlan, modules: Iterable[ModuleGemms], fp8_names: Collection[str], recipe_inside_modules: str | None
 ) -> list[str]:
     """Sentences on layers whose GEMMs are not of the precision asked for.
 
@@ -162,7 +162,7 @@ def precision_problems(
         plan: of the run.
         modules: what was recorded.
         fp8_names: names of the modules that the coverage counts as fp8.
-        seen_inside: the recipe in force inside the first of them (`Precision.seen_inside`).
+        recipe_inside_modules: the recipe in force inside the first of them (`Precision.recipe_inside_modules`).
     """
     found = {module.name: module for module in modules}
     if plan.effective != "fp8":
@@ -174,7 +174,7 @@ def precision_problems(
             f"--fp8_scenario {plan.requested_scenario} was asked for and {plan.effective_scenario} runs: "
             f"{plan.fallback_reason}"
         )
-    if seen_inside == "none":
+    if recipe_inside_modules == "none":
         problems.append("no fp8 recipe is in force inside Transformer Engine's modules")
     silent = [name for name in fp8_names if name not in found]
     if silent:

@@ -142,7 +142,7 @@ class _Session:
             time=TimeFindings.of(facts),
             memory=MemoryFindings(at_peak, unwatched_peak, reserved),
             problems=[
-                *precision_problems(self.plan, modules, names, training.precision.seen_inside),
+                *precision_problems(self.plan, modules, names, training.precision.recipe_inside_modules),
                 *(left_out_problems(training.coverage) if self.plan.effective == "fp8" else []),
                 *attention_problems(attention),
             ],

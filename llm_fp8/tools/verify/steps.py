@@ -229,7 +229,8 @@ def take_steps(
     parameters = dict(training.model.named_parameters())
     gradients = [parameters[name].grad for name in sorted(parameters)]
     vector = torch.cat([gradient.float().flatten() for gradient in gradients if gradient is not None])
-    inside = "+".join(training.precision.module_state().recipes) if is_torchao else training.precision.seen_inside
+    precision = training.precision
+    inside = "+".join(precision.module_state().recipes) if is_torchao else precision.recipe_inside_modules
     return Evidence(losses, kernels, inside or None), vector
 
 
