@@ -157,10 +157,10 @@ def token_multiple(name: str | None) -> int:
 
 def describe_recipes() -> str:
     """The table in --help."""
-    libraries = {"te": "Transformer Engine", "torchao": "torchao"}
+    libraries: dict[Backend, str] = {"te": "Transformer Engine", "torchao": "torchao"}
     return " ".join(
         f"{'Of' if number else 'FP8 recipe. Of'} {library} "
-        + "; ".join(f"{name}: {RECIPES[name].summary}" for name in recipe_names(backend))  # type: ignore[arg-type]
-        + f"; '{DEFAULT}' is {DEFAULTS[backend]}."  # type: ignore[index]
+        + "; ".join(f"{name}: {RECIPES[name].summary}" for name in recipe_names(backend))
+        + f"; '{DEFAULT}' is {DEFAULTS[backend]}."
         for number, (backend, library) in enumerate(libraries.items())
     )

@@ -59,6 +59,11 @@ class PrecisionPlan:
         return token_multiple(self.effective_scenario)
 
     @property
+    def has_fp8_peak(self) -> bool:
+        """Whether GEMMs are held against the GPU's fp8 peak rate: in fp8, not in fp4."""
+        return self.recipe is not None and RECIPES[self.effective_scenario or ""].has_fp8_peak
+
+    @property
     def name(self) -> str:
         """A short name for tables: 'bf16', 'fp8 delayed', ..."""
         return f"fp8 {self.effective_scenario}" if self.effective == "fp8" else self.effective

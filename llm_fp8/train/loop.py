@@ -257,7 +257,7 @@ class TrainingLoop:
         counts = torch.stack([p.tokens for p in pending]).tolist()
         memory = self._memory()
         energy = self.energy.read({taken.step: count[0] for taken, count in zip(pending, counts, strict=True)})
-        fp8 = self.precision.plan.recipe is not None
+        fp8 = self.precision.plan.has_fp8_peak
         records = []
         for taken, loss, grad_norm, count in zip(pending, losses, grad_norms, counts, strict=True):
             self._require_finite(taken, loss, grad_norm)
