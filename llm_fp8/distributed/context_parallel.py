@@ -1,13 +1,13 @@
 """Context parallelism: C consecutive ranks (a context group) share the tokens of every sequence too long for one GPU.
 
-The ranks of a group get the same micro-batch. Each keeps 1 / C of every document and computes embedding, linear layers
-and loss on that slice alone; tokens meet in attention only. There Transformer Engine passes keys and values round a
-ring (`cp_comm_type="p2p"`): in C steps each rank attends with its own queries to every rank's keys, while the next ones
-are sent. In the backward pass the gradients of keys and values travel the ring to the ranks that own them. Losses and
-gradients are summed over ranks, as between ranks with different batches.
+The ranks of a group get the same micro-batch. Each computes embedding, linear layers and loss on 1 / C of every
+document; tokens meet in attention only, where Transformer Engine passes keys and values round a ring
+(`cp_comm_type="p2p"`): in C steps each rank's queries attend to every rank's keys while the next ones are sent. The
+backward pass sends the gradients of keys and values round the ring to their owners. Losses and gradients are summed
+over ranks, as between ranks with different batches.
 
-Causal attention costs little at the beginning of a document and much at its end. So a document is cut into 2 C chunks
-of equal length, and rank r takes the chunks r and 2 C - 1 - r; with C = 2:
+Causal attention costs more towards the end of a document. So a document is cut into 2 C chunks of equal length, and
+rank r takes the chunks r and 2 C - 1 - r; with C = 2:
 
     tokens of a document    0 1 | 2 3 | 4 5 | 6 7
     rank                      0 |   1 |   1 |   0        rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5
@@ -70,10 +70,10 @@ class ContextGroup:
             layer.set_context_parallel_group(self.process_group, ranks, stream)
 
     def split(self, batch: Batch) -> Batch:
-        """This rank's slice of a batch, packed [1, num_tokens / size]; counts of the slices add up to the batch's.
+        """This rank's slice of a batch, packed [1, num_tokens / size]; the slices' counts add up to the batch's.
 
-        `cu_seqlens` and `max_seqlen` stay those of whole documents, as attention wants them. Raises `ValueError` where
-        a document cannot be cut into 2 * size chunks.
+        `cu_seqlens` and `max_seqlen` stay those of unsplit documents, as attention takes them. `ValueError` where a
+        document cannot be cut into 2 * size chunks.
         """
         if self.size == 1:
             return batch
@@ -83,8 +83,8 @@ class ContextGroup:
             )
         cu_seqlens = batch.cu_seqlens
         if cu_seqlens is None:
-            num_rows, width = batch.input_ids.shape
-            cu_seqlens = torch.arange(num_rows + 1, dtype=torch.int32, device=batch.input_ids.device) * width
+            num_sequences, width = batch.input_ids.shape
+            cu_seqlens = torch.arange(num_sequences + 1, dtype=torch.int32, device=batch.input_ids.device) * width
         index = slice_index(cu_seqlens, self.size, self.rank)
 
         def take(tensor: Tensor) -> Tensor:
@@ -107,8 +107,8 @@ class ContextGroup:
         )
 
     def on_its_own(self, batch: Batch) -> Batch:
-        """A slice as a packed batch that needs no group, each document's part counting as a document: another text,
-        but as good for comparing two implementations of a layer.
+        """A slice as a packed batch that needs no group, each document's part a document of its own: another text, but
+        good enough to compare two implementations of a layer.
         """
         if self.size == 1:
             return batch
@@ -124,15 +124,8 @@ class ContextGroup:
 
 
 def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
-    """Which tokens of a packed sequence a rank of a context group takes: document by document, its two chunks in turn.
-
-    Args:
-        cu_seqlens: int [n + 1], where each document begins, and the end.
-        size: ranks of the group.
-        rank: one of them.
-
-    Returns:
-        int64 [cu_seqlens[-1] / size].
+    """The tokens of a packed sequence that rank `rank` of `size` takes, int64 [cu_seqlens[-1] / size]: document by
+    document, its two chunks in turn. `cu_seqlens`: int [n + 1], the documents' boundaries.
 
     Raises:
         ValueError: a document's length is not a multiple of 2 * size.

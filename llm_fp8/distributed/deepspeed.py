@@ -7,9 +7,8 @@
 A run in bf16 or fp8 hands bf16 parameters to DeepSpeed, which keeps fp32 master weights of this rank's shard and steps
 torch's AdamW on them. fp8 is Transformer Engine's (te.autocast around the forward pass): DeepSpeed sees bf16 alone.
 
-    backward       DeepSpeed divides gradients by the number of ranks, which is undone here, and by the number of
-                   micro-batches only where it is asked to, which it is not: gradients are the sum over ranks of what
-                   `backward` was given
+    backward       DeepSpeed divides gradients by the number of ranks, which is undone here: they are the sum over ranks
+                   and micro-batches of what `backward` was given
     accumulation   stage 1 reduces gradients in the last micro-batch of a step, stages 2 and 3 in each
     learning rate  the run's schedule acts on the AdamW inside DeepSpeed: the optimizer that `prepare` returns
     lm_head        the loss reads its weight without calling its module: stage 3 is told that the outermost module does
@@ -55,26 +54,19 @@ class _Plugin(DeepSpeedPlugin):
 
 
 def accelerator_arguments(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
-    """What `Accelerator(mixed_precision="no", ...)` is given in a deepspeed mode; arguments and errors as of
-    `deepspeed_plugin`.
-    """
+    """What `Accelerator(mixed_precision="no", ...)` is given in a deepspeed mode; errors as of `deepspeed_plugin`."""
     return arguments_of(deepspeed_plugin(config, mode, compute_name, num_processes))
 
 
 def arguments_of(plugin: DeepSpeedPlugin) -> dict[str, Any]:
     """What `Accelerator` is given beside mixed_precision, so that it trains with `plugin`."""
-    # With cpu=True Accelerate would leave DeepSpeed out; without a backend it would see one process where there are no
-    # GPUs.
+    # With cpu=True Accelerate would leave DeepSpeed out; without a backend and GPUs it would see one process.
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": [InitProcessGroupKwargs(backend=backend)]}
 
 
 def deepspeed_plugin(config: Config, mode: str, compute_name: str, num_processes: int) -> DeepSpeedPlugin:
-    """Accelerate's plugin with the settings of `deepspeed_settings`, whose arguments these are.
-
-    Raises:
-        UserError: DeepSpeed is missing, or its file cannot stand (see `deepspeed_settings`).
-    """
+    """Accelerate's plugin with the settings of `deepspeed_settings`; `UserError` as there, or without DeepSpeed."""
     load_deepspeed()
     return plugin_of(deepspeed_settings(config, mode, compute_name, num_processes))
 
@@ -102,8 +94,8 @@ def plugin_of(settings: dict[str, Any]) -> DeepSpeedPlugin:
 class DeepSpeedStrategy(DistributedStrategy):
     """The modes deepspeed_1, deepspeed_2 and deepspeed_3. The accelerator was built with `accelerator_arguments`.
 
-    Weights are loaded before `prepare`, whole on each rank's device. Under deepspeed_3 parameters are empty outside of
-    their module's forward and backward pass: `full_tensor` gathers one, `local_tensor` is this rank's share.
+    Weights are loaded before `prepare`, unsharded on each rank's device. Under deepspeed_3 parameters are empty outside
+    their module's forward and backward pass: `full_tensor` gathers one, `local_tensor` is this rank's shard.
     """
 
     saves_itself = True
@@ -113,9 +105,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.stage = zero_stage(mode)
         # A gathered weight is freed after use, and its cast with it.
         self.caches_weight_casts = self.stage < 3
-        # Stage 3 frees weights after a module's forward pass and gathers them before its backward pass. Transformer
-        # Engine saves the weights themselves, so a recomputation needs hooks of its own for the second: the reentrant
-        # kind has them.
+        # Stage 3 gathers weights before a module's backward pass by hooks. Transformer Engine saves the weights
+        # themselves, so the recomputation needs such hooks too: the reentrant kind has them.
         self.reentrant_te_checkpoints = self.stage == 3
         self.settings: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
         self._engine: deepspeed.DeepSpeedEngine | None = None
@@ -167,9 +158,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._zero.backward(loss * self.accelerator.num_processes, scale_wrt_gas=False)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        """See `DistributedStrategy.step`; infinite where a gradient was not finite, which may also have left the
-        weights as they were.
-        """
+        """See `DistributedStrategy.step`; infinite where a gradient was not finite: the step may have been skipped."""
         assert max_norm == self.settings["gradient_clipping"], "DeepSpeed clips to the norm that its settings name"
         self._zero.step()
         return torch.as_tensor(self._zero.get_global_grad_norm(), dtype=torch.float32, device=self.accelerator.device)
@@ -220,17 +209,14 @@ class DeepSpeedStrategy(DistributedStrategy):
             with (folder / name).open("rb") as file:
                 os.fsync(file.fileno())
         if self.accelerator.is_main_process:
-            # Programs that DeepSpeed adds, which need a file that is not written here.
+            # DeepSpeed adds programs that need a file not written here.
             for name in _RECOVERY_SCRIPTS:
                 (folder / name).unlink()
         self.accelerator.wait_for_everyone()
 
     def load_state(self, folder: Path) -> None:
         """Put back what `save_state` wrote, bit for bit; collective. Learning rate, weight decay and clipping stay this
-        run's.
-
-        Raises:
-            UserError: it was written by another number of ranks, by another stage or in another precision.
+        run's. `UserError` where number of ranks, stage or precision differ.
         """
         self._require_own_files(folder)
         optimizer = self._zero.basic_optimizer
@@ -264,9 +250,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
 
 def _load_module_state(src: dict[str, Tensor], dst: nn.Module) -> None:
-    """Load weights and buffers by name. What Transformer Engine adds to a state dict is left out: scales are
-    restored elsewhere.
-    """
+    """Load weights and buffers by name, without Transformer Engine's extra state: scales are restored elsewhere."""
     kept = {name: value for name, value in src.items() if not name.endswith(_EXTRA_STATE)}
     loaded = dst.load_state_dict(kept, strict=False)
     missing = [name for name in loaded.missing_keys if not name.endswith(_EXTRA_STATE)]

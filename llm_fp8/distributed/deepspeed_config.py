@@ -1,9 +1,9 @@
 """The DeepSpeed file of a run: read, checked against the run's options, completed.
 
 The file of --deepspeed_config says how ZeRO communicates and stores (bucket sizes, overlap, thresholds). Batch,
-precision, optimizer, schedule and clipping come from the scripts' options alone: an entry that says the same, or
-"auto", is fine; one that says something else, or that nothing here would act on, is refused. "auto" elsewhere leaves
-DeepSpeed its default. The smallest useful file is
+precision, optimizer, schedule and clipping come from the scripts' options: an entry that repeats them, or "auto", is
+accepted; one that contradicts them or has no effect is refused. Elsewhere "auto" is DeepSpeed's default. The smallest
+useful file is
 
     {"zero_optimization": {"stage": 1, "overlap_comm": false, "contiguous_gradients": true}}
 
@@ -54,7 +54,7 @@ _PASSED_ON = {
     "dump_state",
     "steps_per_print",
 }
-"""Top-level keys that a file may have."""
+"""Accepted top-level keys."""
 
 _REMEDIES = {
     "fp8": "fp8 is Transformer Engine's here; remove the section and choose with --mixed_precision fp8 and "
@@ -69,7 +69,7 @@ _REMEDIES = {
     "tensorboard": "trackers come from --report_to; remove the section",
     "wandb": "trackers come from --report_to; remove the section",
 }
-"""What to do about keys that cannot be passed on."""
+"""What to do about other keys."""
 
 _ZERO_REFUSED = {
     "load_from_fp32_weights": (False, "a resumed run would lose what bf16 weights cannot hold; remove it"),
@@ -78,7 +78,7 @@ _ZERO_REFUSED = {
     "zero_quantized_nontrainable_weights": (True, "it needs operators that DeepSpeed compiles; remove it"),
     "zero_quantized_gradients": (True, "it needs operators that DeepSpeed compiles; remove it"),
 }
-"""Values of the section zero_optimization that cannot go with the rest of the run, and why."""
+"""Refused values of the section zero_optimization, and why."""
 
 _OFFLOADING = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", "zenflow")
 
@@ -254,7 +254,7 @@ def _dtype_problems(settings: dict[str, Any], stage: int, compute_name: str) -> 
         yield (
             f'"data_types.grad_accum_dtype": {json.dumps(accumulation)}',
             "with stage 1 DeepSpeed then keeps unsharded fp32 gradients on every GPU under another optimizer; remove "
-            "the entry, or use --sharding_mode deepspeed_2, which keeps its share only"
+            "the entry, or use --sharding_mode deepspeed_2, which keeps its shard only"
             if stage == 1
             else f"gradients are accumulated in {compute_name} or fp32; remove the entry",
         )

@@ -7,22 +7,22 @@ Each rank holds of every such weight, all sharded along the first dimension:
     two moments     8 (fp32)            the optimizer
     fp8 shard       1                   all-gathered as it is for the forward and the backward pass
 
-Without the option the master's shard is cast to bf16, all-gathered at two bytes per element, and every rank casts the
-whole weight to fp8 for every micro-batch. With it each rank casts its own shard, once per step. Gradients are as
-before: unsharded in bf16, reduced in fp32. Norms, biases, embedding and lm_head stay fp32 shards of the same units.
+Without the option the master weight's shard is cast to bf16, all-gathered at two bytes per element, and every rank
+casts the unsharded weight to fp8 for every micro-batch. With it each rank casts its own shard, once per step. Gradients
+stay unsharded in bf16, reduced in fp32; norms, biases, embedding and lm_head stay fp32 shards of the same units.
 
 All shards of a weight have one scale:
 
     scale = largest fp8 number / amax of the master weight over all ranks / 2^margin
 
-computed after the step, with one collective for all weights, in both recipes. So a weight never exceeds its scale,
-which under delayed scaling's own rule it could; and the fp8 shards are a function of the master weights alone: a
-checkpoint needs nothing else to restore the same bits, and equals one written without this option.
+computed after the step, with one collective for all weights, in both recipes. So no weight exceeds its scale, as it
+could under delayed scaling's own rule, and the fp8 shards follow from the master weights alone: checkpoints equal those
+of runs without this option.
 
-Transformer Engine 2.20 supports such parameters: a DTensor whose local part is a `Float8Tensor` is gathered as bytes by
-FSDP2's extension points for tensor subclasses (`fsdp_pre_all_gather`), and `te.quantized_model_init` makes modules for
-them. Its optimizer is not used: under delayed scaling it would cast with the scale of past steps, and with current
-scaling it takes a collective for each weight.
+Transformer Engine 2.20 supports such parameters: FSDP2's extension point for tensor subclasses (`fsdp_pre_all_gather`)
+gathers a DTensor of `Float8Tensor` shards as bytes, and `te.quantized_model_init` makes modules for them. TE's
+optimizer is not used: under delayed scaling it casts with the scale of past steps, with current scaling it takes a
+collective for each weight.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Fp8Weights:
         self._weights.append(weight)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Let `optimizer`, which holds the master weights, step by the fp8 parameters' gradients and update these."""
+        """Let `optimizer`, over the master weights, use the fp8 parameters' gradients and update them."""
         optimizer.register_step_pre_hook(self._hand_over_gradients)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -123,20 +123,16 @@ class Fp8Weights:
 
 
 def scales_of(amax: Tensor, target: float) -> Tensor:
-    """Scales fp32 [n] that turn magnitudes `amax` fp32 [n] into `target`.
-
-    A weight of zeros has scale 1. One that is infinite has scale 0, which makes it NaN in fp8: training stops on it
-    instead of clipping it.
+    """Scales fp32 [n] that turn `amax` fp32 [n] into `target`: 1 for a weight of zeros; 0 for an infinite one, which
+    makes it NaN in fp8, so that training stops on it.
     """
     scales = torch.where(amax > 0, target / amax, 1.0)
     return scales.clamp(max=torch.finfo(torch.float32).max)
 
 
 def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optimizer) -> Fp8Weights:
-    """Replace the weights of `precision`'s fp8 modules, fp32 shards, by fp8 parameters.
-
-    The former become the master weights, which `optimizer` still holds. Collective; call it before the first forward
-    pass, which is when FSDP2 looks at its parameters.
+    """Replace the weights of `precision`'s fp8 modules, fp32 shards, by fp8 parameters; the former, which `optimizer`
+    holds, become the master weights. Collective; before the first forward pass, when FSDP2 reads its parameters.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
@@ -198,11 +194,10 @@ def _fp8_parameter(master: Any, quantizer: Any) -> Parameter:
 def _gather(
     pre_all_gather: Any, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: nn.Module, mp_policy: Any
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """`Float8Tensor.fsdp_pre_all_gather`, without transposes in the backward pass, as in the forward pass.
+    """`Float8Tensor.fsdp_pre_all_gather`, without transposes in the backward pass either.
 
-    TE would make the transpose at once and free the gathered weight in the backward pass. But activation checkpointing
-    recomputes the layer from the weight, and would then keep the transposes. The modules make a transpose where they
-    need one, and drop it; the gathered weight belongs to FSDP.
+    TE would make the transpose at once and free the gathered weight. Activation checkpointing recomputes the layer from
+    that weight, and would keep the transposes. Modules make a transpose where they need one, and drop it.
     """
     tensors, (scale_inv, _, _, fp8_dtype) = pre_all_gather(mesh, orig_size, contiguous_orig_stride, module, mp_policy)
     return tensors, (scale_inv, True, False, fp8_dtype)

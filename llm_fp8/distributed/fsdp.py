@@ -12,7 +12,7 @@ The embedding, the final norm and the lm_head form the outermost unit, gathered 
 not be in two.
 
 torch's `fully_shard` is called directly and not through `Accelerator.prepare`, which maps the optimizer's parameters by
-address: parameters on the meta device (so that no rank ever holds the whole model) all share one. Inputs of a unit are
+address: parameters on the meta device (so that no rank holds the unsharded model) all share one. Inputs of a unit are
 not cast (`cast_forward_inputs`): the rotary table has to stay fp32.
 """
 
@@ -94,10 +94,7 @@ class FsdpStrategy(DistributedStrategy):
         )
 
     def keep_in_fp8(self, precision: Precision) -> None:
-        """Let `prepare` turn the weights of `precision`'s fp8 modules into fp8 parameters (--fp8_params).
-
-        Call it before `shard`.
-        """
+        """Let `prepare` turn the weights of `precision`'s fp8 modules into fp8 parameters; call it before `shard`."""
         self._fp8_params = precision
 
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
@@ -121,7 +118,7 @@ class FsdpStrategy(DistributedStrategy):
         materialize_(model, self.parameter_device, self.accelerator.device)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
-        """Both as they are: the optimizer was built over the shards. Under --fp8_params these become master weights."""
+        """Returns its arguments: the optimizer was built over the shards, which --fp8_params makes master weights."""
         assert self._fp8_params is not None or not self.options.fp8_params, "keep_in_fp8 comes first"
         if self._fp8_params is not None:
             keep_weights_in_fp8(model, self._fp8_params, optimizer)
@@ -157,8 +154,7 @@ class FsdpStrategy(DistributedStrategy):
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
     """After a forward pass without gradients, free the unsharded parameters that a unit keeps for its backward pass.
 
-    They would be the model's parameters from then on, in the compute dtype, and an evaluation would leave them to a
-    checkpoint or an export.
+    After an evaluation they would be the model's parameters, in the compute dtype, in a checkpoint or an export.
     """
     if not torch.is_grad_enabled():
         for unit in units_of(model):

@@ -81,12 +81,11 @@ class MemorySavingReduceScatter:
     """FSDP2's reduce-scatter of a unit's gradients, with buffers from the backward pass's memory.
 
     PyTorch's allocator keeps memory by CUDA stream: what one stream freed, no other can use. FSDP2 allocates a rank's
-    gradient shards, 4 / N bytes for every parameter on N ranks, on the reduce-scatter's stream, when the stream of the
-    backward pass has already freed activations and unsharded gradients. Both then stay reserved. Allocated on the
-    stream of the backward pass, the shards take the place of these.
+    gradient shards (4 / N bytes per parameter on N ranks) on the reduce-scatter's stream, though the backward pass's
+    stream has just freed activations and unsharded gradients. Allocated on that stream, the shards take their place.
 
-    They can only if nothing else refers to the unsharded gradients. FSDP2 drops a unit's between its two allocations:
-    the buffer that it copies them to, and the shards. The main gradients that GEMMs accumulated
+    This needs the last reference to the unsharded gradients to be gone. FSDP2 drops its own between its two
+    allocations, the buffer that it copies them to and the shards; the main gradients that GEMMs accumulated
     (`llm_fp8.distributed.wgrad_fusion`) are released here, at the first.
 
     Args:
@@ -136,9 +135,8 @@ def use_memory_saving_reduce_scatter(model: nn.Module, stream: torch.cuda.Stream
 
 
 def materialize_(model: nn.Module, parameter_device: torch.device, buffer_device: torch.device) -> None:
-    """Give memory, contents undefined, to parameters that have none and move the others; buffers likewise.
-
-    DTensors go to `parameter_device`, everything else to `buffer_device`.
+    """Give memory, contents undefined, to parameters and buffers on the meta device and move the others: DTensors to
+    `parameter_device`, everything else to `buffer_device`.
     """
 
     def move(tensor: Tensor) -> Tensor:

@@ -16,17 +16,14 @@ TIMEOUT = datetime.timedelta(minutes=30)
 """How long a collective waits for a rank: the first one waits while the main rank tokenises a large dataset."""
 
 _LOST_PEER = re.compile(
-    r"connection (closed|reset) by peer|connection refused|broken pipe|socket closed|remote process exited|timed out "
-    r"waiting|"
-    r"watchdog caught collective|nccl communicator was aborted",
+    r"connection (closed|reset) by peer|connection refused|broken pipe|socket closed|remote process exited|"
+    r"timed out waiting|watchdog caught collective|nccl communicator was aborted",
     re.IGNORECASE,
 )
 
 
 def start_process_group(ranks: LaunchRanks) -> None:
-    """Join the other processes of the launch; nothing where no launcher started this one, or where it is done
-    already.
-    """
+    """Join the other processes of the launch; nothing without a launcher, or where it is done already."""
     if not ranks.launched or dist.is_initialized():
         return
     backend = "gloo"
@@ -37,8 +34,7 @@ def start_process_group(ranks: LaunchRanks) -> None:
     if store is None:
         dist.init_process_group(backend, timeout=TIMEOUT)
         return
-    # The launcher's store outlives a restart, and with it the addresses of processes that are gone: each attempt gets
-    # names of its own.
+    # The launcher's store outlives a restart, with the addresses of dead processes: each attempt has its own prefix.
     store.set_timeout(TIMEOUT)
     store = dist.PrefixStore(f"llm_fp8/attempt-{ranks.restart_count}", store)
     dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=ranks.rank, world_size=ranks.world_size)
@@ -52,8 +48,8 @@ def own_device() -> torch.device:
 def end_process_group(accelerator: Accelerator) -> None:
     """Leave the group, at the end of a run that ended well.
 
-    What still exchanges gradients is let go first: were DDP the last to hold the group, its destructor would wait for
-    threads of gloo that wait for Python's lock, which it holds.
+    DDP is freed first: were it the last to hold the group, its destructor would wait, with Python's lock, for threads
+    of gloo that wait for this lock.
     """
     accelerator.free_memory()
     if dist.is_initialized():
@@ -61,7 +57,7 @@ def end_process_group(accelerator: Accelerator) -> None:
 
 
 def largest(value: int) -> int:
-    """The largest `value` of all ranks; collective, between the hosts, without waiting for a GPU."""
+    """The largest `value` of all ranks; collective, on CPU tensors, so it waits for no GPU."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     tensor = torch.tensor([value])

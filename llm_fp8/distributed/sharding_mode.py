@@ -44,11 +44,8 @@ def choose_mode(
 ) -> ModeChoice:
     """What --sharding_mode means in this run.
 
-    Args:
-        config: the run's.
-        ranks: the launch's.
-        count_parameters: of the model; called where the choice depends on it.
-        gpu_memory_gib: of the smallest GPU; None on CPUs.
+    `count_parameters` (of the model) is called where the choice depends on it; `gpu_memory_gib`: of the smallest GPU,
+    None on CPUs.
     """
     asked = config.parallel.sharding_mode
     if asked != "auto":
@@ -82,19 +79,15 @@ def default_optimizer(mode: str) -> OptimizerKind:
 
 
 def _optimizer_under(mode: str, config: Config) -> OptimizerKind:
-    """The optimizer that a GPU would run in `mode`; adamw_8bit, which no fsdp mode takes, counts as their default
-    there.
-    """
+    """The optimizer that a GPU would run in `mode`; adamw_8bit, which no fsdp mode takes, counts as the default."""
     asked = config.optim.optimizer
     refused = asked == "adamw_8bit" and mode.startswith("fsdp")
     return default_optimizer(mode) if asked == "auto" or refused else asked
 
 
 def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config) -> float:
-    """Bytes per parameter that weights, gradients and optimizer state take on one GPU between micro-batches, where so
-    many GPUs hold one copy together.
-
-    Under LoRA these are the frozen weights alone; what the adapters take beside them is left out.
+    """Bytes per parameter of weights, gradients and optimizer state on one GPU between micro-batches, where
+    `num_shards` GPUs share a copy; under LoRA of the frozen weights alone.
     """
     if config.lora.lora_rank:
         if mode == "fsdp_offload":
@@ -104,17 +97,16 @@ def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config)
         share = _GATHERED_WEIGHT_BYTES / num_shards
         return share + (_GATHERED_WEIGHT_BYTES if mode == "fsdp_grad" else 0)
     if mode in _DEEPSPEED_BYTES:
-        split, whole = _DEEPSPEED_BYTES[mode]
-        return split / num_shards + whole
+        sharded, unsharded = _DEEPSPEED_BYTES[mode]
+        return sharded / num_shards + unsharded
     total = bytes_per_parameter(kind).total
     if not mode.startswith("fsdp"):
         return total
     if mode == "fsdp_offload":
         return 0.0
     gathered = _GATHERED_WEIGHT_BYTES if mode == "fsdp_grad" else 0
-    return (
-        total / num_shards + gathered + (_ACCUMULATED_GRADIENT_BYTES if keeps_unsharded_gradients(mode, config) else 0)
-    )
+    gradients = _ACCUMULATED_GRADIENT_BYTES if keeps_unsharded_gradients(mode, config) else 0
+    return total / num_shards + gathered + gradients
 
 
 def keeps_unsharded_gradients(mode: str, config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""The interface between the training loop and what spreads it over GPUs. The base class is one process, or DDP.
+"""How the training loop runs on several GPUs: the interface, whose base class is one process, or DDP.
 
 strategy = build_strategy(...)
 strategy.shard(model, layers)              parameters take their final form (FSDP), before weights are loaded
@@ -102,9 +102,7 @@ class DistributedStrategy:
         self.accelerator.backward(loss * self.accelerator.num_processes)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        """Clip to the global norm `max_norm` (0: no clipping), step, drop the gradients; returns the norm before
-        clipping, fp32.
-        """
+        """Clip to the global norm `max_norm` (0: none), step, drop the gradients; the norm before clipping, fp32."""
         self.accelerator.unscale_gradients()  # fp16 only
         norm = clip_and_step(optimizer, parameters, max_norm)
         optimizer.zero_grad(set_to_none=True)

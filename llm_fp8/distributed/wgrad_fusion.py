@@ -1,9 +1,8 @@
 """Fused weight-gradient accumulation: the wgrad GEMMs of later micro-batches add to the gradients of earlier ones.
 
-autograd adds a micro-batch's gradient to `.grad` with a kernel of its own, after the GEMM wrote it to a tensor of its
-own: 6 bytes of traffic for each bf16 element, and room for the new gradient. A GEMM can add on the way, D = A B + C
-with C and D the same buffer, the *main gradient*; Transformer Engine's linear modules offer this as
-`fuse_wgrad_accumulation`.
+autograd adds a micro-batch's gradient to `.grad` with another kernel after the GEMM: 6 bytes of traffic for each bf16
+element, and memory for the new gradient. A GEMM can add by itself, D = A B + C with C and D the same buffer, the *main
+gradient*: Transformer Engine's `fuse_wgrad_accumulation`.
 
 The life of a weight's gradient in a step of n micro-batches, and who owns it:
 
@@ -15,17 +14,15 @@ The life of a weight's gradient in a step of n micro-batches, and who owns it:
                                      autograd adds there            releases `main_grad`; `.grad` is then the shard
     4. clip, step, zero              `DistributedStrategy.step` and `llm_fp8.optim` own `.grad`, and drop it
 
-Nobody but step 2 sees `main_grad`: it is taken away after the micro-batch, or before the reduction, for it would keep
-the memory of dropped gradients. So no buffer is zeroed or kept between steps, and a step of one micro-batch is as
-without this.
+`main_grad` exists in step 2 alone: it is released after the micro-batch, or before the reduction, for it would keep the
+memory of dropped gradients. No buffer is zeroed or kept between steps; a step of one micro-batch is unchanged.
 
 On an H200 (cuBLAS 13) accumulating in bf16 gives autograd's bits: the GEMM rounds its result to bf16 before it adds.
 To an fp32 main gradient the results are added without being rounded to the compute dtype at all.
 
 What Transformer Engine 2.20 does (module/linear.py, layernorm_linear.py, layernorm_mlp.py):
-- `fuse_wgrad_accumulation` is read in the forward pass, also a recomputed one, `main_grad` in the backward pass.
-autograd
-  gets None for the weight. Frozen weights need no `main_grad`.
+- `fuse_wgrad_accumulation` is read in the forward pass, also a recomputed one, `main_grad` in the backward pass;
+  autograd gets None for the weight. Frozen weights need no `main_grad`.
 - With `is_first_microbatch=True` the GEMM overwrites. So gradients must be dropped after each step, as
   `DistributedStrategy.step` does, and `llm_fp8.precision.context` must say True in no later micro-batch. It does for
   the frozen model of a LoRA run, which has no weight gradients.
@@ -54,11 +51,9 @@ def in_grad(weight: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 class FusedWgradAccumulation:
-    """Lets the wgrad GEMMs of Transformer Engine's linear modules in `model` accumulate; without such modules it does
-    nothing.
+    """Lets the wgrad GEMMs of Transformer Engine's linear modules in `model`, if any, accumulate.
 
-    What waits for autograd to accumulate a weight's gradient (DDP's all-reduce, DeepSpeed, hooks) is not called for
-    these weights.
+    What waits for autograd to accumulate a gradient (DDP's all-reduce, DeepSpeed, hooks) is not called for them.
     """
 
     def __init__(self, model: nn.Module, find_main_grad: FindMainGrad = in_grad) -> None:

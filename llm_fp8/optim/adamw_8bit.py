@@ -8,19 +8,17 @@
 The step is that of `llm_fp8.optim.adamw_base`: moments are decoded, updated, used as they are and encoded again.
 
 Why not torchao 0.18's AdamW8bit(bf16_stochastic_round=True), whose format and arithmetic these are up to the rounding
-of fp32 operations (tests/optim/test_adamw_8bit.py). Memory (2.03 bytes of state per parameter) and training are equal:
-20 updates of -1e-5 on bf16 weights of about 0.02 move their mean by -2.00e-4 with either, and by -0.37e-4 rounded to
-nearest. The figure that decides is a step's time: for 14.8 billion parameters on an H200 ours takes 88 ms in
-`optimizer` where torchao's compiled step took 199, and 249 ms less of a step of 5,928 ms with its casts and the pass
-for clipping (`speed_table_14b_torchao_adamw.json` against `speed_table_h200.json`); a first step does not wait for a
-compilation per shape. Besides, a resumed run continues bit for bit, and ranks round alike (below).
+of fp32 operations (tests/optim/test_adamw_8bit.py): a step's time. For 14.8 billion parameters on an H200 ours takes 88
+ms in `optimizer`, torchao's compiled step 199, and with its casts and the pass for clipping 249 ms more of a step of
+5,928 ms (`speed_table_14b_torchao_adamw.json`, `speed_table_h200.json`). Memory and training are equal. Besides, no
+compilation per shape, bit-for-bit resumption, and ranks that round alike (below).
 
-Tensors of fewer than 4,096 elements, or of a number that 256 does not divide, keep plain moments, in fp32 (torchao: in
-the parameter's dtype). fp32 parameters are rounded to nearest.
+Tensors of fewer than 4,096 elements, or of a number that 256 does not divide, keep fp32 moments (torchao: in the
+parameter's dtype). fp32 parameters are rounded to nearest.
 
-Stochastic rounding. 16 random bits are added below a bf16 number's last bit, and what is left of them is cut off: the
-number goes away from zero with the probability of its distance. The bits belong to the place, not to a generator: those
-of elements 2i and 2i + 1 are the halves of
+Stochastic rounding. 16 random bits are added below a bf16 number's last bit and the rest is cut off: the number is
+rounded away from zero with the probability of its distance. The bits are a function of the place, not a generator's:
+those of elements 2i and 2i + 1 are the halves of
 
     x = i 0x9E3779B9 + key_1;   x ^= x >> 16;   x *= 0x7FEB352D;   x ^= (x >> 15) ^ key_2;   x *= 0x846CA68B;
     x ^= x >> 16
@@ -30,7 +28,7 @@ second key in its middle. The keys are a hash of the run's seed, the step and th
 and ranks that hold the same parameters do not drift apart.
 
 Two implementations give the same bits: a Triton kernel for CUDA tensors (`llm_fp8.optim.adamw_8bit_triton`), and torch
-for other devices, the reference that tests hold the kernel to.
+for other devices, to which tests hold the kernel.
 """
 
 from __future__ import annotations
@@ -79,14 +77,12 @@ def rounding_bits(key: Key, start: int, count: int, device: torch.device) -> Ten
 
 
 def _times(x: Tensor, factor: int) -> Tensor:
-    """The lower 32 bits of the product of numbers of 32 bits, int64, which holds each half's product."""
+    """The lower 32 bits of the product of 32-bit numbers, in int64."""
     return (x & 0xFFFF) * factor + ((x >> 16) * factor << 16 & 0xFFFFFFFF) & 0xFFFFFFFF
 
 
 def round_stochastically(numbers: Tensor, random: Tensor) -> Tensor:
-    """fp32 `numbers` in bf16, away from zero where `random`, int32 from 0 to 65535, carries into the upper half. NaN
-    stays NaN.
-    """
+    """fp32 `numbers` in bf16: away from zero where `random`, int32 from 0 to 65535, carries. NaN stays NaN."""
     bits = numbers.view(torch.int32).clamp(max=LARGEST_BITS)
     return ((bits + random) >> 16).to(torch.int16).view(torch.bfloat16)
 
@@ -115,59 +111,31 @@ def update_with_torch_(
         key: of `rounding_key`.
         coefficients: of this step.
     """
+    moments = ((exp_avg, exp_avg_scale, True), (exp_avg_sq, exp_avg_sq_scale, False))
     for start in range(0, weight.numel(), CHUNK_ELEMENTS):
-        chunk, blocks = (
-            slice(start, start + CHUNK_ELEMENTS),
-            slice(start // CODE_BLOCK, (start + CHUNK_ELEMENTS) // CODE_BLOCK),
+        stop = start + CHUNK_ELEMENTS
+        chunk, blocks = slice(start, stop), slice(start // CODE_BLOCK, stop // CODE_BLOCK)
+        m, v = (
+            moment.view(-1)[chunk] if scale is None else decode(moment.view(-1)[chunk], scale[blocks], signed)
+            for moment, scale, signed in moments
         )
-        _update_chunk_(
-            weight.view(-1)[chunk],
-            gradient.view(-1)[chunk],
-            exp_avg.view(-1)[chunk],
-            exp_avg_sq.view(-1)[chunk],
-            None
-            if exp_avg_scale is None or exp_avg_sq_scale is None
-            else (exp_avg_scale[blocks], exp_avg_sq_scale[blocks]),
-            gradient_scale,
-            key,
-            start,
-            coefficients,
-        )
-
-
-def _update_chunk_(
-    weight: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    scales: tuple[Tensor, Tensor] | None,
-    gradient_scale: Tensor | None,
-    key: Key,
-    start: int,
-    c: Coefficients,
-) -> None:
-    m, v = exp_avg, exp_avg_sq
-    if scales is not None:
-        m, v = decode(exp_avg, scales[0], signed=True), decode(exp_avg_sq, scales[1], signed=False)
-    m, v, update = moments_and_update(gradient, gradient_scale, m, v, c)
-    new_weight = weight.to(torch.float32) * c.decay - update
-    if weight.dtype == torch.bfloat16:
-        new_weight = round_stochastically(new_weight, rounding_bits(key, start, weight.numel(), weight.device))
-    weight.copy_(new_weight)
-    if scales is None:
-        exp_avg.copy_(m)
-        exp_avg_sq.copy_(v)
-        return
-    for moment, scale, new, signed in ((exp_avg, scales[0], m, True), (exp_avg_sq, scales[1], v, False)):
-        new_codes, new_scale = encode(new, signed)
-        moment.copy_(new_codes)
-        scale.copy_(new_scale)
+        m, v, update = moments_and_update(gradient.view(-1)[chunk], gradient_scale, m, v, coefficients)
+        part = weight.view(-1)[chunk]
+        new_weight = part.to(torch.float32) * coefficients.decay - update
+        if part.dtype == torch.bfloat16:
+            new_weight = round_stochastically(new_weight, rounding_bits(key, start, part.numel(), part.device))
+        part.copy_(new_weight)
+        for (moment, scale, signed), new in zip(moments, (m, v), strict=True):
+            if scale is None:
+                moment.view(-1)[chunk].copy_(new)
+            else:
+                new_codes, new_scale = encode(new, signed)
+                moment.view(-1)[chunk].copy_(new_codes)
+                scale[blocks].copy_(new_scale)
 
 
 class EightBitAdamW(GroupedAdamW):
-    """AdamW with 8-bit moments and stochastic rounding; see the module's docstring.
-
-    Sharded parameters (DTensor) are refused by a ValueError: blocks would straddle shards.
+    """AdamW with 8-bit moments and stochastic rounding. A DTensor raises ValueError: blocks would straddle shards.
 
     Args:
         params, lr, betas, eps, weight_decay: as in `GroupedAdamW`.

@@ -1,4 +1,4 @@
-"""What the AdamWs of this project share: coefficients, arithmetic, the loop over parameter groups, state of any dtype.
+"""The shared part of this project's AdamWs: coefficients, arithmetic, loop over parameter groups, state of any dtype.
 
 Step t of a group, in fp32, with g the gradient times `gradient_scale`, in the order of torch.optim.AdamW (Loshchilov
 and Hutter, arXiv 1711.05101):
@@ -27,8 +27,7 @@ CHUNK_ELEMENTS = 2**18
 
 
 class Coefficients(NamedTuple):
-    """The numbers of one step of one parameter group, in double precision; rounded to fp32 once, where they are
-    used."""
+    """The numbers of one step of one parameter group, in fp64; rounded to fp32 once, where they are used."""
 
     decay: float
     """1 - lr weight_decay"""
@@ -63,8 +62,7 @@ def moments_and_update(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The new m and v, and the update to subtract from the decayed parameter: fp32 of one shape, as `m` and `v` are.
 
-    One rounded operation at a time: torch's lerp, addcmul and addcdiv may or may not fuse theirs. In Triton:
-    `llm_fp8.optim.adamw_base_triton`.
+    One rounded operation at a time (torch's lerp, addcmul and addcdiv may fuse), as in `adamw_base_triton`.
 
     Args:
         gradient: bf16 or fp32.
@@ -86,20 +84,13 @@ class GroupedAdamW(Optimizer):
     Every group counts its steps in `group["step"]`, an int. Parameters must be contiguous; a gradient that is not is
     copied. Of sharded parameters (DTensor) each rank updates its shard.
 
-    Args:
-        params: parameters or groups of them; bf16 or fp32.
-        lr: learning rate, a float, which schedules may change between steps.
-        betas: decays of the moments, in [0, 1).
-        eps: added to the denominator.
-        weight_decay: decoupled weight decay.
-
-    Raises:
-        ValueError: an argument is out of range.
+    Arguments as of torch.optim.AdamW; `lr` is a float, which schedules may change between steps. An argument out of
+    range is a ValueError.
     """
 
     gradient_scale: Tensor | None
-    """Multiplies every gradient of the next step as it is read (fp32 scalar tensor on the parameters' device), so that
-    clipping costs no pass over the gradients. `step` resets it to None."""
+    """fp32 scalar tensor on the parameters' device that the next step multiplies every gradient by as it reads it: so
+    clipping takes no pass over the gradients. `step` resets it to None."""
 
     def __init__(
         self,
@@ -134,10 +125,8 @@ class GroupedAdamW(Optimizer):
         raise NotImplementedError
 
     def initialize_state(self) -> None:
-        """Create the state before the first step, moments of zero, where there is none.
-
-        Raises:
-            ValueError: a parameter is not contiguous, or neither bf16 nor fp32.
+        """Create the state, moments of zero, where there is none; ValueError where a parameter is not contiguous, or
+        neither bf16 nor fp32.
         """
         for group in self.param_groups:
             for parameter in group["params"]:

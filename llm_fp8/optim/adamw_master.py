@@ -17,16 +17,15 @@ and joins again, because the addition carried into the upper half exactly when t
 
     b = ((weight - (1 if remainder < 0 else 0)) << 16) | (remainder & 0xFFFF)
 
-This holds for every number, denormals and infinities included (a magnitude above bf16's largest by half a spacing shows
-as infinity and joins to the number that it was). Only NaN needs care: the GPU's own NaN is 0x7FFFFFFF, and the addition
-would carry into the sign and show a weight of -0. So every NaN is split as 0x7FC00000, which shows as NaN.
+This holds for every number, denormals and infinities included; numbers that round to bf16's infinity join to what they
+were. Only NaN needs care: the GPU's NaN is 0x7FFFFFFF, where the addition would carry into the sign and give a weight
+of -0. So every NaN is split as 0x7FC00000, whose weight is NaN.
 
 The step is that of `llm_fp8.optim.adamw_base`, with the master weight as x. m is rounded to bf16 for storage only; why
 it may be and v may not: docs/numerics.md.
 
 Two implementations give the same bits: a Triton kernel for CUDA tensors (`llm_fp8.optim.adamw_master_triton`), which
-moves 22 bytes per element and allocates nothing, and torch for other devices, the reference that tests hold the kernel
-to.
+moves 22 bytes per element and allocates nothing, and torch for other devices, to which tests hold the kernel.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     """An fp32 `master` as a bf16 weight, rounded to nearest with ties away from zero, and its int16 remainder."""
     bits = master.view(torch.int32)
-    bits = torch.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # every NaN; see the module's docstring
+    bits = torch.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # every NaN, as the module says
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
@@ -77,35 +76,19 @@ def update_with_torch_(
     """
     for start in range(0, weight.numel(), CHUNK_ELEMENTS):
         chunk = slice(start, start + CHUNK_ELEMENTS)
-        _update_chunk_(
-            weight.view(-1)[chunk],
-            None if remainder is None else remainder.view(-1)[chunk],
-            gradient.view(-1)[chunk],
-            exp_avg.view(-1)[chunk],
-            exp_avg_sq.view(-1)[chunk],
-            gradient_scale,
-            coefficients,
+        part, m_part, v_part = (tensor.view(-1)[chunk] for tensor in (weight, exp_avg, exp_avg_sq))
+        m, v, update = moments_and_update(
+            gradient.view(-1)[chunk], gradient_scale, m_part.to(torch.float32), v_part, coefficients
         )
-
-
-def _update_chunk_(
-    weight: Tensor,
-    remainder: Tensor | None,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    gradient_scale: Tensor | None,
-    c: Coefficients,
-) -> None:
-    m, v, update = moments_and_update(gradient, gradient_scale, exp_avg.to(torch.float32), exp_avg_sq, c)
-    exp_avg.copy_(m)
-    exp_avg_sq.copy_(v)
-    if remainder is None:
-        weight.copy_(weight * c.decay - update)
-    else:
-        new_weight, new_remainder = split_master(join_master(weight, remainder) * c.decay - update)
-        weight.copy_(new_weight)
-        remainder.copy_(new_remainder)
+        m_part.copy_(m)
+        v_part.copy_(v)
+        if remainder is None:
+            part.copy_(part * coefficients.decay - update)
+        else:
+            remainder_part = remainder.view(-1)[chunk]
+            master = join_master(part, remainder_part) * coefficients.decay - update
+            for target, new in zip((part, remainder_part), split_master(master), strict=True):
+                target.copy_(new)
 
 
 class MasterAdamW(GroupedAdamW):

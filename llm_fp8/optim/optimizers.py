@@ -82,32 +82,18 @@ def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
 
 
 def resolve_optimizer(requested: str, computes_bf16: bool, device_type: str) -> OptimizerKind:
-    """The optimizer that `--optimizer`, which `check_machine` let pass, means on this machine.
-
-    auto is adamw_master on a GPU where the run computes in bf16, and adamw_fp32 elsewhere. On a CPU adamw_master and
-    adamw_8bit are plain torch, for trials.
-
-    Args:
-        requested: value of `--optimizer`, 'auto' included.
-        computes_bf16: whether the forward pass computes in bf16, so that bf16 parameters lose nothing.
-        device_type: 'cuda', 'cpu', ...: where the parameters live.
+    """The optimizer that `--optimizer`, which `check_machine` let pass, means on this machine: auto is adamw_master on
+    a GPU in a run that computes in bf16, and adamw_fp32 elsewhere.
     """
-    on_gpu = device_type == "cuda"
-    if requested == "auto":
-        return "adamw_master" if on_gpu and computes_bf16 and _is_installed("triton") else "adamw_fp32"
-    return cast(OptimizerKind, requested)
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    if requested != "auto":
+        return cast(OptimizerKind, requested)
+    has_kernel = device_type == "cuda" and importlib.util.find_spec("triton") is not None
+    return "adamw_master" if has_kernel and computes_bf16 else "adamw_fp32"
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in at most two groups: matrices (embeddings too) with `weight_decay`, norms and biases (at
-    most 1-D) without; a parameter with two names (tied weights) counts once.
-
-    Raises:
-        ValueError: nothing is trainable.
+    """Trainable parameters, tied ones once, in at most two groups: matrices (embeddings too) with `weight_decay`, norms
+    and biases (at most 1-D) without. ValueError where nothing is trainable.
     """
     unique = {id(parameter): parameter for _, parameter in named_parameters if parameter.requires_grad}
     if not unique:
@@ -165,14 +151,11 @@ def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
 
 
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-    """Step with the gradients' global norm clipped to `max_norm`; returns the norm before, an fp32 scalar.
+    """Step with the gradients of `parameters` clipped to the global norm `max_norm` (0: no clipping); returns the norm
+    before clipping, an fp32 scalar.
 
     This project's AdamWs multiply by the clip factor as they read the gradients; for torch's these are scaled in place.
-
-    Args:
-        optimizer: plain or wrapped by Accelerate; fp16's gradients are unscaled already.
-        parameters: those that the norm is taken over; at least one has a gradient.
-        max_norm: 0 for no clipping.
+    fp16's gradients are unscaled already.
     """
     inner = _unwrap(optimizer)
     if isinstance(inner, GroupedAdamW):
