@@ -3,21 +3,20 @@
     output_dir/checkpoints/
       latest                     text: the name of the newest checkpoint's folder
       step-00000120/             named after the completed optimizer steps
-        __0_0.distcp ...         tensors, in torch.distributed.checkpoint's format: one file per rank
-        .metadata                that format's index
-        meta.json                what is not a tensor: step, fingerprint, position in the data, the caller's own entries
+        __0_0.distcp ...         tensors, in torch.distributed.checkpoint's (DCP's) format: one file per rank
+        .metadata                DCP's index, a pickle: load only checkpoints that you trust
+        meta.json                what is not a tensor: step, fingerprint, position in the data, the caller's entries
         manifest.json            every other file with its size (and SHA-256 if small); each tensor with shape and dtype
 
-A save writes all of this to `.tmp-step-00000120`, syncs files and folder to the disk, renames the folder and only then
-turns `latest` to it and deletes the oldest checkpoints beyond the limit. Renaming is atomic (POSIX rename), so a folder
-that is named `step-*` was complete when it got its name. Loading checks the manifest again all the same: disks fill,
-copies break off.
+A save writes to `.tmp-step-00000120`, syncs files and folder, renames the folder, points `latest` to it and deletes the
+oldest checkpoints beyond the limit. POSIX rename is atomic, so a folder named `step-*` was complete when it got its
+name. Loading checks the manifest all the same: disks fill, copies break off.
 
-Why torch.distributed.checkpoint: each rank writes the shards that it holds (DTensors of FSDP2) and a checkpoint can be
-read by another number of ranks; no rank ever gathers the model. Saving and loading are therefore collective: every rank
-calls `save` and `load`, with the same names. Its index is a pickle, so load only checkpoints that you trust; nothing of
-our own is pickled. Its writer runs with one thread: with several it loses the exceptions of all but the first, and a
-full disk would give a checkpoint with holes and no error.
+DCP lets each rank write its own shards (DTensors of FSDP2) and another number of ranks read them; no rank gathers the
+model. `save` and `load` are therefore collective, with the same names on every rank. Its writer runs with one thread:
+with several it loses the exceptions of all but the first, and a full disk would leave holes and no error. Background
+saves don't use `dcp.async_save`: its future covers the writing alone, and the manifest, the rename and the pruning must
+follow in the same thread, after all ranks have written.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -49,6 +48,9 @@ from torch.distributed.tensor import DTensor
 
 from llm_fp8.utils.errors import UserError
 
+if TYPE_CHECKING:
+    from llm_fp8.distributed.strategy import DistributedStrategy
+
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
@@ -57,24 +59,14 @@ LATEST = "latest"
 FORMAT_VERSION = 1
 RNG_PREFIX = "rng/"
 
-MORE_STATE = "engine"
-"""Folder in a checkpoint for what an engine saves itself."""
+STRATEGY_STATE = "engine"
+"""Folder in a checkpoint for what DeepSpeed's engine saves itself."""
 
 _META, _MANIFEST = "meta.json", "manifest.json"
 _STEP_PREFIX, _TEMPORARY_PREFIX, _REPLACED_PREFIX = "step-", ".tmp-", ".replaced-"
 _CHECKSUM_LIMIT_BYTES = 2**20
 _FREE_SPACE_MARGIN_BYTES = 2**20
 _DIFFERENCES_SHOWN = 3
-
-
-class MoreState(Protocol):
-    """State that is saved by its owner."""
-
-    def state_bytes(self) -> int:
-        """Bytes that `save_state` writes on all ranks together."""
-
-    def save_state(self, folder: Path) -> None:
-        """Write it to `folder`, brought to the disk; collective."""
 
 
 class CheckpointManager:
@@ -92,11 +84,11 @@ class CheckpointManager:
         self.folder = Path(output_dir) / "checkpoints"
         self.limit = limit
         self.is_main = is_main
-        self._background: BackgroundSave | None = None
+        self._background: _Background | None = None
         self._background_group: Any = None
 
     def clean_up(self) -> None:
-        """Remove what a killed save or deletion left behind. Call it at the start of a run; `save` does so too."""
+        """Remove what a killed save or deletion left behind, and undo a replacement that was cut off."""
         if not self.is_main or not self.folder.is_dir():
             return
         for replaced in self.folder.glob(f"{_REPLACED_PREFIX}*"):
@@ -112,15 +104,19 @@ class CheckpointManager:
                 temporary.unlink()
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], more: MoreState | None = None
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        strategy: DistributedStrategy | None = None,
     ) -> Path:
         """Write a checkpoint; collective.
 
         Args:
             step: completed optimizer steps.
             tensors: name -> tensor of any dtype and device; DTensors are saved shard by shard.
-            meta: entries for `meta.json`; must be fit for JSON and is the main process's.
-            more: writes what is no tensor by name, to a folder of its own in the checkpoint.
+            meta: the main process's entries for `meta.json`.
+            strategy: one that saves state itself (`save_state`), to a folder of its own in the checkpoint.
 
         Returns:
             The checkpoint's folder, complete and pointed to by `latest`. A checkpoint of the same step is replaced.
@@ -129,20 +125,19 @@ class CheckpointManager:
             UserError: the disk has no room. The checkpoints that were there stay, nothing half-written does.
         """
         self.finish()
-        return self._save(step, tensors, meta, group=None, more=more)
+        return self._save(step, tensors, meta, group=None, strategy=strategy)
 
     def save_in_background(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
-        """As `save`, but return once the tensors are copied to the host's memory; a thread writes the copies.
+        """As `save`, but return once the tensors are copied to the host; a thread writes the copies.
 
-        An earlier save is waited for first. Errors of the writing are raised by the next call of `save_in_background`
-        or `finish`.
+        Waits for an earlier save first. Write errors are raised by the next `save_in_background` or `finish`.
         """
         self.finish()
         if self._background_group is None and dist.is_initialized():
             self._background_group = dist.new_group(backend="gloo")  # the thread's collectives must not meet training's
         copies = {name: _host_copy(tensor) for name, tensor in tensors.items()}
         meta = json.loads(json.dumps(meta))  # a copy too
-        self._background = BackgroundSave(lambda: self._save(step, copies, meta, self._background_group))
+        self._background = _Background(lambda: self._save(step, copies, meta, self._background_group))
         return self.folder / f"{_STEP_PREFIX}{step:08d}"
 
     def finish(self) -> None:
@@ -157,14 +152,14 @@ class CheckpointManager:
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
         group: Any,
-        more: MoreState | None = None,
+        strategy: DistributedStrategy | None = None,
     ) -> Path:
         final = self.folder / f"{_STEP_PREFIX}{step:08d}"
         needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) + _FREE_SPACE_MARGIN_BYTES
-        if more is not None:
-            needed_bytes += more.state_bytes()
+        if strategy is not None:
+            needed_bytes += strategy.state_bytes()
         try:
-            self._write(final, needed_bytes, tensors, {**meta, "step": step}, group, more)
+            self._write(final, needed_bytes, tensors, {**meta, "step": step}, group, strategy)
         except BaseException as error:
             if self.is_main:
                 self.clean_up()
@@ -181,7 +176,7 @@ class CheckpointManager:
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
         group: Any,
-        more: MoreState | None,
+        strategy: DistributedStrategy | None,
     ) -> None:
         temporary = self.folder / f"{_TEMPORARY_PREFIX}{final.name}"
 
@@ -191,20 +186,21 @@ class CheckpointManager:
             if shutil.disk_usage(self.folder).free < needed_bytes:
                 raise OSError(errno.ENOSPC, "less free space than the checkpoint needs")
             temporary.mkdir()
-            if more is not None:
-                (temporary / MORE_STATE).mkdir()
+            if strategy is not None:
+                (temporary / STRATEGY_STATE).mkdir()
 
         def complete() -> None:
-            _write_json(temporary / _META, meta)
-            _write_json(temporary / _MANIFEST, _build_manifest(temporary, metadata))
+            _write_synced(temporary / _META, json.dumps(meta, indent=1) + "\n")
+            manifest = _build_manifest(temporary, metadata)
+            _write_synced(temporary / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
             _sync_folder(temporary)
             self._publish(temporary, final)
             self._prune(keep=final)
 
         self._on_main(prepare, final, group)
         metadata = _dcp_save(tensors, temporary, group)
-        if more is not None:
-            more.save_state(temporary / MORE_STATE)
+        if strategy is not None:
+            strategy.save_state(temporary / STRATEGY_STATE)
         self._on_main(complete, final, group)
 
     def _on_main(self, work: Callable[[], None], final: Path, group: Any) -> None:
@@ -224,9 +220,7 @@ class CheckpointManager:
             raise UserError(f"The checkpoint {final} could not be written: see the main process's message.")
 
     def _explained(self, error: BaseException, final: Path, needed_bytes: int) -> BaseException:
-        """The error to raise for a failed save: a sentence where the disk was full, Ctrl-C as itself, else the
-        error.
-        """
+        """The error to raise for a failed save: a `UserError` for a full disk, Ctrl-C as itself, else `error`."""
         causes = list(_causes(error))
         interrupt = next((cause for cause in causes if isinstance(cause, KeyboardInterrupt)), None)
         if interrupt is not None:
@@ -337,11 +331,7 @@ def has_checkpoint(output_dir: str | os.PathLike[str]) -> bool:
 
 
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """meta.json of a complete checkpoint: step and the caller's entries. Cheap; needs no model.
-
-    Raises:
-        UserError: the folder is not a complete checkpoint.
-    """
+    """meta.json of a complete checkpoint; `UserError` where it is not one."""
     folder = Path(path)
     _verify(folder)
     return _read_json(folder / _META)
@@ -352,38 +342,23 @@ def saved_names(path: str | os.PathLike[str]) -> list[str]:
     return list(_verify(Path(path))["tensors"])
 
 
-def check_compatible(
-    saved: Mapping[str, Any], current: Mapping[str, Any], may_differ: Collection[str] = ()
-) -> list[str]:
-    """Compare the fingerprint in a checkpoint with that of the run that wants to resume from it.
-
-    Args:
-        saved: what the checkpoint's meta holds, e.g. {"hidden_size": 2048, "optimizer": "adamw_master", ...}.
-        current: the same keys of this run; any values that JSON can hold.
-        may_differ: keys whose difference is fine but worth a line in the log (e.g. the fp8 recipe).
-
-    Returns:
-        One phrase for each difference among `may_differ`.
-
-    Raises:
-        UserError: any other key differs or is on one side only; the sentence lists all of them.
-    """
+def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise `UserError` naming every entry in which a checkpoint's fingerprint differs from the resuming run's."""
     current = json.loads(json.dumps(current))  # tuples become lists, as they did in the file
     different = [
-        key for key in {**saved, **current} if (key in saved, saved.get(key)) != (key in current, current.get(key))
+        f"{key} was {_shown(saved, key)} and is {_shown(current, key)}"
+        for key in {**saved, **current}
+        if (key in saved, saved.get(key)) != (key in current, current.get(key))
     ]
-    phrases = {key: f"{key} was {_shown(saved, key)} and is {_shown(current, key)}" for key in different}
-    refused = [phrases[key] for key in different if key not in may_differ]
-    if refused:
-        raise UserError(f"--resume_from: the checkpoint does not belong to this run: {'; '.join(refused)}.")
-    return [phrases[key] for key in different]
+    if different:
+        raise UserError(f"--resume_from: the checkpoint does not belong to this run: {'; '.join(different)}.")
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
     return repr(values[key]) if key in values else "absent"
 
 
-class BackgroundSave:
+class _Background:
     """A function that runs in a thread of its own; what it raises is raised by `wait`."""
 
     def __init__(self, work: Callable[[], object]) -> None:
@@ -399,14 +374,14 @@ class BackgroundSave:
             self._failure = error
 
     def wait(self) -> None:
-        """Wait for the end."""
+        """Wait for the thread, and raise what it raised."""
         self._thread.join()
         if self._failure is not None:
             raise self._failure
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, sharded as `tensor` is."""
+    """A copy on the CPU, sharded as `tensor` is."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor.to("cpu", copy=True)
@@ -417,7 +392,7 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _dcp_save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> Metadata:
-    """Write this rank's part of the tensors; returns the index of all ranks' tensors."""
+    """Write this rank's shards; returns the index of all ranks' tensors."""
     writer = dcp.FileSystemWriter(folder, thread_count=1, sync_files=True)  # one thread: see the module's docstring
     with _without_single_process_warning():
         return dcp.save(
@@ -426,7 +401,6 @@ def _dcp_save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> Metada
 
 
 def _dcp_load(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Copy the saved values into the tensors."""
     with _without_single_process_warning():
         dcp.load(_detached(tensors), storage_reader=dcp.FileSystemReader(folder), no_dist=not dist.is_initialized())
 
@@ -455,14 +429,14 @@ def _build_manifest(folder: Path, metadata: Metadata) -> dict[str, Any]:
 
 
 def _describe_file(path: Path) -> dict[str, Any]:
-    """Size of a file, and its SHA-256 if it is small: hashing 100 GB of tensors would take longer than writing them."""
+    """Size, and SHA-256 if small: hashing 100 GB of tensors would take longer than writing them."""
     size = path.stat().st_size
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if size <= _CHECKSUM_LIMIT_BYTES else None
     return {"bytes": size, "sha256": digest}
 
 
 def _verify(folder: Path) -> dict[str, Any]:
-    """The manifest of a complete checkpoint; `UserError` naming the first file that is not as it was written."""
+    """The manifest of a complete checkpoint; `UserError` naming the first file that differs from it."""
     if not folder.is_dir():
         raise UserError(f"--resume_from {folder}: no such folder.")
     if not (folder / _MANIFEST).is_file():
@@ -473,19 +447,15 @@ def _verify(folder: Path) -> dict[str, Any]:
             f"--resume_from {folder}: format {manifest.get('format')} is not {FORMAT_VERSION}, the one known here."
         )
     for name, want in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise UserError(f"--resume_from {folder} is damaged: {name} is missing; resume from another checkpoint.")
-        have = _describe_file(path)
-        if have["bytes"] != want["bytes"]:
-            raise UserError(
-                f"--resume_from {folder} is damaged: {name} has {have['bytes']} bytes instead of {want['bytes']}; "
-                "resume from another checkpoint."
-            )
-        if have["sha256"] != want["sha256"]:
-            raise UserError(
-                f"--resume_from {folder} is damaged: {name} has been changed; resume from another checkpoint."
-            )
+        have = _describe_file(folder / name) if (folder / name).is_file() else None
+        if have != want:
+            if have is None:
+                problem = "is missing"
+            elif have["bytes"] != want["bytes"]:
+                problem = f"has {have['bytes']} bytes instead of {want['bytes']}"
+            else:
+                problem = "has been changed"
+            raise UserError(f"--resume_from {folder} is damaged: {name} {problem}; resume from another checkpoint.")
     return manifest
 
 
@@ -527,10 +497,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"--resume_from {path.parent} is damaged: {path.name} is not valid JSON.") from error
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    _write_synced(path, json.dumps(values, indent=1) + "\n")
-
-
 def _write_synced(path: Path, text: str) -> None:
     with path.open("w") as file:
         file.write(text)
@@ -539,7 +505,7 @@ def _write_synced(path: Path, text: str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring the folder's entries (names) to the disk; syncing a file brings its contents only."""
+    """Sync the folder's entries (names); syncing a file covers its contents only."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -547,15 +513,11 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# Random states. All as integer tensors of fixed shape, so that they can be saved and loaded in place like any other
-# tensor.
-
-
 def rng_state(rank: int = 0) -> dict[str, Tensor]:
-    """The states of every random generator that training draws from, as tensors on the CPU.
+    """The states of every random generator that training draws from: Python's, numpy's, torch's CPU and current GPU's.
 
-    Python's `random`, numpy's global generator, torch's CPU generator and, where CUDA is available, the current GPU's.
-    Names carry the rank, because ranks differ (dropout, data) and a checkpoint holds them all.
+    Integer tensors of fixed shape on the CPU, so that they are saved and loaded in place like any other. Names carry
+    the rank, because ranks differ (dropout, data) and a checkpoint holds them all.
     """
     prefix = f"{RNG_PREFIX}rank-{rank}/"
     version, internal, gauss = random.getstate()
@@ -596,7 +558,7 @@ def restore_rng_state(states: Mapping[str, Tensor], rank: int = 0) -> None:
 
 
 def _optional_float_bits(value: float | None) -> tuple[int, int]:
-    """Whether there is a value, and its 64 bits as an integer (0 where there is none)."""
+    """(1, the value's 64 bits as an integer), or (0, 0) for None."""
     return (0, 0) if value is None else (1, struct.unpack("<q", struct.pack("<d", value))[0])
 
 

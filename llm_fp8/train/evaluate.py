@@ -1,4 +1,4 @@
-"""Held-out loss, in the same precision as training."""
+"""Eval loss, in the same precision as training."""
 
 from __future__ import annotations
 

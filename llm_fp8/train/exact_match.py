@@ -1,7 +1,7 @@
-"""Exact match: the share of held-out problems that the model answers right, and every answer it gave.
+"""Exact match: the share of held-out problems that the model answers correctly, and every answer it gave.
 
-The model gets a problem as training showed it (data/prompt.py), writes a solution greedily (generation.py), and the
-solution's final answer is held against the dataset's `expected_answer` (answers.py).
+The model gets a problem as in training (data/prompt.py), generates a solution greedily (generate.py), and the
+solution's final answer is compared with the dataset's `expected_answer` (answers.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from llm_fp8.utils.json_files import write_jsonl_atomic
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model made of one problem; `extracted` is None where the generated text has no final answer."""
+    """A model's answer to one problem; `extracted` is None where the generated text has no final answer."""
 
     row_id: int
     problem: str
@@ -56,12 +56,12 @@ class ExactMatchResult:
 
     @property
     def correct(self) -> list[bool]:
-        """Whether each was answered right, in the order of `row_ids`."""
+        """Whether each answer is correct, in the order of `row_ids`."""
         return [answer.correct for answer in self.answers]
 
     @property
     def num_correct(self) -> int:
-        """Problems answered right."""
+        """Number of correct answers."""
         return sum(self.correct)
 
     @property
@@ -86,14 +86,14 @@ def wilson_interval(num_successes: int, num_trials: int, confidence: float = 0.9
 
 
 def score(problem: Problem, generated: str) -> Answer:
-    """Hold a generated solution against the expected answer."""
+    """Compare a generated solution's final answer with the expected one."""
     extracted = extract_answer(generated)
     correct = answers_equal(extracted, problem.expected_answer)
     return Answer(problem.row_id, problem.problem, problem.expected_answer, generated, extracted, correct)
 
 
 def encode_problems(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The token ids to generate from, for each problem: those with which its training document would begin."""
+    """Each problem's prompt as token ids, as its training document would begin."""
     return [encode_prompt(problem.problem, tokenizer) for problem in problems]
 
 
@@ -116,11 +116,10 @@ def in_order(answers: Iterable[Answer]) -> ExactMatchResult:
 
 @dataclass(frozen=True)
 class ExactMatchEvaluation:
-    """Exact match of a model in training, whatever it is made of and however it is split: each rank answers its share
-    of the problems.
+    """Exact match of a model in training, under any sharding: each rank answers its share of the problems.
 
-    Each rank needs room for a whole copy of the model in bf16, for the time of the evaluation. Training's own model is
-    only read: its mode, the fp8 scales and the random state stay as they are.
+    Each rank holds a full bf16 copy of the model during the evaluation. The trained model is only read: its mode, fp8
+    scales and the random state don't change.
     """
 
     accelerator: Accelerator
@@ -128,7 +127,7 @@ class ExactMatchEvaluation:
     tokenizer: PreTrainedTokenizerBase
     problems: Sequence[Problem]
     full_tensor: Callable[[Tensor], Tensor]
-    """The whole of a parameter; may be collective."""
+    """Unshards a parameter; may be collective."""
     export_dtype: torch.dtype
     max_new_tokens: int
     folder: Path
@@ -136,34 +135,27 @@ class ExactMatchEvaluation:
     warn: Callable[[str], None]
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """The figures of `metrics.METRICS`; empty, with a warning, where a GPU's memory is not enough. Collective.
+        """Metrics as in `metrics.METRICS`; empty, with a warning, where GPU memory is short. Collective.
 
-        Every answer is written to eval_answers/step-<step>.jsonl in the run's folder.
+        Writes every answer to eval_answers/step-<step>.jsonl in the run's folder.
         """
         started = time.perf_counter()
         accelerator = self.accelerator
         if (missing := self._missing_memory_gib()) > 0:
-            self._skip(
-                step,
-                f"a copy of the model in bf16 and its KV cache lack {missing:.1f} GiB of GPU memory beside the "
-                "training",
-            )
-            return {}
+            needs = "a copy of the model in bf16 and its KV cache"
+            return self._skip(step, f"{needs} lack {missing:.1f} GiB of GPU memory beside the training")
         copied = copy_for_generation(self.model, self.full_tensor, self.export_dtype, accelerator.device)
         own = self.problems[accelerator.process_index :: accelerator.num_processes]
         answers: tuple[Answer, ...] | None = None
         try:
             answers = answer_problems(copied, self.tokenizer, own, self.max_new_tokens).answers
-        except (
-            torch.OutOfMemoryError
-        ):  # of this rank alone: generation is not collective, so that the others get as far as here
-            pass
+        except torch.OutOfMemoryError:
+            pass  # generation is not collective, so every rank reaches the check below
         del copied
         if accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
         if largest(int(answers is None)):
-            self._skip(step, "generation ran out of GPU memory beside the training")
-            return {}
+            return self._skip(step, "generation ran out of GPU memory beside the training")
         result = in_order(gather_object(list(answers or ())))
         if accelerator.is_main_process:
             records = [dataclasses.asdict(answer) for answer in result.answers]
@@ -175,7 +167,7 @@ class ExactMatchEvaluation:
         }
 
     def _missing_memory_gib(self) -> float:
-        """What the rank with least room lacks; 0 or less where every rank has enough, and on CPUs. Collective."""
+        """The largest shortage of any rank; 0 or less where every rank has enough, and on CPUs. Collective."""
         device = self.accelerator.device
         if device.type != "cuda":
             return 0.0
@@ -186,8 +178,7 @@ class ExactMatchEvaluation:
         torch.cuda.empty_cache()
         return largest(math.ceil(needed * GIB - torch.cuda.mem_get_info(device)[0])) / GIB
 
-    def _skip(self, step: int, reason: str) -> None:
-        self.warn(
-            f"WARNING: no exact match at step {step}: {reason}; evaluate the exported model with scripts/evaluate.py "
-            "instead."
-        )
+    def _skip(self, step: int, reason: str) -> dict[str, float]:
+        remedy = "evaluate the exported model with scripts/evaluate.py instead"
+        self.warn(f"WARNING: no exact match at step {step}: {reason}; {remedy}.")
+        return {}

@@ -1,13 +1,11 @@
 """Greedy generation: text for a list of prompts, with a KV cache, in batches padded on the left.
 
-It always runs in a plain Hugging Face model, in bf16 on a GPU and in fp32 on a CPU: what a user of the exported
-checkpoint runs. A model in training is copied into one first (`copy_for_generation`), tensor for tensor as an export
-would write it. The TE decoder could generate itself, but single tokens are not multiples of what fp8 kernels take, and
-its path for a KV cache is not a fast one.
+It always runs in a plain Hugging Face model, in bf16 on a GPU and in fp32 on a CPU, as a user of the exported
+checkpoint would. A model in training is copied into one first (`copy_for_generation`). The TE decoder doesn't generate
+itself: single tokens violate the shape multiples of fp8 kernels, and its KV cache path is slow.
 
-Of a batch, the rows' lengths decide which kernels run, and bf16 rounds differently in each: where two tokens are all
-but equally likely, a text can depend on the batch it was generated in. With the same prompts and batch size it does not
-change.
+Sequence lengths decide which kernels run, and bf16 rounds differently in each: where two tokens are almost equally
+likely, a text can depend on its batch. The same prompts and batch size give the same texts.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ def generation_dtype(device: torch.device) -> torch.dtype:
 
 
 def check_positions(prompts: Sequence[Sequence[int]], config: PretrainedConfig, max_new_tokens: int, flag: str) -> None:
-    """Raise `UserError` where the longest of `prompts` (token ids) and `max_new_tokens` more, which `flag` sets, are
-    beyond the model's positions.
+    """Raise `UserError` where the longest prompt (token ids) and `max_new_tokens`, which `flag` sets, exceed the
+    model's positions.
     """
     limit = getattr(config, "max_position_embeddings", None)
     longest = max(map(len, prompts))
@@ -61,32 +59,27 @@ def check_positions(prompts: Sequence[Sequence[int]], config: PretrainedConfig, 
 
 
 def memory_needed_gib(config: PretrainedConfig, num_parameters: int, num_tokens: int, device: torch.device) -> float:
-    """GPU memory that generation takes: weights of `num_parameters`, the keys and values of `num_tokens` tokens,
-    activations, and headroom.
+    """GPU memory of generation: weights, KV cache of `num_tokens` tokens, activations, and headroom.
 
-    Activations are largest where prompts pass through an MLP: three tensors as wide as its inside, and up to four as
-    wide as the model.
+    Activations peak in an MLP: three tensors of `intermediate_size` and up to four of `hidden_size`.
     """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cached = 2 * config.num_hidden_layers * heads * head_dim
     in_a_layer = 3 * config.intermediate_size + 4 * config.hidden_size
-    return (num_parameters + (cached + in_a_layer) * num_tokens) * generation_dtype(
-        device
-    ).itemsize / GIB + HEADROOM_GIB
+    num_elements = num_parameters + (cached + in_a_layer) * num_tokens
+    return num_elements * generation_dtype(device).itemsize / GIB + HEADROOM_GIB
 
 
 def copy_for_generation(
     model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor], export_dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """A Hugging Face model on `device` with the weights of `model`, which may be a TE model, rounded as its export
-    would be.
+    """A Hugging Face model on `device` with the weights of `model` (TE or Hugging Face), rounded as in its export.
 
-    `full_tensor` gives the whole of a parameter; collective where that is. Leaves the random state alone.
+    `full_tensor` unshards a parameter; collective where that is. Leaves the random state alone.
     """
-    config = type(model.config).from_dict(
-        model.config.to_dict()
-    )  # what an export keeps, without the training's attention
+    # As an export keeps it, without training's attention implementation.
+    config = type(model.config).from_dict(model.config.to_dict())
     # Buffers on the CPU, as loading an exported model computes them.
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
         copied: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=generation_dtype(device))
@@ -110,11 +103,10 @@ def generate_greedy(
     max_new_tokens: int,
     batch_size: int = GENERATION_BATCH_SIZE,
 ) -> list[str]:
-    """What `model` writes after each of `prompts` (token ids), up to the tokenizer's EOS or `max_new_tokens`, special
-    tokens left out.
+    """Greedy continuations of `prompts` (token ids) up to the tokenizer's EOS or `max_new_tokens`, without special
+    tokens.
 
-    Replaces the model's generation config: sampling, penalties and further stop tokens that a checkpoint may bring do
-    not apply.
+    Replaces the model's generation config: a checkpoint's sampling, penalties and further stop tokens don't apply.
     """
     pad = pad_token_id(tokenizer)
     model.generation_config = GenerationConfig(
@@ -126,7 +118,7 @@ def generate_greedy(
         use_cache=True,
     )
     generate: Callable[..., Tensor] = model.generate  # type: ignore[assignment]
-    # Rows of similar length together: little padding.
+    # Prompts of similar length together: little padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
     texts = [""] * len(prompts)
     for first in range(0, len(order), batch_size):

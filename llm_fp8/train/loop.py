@@ -1,15 +1,13 @@
-"""The training loop, once, for one process or many.
-
-One optimizer step, in the order of the mathematics. The global batch is cut into micro-batches m = 1..M on each of R
-ranks; C counts the supervised tokens of all of them. With L_m the summed cross entropy of a micro-batch,
+"""The training loop, for one process or many. The global batch is cut into micro-batches m = 1..M on each of R ranks;
+C counts the supervised tokens of all of them. With L_m the summed cross entropy of a micro-batch,
 
     loss = (1 / C) * sum over ranks and m of L_m        gradient = d loss / d weights
 
-so the loss is the mean over real, supervised tokens however the batch is cut. Whatever a way of sharding divides
-gradients by, its strategy (llm_fp8.distributed) undoes.
+so the loss is the mean over supervised tokens however the batch is cut. Where a sharding mode averages gradients over
+ranks, its strategy (llm_fp8.distributed) undoes the division.
 
-Numbers stay on the device. Every `log_every` steps (and before anything is saved or evaluated) they are read at once;
-that read is also where a loss or norm that is not finite ends the run, before it can reach a checkpoint.
+Losses and norms stay on the device. They are read together every `log_every` steps and before a save or an evaluation;
+a non-finite one ends the run there, before it can reach a checkpoint.
 """
 
 from __future__ import annotations
@@ -41,42 +39,36 @@ from llm_fp8.utils.errors import UserError
 
 
 class NonFiniteLoss(UserError):
-    """The loss or the gradient norm was not finite; the message says at which step and in which rows."""
+    """A non-finite loss, gradient norm or weight; the message names the step and, if known, the dataset rows."""
 
 
 class Callbacks(Protocol):
     """What the loop calls between steps."""
 
     def after_first_step(self) -> None:
-        """Called once, when the first step of this process is submitted: what runs is known by then, its numbers are
-        not.
-        """
+        """After this process's first step is submitted; its loss is not read yet."""
 
     def after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Called after the step that `LoopOptions.profile_step` names, which took so many micro-batches on each
-        rank; on every rank.
-        """
+        """After `LoopOptions.profile_step`, on every rank; `num_micro_batches` is per rank."""
 
     def after_report(self, step: int) -> None:
-        """Called when the numbers of all steps up to `step` are reported, which --log_every asked for or what
-        follows; on every rank.
-        """
+        """After all steps up to `step` are reported, on every rank."""
 
     def evaluate(self, step: int) -> None:
-        """Evaluate and report; all numbers so far are read and finite."""
+        """Evaluate and report; all losses so far are finite."""
 
     def save(self, step: int) -> Path:
-        """Write a checkpoint and return its folder; all numbers so far are read and finite."""
+        """Write a checkpoint and return its folder; all losses so far are finite."""
 
 
 class StepClock:
-    """Time stamps in the stream of work: CUDA events on a GPU (no synchronisation), the host's clock elsewhere."""
+    """Time stamps: CUDA events on a GPU (no synchronisation), `time.perf_counter` elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
 
     def stamp(self) -> Any:
-        """A stamp behind the work submitted so far."""
+        """A stamp after the work submitted so far."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -90,7 +82,7 @@ class StepClock:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """An optimizer step whose numbers are still on the device."""
+    """An optimizer step whose loss, norm and token counts are still on the device."""
 
     step: int
     epoch: float
@@ -120,7 +112,7 @@ class LoopOptions:
 
 @dataclass
 class TrainingLoop:
-    """Takes optimizer steps and keeps count. `step` and `tokens_seen` are set by whoever resumes a run."""
+    """Takes optimizer steps. A resumed run starts with its checkpoint's `step` and `tokens_seen`."""
 
     accelerator: Accelerator
     strategy: DistributedStrategy
@@ -138,7 +130,7 @@ class TrainingLoop:
     tokens_seen: int = 0
     last_checkpoint: Path | None = None
     first_step_s: float | None = None
-    """Of this process's first step; None until its numbers are read."""
+    """Seconds of this process's first step; None until it is reported."""
 
     def __post_init__(self) -> None:
         self._clock = StepClock(self.accelerator.device)
@@ -146,7 +138,7 @@ class TrainingLoop:
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._pending: list[PendingStep] = []
         self._profile_figures: dict[int, dict[str, float]] = {}
-        """By step: what belongs to its record."""
+        """By step: the profile's entries of its record."""
 
     def train(self, callbacks: Callbacks, stop_requested: Callable[[], bool], until: int | None = None) -> None:
         """Train to step `until` (default: `total_steps`), or until `stop_requested()`, which saves a checkpoint too.
@@ -155,7 +147,7 @@ class TrainingLoop:
         options = self.options
         end = options.total_steps if until is None else until
         if self.step >= end:
-            return  # Resumed behind the last step, for what follows it.
+            return  # resumed after the last step, for evaluation and export
         self.model.train()
         first = self.step + 1
         stamp = self._restart_clocks()
@@ -187,17 +179,15 @@ class TrainingLoop:
                 stamp = self._restart_clocks()  # Their time is not the next step's.
 
     def _after_profiled_step(self, profile: StepProfile, callbacks: Callbacks, num_micro_batches: int) -> Any:
-        """Report the recorded step and hand it over; returns a new stamp, because recording is neither training's
-        time nor its energy.
-        """
+        """Report the profiled step and call back; returns a new stamp, so that time and energy leave profiling out."""
         self._profile_figures[self.step] = profile.figures()
         self.energy.restart(self.step)
-        self._read_pending()  # The hook may end the run: what was trained is reported before.
+        self._read_pending()  # the callback may end the run
         callbacks.after_profiled_step(profile, num_micro_batches)
         return self._restart_clocks()
 
     def _restart_clocks(self) -> Any:
-        """Let step time and energy begin here, where the GPU has nothing left to do; returns the stamp."""
+        """Restart step time and energy while the GPU is idle; returns the stamp."""
         self.energy.restart(self.step)
         return self._clock.stamp()
 
@@ -210,7 +200,7 @@ class TrainingLoop:
         tokens = self._count_tokens(batches)
         num_supervised = tokens[2].clamp(min=1)
         loss_sum = torch.zeros((), device=device)
-        # The weight casts of the first micro-batch serve the others; with a single one there are no others.
+        # The other micro-batches reuse the weight casts of the first.
         caches_casts = strategy.caches_weight_casts and len(batches) > 1
         for number, batch in enumerate(batches, start=1):
             with strategy.micro_batch(self.model, last=number == len(batches)):
@@ -239,16 +229,14 @@ class TrainingLoop:
         return end
 
     def _count_tokens(self, batches: list[Batch]) -> Tensor:
-        """The token counts of the step over all micro-batches and ranks, int64 [4] as in `PendingStep`, on the
-        device.
-        """
+        """`PendingStep.tokens`, on the device."""
         device = self.accelerator.device
-        # From page-locked memory, as the batches: any other copy would wait for all the work that the GPU has left.
+        # Pinned, as the batches: a pageable copy would wait for all work queued on the GPU.
         on_host = torch.tensor(dataclasses.astuple(count_tokens(batches)), pin_memory=device.type == "cuda")
         return self.accelerator.reduce(on_host.to(device, non_blocking=True), reduction="sum")
 
     def _read_pending(self) -> None:
-        """Bring the numbers of the steps since the last call to the host, check them and report them."""
+        """Copy the results of the steps since the last call to the host, check and report them."""
         if not self._pending:
             return
         pending, self._pending = self._pending, []
@@ -284,7 +272,7 @@ class TrainingLoop:
         self.reporter.steps(records)
 
     def _memory(self) -> dict[str, float]:
-        """Peak memory of this rank and, where there are several, of the one that needs most; collective."""
+        """Peak memory of this rank and, of several, the largest over ranks; collective."""
         memory = memory_metrics(self.accelerator.device)
         if memory and self.accelerator.num_processes > 1:
             peaks = self.accelerator.gather(torch.tensor([memory["peak_memory_gib"]], device=self.accelerator.device))
@@ -292,9 +280,7 @@ class TrainingLoop:
         return memory
 
     def require_finite_weights(self) -> None:
-        """Raise `NonFiniteLoss` where the update after the last finite loss left weights that are not finite;
-        collective.
-        """
+        """Raise `NonFiniteLoss` where the update after the last finite loss left non-finite weights; collective."""
         local = [self.strategy.local_tensor(p) for p in self._parameters]
         total = torch.stack(torch._foreach_norm(local, 1, dtype=torch.float32)).sum()
         if not math.isfinite(self.accelerator.reduce(total, reduction="sum").item()):
@@ -309,7 +295,7 @@ class TrainingLoop:
         return f"The last good checkpoint is {self.last_checkpoint}."
 
     def _require_finite(self, taken: PendingStep, loss: float, grad_norm: float) -> None:
-        # fp16's loss scaling meets overflowing gradients by design: the scaler skips such a step and lowers the scale.
+        # fp16 loss scaling expects overflows: the scaler skips such a step and lowers the scale.
         if math.isfinite(loss) and (math.isfinite(grad_norm) or self.accelerator.scaler is not None):
             return
         rows = ", ".join(map(str, taken.row_ids[:16])) + (", ..." if len(taken.row_ids) > 16 else "")

@@ -1,24 +1,20 @@
 """Scales of delayed scaling before the first step.
 
-Delayed scaling takes a tensor's scale from the maxima of past passes, and before the first there is none: the scale is
-1. Forward that costs some digits. Backward it costs the gradient: of a loss that is a mean over tens of thousands of
-   tokens, gradients of activations lie below 1e-5, which in
-E5M2 is nothing. What is left of the first step's gradient is what reached the weights past the fp8 products, and AdamW,
-which divides by the gradient's own size, makes a whole update of it.
+Delayed scaling takes a tensor's scale from the amax history of past passes; before the first pass the scale is 1. In
+forward that costs some precision. In backward it costs the gradient: the loss is a mean over tens of thousands of
+tokens, so gradients of activations lie below 1e-5 and underflow in E5M2. Only gradients that bypass the fp8 GEMMs
+would reach the weights, and AdamW, which normalises by the gradient's size, would make full updates of them.
 
-So the first micro-batch passes forward and backward before training, and its gradients are dropped. One pass is not
-enough:
+So the first micro-batch runs forward and backward several times before training, and its gradients are dropped:
 
-    pass 1        scales of weights, activations, and the gradients of attention's output projection and of fc2: the
-                  gradient that reaches a layer's second product from behind comes right through the residual stream
-    pass 2        those of the fused q, k and v projection and of fc1, whose gradients come out of the second
-                  products, which were nothing so far
-    pass 3 and on the residual stream's gradient, to which the layers now add their part, grows from layer to layer;
-    where it exceeds its scale it is
-                  cut off, and the layers before it see too little
+    pass 1         scales of weights, activations, and the output gradients of attention's projection and of fc2, which
+                   come through the residual stream
+    pass 2         scales of the output gradients of qkv and fc1, which come out of those layers' dgrads and were zero
+    pass 3 and on  the residual stream's gradient, to which the layers now contribute, grows from layer to layer; where
+                   it exceeds its scale it saturates, and earlier layers see too little
 
-The more layers there are and the more they add, the longer it goes on; with 32 layers nothing changes after the fifth
-pass (`tests/train/test_scale_warmup.py`). Recipes that take scales from the tensor itself need none of it.
+With 32 layers nothing changes after the fifth pass (`tests/train/test_scale_warmup.py`). Recipes that take scales from
+the current tensor need none of this.
 """
 
 from __future__ import annotations
@@ -40,35 +36,32 @@ PASSES = 5
 
 
 def supervised_tokens_per_process(accelerator: Accelerator, batches: Sequence[Batch]) -> float:
-    """Supervised tokens of a step, of which `batches` are this process's share, over the number of processes.
-    Collective.
+    """Mean over processes of the supervised tokens in `batches`, a step's micro-batches; collective.
 
-    The number by which a summed loss is divided before its backward pass: `llm_fp8.train.loop` divides by all of them,
-    and `DistributedStrategy.backward` multiplies by the number of processes, whose gradients are averaged.
+    The loop divides a summed loss by the tokens of all processes, and `DistributedStrategy.backward` multiplies by
+    their number: together, a division by this mean.
     """
     count = torch.tensor(float(sum(batch.num_supervised_tokens for batch in batches)), device=accelerator.device)
     return float(accelerator.reduce(count, reduction="mean"))
 
 
 def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Batch, num_supervised: float) -> None:
-    """Pass `batch` forward and backward as often as scales need; weights, gradients (there are none) and random numbers
-    stay as they were.
+    """Run `batch` forward and backward `PASSES` times; weights and random state stay as they were, gradients None.
 
-    With `precision.scales_lag` False nothing happens. Collective where scales or parameters belong to several ranks.
+    Does nothing unless `precision.scales_lag`. Collective where scales or parameters are shared by ranks.
 
     Args:
-        model: before it is wrapped by what exchanges gradients, or with parameters that FSDP splits.
+        model: not yet wrapped by DDP or DeepSpeed, or sharded by FSDP.
         precision: attached to it.
         batch: a micro-batch, on the device.
-        num_supervised: of `supervised_tokens_per_process`. The size of gradients depends on it; maxima that are too
-            large would stay in the history, and underflow with them, for as many steps as it is long.
+        num_supervised: from `supervised_tokens_per_process`. It sets the gradients' size; an amax that is too large
+            would stay in the history, and make gradients underflow, for the history's length in steps.
     """
     if not precision.scales_lag:
         return
     device = batch.input_ids.device
     model.train()
-    # Each gradient goes at once: together they can be more than training keeps of them on one rank (DeepSpeed's stages
-    # 2 and 3).
+    # Each gradient is freed at once: all of them may be more than one rank holds in training (ZeRO 2 and 3).
     hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in model.parameters() if p.requires_grad]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for _ in range(PASSES):
@@ -84,16 +77,16 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def prepare_with_scales(
-    strategy: DistributedStrategy, model: TrainingModel, optimizer: Optimizer, find: Callable[[], None]
+    strategy: DistributedStrategy, model: TrainingModel, optimizer: Optimizer, warm_up: Callable[[], None]
 ) -> tuple[nn.Module, Any]:
-    """`strategy.prepare`, with `find`, which calls `warm_up_delayed_scales`, at the right moment.
+    """`strategy.prepare`, with `warm_up`, which calls `warm_up_delayed_scales`, at the right moment.
 
-    What DDP and DeepSpeed wrap takes every backward pass for training's; parameters that FSDP splits have their final
-    form only behind `prepare`.
+    DDP and DeepSpeed take every backward pass for training's, so it runs before they wrap the model; FSDP's sharded
+    parameters have their final form only after `prepare`.
     """
     if not strategy.shards_parameters:
-        find()
+        warm_up()
     prepared = strategy.prepare(model, optimizer)
     if strategy.shards_parameters:
-        find()
+        warm_up()
     return prepared

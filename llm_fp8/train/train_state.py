@@ -23,7 +23,7 @@ from llm_fp8.precision.context import Precision
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.torchao import refresh_scales_, unwrapped_shard
 from llm_fp8.train.checkpoint import (
-    MORE_STATE,
+    STRATEGY_STATE,
     CheckpointManager,
     check_compatible,
     read_meta,
@@ -165,7 +165,7 @@ class RunState:
     def restore(self, path: Path, optimizer: Any) -> tuple[int, int]:
         """Put everything back as it was; returns the step and the tokens seen."""
         if self.strategy.saves_itself:
-            self.strategy.load_state(path / MORE_STATE)
+            self.strategy.load_state(path / STRATEGY_STATE)
         else:
             initialize_state(optimizer)
         rank = self.accelerator.process_index

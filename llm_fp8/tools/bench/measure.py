@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -15,11 +15,13 @@ from llm_fp8.observability.metrics import GIB, DecoderSize, StepTokens, device_p
 from llm_fp8.observability.nvml import GpuStateSampler
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.observability.step_profile import profiled
-from llm_fp8.tools.bench.baselines import HfTraining
-from llm_fp8.tools.bench.ours import OurTraining
-from llm_fp8.tools.bench.variant_names import Variant
-from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.utils.te_import import forget_delayed_scales
+
+if TYPE_CHECKING:  # scripts/benchmark.py answers --help without importing models
+    from llm_fp8.tools.bench.baselines import HfTraining
+    from llm_fp8.tools.bench.ours import OurTraining
+    from llm_fp8.tools.bench.variant_names import Variant
+    from llm_fp8.tools.bench.workload import Workload
 
 
 def measure(work: Workload, variant: Variant, warmup: int, device: torch.device) -> dict[str, Any]:
