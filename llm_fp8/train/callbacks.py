@@ -1,4 +1,4 @@
-"""What a run does between its steps, when the loop calls: says, judges, evaluates, saves."""
+"""What a run does between steps: report, certify, evaluate, save."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llm_fp8.utils.json_files import write_json_atomic
 
 @dataclasses.dataclass(frozen=True)
 class RunCallbacks:
-    """What the loop asks for between steps."""
+    """`llm_fp8.train.loop.Callbacks` of a run."""
 
     setup: TrainingSetup
     state: RunState
@@ -35,7 +35,7 @@ class RunCallbacks:
     results: RunResults
 
     def after_first_step(self) -> None:
-        """Say which attention kernels run, and warn of the slow ones."""
+        """Print the attention backend, and warn of the slow one."""
         if not self.setup.plan.config.model.use_te:
             return
         backend = self.results.attention_backend = te_llama.attention_backend(self.state.model)
@@ -49,15 +49,13 @@ class RunCallbacks:
             self.loop.reporter.print(f"attention: {backend}")
 
     def after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Say and keep what the recorded step showed, and judge it."""
+        """Print and keep the profile, and judge it."""
         self.results.recorded = profile
         self.loop.reporter.print(profile.describe())
         self._judge(profile, num_micro_batches)
 
     def after_report(self, step: int) -> None:
-        """Once, when there are steps to tell it by: say if the GPU is idle. The run says so at its end too, which may
-        be hours away.
-        """
+        """Once, after enough steps: say if the GPU is idle. The end of the run says so too, but may be hours away."""
         results, options, reporter = self.results, self.loop.options, self.loop.reporter
         enough = options.profile_step + WARMUP_STEPS <= step < options.total_steps
         if results.recorded is None or results.has_looked_for_gpu_idle or not enough:
@@ -78,15 +76,13 @@ class RunCallbacks:
         loop.reporter.evaluation({"step": step, **figures})
 
     def save(self, step: int) -> Path:
-        """A checkpoint."""
+        """Write a checkpoint."""
         path = self.state.save(self.loop)
         self.loop.reporter.print(f"saving {path} in the background" if self.state.background else f"saved {path}")
         return path
 
     def _judge(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Judge the recorded step and keep the verdict; `FailedCheck` on every rank where any rank's step is not
-        what was asked for.
-        """
+        """Certify the profiled step; `FailedCheck` on every rank where any rank's step failed."""
         setup, plan, reporter = self.setup, self.setup.plan, self.loop.reporter
         attention = self.results.attention_backend or setup.attention
         own = certify(

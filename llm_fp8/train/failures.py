@@ -1,4 +1,4 @@
-"""What ends a run without being anybody's mistake in the options: said in a sentence with what to do."""
+"""Failures of the machine (GPU memory, disk, a lost process) as one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -22,12 +22,7 @@ _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EP
 
 @contextlib.contextmanager
 def explained_failures(folder: Path, out_of_memory_advice: Callable[[], str]) -> Iterator[None]:
-    """Turn running out of GPU memory or of disk, or losing another process, into a `UserError`.
-
-    Args:
-        folder: of the run.
-        out_of_memory_advice: called when the GPU's memory was not enough.
-    """
+    """Turn running out of GPU memory or disk, or losing another process, into a `UserError`; `folder` is the run's."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -49,34 +44,30 @@ def explained_failures(folder: Path, out_of_memory_advice: Callable[[], str]) ->
         ) from error
 
 
-# --- memory ----------------------------------------------------------------------------------------------
-# What to say when the GPU's memory is not enough: where it went and what would fit.
-
 _RESERVE_GIB = 3.0
-"""Left to CUDA's context, libraries' workspaces and gaps between blocks."""
+"""Reserved for the CUDA context, library workspaces and fragmentation."""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The GPU's memory at the time of the failure."""
+    """GPU memory at the time of the failure."""
 
     total_gib: float
     peak_gib: float
-    """Most that tensors held."""
+    """Peak allocated."""
     resident_gib: float
-    """What they held before the step: weights and, after the first step, optimizer state. 0 where training had not
-    begun.
-    """
+    """Allocated before the step: weights and, after the first step, optimizer state; 0 before training."""
 
 
 def out_of_memory_advice(
     config: Config, kind: OptimizerKind, num_parameters: int, use: MemoryUse, mode: str = "single", num_shards: int = 1
 ) -> str:
-    """A sentence or two for a `UserError`: what takes the memory, and options that would fit, as far as the failure
-    tells.
+    """The message of a `UserError`: what takes the memory, and options that would fit.
 
-    `mode` is that of --sharding_mode in effect, or 'single'; `num_shards` as in `DistributedStrategy.num_shards`; `use`
-    is of the GPU that failed.
+    Args:
+        use: of the GPU that failed.
+        mode: the effective --sharding_mode, or 'single'.
+        num_shards: as in `DistributedStrategy.num_shards`.
     """
     standing_gib = num_parameters * state_bytes(mode, kind, num_shards, config) / GIB
     lean_gib = num_parameters * bytes_per_parameter("adamw_8bit").total / GIB
@@ -106,21 +97,21 @@ def out_of_memory_advice(
 def _smaller_batch(
     config: Config, kind: OptimizerKind, num_parameters: int, use: MemoryUse, standing_gib: float
 ) -> list[str]:
-    """The largest --batch_size that may fit, at the same global batch; empty where none is known to.
+    """The largest --batch_size that may fit at the same global batch; empty where none is known to.
 
-    The step failed before it had all it wanted, so what a row takes is at least its share of what the step had got.
+    The step failed before it had all it needed, so a sequence takes at least its share of what was allocated.
     """
-    rows_asked = config.data.batch_size
+    asked = config.data.batch_size
     gradients_gib = 0.0 if config.lora.lora_rank else num_parameters * bytes_per_parameter(kind).gradient / GIB
     activations_gib = use.peak_gib - use.resident_gib - gradients_gib
     room_gib = use.total_gib - standing_gib - _RESERVE_GIB
     if not use.resident_gib or room_gib <= 0:
         return []
-    fitting = rows_asked - 1
+    fitting = asked - 1
     if activations_gib > 0:
-        fitting = min(fitting, int(room_gib / activations_gib * rows_asked))
-    global_rows = rows_asked * config.optim.gradient_accumulation_steps
-    rows = next((rows for rows in range(fitting, 0, -1) if global_rows % rows == 0), 0)
-    if rows == 0:
+        fitting = min(fitting, int(room_gib / activations_gib * asked))
+    in_step = asked * config.optim.gradient_accumulation_steps
+    batch_size = next((size for size in range(fitting, 0, -1) if in_step % size == 0), 0)
+    if batch_size == 0:
         return [f"a --max_seq_length below {config.data.max_seq_length}"]
-    return [f"--batch_size {rows} --gradient_accumulation_steps {global_rows // rows} (the same global batch)"]
+    return [f"--batch_size {batch_size} --gradient_accumulation_steps {in_step // batch_size} (the same global batch)"]

@@ -1,9 +1,8 @@
 """Stopping a run from outside without losing work.
 
-Schedulers announce the end of a job by SIGTERM (Slurm's --signal and preemption, Kubernetes, a spot machine's notice;
-torchrun passes it on to its workers) and people press Ctrl-C (SIGINT). Python's answer to the first is to die on the
-spot, to the second an exception between any two instructions. Inside `GracefulStop` the first of either only leaves a
-note:
+Schedulers announce the end of a job by SIGTERM (Slurm, Kubernetes, spot machines; torchrun passes it on to its
+workers) and people press Ctrl-C (SIGINT). Python dies on the first and raises between any two instructions on the
+second. Inside `GracefulStop` the first of either only sets a flag:
 
     with GracefulStop() as stop:
         for batch in loader:
@@ -12,10 +11,9 @@ note:
                 save_checkpoint()
                 return stop.exit_code   # 143 or 130
 
-Whoever sends SIGTERM usually follows with SIGKILL after a while (torchrun and Kubernetes: 30 s by default), so a step
-and a save should fit in that. A later Ctrl-C is taken at its word: it raises KeyboardInterrupt at once. Under several
-ranks the signal may reach one of them only, so `agreed` asks all of them; it takes the place of the test of `requested`
-above.
+SIGTERM is usually followed by SIGKILL (torchrun and Kubernetes: after 30 s by default), so a step and a save should fit
+in that. A later Ctrl-C raises KeyboardInterrupt at once. The signal may reach one rank only, so with several ranks use
+`agreed` in place of `requested`.
 """
 
 from __future__ import annotations
@@ -30,9 +28,7 @@ from llm_fp8.distributed.process_group import largest
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _EXIT_CODE_BASE = 128
-"""A shell reports a process ended by signal n as 128 + n; a run that a signal ended early, though cleanly, says the
-same.
-"""
+"""A shell reports a process ended by signal n as 128 + n; so does a run that a signal ended early, though cleanly."""
 
 
 def exit_code(signal_name: str) -> int:
@@ -41,11 +37,7 @@ def exit_code(signal_name: str) -> int:
 
 
 class GracefulStop:
-    """Context manager that turns the first SIGTERM or SIGINT into `requested`; usable in the main thread only.
-
-    Attributes:
-        requested: name of the signal that came first, or None as long as none has come.
-    """
+    """Turns the first SIGTERM or SIGINT into `requested`, its name; in the main thread only."""
 
     def __init__(self) -> None:
         self.requested: str | None = None
@@ -57,7 +49,7 @@ class GracefulStop:
         return 0 if self.requested is None else exit_code(self.requested)
 
     def agreed(self) -> bool:
-        """Whether any rank was asked to stop; then `requested` is set on all of them. Collective."""
+        """Whether any rank was asked to stop; if so, sets `requested` on all of them. Collective."""
         number = 0 if self.requested is None else signal.Signals[self.requested].value
         number = largest(number)
         if number and self.requested is None:

@@ -1,4 +1,4 @@
-"""The folder of a run: which one, whether it may be written to, and what it already holds."""
+"""The folder of a run: its default name, the checks before a run, and whether it holds a finished run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from llm_fp8.utils.ranks import LaunchRanks, agree_on
 def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
     """`config` with the output folder chosen where none was given, the same on every rank.
 
-    Processes that a launcher starts anew after a failure continue from the newest checkpoint, or begin again where
-    there is none. Raises `UserError` where the folder cannot be written or holds another run.
+    Processes restarted by the launcher continue from the newest checkpoint, if there is one. Raises `UserError` where
+    the folder cannot be written or holds another run.
     """
     if config.run.output_dir is None:
         model = re.sub(r"[^A-Za-z0-9.]+", "-", config.model.model_name).strip("-")
@@ -57,7 +57,7 @@ def existing_part(folder: Path) -> Path:
 
 
 def check_free_space(folder: Path, needed_bytes: int) -> None:
-    """Refuse now what could not be exported hours later: `UserError` where `folder`'s disk has no room for so much."""
+    """Raise `UserError` now where the export, hours later, would not fit on `folder`'s disk."""
     needed_gib = needed_bytes / GIB
     free_gib = shutil.disk_usage(existing_part(folder)).free / GIB
     if free_gib < needed_gib:
@@ -68,7 +68,7 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
 
 
 def is_finished(folder: Path, step: int) -> bool:
-    """Whether the run in `folder` got through its evaluation and export after `step`, not only through its steps."""
+    """Whether the run in `folder` completed evaluation and export after `step`, not only its steps."""
     path = folder / "summary.json"
     if not path.exists():
         return False

@@ -1,4 +1,4 @@
-"""What a run leaves: run.json, summary.json, final/ and its last words; and what it learns on its way to them."""
+"""A run's outputs: run.json, summary.json, final/ and the closing lines on the terminal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from llm_fp8.utils.phases import PhaseClock
 
 @dataclass
 class RunResults:
-    """What a run learns on its way; everything else about it is frozen."""
+    """What a run finds out while it runs; everything else about it is frozen."""
 
     clock: PhaseClock
     idle_fp8_keys: list[str]
@@ -54,7 +54,7 @@ class RunResults:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """A run on GPUs that took its steps, as its prediction is compared with it."""
+    """A completed run on GPUs, for comparison with its prediction."""
 
     config: Config
     hf_config: PretrainedConfig
@@ -74,7 +74,7 @@ predicts it."""
 
 
 def parallel_record(plan: RunPlan) -> dict[str, Any]:
-    """How the run is spread over processes, as it came out."""
+    """The effective sharding mode and number of processes."""
     return {"sharding_mode": plan.strategy.mode, "num_processes": plan.accelerator.num_processes}
 
 
@@ -102,7 +102,7 @@ def record_run(setup: TrainingSetup, data: PreparedData, loop: TrainingLoop, res
         config,
         collect_provenance(sys.argv),
         _precision_record(setup, results),
-        # What the options that were left to the program came to; precision and optimizer have a section of their own.
+        # Effective values of options with defaults; precision and optimizer have a section of their own.
         effective={
             "packing": config.packing,
             "attn_implementation": setup.attention,
@@ -132,7 +132,7 @@ def record_run(setup: TrainingSetup, data: PreparedData, loop: TrainingLoop, res
 
 
 def exports_adapter(setup: TrainingSetup) -> bool:
-    """Whether final/ will hold an adapter; one to random weights would be of use to nobody."""
+    """Whether final/ will hold an adapter; one for random weights would be useless."""
     options = setup.plan.config.lora
     return options.lora_rank > 0 and setup.weights_loaded and not options.lora_merge
 
@@ -218,7 +218,7 @@ def _prediction(
 
 
 def closing_words(setup: TrainingSetup, results: RunResults, summary: dict[str, Any], exported: Path | None) -> None:
-    """Say how the run came out and where its files are."""
+    """Print the outcome and where the files are."""
     plan = setup.plan
     say, folder = plan.say, plan.folder
     say(f"done: {summary['steps']} steps in {summary['wall_time_s']:.0f} s, precision {plan.precision.name}")
@@ -238,7 +238,7 @@ def closing_words(setup: TrainingSetup, results: RunResults, summary: dict[str, 
 
 
 def memory_advice(plan: RunPlan, results: RunResults) -> str:
-    """What to say when the GPU's memory was not enough."""
+    """The message for a GPU out of memory."""
     use = MemoryUse(
         total_gib=torch.cuda.get_device_properties(plan.device).total_memory / GIB,
         peak_gib=torch.cuda.max_memory_allocated(plan.device) / GIB,

@@ -3,8 +3,8 @@
     plan = plan_run(config, ranks)      device, precision, sharding and the model's config: no weights yet
     setup = build_setup(plan)           the model: built, adapted (LoRA), converted to fp8, recomputed, sharded, filled
 
-Both are frozen. What a run learns on its way stands in `llm_fp8.train.run_record.RunResults`. A benchmark brings its
-own model and prints its own lines: `plan_run(config, ranks, source=..., hf_config=..., say=silent)`.
+Both are frozen; what a run finds out later is in `llm_fp8.train.run_record.RunResults`. A benchmark brings its own
+model and prints nothing: `plan_run(config, ranks, source=..., hf_config=..., say=silent)`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Say = Callable[[str], None]
 
 
 def silent(text: str) -> None:
-    """Says nothing: a `Say` for benchmarks."""
+    """A `Say` that prints nothing, for benchmarks."""
 
 
 def certifies(wanted: bool | None, device: torch.device) -> bool:
@@ -169,7 +169,7 @@ def _print(text: str) -> None:
 
 
 def announce(plan: RunPlan) -> None:
-    """Say what runs, and loudly where it is not what was asked for."""
+    """Print sharding, precision and optimizer, with a warning where fp8 fell back."""
     precision, sharding, say = plan.precision, plan.sharding, plan.say
     if plan.ranks.world_size > 1:
         say(f"sharding: {sharding.mode}{f', because {sharding.reason}' if sharding.reason else ''}")

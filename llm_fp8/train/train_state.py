@@ -1,6 +1,4 @@
-"""What a checkpoint of a run holds, and how it is put back: weights, optimizer, scales, random states, position in
-the data.
-"""
+"""A run's state in a checkpoint: weights, optimizer, fp8 scales, random states, position in the data."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ ARCHITECTURE_KEYS = (
 """Entries of a model's config that a checkpoint and the run that continues it must share."""
 
 _BY_NAME = "parameter name"
-"""In a fingerprint: the tensors of a checkpoint have names, so that all modes but DeepSpeed's can read them."""
+"""In a fingerprint: tensors are saved by name, so that every mode but DeepSpeed's can read them."""
 
 
 def run_fingerprint(
@@ -72,7 +70,7 @@ def run_fingerprint(
 
 
 def _lora_fingerprint(config: Config) -> dict[str, Any]:
-    """What the adapters are, and the frozen model that a checkpoint does not hold."""
+    """The adapters, and the frozen model that a checkpoint does not hold."""
     options = config.lora
     base = Path(config.model.model_name).name
     if has_random_weights(config.model, resolve_source(config.model)):
@@ -102,9 +100,7 @@ def find_checkpoint(
 
 
 def _require_readable(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Raise `UserError` where DeepSpeed and the other modes would have to read each other's checkpoints, or two of
-    its stages.
-    """
+    """Raise `UserError` between a DeepSpeed mode's checkpoint and any other mode, another DeepSpeed stage included."""
     was, now = saved.get("saved_by"), current["saved_by"]
     if was == now or was is None:
         return
@@ -117,7 +113,7 @@ def _require_readable(path: Path, saved: dict[str, Any], current: dict[str, Any]
 
 @dataclass(frozen=True)
 class RunState:
-    """Saves and restores a run whose parts are built."""
+    """Saves and restores a run."""
 
     accelerator: Accelerator
     checkpoints: CheckpointManager
@@ -130,7 +126,7 @@ class RunState:
     """Write checkpoints while training goes on (--async_save)."""
 
     def _tensors(self, optimizer: Any) -> dict[str, Tensor]:
-        """Every tensor of a checkpoint but the random states, by name: the live ones, not copies."""
+        """Name -> live tensor, without the random states."""
         tensors: dict[str, Tensor] = {}
         if not self.strategy.saves_itself:
             trained = [
@@ -143,7 +139,7 @@ class RunState:
         return tensors
 
     def save(self, loop: TrainingLoop) -> Path:
-        """Write a checkpoint of the run as it stands after `loop.step`; returns its folder."""
+        """Write a checkpoint after `loop.step`; returns its folder."""
         scaler = self.accelerator.scaler
         meta = {
             "step": loop.step,
@@ -163,14 +159,14 @@ class RunState:
         self.checkpoints.finish()
 
     def restore(self, path: Path, optimizer: Any) -> tuple[int, int]:
-        """Put everything back as it was; returns the step and the tokens seen."""
+        """Restore everything in place; returns the step and the tokens seen."""
         if self.strategy.saves_itself:
             self.strategy.load_state(path / STRATEGY_STATE)
         else:
             initialize_state(optimizer)
         rank = self.accelerator.process_index
         rng = rng_state(rank)
-        # A run of more ranks than the checkpoint was written by keeps the seeds that its new ranks started with.
+        # Ranks that the checkpoint doesn't know keep their initial seeds.
         known = set(saved_names(path))
         rng = {name: tensor for name, tensor in rng.items() if name in known}
         meta = self.checkpoints.load(path, self._tensors(optimizer) | rng)
