@@ -15,8 +15,6 @@ PREFIX = "ACCELERATE_FP8_"
 
 @dataclass(frozen=True)
 class Fp8Key:
-    """A key of `fp8_config`."""
-
     name: str
     default: str | None
     """What the launcher exports where the file does not name the key; None: nothing."""
@@ -33,7 +31,6 @@ class Fp8Key:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The variables that it becomes."""
         return tuple(PREFIX + part for part in self.parts or (self.name.removeprefix("fp8_").upper(),))
 
 
@@ -123,7 +120,6 @@ def idle_keys(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def idle_sentences(environ: Mapping[str, str]) -> list[str]:
-    """`idle_keys` as sentences."""
     return [f"fp8_config.{name} does nothing here: {why}." for name, why in idle_keys(environ).items()]
 
 

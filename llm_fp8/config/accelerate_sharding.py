@@ -133,7 +133,6 @@ def _real_number(value: str, name: str) -> float:
 
 
 def _fsdp_settings(entries: dict[str, str]) -> dict[str, Any]:
-    """Options from the FSDP_ variables."""
     mode = _fsdp_mode(entries)
     wrap = entries.pop("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
     if wrap.upper() != "TRANSFORMER_BASED_WRAP":

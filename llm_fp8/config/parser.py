@@ -31,7 +31,6 @@ PARALLEL_SECTION = "parallel"
 
 
 def _sections(parallel: bool) -> dict[str, type]:
-    """The sections of a script's options."""
     return {name: section for name, section in SECTIONS.items() if parallel or name != PARALLEL_SECTION}
 
 

@@ -107,7 +107,6 @@ def check_options(config: Config) -> None:
 
 
 def _check_ranges(config: Config) -> None:
-    """Numbers by themselves."""
     options: dict[str, Any] = {name: value for section in config.to_dict().values() for name, value in section.items()}
     for name in AT_LEAST_ONE:
         value = options[name]
@@ -147,7 +146,6 @@ def _check_data(config: Config) -> None:
 
 
 def _check_attention(config: Config) -> None:
-    """--attn_implementation with other options."""
     asked, use_te = config.model.attn_implementation, config.model.use_te
     if not config.model.flash_attention_4:
         _require(
@@ -235,7 +233,6 @@ def _check_fp8_backend(config: Config) -> None:
 
 
 def _check_lora(config: Config) -> None:
-    """LoRA adapters."""
     options, unset = config.lora, LoraConfig()
     _require(options.lora_rank >= 0, f"--lora_rank must be 0 (full fine-tuning) or more, not {options.lora_rank}.")
     if options.lora_rank == 0:
@@ -443,7 +440,6 @@ def check_machine(config: Config, facts: MachineFacts) -> None:
 
 
 def _check_tokens(config: Config, facts: MachineFacts) -> None:
-    """The tokens of a micro-batch on one GPU."""
     data, size, multiple = config.data, config.parallel.context_parallel_size, facts.token_multiple
     tokens = data.batch_size * data.max_seq_length
     product = f"--batch_size {data.batch_size} times --max_seq_length {data.max_seq_length}"
@@ -461,7 +457,6 @@ def _check_tokens(config: Config, facts: MachineFacts) -> None:
 
 
 def _check_ranks(config: Config, facts: MachineFacts) -> None:
-    """Sizes of groups of processes."""
     size, world_size = config.parallel.context_parallel_size, facts.ranks.world_size
     _require(
         world_size % size == 0,
@@ -482,7 +477,6 @@ def _check_ranks(config: Config, facts: MachineFacts) -> None:
 
 
 def _check_model(config: Config, facts: MachineFacts, model: ModelFacts) -> None:
-    """What depends on the model's structure."""
     precision, size = config.precision, config.parallel.context_parallel_size
     first, last = precision.fp8_first_bf16_layers, precision.fp8_last_bf16_layers
     _require(

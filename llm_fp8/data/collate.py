@@ -83,7 +83,6 @@ class Batch:
     """Dataset rows that the documents came from."""
 
     def to(self, device: str | torch.device, non_blocking: bool = False) -> Batch:
-        """The batch with its tensors on `device`."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
@@ -108,7 +107,6 @@ class Collate(Protocol):
 
 
 def count_tokens(batches: Sequence[Batch]) -> StepTokens:
-    """Token counts summed over micro-batches."""
     return StepTokens(
         *(sum(getattr(batch, field.name) for batch in batches) for field in dataclasses.fields(StepTokens))
     )

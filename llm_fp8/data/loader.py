@@ -125,8 +125,7 @@ def prefetch(items: Iterator[T], depth: int) -> Iterator[T]:
 
     An exception in `items` is raised here in its turn. Closing this generator stops the thread and waits for it.
 
-    torchdata.nodes.Prefetcher 0.11 hands an item over in 35 us, this in 15 us, beside 3 to 5 ms that making a step
-    takes on the same CPU: no gain in speed for a dependency, and its state wraps the position.
+    torchdata.nodes.Prefetcher 0.11 was no faster (35 us an item, this 15 us).
     """
     ready: queue.Queue[T | _Ended] = queue.Queue(maxsize=depth)
     stopped = threading.Event()

@@ -1,7 +1,6 @@
 """Best-fit-decreasing packing of documents into sequences of a fixed number of tokens.
 
-Padding every document to the longest wastes most of a batch; cutting a stream of text splits documents. Here documents
-stay intact: longest first, each goes into the sequence with the least room that still holds it.
+Documents stay intact: longest first, each goes into the sequence with the least room that still holds it.
 
 Lengths are small integers, so equal documents are placed together: sequences are kept in one bucket per amount of room
 left, and all documents of one length are dealt to a bucket in one NumPy operation. O(n log n) for the sort and, per

@@ -137,8 +137,6 @@ def mark_supervised(document: Document, tokenizer: PreTrainedTokenizerBase) -> s
 
 @dataclass(frozen=True)
 class _Job:
-    """What both ways of preparing need."""
-
     config: Config
     tokenizer: PreTrainedTokenizerBase
     share: Share
@@ -166,12 +164,10 @@ class _Job:
         return VALIDATION_SPLIT if VALIDATION_SPLIT in self.source.files and VALIDATION_SPLIT != self.split else None
 
     def options(self, columns: Sequence[str]) -> TokeniseOptions:
-        """How rows with these columns become documents."""
         data = self.config.data
         return TokeniseOptions(detect_columns(columns), data.max_seq_length, data.overlong, data.train_on_prompt)
 
     def plan(self, lengths: IndexArray, chosen: IndexArray) -> PackingPlan:
-        """Sequences of the `chosen` among all documents, by their indices."""
         capacity = self.config.data.max_seq_length
         packing, lengths = self.config.packing, lengths[chosen]
         local = pack(lengths, capacity, self.document_multiple) if packing else one_per_sequence(len(chosen))
@@ -300,7 +296,6 @@ def _tokenise(job: _Job, split: str, dataset: Dataset) -> Dataset:
 
 
 def _columns(tokenised: Dataset) -> dict[str, IndexArray]:
-    """The columns of numbers."""
     names = ["length", "num_supervised", "outcome", "problem_key"]
     table = arrow_table(tokenised)
     return {name: table.column(name).to_numpy().astype(np.int64) for name in names}

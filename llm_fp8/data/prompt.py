@@ -334,10 +334,8 @@ def _end_with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Encod
     whose template ends turns with another token).
     """
     eos = tokenizer.eos_token_id
-    ids, supervised = (
-        list(encoded.input_ids),
-        bytearray(encoded.supervised),
-    )  # bytes: searched without a step of Python per token
+    # Bytes are searched without a step of Python per token.
+    ids, supervised = list(encoded.input_ids), bytearray(encoded.supervised)
     end = 0  # of the last supervised run
     while (start := supervised.find(1, end)) >= 0:
         end = supervised.find(0, start)

@@ -48,7 +48,6 @@ class DataReport:
         return self.num_tokens / positions if positions else None
 
     def count_unused(self, outcomes: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        """Count rows read, and those dropped, truncated or empty."""
         counts = np.bincount(np.asarray(outcomes, dtype=np.int64), minlength=len(Outcome)).tolist()
         self.num_rows_read += len(outcomes)
         self.num_overlong_truncated += counts[Outcome.TRUNCATED]
@@ -63,5 +62,4 @@ class DataReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The counts and the padding efficiency, for run.json."""
         return {**dataclasses.asdict(self), "padding_efficiency": self.padding_efficiency}

@@ -50,8 +50,6 @@ FEATURES = Features(
 
 
 class Outcome(IntEnum):
-    """What became of a row."""
-
     USED = 0
     TRUNCATED = 1
     """Used, but cut at max_seq_length; it has lost its EOS."""
@@ -112,7 +110,6 @@ def tokenise_rows(
 def _tokenise_columns(
     batch: dict[str, list[Any]], row_ids: list[int], tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions
 ) -> dict[str, list[Any]]:
-    """`tokenise_rows` in the shape that `Dataset.map` calls."""
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     return tokenise_rows(rows, row_ids, tokenizer, options)
 
@@ -206,8 +203,7 @@ class _Chunk:
 class DocumentStore:
     """Documents of a tokenised dataset by index, read from the memory-mapped columns when asked for.
 
-    Going through a `datasets` row takes many times longer, in a thread that shares the interpreter with the training
-    loop.
+    Going through a `datasets` row takes many times longer.
     """
 
     def __init__(self, tokenised: Dataset) -> None:

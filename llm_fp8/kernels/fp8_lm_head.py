@@ -68,7 +68,6 @@ class Fp8Head:
         return of if self.computes_logits else of - 1
 
     def start_pass(self) -> Fp8Gemms:
-        """The GEMMs of one forward and backward pass."""
         return Fp8Gemms(self, self.is_first_microbatch)
 
     def cast_weight(self, weight: Tensor, first_microbatch: bool | None) -> Any:

@@ -54,7 +54,6 @@ def to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output
 
 
 def torch_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """`losses` by torch."""
     losses, statistics = [], []
     for rows, row_labels in zip(logits.split(_ROWS_PER_BLOCK), labels.split(_ROWS_PER_BLOCK), strict=True):
         ignored = row_labels == IGNORE_INDEX
@@ -68,7 +67,6 @@ def torch_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def torch_to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> None:
-    """`to_gradient_` by torch."""
     blocks = (tensor.split(_ROWS_PER_BLOCK) for tensor in (logits, statistics, labels))
     for rows, row_statistics, row_labels in zip(*blocks, strict=True):
         ignored = (row_labels == IGNORE_INDEX)[:, None]
@@ -80,7 +78,6 @@ def torch_to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_
 
 
 def triton_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """`losses` by Transformer Engine."""
     from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_forward
 
     losses, _, statistics, *_ = cross_entropy_forward(
@@ -96,7 +93,6 @@ def triton_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def triton_to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> None:
-    """`to_gradient_` by Transformer Engine."""
     from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_backward
 
     cross_entropy_backward(

@@ -177,7 +177,6 @@ def _model_from_config(hf_config: PretrainedConfig, **options: Any) -> PreTraine
 
 
 def count_parameters(hf_config: PretrainedConfig) -> int:
-    """Number of elements of a model's parameters, tied ones counted once."""
     return sum(parameter.numel() for parameter in _model_on_meta(hf_config).parameters())
 
 

@@ -50,7 +50,6 @@ def local_shard(tensor: Tensor) -> LocalShard:
 
 
 def is_te_model(model: nn.Module) -> bool:
-    """Whether the decoder layers are those of te_llama.py."""
     return any(isinstance(module, te_llama.TEDecoderLayer) for module in model.modules())
 
 
@@ -189,7 +188,6 @@ class PartFiller:
         self._missing.discard(known_name)
 
     def finish(self) -> None:
-        """Raise unless every parameter was filled."""
         if self._missing:
             raise UnsupportedArchitecture(f"the checkpoint lacks {_listed(self._missing)}")
 

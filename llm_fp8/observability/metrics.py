@@ -13,8 +13,7 @@ the familiar `num_tokens * (6 P + 6 L S h)`. These are *model* FLOPs as in PaLM 
 arXiv:2204.02311, appendix B; only the causal half of attention). Recomputation is not counted; padding is
 (`packing_efficiency` says how much there is). A sliding window shorter than the document changes nothing.
 
-With LoRA the linear weights are frozen and need no wgrad: `4 n`, and `6 n` for the adapters' entries. (That the first
-decoder layer needs no dgrad is not subtracted.)
+With LoRA the linear weights are frozen and need no wgrad: `4 n`, and `6 n` for the adapters' entries.
 
 **Utilisation** (MFU) is model FLOP/s over the GPU's peak: the vendor's dense figure (2:4 sparsity doubles it in most
 data sheets). An fp8 step mixes fp8 and bf16 GEMMs, so it is given against both peaks; neither alone is the truth. A GPU

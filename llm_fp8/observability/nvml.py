@@ -1,7 +1,6 @@
 """What NVML knows of a GPU: clocks and power while it works, and its energy counter.
 
-A GPU at its power limit lowers its clocks, as large GEMMs make an H200 do. The same program then takes longer on one
-GPU than on another, and a step with less beside its GEMMs gains less than that time. `GpuStateSampler` tells.
+A GPU at its power limit lowers its clocks, as large GEMMs make an H200 do; `GpuStateSampler` tells.
 
 Data-centre GPUs since Volta count the energy of the board since the driver was loaded
 (`nvmlDeviceGetTotalEnergyConsumption`, millijoules: NVML API reference, device queries). The difference of two readings

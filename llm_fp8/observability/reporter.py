@@ -9,10 +9,8 @@ steps); everything here runs on the main process and touches no tensor.
       wandb/             the W&B run's files (with --use_wandb)
       tensorboard/       TensorBoard's event files (with --report_to tensorboard)
 
-The trackers get the same keys and steps through Accelerate's tracker classes. A resumed run continues metrics.jsonl:
-lines beyond the last checkpoint are cut first, because those steps are taken again. On W&B, which cannot take back
-steps, each start is a run in the group --wandb_group (default: the output folder's name). docs/wandb.md lists what a
-W&B run holds.
+A resumed run continues metrics.jsonl; lines beyond the last checkpoint are cut first, because those steps are taken
+again. On W&B, which cannot take back steps, each start is a run in the group --wandb_group.
 """
 
 from __future__ import annotations
@@ -45,7 +43,6 @@ def require_wandb_login(flag: str) -> None:
 
 
 def _output_dir(config: Config) -> Path:
-    """The run's folder, chosen before anything is reported."""
     if config.run.output_dir is None:
         raise ValueError("config.run.output_dir must be set before the run is reported.")
     return Path(config.run.output_dir)
@@ -222,7 +219,6 @@ class RunReporter:
         self._display.print(f"evaluation at step {self._last_step}: {figures}")
 
     def _write(self, record: dict[str, float]) -> None:
-        """One record to metrics.jsonl and the trackers."""
         self._file.write(json_line(_check_record(record)))
         if self._accelerator.log_with:
             self._accelerator.log(record, step=int(record["step"]))

@@ -22,7 +22,6 @@ from llm_fp8.utils.json_files import write_json_atomic
 
 
 def main() -> None:
-    """Measure, and write the answer, whatever comes of it."""
     workload, variant_name, num_steps, warmup, answer_path = sys.argv[1:]
     quiet_libraries()
     work, device = Workload.parse(workload, int(num_steps)), own_device()

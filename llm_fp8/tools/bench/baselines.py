@@ -115,7 +115,6 @@ class HfTraining:
         }
 
     def take(self, num_steps: int) -> None:
-        """Take so many optimizer steps."""
         accelerator, model, optimizer = self.accelerator, self._model, self._optimizer
         stamps, losses = [self._clock.stamp()], []
         for _ in range(num_steps):

@@ -1,8 +1,7 @@
 """Training throughput on the GPUs of one host: this project's sharding modes and the usual set-ups, in one launch.
 
-The program behind scripts/benchmark_multi_gpu.py, which says what the options mean. It writes a row for each variant of
-each workload that has none yet. A variant that fails ends its processes, because a GPU out of memory leaves the others
-in a collective; its row says so, and torchrun's --max-restarts starts all anew with the next variant.
+The program behind scripts/benchmark_multi_gpu.py. A variant that fails ends its processes, because a GPU out of memory
+leaves the others in a collective; its row says so, and torchrun's --max-restarts starts all anew with the next variant.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ DEFAULT_VARIANTS = (
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     add_workload_options(parser, DEFAULT_VARIANTS, "scripts/benchmark_multi_gpu.py")
     parser.add_argument(
@@ -81,7 +79,6 @@ def variants_of(options: argparse.Namespace) -> list[Variant]:
 
 
 def subject_of(work: Workload, variant: Variant, num_gpus: int) -> dict[str, Any]:
-    """What a row is about."""
     return {
         "workload": work.name,
         **work.to_dict(),
@@ -252,7 +249,6 @@ def _meet() -> None:
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """One line of the table."""
     line = (
         f"{row['workload']:28} {row['arm']:24} {row['tokens_per_s_per_gpu']:9,.0f} tokens/s/GPU  "
         f"{row['model_tflops']:6.1f} TFLOP/s"

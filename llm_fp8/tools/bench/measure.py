@@ -34,17 +34,13 @@ def measure(work: Workload, variant: Variant, warmup: int, device: torch.device)
         step_times_s_by_rank: those of each process, without the first `warmup` steps. losses: of all steps, in nats per
             token.
         peak_memory_gib, peak_reserved_memory_gib, memory_before_gib (still held by others).
-        gpu_state: clocks and power in the timed steps (`GpuStateSampler.figures`), on this process's GPU; None without
-            NVML.
-        gemm_kernels: of the recorded step on this process, by operand type: how many, how long (seconds), and their
-            share of all GEMMs' time.
-        recorded_step: what else the recorded step shows, and its figures under the keys of
-            `llm_fp8.observability.metrics.METRICS`.
+        gpu_state: `GpuStateSampler.figures` of the timed steps on this process's GPU; None without NVML.
+        gemm_kernels: of the recorded step, by operand type: count, time_s and share of all GEMMs' time.
+        recorded_step: what else the recorded step shows, and its figures under the keys of `METRICS`.
         build_s, wall_time_s, and the variant's own facts.
     """
-    AcceleratorState._reset_state(
-        reset_partial_state=True
-    )  # the variants differ in what they ask of Accelerate's singletons
+    # The variants differ in what they ask of Accelerate's singletons.
+    AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     forget_delayed_scales()
     started = time.perf_counter()
@@ -73,7 +69,6 @@ def measure(work: Workload, variant: Variant, warmup: int, device: torch.device)
 
 
 def _recorded_step(training: OurTraining | HfTraining) -> dict[str, Any]:
-    """The kernels of one more step."""
     with profiled(training.accelerator) as step:
         training.take(1)
     total_s = sum(step.gemm_time_s.values())
@@ -102,7 +97,6 @@ def header(command: list[str], device: torch.device) -> dict[str, Any]:
 
 
 def describe_failure(error: Exception) -> str:
-    """The reason for a row that has no figures."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
@@ -120,10 +114,8 @@ def speed(
     `step_tokens` the `StepTokens` of a variant on real documents.
 
     Returns:
-        tokens_per_s: the positions of all GPUs over the median step; _slowest and _fastest: over the longest and the
-            shortest one; _p10 and _p90:
-        between them lie the middle eight tenths of the steps. On real documents also real_tokens_per_s and so on,
-        without padding.
+        tokens_per_s: positions of all GPUs over the median step, and over the longest (_slowest), the shortest
+            (_fastest) and the tenths (_p10, _p90); real_tokens_per_s: without padding, on real documents.
         model_tflops: model TFLOP/s of one GPU at the median step.
     """
     if step_tokens is not None:
@@ -142,7 +134,6 @@ def speed(
 
 
 def describe_gemms(gemm_kernels: dict[str, dict[str, float]]) -> str:
-    """The `gemm_kernels` of a measurement in words."""
     return (
         ", ".join(f"{kind} {found['count']} ({found['share']:.0%})" for kind, found in gemm_kernels.items()) or "none"
     )

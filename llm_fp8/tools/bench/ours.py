@@ -24,20 +24,12 @@ from llm_fp8.utils.ranks import LaunchRanks
 class _NoCallbacks:
     """Between the steps of a benchmark nothing happens."""
 
-    def after_first_step(self) -> None:
-        """Nothing."""
-
-    def after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Never due."""
-
-    def after_report(self, step: int) -> None:
-        """Nothing."""
-
-    def evaluate(self, step: int) -> None:
-        """Never due."""
+    def after_first_step(self) -> None: ...
+    def after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> None: ...
+    def after_report(self, step: int) -> None: ...
+    def evaluate(self, step: int) -> None: ...
 
     def save(self, step: int) -> Path:
-        """Never due."""
         raise NotImplementedError
 
 
@@ -46,10 +38,7 @@ class OurTraining:
 
     Attributes:
         accelerator, recorder, facts: as in `llm_fp8.tools.bench.baselines.HfTraining`; a loss is that of all processes.
-        model: the decoder with its head.
-        precision: the autocast context, attached to `model`.
-        coverage: which linear layers of `model` compute in what.
-        loop: its `model` is what it calls.
+        precision, coverage: the autocast context of `model`, and which of its linear layers compute in what.
     """
 
     def __init__(self, work: Workload, variant: OurVariant | Config) -> None:
@@ -105,5 +94,4 @@ class OurTraining:
         )
 
     def take(self, num_steps: int) -> None:
-        """Take so many optimizer steps."""
         self.loop.train(_NoCallbacks(), stop_requested=lambda: False, until=self.loop.step + num_steps)

@@ -65,8 +65,6 @@ LORA = re.compile(r"lora([1-9]\d*)(qv)?")
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train a workload."""
-
     name: str
     what: OurVariant | Baseline
     mode: str | None
@@ -76,7 +74,6 @@ class Variant:
 
     @property
     def computes_in_fp8(self) -> bool:
-        """Whether fp8 is asked for."""
         return self.what.computes_in_fp8
 
     @property

@@ -41,11 +41,9 @@ class OurVariant:
 
     @property
     def computes_in_fp8(self) -> bool:
-        """Whether fp8 is asked for."""
         return self.precision.mixed_precision == "fp8"
 
     def config(self, work: Workload) -> Config:
-        """The configuration of a run that trains `work` in this way."""
         model = dataclasses.replace(
             work.model_options,
             use_te=self.use_te,
@@ -70,8 +68,6 @@ class OurVariant:
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """A usual set-up."""
-
     name: str
     compiled: bool = False
     """Whether each decoder layer is compiled."""
@@ -83,7 +79,6 @@ class Baseline:
 
     @property
     def computes_in_fp8(self) -> bool:
-        """Whether fp8 is asked for; the recorded kernels say what ran."""
         return self.accelerate_te or self.te_autocast or self.torchao_recipe is not None
 
 

@@ -244,8 +244,7 @@ ENDED_IN_SILENCE = "a process ended without saying why: killed, or a fault in na
 class ResultsFile:
     """The results file of a launch: one row per measurement, in the order of its plan, rewritten after each.
 
-    It is the only thing that outlives the processes of a launch, which continue after its last row when the launcher
-    starts them anew. All processes have to wait for the one that writes before they read.
+    Processes that the launcher starts anew continue after its last row. All wait for the writer before they read.
 
     Args:
         path: of the JSON file.
@@ -272,7 +271,6 @@ class ResultsFile:
         return record
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows so far."""
         rows: list[dict[str, Any]] = self._read()["rows"]
         return rows
 
@@ -288,7 +286,6 @@ class ResultsFile:
             write_json_atomic(self._path, {**self._read(), "measuring": subject})
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append a row."""
         if self._writes:
             record = self._read()
             write_json_atomic(self._path, {**record, "measuring": None, "rows": [*record["rows"], row]})

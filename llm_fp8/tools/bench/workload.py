@@ -87,7 +87,6 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """As `parse` reads it."""
         shape = f"{self.model}:{self.batch_size}x{self.seq_length}x{self.micro_batches}"
         return shape if self.text is None else f"{shape}@{self.text}"
 
@@ -109,7 +108,6 @@ class Workload:
 
     @functools.cached_property
     def text_step(self) -> TextStep:
-        """The documents of a step with `text`."""
         assert self.text is not None
         return TextStep(
             self.text,
@@ -121,12 +119,10 @@ class Workload:
 
     @property
     def model_options(self) -> ModelConfig:
-        """The model with random weights."""
         return ModelConfig(model_name=self.model, random_init=True)
 
     @functools.cached_property
     def source(self) -> ModelSource:
-        """Where the model's config lies."""
         return resolve_source(self.model_options)
 
     def hf_config(self) -> PretrainedConfig:
@@ -221,7 +217,6 @@ class Recorder:
     losses: list[float] = field(default_factory=list)
 
     def steps(self, records: list[dict[str, Any]]) -> None:
-        """Keep what the loop reports."""
         self.step_times_s += [record["step_time_s"] for record in records]
         self.losses += [record["loss"] for record in records]
 
@@ -304,7 +299,6 @@ class TextStep:
         return [PaddedCollate(len(taken), self.seq_length, pad, pad_to_full=True)(taken) for taken in micro_batches]
 
     def tokens(self, padded: bool) -> StepTokens:
-        """What the step counts."""
         return count_tokens(self.padded() if padded else self.packed())
 
     def facts(self) -> dict[str, Any]:

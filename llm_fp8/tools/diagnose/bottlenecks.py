@@ -1,8 +1,7 @@
 """From what was measured in a step to what costs most and the option that acts on it.
 
-A rule is a pure function of `StepMeasurements`. It gives the seconds that its option can take away at most, or None
-where it has nothing to say. What no option acts on (fused attention), and lm_head's GEMMs, whose option changes what is
-computed (--fp8_lm_head), have no rule: the table of kernel classes shows them.
+A rule is a pure function of `StepMeasurements`: the seconds that its option can save at most, or None. Fused attention,
+which no option acts on, and lm_head's GEMMs, whose option changes what is computed, have no rule.
 
 Times are held against two rates, because the first is out of reach and the second is not:
 
@@ -80,7 +79,6 @@ class StepMeasurements:
         return self.rates.fp8_gemm_s(flops) if self._has_fp8_peak else None
 
     def bf16_gemm_s(self, flops: float) -> float:
-        """Seconds of these FLOPs at the bf16 rate."""
         return self.rates.bf16_gemm_s(flops)
 
     def copy_s(self, num_bytes: float) -> float:
@@ -104,7 +102,6 @@ class StepMeasurements:
 
     @property
     def head_gemm_s(self) -> float | None:
-        """The same of lm_head."""
         return self.rates.head_gemm_s(self.linear_flops(self.num_head_weights), self.num_fp8_lm_head_gemms)
 
     @property
@@ -159,8 +156,6 @@ class StepMeasurements:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """One thing that costs time."""
-
     name: str
     lost_s: float
     """The most that the option can take away, in seconds of this step."""
@@ -229,7 +224,6 @@ def gemms_below_measured_rate(facts: StepMeasurements) -> Bottleneck | None:
 
 
 def recomputation(facts: StepMeasurements) -> Bottleneck | None:
-    """Activation checkpointing."""
     if not facts.recomputed_share:
         return None
     return Bottleneck(

@@ -13,8 +13,8 @@ letters, column-major):
     NN   dgrad   A = weight, B = gradient of the output
     NT   wgrad   A = input,  B = gradient of the output
 
-Hooks tell which module is at work: the last one whose forward began, for fprop; the last one whose output's gradient
-arrived, for dgrad and wgrad. The two are kept apart because recomputation runs forwards in the middle of a backward.
+Hooks tell which module is at work: the last whose forward began (fprop), or whose output's gradient arrived (dgrad and
+wgrad); kept apart because recomputation runs forwards in the middle of a backward.
 
 torchao's modules call torch.mm with operands that carry type and role; they are seen where torch dispatches it, in a
 step whose layers run uncompiled. 'e4m3/row' has one scale per row.
@@ -78,12 +78,10 @@ def operand_type(operand: Any) -> str:
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """'bf16' for torch.bfloat16 and so on."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def short_format(dtype: torch.dtype) -> str:
-    """'e4m3' for torch.float8_e4m3fn and so on."""
     found = _LOW_PRECISION.search(str(dtype))
     assert found is not None
     return found.group()
@@ -106,7 +104,6 @@ class ModuleGemms:
     passes: dict[Pass, set[str]] = field(default_factory=lambda: {name: set() for name in PASSES})
 
     def add(self, gemm_pass: Pass, operands: str) -> None:
-        """Note a GEMM."""
         self.passes[gemm_pass].add(operands)
 
     def operands(self, gemm_pass: Pass) -> tuple[str, ...]:
@@ -149,7 +146,6 @@ class GemmRecorder:
         """Name of the Transformer Engine module at work."""
 
     def modules(self) -> list[ModuleGemms]:
-        """In the model's order, those that ran."""
         return [self._found[name] for name in self._modules if name in self._found]
 
     def note_lm_head(self, name: str, dtype: torch.dtype, num_fp8_gemms: int = 0) -> None:

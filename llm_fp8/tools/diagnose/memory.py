@@ -12,8 +12,7 @@ The allocator counts bytes and keeps one maximum; neither says what the bytes ar
     other         the rest: inputs, tables, libraries' workspaces, tensors that live for less than one layer (what is
                   recomputed, too)
 
-The peak lies between two marks. It is divided as the memory was at the first of them; what grew until the second counts
-as there, and the rest is short-lived ("other", or "loss" during the loss).
+The peak lies between two marks and is divided as at the first; the rest is short-lived ("other", or "loss").
 """
 
 from __future__ import annotations

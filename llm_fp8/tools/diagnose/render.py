@@ -63,7 +63,6 @@ def _show(table: Table, console: Console) -> None:
 
 
 def operand_table(groups: list[LayerGroup]) -> Table:
-    """What each group of layers multiplies."""
     table = _table("operands of the GEMMs of one step", "layers", "module", "class", *PASSES, "told by")
     for group in groups:
         pairs = ("; ".join(group.operands[gemm_pass]) or "none" for gemm_pass in PASSES)
@@ -85,7 +84,6 @@ def _print_coverage(found: Diagnosis, console: Console) -> None:
 
 
 def time_table(found: TimeFindings) -> Table:
-    """The step by kernel class."""
     step = found.step
     title = (
         f"one step: {step.step_s * 1e3:.1f} ms ({step.recorded_span_s * 1e3:.1f} ms while its kernels were recorded)"
@@ -112,7 +110,6 @@ def time_table(found: TimeFindings) -> Table:
 
 
 def bottleneck_table(found: TimeFindings) -> Table:
-    """The largest bottlenecks and the option that acts on each."""
     title = "largest bottlenecks that an option acts on"
     table = _table(title, "bottleneck", "ms", "share", "cause", "what to do", right=("ms", "share"))
     for one in found.bottlenecks[:NUM_BOTTLENECKS]:
@@ -122,7 +119,6 @@ def bottleneck_table(found: TimeFindings) -> Table:
 
 
 def memory_table(found: MemoryFindings) -> Table:
-    """The peak by kind."""
     title = (
         f"memory at the peak, in {_STAGES.get(found.at_peak.stage, found.at_peak.stage)}: "
         f"{found.at_peak.peak / GIB:.2f} GiB ({found.unwatched_peak / GIB:.2f} when nothing is watched; "

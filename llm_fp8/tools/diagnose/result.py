@@ -39,7 +39,6 @@ class TimeFindings:
 
     @classmethod
     def of(cls, facts: StepMeasurements) -> TimeFindings:
-        """What `facts` come to."""
         return cls(facts.time, facts.bounds_s, facts.gemm_bounds_s, facts.rates, ranked_bottlenecks(facts))
 
 

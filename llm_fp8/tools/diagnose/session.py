@@ -114,7 +114,6 @@ class _Session:
         self.plan = self.training.precision.plan
 
     def diagnose(self, rates: MeasuredRates, num_warmup_steps: int, trace: Path | None) -> Diagnosis:
-        """Everything, in order."""
         training, config = self.training, self.config
         training.take(num_warmup_steps)
         step_s = self._timed()
@@ -150,7 +149,6 @@ class _Session:
         )
 
     def _timed(self) -> float:
-        """The median time of a step in seconds."""
         self.training.take(NUM_TIMED_STEPS)
         return statistics.median(self.training.recorder.step_times_s[-NUM_TIMED_STEPS:])
 
@@ -257,7 +255,6 @@ class ConfiguredWorkload(Workload):
 
     @classmethod
     def of(cls, config: Config) -> ConfiguredWorkload:
-        """The workload of `config`."""
         return cls(
             model=config.model.model_name,
             batch_size=config.data.batch_size,
@@ -270,7 +267,6 @@ class ConfiguredWorkload(Workload):
 
     @property
     def model_options(self) -> ModelConfig:
-        """Those of the configuration."""
         return self.options
 
     def batches(self, vocab_size: int, reader: int = 0) -> list[Batch]:

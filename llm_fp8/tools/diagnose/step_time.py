@@ -46,7 +46,6 @@ class StepTime:
         return sum(taken.time_s for taken in self.classes.values()) - self.busy_s
 
     def class_s(self, *names: str) -> float:
-        """Seconds of these classes together."""
         return sum(self.classes[name].time_s for name in names if name in self.classes)
 
     def named_s(self, kernel_class: str, part: str) -> float:
