@@ -9,9 +9,8 @@ The names come from profiles of Transformer Engine, PyTorch, torch.compile and t
 cutlass, Hopper's successors, Triton libraries) are recognised by their libraries' naming. A GEMM whose name does not
 tell its operand types is "unknown"; a kernel that no rule matches is "other", possibly a GEMM.
 
-A kernel that does two things has one class: TE's norm or activation that writes fp8 is norm or activation.
-torch.compile names kernels of the same code after the first of them, so only unambiguous operations in such a name
-decide: a norm's rsqrt, an activation's backward pass, and after these quantisation.
+A kernel that does two things has one class: TE's norm or activation that writes fp8 is norm or activation. In names of
+torch.compile only unambiguous operations decide: a norm's rsqrt, an activation's backward pass, then quantisation.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ KernelClass = Literal[
 ]
 """What a kernel is for.
 
-gemm: matrix products and the reductions that complete split-K ones. cast: quantisation, its transposes, amax and
+gemm: GEMMs and the reductions of split-K ones. cast: quantisation, its transposes, amax and
 scales. optimizer: also gradient norm and clipping. copy: also fills, concatenation and casts between floating-point
 types. elementwise: all other pointwise, reducing and indexing kernels of PyTorch.
 """
@@ -181,7 +180,7 @@ def gemm_kind(name: str) -> GemmKind | None:
 
 @contextlib.contextmanager
 def record_kernels() -> Iterator[profile]:
-    """Record the CUDA kernels of the enclosed code, readable once the block has ended; synchronises at its end."""
+    """Record the CUDA kernels of the enclosed code; readable after the block, which ends with a synchronisation."""
     with contextlib.ExitStack() as recording:
         with warnings.catch_warnings():
             # About recordings of several cycles; its advice, acc_events=True, makes a Python object of every event.
@@ -228,7 +227,7 @@ def gemm_kernels(recorded: Any) -> dict[GemmKind, KernelTime]:
 
 
 def _grouped(kernels: Iterable[tuple[Any, str, int, float]]) -> dict[Any, KernelTime]:
-    """Group, name, count and seconds of kernels -> the groups."""
+    """(group, name, count, seconds) of kernels -> the groups, the longest first."""
     groups: dict[Any, KernelTime] = {}
     for group, name, count, time_s in sorted(kernels, key=lambda kernel: -kernel[3]):
         taken = groups.setdefault(group, KernelTime())

@@ -1,4 +1,4 @@
-"""DeepSpeed's stages against one plain process, in two real processes that exchange through gloo; and the checks of its
+"""DeepSpeed's stages against one plain process, in two real processes over gloo; and the checks of its
 file.
 
 Both processes are started once and go through every case; the tests look at what they left.
@@ -56,7 +56,7 @@ ZERO3_SECTION = {
     "stage3_prefetch_bucket_size": 5_000,
     "stage3_max_live_parameters": 40_000,
     "stage3_max_reuse_distance": 5_000,
-    # Norms (32 elements) stay whole, biases (47, which two ranks cannot share evenly) and matrices do not.
+    # Norms (32 elements) stay unsharded, biases (47, which two ranks cannot share evenly) and matrices do not.
     "stage3_param_persistence_threshold": 40,
 }
 
@@ -74,7 +74,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        marks = {"overlap": self.overlap, "recompute": self.recompute, "fp32_sums": bool(self.file_entries)}
+        marks = {"overlap": self.overlap, "recompute": self.recompute, "fp32_gradients": bool(self.file_entries)}
         kind = "tied" if self.tied else "untied"
         return "_".join(
             [f"z{self.stage}", kind, str(self.dtype).removeprefix("torch."), *[m for m, on in marks.items() if on]]
@@ -146,7 +146,7 @@ def make_model(case: Case, seed: int = 1) -> PreTrainedModel:
 
 
 def make_batch(step: int, micro_batch: int, rank: int) -> Batch:
-    """Two rows of other lengths in every micro-batch, of which a different part is supervised."""
+    """Two sequences of other lengths in every micro-batch, of which a different part is supervised."""
     generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank)
     lengths = torch.randint(3, 33, (2,), generator=generator)
     width = 32
@@ -219,50 +219,50 @@ def start(case: Case, folder: Path, *options: str, seed: int = 1) -> Any:
     if case.recompute:
         enable_gradient_checkpointing(decoder_layers(plain), every=1, uses_te=False)
     training_model = TrainingModel(plain, 32, case.dtype)
-    engine = DeepSpeedStrategy(case.mode, accelerator, config.parallel)
-    kind = engine.resolve_optimizer("auto", case.dtype)
-    assert engine.parameter_dtype(kind, case.dtype) == case.dtype
-    optimizer = engine.build_optimizer(config.optim, kind, training_model.named_parameters())
-    model, optimizer = engine.prepare(training_model, optimizer)
-    return engine, model, optimizer, plain, config
+    strategy = DeepSpeedStrategy(case.mode, accelerator, config.parallel)
+    kind = strategy.resolve_optimizer("auto", case.dtype)
+    assert strategy.parameter_dtype(kind, case.dtype) == case.dtype
+    optimizer = strategy.build_optimizer(config.optim, kind, training_model.named_parameters())
+    model, optimizer = strategy.prepare(training_model, optimizer)
+    return strategy, model, optimizer, plain, config
 
 
 def take_step(
-    engine: Any, model: Any, optimizer: Any, scheduler: Any, step: int, rank: int, gradients: dict | None = None
+    strategy: Any, model: Any, optimizer: Any, scheduler: Any, step: int, rank: int, gradients: dict | None = None
 ) -> Any:
     """As the loop does it; returns loss, gradient norm and learning rate."""
     from deepspeed.utils import safe_get_full_grad
 
     loss_sum = torch.zeros(())
     for micro in range(NUM_MICRO_BATCHES):
-        with engine.micro_batch(model, last=micro == NUM_MICRO_BATCHES - 1):
+        with strategy.micro_batch(model, last=micro == NUM_MICRO_BATCHES - 1):
             loss = model(make_batch(step, micro, rank)) / num_supervised(step)
-            engine.backward(loss)
+            strategy.backward(loss)
         loss_sum += loss.detach()
     if gradients is not None:
         for name, parameter in model.module.model.named_parameters():
             gradients[name] = safe_get_full_grad(parameter).clone()
     rate = float(optimizer.param_groups[0]["lr"])
-    norm = engine.step(optimizer, list(model.parameters()), MAX_NORM)
+    norm = strategy.step(optimizer, list(model.parameters()), MAX_NORM)
     assert norm.dtype == torch.float32 and norm.ndim == 0
     scheduler.step()
-    return engine.accelerator.reduce(loss_sum, reduction="sum").item(), norm.item(), rate
+    return strategy.accelerator.reduce(loss_sum, reduction="sum").item(), norm.item(), rate
 
 
-def whole_weights(engine: Any, plain: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: engine.full_tensor(parameter).clone() for name, parameter in plain.named_parameters()}
+def full_weights(strategy: Any, plain: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: strategy.full_tensor(parameter).clone() for name, parameter in plain.named_parameters()}
 
 
 def run_case(case: Case, folder: Path, rank: int) -> dict[str, Any]:
     """Train, save in between, and take it up again from there."""
-    engine, model, optimizer, plain, config = start(case, folder)
+    strategy, model, optimizer, plain, config = start(case, folder)
     scheduler = build_scheduler(optimizer, config.optim, NUM_STEPS)
-    before = whole_weights(engine, plain)
+    before = full_weights(strategy, plain)
     gradients: dict[str, Tensor] = {}
     checkpoint = folder / f"{case.name}-checkpoint"
     taken = []
     for step in range(NUM_STEPS):
-        taken.append(take_step(engine, model, optimizer, scheduler, step, rank, gradients if step == 0 else None))
+        taken.append(take_step(strategy, model, optimizer, scheduler, step, rank, gradients if step == 0 else None))
         resident = {name: parameter.numel() for name, parameter in plain.named_parameters()}
         # In the middle of training, where it must not disturb what follows.
         model.eval()
@@ -270,44 +270,44 @@ def run_case(case: Case, folder: Path, rank: int) -> dict[str, Any]:
             evaluation = model(make_batch(0, 0, rank)).item()
         model.train()
         if step + 1 == SAVED_AFTER:
-            engine.save_state(checkpoint)
+            strategy.save_state(checkpoint)
     result = {
         "before": before,
-        "after": whole_weights(engine, plain),
-        "local": {name: engine.local_tensor(parameter).clone() for name, parameter in plain.named_parameters()},
+        "after": full_weights(strategy, plain),
+        "local": {name: strategy.local_tensor(parameter).clone() for name, parameter in plain.named_parameters()},
         "dtypes": {parameter.dtype for parameter in plain.parameters()},
         "resident": resident,
         "gradients": gradients,
         "taken": taken,
         "evaluation": evaluation,
-        "files": engine.state_files(),
-        "state_bytes": engine.state_bytes(),
+        "files": strategy.state_files(),
+        "state_bytes": strategy.state_bytes(),
     }
     model.destroy()
 
     other = ["--weight_decay=0.2", "--max_grad_norm=0.25"]
-    engine, model, optimizer, plain, config = start(case, folder, *other, seed=2)
-    engine.load_state(checkpoint)
+    strategy, model, optimizer, plain, config = start(case, folder, *other, seed=2)
+    strategy.load_state(checkpoint)
     result["own_options"] = (
         [group["weight_decay"] for group in optimizer.param_groups],
-        engine._zero.optimizer.clip_grad,
+        strategy._zero.optimizer.clip_grad,
     )
     model.destroy()
 
-    engine, model, optimizer, plain, config = start(case, folder, seed=2)
+    strategy, model, optimizer, plain, config = start(case, folder, seed=2)
     try:
-        engine.load_state(folder / "nothing")
+        strategy.load_state(folder / "nothing")
     except UserError as error:
         result["refused"] = str(error)
-    engine.load_state(checkpoint)
+    strategy.load_state(checkpoint)
     scheduler = build_scheduler(optimizer, config.optim, NUM_STEPS, SAVED_AFTER)
     result["resumed_taken"] = [
-        take_step(engine, model, optimizer, scheduler, step, rank) for step in range(SAVED_AFTER, NUM_STEPS)
+        take_step(strategy, model, optimizer, scheduler, step, rank) for step in range(SAVED_AFTER, NUM_STEPS)
     ]
-    result["resumed"] = whole_weights(engine, plain)
-    with engine.micro_batch(model, last=True):
-        engine.backward(model(make_batch(0, 0, rank)) * (float("nan") if rank == 1 else 1.0))
-    result["norm_of_nan"] = engine.step(optimizer, list(model.parameters()), MAX_NORM).item()
+    result["resumed"] = full_weights(strategy, plain)
+    with strategy.micro_batch(model, last=True):
+        strategy.backward(model(make_batch(0, 0, rank)) * (float("nan") if rank == 1 else 1.0))
+    result["norm_of_nan"] = strategy.step(optimizer, list(model.parameters()), MAX_NORM).item()
     model.destroy()
     return result
 
@@ -453,8 +453,8 @@ def test_evaluation_sees_the_trained_weights(outcomes, case):
 
 
 @bf16_cases
-def test_bf16_weights_have_fp32_masters(outcomes, case):
-    """The masters follow fp32's path; what bf16 weights can hold does not."""
+def test_bf16_weights_have_fp32_master_weights(outcomes, case):
+    """The master weights follow fp32's path; what bf16 weights can hold does not."""
     result = outcomes[1][case.name][0]
     expected = reference(case)
     for name, weight in expected["after"].items():
@@ -474,9 +474,9 @@ def test_nothing_was_compiled(outcomes):
 
 def test_another_number_of_ranks_is_refused(outcomes):
     state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={"bf16": {"enabled": False}}))
-    engine = DeepSpeedStrategy("deepspeed_1", SimpleNamespace(state=state, num_processes=4), Config().parallel)
+    strategy = DeepSpeedStrategy("deepspeed_1", SimpleNamespace(state=state, num_processes=4), Config().parallel)
     with pytest.raises(UserError, match="saved by 2 processes .* cannot be resumed by 4; use 2 processes"):
-        engine.load_state(outcomes[0] / "z1_untied_float32-checkpoint")
+        strategy.load_state(outcomes[0] / "z1_untied_float32-checkpoint")
 
 
 # --- the file
@@ -534,7 +534,7 @@ REFUSED = {
     "fp8": ({**ZERO, "fp8": {"enabled": True}}, '"fp8": fp8 is Transformer Engine\'s'),
     "fp32_communication": ({**ZERO, "communication_data_type": "fp32"}, '"communication_data_type": "fp32".*double'),
     "fp16_communication": ({**ZERO, "communication_data_type": "fp16"}, '"communication_data_type": "fp16"'),
-    "fp32_sums": (
+    "fp32_gradients": (
         {**ZERO, "data_types": {"grad_accum_dtype": "fp32"}},
         '"data_types.grad_accum_dtype": "fp32".*deepspeed_2',
     ),
@@ -548,7 +548,7 @@ REFUSED = {
     "stage": ({"zero_optimization": {"stage": 2}}, '"zero_optimization.stage": 2.*use --sharding_mode deepspeed_2'),
     "bf16": ({**ZERO, "bf16": {"enabled": False}}, '"bf16.enabled": false.*--mixed_precision'),
     "fp16": ({**ZERO, "fp16": {"enabled": True}}, '"fp16.enabled": true.*--mixed_precision'),
-    "bf16_masters": ({**ZERO, "bf16": {"bf16_master_weights_and_grads": True}}, "rounded away"),
+    "bf16_master_weights": ({**ZERO, "bf16": {"bf16_master_weights_and_grads": True}}, "rounded away"),
     "offload": ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "fsdp_offload"),
     "old_offload": ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, "fsdp_offload"),
     "no_norm": ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "compute_grad_norm"),
@@ -573,7 +573,7 @@ def test_what_cannot_stand_is_refused_by_file_and_key(tmp_path, name):
     assert str(tmp_path / "ds.json") in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_fp32_sums_are_for_stages_that_split_them(tmp_path):
+def test_fp32_gradients_are_for_stages_that_split_them(tmp_path):
     values = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}}
     assert settings_of(tmp_path, values, "deepspeed_2")["data_types"] == {"grad_accum_dtype": "fp32"}
 

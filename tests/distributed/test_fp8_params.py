@@ -1,4 +1,4 @@
-"""fp8 parameters: what is refused, and the bookkeeping of masters, gradients and scales on two processes.
+"""fp8 parameters: what is refused, and the bookkeeping of master weights, gradients and scales on two processes.
 
 Transformer Engine needs a GPU, so a tensor stands in for its `Float8Tensor`: it has the same extension points for
 FSDP2, the same identity of its scale, and torch's own cast. FSDP2, DTensor, the optimizer and the collectives are the
@@ -189,24 +189,24 @@ def train_in_fp8(
     """Of four ranks two and two have the same rows, so that the mean over ranks is that of two."""
     install_stand_in()
     options = ParallelConfig(fp8_params=True, sync_every_micro_batch=sync_every_micro_batch)
-    engine = FsdpStrategy(mode, Accelerator(cpu=True), options, compute_dtype, 2)
+    strategy = FsdpStrategy(mode, Accelerator(cpu=True), options, compute_dtype, 2)
     model = SmallModel()
-    engine.keep_in_fp8(precision_of(list(model.layers)[:-1]))
-    engine.shard(model, model.layers)
+    strategy.keep_in_fp8(precision_of(list(model.layers)[:-1]))
+    strategy.shard(model, model.layers)
     for name, parameter in model.named_parameters():
         block = local_shard(parameter)
         block.data.copy_(initial(name, parameter.shape)[block.start : block.start + len(block.data)])
-    optimizer = build_optimizer(OPTIM, engine.resolve_optimizer("auto", compute_dtype), model.named_parameters())
-    model, optimizer = engine.prepare(model, optimizer)
+    optimizer = build_optimizer(OPTIM, strategy.resolve_optimizer("auto", compute_dtype), model.named_parameters())
+    model, optimizer = strategy.prepare(model, optimizer)
     parameters = list(model.parameters())
     gathers = CountedAllGather(model)
     norms = []
     for step in range(STEPS):
         for micro_batch in range(MICRO_BATCHES):
-            with engine.micro_batch(model, last=micro_batch == MICRO_BATCHES - 1):
+            with strategy.micro_batch(model, last=micro_batch == MICRO_BATCHES - 1):
                 loss = model(batch(step, micro_batch, rank % 2).to(compute_dtype)).float() / MICRO_BATCHES
-                engine.backward(loss / dist.get_world_size())
-        norms.append(float(engine.step(optimizer, parameters, MAX_NORM)))
+                strategy.backward(loss / dist.get_world_size())
+        norms.append(float(strategy.step(optimizer, parameters, MAX_NORM)))
     gathered = list(gathers.sent_bytes)
     with torch.no_grad():
         model(batch(0, 0, 0).to(compute_dtype))
@@ -215,7 +215,7 @@ def train_in_fp8(
     result = {
         "norms": norms,
         "gathered": gathered,
-        "masters": {name: engine.full_tensor(parameter).clone() for name, parameter in named.items()},
+        "master_weights": {name: strategy.full_tensor(parameter).clone() for name, parameter in named.items()},
         "rows": {name: (local_shard(p).start, p._local_tensor.dequantize().clone()) for name, p in fp8.items()},
         "scale_inv": {name: float(parameter._local_tensor.scale_inv) for name, parameter in fp8.items()},
         "state": sorted(optimizer_tensors(optimizer, [(name, master_of(p)) for name, p in named.items()])),
@@ -223,9 +223,9 @@ def train_in_fp8(
         "is_optimized": all(
             any(master_of(p) is q for g in optimizer.param_groups for q in g["params"]) for p in parameters
         ),
-        "local": {name: engine.local_tensor(parameter).dtype for name, parameter in named.items()},
+        "local": {name: strategy.local_tensor(parameter).dtype for name, parameter in named.items()},
     }
-    # A checkpoint is read into the masters.
+    # A checkpoint is read into the master weights.
     with torch.no_grad():
         for parameter in fp8.values():
             master_of(parameter)._local_tensor.mul_(2)
@@ -236,11 +236,11 @@ def train_in_fp8(
 
 def train_whole() -> tuple[list[float], dict[str, Tensor]]:
     """The same in one process: gradients of the loss at the fp8 values move fp32 weights."""
-    masters = {name: nn.Parameter(initial(name, p.shape)) for name, p in SmallModel().named_parameters()}
-    optimizer = build_optimizer(OPTIM, "adamw_fp32", masters.items())
+    master_weights = {name: nn.Parameter(initial(name, p.shape)) for name, p in SmallModel().named_parameters()}
+    optimizer = build_optimizer(OPTIM, "adamw_fp32", master_weights.items())
     norms = []
     for step in range(STEPS):
-        used = {name: cast(p.detach()) if is_fp8(name) else p.detach().clone() for name, p in masters.items()}
+        used = {name: cast(p.detach()) if is_fp8(name) else p.detach().clone() for name, p in master_weights.items()}
         used = {name: value.requires_grad_() for name, value in used.items()}
         for micro_batch in range(MICRO_BATCHES):
             for rank in range(2):
@@ -249,12 +249,12 @@ def train_whole() -> tuple[list[float], dict[str, Tensor]]:
                     x = x + torch.tanh(F.linear(x, used[f"layers.{layer}.weight"], used[f"layers.{layer}.bias"]))
                 normed = F.rms_norm(x, (WIDTH,), used["norm.weight"])
                 ((normed - 1).square().mean() / MICRO_BATCHES / 2).backward()
-        for name, parameter in masters.items():
+        for name, parameter in master_weights.items():
             parameter.grad = used[name].grad
-        norm = nn.utils.clip_grad_norm_(masters.values(), MAX_NORM)
+        norm = nn.utils.clip_grad_norm_(master_weights.values(), MAX_NORM)
         norms.append(float(norm))
         optimizer.step()
-    return norms, {name: parameter.detach() for name, parameter in masters.items()}
+    return norms, {name: parameter.detach() for name, parameter in master_weights.items()}
 
 
 def is_fp8(name: str) -> bool:
@@ -274,20 +274,20 @@ def is_fp8(name: str) -> bool:
 def test_masters_take_the_steps_of_one_process(
     tmp_path: Path, num_ranks: int, mode: str, sync_every_micro_batch: bool
 ) -> None:
-    norms, masters = train_whole()
+    norms, master_weights = train_whole()
     assert max(norms) > 2 * MAX_NORM, "a step must be clipped for this to mean anything"
     for result in on_ranks(num_ranks, tmp_path / "ranks", train_in_fp8, mode, torch.float32, sync_every_micro_batch):
         assert result["norms"] == pytest.approx(norms, rel=1e-5)
         assert result["is_optimized"] and result["left_gradients"] == 0
         assert set(result["local"].values()) == {torch.float32}
-        assert len(result["state"]) == 3 * len(masters)
-        for name, master in masters.items():
-            torch.testing.assert_close(result["masters"][name], master, rtol=1e-5, atol=1e-7)
+        assert len(result["state"]) == 3 * len(master_weights)
+        for name, master in master_weights.items():
+            torch.testing.assert_close(result["master_weights"][name], master, rtol=1e-5, atol=1e-7)
             moved = (master - initial(name, master.shape)).abs().max()
             assert 1e-4 < moved < 1e-2
-        assert result["rows"].keys() == {name for name in masters if is_fp8(name)}
+        assert result["rows"].keys() == {name for name in master_weights if is_fp8(name)}
         for name, (start, rows) in result["rows"].items():
-            master = result["masters"][name]
+            master = result["master_weights"][name]
             torch.testing.assert_close(rows, cast(master)[start : start + len(rows)], rtol=1e-6, atol=0)
             assert result["scale_inv"][name] == pytest.approx(float(master.abs().max()) / LARGEST)
             assert result["scale_inv_of_doubled"][name] == pytest.approx(2 * result["scale_inv"][name])

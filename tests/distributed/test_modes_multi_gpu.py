@@ -201,7 +201,7 @@ def test_adapters_take_the_steps_of_one_gpu(mode, precision, options, models, si
 def test_adapters_where_casts_of_frozen_weights_are_kept_for_the_whole_run(
     precision, models, single_gpu, tmp_path, record_property
 ):
-    """In `fsdp_grad`, whose whole weights are gathered anew in every step."""
+    """In `fsdp_grad`, whose unsharded weights are gathered anew in every step."""
     check_adapters("fsdp_grad", precision, ["--use_te"], models, single_gpu, tmp_path, record_property)
 
 

@@ -1,6 +1,4 @@
-"""Gradients' rows from the backward pass's own memory, where whole gradients were: the steps are FSDP2's, and as
-much less is reserved.
-"""
+"""Gradient shards in the memory of freed unsharded gradients: the steps are FSDP2's, and that much less is reserved."""
 
 from __future__ import annotations
 

@@ -68,9 +68,9 @@ def train(rank: int, mode: str, dtype: torch.dtype, in_gemms: bool, sync_every_m
         find, allocate = UnshardedGradients.find, MemorySavingReduceScatter.allocate
 
         def lending(self: UnshardedGradients, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-            whole, total = find(self, weight)
-            lent.extend([] if total is None else [weakref.ref(total)])
-            return whole, total
+            unsharded, main_grad = find(self, weight)
+            lent.extend([] if main_grad is None else [weakref.ref(main_grad)])
+            return unsharded, main_grad
 
         def allocating(self: MemorySavingReduceScatter, *args: Any, **kwargs: Any) -> torch.Tensor:
             result = allocate(self, *args, **kwargs)
@@ -143,8 +143,8 @@ def test_steps_are_those_of_whole_weights_and_autograds_sums(runs, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_gemms_add_in_micro_batches_that_exchange_nothing(runs, mode):
-    """FSDP2 exchanges its own sum, DDP the one that autograd completes."""
+def test_gemms_add_in_micro_batches_without_reduction(runs, mode):
+    """FSDP2 reduces its own main gradient, DDP the one that autograd completes."""
     adding = MICRO_BATCHES - (2 if mode == "ddp" else 1)
     expected = WEIGHTS_OF_LAYER * tiny_config().num_hidden_layers * adding * STEPS
     assert [sum(result["fused"].values()) for result in runs(mode)] == [expected] * RANKS
