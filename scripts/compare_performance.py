@@ -6,7 +6,7 @@ its figures.
     --eval_every 50" \\
         --arms bf16,fp8,current --seeds 3
     python scripts/compare_performance.py --runs runs/bf16-1 runs/bf16-2 runs/fp8-1 runs/fp8-2
-    python scripts/compare_performance.py --wandb team/llm-fp8/abc123 runs/x/wandb/offline-run-20260101_120000-def456
+    python scripts/compare_performance.py --wandb team/llm-fp8/abc123 team/llm-fp8/def456
     python scripts/compare_performance.py          the runs of scripts/train_bf16.sh and scripts/train_fp8.sh
 
 Given again, a --train command continues: finished runs are taken as they are, failed ones are tried again. Writes
@@ -49,12 +49,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--train", metavar="OPTIONS", help="train: options of the training script that all runs share, in quotes"
     )
     parser.add_argument("--runs", nargs="+", metavar="FOLDER", help="read the output folders of finished runs")
-    parser.add_argument(
-        "--wandb",
-        nargs="+",
-        metavar="RUN",
-        help="read W&B runs: ENTITY/PROJECT/RUNID, a wandb/offline-run-* folder, or the RUNID of one below this folder",
-    )
+    parser.add_argument("--wandb", nargs="+", metavar="RUN", help="read runs of W&B's server: ENTITY/PROJECT/RUNID")
     parser.add_argument("--arms", help=f"with --train: comma-separated, of {', '.join(variants())} (default: bf16,fp8)")
     parser.add_argument("--seeds", type=int, help="with --train: runs of each arm, with seeds 1, 2, ... (default: 3)")
     parser.add_argument(

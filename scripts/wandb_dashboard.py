@@ -11,8 +11,8 @@ communication, certificate.
 
 Each call makes a new saved view of the project's workspace; it shows training runs, those of one W&B group with
 --group. The layout is llm_fp8/tools/wandb_dashboard.py, the keys are explained in docs/wandb.md. With --offline the
-runs' files are read on this machine: it lists them, says which of the dashboard's figures they lack, and prints the
-commands that send them to W&B.
+output folders are read on this machine: it lists the runs that W&B has not got yet, says which of the dashboard's
+figures they lack, and prints the commands that send them.
 
 The project's tests build the view with W&B's own client and check what is sent to a stand-in of the server on this
 machine, not on wandb.ai.
@@ -25,7 +25,9 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -33,10 +35,11 @@ from rich.console import Console
 from rich.table import Table
 
 from llm_fp8.config.options import RunConfig
-from llm_fp8.observability.tracker_labels import wandb_login_state
-from llm_fp8.tools.compare.run_record import WandbRun, offline_runs
+from llm_fp8.observability.reporter import tracked_summary
+from llm_fp8.observability.tracker_labels import run_labels, wandb_login_state
 from llm_fp8.tools.wandb_dashboard import SECTIONS, Bars, Curve, build_workspace, missing_keys
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import read_json, read_metrics
 from llm_fp8.utils.packages import package_version
 
 SCRIPT = "scripts/wandb_dashboard.py"
@@ -74,23 +77,86 @@ def print_layout() -> None:
             print(f"  {panel.title}: {', '.join(panel.keys) or 'all that differs'}, {kind}")
 
 
-def sync_command(run: WandbRun, entity: str | None, project: str) -> str:
+@dataclass(frozen=True)
+class OfflineRun:
+    """A run that W&B has not got yet: its W&B folder, and its figures from run.json, metrics.jsonl and summary.json."""
+
+    wandb_folder: Path
+    name: str
+    group: str
+    project: str
+    labels: dict[str, Any]
+    history_keys: list[str]
+    figures: dict[str, Any]
+    """As W&B's summary: the last value of each metric, then the entries of summary.json."""
+    ended: str
+
+
+def offline_runs(folder: Path) -> tuple[list[OfflineRun], list[str]]:
+    """The offline W&B runs of the output folder `folder` or of those below it, and why others cannot be read.
+
+    A resumed training is several runs on W&B; each is listed with the figures of the one output folder. Raises
+    `UserError` where `folder` is missing or holds none.
+    """
+    if not folder.is_dir():
+        raise UserError(f"--offline {folder} is not a folder; give an output folder, or one that holds several.")
+    # 'offline-run-*' are those that W&B has not got yet; 'run-*' were sent while they ran.
+    found = sorted(path for path in folder.rglob("wandb/offline-run-*") if path.is_dir())
+    if not found:
+        raise UserError(
+            f"--offline {folder} holds no offline W&B run; such a run is made with --use_wandb and WANDB_MODE=offline "
+            "in the environment."
+        )
+    runs, unreadable = [], []
+    for wandb_folder in found:
+        try:
+            runs.append(read_offline_run(wandb_folder))
+        except UserError as error:
+            unreadable.append(str(error))
+    return runs, unreadable
+
+
+def read_offline_run(wandb_folder: Path) -> OfflineRun:
+    """The run of OUTPUT_DIR/wandb/offline-run-TIME-ID. Raises `UserError` where its output folder cannot be read."""
+    output = wandb_folder.parent.parent
+    record, history = read_json(output / "run.json"), read_metrics(output / "metrics.jsonl")
+    summary = read_json(output / "summary.json") if (output / "summary.json").is_file() else None
+    try:
+        options, labels = record["config"]["run"], run_labels(record)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{output / 'run.json'} lacks {error}; was it written by this project?") from None
+    return OfflineRun(
+        wandb_folder,
+        name=options.get("wandb_run_name") or wandb_folder.name.rpartition("-")[2],
+        group=options.get("wandb_group") or output.resolve().name,
+        project=options.get("wandb_project", ""),
+        labels=labels,
+        history_keys=sorted({key for entry in history for key in entry}),
+        figures={
+            **{key: value for entry in history for key, value in entry.items()},
+            **tracked_summary(summary or {}),
+        },
+        ended=ending(summary),
+    )
+
+
+def ending(summary: dict[str, Any] | None) -> str:
+    """How a run with this summary.json ended."""
+    if summary is None:
+        return "no (killed or still running)"
+    if summary.get("stopped_by"):
+        return f"stopped by {summary['stopped_by']}"
+    return f"failed: {summary['failed']}" if summary.get("failed") else "yes"
+
+
+def sync_command(run: OfflineRun, entity: str | None, project: str) -> str:
     """The command that sends an offline run to W&B; the run's own project is taken unless another is asked for."""
     words = ["wandb", "sync"]
     if entity:
         words += ["--entity", entity]
     if project != run.project:
         words += ["--project", project]
-    return shlex.join([*words, str(run.file.parent)])
-
-
-def ending(run: WandbRun) -> str:
-    """How a run ended."""
-    if run.exit_code is None:
-        return "no (killed or still running)"
-    if "stopped_by" in run.summary:
-        return f"stopped by {run.summary['stopped_by']}"
-    return "yes" if run.exit_code == 0 else f"with exit code {run.exit_code}"
+    return shlex.join([*words, str(run.wandb_folder)])
 
 
 def show_offline(options: argparse.Namespace) -> int:
@@ -103,26 +169,26 @@ def show_offline(options: argparse.Namespace) -> int:
         raise UserError(f"--group {options.group}: no offline run under {options.offline} is in this group.")
     table = Table("run", "group", "precision", "model", "steps", "median tokens/s", "ended")
     for run in runs:
-        tokens_per_s = run.summary.get("median_tokens_per_s")
+        tokens_per_s = run.figures.get("median_tokens_per_s")
         table.add_row(
-            run.name or run.run_id,
+            run.name,
             run.group,
-            str(run.config.get("precision_name", "-")),
-            str(run.config.get("model_short_name", "-")),
-            str(run.summary.get("step", 0)),
+            run.labels["precision_name"],
+            run.labels["model_short_name"],
+            str(run.figures.get("step", 0)),
             "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}",
-            ending(run),
+            run.ended,
         )
     console = Console()
     console.print(table)
     for run in runs:
-        missing = missing_keys(run.config, sorted({key for entry in run.history for key in entry}), list(run.summary))
+        missing = missing_keys(run.labels, run.history_keys, list(run.figures))
         lacks = (
             f"lacks {', '.join(missing)}; panels of these stay empty for it"
             if missing
             else "holds everything that the dashboard draws"
         )
-        console.print(f"{run.name or run.run_id}: {lacks}.", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{run.name}: {lacks}.", markup=False, highlight=False, soft_wrap=True)
     for sentence in unreadable:
         console.print(f"WARNING: {sentence}", markup=False, highlight=False, soft_wrap=True)
     print("\nSend them to W&B, then lay out the dashboard:")

@@ -23,11 +23,11 @@ from llm_fp8.observability.progress import ProgressDisplay, format_step
 from llm_fp8.observability.reporter import truncate_metrics
 from llm_fp8.observability.step_stats import throughput_summary
 from llm_fp8.observability.tracker_labels import LABELS, run_tags
-from llm_fp8.tools.compare.run_record import offline_runs
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import REPOSITORY
 from tests.support.reports import PROVENANCE, RUN_SECTIONS, TOTAL_STEPS, a_config, a_reporter, a_step
 from tests.support.small import records
+from tests.support.wandb_file import the_wandb_run
 
 
 def an_evaluation(step: int) -> dict[str, float]:
@@ -151,7 +151,7 @@ def test_wandb_offline_holds_the_same_numbers_and_the_configuration(
         reporter.finish({"stopped_by": None, "certificate": {"verdict": "fp8", "gemms": {"fp8": 7}}})
     # W&B's service writes the file behind our back; a process that ends waits for it, and so does this.
     wandb.teardown()
-    (stored,), _ = offline_runs(folder)
+    stored = the_wandb_run(folder)
 
     by_step: dict[int, dict[str, Any]] = {}
     for record in records(folder):
@@ -221,7 +221,7 @@ run_script(main)
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 2 and "error: the loss is not finite." in done.stderr
-    (stored,), _ = offline_runs(tmp_path)
+    stored = the_wandb_run(tmp_path)
     assert [record["step"] for record in stored.history] == [1]
     assert stored.exit_code
 

@@ -23,13 +23,13 @@ from llm_fp8.precision.certificate import ExpectedKernels, attention_library, ce
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.module_state import ModuleState, read_te_state
 from llm_fp8.precision.plan import PrecisionPlan
-from llm_fp8.tools.compare.run_record import offline_runs
 from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.train.loop import NonFiniteLoss
 from llm_fp8.train.run import run_training
 from llm_fp8.utils.errors import FailedCheck, UserError, run_script
 from tests.support.processes import exit_code, start_ranks
 from tests.support.small import forget_accelerator, steps
+from tests.support.wandb_file import the_wandb_run
 
 FP8_GEMMS = {
     "nvjet_sm90_qrtst_128x128_128x6_2x1_v_bz_coopA_algo2_TNT": (160, 0.010229),
@@ -550,7 +550,7 @@ def test_a_run_that_dies_or_is_stopped_later_keeps_its_certificate(tiny_model, r
     with pytest.raises(NonFiniteLoss):
         run_training(parse_config(options(tiny_model, rows, tmp_path / "dead", "--max_steps=9", "--use_wandb")))
     wandb.teardown(exit_code=1)
-    (stored,), _ = offline_runs(tmp_path / "dead")
+    stored = the_wandb_run(tmp_path / "dead")
     assert stored.summary["certificate/verdict"] == "certified" and "wall_time_s" not in stored.summary
 
 

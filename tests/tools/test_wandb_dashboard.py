@@ -20,7 +20,6 @@ from accelerate.state import AcceleratorState, PartialState
 
 from llm_fp8.observability.metrics import METRICS
 from llm_fp8.observability.tracker_labels import LABELS
-from llm_fp8.tools.compare.run_record import offline_runs, read_wandb_file
 from llm_fp8.tools.wandb_dashboard import (
     COLUMNS,
     SECTIONS,
@@ -33,6 +32,7 @@ from llm_fp8.tools.wandb_dashboard import (
 from llm_fp8.utils.errors import UserError
 from scripts import wandb_dashboard
 from tests.support.small import train
+from tests.support.wandb_file import the_wandb_run
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "wandb.md"
 
@@ -135,7 +135,7 @@ def offline_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_a_run_of_train_fp8_arrives_with_group_tags_labels_and_every_key(offline_folder: Path) -> None:
-    (run,), _ = offline_runs(offline_folder)
+    run = the_wandb_run(offline_folder)
     assert (run.project, run.name, run.group, run.job_type) == ("a-project", "a-run", "pairs", "train")
     assert run.tags == ("bf16", "embedded", "single", "CPU", "nightly", "h200")
     recorded = json.loads((offline_folder / "run.json").read_text())
@@ -164,6 +164,13 @@ def test_a_run_of_train_fp8_arrives_with_group_tags_labels_and_every_key(offline
     ]
     assert missing == ["eval_exact_match"]  # it was not asked for
 
+    # The output folder tells the same as the file for W&B.
+    (listed,), _ = wandb_dashboard.offline_runs(offline_folder)
+    assert (listed.project, listed.name, listed.group, listed.ended) == (run.project, run.name, run.group, "yes")
+    assert listed.labels == {key: run.config[key] for key in LABELS}
+    assert set(listed.history_keys) == {key for entry in run.history for key in entry if not key.startswith("_")}
+    assert listed.figures == {key: value for key, value in run.summary.items() if not key.startswith("_")}
+
 
 def test_offline_runs_are_listed_with_what_they_lack_and_how_to_send_them(
     offline_folder: Path, call: Callable[..., int], capsys: pytest.CaptureFixture[str]
@@ -172,30 +179,22 @@ def test_offline_runs_are_listed_with_what_they_lack_and_how_to_send_them(
     shown = capsys.readouterr().out
     assert "a-run" in shown and "bf16" in shown
     assert re.search(r"a-run: lacks .*peak_memory_gib.*gpu_power_w", shown)
-    (file,) = offline_folder.glob("wandb/offline-run-*/*.wandb")
-    assert f"  wandb sync --entity team --project shared {file.parent}\n" in shown
+    (kept,) = offline_folder.glob("wandb/offline-run-*")
+    assert f"  wandb sync --entity team --project shared {kept}\n" in shown
     assert "  python scripts/wandb_dashboard.py --project shared --name 'fp8 comparison' --entity team\n" in shown
     assert call("--offline", offline_folder, "--project", "a-project") == 0
-    assert f"  wandb sync {file.parent}\n" in capsys.readouterr().out, "the run knows its project"
+    assert f"  wandb sync {kept}\n" in capsys.readouterr().out, "the run knows its project"
 
 
-def test_a_run_that_was_killed_is_read_up_to_its_last_whole_record(offline_folder: Path, tmp_path: Path) -> None:
-    (file,) = offline_folder.glob("wandb/offline-run-*/*.wandb")
-    cut = tmp_path / "offline-run-x" / "run-x.wandb"
-    cut.parent.mkdir()
-    data = file.read_bytes()
-    whole = read_wandb_file(file)
-    for length in range(7, len(data), len(data) // 23):
-        cut.write_bytes(data[:length])
-        run = read_wandb_file(cut)
-        assert run.history == whole.history[: len(run.history)]
-        assert run.exit_code is None
-    cut.write_bytes(data)
-    assert read_wandb_file(cut).exit_code == 0
-    middle = len(data) // 2
-    cut.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
-    with pytest.raises(UserError, match="run-x.wandb is damaged at byte"):
-        read_wandb_file(cut)
+def test_how_an_offline_run_ended_is_told(offline_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(offline_folder, tmp_path / "run")
+    summary = tmp_path / "run" / "summary.json"
+    for changed, ended in (({"stopped_by": "SIGINT"}, "stopped by SIGINT"), ({"failed": "no"}, "failed: no")):
+        summary.write_text(json.dumps(json.loads((offline_folder / "summary.json").read_text()) | changed))
+        assert [run.ended for run in wandb_dashboard.offline_runs(tmp_path)[0]] == [ended]
+    summary.unlink()
+    (killed,), _ = wandb_dashboard.offline_runs(tmp_path)
+    assert killed.ended == "no (killed or still running)" and killed.figures["step"] == 4
 
 
 def test_mistakes_of_offline_use_are_one_sentence(
@@ -209,19 +208,20 @@ def test_mistakes_of_offline_use_are_one_sentence(
         call("--offline", offline_folder, "--group", "other")
     with pytest.raises(UserError, match="--dry_run has no effect with --offline"):
         call("--offline", offline_folder, "--dry_run")
-    folder = tmp_path / "offline-run-x"
-    folder.mkdir()
-    (folder / "run-x.wandb").write_bytes(b"something else")
-    with pytest.raises(UserError, match="run-x.wandb is not the file of a W&B run"):
-        call("--offline", tmp_path)
     with pytest.raises(UserError, match="--offline is empty"):
         call("--offline", "")
-    # A run whose file says nothing does not hide the others.
-    (folder / "run-x.wandb").write_bytes(b"")
-    shutil.copytree(offline_folder / "wandb", tmp_path / "good")
+    (tmp_path / "bad" / "wandb" / "offline-run-x-y").mkdir(parents=True)
+    with pytest.raises(UserError, match="bad/run.json cannot be read"):
+        call("--offline", tmp_path)
+    # A folder that cannot be read does not hide the others.
+    shutil.copytree(offline_folder, tmp_path / "good")
     assert call("--offline", tmp_path) == 0
     shown = capsys.readouterr().out
-    assert "a-run: lacks" in shown and "run-x.wandb is empty: its run was killed before W&B wrote anything" in shown
+    assert "a-run: lacks" in shown and "WARNING:" in shown and "bad/run.json cannot be read" in shown
+    (tmp_path / "bad" / "run.json").write_text("{}")
+    (tmp_path / "bad" / "metrics.jsonl").write_text("")
+    assert call("--offline", tmp_path) == 0
+    assert "bad/run.json lacks 'config'" in capsys.readouterr().out
 
 
 def test_a_dry_run_prints_every_panel(call: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,11 @@
-"""One finished training run as plain values, and how it is read from its folder."""
+"""One finished training run as plain values, read from its output folder or from W&B's server."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 import statistics
-import struct
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -249,73 +245,22 @@ def _last_answers(folder: Path) -> dict[str, bool]:
     }
 
 
-# --- wandb_runs ------------------------------------------------------------------------------------------
-# A run's record from W&B: from the file that an offline run keeps on disk, or from the server through wandb's public
-# API.
-#
-# Both hold the configuration, what it came to, the provenance and the history. The answers to the held-out problems
-# stay in the run's folder.
-
 _FLAG = "--wandb"
 _SERVER_PATH = re.compile(r"[^/\s]+/[^/\s]+/[^/\s]+")
-_RUN_ID = re.compile(r"[\w-]+")
-_KEPT_IN = ("wandb", "runs/*/wandb", "runs/*/runs/*/wandb")
-"""Where W&B keeps runs on this machine, below the working directory: its own default, and the output folders of runs
-and comparisons.
-"""
 _OPTION_SECTIONS = ("model", "precision", "data", "optim", "run", "lora", "parallel")
 
 
-def read_wandb(text: str, api: Any = None) -> RunRecord:
-    """The record of a finished run: `text` is a folder with a .wandb file where there is one of that name, else
-    ENTITY/PROJECT/RUNID, or RUNID alone.
+def read_wandb(path: str, api: Any = None) -> RunRecord:
+    """The record of a finished run on W&B's server, named ENTITY/PROJECT/RUNID.
 
-    The last is of a run that W&B kept on this machine, in one of the folders `_KEPT_IN`. `api` is a `wandb.Api`; by
-    default a new one, with the login of this machine. Raises `UserError` where there is no such run.
+    W&B has the configuration, the provenance and the history; the answers stay in the run's folder. `api` is a
+    `wandb.Api`, by default a new one with this machine's login. Raises `UserError` where there is no such run.
     """
-    folder = Path(text)
-    if not folder.exists():
-        if _SERVER_PATH.fullmatch(text):
-            return _read_server_run(text, api)
-        if _RUN_ID.fullmatch(text):
-            folder = _folder_of(text)
-    if not folder.is_dir():
+    if not _SERVER_PATH.fullmatch(path) or Path(path).exists():
         raise UserError(
-            f"{_FLAG} {text}: no such folder; give a wandb/offline-run-* folder, ENTITY/PROJECT/RUNID, or RUNID."
+            f"{_FLAG} {path} is not ENTITY/PROJECT/RUNID; a run on this machine, an offline one too, is read from its "
+            "--output_dir with --runs."
         )
-    files = sorted(folder.glob("*.wandb"))
-    if len(files) != 1:
-        raise UserError(
-            f"{_FLAG} {text}: it must hold one .wandb file, as a wandb/offline-run-* folder does, and holds "
-            f"{len(files)}; for a run's output folder use --runs."
-        )
-    run = read_wandb_file(files[0])
-    if run.exit_code != 0:
-        how = "is still running or was killed" if run.exit_code is None else f"ended with exit code {run.exit_code}"
-        raise UserError(f"{_FLAG} {text}: the run {how}; give a run that finished.")
-    return _record(text, run.config, run.history, run.logged_summary)
-
-
-def _folder_of(run_id: str) -> Path:
-    """The folder in which W&B keeps the run of this id on this machine."""
-    # W&B names them offline-run-TIME-ID, or run-TIME-ID if it sent the run.
-    found = sorted(
-        {folder for kept_in in _KEPT_IN for folder in Path().glob(f"{kept_in}/*run-*-{run_id}") if folder.is_dir()}
-    )
-    if len(found) != 1:
-        told = (
-            f"several W&B runs of that id are here ({', '.join(map(str, found))})"
-            if found
-            else "no W&B run of that id is here"
-        )
-        raise UserError(
-            f"{_FLAG} {run_id}: {told}, in {', '.join(_KEPT_IN)}; give its wandb/offline-run-* folder, or "
-            "ENTITY/PROJECT/RUNID."
-        )
-    return found[0]
-
-
-def _read_server_run(path: str, api: Any) -> RunRecord:
     import wandb
 
     try:
@@ -327,21 +272,17 @@ def _read_server_run(path: str, api: Any) -> RunRecord:
         ) from error
     if state != "finished":
         raise UserError(f"{_FLAG} {path}: the W&B run is {state}; give a run that finished.")
-    return _record(path, config, history, summary)
-
-
-def _record(source: str, config: dict[str, Any], history: list[dict[str, Any]], summary: dict[str, Any]) -> RunRecord:
     if reason := why_unfinished(summary):  # W&B calls a run finished that a signal stopped
-        raise UserError(f"{_FLAG} {source}: {reason}")
+        raise UserError(f"{_FLAG} {path}: {reason}")
     effective = dict(config.get("effective") or {})
     precision = effective.pop("precision", None)
-    require_sections(f"{_FLAG} {source}: its configuration", config, precision)
+    require_sections(f"{_FLAG} {path}: its configuration", config, precision)
     steps, evaluations = split_records(_merged_by_step(history))
     if not steps:
-        raise UserError(f"{_FLAG} {source}: its history holds no optimizer step.")
+        raise UserError(f"{_FLAG} {path}: its history holds no optimizer step.")
     model, data = effective.pop("model", {}), effective.pop("data", {})
     return RunRecord(
-        source=source,
+        source=path,
         config={name: config[name] for name in _OPTION_SECTIONS if name in config},
         precision=precision,
         steps=steps,
@@ -377,139 +318,3 @@ def _merged_by_step(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
             present = {key: value for key, value in row.items() if value is not None and not key.startswith("_")}
             by_step.setdefault(row["step"], {}).update(present)
     return [by_step[step] for step in sorted(by_step)]
-
-
-# --- wandb_files -----------------------------------------------------------------------------------------
-# Reads the file of a W&B run (`run-ID.wandb`) without W&B's server.
-#
-# The file is a LevelDB log (LevelDB's doc/log_format.md): a 7-byte header of W&B's own, then blocks of 32 KiB with
-# pieces of records, each piece with its checksum (4 bytes: the CRC-32 of zlib over kind and data, where LevelDB has
-# another), length (2 bytes) and kind (1 byte: 1 whole, 2 first, 3 middle, 4 last). The records are W&B's protobuf
-# messages. wandb's Python part has no reader for it any more, only its compiled part.
-
-_BLOCK = 2**15
-_HEADER = b":W&B"
-
-
-@dataclass
-class WandbRun:
-    """What a W&B run's file holds."""
-
-    file: Path
-    run_id: str = ""
-    project: str = ""
-    entity: str = ""
-    name: str = ""
-    group: str = ""
-    job_type: str = ""
-    tags: tuple[str, ...] = ()
-    config: dict[str, Any] = field(default_factory=dict)
-    history: list[dict[str, Any]] = field(default_factory=list)
-    """One entry per W&B step, with the keys that were logged and W&B's own, which begin with an underscore."""
-    logged_summary: dict[str, Any] = field(default_factory=dict)
-    """What the run put into its summary itself; W&B adds the last value of each key of the history."""
-    axes: dict[str, str] = field(default_factory=dict)
-    """Metric, or pattern of metrics, and the one that it is drawn by ('' for a metric that is declared as an axis)."""
-    exit_code: int | None = None
-    """None for a run that is still going or was killed."""
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """What W&B shows as the run's summary: the last value of each key, then what the run put there."""
-        last = {key: value for entry in self.history for key, value in entry.items() if not key.startswith("_")}
-        return {**last, **self.logged_summary}
-
-
-def _records(file: Path, data: bytes) -> Iterator[bytes]:
-    """The records of a file, in order; a last one that was never finished is left out. `UserError` for a damaged
-    one.
-    """
-    position, pieces = 7, b""
-    while position + 7 <= len(data):
-        if _BLOCK - position % _BLOCK < 7:  # a header does not fit any more: the rest of the block is filled up
-            position += _BLOCK - position % _BLOCK
-            continue
-        checksum, length, kind = struct.unpack("<IHB", data[position : position + 7])
-        end = position + 7 + length
-        if kind == 0 or end > len(data):
-            return
-        if zlib.crc32(data[position + 6 : end]) != checksum:
-            raise UserError(
-                f"{file} is damaged at byte {position}; W&B may still send what comes before: 'wandb sync "
-                f"{file.parent}'."
-            )
-        pieces += data[position + 7 : end]
-        position = end
-        if kind in (1, 4):
-            yield pieces
-            pieces = b""
-
-
-def read_wandb_file(file: Path) -> WandbRun:
-    """Read a run's file, also one of a run that was killed. Raises `UserError` for a file that is damaged or
-    something else.
-    """
-    from wandb.proto import wandb_internal_pb2
-
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
-    if not data:
-        raise UserError(f"{file} is empty: its run was killed before W&B wrote anything.")
-    if data[:4] != _HEADER:
-        raise UserError(f"{file} is not the file of a W&B run; give the folder that holds the run's .wandb file.")
-    run = WandbRun(file)
-    messages: Any = wandb_internal_pb2  # its stub does not say what the generated module holds
-    for record in _records(file, data):
-        _take(run, messages.Record.FromString(record))
-    return run
-
-
-def _key(item: Any) -> str:
-    return item.key or ".".join(item.nested_key)
-
-
-def _take(run: WandbRun, message: Any) -> None:
-    """Add one of W&B's messages to `run`."""
-    kind = message.WhichOneof("record_type")
-    if kind == "run":
-        stored = message.run
-        run.run_id, run.project, run.entity = stored.run_id, stored.project, stored.entity
-        run.name, run.group, run.job_type = stored.display_name, stored.run_group, stored.job_type
-        run.tags = tuple(stored.tags)
-    if kind in ("run", "config"):
-        updates = (message.run.config if kind == "run" else message.config).update
-        run.config.update({_key(item): json.loads(item.value_json) for item in updates})
-    elif kind == "history":
-        run.history.append({_key(item): json.loads(item.value_json) for item in message.history.item})
-    elif kind == "summary":
-        run.logged_summary.update({_key(item): json.loads(item.value_json) for item in message.summary.update})
-    elif kind == "metric":
-        run.axes[message.metric.name or message.metric.glob_name] = message.metric.step_metric
-    elif kind == "exit":
-        run.exit_code = message.exit.exit_code
-
-
-def offline_runs(folder: Path) -> tuple[list[WandbRun], list[str]]:
-    """The W&B runs of which `folder` or a folder below it holds the file, in order of their files' paths, and why
-    others cannot be read.
-
-    Raises `UserError` where the folder is missing or holds none.
-    """
-    if not folder.is_dir():
-        raise UserError(f"--offline {folder} is not a folder; give an output folder, or one that holds several.")
-    # 'offline-run-*' are those that W&B has not got yet; 'run-*' were sent while they ran.
-    files = sorted(folder.rglob("offline-run-*/run-*.wandb"))
-    if not files:
-        raise UserError(
-            f"--offline {folder} holds no offline W&B run; such a run is made with --use_wandb and WANDB_MODE=offline "
-            "in the environment."
-        )
-    runs, unreadable = [], []
-    for file in files:
-        try:
-            runs.append(read_wandb_file(file))
-        except UserError as error:
-            unreadable.append(str(error))
-    return runs, unreadable

@@ -20,10 +20,11 @@ import pytest
 
 from llm_fp8.tools.compare.launch import claim_folder, plan_runs
 from llm_fp8.tools.compare.report import compare
-from llm_fp8.tools.compare.run_record import read_run_folder, read_wandb
+from llm_fp8.tools.compare.run_record import RunRecord, read_run_folder, read_wandb
 from llm_fp8.utils.errors import UserError
 from tests.support import small
 from tests.support.made_up_runs import made_up_run
+from tests.support.wandb_file import the_wandb_run
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "compare_performance.py"
 TRAIN = (
@@ -134,34 +135,8 @@ def test_given_again_finished_runs_stay_and_an_arm_that_cannot_run_is_reported(t
     assert "needs an NVIDIA GPU" in page
 
 
-def offline_folder(run: Path) -> Path:
-    """The folder of a run's offline W&B run."""
-    (folder,) = (run / "wandb").glob("offline-run-*")
-    return folder
-
-
-def test_an_offline_wandb_run_tells_what_the_folder_tells(trained, monkeypatch):
-    for name in ("bf16-seed1", "no-seed2"):
-        folder = read_run_folder(trained / "runs" / name)
-        kept = read_wandb(str(offline_folder(trained / "runs" / name)))
-        assert kept.steps == folder.steps and kept.evaluations == folder.evaluations
-        assert (kept.arm, kept.seed, kept.effective_name) == (folder.arm, folder.seed, folder.effective_name)
-        assert kept.config == folder.config and kept.data == folder.data and kept.model == folder.model
-        assert kept.exact_match == folder.exact_match and not kept.answers, "the answers stay in the folder"
-    # The id of a run is enough where its folder lies below this one.
-    monkeypatch.chdir(trained)
-    named = offline_folder(Path("runs") / NAMES[0])
-    assert read_wandb(named.name.rpartition("-")[2]).steps == read_wandb(str(named)).steps
-    both = compare([read_wandb(str(offline_folder(trained / "runs" / name))) for name in NAMES])
-    whole = compare([read_run_folder(trained / "runs" / name) for name in NAMES])
-    assert both.arms[1].speedup == whole.arms[1].speedup and both.arms[1].loss_gap == whole.arms[1].loss_gap
-    assert [d for d in both.differences if d.effect != "note"] == []
-
-
 class StandInRun:
-    """What wandb.Api gives for a run, filled from an offline run's file; stands in for the server alone, which no
-    test can reach.
-    """
+    """What wandb.Api gives for a run, filled from what an offline run would send; stands in for the server alone."""
 
     def __init__(self, config: dict[str, Any], history: list[dict[str, Any]], state: str = "finished") -> None:
         self.config, self.state, self._history = config, state, history
@@ -185,19 +160,34 @@ class StandInApi:
         return self._run
 
 
-def test_a_run_of_the_server_tells_what_its_file_tells(trained):
-    from llm_fp8.tools.compare.run_record import read_wandb_file
+def from_server(folder: Path) -> RunRecord:
+    """What the server would tell of the run in this output folder."""
+    stored = the_wandb_run(folder)
+    return read_wandb("team/llm-fp8/abc", StandInApi(StandInRun(stored.config, stored.history)))
 
-    (file,) = offline_folder(trained / "runs" / "bf16-seed1").glob("*.wandb")
-    stored = read_wandb_file(file)
+
+def test_a_run_of_the_server_tells_what_its_folder_tells(trained):
+    for name in ("bf16-seed1", "no-seed2"):
+        folder, online = read_run_folder(trained / "runs" / name), from_server(trained / "runs" / name)
+        assert online.steps == folder.steps and online.evaluations == folder.evaluations
+        assert (online.arm, online.seed, online.effective_name) == (folder.arm, folder.seed, folder.effective_name)
+        assert online.config == folder.config and online.data == folder.data and online.model == folder.model
+        assert online.exact_match == folder.exact_match and not online.answers, "the answers stay in the folder"
+    online = compare([from_server(trained / "runs" / name) for name in NAMES])
+    folders = compare([read_run_folder(trained / "runs" / name) for name in NAMES])
+    assert online.arms[1].speedup == folders.arms[1].speedup and online.arms[1].loss_gap == folders.arms[1].loss_gap
+    assert [d for d in online.differences if d.effect != "note"] == []
+
+
+def test_what_the_server_lacks_is_one_sentence(trained):
+    stored = the_wandb_run(trained / "runs" / "bf16-seed1")
     run = StandInRun(stored.config, stored.history)
     run.summary = {"certificate/verdict": "undetermined", "certificate/reasons": "['no kernel']", "wall_time_s": 1.0}
     online = read_wandb("team/llm-fp8/abc", StandInApi(run))
     assert online.certificate == {"verdict": "undetermined", "reasons": ["['no kernel']"]}
-    offline = read_wandb(str(file.parent))
-    assert (
-        online.steps == offline.steps and online.evaluations == offline.evaluations and online.config == offline.config
-    )
+    for path in (str(trained / "runs" / "bf16-seed1"), "abc"):
+        with pytest.raises(UserError, match="is not ENTITY/PROJECT/RUNID; .* with --runs"):
+            read_wandb(path)
     with pytest.raises(UserError, match="Could not find run"):
         read_wandb("team/llm-fp8/xyz", StandInApi(StandInRun(stored.config, stored.history)))
     with pytest.raises(UserError, match="is running; give a run that finished"):

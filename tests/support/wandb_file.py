@@ -1,0 +1,90 @@
+"""What W&B was given by an offline run, for the tests of the tracker: W&B's Python part has no reader of its file.
+
+`run-ID.wandb` is a LevelDB log (LevelDB's doc/log_format.md): a 7-byte header, then blocks of 32 KiB with pieces of
+records. A piece is its checksum (4 bytes), length (2), kind (1: whole, 2: first, 3: middle, 4: last) and data; a record
+is a protobuf message of W&B's.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wandb.proto import wandb_internal_pb2
+
+BLOCK = 2**15
+
+
+@dataclass
+class WandbRun:
+    """What the file of a W&B run holds."""
+
+    project: str = ""
+    name: str = ""
+    group: str = ""
+    job_type: str = ""
+    tags: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    logged_summary: dict[str, Any] = field(default_factory=dict)
+    axes: dict[str, str] = field(default_factory=dict)
+    """Metric, or pattern of metrics -> the one that it is drawn by ('' for an axis)."""
+    exit_code: int | None = None
+    """None for a run that was killed."""
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """As W&B shows it: the last value of each key, then what the run put there itself."""
+        last = {key: value for entry in self.history for key, value in entry.items() if not key.startswith("_")}
+        return {**last, **self.logged_summary}
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    position, pieces = 7, b""
+    while position + 7 <= len(data):
+        if BLOCK - position % BLOCK < 7:  # the rest of the block is filled up
+            position += BLOCK - position % BLOCK
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        end = position + 7 + length
+        if kind == 0 or end > len(data):  # never finished: its run was killed
+            return
+        pieces += data[position + 7 : end]
+        position = end
+        if kind in (1, 4):
+            yield pieces
+            pieces = b""
+
+
+def _values(items: Any) -> dict[str, Any]:
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def the_wandb_run(folder: Path) -> WandbRun:
+    """The one offline W&B run of an output folder."""
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    data = file.read_bytes()
+    assert data[:4] == b":W&B", file
+    run = WandbRun()
+    for record in _records(data):
+        message = wandb_internal_pb2.Record.FromString(record)
+        kind = message.WhichOneof("record_type")
+        if kind == "run":
+            stored = message.run
+            run.project, run.name, run.group = stored.project, stored.display_name, stored.run_group
+            run.job_type, run.tags = stored.job_type, tuple(stored.tags)
+        if kind in ("run", "config"):
+            run.config.update(_values((message.run.config if kind == "run" else message.config).update))
+        elif kind == "history":
+            run.history.append(_values(message.history.item))
+        elif kind == "summary":
+            run.logged_summary.update(_values(message.summary.update))
+        elif kind == "metric":
+            run.axes[message.metric.name or message.metric.glob_name] = message.metric.step_metric
+        elif kind == "exit":
+            run.exit_code = message.exit.exit_code
+    return run
