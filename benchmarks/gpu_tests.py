@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Run the GPU tests and keep their outcome, with versions, GPU and commit, as JSON.
 
-    python benchmarks/gpu_tests.py --output benchmarks/results/gpu_tests.json [tests/gpu tests/multi_gpu ...]
+    python benchmarks/gpu_tests.py --output benchmarks/results/gpu_tests.json [tests/kernels/test_rope_gpu.py ...]
 
 Tests share the GPUs, --workers at a time, each process beginning with another GPU. Those that fill a GPU or time it
 have one for themselves: as many at a time as there are GPUs. Those that need several GPUs or the whole machine for
@@ -204,7 +204,8 @@ def main() -> int:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--output", required=True, type=Path, help="JSON file to write")
     parser.add_argument("--workers", type=int, default=8, help="tests at a time (default 8)")
-    parser.add_argument("tests", nargs="*", default=["tests"], help="what to run (default tests)")
+    files = sorted(str(path) for path in Path("tests").rglob("*_gpu.py"))
+    parser.add_argument("tests", nargs="*", default=files, help="what to run (default: every tests/**/*_gpu.py)")
     parser.add_argument("--missing", action="store_true", help="run only what --output does not hold as passed")
     options = parser.parse_args()
     require_writable("--output", options.output)
