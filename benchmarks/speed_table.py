@@ -58,8 +58,7 @@ Measure = Callable[[TableRow, Variant, str], Answer]
 """Measures a variant of a row on its GPUs (a value of CUDA_VISIBLE_DEVICES, such as 0,1)."""
 
 
-# --- the file
-# ---------------------------------------------------------------------------------------------------------------
+# --- the file ---------------------------------------------------------------------------------------------------------
 
 
 class Record:
@@ -306,8 +305,7 @@ def compare(row: TableRow, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | N
     return result
 
 
-# --- measuring
-# --------------------------------------------------------------------------------------------------------------
+# --- measuring --------------------------------------------------------------------------------------------------------
 
 
 def measurer(warmup: int, timeout_s: float, stopped: threading.Event) -> Measure:
@@ -481,8 +479,7 @@ def measure_table(
         measure_shift(shift, record, turns, measure, limit)
 
 
-# --- the command
-# ------------------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""The table of fp8 recipes: one row per recipe, and no other list of them anywhere.
+"""The table of fp8 recipes: one row per recipe, which everything but the predictor's calibrated figures reads.
 
 A row is plain data, so that `--help` and every tool can read it without torch or Transformer Engine; names of classes
 and functions are resolved where they are used (`llm_fp8.precision.recipes`). To add a recipe, add a row. Class names
@@ -37,7 +37,7 @@ class Recipe:
     options: Mapping[str, str] = field(default_factory=dict)
     """Options that it takes -> keyword of its class."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword -> value where the option is not given and the class's own default is not meant."""
+    """Keyword -> value where the option is not given, whatever a version of the class has for a default."""
     quantizer: str | None = None
     """Class of the quantizers in Transformer Engine's modules."""
     availability: str = "is_fp8_available"

@@ -33,9 +33,9 @@ from transformers import (
 import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.kernels.flash_attention import keep_from_transformer_engine
-from llm_fp8.models.source import ModelSource, _named_errors, has_random_weights
+from llm_fp8.models.source import ModelSource, has_random_weights, named_errors
 from llm_fp8.models.weight_shards import initialize_shards_
-from llm_fp8.models.weights import _corrupt_file, fill_te_model, weight_files
+from llm_fp8.models.weights import corrupt_file, fill_te_model, weight_files
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import package_version
@@ -189,7 +189,7 @@ def _load_hf_model(
     options: ModelConfig, source: ModelSource, attention: str, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     weight_files(options, source)  # names what is missing more clearly than transformers
-    with _named_errors("weights", options.model_name):
+    with named_errors("weights", options.model_name):
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.location,
@@ -202,7 +202,7 @@ def _load_hf_model(
             )
         except SafetensorError as error:
             raise UserError(
-                f"{_corrupt_file(weight_files(options, source))} is truncated or corrupt ({error}); fetch it again."
+                f"{corrupt_file(weight_files(options, source))} is truncated or corrupt ({error}); fetch it again."
             ) from error
     model, info = loaded
     wrong = [(kind, info[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(kind)]

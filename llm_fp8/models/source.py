@@ -72,7 +72,7 @@ def resolve_source(options: ModelConfig) -> ModelSource:
 
 
 @contextlib.contextmanager
-def _named_errors(what: str, name: str) -> Iterator[None]:
+def named_errors(what: str, name: str) -> Iterator[None]:
     """Turn what transformers and the hub raise on a bad name or file into a `UserError`."""
     try:
         yield
@@ -86,7 +86,7 @@ def _named_errors(what: str, name: str) -> Iterator[None]:
 
 
 def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
-    with _named_errors("config", options.model_name):
+    with named_errors("config", options.model_name):
         return AutoConfig.from_pretrained(source.location, cache_dir=options.weights_cache_dir)
 
 
@@ -103,7 +103,7 @@ def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTraine
             "embedded one is used."
         )
         return AutoTokenizer.from_pretrained(EMBEDDED_MODEL), note
-    with _named_errors("tokenizer", options.model_name):
+    with named_errors("tokenizer", options.model_name):
         return AutoTokenizer.from_pretrained(source.location, cache_dir=options.weights_cache_dir), None
 
 

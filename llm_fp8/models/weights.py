@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import te_llama
 from llm_fp8.config.options import ModelConfig
-from llm_fp8.models.source import ModelSource, _named_errors, has_random_weights
+from llm_fp8.models.source import ModelSource, has_random_weights, named_errors
 from llm_fp8.models.weight_shards import (
     HfFiller,
     PartFiller,
@@ -47,7 +47,7 @@ def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
         except EntryNotFoundError:
             return None
 
-    with _named_errors("weights", options.model_name):
+    with named_errors("weights", options.model_name):
         index = fetch(WEIGHTS_INDEX)
         if index is not None:
             files = [(shard, fetch(shard)) for shard in _shard_names(index)]
@@ -135,7 +135,7 @@ def fill_sharded(
     return True
 
 
-def _corrupt_file(files: list[Path]) -> Path:
+def corrupt_file(files: list[Path]) -> Path:
     """The first of `files` that cannot be opened; the last one where all can."""
     for path in files:
         try:

@@ -137,7 +137,7 @@ def build_optimizer(
     return EightBitAdamW(groups, seed=config.seed, **shared)
 
 
-def _unwrap(optimizer: Optimizer) -> Optimizer:
+def unwrap(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside Accelerate's wrapper, whose own step may be skipped or patched."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
@@ -157,7 +157,7 @@ def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_nor
     This project's AdamWs multiply by the clip factor as they read the gradients; for torch's these are scaled in place.
     fp16's gradients are unscaled already.
     """
-    inner = _unwrap(optimizer)
+    inner = unwrap(optimizer)
     if isinstance(inner, GroupedAdamW):
         norm = gradient_norm(parameters)
         inner.gradient_scale = clip_factor(norm, max_norm) if max_norm > 0 else None

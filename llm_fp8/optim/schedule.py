@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from llm_fp8.config.options import OptimConfig
-from llm_fp8.optim.optimizers import _unwrap
+from llm_fp8.optim.optimizers import unwrap
 
 MAX_WARMUP_SHARE = 10
 """Warm-up takes at most the run's steps divided by this."""
@@ -53,7 +53,7 @@ def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int,
     The learning rate depends on the completed steps alone, so a resumed run passes `completed_steps` and needs no
     scheduler state. Not for `Accelerator.prepare`, which would step it once per process.
     """
-    optimizer = _unwrap(optimizer)
+    optimizer = unwrap(optimizer)
     warmup_steps = effective_warmup_steps(config.num_warmup_steps, total_steps)
 
     def factor(step: int) -> float:

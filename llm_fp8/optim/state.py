@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from llm_fp8.optim.adamw_base import GroupedAdamW
-from llm_fp8.optim.optimizers import _unwrap
+from llm_fp8.optim.optimizers import unwrap
 from llm_fp8.utils.errors import UserError
 
 
@@ -23,7 +23,7 @@ def initialize_state(optimizer: Optimizer) -> None:
 
     Call it after `Accelerator.prepare`. It does nothing where there is state already.
     """
-    optimizer = _unwrap(optimizer)
+    optimizer = unwrap(optimizer)
     if optimizer.state:
         return
     if isinstance(optimizer, GroupedAdamW):
@@ -59,7 +59,7 @@ def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str
     remainder; adamw_8bit has exp_avg and exp_avg_sq and, where these are codes, exp_avg_scale and exp_avg_sq_scale; the
     steps of both are in `optimizer_scalars`. Tied parameters appear under their first name.
     """
-    optimizer = _unwrap(optimizer)
+    optimizer = unwrap(optimizer)
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, parameter in named_parameters:
@@ -102,7 +102,7 @@ def optimizer_scalars(optimizer: Optimizer) -> dict[str, Any]:
     """State that is not a tensor, fit for JSON: this project's AdamWs count steps per parameter group, torch's per
     parameter.
     """
-    return {"group_steps": [group.get("step") for group in _unwrap(optimizer).param_groups]}
+    return {"group_steps": [group.get("step") for group in unwrap(optimizer).param_groups]}
 
 
 def load_optimizer_scalars(optimizer: Optimizer, scalars: Mapping[str, Any]) -> None:
@@ -111,7 +111,7 @@ def load_optimizer_scalars(optimizer: Optimizer, scalars: Mapping[str, Any]) -> 
     Raises:
         UserError: the number of parameter groups differs.
     """
-    groups, steps = _unwrap(optimizer).param_groups, scalars["group_steps"]
+    groups, steps = unwrap(optimizer).param_groups, scalars["group_steps"]
     if len(groups) != len(steps):
         raise UserError(
             f"The saved optimizer has {len(steps)} parameter groups and this one {len(groups)}; "

@@ -51,11 +51,6 @@ def silent(text: str) -> None:
     """A `Say` that prints nothing, for benchmarks."""
 
 
-def certifies(wanted: bool | None, device: torch.device) -> bool:
-    """Whether a run on `device` records a step and judges its kernels; `wanted` is --certify."""
-    return device.type == "cuda" if wanted is None else wanted
-
-
 @dataclass(frozen=True)
 class RunPlan:
     """What is settled before the model exists."""
@@ -97,7 +92,8 @@ class RunPlan:
     @property
     def certifies(self) -> bool:
         """Whether the run records a step and judges its kernels (--certify)."""
-        return certifies(self.config.run.certify, self.device)
+        wanted = self.config.run.certify
+        return self.device.type == "cuda" if wanted is None else wanted
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,7 @@ class Fake:
         return made_up(STEP_S[variant.name.rpartition(":")[2]], 12.0 if variant.name == "hf_bf16" else 12.012)
 
 
-# --- the table
-# --------------------------------------------------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------------------------------
 
 
 def test_the_projects_table(tmp_path):
@@ -161,8 +160,7 @@ def test_the_floor_of_a_head_in_fp8(mode, logits_tflops):
     assert gemm_floor_s({"census": census.to_dict()}, 1000, MeasuredRates(100.0, None, None, 4.0)) is None
 
 
-# --- going on
-# ---------------------------------------------------------------------------------------------------------------
+# --- going on ---------------------------------------------------------------------------------------------------------
 
 
 def run(
@@ -301,8 +299,7 @@ def test_a_file_that_was_made_otherwise_is_refused(tmp_path):
         Record(ROOT / "benchmarks/results/throughput_1b.json", rows, SETTINGS)
 
 
-# --- several GPUs
-# -----------------------------------------------------------------------------------------------------------
+# --- several GPUs -----------------------------------------------------------------------------------------------------
 
 
 class Slow(Fake):
@@ -481,8 +478,7 @@ def test_the_time_limit_holds_for_rows_that_waited(tmp_path):
     assert limit.left == ["x4 ddp:delayed", "x4 ddp:hf_bf16", "x8 ddp:delayed", "x8 ddp:hf_bf16"]
 
 
-# --- real measurements on the CPU
-# -------------------------------------------------------------------------------------------
+# --- real measurements on the CPU -------------------------------------------------------------------------------------
 
 
 def on_the_cpu(row, variant, gpu):
@@ -577,8 +573,7 @@ def test_a_measurement_is_ended_from_outside(tiny_architecture, started_processe
     wait_for_the_end_of_processes_with("WHOSE", tiny_architecture)
 
 
-# --- the command
-# ------------------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")

@@ -71,8 +71,7 @@ def _bounds(batch: Batch) -> list[int]:
     return [row * width for row in range(rows + 1)]
 
 
-# --- the split
-# ---------------------------------------------------------------------------------------------------------
+# --- the split --------------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_takes_a_chunk_from_each_end_of_every_document() -> None:
@@ -160,8 +159,7 @@ def test_a_slice_on_its_own_is_a_packed_batch(layout: str, size: int) -> None:
         assert torch.equal(alone.input_ids, part.input_ids)
 
 
-# --- collate and pack
-# --------------------------------------------------------------------------------------------------
+# --- collate and pack -------------------------------------------------------------------------------------------------
 
 
 @sizes
@@ -213,8 +211,7 @@ def test_rows_are_packed_by_padded_lengths() -> None:
         PackedCollate(1, 16, PAD, 4)([[_document(7, 0), _document(9, 1)]])
 
 
-# --- loss and gradients
-# ------------------------------------------------------------------------------------------------
+# --- loss and gradients -----------------------------------------------------------------------------------------------
 
 
 class TinyDecoder(nn.Module):
@@ -315,8 +312,7 @@ def test_swapped_chunks_would_be_noticed() -> None:
     assert abs(float(wrong_loss - loss)) > 1e-3 * float(loss)
 
 
-# --- ranks
-# -------------------------------------------------------------------------------------------------------------
+# --- ranks ------------------------------------------------------------------------------------------------------------
 
 
 def _of_rank(rank: int, world_size: int, size: int, address: str) -> None:

@@ -181,8 +181,7 @@ def learning_rate(step: int) -> float:
     return PEAK * learning_rate_factor(step, NUM_STEPS, 0, "linear")
 
 
-# --- what runs in the two processes
-# ---------------------------------------------------------------------------------------
+# --- what runs in the two processes -----------------------------------------------------------------------------------
 
 
 def run_rank(rank: int, port: int, folder: str) -> None:
@@ -340,8 +339,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder, made
 
 
-# --- one plain process
-# ----------------------------------------------------------------------------------------------------
+# --- one plain process ------------------------------------------------------------------------------------------------
 
 
 def reference(case: Case) -> dict[str, Any]:
@@ -479,8 +477,7 @@ def test_another_number_of_ranks_is_refused(outcomes):
         strategy.load_state(outcomes[0] / "z1_untied_float32-checkpoint")
 
 
-# --- the file
-# -------------------------------------------------------------------------------------------------------------
+# --- the file ---------------------------------------------------------------------------------------------------------
 
 
 def settings_of(

@@ -37,8 +37,7 @@ MAX_NORM = 0.05
 OPTIM = OptimConfig(learning_rate=1e-3, weight_decay=0.1)
 
 
-# --- What stands in for Transformer Engine
-# -------------------------------------------------------------------------------------
+# --- What stands in for Transformer Engine ----------------------------------------------------------------------------
 
 
 class StandInFloat8(torch.Tensor):
@@ -179,8 +178,7 @@ def cast(master: Tensor) -> Tensor:
     return (master * scale).to(torch.float8_e4m3fn).float() * (1 / scale)
 
 
-# --- On two processes
-# ----------------------------------------------------------------------------------------------------------
+# --- On two processes -------------------------------------------------------------------------------------------------
 
 
 def train_in_fp8(
@@ -302,8 +300,7 @@ def test_weights_are_gathered_as_bytes(tmp_path: Path) -> None:
     assert results[0]["norms"] == results[1]["norms"] == pytest.approx(train_whole()[0], rel=5e-2)
 
 
-# --- Numbers
-# ------------------------------------------------------------------------------------------------------
+# --- Numbers ----------------------------------------------------------------------------------------------------------
 
 
 def test_scales() -> None:

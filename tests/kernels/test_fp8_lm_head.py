@@ -46,8 +46,7 @@ def inputs(tokens: int = TOKENS, spread: float = 4.0, seed: int = 0):
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
-# --- numbers
-# ----------------------------------------------------------------------------------------------------------------
+# --- numbers ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
@@ -211,8 +210,7 @@ def test_a_tied_weight_gets_both_gradients(mode):
     torch.testing.assert_close(got[:TOKENS], grad_weight[:TOKENS] + grad_hidden)
 
 
-# --- what is kept
-# -----------------------------------------------------------------------------------------------------------
+# --- what is kept -----------------------------------------------------------------------------------------------------
 
 
 def test_the_weight_is_cast_once_a_step(monkeypatch):
@@ -279,8 +277,7 @@ def test_a_second_backward_pass_is_an_error(overwrites, monkeypatch):
         loss.backward()
 
 
-# --- in a training
-# ----------------------------------------------------------------------------------------------------------
+# --- in a training ----------------------------------------------------------------------------------------------------
 
 
 def test_help_of_the_bench_measures_nothing(monkeypatch, capsys):
@@ -381,8 +378,7 @@ def test_the_seam_tells_the_head_which_micro_batch_it_is():
             assert precision.fp8_head.is_first_microbatch is first
 
 
-# --- what is said of it
-# -----------------------------------------------------------------------------------------------------
+# --- what is said of it -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -421,8 +417,7 @@ def test_arms_of_the_benchmarks():
             parse_variant(name)
 
 
-# --- refusals
-# ---------------------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_where_it_is_refused():

@@ -81,8 +81,7 @@ def folder_contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-# --- In and out, Hugging Face's models
-# ---------------------------------------------------------------------------------------
+# --- In and out, Hugging Face's models --------------------------------------------------------------------------------
 
 
 def load_and_export(
@@ -300,8 +299,7 @@ def test_a_main_rank_that_cannot_write_leaves_no_rank_waiting(tmp_path, tiny_mod
     assert "could not be written" in said and nothing == ""
 
 
-# --- Random weights
-# ------------------------------------------------------------------------------------------------------------
+# --- Random weights ---------------------------------------------------------------------------------------------------
 
 
 def random_unsharded(rank: int, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -323,8 +321,7 @@ def test_random_weights_do_not_depend_on_the_number_of_ranks(tmp_path, tiny_mode
         assert_same_bits(weights, expected)
 
 
-# --- TE models
-# -------------------------------------------------------------------------------------------------------------
+# --- TE models --------------------------------------------------------------------------------------------------------
 
 
 class StandInLayer(te_llama.TEDecoderLayer):
@@ -400,8 +397,7 @@ def test_fused_parameters_are_filled_from_several_tensors(tmp_path, family, num_
     assert config == json.loads((tmp_path / "source" / "config.json").read_text())
 
 
-# --- Blocks of rows
-# ----------------------------------------------------------------------------------------------------------
+# --- Blocks of rows ---------------------------------------------------------------------------------------------------
 
 
 def blocks_of(rank: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -429,8 +425,7 @@ def test_a_local_shard_is_where_its_rows_are(tmp_path):
     assert any(len(data) == 0 for result in results for _, data, _ in result)
 
 
-# --- What does not fit
-# -------------------------------------------------------------------------------------------------------
+# --- What does not fit ------------------------------------------------------------------------------------------------
 
 
 def fill_in_one_piece(name: str, **options: Any) -> PreTrainedModel:
@@ -543,8 +538,7 @@ def test_a_mixture_of_experts_is_refused_in_a_sentence(tmp_path):
         fill_in_one_piece(str(tmp_path / "source"))
 
 
-# --- The structure
-# -----------------------------------------------------------------------------------------------------------
+# --- The structure ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -51,8 +51,7 @@ def dense_numbers(signed):
     return found[(found <= 1) & (found >= (-1 if signed else 0))]
 
 
-# --- codes
-# --------------------------------------------------------------------------------------------------------------------
+# --- codes ------------------------------------------------------------------------------------------------------------
 
 
 @SIGNS
@@ -109,8 +108,7 @@ def test_a_number_that_is_not_finite_spoils_its_block_alone(value):
     assert not decoded[1].isfinite().any() and decoded[[0, 2]].isfinite().all()
 
 
-# --- stochastic rounding
-# ------------------------------------------------------------------------------------------------------
+# --- stochastic rounding ----------------------------------------------------------------------------------------------
 
 
 def test_random_bits_are_those_of_the_documented_hash():
@@ -171,8 +169,7 @@ def test_what_bf16_holds_is_not_rounded_and_nan_and_infinity_stay():
     assert round_stochastically(of_gpu_and_cpu, highest[:3]).isnan().all()
 
 
-# --- steps
-# --------------------------------------------------------------------------------------------------------------------
+# --- steps ------------------------------------------------------------------------------------------------------------
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SHAPES = {"codes": (64, 128), "odd": (127, 65), "bias": (300,)}

@@ -228,8 +228,7 @@ def test_save_and_restore_is_exact(kind):
     assert all(torch.equal(final[name], resumed_final[name]) for name in final)
 
 
-# --- EightBitAdamW
-# ------------------------------------------------------------------------------------------------------------
+# --- EightBitAdamW ----------------------------------------------------------------------------------------------------
 
 EIGHT_BIT_TRAFFIC = 10 + 16 / CODE_BLOCK
 """Reads: weight and gradient 2 bytes each, m and v 1 each. Writes: weight 2, m and v 1 each. Both scales are read
@@ -383,8 +382,7 @@ def test_speed_of_the_eight_bit_kernel(record_property):
     )
 
 
-# --- both
-# ---------------------------------------------------------------------------------------------------------------------
+# --- both -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["adamw_master", "adamw_8bit"])

@@ -26,6 +26,7 @@ from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.train.loop import NonFiniteLoss
 from llm_fp8.train.run import run_training
+from llm_fp8.train.setup import RunPlan
 from llm_fp8.utils.errors import FailedCheck, UserError, run_script
 from tests.support.processes import exit_code, start_ranks
 from tests.support.small import forget_accelerator, steps
@@ -307,8 +308,7 @@ def test_the_worst_of_all_ranks_speaks():
     assert worst([good, good]) is good and worst([good, open_]) is open_ and worst([open_, bad, good]) is bad
 
 
-# --- Transformer Engine's own account
-# ---------------------------------------------------------------------------------------
+# --- Transformer Engine's own account ---------------------------------------------------------------------------------
 
 
 class DelayedScaling:
@@ -363,8 +363,7 @@ def test_fp8_weights_are_counted_by_matrix_and_by_recomputed_layer():
     assert list(enable_gradient_checkpointing(layers, 2, uses_te=False)) == list(layers[::2])
 
 
-# --- in a run
-# ---------------------------------------------------------------------------------------------------------------
+# --- in a run ---------------------------------------------------------------------------------------------------------
 
 
 def step_profile(kernels, num_ranks: int = 1, work_s: float = 0.1) -> StepProfile:
@@ -441,7 +440,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, f
         yield step_profile(kernels, work_s=work_s)
 
     monkeypatch.setattr(loop, "profiled", profiled)
-    monkeypatch.setattr("llm_fp8.train.setup.certifies", lambda wanted, device: wanted is not False)
+    monkeypatch.setattr(RunPlan, "certifies", property(lambda plan: plan.config.run.certify is not False))
 
 
 def options(model: str, rows: str, folder, *more: str) -> list[str]:

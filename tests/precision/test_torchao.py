@@ -75,8 +75,7 @@ def converted(scenario: str, **changes: object) -> tuple[nn.Module, Precision, P
     return model, precision, plan
 
 
-# --- a training
-# ------------------------------------------------------------------------------------------------------------
+# --- a training -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +153,7 @@ def test_a_checkpoint_of_another_backend_is_not_continued(tiny_model, rows, tmp_
         train(*options(tiny_model, rows, tmp_path / "fp8", *FP8, f"--resume_from={checkpoint}"))
 
 
-# --- several processes
-# -----------------------------------------------------------------------------------------------------
+# --- several processes ------------------------------------------------------------------------------------------------
 
 
 def say_what_is_gathered() -> None:
@@ -226,8 +224,7 @@ def test_weights_are_gathered_in_fp8_and_a_resumed_run_goes_on(tiny_model, rows,
     assert losses(tmp_path / "alone") == pytest.approx(losses(tmp_path / "two")[2:], rel=3e-3)
 
 
-# --- which layers
-# ----------------------------------------------------------------------------------------------------------
+# --- which layers -----------------------------------------------------------------------------------------------------
 
 
 class Odd(nn.Module):
@@ -354,8 +351,7 @@ def test_layers_share_their_compiled_code(monkeypatch):
     assert layers[0]._compiled_call_impl is not None
 
 
-# --- the certificate
-# -------------------------------------------------------------------------------------------------------
+# --- the certificate --------------------------------------------------------------------------------------------------
 
 FP8_KERNEL = "nvjet_sm90_qqtst_128x256_128x6_2x1_v_bz_coopA_TNT"
 BF16_KERNEL = "nvjet_sm90_ttt_128x256_64x4_2x1_v_bz_coopA_TNT"
@@ -430,8 +426,7 @@ def test_another_recipe_and_torchao_in_a_bf16_run_are_failures():
     )
 
 
-# --- what cannot be
-# --------------------------------------------------------------------------------------------------------
+# --- what cannot be ---------------------------------------------------------------------------------------------------
 
 REFUSED = {
     "delayed is Transformer Engine's": (
@@ -539,8 +534,7 @@ def test_fp8_that_cannot_run_is_an_error_and_never_another_precision(tiny_model,
     assert not (tmp_path / "te" / "run.json").exists()
 
 
-# --- arms of a comparison
-# --------------------------------------------------------------------------------------------------
+# --- arms of a comparison ---------------------------------------------------------------------------------------------
 
 
 def test_arms_of_a_comparison():

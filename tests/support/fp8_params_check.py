@@ -240,8 +240,7 @@ def layer_gathers(result: Result, num_steps: int, per_step: int) -> int:
     return (num_steps * per_step + EVAL_BATCHES) * num_layers(result)
 
 
-# --- Checks: each gives (whether it holds, its figures)
-# -------------------------------------------------------------------------
+# --- Checks: each gives (whether it holds, its figures) ---------------------------------------------------------------
 
 
 def same_steps(trainings: Trainings) -> tuple[bool, dict[str, Any]]:

@@ -104,8 +104,7 @@ def gib(of: StepWorkload) -> float:
     return peak_memory(of).total_gib
 
 
-# --- against the records
-# ----------------------------------------------------------------------------------------------------
+# --- against the records ----------------------------------------------------------------------------------------------
 
 
 def first_rank_more(record) -> float:
@@ -457,8 +456,7 @@ def test_what_14b_needs_on_two_gpus_is_what_the_document_says():
     )
 
 
-# --- the sizes
-# --------------------------------------------------------------------------------------------------------------
+# --- the sizes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", bundled_architectures())
@@ -476,8 +474,7 @@ def test_a_model_without_te_decoder_is_refused():
         ModelSize.from_config(GPT2Config())
 
 
-# --- how time and memory behave
-# ---------------------------------------------------------------------------------------------
+# --- how time and memory behave ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", PREDICTED)
@@ -715,8 +712,7 @@ def test_scenarios_that_cannot_be():
             scenario(**wrong)
 
 
-# --- GPUs
-# -------------------------------------------------------------------------------------------------------------------
+# --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_gpu_has_no_prediction():
@@ -762,8 +758,7 @@ def test_head_sizes_beside_the_measured_ones():
     assert rates.attention_rate(32) == rates.attention_rate(64) < rates.attention_rate(112) == rates.attention_rate(256)
 
 
-# --- a run
-# ------------------------------------------------------------------------------------------------------------------
+# --- a run ------------------------------------------------------------------------------------------------------------
 
 
 def write_steps(
@@ -911,8 +906,7 @@ def test_notes_are_printed_with_the_outcome():
     assert entry["notes"] and all(note in describe_comparison(entry) for note in entry["notes"])
 
 
-# --- the command
-# ------------------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

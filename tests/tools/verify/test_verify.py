@@ -63,8 +63,7 @@ def setup(tmp_path) -> Setup:
     return Setup("meta-llama/Llama-3.2-1B", 1024, 8, True, tmp_path / "runs", ("ddp",), {}, scratch=tmp_path)
 
 
-# --- results and the runner
-# ---------------------------------------------------------------------------------------------
+# --- results and the runner -------------------------------------------------------------------------------------------
 
 
 def test_a_failure_must_say_what_mends_it():
@@ -206,8 +205,7 @@ def test_the_file_is_written_as_far_as_it_got(tmp_path):
     assert [(check["name"], check["wall_s"]) for check in found["checks"]] == [("done", 1.5)]
 
 
-# --- versions, imports, GPU
-# ---------------------------------------------------------------------------------------------
+# --- versions, imports, GPU -------------------------------------------------------------------------------------------
 
 PINS = versions.pins_of(
     "torch==2.13.0  # tensors\nnumpy==2.4.6; python_version >= '3.10'\nnumpy==1.0; python_version < '3.0'\n# a "
@@ -351,8 +349,7 @@ def test_gpus_that_differ_are_left_out_by_number(visible, given):
     assert result.status == "warning" and result.mends == (f"export CUDA_VISIBLE_DEVICES={given}",)
 
 
-# --- environment, folder, tracking, data
-# --------------------------------------------------------------------------------
+# --- environment, folder, tracking, data ------------------------------------------------------------------------------
 
 
 def test_variables():
@@ -388,8 +385,7 @@ def test_data():
     assert data.judge(data.TEXT, {"real": 0.9, "supervised": 0.0}, "fine").status == "failed"
 
 
-# --- recipes and steps
-# --------------------------------------------------------------------------------------------------
+# --- recipes and steps ------------------------------------------------------------------------------------------------
 
 
 def test_recipes():
@@ -591,8 +587,7 @@ def test_cpu_steps():
     assert cpu_steps.judge([6.9], 0.0, 1024).status == "failed"
 
 
-# --- attention and cuDNN
-# ------------------------------------------------------------------------------------------------
+# --- attention and cuDNN ----------------------------------------------------------------------------------------------
 
 DEBUG = """\
 [DEBUG    | DotProductAttention]: Running with config={'compute_capability': 'sm90', 'cudnn_version': '9.15.1'}
@@ -694,8 +689,7 @@ def test_cudnn(tmp_path):
     assert cudnn.version_of(str(tmp_path)) == "9.8.0"
 
 
-# --- rates, exchanges, engines
-# ------------------------------------------------------------------------------------------
+# --- rates, exchanges, engines ----------------------------------------------------------------------------------------
 
 KNOWN = KnownRates(MeasuredRates(800.0, 1400.0, 1300.0, 4.0), "test.json", 79.0)
 
@@ -914,8 +908,7 @@ time.sleep(60)
     assert_ends(int(log.read_text()))
 
 
-# --- the script
-# ---------------------------------------------------------------------------------------------------------
+# --- the script -------------------------------------------------------------------------------------------------------
 
 
 def verify(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
