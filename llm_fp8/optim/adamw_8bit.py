@@ -1,34 +1,27 @@
 """AdamW with 8-bit moments for bf16 parameters that are rounded stochastically: six bytes per parameter.
 
     state of a parameter      dtype    bytes   what
-    (the parameter)           bf16     2       rounded up or down at random, right on average
+    (the parameter)           bf16     2       stochastically rounded: right on average
     exp_avg, exp_avg_sq       uint8    1 + 1   codes of m and v (`llm_fp8.optim.adamw_8bit_codes`), of its shape
     exp_avg_scale, ..._sq_..  fp32     1 / 32  one scale per 256 elements each
 
-The step is that of `llm_fp8.optim.adamw_base`: moments are decoded, updated, used as they are and encoded again.
+Tensors of fewer than 4,096 elements, or of a number that 256 does not divide, keep fp32 moments. fp32 parameters are
+rounded to nearest. Moments are decoded, updated, used as they are and encoded again.
 
-Why not torchao 0.18's AdamW8bit(bf16_stochastic_round=True), whose format and arithmetic these are up to the rounding
-of fp32 operations (tests/optim/test_adamw_8bit.py): a step's time. For 14.8 billion parameters on an H200 ours takes 88
-ms in `optimizer`, torchao's compiled step 199, and with its casts and the pass for clipping 249 ms more of a step of
-5,928 ms (`speed_table_14b_torchao_adamw.json`, `speed_table_h200.json`). Memory and training are equal. Besides, no
-compilation per shape, bit-for-bit resumption, and ranks that round alike (below).
+Why not torchao 0.18's AdamW8bit(bf16_stochastic_round=True), whose format and arithmetic these are up to fp32 rounding:
+for 14.8 billion parameters on an H200 our step takes 88 ms, torchao's compiled one 199, and its casts and the clipping
+pass 249 ms more of a step of 5,928 ms (`speed_table_14b_torchao_adamw.json`, `speed_table_h200.json`). Besides, no
+compilation per shape, bit-for-bit resumption, and the same rounding on all ranks.
 
-Tensors of fewer than 4,096 elements, or of a number that 256 does not divide, keep fp32 moments (torchao: in the
-parameter's dtype). fp32 parameters are rounded to nearest.
-
-Stochastic rounding. 16 random bits are added below a bf16 number's last bit and the rest is cut off: the number is
-rounded away from zero with the probability of its distance. The bits are a function of the place, not a generator's:
-those of elements 2i and 2i + 1 are the halves of
+Stochastic rounding adds 16 random bits below a bf16 number's last bit and truncates. The bits are a function of the
+place: those of elements 2i and 2i + 1 are the halves of
 
     x = i 0x9E3779B9 + key_1;   x ^= x >> 16;   x *= 0x7FEB352D;   x ^= (x >> 15) ^ key_2;   x *= 0x846CA68B;
     x ^= x >> 16
 
 modulo 2^32: a Weyl sequence through the mixer "lowbias32" of Chris Wellons' hash-prospector (public domain), with a
-second key in its middle. The keys are a hash of the run's seed, the step and the parameter's number: no state to save,
-and ranks that hold the same parameters do not drift apart.
-
-Two implementations give the same bits: a Triton kernel for CUDA tensors (`llm_fp8.optim.adamw_8bit_triton`), and torch
-for other devices, to which tests hold the kernel.
+second key in its middle. The keys are a hash of the run's seed, the step and the parameter's number: there is no
+generator state to save, and ranks that hold the same parameters stay identical.
 """
 
 from __future__ import annotations
@@ -53,7 +46,7 @@ from llm_fp8.optim.adamw_8bit_codes import (
     decode,
     encode,
 )
-from llm_fp8.optim.adamw_base import CHUNK_ELEMENTS, Coefficients, GroupedAdamW, moments_and_update
+from llm_fp8.optim.adamw_base import CHUNK_ELEMENTS, Coefficients, GroupedAdamW, State, moments_and_update
 
 SMALLEST_ENCODED = 4096
 """Tensors of fewer elements keep fp32 moments."""
@@ -88,35 +81,26 @@ def round_stochastically(numbers: Tensor, random: Tensor) -> Tensor:
 
 
 def update_with_torch_(
-    weight: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_scale: Tensor | None,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scale: Tensor | None,
-    gradient_scale: Tensor | None,
-    key: Key,
-    coefficients: Coefficients,
+    weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Coefficients, key: Key
 ) -> None:
-    """One step of one tensor, in place, on any device.
+    """One step of one tensor, in place, on any device; the reference for the Triton kernel.
 
     Args:
-        weight: bf16, rounded stochastically, or fp32; contiguous, as all that follow.
+        weight: bf16, rounded stochastically, or fp32; contiguous, as are the gradient and the state.
         gradient: bf16 or fp32, of the weight's shape; unchanged.
-        exp_avg: m, of the weight's shape: uint8 codes with scales, fp32 without.
-        exp_avg_scale: fp32 [elements / 256], or None.
-        exp_avg_sq: v, like m.
-        exp_avg_sq_scale: like m's, and there where m's is.
+        state: exp_avg and exp_avg_sq of the weight's shape: uint8 codes with scales, or fp32 without.
         gradient_scale: fp32 scalar tensor on the same device that multiplies the gradient, or None.
         key: of `rounding_key`.
-        coefficients: of this step.
     """
-    moments = ((exp_avg, exp_avg_scale, True), (exp_avg_sq, exp_avg_sq_scale, False))
+    moments = [
+        (state[name].view(-1), state.get(f"{name}_scale"), signed)
+        for name, signed in (("exp_avg", True), ("exp_avg_sq", False))
+    ]
     for start in range(0, weight.numel(), CHUNK_ELEMENTS):
         stop = start + CHUNK_ELEMENTS
         chunk, blocks = slice(start, stop), slice(start // CODE_BLOCK, stop // CODE_BLOCK)
         m, v = (
-            moment.view(-1)[chunk] if scale is None else decode(moment.view(-1)[chunk], scale[blocks], signed)
+            moment[chunk] if scale is None else decode(moment[chunk], scale[blocks], signed)
             for moment, scale, signed in moments
         )
         m, v, update = moments_and_update(gradient.view(-1)[chunk], gradient_scale, m, v, coefficients)
@@ -127,31 +111,21 @@ def update_with_torch_(
         part.copy_(new_weight)
         for (moment, scale, signed), new in zip(moments, (m, v), strict=True):
             if scale is None:
-                moment.view(-1)[chunk].copy_(new)
+                moment[chunk] = new
             else:
-                new_codes, new_scale = encode(new, signed)
-                moment.view(-1)[chunk].copy_(new_codes)
-                scale[blocks].copy_(new_scale)
+                moment[chunk], scale[blocks] = encode(new, signed)
 
 
 class EightBitAdamW(GroupedAdamW):
     """AdamW with 8-bit moments and stochastic rounding. A DTensor raises ValueError: blocks would straddle shards.
 
-    Args:
-        params, lr, betas, eps, weight_decay: as in `GroupedAdamW`.
-        seed: of the random bits; the same on all ranks.
+    `seed`: of the random bits, the same on all ranks; other arguments as of `GroupedAdamW`.
     """
 
     def __init__(
-        self,
-        params: Iterable[Parameter] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        seed: int = 0,
+        self, params: Iterable[Parameter] | Iterable[dict[str, Any]], seed: int = 0, **adamw_arguments: Any
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay)
+        super().__init__(params, **adamw_arguments)
         self.seed = seed
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
@@ -172,40 +146,13 @@ class EightBitAdamW(GroupedAdamW):
         self,
         weight: Tensor,
         gradient: Tensor,
-        state: dict[str, Tensor],
+        state: State,
         gradient_scale: Tensor | None,
         coefficients: Coefficients,
         place: tuple[int, int],
     ) -> None:
-        update_(
-            weight,
-            gradient,
-            state["exp_avg"],
-            state.get("exp_avg_scale"),
-            state["exp_avg_sq"],
-            state.get("exp_avg_sq_scale"),
-            gradient_scale,
-            rounding_key(self.seed, *place),
-            coefficients,
-        )
-
-
-def update_(
-    weight: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_scale: Tensor | None,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scale: Tensor | None,
-    gradient_scale: Tensor | None,
-    key: Key,
-    coefficients: Coefficients,
-) -> None:
-    """`update_with_torch_`, by the Triton kernel where the tensors are on a CUDA device."""
-    moments = (exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
-    if weight.is_cuda:
-        from llm_fp8.optim.adamw_8bit_triton import update_with_triton_
-
-        update_with_triton_(weight, gradient, *moments, gradient_scale, key, coefficients)
-    else:
-        update_with_torch_(weight, gradient, *moments, gradient_scale, key, coefficients)
+        if weight.is_cuda:
+            from llm_fp8.optim.adamw_triton import update_8bit_ as update_
+        else:
+            update_ = update_with_torch_
+        update_(weight, gradient, state, gradient_scale, coefficients, rounding_key(self.seed, *place))

@@ -8,7 +8,7 @@ have twice the codes of the one below, equally spaced:
     unsigned                         0   3.25e-7 ... 0.996   1     2, 4, ..., 128 codes in a decade
 
 The scale of a block is its amax, at least 1e-12. A number x times 1 / scale gets the nearest code; torchao divides by
-the scale, which can differ by a unit in the last place, as does its own compiled step on a GPU.
+the scale, which can differ by a unit in the last place.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ SMALLEST_SCALE = 1e-12
 
 NUM_DECADES = 7
 
-_SEARCHED_NEIGHBOURS = 8
-"""How far from the middle of two values, in units of its last place, their limit is searched."""
-
 
 def code_values(signed: bool) -> Tensor:
     """The numbers that codes 0 to 255 stand for, ascending: fp32 [256]."""
@@ -43,10 +40,10 @@ def code_limits(values: Tensor) -> Tensor:
     """The least number that gets each code: fp32 [256], -inf for code 0.
 
     torchao takes the lower neighbour q of x and goes up where x - q is at least half of the spacing, both rounded to
-    fp32. The rounded difference grows with x, so each code has one least x, near the middle.
+    fp32. The least such x is at most 8 units in the last place from the middle of two values.
     """
     lower, upper = values[:-1], values[1:]
-    steps = torch.arange(-_SEARCHED_NEIGHBOURS, _SEARCHED_NEIGHBOURS + 1, dtype=torch.int32, device="cpu")
+    steps = torch.arange(-8, 9, dtype=torch.int32, device="cpu")
     candidates = (((lower + upper) / 2).view(torch.int32)[:, None] + steps).view(torch.float32)  # neighbours in fp32
     goes_up = candidates - lower[:, None] >= ((upper - lower) * 0.5)[:, None]
     return torch.cat([torch.full((1,), -torch.inf, device="cpu"), torch.where(goes_up, candidates, torch.inf).amin(1)])

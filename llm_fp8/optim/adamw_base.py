@@ -1,4 +1,4 @@
-"""The shared part of this project's AdamWs: coefficients, arithmetic, loop over parameter groups, state of any dtype.
+"""The shared part of this project's AdamWs: coefficients, arithmetic, loop over parameters, state of any dtype.
 
 Step t of a group, in fp32, with g the gradient times `gradient_scale`, in the order of torch.optim.AdamW (Loshchilov
 and Hutter, arXiv 1711.05101):
@@ -7,14 +7,14 @@ and Hutter, arXiv 1711.05101):
     v = beta2 v + (1 - beta2) g^2
     x = (1 - lr weight_decay) x - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-The update uses the new moments before they are rounded for storage. How x, m and v are stored is each AdamW's own.
+The update uses the new moments before they are rounded for storage. How x, m and v are stored is the subclass's part.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, overload
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,21 +25,19 @@ from torch.optim import Optimizer
 CHUNK_ELEMENTS = 2**18
 """Elements that the torch implementations update at a time, which bounds their fp32 temporaries to a few MiB."""
 
+State = Mapping[str, Tensor]
+"""One parameter's state by name."""
+
 
 class Coefficients(NamedTuple):
     """The numbers of one step of one parameter group, in fp64; rounded to fp32 once, where they are used."""
 
-    decay: float
-    """1 - lr weight_decay"""
-    beta1_complement: float
-    """1 - beta1"""
+    decay: float  # 1 - lr weight_decay
+    beta1_complement: float  # 1 - beta1
     beta2: float
-    beta2_complement: float
-    """1 - beta2"""
-    step_size: float
-    """lr / (1 - beta1^t)"""
-    inverse_root_correction2: float
-    """1 / sqrt(1 - beta2^t)"""
+    beta2_complement: float  # 1 - beta2
+    step_size: float  # lr / (1 - beta1^t)
+    inverse_root_correction2: float  # 1 / sqrt(1 - beta2^t)
     epsilon: float
 
     @classmethod
@@ -60,13 +58,9 @@ class Coefficients(NamedTuple):
 def moments_and_update(
     gradient: Tensor, gradient_scale: Tensor | None, m: Tensor, v: Tensor, c: Coefficients
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The new m and v, and the update to subtract from the decayed parameter: fp32 of one shape, as `m` and `v` are.
+    """The new m and v, and the update to subtract from the decayed parameter: fp32, as `m` and `v` are.
 
-    One rounded operation at a time (torch's lerp, addcmul and addcdiv may fuse), as in `adamw_base_triton`.
-
-    Args:
-        gradient: bf16 or fp32.
-        gradient_scale: fp32 scalar that multiplies the gradient, or None.
+    One rounded operation at a time (torch's lerp, addcmul and addcdiv may fuse), as in `adamw_triton`.
     """
     gradient = gradient.to(torch.float32)
     if gradient_scale is not None:
@@ -82,15 +76,12 @@ class GroupedAdamW(Optimizer):
     """AdamW over bf16 and fp32 parameters; the subclass defines the state and updates one tensor.
 
     Every group counts its steps in `group["step"]`, an int. Parameters must be contiguous; a gradient that is not is
-    copied. Of sharded parameters (DTensor) each rank updates its shard.
-
-    Arguments as of torch.optim.AdamW; `lr` is a float, which schedules may change between steps. An argument out of
-    range is a ValueError.
+    copied. Of sharded parameters (DTensor) each rank updates its shard. An argument out of range is a ValueError.
     """
 
     gradient_scale: Tensor | None
-    """fp32 scalar tensor on the parameters' device that the next step multiplies every gradient by as it reads it: so
-    clipping takes no pass over the gradients. `step` resets it to None."""
+    """fp32 scalar tensor on the parameters' device by which the next step multiplies every gradient as it reads it, so
+    that clipping needs no pass over the gradients. `step` resets it to None."""
 
     def __init__(
         self,
@@ -102,8 +93,7 @@ class GroupedAdamW(Optimizer):
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
-                f"lr, eps and weight_decay must not be negative and betas must lie in [0, 1): {lr}, {eps}, "
-                f"{weight_decay}, {betas}."
+                f"lr {lr}, eps {eps} and weight_decay {weight_decay} must be at least 0 and betas {betas} in [0, 1)."
             )
         self.gradient_scale = None
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
@@ -116,47 +106,34 @@ class GroupedAdamW(Optimizer):
         self,
         weight: Tensor,
         gradient: Tensor,
-        state: dict[str, Tensor],
+        state: State,
         gradient_scale: Tensor | None,
         coefficients: Coefficients,
         place: tuple[int, int],
     ) -> None:
-        """Update a parameter's shard and its state in place; `place`: the step and the parameter's number."""
+        """Update one tensor and its state in place; `place`: the step and the parameter's number."""
         raise NotImplementedError
 
     def initialize_state(self) -> None:
-        """Create the state, moments of zero, where there is none; ValueError where a parameter is not contiguous, or
-        neither bf16 nor fp32.
-        """
+        """Create the missing state; ValueError where a parameter is not contiguous, or neither bf16 nor fp32."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._state_of(parameter)
 
     def _state_of(self, parameter: Parameter) -> dict[str, Tensor]:
         if parameter not in self.state:
-            name = type(self).__name__
-            if parameter.dtype not in (torch.bfloat16, torch.float32):
-                raise ValueError(f"{name} takes bf16 and fp32 parameters, and one is {parameter.dtype}.")
-            if not local_part(parameter).is_contiguous():
+            if parameter.dtype not in (torch.bfloat16, torch.float32) or not local_part(parameter).is_contiguous():
                 raise ValueError(
-                    f"{name} takes contiguous parameters, and one of shape {tuple(parameter.shape)} is not."
+                    f"{type(self).__name__} takes contiguous bf16 and fp32 parameters; one of shape "
+                    f"{tuple(parameter.shape)} is {parameter.dtype} with strides {parameter.stride()}."
                 )
             self.state[parameter] = self._new_state(parameter)
         return self.state[parameter]
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update all parameters that have a gradient; returns what `closure`, if given, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient. Closures are not supported."""
+        assert closure is None, "closures are not supported"
         gradient_scale, self.gradient_scale = self.gradient_scale, None
         number = -1
         for group in self.param_groups:
@@ -166,14 +143,12 @@ class GroupedAdamW(Optimizer):
             )
             for parameter in group["params"]:
                 number += 1
-                if parameter.grad is None or local_part(parameter).numel() == 0:
+                weight = local_part(parameter)
+                if parameter.grad is None or weight.numel() == 0:
                     continue
                 gradient = local_part(parameter.grad).contiguous()
                 state = {name: local_part(tensor) for name, tensor in self._state_of(parameter).items()}
-                self._update_(
-                    local_part(parameter), gradient, state, gradient_scale, coefficients, (group["step"], number)
-                )
-        return loss
+                self._update_(weight, gradient, state, gradient_scale, coefficients, (group["step"], number))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

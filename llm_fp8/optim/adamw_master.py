@@ -6,26 +6,19 @@
     exp_avg                bf16     2       m, the running mean of gradients
     exp_avg_sq             fp32     4       v, the running mean of squared gradients
 
-fp32 parameters are their own master weights and have no remainder.
+fp32 parameters are their own master weights and have no remainder. m is rounded to bf16 for storage only; why it may be
+and v may not: docs/numerics.md.
 
 bf16 is the upper half of fp32, so an fp32 number x with the bits b splits into two 16-bit halves without loss:
 
     weight    = (b + 0x8000) >> 16      the upper half, rounded to nearest; a tie goes away from zero
     remainder =  b & 0xFFFF             the lower half as it is, stored as int16
 
-and joins again, because the addition carried into the upper half exactly when the remainder is negative as int16:
-
     b = ((weight - (1 if remainder < 0 else 0)) << 16) | (remainder & 0xFFFF)
 
-This holds for every number, denormals and infinities included; numbers that round to bf16's infinity join to what they
-were. Only NaN needs care: the GPU's NaN is 0x7FFFFFFF, where the addition would carry into the sign and give a weight
-of -0. So every NaN is split as 0x7FC00000, whose weight is NaN.
-
-The step is that of `llm_fp8.optim.adamw_base`, with the master weight as x. m is rounded to bf16 for storage only; why
-it may be and v may not: docs/numerics.md.
-
-Two implementations give the same bits: a Triton kernel for CUDA tensors (`llm_fp8.optim.adamw_master_triton`), which
-moves 22 bytes per element and allocates nothing, and torch for other devices, to which tests hold the kernel.
+because the addition carried into the upper half exactly where the remainder is negative as int16. This holds for every
+number, denormals and infinities included. Only NaN is an exception: the GPU's NaN, 0x7FFFFFFF, would carry into the
+sign and give a weight of -0, so every NaN is split as 0x7FC00000, whose weight is NaN.
 """
 
 from __future__ import annotations
@@ -34,10 +27,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from llm_fp8.optim.adamw_base import CHUNK_ELEMENTS, Coefficients, GroupedAdamW, moments_and_update
+from llm_fp8.optim.adamw_base import CHUNK_ELEMENTS, Coefficients, GroupedAdamW, State, moments_and_update
 
 FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE = torch.bfloat16, torch.float32
-"""Of m between steps, and of v."""
+"""Of the stored m and v."""
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
@@ -50,45 +43,37 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     """An fp32 `master` as a bf16 weight, rounded to nearest with ties away from zero, and its int16 remainder."""
     bits = master.view(torch.int32)
-    bits = torch.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # every NaN, as the module says
+    bits = torch.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # every NaN, see the module's docstring
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
 def update_with_torch_(
-    weight: Tensor,
-    remainder: Tensor | None,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    gradient_scale: Tensor | None,
-    coefficients: Coefficients,
+    weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Coefficients
 ) -> None:
-    """One step of one tensor, in place, on any device.
+    """One step of one tensor, in place, on any device; the reference for the Triton kernel.
 
     Args:
-        weight: bf16 with a remainder or fp32 without, contiguous; this and the next four are of one shape.
-        remainder: int16, contiguous, or None.
-        gradient: bf16 or fp32, contiguous; unchanged.
-        exp_avg: m, contiguous, rounded to its dtype.
-        exp_avg_sq: v, fp32, contiguous.
+        weight: bf16 with a remainder in `state`, or fp32 without; contiguous, as are the gradient and the state.
+        gradient: bf16 or fp32, of the weight's shape; unchanged.
         gradient_scale: fp32 scalar tensor on the same device that multiplies the gradient, or None.
-        coefficients: of this step.
     """
+    weight, gradient = weight.view(-1), gradient.view(-1)
+    state = {name: tensor.view(-1) for name, tensor in state.items()}
     for start in range(0, weight.numel(), CHUNK_ELEMENTS):
         chunk = slice(start, start + CHUNK_ELEMENTS)
-        part, m_part, v_part = (tensor.view(-1)[chunk] for tensor in (weight, exp_avg, exp_avg_sq))
+        part, m_part, v_part = weight[chunk], state["exp_avg"][chunk], state["exp_avg_sq"][chunk]
         m, v, update = moments_and_update(
-            gradient.view(-1)[chunk], gradient_scale, m_part.to(torch.float32), v_part, coefficients
+            gradient[chunk], gradient_scale, m_part.to(torch.float32), v_part, coefficients
         )
         m_part.copy_(m)
         v_part.copy_(v)
-        if remainder is None:
-            part.copy_(part * coefficients.decay - update)
+        if "remainder" in state:
+            remainder = state["remainder"][chunk]
+            new_weight, new_remainder = split_master(join_master(part, remainder) * coefficients.decay - update)
+            part.copy_(new_weight)
+            remainder.copy_(new_remainder)
         else:
-            remainder_part = remainder.view(-1)[chunk]
-            master = join_master(part, remainder_part) * coefficients.decay - update
-            for target, new in zip((part, remainder_part), split_master(master), strict=True):
-                target.copy_(new)
+            part.copy_(part * coefficients.decay - update)
 
 
 class MasterAdamW(GroupedAdamW):
@@ -107,35 +92,13 @@ class MasterAdamW(GroupedAdamW):
         self,
         weight: Tensor,
         gradient: Tensor,
-        state: dict[str, Tensor],
+        state: State,
         gradient_scale: Tensor | None,
         coefficients: Coefficients,
         place: tuple[int, int],
     ) -> None:
-        update_(
-            weight,
-            state.get("remainder"),
-            gradient,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            gradient_scale,
-            coefficients,
-        )
-
-
-def update_(
-    weight: Tensor,
-    remainder: Tensor | None,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    gradient_scale: Tensor | None,
-    coefficients: Coefficients,
-) -> None:
-    """`update_with_torch_`, by the Triton kernel where the tensors are on a CUDA device."""
-    if weight.is_cuda:
-        from llm_fp8.optim.adamw_master_triton import update_with_triton_
-
-        update_with_triton_(weight, remainder, gradient, exp_avg, exp_avg_sq, gradient_scale, coefficients)
-    else:
-        update_with_torch_(weight, remainder, gradient, exp_avg, exp_avg_sq, gradient_scale, coefficients)
+        if weight.is_cuda:
+            from llm_fp8.optim.adamw_triton import update_master_ as update_
+        else:
+            update_ = update_with_torch_
+        update_(weight, gradient, state, gradient_scale, coefficients)

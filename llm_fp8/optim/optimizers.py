@@ -1,18 +1,16 @@
 """AdamW in three storage formats: which one a run takes, its parameter groups, and the clipped step.
 
-Why more than one. A weight of 0.02 has its bf16 neighbours 1.2e-4 away, so a bf16 weight moves only if an update
-exceeds half of that, 6e-5. AdamW's update is about the learning rate, 1e-5 in fine-tuning: on bf16 weights nearly all
-of it is rounded away. Each kind here keeps those small updates:
+A weight of 0.02 has its bf16 neighbours 1.2e-4 away, so a bf16 weight moves only by updates above half of that, 6e-5.
+AdamW's update is about the learning rate, 1e-5 in fine-tuning: it would be rounded away. Each kind keeps small updates:
 
     kind           parameters   how small updates survive                           m / v         made by
     adamw_fp32     fp32         the parameters are fp32 (the forward pass casts)    fp32 / fp32   torch, fused
-    adamw_master   bf16         the lower 16 bits of an fp32 master weight          bf16 / fp32   `adamw_master`
-                                are kept apart
+    adamw_master   bf16         a remainder holds the fp32 master's lower 16 bits   bf16 / fp32   `adamw_master`
     adamw_8bit     bf16         stochastic rounding: right on average               8-bit blocks  `adamw_8bit`
 
-`bytes_per_parameter` has the bytes. Moments of adamw_master: m averages over about 1 / (1 - beta1) = 10 gradients and
-bears bf16's relative error of 2^-9. v changes by a fraction (1 - beta2) of (g^2 / v - 1) a step; at beta2 = 0.999 that
-is often below bf16's half spacing of 2^-9, so a bf16 v stalls. It is fp32 here.
+Moments of adamw_master: m averages over about 1 / (1 - beta1) = 10 gradients and tolerates bf16's relative error of
+2^-9. v changes by a fraction (1 - beta2) of (g^2 / v - 1) a step; at beta2 = 0.999 that is often below bf16's half
+spacing of 2^-9, so a bf16 v would stall.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from typing import Any, Literal, cast
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -33,14 +32,13 @@ from llm_fp8.optim.adamw_8bit import EightBitAdamW
 from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK
 from llm_fp8.optim.adamw_base import GroupedAdamW
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, MasterAdamW
-from llm_fp8.optim.clipping import clip_factor, clip_gradients_, gradient_norm
 
 OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
 
 
 @dataclass(frozen=True)
 class BytesPerParameter:
-    """Bytes that one trainable parameter occupies during training, by part."""
+    """Bytes that one trainable parameter occupies during training; casts and activations come on top."""
 
     weight: float
     gradient: float
@@ -53,27 +51,13 @@ class BytesPerParameter:
         return self.weight + self.gradient + self.master + self.first_moment + self.second_moment
 
 
-# An 8-bit moment is one byte and its share of the fp32 scale of its block.
-_8BIT_MOMENT_BYTES = 1 + 4 / CODE_BLOCK
-
-_BYTES_PER_PARAMETER: dict[str, BytesPerParameter] = {
-    "adamw_fp32": BytesPerParameter(weight=4, gradient=4, master=0, first_moment=4, second_moment=4),
-    "adamw_master": BytesPerParameter(
-        weight=2,
-        gradient=2,
-        master=2,
-        first_moment=FIRST_MOMENT_DTYPE.itemsize,
-        second_moment=SECOND_MOMENT_DTYPE.itemsize,
-    ),
-    "adamw_8bit": BytesPerParameter(
-        weight=2, gradient=2, master=0, first_moment=_8BIT_MOMENT_BYTES, second_moment=_8BIT_MOMENT_BYTES
-    ),
-}
-
-
 def bytes_per_parameter(kind: OptimizerKind) -> BytesPerParameter:
-    """Storage per trainable parameter; casts to the compute dtype (bf16, fp8) and activations come on top."""
-    return _BYTES_PER_PARAMETER[kind]
+    if kind == "adamw_fp32":
+        return BytesPerParameter(4, 4, 0, 4, 4)
+    if kind == "adamw_master":
+        return BytesPerParameter(2, 2, 2, FIRST_MOMENT_DTYPE.itemsize, SECOND_MOMENT_DTYPE.itemsize)
+    moment = 1 + 4 / CODE_BLOCK  # a code and its share of the block's fp32 scale
+    return BytesPerParameter(2, 2, 0, moment, moment)
 
 
 def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
@@ -82,9 +66,7 @@ def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
 
 
 def resolve_optimizer(requested: str, computes_bf16: bool, device_type: str) -> OptimizerKind:
-    """The optimizer that `--optimizer`, which `check_machine` let pass, means on this machine: auto is adamw_master on
-    a GPU in a run that computes in bf16, and adamw_fp32 elsewhere.
-    """
+    """The kind that `--optimizer` means here; auto is adamw_master on a GPU in a bf16 run, and adamw_fp32 elsewhere."""
     if requested != "auto":
         return cast(OptimizerKind, requested)
     has_kernel = device_type == "cuda" and importlib.util.find_spec("triton") is not None
@@ -92,8 +74,8 @@ def resolve_optimizer(requested: str, computes_bf16: bool, device_type: str) -> 
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters, tied ones once, in at most two groups: matrices (embeddings too) with `weight_decay`, norms
-    and biases (at most 1-D) without. ValueError where nothing is trainable.
+    """Trainable parameters, tied ones once: matrices (embeddings too) with `weight_decay`, norms and biases (at most
+    1-D) without. ValueError where nothing is trainable.
     """
     unique = {id(parameter): parameter for _, parameter in named_parameters if parameter.requires_grad}
     if not unique:
@@ -112,12 +94,7 @@ def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
 def build_optimizer(
     config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
 ) -> Optimizer:
-    """The AdamW of `kind` over the trainable parameters.
-
-    Args:
-        config: learning rate, weight decay, betas and epsilon; adamw_8bit's random bits follow from its seed.
-        kind: from `resolve_optimizer`.
-        named_parameters: of the model, on the device already.
+    """The AdamW of `kind` over the trainable parameters, on their device already.
 
     Raises:
         ValueError: a parameter is neither of `parameter_dtype(kind)` nor fp32.
@@ -150,18 +127,31 @@ def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
     ]
 
 
+def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The global L2 norm, an fp32 scalar on the gradients' device, without a host synchronisation.
+
+    Accumulated in fp32: torch's `clip_grad_norm_` keeps it in the gradients' dtype, and bf16 is off by up to 0.4 %.
+    """
+    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm  # reduces over the ranks that hold shards
+
+
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
     """Step with the gradients of `parameters` clipped to the global norm `max_norm` (0: no clipping); returns the norm
     before clipping, an fp32 scalar.
 
     This project's AdamWs multiply by the clip factor as they read the gradients; for torch's these are scaled in place.
-    fp16's gradients are unscaled already.
+    fp16 gradients must be unscaled already.
     """
-    inner = unwrap(optimizer)
-    if isinstance(inner, GroupedAdamW):
-        norm = gradient_norm(parameters)
-        inner.gradient_scale = clip_factor(norm, max_norm) if max_norm > 0 else None
-    else:
-        norm = clip_gradients_(parameters, max_norm)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = gradient_norm(gradients)
+    if max_norm > 0:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        inner = unwrap(optimizer)
+        if isinstance(inner, GroupedAdamW):
+            inner.gradient_scale = factor
+        else:
+            torch._foreach_mul_(gradients, factor)
     optimizer.step()
     return norm

@@ -10,30 +10,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from llm_fp8.config.options import OptimConfig
 from llm_fp8.optim.optimizers import unwrap
 
-MAX_WARMUP_SHARE = 10
-"""Warm-up takes at most the run's steps divided by this."""
-
 
 def effective_warmup_steps(num_warmup_steps: int, total_steps: int) -> int:
     """Warm-up steps that a run of `total_steps` uses: what was asked for, at most a tenth of the run."""
-    return min(num_warmup_steps, total_steps // MAX_WARMUP_SHARE)
+    return min(num_warmup_steps, total_steps // 10)
 
 
 def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: str) -> float:
-    """The learning rate of the optimizer step with index `step`, as a share of the peak.
+    """The learning rate of the optimizer step with index `step` (0 for the first), as a share of the peak.
 
-    Linear warm-up gives the w warm-up steps the shares 1/w, 2/w, ..., 1: no step runs at zero. After it, with p = (step
-    - w) / (total_steps - w):
-
-        constant   1
-        linear     1 - p
-        cosine     (1 + cos(pi p)) / 2
-
-    Args:
-        step: completed optimizer steps, 0 for the first. At `total_steps` and beyond decays give 0.
-        total_steps: optimizer steps of the whole run, resumed parts included.
-        warmup_steps: see `effective_warmup_steps`.
-        kind: 'linear', 'cosine' or 'constant'.
+    The w warm-up steps get 1/w, 2/w, ..., 1: no step runs at zero. After them, with p = (step - w) / (total_steps - w),
+    at most 1: constant 1, linear 1 - p, cosine (1 + cos(pi p)) / 2. `total_steps` includes resumed parts.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -50,8 +37,8 @@ def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: s
 def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int, completed_steps: int = 0) -> LambdaLR:
     """The schedule of `config` on `optimizer`; call `.step()` once after each optimizer step.
 
-    The learning rate depends on the completed steps alone, so a resumed run passes `completed_steps` and needs no
-    scheduler state. Not for `Accelerator.prepare`, which would step it once per process.
+    A resumed run passes `completed_steps` and needs no scheduler state. Not for `Accelerator.prepare`, which would step
+    it once per process.
     """
     optimizer = unwrap(optimizer)
     warmup_steps = effective_warmup_steps(config.num_warmup_steps, total_steps)

@@ -19,10 +19,7 @@ from llm_fp8.utils.errors import UserError
 
 
 def initialize_state(optimizer: Optimizer) -> None:
-    """Create the state of every parameter before the first step, so that it can be saved, loaded and counted.
-
-    Call it after `Accelerator.prepare`. It does nothing where there is state already.
-    """
+    """Create the state of every parameter before the first step, if there is none; after `Accelerator.prepare`."""
     optimizer = unwrap(optimizer)
     if optimizer.state:
         return
@@ -33,7 +30,7 @@ def initialize_state(optimizer: Optimizer) -> None:
 
 
 def _initialize_by_an_idle_step(optimizer: Optimizer) -> None:
-    """Let torch's AdamW create its state: a step with zero gradients at a learning rate of zero moves nothing.
+    """Let torch's AdamW create its state by a step with zero gradients at a learning rate of zero.
 
     There is no public way to create it; torch.distributed.checkpoint does this too.
     """
@@ -55,9 +52,7 @@ def _initialize_by_an_idle_step(optimizer: Optimizer) -> None:
 def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Tensor]:
     """Every state tensor under "parameter_name.state_name": the tensors themselves, without copy or cast.
 
-    adamw_fp32 has step, exp_avg and exp_avg_sq. adamw_master has exp_avg, exp_avg_sq and, for bf16 parameters,
-    remainder; adamw_8bit has exp_avg and exp_avg_sq and, where these are codes, exp_avg_scale and exp_avg_sq_scale; the
-    steps of both are in `optimizer_scalars`. Tied parameters appear under their first name.
+    Tied parameters appear under their first name. The steps of this project's AdamWs are in `optimizer_scalars`.
     """
     optimizer = unwrap(optimizer)
     tensors: dict[str, Tensor] = {}
@@ -71,46 +66,13 @@ def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str
     return tensors
 
 
-def load_optimizer_tensors(
-    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]], tensors: Mapping[str, Tensor]
-) -> None:
-    """Copy saved state into the optimizer, bit for bit, creating the state first where there is none.
-
-    Raises:
-        UserError: names, shapes or dtypes are not those of this optimizer; the sentence names the first few.
-    """
-    initialize_state(optimizer)
-    targets = optimizer_tensors(optimizer, named_parameters)
-    problems = [f"{name} is missing" for name in targets if name not in tensors]
-    problems += [f"{name} is unexpected" for name in tensors if name not in targets]
-    for name in targets.keys() & tensors.keys():
-        have, want = tensors[name], targets[name]
-        if have.shape != want.shape or have.dtype != want.dtype:
-            problems.append(f"{name} is {have.dtype} {tuple(have.shape)}, not {want.dtype} {tuple(want.shape)}")
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(
-            f"The saved optimizer state does not fit this optimizer: {'; '.join(problems[:3])}{more}; "
-            "resume with the --optimizer and model that the checkpoint was written with."
-        )
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(tensors[name])
-
-
 def optimizer_scalars(optimizer: Optimizer) -> dict[str, Any]:
-    """State that is not a tensor, fit for JSON: this project's AdamWs count steps per parameter group, torch's per
-    parameter.
-    """
+    """State that is not a tensor, for JSON: this project's AdamWs count steps per group, torch's per parameter."""
     return {"group_steps": [group.get("step") for group in unwrap(optimizer).param_groups]}
 
 
 def load_optimizer_scalars(optimizer: Optimizer, scalars: Mapping[str, Any]) -> None:
-    """Restore what `optimizer_scalars` gave.
-
-    Raises:
-        UserError: the number of parameter groups differs.
-    """
+    """Restore what `optimizer_scalars` gave; UserError where the number of parameter groups differs."""
     groups, steps = unwrap(optimizer).param_groups, scalars["group_steps"]
     if len(groups) != len(steps):
         raise UserError(

@@ -22,8 +22,8 @@ from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, code_limits, code_tables,
 from llm_fp8.optim.adamw_base import Coefficients
 from llm_fp8.optim.optimizers import build_optimizer
 from llm_fp8.optim.schedule import build_scheduler
-from llm_fp8.optim.state import load_optimizer_scalars, load_optimizer_tensors, optimizer_scalars, optimizer_tensors
-from llm_fp8.utils.errors import UserError
+from llm_fp8.optim.state import optimizer_scalars, optimizer_tensors
+from tests.support.optimizer_state import restore
 
 CPU = torch.device("cpu")
 SIGNS = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
@@ -344,8 +344,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit():
     with torch.no_grad():
         for name, parameter in resumed.items():
             parameter.copy_(whole[name])
-    load_optimizer_tensors(resumed_optimizer, resumed.items(), saved)
-    load_optimizer_scalars(resumed_optimizer, scalars)
+    restore(resumed_optimizer, resumed.items(), saved, scalars)
     run(whole, whole_optimizer, range(5, 10))
     run(resumed, resumed_optimizer, range(5, 10))
     assert all(torch.equal(whole[name], resumed[name]) for name in SHAPES)
@@ -363,13 +362,6 @@ def test_a_state_dict_comes_back_with_its_dtypes():
             loaded = other.state[parameter][name]
             assert loaded.dtype == tensor.dtype and torch.equal(loaded, tensor) and loaded is not tensor
     assert other.param_groups[0]["step"] == 2
-
-
-def test_a_checkpoint_of_torchaos_optimizer_is_refused_by_name():
-    parameters, optimizer = make()
-    old = {f"codes.exp_avg.{part}": torch.zeros(1) for part in ("codes", "scale", "qmap")}
-    with pytest.raises(UserError, match="codes.exp_avg is missing.*resume with the --optimizer"):
-        load_optimizer_tensors(optimizer, parameters.items(), old)
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 0.37), (torch.bfloat16, 0.25)])
@@ -410,13 +402,11 @@ def test_an_update_counts_its_steps_as_documented():
     """`update_with_torch_` alone, with the key of the step, is what the optimizer does."""
     parameters, optimizer = make(seed=5)
     weight = parameters["odd"].detach().clone()
-    m, v = torch.zeros(weight.shape), torch.zeros(weight.shape)
+    state = {"exp_avg": torch.zeros(weight.shape), "exp_avg_sq": torch.zeros(weight.shape)}
     for step in range(3):
         set_gradients(parameters, step)
         coefficients = Coefficients.of_step(step + 1, **OPTIONS)
-        update_with_torch_(
-            weight, parameters["odd"].grad, m, None, v, None, None, rounding_key(5, step + 1, 1), coefficients
-        )
+        update_with_torch_(weight, parameters["odd"].grad, state, None, coefficients, rounding_key(5, step + 1, 1))
         optimizer.step()
     assert torch.equal(weight, parameters["odd"])
 

@@ -6,7 +6,8 @@ import torch
 from torch.nn import Parameter
 
 from llm_fp8.optim import adamw_master as master_adamw
-from llm_fp8.optim.adamw_master import Coefficients, MasterAdamW, join_master, split_master, update_with_torch_
+from llm_fp8.optim.adamw_base import Coefficients
+from llm_fp8.optim.adamw_master import MasterAdamW, join_master, split_master, update_with_torch_
 
 LOWER_HALVES = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
 
@@ -79,18 +80,19 @@ def test_with_fp32_moments_it_is_fp32_adamw_bit_for_bit(dtype, spread, monkeypat
         special = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 1.0, 0.25 - 2**-10, -(2.0**-126), 1.0 + 2**-8, 1.0 - 2**-9, 3.39e38]
         start[: len(special)] = torch.tensor(special)
     weight, remainder = split_master(start) if dtype == torch.bfloat16 else (start.clone(), None)
-    exp_avg, exp_avg_sq = torch.zeros(count), torch.zeros(count)
+    state = {"exp_avg": torch.zeros(count), "exp_avg_sq": torch.zeros(count)}
+    if remainder is not None:
+        state["remainder"] = remainder
     reference = NumpyAdamW(start.numpy())
     for number in range(1, 31):
         options = {"lr": 1e-3 / number, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
         gradient = (1e-3 * torch.randn(count, generator=generator) * 10.0 ** (number % 5 - 2)).to(dtype)
         reference.step(gradient.float().numpy(), number, **options)
-        update_with_torch_(
-            weight, remainder, gradient, exp_avg, exp_avg_sq, None, Coefficients.of_step(number, **options)
-        )  # fmt: skip
+        update_with_torch_(weight, gradient, state, None, Coefficients.of_step(number, **options))
         master = weight if remainder is None else join_master(weight, remainder)
         assert np.array_equal(bits(master).numpy(), reference.master.view(np.int32)), number
-    assert np.array_equal(exp_avg.numpy(), reference.m) and np.array_equal(exp_avg_sq.numpy(), reference.v)
+    assert np.array_equal(state["exp_avg"].numpy(), reference.m)
+    assert np.array_equal(state["exp_avg_sq"].numpy(), reference.v)
 
 
 def matrix(dtype, seed=0, shape=(64, 96)):
@@ -208,26 +210,12 @@ def test_a_gradient_of_any_strides():
 
 
 def test_what_it_does_not_take():
-    with pytest.raises(ValueError, match=r"contiguous parameters, and one of shape \(96, 64\)"):
+    with pytest.raises(ValueError, match=r"contiguous .* one of shape \(96, 64\) .* strides \(1, 96\)"):
         MasterAdamW([Parameter(torch.zeros(64, 96).t())]).initialize_state()
     with pytest.raises(ValueError, match="torch.float16"):
         MasterAdamW([Parameter(torch.zeros(4, dtype=torch.float16))]).initialize_state()
-    with pytest.raises(ValueError, match="betas must lie"):
+    with pytest.raises(ValueError, match=r"betas \(0.9, 1.0\) in"):
         MasterAdamW([matrix(torch.bfloat16)], betas=(0.9, 1.0))
-
-
-def test_a_closure_is_called_with_gradients_on():
-    parameter = matrix(torch.float32)
-    optimizer = MasterAdamW([parameter], lr=1e-2)
-
-    def closure():
-        loss = parameter.square().sum()
-        loss.backward()
-        return loss
-
-    before = parameter.detach().clone()
-    assert optimizer.step(closure) == before.square().sum()
-    assert not torch.equal(parameter, before)
 
 
 def test_state_dict_keeps_dtypes_and_bits():

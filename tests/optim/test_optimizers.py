@@ -28,12 +28,12 @@ from llm_fp8.optim.schedule import build_scheduler, effective_warmup_steps, lear
 from llm_fp8.optim.state import (
     initialize_state,
     load_optimizer_scalars,
-    load_optimizer_tensors,
     optimizer_scalars,
     optimizer_tensors,
 )
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import TRITON
+from tests.support.optimizer_state import restore
 
 
 class TinyModel(torch.nn.Module):
@@ -295,8 +295,7 @@ def test_resumed_run_is_the_uninterrupted_run(kind):
 
     second, second_optimizer = fresh(seed=9, kind=kind)
     second.load_state_dict(first.state_dict())
-    load_optimizer_tensors(second_optimizer, named(second), saved)
-    load_optimizer_scalars(second_optimizer, scalars)
+    restore(second_optimizer, named(second), saved, scalars)
     train(second, second_optimizer, 5, seed=2)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
     ends = [
@@ -371,24 +370,7 @@ def test_clip_and_step_under_fp16s_gradient_scaler(accelerator):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
-def test_state_that_does_not_fit_is_named():
-    model, optimizer = fresh()
-    train(model, optimizer, 1)
-    good = dict(optimizer_tensors(optimizer, named(model)))
-
-    def load(tensors, sentence):
-        other, other_optimizer = fresh()
-        with pytest.raises(UserError, match=sentence):
-            load_optimizer_tensors(other_optimizer, named(other), tensors)
-
-    missing = {name: tensor for name, tensor in good.items() if name != "norm.weight.exp_avg"}
-    load(missing, "norm.weight.exp_avg is missing")
-    load({**good, "extra.weight.exp_avg": torch.zeros(1)}, "extra.weight.exp_avg is unexpected")
-    load(
-        {**good, "linear.bias.exp_avg": torch.zeros(9)},
-        r"linear.bias.exp_avg is torch.float32 \(9,\), not torch.float32 \(8,\)",
-    )
-    load({**good, "linear.bias.exp_avg": good["linear.bias.exp_avg"].bfloat16()}, "torch.bfloat16")
-    load({}, "is missing.* and 9 more")
+def test_another_number_of_groups_is_an_error():
+    _, optimizer = fresh()
     with pytest.raises(UserError, match="3 parameter groups and this one 2"):
         load_optimizer_scalars(optimizer, {"group_steps": [1, 1, 1]})

@@ -13,16 +13,11 @@ from llm_fp8.config.options import OptimConfig
 from llm_fp8.optim import adamw_8bit as eight_bit_adamw
 from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, code_tables, encode
 from llm_fp8.optim.adamw_base import Coefficients
-from llm_fp8.optim.adamw_master import join_master, split_master, update_, update_with_torch_
+from llm_fp8.optim.adamw_master import join_master, split_master, update_with_torch_
 from llm_fp8.optim.optimizers import build_optimizer, bytes_per_parameter, clip_and_step
 from llm_fp8.optim.schedule import build_scheduler
-from llm_fp8.optim.state import (
-    initialize_state,
-    load_optimizer_scalars,
-    load_optimizer_tensors,
-    optimizer_scalars,
-    optimizer_tensors,
-)
+from llm_fp8.optim.state import initialize_state, optimizer_scalars, optimizer_tensors
+from tests.support.optimizer_state import restore
 
 pytestmark = pytest.mark.gpu
 
@@ -72,6 +67,19 @@ def make_tensors(shape, dtype, any_magnitude=False):
     return [weight, remainder, (1e-3 * normal()).to(dtype), (1e-3 * normal()).bfloat16(), 1e-6 * normal().square()]
 
 
+def update_by_torch(weight, remainder, gradient, exp_avg, exp_avg_sq, scale, coefficients, update_=update_with_torch_):
+    state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    if remainder is not None:
+        state["remainder"] = remainder
+    update_(weight, gradient, state, scale, coefficients)
+
+
+def update_by_kernel(*tensors_and_coefficients):
+    from llm_fp8.optim.adamw_triton import update_master_
+
+    update_by_torch(*tensors_and_coefficients, update_=update_master_)
+
+
 def assert_same_bits(tensors, others):
     for name, one, other in zip(["weight", "remainder", "gradient", "m", "v"], tensors, others, strict=True):
         if one is not None:
@@ -90,8 +98,8 @@ def test_the_kernel_is_the_torch_implementation_bit_for_bit(shape, dtype, clippe
     scale = torch.tensor(0.37, device="cuda") if clipped else None
     ours, reference = make_tensors(shape, dtype), make_tensors(shape, dtype)
     for step in range(1, 6):
-        update_(*ours, scale, coefficients_of(step))
-        update_with_torch_(*reference, scale, coefficients_of(step))
+        update_by_kernel(*ours, scale, coefficients_of(step))
+        update_by_torch(*reference, scale, coefficients_of(step))
         assert_same_bits(ours, reference)
 
 
@@ -102,8 +110,8 @@ def test_any_magnitude_and_gradients_that_are_not_finite(dtype):
     for tensors in (ours, reference):
         tensors[2][:3] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
     for step in range(1, 4):
-        update_(*ours, None, coefficients_of(step))
-        update_with_torch_(*reference, None, coefficients_of(step))
+        update_by_kernel(*ours, None, coefficients_of(step))
+        update_by_torch(*reference, None, coefficients_of(step))
         assert_same_bits(ours, reference)
     assert ours[0][:3].isnan().all()
 
@@ -111,7 +119,7 @@ def test_any_magnitude_and_gradients_that_are_not_finite(dtype):
 def test_tensors_at_odd_addresses_and_their_neighbours():
     """Loads of 16 bytes are not possible there, and nothing outside the tensor is written."""
     whole, reference = make_tensors((5003,), torch.bfloat16), make_tensors((5003,), torch.bfloat16)
-    for tensors, update in ((whole, update_), (reference, update_with_torch_)):
+    for tensors, update in ((whole, update_by_kernel), (reference, update_by_torch)):
         update(*(tensor[1:-1] for tensor in tensors), None, coefficients_of(1))
     assert_same_bits(whole, reference)
 
@@ -125,8 +133,8 @@ def test_more_than_two_to_the_31_elements():
     start = make_tensors((5000,), torch.bfloat16)
     for large, small in zip(whole, start, strict=True):
         large[-5000:] = small
-    update_(*whole, None, coefficients_of(1))
-    update_with_torch_(*start, None, coefficients_of(1))
+    update_by_kernel(*whole, None, coefficients_of(1))
+    update_by_torch(*start, None, coefficients_of(1))
     assert_same_bits([large[-5000:] for large in whole], start)
     assert not whole[0][:-5000].any(), "zero gradients and weights of zero move nothing"
 
@@ -135,15 +143,15 @@ def test_a_new_learning_rate_compiles_nothing(monkeypatch):
     triton = pytest.importorskip("triton")
     tensors = make_tensors((4096,), torch.bfloat16)
     scale = torch.tensor(0.5, device="cuda")
-    update_(*tensors, scale, coefficients_of(1))
+    update_by_kernel(*tensors, scale, coefficients_of(1))
     compiled = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **kwargs: compiled.append(kwargs["repr"]))
     for step in range(2, 20):
-        update_(*tensors, scale, coefficients_of(step))
-    update_(*tensors, scale, Coefficients.of_step(20, lr=0.0, betas=(0.5, 0.0), eps=1.0, weight_decay=0.0))
+        update_by_kernel(*tensors, scale, coefficients_of(step))
+    update_by_kernel(*tensors, scale, Coefficients.of_step(20, lr=0.0, betas=(0.5, 0.0), eps=1.0, weight_decay=0.0))
     assert compiled == []
     tensors[3] = tensors[3].float()
-    update_(*tensors, scale, coefficients_of(21))
+    update_by_kernel(*tensors, scale, coefficients_of(21))
     assert compiled, "the hook sees what is compiled"
 
 
@@ -216,8 +224,7 @@ def test_save_and_restore_is_exact(kind):
 
     resumed = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
     other = build_optimizer(CONFIG, kind, resumed.items())
-    load_optimizer_tensors(other, resumed.items(), saved)
-    load_optimizer_scalars(other, scalars)
+    restore(other, resumed.items(), saved, scalars)
     other_scheduler = build_scheduler(other, CONFIG, total_steps=40, completed_steps=10)
     train(parameters, optimizer, scheduler, range(10, 20))
     train(resumed, other, other_scheduler, range(10, 20))
@@ -256,6 +263,18 @@ def make_eight_bit(shape, dtype, device="cuda"):
     return [None if tensor is None else tensor.to(device) for tensor in tensors]
 
 
+def update_eight_bit(weight, gradient, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, scale, key, coefficients):
+    """By the kernel on a GPU, by torch on the CPU."""
+    state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    if exp_avg_scale is not None:
+        state |= {"exp_avg_scale": exp_avg_scale, "exp_avg_sq_scale": exp_avg_sq_scale}
+    if weight.is_cuda:
+        from llm_fp8.optim.adamw_triton import update_8bit_ as update_
+    else:
+        update_ = eight_bit_adamw.update_with_torch_
+    update_(weight, gradient, state, scale, coefficients, key)
+
+
 def assert_same_eight_bits(tensors, others):
     for name, one, other in zip(
         ["weight", "gradient", "m", "scale of m", "v", "scale of v"], tensors, others, strict=True
@@ -275,8 +294,8 @@ def test_the_eight_bit_kernel_is_the_torch_implementation_bit_for_bit(shape, dty
     scale = torch.tensor(0.37) if clipped else None
     for step in range(1, 4):
         key = eight_bit_adamw.rounding_key(42, step, 7)
-        eight_bit_adamw.update_(*ours, None if scale is None else scale.cuda(), key, coefficients_of(step))
-        eight_bit_adamw.update_(*reference, scale, key, coefficients_of(step))
+        update_eight_bit(*ours, None if scale is None else scale.cuda(), key, coefficients_of(step))
+        update_eight_bit(*reference, scale, key, coefficients_of(step))
         assert_same_eight_bits(ours, reference)
 
 
@@ -302,7 +321,7 @@ def test_the_eight_bit_kernel_finds_every_code():
         ours = [tensor.cuda() for tensor in reference]
         coefficients = Coefficients.of_step(1, lr=1e-3, betas=(0.0, 0.0), eps=1e-8, weight_decay=0.0)
         for tensors in (ours, reference):
-            eight_bit_adamw.update_(*tensors, None, (1, 2), coefficients)
+            update_eight_bit(*tensors, None, (1, 2), coefficients)
         assert_same_eight_bits(ours, reference)
         assert len(reference[2 if signed else 4].unique()) == 256
 
@@ -315,7 +334,7 @@ def test_eight_bit_gradients_that_are_not_finite():
         )
     for step in range(1, 3):
         for tensors in (ours, reference):
-            eight_bit_adamw.update_(*tensors, None, (step, 2), coefficients_of(step))
+            update_eight_bit(*tensors, None, (step, 2), coefficients_of(step))
         assert torch.equal(ours[0].isnan().cpu(), reference[0].isnan())
         numbers = ~reference[0].isnan()
         assert torch.equal(ours[0].cpu()[numbers], reference[0][numbers])
@@ -333,8 +352,8 @@ def test_eight_bit_tensors_of_more_than_two_to_the_31_elements():
     whole = [weight, gradient, codes, scale, codes_sq, scale_sq]
     for large, small in zip(whole, start, strict=True):
         large[-small.numel() :] = small
-    eight_bit_adamw.update_(*whole, None, (1, 2), coefficients_of(1))
-    eight_bit_adamw.update_(*start, None, (1, 2), coefficients_of(1))
+    update_eight_bit(*whole, None, (1, 2), coefficients_of(1))
+    update_eight_bit(*start, None, (1, 2), coefficients_of(1))
     assert not weight[:-5120].any(), "zero gradients and weights of zero move nothing"
     # The random bits are those of the element's place, so only what is not rounded can be compared.
     assert all(torch.equal(large[-small.numel() :], small) for large, small in zip(whole[2:], start[2:], strict=True))
@@ -344,14 +363,14 @@ def test_eight_bit_tensors_of_more_than_two_to_the_31_elements():
 def test_a_new_step_compiles_no_eight_bit_kernel(monkeypatch):
     triton = pytest.importorskip("triton")
     tensors, scale = make_eight_bit((8192,), torch.bfloat16), torch.tensor(0.5, device="cuda")
-    eight_bit_adamw.update_(*tensors, scale, (3, 5), coefficients_of(1))
+    update_eight_bit(*tensors, scale, (3, 5), coefficients_of(1))
     compiled = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **kwargs: compiled.append(kwargs["repr"]))
     for step, key in enumerate([(1, 1), (16, 32), (-16, 0), (2**31 - 1, -(2**31)), (7, -5)], start=2):
-        eight_bit_adamw.update_(*tensors, scale, key, coefficients_of(step))
+        update_eight_bit(*tensors, scale, key, coefficients_of(step))
     assert compiled == []
     tensors[1] = tensors[1].float()
-    eight_bit_adamw.update_(*tensors, scale, (3, 5), coefficients_of(9))
+    update_eight_bit(*tensors, scale, (3, 5), coefficients_of(9))
     assert compiled, "the hook sees what is compiled"
 
 
@@ -366,11 +385,11 @@ def test_speed_of_the_eight_bit_kernel(record_property):
     scale, scale_sq = (torch.zeros(count // CODE_BLOCK, device="cuda") for _ in range(2))
     tensors, clip = [weight, gradient, codes, scale, codes_sq, scale_sq], torch.ones((), device="cuda")
     for step in (1, 2, 3):
-        eight_bit_adamw.update_(*tensors, clip, (step, 1), coefficients_of(step))
+        update_eight_bit(*tensors, clip, (step, 1), coefficients_of(step))
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for step in range(4, 4 + repeats):
-        eight_bit_adamw.update_(*tensors, clip, (step, 1), coefficients_of(step))
+        update_eight_bit(*tensors, clip, (step, 1), coefficients_of(step))
     end.record()
     torch.cuda.synchronize()
     seconds = start.elapsed_time(end) / 1e3 / repeats
@@ -411,11 +430,11 @@ def test_speed_of_the_kernel(record_property):
     tensors = make_tensors((count,), torch.bfloat16)
     scale = torch.ones((), device="cuda")
     for step in (1, 2, 3):
-        update_(*tensors, scale, coefficients_of(step))
+        update_by_kernel(*tensors, scale, coefficients_of(step))
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for step in range(4, 4 + repeats):
-        update_(*tensors, scale, coefficients_of(step))
+        update_by_kernel(*tensors, scale, coefficients_of(step))
     end.record()
     torch.cuda.synchronize()
     seconds = start.elapsed_time(end) / 1e3 / repeats

@@ -121,7 +121,7 @@ class Rates:
     weight_tb_s: float = 3.83
     """Optimizer, gradient norm and accumulation, weight casts."""
     eight_bit_tb_s: float = 2.03
-    """adamw_8bit and the gradient norm before it (llm_fp8/optim/adamw_8bit_triton.py): the class `optimizer` of row
+    """adamw_8bit and the gradient norm before it (llm_fp8/optim/adamw_triton.py): the class `optimizer` of row
     14b.
     """
     fsdp_tb_s: float = 2.3

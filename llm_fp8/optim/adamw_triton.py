@@ -1,10 +1,16 @@
-"""The Triton kernel behind `EightBitAdamW`. Imported on a GPU alone.
+"""The Triton kernels of `MasterAdamW` and `EightBitAdamW`: one launch per tensor, no temporaries. Imported on a GPU
+only.
 
-One program updates BLOCKS blocks of 256 elements, a warp each, so that a block's amax is found among the registers of
-one warp. It reads weight, gradient and codes once and writes all but the gradient once: 10 bytes per element. At so
-little traffic instructions count (about 117 per element: Triton 3.6, compute capability 9.0). So a code is not searched
-for in eight look-ups; each of the four conversions of an element, to and from m and v, is one look-up in a table of 256
-numbers in shared memory:
+Operation by operation they do what `update_with_torch_` of `adamw_master` and `adamw_8bit` does, with the same bits:
+square root and division are the correctly rounded ones, and `enable_fp_fusion=False` makes a multiplication and an
+addition round twice. Each reads every tensor once and writes all but the gradient once. A new step or learning rate
+recompiles nothing: coefficients are fp32 arguments and keys are not specialised. Another dtype, kind of state, clipping
+or not, divisibility of the element count by 16, or alignment does.
+
+The 8-bit kernel moves 10 bytes per element. At so little traffic instructions count (about 117 per element: Triton 3.6,
+compute capability 9.0). A warp takes a block of 256 elements, so that a block's amax is reduced within one warp. And a
+code is not searched for in eight look-ups; each of the four conversions of an element, to and from m and v, is one
+look-up in a table of 256 numbers in shared memory:
 
 The code of x >= 0. In each decade codes are equally spaced, so x's position among the codes is a line in x; a decade's
 slope is 0.2 of that of the one below and neighbouring lines meet at the decade's edge, so the position is the least of
@@ -12,9 +18,6 @@ seven lines. It errs by 0.2 of a code at the edges, where the middle between two
 line, by 0.25 below the code of 1, which has no decade, and by rounding. Less 0.5 and rounded down it is therefore the
 code or the one before; one comparison with the exact limit between the two decides. Adding 1.5 2^23 rounds to an
 integer, the lower bits of the sum. For x < 0 the code mirrors that of -x, in bits a complement.
-
-It is recompiled for another combination of: dtype, codes or plain moments, clip factor or none, a number of elements
-that 16 divides or not, alignment; not for a new step: coefficients are fp32 arguments and keys are not specialised.
 """
 
 from __future__ import annotations
@@ -35,11 +38,13 @@ from llm_fp8.optim.adamw_8bit_codes import (
     Key,
     code_tables,
 )
-from llm_fp8.optim.adamw_base import Coefficients
-from llm_fp8.optim.adamw_base_triton import moments_and_update
+from llm_fp8.optim.adamw_base import Coefficients, State
+
+MASTER_ELEMENTS = 1024
+"""Elements per program: 8 for each of 128 threads, 16 bytes of bf16."""
 
 BLOCKS = 4
-"""Blocks of 256 elements per program: 8 elements for each of 128 threads, 16 bytes of bf16."""
+"""Blocks of 256 elements per program, likewise."""
 
 _CODE_BLOCK = tl.constexpr(CODE_BLOCK)
 _NUM_DECADES = tl.constexpr(NUM_DECADES)
@@ -49,6 +54,101 @@ _PAIR_STEP = tl.constexpr(PAIR_STEP)
 _FIRST_FACTOR = tl.constexpr(FIRST_FACTOR)
 _SECOND_FACTOR = tl.constexpr(SECOND_FACTOR)
 _TO_INTEGER = tl.constexpr(1.5 * 2**23)
+
+
+@triton.jit
+def moments_and_update(
+    gradient: tl.tensor,
+    gradient_scale_pointer: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    beta1_complement: float,
+    beta2: float,
+    beta2_complement: float,
+    step_size: float,
+    inverse_root_correction2: float,
+    epsilon: float,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The new m and v, and the update to subtract from the decayed parameter, all fp32; `gradient` bf16 or fp32."""
+    gradient = gradient.to(tl.float32)
+    if gradient_scale_pointer is not None:
+        gradient = gradient * tl.load(gradient_scale_pointer)
+    exp_avg = exp_avg + (gradient - exp_avg) * beta1_complement
+    exp_avg_sq = exp_avg_sq * beta2 + (gradient * beta2_complement) * gradient
+    denominator = tl.sqrt_rn(exp_avg_sq) * inverse_root_correction2 + epsilon
+    return exp_avg, exp_avg_sq, tl.div_rn(exp_avg * step_size, denominator)
+
+
+@triton.jit
+def _update_kernel(
+    weight_pointer: tl.tensor,
+    remainder_pointer: tl.tensor,
+    gradient_pointer: tl.tensor,
+    exp_avg_pointer: tl.tensor,
+    exp_avg_sq_pointer: tl.tensor,
+    gradient_scale_pointer: tl.tensor,
+    num_elements: tl.tensor,
+    decay: float,
+    beta1_complement: float,
+    beta2: float,
+    beta2_complement: float,
+    step_size: float,
+    inverse_root_correction2: float,
+    epsilon: float,
+    BLOCK: tl.constexpr,
+) -> None:
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < num_elements
+
+    exp_avg, exp_avg_sq, update = moments_and_update(
+        tl.load(gradient_pointer + offsets, mask=inside, other=0.0),
+        gradient_scale_pointer,
+        tl.load(exp_avg_pointer + offsets, mask=inside, other=0.0).to(tl.float32),
+        tl.load(exp_avg_sq_pointer + offsets, mask=inside, other=0.0),
+        beta1_complement,
+        beta2,
+        beta2_complement,
+        step_size,
+        inverse_root_correction2,
+        epsilon,
+    )
+
+    weight = tl.load(weight_pointer + offsets, mask=inside, other=0.0)
+    if remainder_pointer is None:
+        tl.store(weight_pointer + offsets, weight * decay - update, mask=inside)
+    else:
+        # `join_master` and `split_master` of llm_fp8.optim.adamw_master; a signed right shift keeps the sign.
+        remainder = tl.load(remainder_pointer + offsets, mask=inside, other=0).to(tl.int32)
+        upper = weight.to(tl.int16, bitcast=True).to(tl.int32) + (remainder >> 15)
+        master = ((upper << 16) | (remainder & 0xFFFF)).to(tl.float32, bitcast=True)
+        bits = (master * decay - update).to(tl.int32, bitcast=True)
+        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
+        rounded = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        tl.store(weight_pointer + offsets, rounded, mask=inside)
+        tl.store(remainder_pointer + offsets, bits.to(tl.int16), mask=inside)
+    tl.store(exp_avg_pointer + offsets, exp_avg.to(exp_avg_pointer.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_sq_pointer + offsets, exp_avg_sq, mask=inside)
+
+
+def update_master_(
+    weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Coefficients
+) -> None:
+    """The contract of `llm_fp8.optim.adamw_master.update_with_torch_`."""
+    num_elements = weight.numel()
+    with torch.cuda.device_of(weight):
+        _update_kernel[(triton.cdiv(num_elements, MASTER_ELEMENTS),)](
+            weight,
+            state.get("remainder"),
+            gradient,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            gradient_scale,
+            num_elements,
+            *coefficients,
+            BLOCK=MASTER_ELEMENTS,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
 
 
 @triton.jit
@@ -179,27 +279,19 @@ def _eight_bit_update_kernel(
     tl.store(exp_avg_sq_pointer + offsets, exp_avg_sq, mask=inside)
 
 
-def update_with_triton_(
-    weight: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_scale: Tensor | None,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scale: Tensor | None,
-    gradient_scale: Tensor | None,
-    key: Key,
-    coefficients: Coefficients,
+def update_8bit_(
+    weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Coefficients, key: Key
 ) -> None:
-    """The contract of `llm_fp8.optim.adamw_8bit.update_with_torch_`, in one launch and without temporaries."""
+    """The contract of `llm_fp8.optim.adamw_8bit.update_with_torch_`."""
     num_elements = weight.numel()
     with torch.cuda.device_of(weight):
         _eight_bit_update_kernel[(triton.cdiv(num_elements, BLOCKS * CODE_BLOCK),)](
             weight,
             gradient,
-            exp_avg,
-            exp_avg_scale,
-            exp_avg_sq,
-            exp_avg_sq_scale,
+            state["exp_avg"],
+            state.get("exp_avg_scale"),
+            state["exp_avg_sq"],
+            state.get("exp_avg_sq_scale"),
             gradient_scale,
             code_tables(weight.device),
             num_elements,
