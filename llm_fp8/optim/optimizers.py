@@ -127,7 +127,7 @@ def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
     ]
 
 
-def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
+def gradient_norm(gradients: list[Tensor]) -> Tensor:
     """The global L2 norm, an fp32 scalar on the gradients' device, without a host synchronisation.
 
     Accumulated in fp32: torch's `clip_grad_norm_` keeps it in the gradients' dtype, and bf16 is off by up to 0.4 %.
