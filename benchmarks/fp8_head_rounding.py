@@ -97,7 +97,7 @@ def gradients_by_format(spread: float) -> dict[str, Any]:
         ("e5m2, own maximum", E5M2, largest),
         ("e4m3, bound", E4M3, bound),
     ):
-        grad = fp8_head.cast_to_fp8(logits, fp8_format, largest=scale)
+        grad = fp8_head.cast_to_fp8(logits, fp8_format, amax=scale)
         flushed = (grad.values.float() == 0) & (logits != 0)
         got = {
             "hidden": fp8_head.multiply(casts[1], grad, "NN", torch.bfloat16),

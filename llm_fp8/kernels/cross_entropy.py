@@ -4,25 +4,19 @@ For hidden states `x [T, h]`, the lm_head's weight `W [V, h]` and labels `y [T]`
 
     loss = sum over t with y_t != -100 of  -log softmax(x_t W^T)[y_t]
 
-and its gradients. The sum is not divided here: the training loop divides by the supervised tokens of the whole
-optimizer step, so that the loss does not depend on how a batch is cut into micro-batches and ranks.
+and its gradients. The training loop divides the sum by the supervised tokens of the whole optimizer step, so that the
+loss does not depend on how a batch is cut into micro-batches and ranks.
 
-Why not `F.cross_entropy(model(x).float(), y)`: with V = 128,256 (Llama 3) and T = 8,192 it holds the bf16 logits (2.0
-GiB), their fp32 copy, the fp32 log-softmax and its gradient (3.9 GiB each) at once. Here the softmax's gradient
-overwrites the logits: one bf16 buffer is all there is. With `num_chunks = ceil(T / chunk_tokens)`:
+`F.cross_entropy(model(x).float(), y)` with V = 128,256 (Llama 3) and T = 8,192 holds the bf16 logits (2.0 GiB), their
+fp32 copy, the fp32 log-softmax and its gradient (3.9 GiB each) at once. Here the gradient overwrites the bf16 logits:
 
-    one chunk     The logits are kept for the backward pass, where the gradient, already times grad_output, replaces
-                  them. That does not raise the peak: the loss ends the forward pass and starts the backward pass. Two
-                  GEMMs in the backward pass, nothing else.
+    one chunk     The logits are kept for the backward pass, which the loss is next to: the peak does not rise.
     many chunks   At most `chunk_tokens` rows of logits exist at a time, so both gradients are formed in the forward
                   pass. grad_W is summed over chunks in fp32 (4 V h bytes): in bf16 each addition would round the
-                  running sum. The backward pass multiplies by grad_output while it casts to W's dtype. Because of the
-                  accumulator (2.0 GiB for h = 4,096) chunks save memory only for T well above 2 h.
+                  running sum. Because of this accumulator chunks save memory only for T well above 2 h.
 
 The GEMMs run in `compute_dtype` (bf16 in training). From the logits on everything is fp32 (fp64 for fp64 inputs); only
-the gradient with respect to the logits is rounded, to `compute_dtype` or fp8. The row maximum is subtracted first, so
-logits of any size are safe, and NaN stays NaN. With an `llm_fp8.kernels.fp8_lm_head.Fp8Head` two or all three GEMMs run
-in fp8; without gradients none does. The elementwise part is `llm_fp8.kernels.softmax`.
+the gradient with respect to the logits is rounded, to `compute_dtype` or fp8. NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -65,20 +59,22 @@ def linear_cross_entropy_sum(
     Args:
         hidden: `[..., h]`, floating point, the output of the last norm.
         weight: `[V, h]`, the lm_head's; may be the embedding's (tied).
-        labels: `[...]`, int64 on the device of `hidden`, already shifted (labels[t] is the token after t); -100 is left
-            out.
+        labels: `[...]`, int64 on the device of `hidden`, already shifted (labels[t] is the token after t).
         chunk_tokens: rows of logits that exist at a time. Default: `default_chunk_tokens`.
-        compute_dtype: of the GEMMs and the logits. Default: autocast's dtype in an autocast region, else that of
-            `hidden`.
-        fp8_head: computes GEMMs in fp8 where there is something to differentiate. Default: none does.
+        compute_dtype: of the GEMMs and the logits. Default: autocast's in an autocast region, else that of `hidden`.
+        fp8_head: runs two or all three GEMMs in fp8 where there is something to differentiate.
 
     Returns:
         0-dim, fp32 (fp64 if `compute_dtype` is fp64); 0, with zero gradients, where every label is -100.
 
     Raises:
-        ValueError: shapes that do not belong together, or `chunk_tokens` below 1.
+        ValueError: shapes that do not fit together, or `chunk_tokens` below 1.
     """
-    _check_shapes(hidden, weight, labels)
+    if weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} needs a weight [V, {hidden.shape[-1]}], not {tuple(weight.shape)}, and "
+            f"labels {tuple(hidden.shape[:-1])}, not {tuple(labels.shape)}."
+        )
     device_type = hidden.device.type
     if compute_dtype is None:
         autocast = torch.is_autocast_enabled(device_type)
@@ -91,21 +87,10 @@ def linear_cross_entropy_sum(
     with torch.autocast(device_type, enabled=False):
         if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
             return _loss_only(hidden, weight, labels, chunk_tokens, compute_dtype)
-        gemms = _Bf16Gemms() if fp8_head is None else fp8_head.start_pass()
+        gemms = _Bf16Gemms() if fp8_head is None else Fp8Gemms(fp8_head)
         if hidden.shape[0] <= chunk_tokens:
             return _OneChunk.apply(hidden, weight, labels, compute_dtype, gemms)
         return _ManyChunks.apply(hidden, weight, labels, chunk_tokens, compute_dtype, gemms)
-
-
-def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
-    if weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} needs a weight [V, {hidden.shape[-1]}], not {tuple(weight.shape)}."
-        )
-    if labels.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} needs labels {tuple(hidden.shape[:-1])}, not {tuple(labels.shape)}."
-        )
 
 
 def _loss_only(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, compute_dtype: torch.dtype) -> Tensor:
@@ -142,9 +127,8 @@ _Gemms: TypeAlias = _Bf16Gemms | Fp8Gemms
 
 
 class _OneChunk(torch.autograd.Function):
-    """All logits at once, overwritten by their own gradient in the backward pass.
-
-    A second backward pass raises: autograd notices that a saved tensor was modified.
+    """All logits at once, overwritten by their gradient in the backward pass. A second backward pass raises: autograd
+    notices that a saved tensor was modified.
     """
 
     @staticmethod

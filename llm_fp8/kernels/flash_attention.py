@@ -1,20 +1,14 @@
-"""flash-attn 4 over packed documents (--attn_implementation flash_attention_4), in place of Transformer Engine's
-choice.
+"""flash-attn 4 over packed documents (--attn_implementation flash_attention_4), called directly.
 
-Causal attention of q [T, heads, d] with k and v [T, kv_heads, d], bf16, inside the documents that `cu_seqlens` bounds.
-The package is called directly. Transformer Engine has a way to it too (NVTE_FUSED_ATTN=0, which forbids cuDNN's
-attention), but for every head dimension that flash-attn accepts; on an H200 dQ was wrong for d = 80 and right for
-`FLASH_ATTENTION_HEAD_DIMS` (tests/kernels/test_flash_attention_gpu.py). So `keep_from_transformer_engine` bars that way
-for others.
-
-With grouped queries dK and dV are summed in an order that changes from run to run. What it gains: docs/precision.md.
+Transformer Engine can choose flash-attn 4 too, but does so for every head dimension that flash-attn accepts; on an H200
+dQ was wrong for d = 80 and right for `FLASH_ATTENTION_HEAD_DIMS` (tests/kernels/test_flash_attention_gpu.py). So
+`keep_from_transformer_engine` forbids it for others. With grouped queries dK and dV are summed in an order that changes
+from run to run. What it gains: docs/precision.md.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -23,9 +17,7 @@ from llm_fp8.utils.packages import FLASH_ATTENTION_4, package_version
 
 
 def keep_from_transformer_engine(head_dim: int) -> None:
-    """Forbid Transformer Engine flash-attn 4, where it is installed, for other head dimensions than
-    `FLASH_ATTENTION_HEAD_DIMS`.
-    """
+    """Keep Transformer Engine from an installed flash-attn 4 unless its gradients are right for `head_dim`."""
     if head_dim not in FLASH_ATTENTION_HEAD_DIMS and package_version(FLASH_ATTENTION_4.name) is not None:
         os.environ["NVTE_FLASH_ATTN_V4"] = "0"
 
@@ -33,20 +25,18 @@ def keep_from_transformer_engine(head_dim: int) -> None:
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, softmax_scale: float, window: int | None
 ) -> Tensor:
-    """Causal attention inside packed documents.
+    """Causal attention inside packed documents, [T, heads, d].
 
     Args:
-        q: bf16 [T, heads, d], on the GPU.
-        k, v: [T, kv_heads, d].
+        q, k, v: bf16 [T, heads, d] and twice [T, kv_heads, d], on the GPU.
         cu_seqlens: int32 [n + 1], where documents begin, and T.
-        max_seqlen: tokens of the longest.
+        max_seqlen: tokens of the longest document.
         softmax_scale: factor of q k^T.
-        window: number of most recent positions attended to, itself included; None for all.
-
-    Returns:
-        [T, heads, d].
+        window: number of most recent positions attended to, the token itself included; None for all.
     """
-    output = _varlen_function()(
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    output = flash_attn_varlen_func(
         q,
         k,
         v,
@@ -60,9 +50,3 @@ def flash_attention(
     )
     attended: Tensor = output[0] if isinstance(output, tuple) else output
     return attended
-
-
-def _varlen_function() -> Callable[..., Any]:
-    from flash_attn.cute.interface import flash_attn_varlen_func
-
-    return flash_attn_varlen_func

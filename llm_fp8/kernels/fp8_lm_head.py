@@ -4,26 +4,22 @@ For hidden states `x [T, h]`, the weight `W [V, h]` and `g [T, V]`, the gradient
 
     logits = x W^T  [T, V]          grad_hidden = g W  [T, h]          grad_weight = g^T x  [V, h]
 
-`gradients` computes the last two in fp8, so that the loss is as without it; `all` computes all three. Results are bf16,
-accumulated in fp32, with Transformer Engine's fast accumulation for the logits and split accumulation for the
-gradients, as in its own recipes. Each operand has one scale:
+`gradients` computes the last two in fp8, which leaves the loss unchanged; `all` computes all three. Results are bf16,
+accumulated in fp32, for the gradients with Transformer Engine's split accumulation, as in its own recipes. V and h must
+be multiples of 16; tokens are padded with rows of zeros.
 
     x, W    E4M3, by its own amax (current scaling)
     g       E5M2, by a bound. g = grad_output * (softmax - one_hot) with softmax - one_hot in [-1, 1], so |grad_output|
             bounds it: no pass over [T, V] for an amax. Where some token is predicted badly the bound is nearly reached.
 
-E5M2 because of the softmax's range: most probabilities are tiny, and E4M3 flushes those below 2e-6 to zero, E5M2 those
-below 1e-10. With E4M3 the rows of W for seldom predicted tokens would get no gradient, which Adam turns into a missing
-update. E5M2 rounds each entry by up to an eighth, with errors that do not add up over tokens.
+Most probabilities are tiny, and E4M3 flushes those below 2e-6 to zero, E5M2 those below 1e-10. With E4M3 the rows of W
+for seldom predicted tokens would get no gradient, which Adam turns into a missing update. E5M2 rounds each entry by up
+to an eighth, with errors that do not add up over tokens.
 
-Shapes: V and h must be multiples of 16; tokens are padded with rows of zeros.
+Memory beside bf16's: one byte per weight, two for `all`, which needs W in both layouts; the cast is kept for the step.
+g (T V bytes) is transposed between its two GEMMs, after the bf16 logits (2 T V) were freed: at most 3 T V bytes at once.
 
-Memory beside bf16's: one byte per weight, two for `all`, which needs W in both layouts, kept so that W is cast once a
-step. g comes row-wise (T V bytes) from the bf16 logits (2 T V), which are freed before anything else is allocated, and
-is transposed between the two GEMMs: at most 3 T V bytes at once, where both layouts in one kernel would take 4 T V.
-
-Transformer Engine computes on a GPU. Elsewhere the same rounding is emulated: torch casts with the same scales and
-multiplies the dequantised operands in fp32 (or fp64); g is first rounded to the logits' dtype.
+On a CPU the same rounding is emulated: torch casts with the same scales and multiplies in fp32 or fp64.
 """
 
 from __future__ import annotations
@@ -48,16 +44,13 @@ Layout = Literal["TN", "NN", "NT"]
 
 
 class Fp8Head:
-    """The state between micro-batches: the cast weight.
+    """The lm_head `module` and the cast of its weight, kept between micro-batches.
 
-    Attributes:
-        module: the lm_head.
-        is_first_microbatch: as for Transformer Engine's modules: True casts the weight and keeps the cast, False takes
-            the kept one, None neither takes nor keeps. `llm_fp8.precision.context.Precision.context` sets it.
+    `is_first_microbatch`, as for TE's modules: True casts the weight and keeps the cast, False takes the kept one, None
+    neither takes nor keeps. `llm_fp8.precision.context.Precision.context` sets it.
     """
 
     def __init__(self, module: nn.Module, gemms: Literal["gradients", "all"]) -> None:
-        """`module` has a weight [V, h]; `check_machine` has seen that its sizes are multiples of `SIZE_MULTIPLE`."""
         self.module = module
         self.computes_logits = gemms == "all"
         self.is_first_microbatch: bool | None = None
@@ -66,9 +59,6 @@ class Fp8Head:
     def num_gemms_of(self, of: int) -> int:
         """How many of the `of` GEMMs of a micro-batch (3, or 2 where the lm_head is frozen) run in fp8."""
         return of if self.computes_logits else of - 1
-
-    def start_pass(self) -> Fp8Gemms:
-        return Fp8Gemms(self, self.is_first_microbatch)
 
     def cast_weight(self, weight: Tensor, first_microbatch: bool | None) -> Any:
         """`weight` in fp8, cast or kept."""
@@ -83,9 +73,9 @@ class Fp8Head:
 class Fp8Gemms:
     """The GEMMs of one forward and backward pass, in the order of the calls."""
 
-    def __init__(self, head: Fp8Head, first_microbatch: bool | None) -> None:
+    def __init__(self, head: Fp8Head) -> None:
         self._head = head
-        self._first_microbatch = first_microbatch
+        self._first_microbatch = head.is_first_microbatch
         self._weight: Any = None
         self._hidden: Any = None
 
@@ -98,10 +88,10 @@ class Fp8Gemms:
         return logits[: hidden.shape[0]]
 
     def grad_logits(self, logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Any:
-        """The gradient with respect to `logits`, for `gradients`; see `llm_fp8.kernels.softmax`. Frees `logits`."""
+        """The gradient with respect to `logits`, an operand for `gradients`. Frees `logits`."""
         in_fp8 = gradient_in_one_kernel if softmax.use_triton(logits) else gradient_in_two_steps
         grad = in_fp8(logits, statistics, labels, grad_output)
-        # Autograd does not see that their memory goes; this makes a second backward pass an error.
+        # Autograd does not see that they are freed; this makes a second backward pass an error.
         torch.autograd.graph.increment_version(logits)
         logits.untyped_storage().resize_(0)
         return grad
@@ -111,7 +101,7 @@ class Fp8Gemms:
     ) -> tuple[Tensor | None, Tensor | None]:
         """`grad_logits @ weight` [T, h] and `grad_logits.T @ hidden` [V, h] in their dtype; None where not `needed`.
 
-        `grad_logits` is what the method of that name returned; it loses its row-wise layout.
+        `grad_logits` loses its row-wise layout.
         """
         num_tokens, dtype = hidden.shape[0], hidden.dtype
         grad_hidden = grad_weight = None
@@ -145,14 +135,6 @@ def _whole_blocks(rows: Tensor) -> Tensor:
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-# Three operations have two implementations, Transformer Engine's and an emulation, with one contract:
-#
-#   gradient_in_...(logits [T, V], statistics, labels, grad_output)   -> an operand with T rounded up rows, row-wise
-#                                                                        alone; logits may be overwritten
-#   cast_to_fp8(tensor [n, m])                                        -> an operand
-#   multiply(A, B, layout, out_dtype)                                 -> [n, m] in out_dtype
-
-
 @dataclass(frozen=True)
 class EmulatedOperand:
     """A tensor in fp8: `values` times `scale_inverse`."""
@@ -161,22 +143,21 @@ class EmulatedOperand:
     scale_inverse: Tensor
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """In `dtype`, fp32 or wider."""
         return self.values.to(dtype) * self.scale_inverse.to(dtype)
 
 
 def gradient_in_two_steps(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Any:
-    """Written over the logits in their dtype and cast from there, on any device."""
+    """The gradient as a row-wise operand with T padded rows: written over the logits in their dtype, then cast."""
     softmax.to_gradient_(logits, statistics, labels, grad_output)
     return cast_to_fp8(_whole_blocks(logits), GRADIENT_FORMAT, columnwise=False, amax=grad_output.detach().abs())
 
 
 def gradient_in_one_kernel(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Any:
-    """Straight from the logits and rounded once, to fp8; where `softmax.use_triton`."""
+    """The same, rounded once to fp8 and with the logits unchanged; where `softmax.use_triton`."""
     from transformer_engine.pytorch.constants import DType
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
-    from llm_fp8.kernels.softmax_triton import softmax_gradient_cast
+    from llm_fp8.kernels.fp8_gradients_triton import softmax_gradient_cast
 
     scale = _scale(grad_output.detach().abs(), GRADIENT_FORMAT)
     values = softmax_gradient_cast(
@@ -198,50 +179,16 @@ def cast_to_fp8(
     columnwise: bool = True,
     amax: Tensor | None = None,
 ) -> Any:
-    """`tensor [n, m]` as an operand of `multiply`.
+    """`tensor [n, m]`, bf16 or fp32, as an operand of `multiply`.
 
     Args:
-        tensor: bf16 or fp32; on a CPU any floating-point dtype.
         fp8_format: `E4M3` or `E5M2`.
         rowwise, columnwise: the layouts to keep. B in TN and NN, and A in TN, are read row-wise, the others
             column-wise.
         amax: 0-dim, maps to the format's largest value; larger entries are clipped. Default: the tensor's own.
     """
-    if tensor.is_cuda:
-        return _te_cast(tensor, fp8_format, rowwise, columnwise, amax)
-    return emulated_cast(tensor, fp8_format, amax)
-
-
-def multiply(left: Any, right: Any, layout: Layout, out_dtype: torch.dtype) -> Tensor:
-    """The GEMM of two operands, accumulated in fp32 and rounded once to `out_dtype`; see `Layout`."""
-    if not isinstance(left, EmulatedOperand):
-        return _te_multiply(left, right, layout, out_dtype)
-    wide = torch.promote_types(out_dtype, torch.float32)
-    a, b = left.dequantized(wide), right.dequantized(wide)
-    product = b @ a.t() if layout == "TN" else b @ a if layout == "NN" else b.t() @ a
-    return product.to(out_dtype)
-
-
-def keep_columnwise_alone(operand: Any) -> None:
-    """Transpose a row-wise operand, and drop the row-wise layout; in place."""
-    if not isinstance(operand, EmulatedOperand):  # which has no layout
-        operand.update_usage(rowwise_usage=False, columnwise_usage=True)
-
-
-def _scale(amax: Tensor, fp8_format: torch.dtype) -> Tensor:
-    """fp32 [1]; 1 for a tensor of zeros, as in Transformer Engine. NaN and infinity stay, so that the run stops."""
-    amax = amax.float()
-    return torch.where(amax == 0, 1.0, torch.finfo(fp8_format).max / amax).reshape(1)
-
-
-def emulated_cast(tensor: Tensor, fp8_format: torch.dtype, amax: Tensor | None = None) -> EmulatedOperand:
-    """Transformer Engine's cast in torch: scaled in fp32, clipped to the format's range, rounded to nearest even."""
-    scale = _scale(tensor.abs().amax() if amax is None else amax, fp8_format)
-    limit = torch.finfo(fp8_format).max
-    return EmulatedOperand((tensor.float() * scale).clamp(-limit, limit).to(fp8_format), 1 / scale)
-
-
-def _te_cast(tensor: Tensor, fp8_format: torch.dtype, rowwise: bool, columnwise: bool, amax: Tensor | None) -> Any:
+    if not tensor.is_cuda:
+        return emulated_cast(tensor, fp8_format, amax)
     from transformer_engine.pytorch.constants import DType
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
@@ -260,10 +207,33 @@ def _te_cast(tensor: Tensor, fp8_format: torch.dtype, rowwise: bool, columnwise:
     return operand
 
 
-def _te_multiply(left: Any, right: Any, layout: Layout, out_dtype: torch.dtype) -> Tensor:
-    from transformer_engine.pytorch.cpp_extensions import general_gemm
+def multiply(left: Any, right: Any, layout: Layout, out_dtype: torch.dtype) -> Tensor:
+    """The GEMM of two operands, accumulated in fp32 and rounded once to `out_dtype`; see `Layout`."""
+    if not isinstance(left, EmulatedOperand):
+        from transformer_engine.pytorch.cpp_extensions import general_gemm
 
-    is_gradient = layout != "TN"
-    return general_gemm(
-        left, right, out_dtype=out_dtype, layout=layout, grad=is_gradient, use_split_accumulator=is_gradient
-    )[0]
+        grad = layout != "TN"
+        return general_gemm(left, right, out_dtype=out_dtype, layout=layout, grad=grad, use_split_accumulator=grad)[0]
+    wide = torch.promote_types(out_dtype, torch.float32)
+    a, b = left.dequantized(wide), right.dequantized(wide)
+    product = b @ a.t() if layout == "TN" else b @ a if layout == "NN" else b.t() @ a
+    return product.to(out_dtype)
+
+
+def keep_columnwise_alone(operand: Any) -> None:
+    """Transpose a row-wise operand and drop the row-wise layout, in place."""
+    if not isinstance(operand, EmulatedOperand):  # which has no layout
+        operand.update_usage(rowwise_usage=False, columnwise_usage=True)
+
+
+def _scale(amax: Tensor, fp8_format: torch.dtype) -> Tensor:
+    """fp32 [1]; 1 for a tensor of zeros, as in Transformer Engine. NaN and infinity stay, so that the run stops."""
+    amax = amax.float()
+    return torch.where(amax == 0, 1.0, torch.finfo(fp8_format).max / amax).reshape(1)
+
+
+def emulated_cast(tensor: Tensor, fp8_format: torch.dtype, amax: Tensor | None = None) -> EmulatedOperand:
+    """Transformer Engine's cast in torch: scaled in fp32, clipped to the format's range, rounded to nearest even."""
+    scale = _scale(tensor.abs().amax() if amax is None else amax, fp8_format)
+    limit = torch.finfo(fp8_format).max
+    return EmulatedOperand((tensor.float() * scale).clamp(-limit, limit).to(fp8_format), 1 / scale)

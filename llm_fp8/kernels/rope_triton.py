@@ -1,19 +1,15 @@
-"""Split of the fused QKV projection and RoPE in one Triton kernel. Imported on a GPU alone.
+"""Split of the fused QKV projection and RoPE in one Triton kernel. Imported on a GPU only.
 
     split_rope(fused [..., (H + 2 Hkv) d], angles, H, Hkv, cu_seqlens)   ->   q [..., H, d], k and v [..., Hkv, d]
 
-The forward pass reads the fused projection once and writes q and k rotated and v as it is, each contiguous, as
-attention wants them. In the backward pass the same kernel reads the three gradients with whatever strides attention
-gave them and writes that of the projection once, rotated by the negative angle: a rotation's transpose is its inverse.
-Each moves 2 (H + 2 Hkv) d elements per token. Only the table of angles and `cu_seqlens` are kept for the backward pass.
-
-A pair (x, y) of columns i and rotary_dim / 2 + i becomes (x cos - y sin, y cos + x sin) (the rotate-half layout), in
+Columns i and rotary_dim / 2 + i, (x, y), of q and k become (x cos - y sin, y cos + x sin) (the rotate-half layout), in
 fp32, rounded once to the dtype of `fused`. Another fp32 implementation, like Transformer Engine's, may differ by at
-most 2^-21 (|x| + |y|), and in bf16 and fp16 by one unit in the last place besides. Hugging Face's differs by more in
-bf16, where it rounds sine, cosine and each term to bf16.
+most 2^-21 (|x| + |y|), and in bf16 and fp16 by one unit in the last place besides; Hugging Face's, which rounds sine,
+cosine and each term to bf16, by more. In the backward pass the same kernel rotates the gradients, of any strides, by
+the negative angle.
 
 A program takes BLOCK_ELEMENTS / (rotary_dim / 2) tokens and HEADS_PER_PROGRAM heads, so that sine and cosine serve
-several heads. A token's position is found on the device by bisection of `cu_seqlens`: no pass over the tokens, no host
+several heads. It finds a token's position by bisection of `cu_seqlens`: no pass over the tokens, no host
 synchronisation, no recompilation for another number of documents.
 """
 
@@ -84,15 +80,8 @@ def _rotate(
         tl.store(part_first, (first * cosine - second * sine).to(dtype), mask=mask)
         tl.store(part_second, (second * cosine + first * sine).to(dtype), mask=mask)
     if ROTARY_DIM < HEAD_DIM:
-        _copy(
-            fused + ROTARY_DIM,
-            part + ROTARY_DIM * part_stride,
-            part_stride,
-            inside,
-            HEAD_DIM - ROTARY_DIM,
-            BLOCK_REST,
-            BACKWARD,
-        )
+        rest, part_rest = fused + ROTARY_DIM, part + ROTARY_DIM * part_stride
+        _copy(rest, part_rest, part_stride, inside, HEAD_DIM - ROTARY_DIM, BLOCK_REST, BACKWARD)
 
 
 @triton.jit(do_not_specialize=["num_documents", "num_bisections"])
@@ -149,15 +138,8 @@ def _split_rope_kernel(
         v = v_pointer + rows * v_row_stride + in_row * v_token_stride
         start = ((group - ROTATED_GROUPS) * GROUP).to(tl.int64)
         for head in range(start, tl.minimum(start + GROUP, NUM_KV_HEADS)):
-            _copy(
-                fused_v + head * HEAD_DIM,
-                v + head * v_head_stride,
-                v_column_stride,
-                inside,
-                HEAD_DIM,
-                BLOCK_HEAD,
-                BACKWARD,
-            )
+            fused_head, v_head = fused_v + head * HEAD_DIM, v + head * v_head_stride
+            _copy(fused_head, v_head, v_column_stride, inside, HEAD_DIM, BLOCK_HEAD, BACKWARD)
     else:
         if cu_seqlens_pointer is None:
             positions = places
@@ -267,22 +249,17 @@ class _SplitRope(torch.autograd.Function):
 def split_rope(
     fused: Tensor, angles: Tensor, num_heads: int, num_kv_heads: int, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The heads of a fused QKV projection, those of q and k rotated by their positions; differentiable with respect to
-    `fused`, once.
+    """q, k and v, contiguous, of the dtype of `fused`; differentiable with respect to `fused`, once.
 
     Args:
         fused: bf16, fp16 or fp32 on a GPU. Packed: [T, (num_heads + 2 num_kv_heads) d]. Padded: [B, S, the same],
             where a token's position is its column.
         angles: fp32 [positions, 1, 1, rotary_dim], contiguous, both halves of a row equal, rotary_dim <= d and even;
             columns from rotary_dim on are copied. A position beyond the table gives NaN.
-        num_heads, num_kv_heads: of q; of k, and of v.
         cu_seqlens: int32 [n + 1] on the same GPU, contiguous, from 0 to T: where each document starts. None: padded.
 
-    Returns:
-        q [..., num_heads, d], k and v [..., num_kv_heads, d], contiguous, of the dtype of `fused`.
-
     Raises:
-        ValueError: on shapes or a table that do not fit this.
+        ValueError: shapes or dtypes are not these.
     """
     width, num_rows = fused.shape[-1], num_heads + 2 * num_kv_heads
     if width % num_rows or fused.ndim != (3 if cu_seqlens is None else 2):

@@ -1,19 +1,12 @@
 """The elementwise part of cross entropy: from logits to losses, and to their own gradient.
 
-    losses(logits [T, V], labels [T])   ->   losses [T], statistics [T, 2]     logits are unchanged
-        statistics are the row maximum m and d = sum of exp(logit - m); losses are log(d) - (logit[label] - m), or 0 for
-        -100
-    to_gradient_(logits, statistics, labels, grad_output [])                   logits are overwritten
-        by grad_output * (softmax - one_hot(label)), or 0 in ignored rows
-
 On a GPU with Transformer Engine these are its two Triton kernels (transformer_engine.pytorch.triton.cross_entropy): two
 reads and one write of the logits. Elsewhere they are torch, in blocks of rows. A gradient in fp8 has a kernel of its
-own: `llm_fp8.kernels.softmax_triton`.
+own: `llm_fp8.kernels.fp8_gradients_triton`.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 
 import torch
@@ -31,26 +24,55 @@ def accurate(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-@functools.cache
-def _transformer_engine_installed() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
-
-
 def use_triton(logits: Tensor) -> bool:
     """The kernels take contiguous bf16 or fp32 logits on a GPU; all else goes to torch."""
     on_gpu = logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float32) and logits.numel() > 0
-    return on_gpu and _transformer_engine_installed()
+    return on_gpu and importlib.util.find_spec("transformer_engine") is not None
 
 
 def losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses [T] and statistics [T, 2] of `logits [T, V]`; see the module's docstring."""
-    return triton_losses(logits, labels) if use_triton(logits) else torch_losses(logits, labels)
+    """Losses [T] and statistics [T, 2] of `logits [T, V]`, which are unchanged.
+
+    Statistics are the row maximum m and d = sum of exp(logit - m); losses are log(d) - (logit[label] - m), or 0 for an
+    ignored label.
+    """
+    if not use_triton(logits):
+        return torch_losses(logits, labels)
+    from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_forward
+
+    losses, _, statistics, *_ = cross_entropy_forward(
+        logits.unsqueeze(0),
+        labels.unsqueeze(0),
+        label_smoothing=0.0,
+        reduce_loss=False,
+        dist_process_group=None,
+        ignore_idx=IGNORE_INDEX,
+        overwrite_input=True,  # the forward kernel then makes no copy; it writes nothing into the logits
+    )
+    return losses.squeeze(0), statistics
 
 
 def to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> None:
-    """Overwrite `logits [T, V]` by the gradient with respect to them; see the module's docstring."""
-    implementation = triton_to_gradient_ if use_triton(logits) else torch_to_gradient_
-    implementation(logits, statistics, labels, grad_output)
+    """Overwrite `logits [T, V]` by grad_output [] * (softmax - one_hot(label)), or 0 in ignored rows."""
+    if not use_triton(logits):
+        torch_to_gradient_(logits, statistics, labels, grad_output)
+        return
+    from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_backward
+
+    cross_entropy_backward(
+        logits.unsqueeze(0),
+        statistics,
+        labels.contiguous(),
+        n_non_ignore=None,
+        grad_output=grad_output.expand(logits.shape[0]),  # the kernel reads one value per row
+        label_smoothing=0.0,
+        reduce_loss=False,
+        rank=0,
+        world_size=1,
+        ignore_idx=IGNORE_INDEX,
+    )
+    # Autograd does not see what a Triton kernel writes; this makes a second backward pass an error.
+    torch.autograd.graph.increment_version(logits)
 
 
 def torch_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,37 +97,3 @@ def torch_to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_
         label_column = row_labels[:, None].masked_fill(ignored, 0)
         gradient.scatter_add_(-1, label_column, torch.full_like(label_column, -1, dtype=gradient.dtype))
         rows.copy_(gradient.mul_(grad_output).masked_fill_(ignored, 0.0))
-
-
-def triton_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_forward
-
-    losses, _, statistics, *_ = cross_entropy_forward(
-        logits.unsqueeze(0),
-        labels.unsqueeze(0),
-        label_smoothing=0.0,
-        reduce_loss=False,
-        dist_process_group=None,
-        ignore_idx=IGNORE_INDEX,
-        overwrite_input=True,  # the forward kernel then makes no copy; it writes nothing into the logits
-    )
-    return losses.squeeze(0), statistics
-
-
-def triton_to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> None:
-    from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_backward
-
-    cross_entropy_backward(
-        logits.unsqueeze(0),
-        statistics,
-        labels.contiguous(),
-        n_non_ignore=None,
-        grad_output=grad_output.expand(logits.shape[0]),  # the kernel reads one value per row
-        label_smoothing=0.0,
-        reduce_loss=False,
-        rank=0,
-        world_size=1,
-        ignore_idx=IGNORE_INDEX,
-    )
-    # Autograd does not see what a Triton kernel writes; this makes a second backward pass an error.
-    torch.autograd.graph.increment_version(logits)

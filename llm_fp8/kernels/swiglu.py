@@ -3,10 +3,9 @@
 LayerNormMLP looks its activation up by name in a table that has, for some, one function for the backward pass, the bias
 gradient and the cast. SwiGLU has none, so its gradient is written in bf16 and read again: to be cast, and to be summed
 for a bias that our MLPs do not have. `fuse_swiglu_backward` adds a name that has one: with delayed scaling the kernel
-of `llm_fp8.kernels.swiglu_triton`, with other recipes Transformer Engine's own two steps without the sum.
+`dswiglu_cast`, with other recipes Transformer Engine's own two steps without the sum.
 
-The table is private (`llm_fp8.utils.te_internals`). Where it is not found modules stay as they are: slower, and as
-right.
+The table is private (`llm_fp8.utils.te_internals`). Where it is not found, modules stay as they are: slower, as exact.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ NAME = "swiglu_with_fused_cast"
 
 
 def fuse_swiglu_backward(mlp: nn.Module) -> None:
-    """Let `mlp`, a LayerNormMLP with activation "swiglu" and without biases, cast its inner gradient where it is
-    computed.
-    """
+    """Let `mlp`, a LayerNormMLP with activation "swiglu" and without biases, fuse its inner gradient and cast."""
     if add_activation(NAME, _backward_and_cast):
         mlp.activation = NAME  # type: ignore[assignment]
 
@@ -38,7 +35,7 @@ def _backward_and_cast(gradient: Tensor, gate_and_up: Tensor, quantizer: Any) ->
 
     if not isinstance(quantizer, Float8Quantizer):
         return None, quantizer(tex.dswiglu(gradient, gate_and_up, None))
-    from llm_fp8.kernels.swiglu_triton import dswiglu_cast
+    from llm_fp8.kernels.fp8_gradients_triton import dswiglu_cast
 
     fp8_dtype = {DType.kFloat8E5M2: torch.float8_e5m2, DType.kFloat8E4M3: torch.float8_e4m3fn}[quantizer.dtype]
     rowwise, transposed, scale_inverse = dswiglu_cast(gradient, gate_and_up, quantizer.scale, quantizer.amax, fp8_dtype)

@@ -56,11 +56,11 @@ def test_both_implementations_agree():
     factor = torch.tensor(3.0, device="cuda")
     torch_logits = logits.clone()
     torch_losses, torch_statistics = softmax.torch_losses(torch_logits, labels)
-    losses, statistics = softmax.triton_losses(logits, labels)
+    losses, statistics = softmax.losses(logits, labels)
     torch.testing.assert_close(losses, torch_losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(statistics, torch_statistics, rtol=1e-5, atol=1e-5)
     softmax.torch_to_gradient_(torch_logits, torch_statistics, labels, factor)
-    softmax.triton_to_gradient_(logits, statistics, labels, factor)
+    softmax.to_gradient_(logits, statistics, labels, factor)
     torch.testing.assert_close(logits, torch_logits)
 
 

@@ -20,7 +20,7 @@ from llm_fp8.config.validation import MachineFacts, check_machine
 from llm_fp8.kernels import fp8_lm_head as fp8_head
 from llm_fp8.kernels import softmax
 from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
-from llm_fp8.kernels.fp8_lm_head import E4M3, E5M2, Fp8Head, cast_to_fp8
+from llm_fp8.kernels.fp8_lm_head import E4M3, E5M2, Fp8Gemms, Fp8Head, cast_to_fp8
 from llm_fp8.kernels.softmax import IGNORE_INDEX
 from llm_fp8.models.lora import add_adapters, gemms_per_weight
 from llm_fp8.models.parity import relative_difference
@@ -109,7 +109,7 @@ def test_the_logits_of_all_are_those_of_rounded_operands():
         scale = 448 / operand.abs().max().float()
         rounded.append((operand.float() * scale).to(E4M3).float() / scale)
     want = (rounded[0] @ rounded[1].t()).bfloat16()
-    got = head_of(weight, "all").start_pass().logits(hidden, weight)
+    got = Fp8Gemms(head_of(weight, "all")).logits(hidden, weight)
     torch.testing.assert_close(got, want)
     assert 0.01 < relative_difference(got, hidden.double() @ weight.double().t()) < 0.05
 
@@ -255,7 +255,7 @@ def test_a_new_step_sees_the_new_weight(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_logits_are_given_back_before_their_gradient_is_multiplied(mode, tokens):
     hidden, weight, labels = (value.detach() for value in inputs(tokens))
-    gemms = head_of(weight, mode).start_pass()
+    gemms = Fp8Gemms(head_of(weight, mode))
     logits = gemms.logits(hidden, weight)
     statistics = softmax.losses(logits, labels)[1]
     gemms.grad_logits(logits, statistics, labels, torch.tensor(1.0))

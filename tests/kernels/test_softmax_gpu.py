@@ -30,7 +30,7 @@ SHAPES = {
 
 @pytest.fixture
 def softmax_gradient_cast():
-    from llm_fp8.kernels.softmax_triton import softmax_gradient_cast
+    from llm_fp8.kernels.fp8_gradients_triton import softmax_gradient_cast
 
     return softmax_gradient_cast
 

@@ -112,7 +112,7 @@ class Rates:
     """Transformer Engine's RMSNorm of widths that it has no tuned kernel for, where cuDNN's is not taken
     (llm_fp8/models/build.py): the class `norm` of levers_3b_norms_te.json."""
     swiglu_cast_tb_s: float = 2.9
-    """SwiGLU that writes fp8, forward and backward (llm_fp8/kernels/swiglu_triton.py), of `delayed`."""
+    """SwiGLU that writes fp8, forward and backward (llm_fp8/kernels/fp8_gradients_triton.py), of `delayed`."""
     loss_tb_s: float = 2.75
     """Cross entropy."""
     cast_tb_s: dict[str, float] = field(default_factory=lambda: {"delayed": 3.63, "current": 3.67, "block": 2.33})
