@@ -11,8 +11,12 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import yaml
 from transformers import HfArgumentParser
 
-from llm_fp8.config.accelerate_env import apply_launch_settings, require_launched, require_single_process
-from llm_fp8.config.accelerate_fp8_keys import idle_sentences
+from llm_fp8.config.accelerate_env import (
+    apply_launch_settings,
+    idle_keys,
+    require_launched,
+    require_single_process,
+)
 from llm_fp8.config.options import (
     EMBEDDED,
     LORA_LEARNING_RATE,
@@ -134,7 +138,7 @@ def parse_launch(
     """
     config = _read(argv, prog, description, parallel)
     (require_launched if parallel else require_single_process)(environ)
-    idle = idle_sentences(environ)
+    idle = [f"fp8_config.{name} does nothing here: {why}." for name, why in idle_keys(environ).items()]
     config = apply_launch_settings(config, environ)
     check_options(config)
     return config, idle

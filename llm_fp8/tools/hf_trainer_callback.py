@@ -25,8 +25,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from llm_fp8.config.accelerate_fp8_keys import KEYS, PREFIX, chosen_values
-from llm_fp8.config.accelerate_sharding import is_on
+from llm_fp8.config.accelerate_env import FP8_KEYS, PREFIX, chosen_values, is_on
 from llm_fp8.observability.kernel_trace import KernelTimes, kernel_times, record_kernels
 from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, attention_library, certify, worst
@@ -257,11 +256,11 @@ def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple
     failures: list[str] = []
     remarks: list[str] = []
     chosen = chosen_values(launch)
-    for key in KEYS:
+    for key in FP8_KEYS:
         variable = key.variables[0]
-        if key.recipe_attribute is None or variable not in launch or not hasattr(recipe, key.recipe_attribute):
+        if key.option is None or variable not in launch or not hasattr(recipe, key.name):
             continue
-        value = getattr(recipe, key.recipe_attribute)
+        value = getattr(recipe, key.name)
         value = str(getattr(value, "name", value))
         if value.lower() != launch[variable].lower():
             told = failures if variable in chosen else remarks

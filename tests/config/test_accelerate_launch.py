@@ -11,9 +11,9 @@ from llm_fp8.config.accelerate_env import (
     merge_launch_settings,
     require_launched,
     require_single_process,
-    take_launch_settings,
+    take_precision_settings,
+    take_sharding_settings,
 )
-from llm_fp8.config.accelerate_sharding import take_sharding_settings
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.parser import parse_config, parse_launch
 from llm_fp8.utils.errors import UserError
@@ -32,7 +32,7 @@ FP8 = {
 
 def test_fp8_settings_are_read_and_removed():
     environ = {**FP8, "PATH": "/bin"}
-    settings = take_launch_settings(environ)
+    settings = take_precision_settings(environ)
     assert environ == {"PATH": "/bin"}
     merged = merge_launch_settings(PrecisionConfig(), settings)
     assert merged == PrecisionConfig(
@@ -41,18 +41,18 @@ def test_fp8_settings_are_read_and_removed():
 
 
 def test_mxfp8_is_a_scenario_and_drops_the_launchers_delayed_defaults():
-    settings = take_launch_settings({**FP8, "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING": "true"})
+    settings = take_precision_settings({**FP8, "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING": "true"})
     assert settings == {"mixed_precision": "fp8", "fp8_scenario": "mxfp8", "fp8_format": "HYBRID"}
 
 
 def test_a_bf16_launch_sheds_every_fp8_variable():
     environ = {**FP8, "ACCELERATE_MIXED_PRECISION": "bf16"}
-    assert take_launch_settings(environ) == {"mixed_precision": "bf16"}
+    assert take_precision_settings(environ) == {"mixed_precision": "bf16"}
     assert environ == {}
 
 
 def test_no_means_nothing_was_said():
-    assert take_launch_settings({"ACCELERATE_MIXED_PRECISION": "no"}) == {}
+    assert take_precision_settings({"ACCELERATE_MIXED_PRECISION": "no"}) == {}
 
 
 @pytest.mark.parametrize(
@@ -64,18 +64,18 @@ def test_no_means_nothing_was_said():
 )
 def test_a_flag_that_contradicts_the_launcher_is_an_error(flags, named):
     with pytest.raises(UserError, match=named):
-        merge_launch_settings(flags, take_launch_settings(dict(FP8)))
+        merge_launch_settings(flags, take_precision_settings(dict(FP8)))
 
 
 def test_a_flag_that_agrees_is_fine():
     flags = PrecisionConfig(mixed_precision="fp8", amax_history_len=16)
-    assert merge_launch_settings(flags, take_launch_settings(dict(FP8))).amax_history_len == 16
+    assert merge_launch_settings(flags, take_precision_settings(dict(FP8))).amax_history_len == 16
 
 
 @pytest.mark.parametrize(("variable", "value"), [("BACKEND", "MSAMP"), ("OVERRIDE_WGRAD", "True")])
 def test_what_cannot_be_honoured_is_an_error(variable, value):
     with pytest.raises(UserError, match="fp8_config"):
-        take_launch_settings({**FP8, f"ACCELERATE_FP8_{variable}": value})
+        take_precision_settings({**FP8, f"ACCELERATE_FP8_{variable}": value})
 
 
 AO = {
@@ -97,14 +97,18 @@ AO = {
 
 def test_backend_ao_is_torchao():
     environ = {**AO, "PATH": "/bin"}
-    assert take_launch_settings(environ) == {"mixed_precision": "fp8", "fp8_backend": "torchao", "fp8_all_gather": True}
+    assert take_precision_settings(environ) == {
+        "mixed_precision": "fp8",
+        "fp8_backend": "torchao",
+        "fp8_all_gather": True,
+    }
     assert environ == {"PATH": "/bin"}
     off = {
         **AO,
         "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "False",
         "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING": "False",
     }
-    assert take_launch_settings(off) == {"mixed_precision": "fp8", "fp8_backend": "torchao"}
+    assert take_precision_settings(off) == {"mixed_precision": "fp8", "fp8_backend": "torchao"}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,7 @@ def test_settings_of_transformer_engine_with_backend_ao_are_errors(variable, val
     with pytest.raises(
         UserError, match=f"fp8_config sets (fp8_)?{variable.lower()} to {value}, .* no effect with backend AO"
     ):
-        take_launch_settings({**AO, f"ACCELERATE_FP8_{variable}": value})
+        take_precision_settings({**AO, f"ACCELERATE_FP8_{variable}": value})
 
 
 # ---- sharding ----

@@ -134,9 +134,7 @@ def accelerate_findings(path: Path) -> Iterator[Finding]:
     """What a run started with this file would refuse (the first entry), the entries that change nothing, and a
     backend that a Trainer takes for another.
     """
-    from llm_fp8.config.accelerate_env import apply_launch_settings
-    from llm_fp8.config.accelerate_fp8_keys import backend_elsewhere, idle_keys
-    from llm_fp8.config.accelerate_sharding import DROPPED
+    from llm_fp8.config.accelerate_env import DROPPED, apply_launch_settings, backend_elsewhere, idle_keys
     from llm_fp8.config.options import Config
 
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
