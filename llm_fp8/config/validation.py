@@ -22,39 +22,19 @@ from llm_fp8.config.options import (
     PrecisionConfig,
     RunConfig,
 )
-from llm_fp8.config.recipes import RECIPES, chosen, recipe_names, taking
+from llm_fp8.config.recipes import DEFAULT, RECIPES, chosen, recipe_names, taking
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
 AT_LEAST_ONE = (
-    "max_seq_length",
-    "batch_size",
-    "num_epochs",
-    "gradient_accumulation_steps",
-    "log_every",
-    "save_total_limit",
-    "amax_history_len",
-    "preprocessing_workers",
-    "num_of_samples",
-    "max_steps",
-    "eval_batches",
-    "eval_max_new_tokens",
-    "gradient_checkpointing_every",
-    "context_parallel_size",
-    "hybrid_shard_size",
-)
+    "max_seq_length batch_size num_epochs gradient_accumulation_steps log_every save_total_limit amax_history_len "
+    "preprocessing_workers num_of_samples max_steps eval_batches eval_max_new_tokens gradient_checkpointing_every "
+    "context_parallel_size hybrid_shard_size"
+).split()
 NOT_NEGATIVE = (
-    "learning_rate",
-    "num_warmup_steps",
-    "weight_decay",
-    "max_grad_norm",
-    "save_every",
-    "eval_every",
-    "eval_exact_match",
-    "fp8_first_bf16_layers",
-    "fp8_last_bf16_layers",
-    "empty_cache_freq",
-)
+    "learning_rate num_warmup_steps weight_decay max_grad_norm save_every eval_every eval_exact_match "
+    "fp8_first_bf16_layers fp8_last_bf16_layers empty_cache_freq lora_rank"
+).split()
 BELOW_ONE = ("adam_beta1", "adam_beta2", "validation_fraction", "lora_dropout")
 RECIPE_OPTIONS = ("fp8_format", "amax_history_len", "amax_compute_algo", "fp8_margin")
 """Options that some recipes take (`Recipe.options`)."""
@@ -66,9 +46,11 @@ FP8_SIZE_MULTIPLE = 16
 """What the sizes of an fp8 GEMM must be multiples of."""
 
 
-def _require(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise UserError(sentence)
+def _refuse(wrong: Mapping[str, Any]) -> None:
+    """Raise `UserError` with the first sentence that is true."""
+    for sentence, is_wrong in wrong.items():
+        if is_wrong:
+            raise UserError(sentence)
 
 
 def check_options(config: Config) -> None:
@@ -78,216 +60,182 @@ def check_options(config: Config) -> None:
     _check_attention(config)
     _check_precision(config)
     _check_lora(config)
-    _check_context_parallel(config)
     if config.parallel.sharding_mode != "auto":
         _check_mode(config, config.parallel.sharding_mode)
     model, run = config.model, config.run
-    _require(
-        model.gradient_checkpointing or model.gradient_checkpointing_every == 1,
-        f"--gradient_checkpointing_every {model.gradient_checkpointing_every} has no effect without "
-        "--gradient_checkpointing; add it.",
-    )
-    _require(
-        model.use_te or not model.parity_check,
-        "--parity_check compares the TE decoder with Hugging Face's and needs --use_te.",
-    )
-    for tag in config.wandb_tags:
-        _require(
-            len(tag) <= WANDB_TAG_LENGTH,
-            f"--wandb_tags: '{tag}' has {len(tag)} characters, and W&B takes {WANDB_TAG_LENGTH} in a tag; shorten it.",
-        )
-    _require(
-        run.resume_from != "latest" or run.output_dir is not None,
-        "--resume_from latest needs --output_dir, the folder of the run to continue.",
-    )
-    _require(
-        run.eval_exact_match > 0 or run.eval_max_new_tokens == RunConfig.eval_max_new_tokens,
-        f"--eval_max_new_tokens {run.eval_max_new_tokens} has no effect without --eval_exact_match; add it.",
+    _refuse(
+        {
+            f"--gradient_checkpointing_every {model.gradient_checkpointing_every} has no effect without "
+            "--gradient_checkpointing; add it.": (
+                not model.gradient_checkpointing and model.gradient_checkpointing_every != 1
+            ),
+            "--parity_check compares the TE decoder with Hugging Face's and needs --use_te.": (
+                model.parity_check and not model.use_te
+            ),
+            **{
+                f"--wandb_tags: '{tag}' has {len(tag)} characters, and W&B takes {WANDB_TAG_LENGTH}; shorten it.": (
+                    len(tag) > WANDB_TAG_LENGTH
+                )
+                for tag in config.wandb_tags
+            },
+            "--resume_from latest needs --output_dir, the folder of the run to continue.": (
+                run.resume_from == "latest" and run.output_dir is None
+            ),
+            f"--eval_max_new_tokens {run.eval_max_new_tokens} has no effect without --eval_exact_match; add it.": (
+                run.eval_exact_match == 0 and run.eval_max_new_tokens != RunConfig.eval_max_new_tokens
+            ),
+        }
     )
 
 
 def _check_ranges(config: Config) -> None:
     options: dict[str, Any] = {name: value for section in config.to_dict().values() for name, value in section.items()}
-    for name in AT_LEAST_ONE:
-        value = options[name]
-        _require(value is None or value > 0, f"--{name} must be at least 1, not {value}.")
-    for name in NOT_NEGATIVE:
-        value = options[name]
-        _require(0 <= value < math.inf, f"--{name} must be a finite number that is not negative, and is {value}.")
-    for name in BELOW_ONE:
-        value = options[name]
-        _require(0.0 <= value < 1.0, f"--{name} must be at least 0 and below 1, not {value}.")
-    epsilon, seed = config.optim.adam_epsilon, config.optim.seed
-    _require(0 < epsilon < math.inf, f"--adam_epsilon must be above 0, and is {epsilon}.")
-    _require(0 <= seed < 2**32, f"--seed must be from 0 to 2**32 - 1, and is {seed}.")
+    epsilon, seed, alpha = (options[name] for name in ("adam_epsilon", "seed", "lora_alpha"))
+    _refuse(
+        {
+            **{
+                f"--{name} must be at least 1, not {options[name]}.": options[name] is not None and options[name] < 1
+                for name in AT_LEAST_ONE
+            },
+            **{
+                f"--{name} must be a finite number that is not negative, and is {options[name]}.": (
+                    not 0 <= options[name] < math.inf
+                )
+                for name in NOT_NEGATIVE
+            },
+            **{
+                f"--{name} must be at least 0 and below 1, not {options[name]}.": not 0 <= options[name] < 1
+                for name in BELOW_ONE
+            },
+            f"--adam_epsilon must be above 0, and is {epsilon}.": not 0 < epsilon < math.inf,
+            f"--seed must be from 0 to 2**32 - 1, and is {seed}.": not 0 <= seed < 2**32,
+            f"--lora_alpha must be a finite number above 0, and is {alpha}.": (
+                alpha is not None and not 0 < alpha < math.inf
+            ),
+        }
+    )
 
 
 def _check_data(config: Config) -> None:
-    data = config.data
-    tokens = data.max_seq_length * data.batch_size
-    if config.precision.mixed_precision == "fp8" or config.packing:
-        _require(
-            tokens % FP8_SIZE_MULTIPLE == 0,
-            f"--batch_size {data.batch_size} times --max_seq_length {data.max_seq_length} is {tokens} tokens, which "
-            "is not a multiple of 16 as fp8 kernels and packed rows need; choose a --max_seq_length that is a "
-            "multiple of 16.",
-        )
-    if not data.streaming:
-        return
-    _require(
-        config.run.eval_exact_match == 0,
-        f"--eval_exact_match {config.run.eval_exact_match} needs to look problems up by row, which --streaming "
-        "cannot; drop it and evaluate the trained model with scripts/evaluate.py.",
-    )
-    _require(
-        config.optim.max_steps is not None,
-        "--streaming does not know how many rows there are, so --max_steps must say when to stop.",
+    data, size = config.data, config.parallel.context_parallel_size
+    length, tokens = data.max_seq_length, data.max_seq_length * data.batch_size
+    by_multiples = config.precision.mixed_precision == "fp8" or config.packing
+    _refuse(
+        {
+            f"--batch_size {data.batch_size} times --max_seq_length {length} is {tokens} tokens, which is not a "
+            f"multiple of {FP8_SIZE_MULTIPLE} as fp8 kernels and packed sequences need; choose a --max_seq_length that "
+            "is.": by_multiples and tokens % FP8_SIZE_MULTIPLE != 0,
+            f"--context_parallel_size {size} cuts every sequence into {2 * size} chunks of equal length, and "
+            f"--max_seq_length {length} is not a multiple of {2 * size}; choose one that is.": (
+                size > 1 and length % (2 * size) != 0
+            ),
+            f"--eval_exact_match {config.run.eval_exact_match} needs to look problems up by row, which --streaming "
+            "cannot; drop it and evaluate the trained model with scripts/evaluate.py.": (
+                data.streaming and config.run.eval_exact_match > 0
+            ),
+            "--streaming does not know how many rows there are; add --max_steps.": (
+                data.streaming and config.optim.max_steps is None
+            ),
+        }
     )
 
 
 def _check_attention(config: Config) -> None:
-    asked, use_te = config.model.attn_implementation, config.model.use_te
-    if not config.model.flash_attention_4:
-        _require(
-            not use_te or asked == "auto",
-            f"--attn_implementation {asked} has no effect with --use_te, whose attention is Transformer Engine's, "
-            "or flash_attention_4; drop one.",
-        )
-        return
-    flag = f"--attn_implementation {asked}"
-    _require(use_te, f"{flag} is attention of the TE decoder; add --use_te, or choose flash_attention_2.")
-    _require(config.packing, f"{flag} is for packed rows; drop --no_packing, or {flag}.")
+    flag, use_te = f"--attn_implementation {config.model.attn_implementation}", config.model.use_te
+    fa4, size = config.model.flash_attention_4, config.parallel.context_parallel_size
     mixed = config.precision.mixed_precision
-    _require(
-        mixed not in ("no", "fp16"),
-        f"{flag}: its gradients were compared in bf16 alone; drop it, or --mixed_precision {mixed}.",
-    )
-    _require(
-        config.parallel.context_parallel_size == 1,
-        f"{flag} cannot share a row between GPUs; drop it, or --context_parallel_size "
-        f"{config.parallel.context_parallel_size}.",
+    _refuse(
+        {
+            f"{flag} has no effect with --use_te, whose attention is Transformer Engine's, or flash_attention_4; drop "
+            "one.": use_te and not fa4 and config.model.attn_implementation != "auto",
+            f"{flag} is attention of the TE decoder; add --use_te, or choose flash_attention_2.": fa4 and not use_te,
+            f"{flag} is for packed sequences; drop --no_packing, or {flag}.": fa4 and not config.packing,
+            f"{flag}: its gradients were compared in bf16 alone; drop it, or --mixed_precision {mixed}.": (
+                fa4 and mixed in ("no", "fp16")
+            ),
+            f"{flag} cannot share a sequence between GPUs; drop it, or --context_parallel_size {size}.": (
+                fa4 and size > 1
+            ),
+        }
     )
 
 
 def _check_precision(config: Config) -> None:
-    """--mixed_precision, and what goes with fp8 and with one of its recipes only."""
-    _check_fp8_backend(config)
+    """--mixed_precision, and what goes with fp8, one of its backends or one of its recipes only."""
     options, unset = config.precision, PrecisionConfig()
-    if options.mixed_precision != "fp8":
-        given = options.mixed_precision
-        without = "without --mixed_precision fp8" if given is None else f"with --mixed_precision {given}"
-        for name in vars(unset):
-            _require(
-                name == "mixed_precision" or getattr(options, name) == getattr(unset, name),
-                f"--{name} has no effect {without}; use --mixed_precision fp8 or drop it.",
-            )
-        return
-    wanted = chosen(options.fp8_scenario, options.fp8_backend)
-    for name in RECIPE_OPTIONS:
-        _require(
-            getattr(options, name) is None or name in RECIPES[wanted].options,
-            f"--{name} has no effect with --fp8_scenario {wanted}, only with {', '.join(taking(name))}; drop one of "
-            "them.",
-        )
-
-
-def _check_fp8_backend(config: Config) -> None:
-    """--fp8_backend with other options."""
-    options = config.precision
-    backend, scenario = options.fp8_backend, options.fp8_scenario
-    own, other = recipe_names(backend), "torchao" if backend == "te" else "te"
-    _require(
-        scenario in ("default", *own),
-        f"--fp8_scenario {scenario} is a recipe of --fp8_backend {other}, and this run has --fp8_backend {backend}, "
-        f"whose recipes are {', '.join(own)}; change one of them.",
+    backend, scenario, mixed = options.fp8_backend, options.fp8_scenario, options.mixed_precision
+    own, other, torchao = recipe_names(backend), "torchao" if backend == "te" else "te", backend == "torchao"
+    _refuse(
+        {
+            f"--fp8_scenario {scenario} is a recipe of --fp8_backend {other}, and those of --fp8_backend {backend} "
+            f"are {', '.join(own)}; change one of them.": scenario not in (DEFAULT, *own)
+        }
     )
+    recipe = RECIPES[chosen(scenario, backend)]
     gathers = config.parallel.fp8_all_gather
-    if backend == "te":
-        _require(
-            not gathers,
+    without = "without --mixed_precision fp8" if mixed is None else f"with --mixed_precision {mixed}"
+    _refuse(
+        {
             "--fp8_all_gather belongs to --fp8_backend torchao; for Transformer Engine's modules there is "
-            "--fp8_params.",
-        )
-        return
-    _require(
-        not gathers or RECIPES[chosen(scenario, backend)].one_scale_per_weight,
-        f"--fp8_all_gather gathers a weight with the one scale of tensorwise scaling, and --fp8_scenario {scenario} "
-        "has one per row; drop one of them.",
+            "--fp8_params.": gathers and not torchao,
+            f"--fp8_all_gather gathers a weight with the one scale of tensorwise, and --fp8_scenario {scenario} has "
+            "one per row; drop one of them.": gathers and not recipe.one_scale_per_weight,
+            "--use_te builds the decoder from Transformer Engine's modules, which --fp8_backend torchao cannot "
+            "convert; drop one of them.": torchao and config.model.use_te,
+            f"--fp8_lm_head {options.fp8_lm_head} is computed by Transformer Engine and cannot go with --fp8_backend "
+            "torchao; drop one of them.": torchao and options.fp8_lm_head != "none",
+            **{
+                f"--{name} has no effect {without}; use --mixed_precision fp8 or drop it.": (
+                    mixed != "fp8" and name != "mixed_precision" and getattr(options, name) != getattr(unset, name)
+                )
+                for name in vars(unset)
+            },
+            **{
+                f"--{name} has no effect with --fp8_scenario {recipe.name}, only with {', '.join(taking(name))}; drop "
+                "one of them.": getattr(options, name) is not None and name not in recipe.options
+                for name in RECIPE_OPTIONS
+            },
+        }
     )
-    _require(
-        not config.model.use_te,
-        "--use_te builds the decoder from Transformer Engine's modules, which --fp8_backend torchao cannot convert; "
-        "drop one of them.",
-    )
-    _require(
-        options.fp8_lm_head == "none",
-        f"--fp8_lm_head {options.fp8_lm_head} is computed by Transformer Engine and cannot go with --fp8_backend "
-        "torchao; drop one of them.",
-    )
-    for name in RECIPE_OPTIONS:
-        _require(
-            getattr(options, name) is None,
-            f"--{name} belongs to Transformer Engine's recipes and has no effect with --fp8_backend torchao; drop one "
-            "of them.",
-        )
 
 
 def _check_lora(config: Config) -> None:
     options, unset = config.lora, LoraConfig()
-    _require(options.lora_rank >= 0, f"--lora_rank must be 0 (full fine-tuning) or more, not {options.lora_rank}.")
     if options.lora_rank == 0:
-        for name in vars(unset):
-            value = getattr(options, name)
-            _require(
-                value == getattr(unset, name),
-                f"--{name} {value} has no effect without --lora_rank; add it or drop --{name}.",
-            )
+        _refuse(
+            {
+                f"--{name} {value} has no effect without --lora_rank; add it or drop --{name}.": (
+                    value != getattr(unset, name)
+                )
+                for name, value in vars(options).items()
+            }
+        )
         return
-    alpha = options.lora_alpha
-    _require(alpha is None or 0 < alpha < math.inf, f"--lora_alpha must be a finite number above 0, and is {alpha}.")
-    names = options.targets
-    _require(
-        len(names) > 0,
-        f"--lora_targets '{options.lora_targets}' names no layer; give names such as q_proj,v_proj, or {ALL_LINEAR}.",
-    )
-    _require(len(set(names)) == len(names), f"--lora_targets {options.lora_targets} names a layer twice.")
-    _require(
-        ALL_LINEAR not in names or len(names) == 1,
-        f"--lora_targets {options.lora_targets}: {ALL_LINEAR} stands alone, since it means all of them.",
-    )
+    names, flag = options.targets, f"--lora_rank {options.lora_rank}"
     unknown = [name for name in names if name not in (*DECODER_LINEARS, ALL_LINEAR)]
-    _require(
-        not (config.model.use_te and unknown),
-        f"--lora_targets {', '.join(unknown)}: with --use_te the layers are {', '.join(DECODER_LINEARS)}, or "
-        f"{ALL_LINEAR}.",
-    )
-    _require(
-        not config.parallel.sharding_mode.startswith("deepspeed"),
-        f"--lora_rank {options.lora_rank} cannot go with --sharding_mode {config.parallel.sharding_mode}; use ddp or "
-        "an fsdp mode.",
-    )
-    _require(
-        config.precision.mixed_precision != "fp8" or config.precision.fp8_backend == "te",
-        f"--lora_rank {options.lora_rank} cannot go with --fp8_backend torchao, whose layers compute the gradients of "
-        "frozen weights too; use --fp8_backend te.",
-    )
-    _require(
-        not config.parallel.fp8_params,
-        f"--fp8_params gives trained weights an fp8 form, and --lora_rank {options.lora_rank} freezes them; drop one "
-        "of them.",
-    )
-    _require(
-        config.run.export or not options.lora_merge, "--lora_merge has no effect with --no_export; drop one of them."
-    )
-
-
-def _check_context_parallel(config: Config) -> None:
-    """--context_parallel_size, by the length of a row."""
-    size, length = config.parallel.context_parallel_size, config.data.max_seq_length
-    _require(
-        size == 1 or length % (2 * size) == 0,
-        f"--context_parallel_size {size} cuts every row into {2 * size} chunks of equal length, and --max_seq_length "
-        f"{length} is not a multiple of {2 * size}; choose one that is.",
+    mode = config.parallel.sharding_mode
+    _refuse(
+        {
+            f"--lora_targets '{options.lora_targets}' names no layer; give names such as q_proj,v_proj, or "
+            f"{ALL_LINEAR}.": not names,
+            f"--lora_targets {options.lora_targets} names a layer twice.": len(set(names)) < len(names),
+            f"--lora_targets {options.lora_targets}: {ALL_LINEAR} stands alone, since it means all of them.": (
+                ALL_LINEAR in names and len(names) > 1
+            ),
+            f"--lora_targets {', '.join(unknown)}: with --use_te the layers are {', '.join(DECODER_LINEARS)}, or "
+            f"{ALL_LINEAR}.": config.model.use_te and unknown,
+            f"{flag} cannot go with --sharding_mode {mode}; use ddp or an fsdp mode.": mode.startswith("deepspeed"),
+            f"{flag} cannot go with --fp8_backend torchao, whose layers compute the gradients of frozen weights too; "
+            "use --fp8_backend te.": (
+                config.precision.mixed_precision == "fp8" and config.precision.fp8_backend == "torchao"
+            ),
+            f"--fp8_params gives trained weights an fp8 form, and {flag} freezes them; drop one of them.": (
+                config.parallel.fp8_params
+            ),
+            "--lora_merge has no effect with --no_export; drop one of them.": (
+                options.lora_merge and not config.run.export
+            ),
+        }
     )
 
 
@@ -295,51 +243,48 @@ def _check_mode(config: Config, mode: str) -> None:
     """What cannot go with the run's sharding mode: one of `SHARDING_MODES`, or 'single'."""
     options, precision, flag = config.parallel, config.precision, f"--sharding_mode {mode}"
     sharded, deepspeed = mode.startswith("fsdp"), mode.startswith("deepspeed")
+    use_te, size, kind = config.model.use_te, options.context_parallel_size, config.optim.optimizer
     lacking_for_fp8_params = _lacking(
         {
             "such a mode": sharded and mode != "fsdp_offload",
-            "--use_te": config.model.use_te,
+            "--use_te": use_te,
             "--mixed_precision fp8": precision.mixed_precision == "fp8",
         }
     )
-    lacking_for_context = _lacking({"--use_te": config.model.use_te, "an fsdp mode": sharded})
-    size, kind = options.context_parallel_size, config.optim.optimizer
-    refused = {
-        f"--mixed_precision fp16 cannot go with {flag}, which would shard what its gradient scaler has to see; use "
-        "bf16.": precision.mixed_precision == "fp16" and mode not in ("ddp", "single"),
-        f"--optimizer adamw_8bit cannot go with {flag}: its 8-bit blocks cannot be split over GPUs; use --optimizer "
-        "auto, or --sharding_mode ddp.": kind == "adamw_8bit" and (sharded or deepspeed),
-        f"--optimizer {kind} cannot go with {flag}, where DeepSpeed keeps fp32 master weights itself; use auto or "
-        "adamw_fp32.": deepspeed and kind not in ("auto", "adamw_fp32"),
-        "--fp8_params needs an fsdp mode other than fsdp_offload, --use_te and --mixed_precision fp8; this run has "
-        f"{flag} and lacks {lacking_for_fp8_params}.": options.fp8_params and lacking_for_fp8_params != "",
-        f"--fp8_params keeps fp32 master weights, which --optimizer {kind} does not have; use adamw_fp32 or auto.": (
-            options.fp8_params and kind not in ("auto", "adamw_fp32")
-        ),
-        f"--fp8_all_gather needs --sharding_mode {' or '.join(FP8_GATHER_MODES)}, and this run has {flag}; change the "
-        "mode or drop it.": options.fp8_all_gather and mode not in FP8_GATHER_MODES,
-        f"--fp8_backend torchao cannot go with {flag}: DeepSpeed moves parameters in and out of modules that torchao "
-        "compiles; use ddp or an fsdp mode.": deepspeed and precision.fp8_backend == "torchao",
-        f"--fp8_lm_head {precision.fp8_lm_head} cannot go with {flag}: DeepSpeed moves parameters itself, and whether "
-        "the lm_head's weight is unsharded there was never tried; use ddp or an fsdp mode.": (
-            deepspeed and precision.fp8_lm_head != "none"
-        ),
-        f"--context_parallel_size {size} needs --use_te and an fsdp mode; this run has {flag} and lacks "
-        f"{lacking_for_context}.": size > 1 and lacking_for_context != "",
-        f"--hybrid_shard_size {options.hybrid_shard_size} has no effect with {flag}; use --sharding_mode fsdp_hybrid "
-        "or drop it.": options.hybrid_shard_size is not None and mode != "fsdp_hybrid",
-        f"--deepspeed_config {options.deepspeed_config} has no effect with {flag}; use a deepspeed mode or drop it.": (
-            options.deepspeed_config is not None and not deepspeed
-        ),
-        f"--async_save cannot go with {flag}, whose checkpoints DeepSpeed writes itself; drop it.": (
-            options.async_save and deepspeed
-        ),
-        f"--sync_every_micro_batch has no effect with {flag}, which decides that itself; drop it.": (
-            options.sync_every_micro_batch and (deepspeed or mode == "single")
-        ),
-    }
-    for sentence, wrong in refused.items():
-        _require(not wrong, sentence)
+    lacking_for_context = _lacking({"--use_te": use_te, "an fsdp mode": sharded})
+    _refuse(
+        {
+            f"--mixed_precision fp16 cannot go with {flag}, which would shard what its gradient scaler has to see; use "
+            "bf16.": precision.mixed_precision == "fp16" and mode not in ("ddp", "single"),
+            f"--optimizer adamw_8bit cannot go with {flag}: its 8-bit blocks cannot be split over GPUs; use "
+            "--optimizer auto, or --sharding_mode ddp.": kind == "adamw_8bit" and (sharded or deepspeed),
+            f"--optimizer {kind} cannot go with {flag}, where DeepSpeed keeps fp32 master weights itself; use auto or "
+            "adamw_fp32.": deepspeed and kind not in ("auto", "adamw_fp32"),
+            "--fp8_params needs an fsdp mode other than fsdp_offload, --use_te and --mixed_precision fp8; this run has "
+            f"{flag} and lacks {lacking_for_fp8_params}.": options.fp8_params and lacking_for_fp8_params,
+            f"--fp8_params keeps fp32 master weights, which --optimizer {kind} has not; use adamw_fp32 or auto.": (
+                options.fp8_params and kind not in ("auto", "adamw_fp32")
+            ),
+            f"--fp8_all_gather needs --sharding_mode {' or '.join(FP8_GATHER_MODES)}, and this run has {flag}; change "
+            "the mode or drop it.": options.fp8_all_gather and mode not in FP8_GATHER_MODES,
+            f"--fp8_backend torchao cannot go with {flag}: DeepSpeed moves parameters in and out of modules that "
+            "torchao compiles; use ddp or an fsdp mode.": deepspeed and precision.fp8_backend == "torchao",
+            f"--fp8_lm_head {precision.fp8_lm_head} cannot go with {flag}, where DeepSpeed moves parameters "
+            "itself; use ddp or an fsdp mode.": deepspeed and precision.fp8_lm_head != "none",
+            f"--context_parallel_size {size} needs --use_te and an fsdp mode; this run has {flag} and lacks "
+            f"{lacking_for_context}.": size > 1 and lacking_for_context,
+            f"--hybrid_shard_size {options.hybrid_shard_size} has no effect with {flag}; use --sharding_mode "
+            "fsdp_hybrid or drop it.": options.hybrid_shard_size is not None and mode != "fsdp_hybrid",
+            f"--deepspeed_config {options.deepspeed_config} has no effect with {flag}; use a deepspeed mode or drop "
+            "it.": options.deepspeed_config is not None and not deepspeed,
+            f"--async_save cannot go with {flag}, whose checkpoints DeepSpeed writes itself; drop it.": (
+                options.async_save and deepspeed
+            ),
+            f"--sync_every_micro_batch has no effect with {flag}, which decides that itself; drop it.": (
+                options.sync_every_micro_batch and (deepspeed or mode == "single")
+            ),
+        }
+    )
 
 
 def _lacking(needed: dict[str, bool]) -> str:
@@ -410,29 +355,29 @@ def check_machine(config: Config, facts: MachineFacts) -> None:
     """Raise `UserError` where options that `check_options` let pass cannot take effect on this machine, in this launch
     or with this model.
     """
-    model, parallel, on_gpu = config.model, config.parallel, facts.device == "cuda"
-    _require(
-        on_gpu or not model.use_te, "--use_te needs an NVIDIA GPU, and none is found; --use_te=false trains on the CPU."
-    )
-    _require(
-        on_gpu or not config.run.certify,
-        "--certify records the kernels of an NVIDIA GPU and this run has none; drop it.",
-    )
-    kind = config.optim.optimizer
-    _require(
-        kind in ("auto", "adamw_fp32") or facts.compute == "bf16",
-        f"--optimizer {kind} keeps the parameters in bf16 and needs a run that computes in bf16: --mixed_precision "
-        "bf16 or fp8, or use --optimizer adamw_fp32.",
-    )
-    for sentence in facts.problems.values():
-        raise UserError(sentence)
-    _require(
-        not model.flash_attention_4 or facts.capability in (None, FLASH_ATTENTION_CAPABILITY),
-        "--attn_implementation flash_attention_4: its gradients were compared on Hopper alone (compute capability "
-        f"9.0), and this GPU has {'.'.join(map(str, facts.capability or ()))}; drop it.",
+    on_gpu, kind = facts.device == "cuda", config.optim.optimizer
+    fa4, capability = config.model.flash_attention_4, facts.capability or FLASH_ATTENTION_CAPABILITY
+    _refuse(
+        {
+            "--use_te needs an NVIDIA GPU, and none is found; --use_te=false trains on the CPU.": (
+                config.model.use_te and not on_gpu
+            ),
+            "--certify records the kernels of an NVIDIA GPU and this run has none; drop it.": (
+                config.run.certify and not on_gpu
+            ),
+            f"--optimizer {kind} keeps the parameters in bf16 and needs a run that computes in bf16: --mixed_precision "
+            "bf16 or fp8, or use --optimizer adamw_fp32.": (
+                kind not in ("auto", "adamw_fp32") and facts.compute != "bf16"
+            ),
+            **dict.fromkeys(facts.problems.values(), True),
+            "--attn_implementation flash_attention_4: its gradients were compared on Hopper alone (compute capability "
+            f"9.0), and this GPU has {'.'.join(map(str, capability))}; drop it.": (
+                fa4 and capability != FLASH_ATTENTION_CAPABILITY
+            ),
+        }
     )
     _check_tokens(config, facts)
-    if parallel.sharding_mode == "auto":
+    if config.parallel.sharding_mode == "auto":
         _check_mode(config, facts.sharding_mode)
     _check_ranks(config, facts)
     if facts.model is not None:
@@ -443,59 +388,53 @@ def _check_tokens(config: Config, facts: MachineFacts) -> None:
     data, size, multiple = config.data, config.parallel.context_parallel_size, facts.token_multiple
     tokens = data.batch_size * data.max_seq_length
     product = f"--batch_size {data.batch_size} times --max_seq_length {data.max_seq_length}"
-    _require(
-        tokens % multiple == 0,
-        f"--fp8_scenario {facts.scenario} needs a multiple of {multiple} tokens in a micro-batch, and {product} is "
-        f"{tokens}; choose a --max_seq_length that is a multiple of {multiple}.",
-    )
-    _require(
-        tokens % (size * multiple) == 0,
-        f"--context_parallel_size {size} leaves each GPU 1/{size} of the {tokens} tokens of {product}, which is not a "
-        f"multiple of {multiple} as this precision needs; choose a --max_seq_length that is a multiple of "
-        f"{size * multiple}.",
+    _refuse(
+        {
+            f"--fp8_scenario {facts.scenario} needs a multiple of {multiple} tokens in a micro-batch, and {product} is "
+            f"{tokens}; choose a --max_seq_length that is a multiple of {multiple}.": tokens % multiple != 0,
+            f"--context_parallel_size {size} leaves each GPU 1/{size} of the {tokens} tokens of {product}, which is no "
+            f"multiple of {multiple} as this precision needs; choose a --max_seq_length that is a multiple of "
+            f"{size * multiple}.": tokens % (size * multiple) != 0,
+        }
     )
 
 
 def _check_ranks(config: Config, facts: MachineFacts) -> None:
     size, world_size = config.parallel.context_parallel_size, facts.ranks.world_size
-    _require(
-        world_size % size == 0,
-        f"--context_parallel_size {size} does not divide the {world_size} processes; choose a size that does.",
-    )
-    _require(
-        size == 1 or facts.compute != "fp32",
-        f"--context_parallel_size {size} needs attention in bf16, and this run computes in {facts.compute}; use "
-        "--mixed_precision bf16 or fp8.",
-    )
-    if facts.sharding_mode == "fsdp_hybrid":
-        shard = config.parallel.gpus_per_copy(facts.ranks.local_world_size)
-        _require(
-            world_size % shard == 0 and world_size != shard,
+    shard = config.parallel.gpus_per_copy(facts.ranks.local_world_size)
+    _refuse(
+        {
+            f"--context_parallel_size {size} does not divide the {world_size} processes; choose a size that does.": (
+                world_size % size != 0
+            ),
+            f"--context_parallel_size {size} needs attention in bf16, and this run computes in {facts.compute}; use "
+            "--mixed_precision bf16 or fp8.": size > 1 and facts.compute == "fp32",
             f"--sharding_mode fsdp_hybrid shards over {shard} GPUs (--hybrid_shard_size, by default those of a host) "
-            f"and replicates, which {world_size} GPUs cannot be divided into; choose a proper divisor, or fsdp_full.",
-        )
+            f"and replicates, which {world_size} GPUs cannot be divided into; choose a proper divisor, or fsdp_full.": (
+                facts.sharding_mode == "fsdp_hybrid" and (world_size % shard != 0 or world_size == shard)
+            ),
+        }
+    )
 
 
 def _check_model(config: Config, facts: MachineFacts, model: ModelFacts) -> None:
     precision, size = config.precision, config.parallel.context_parallel_size
     first, last = precision.fp8_first_bf16_layers, precision.fp8_last_bf16_layers
-    _require(
-        first + last == 0 or first + last < model.num_layers,
-        f"--fp8_first_bf16_layers {first} and --fp8_last_bf16_layers {last} leave none of the {model.num_layers} "
-        "decoder layers in fp8.",
-    )
-    _require(
-        size == 1 or all(window is None for window in model.windows),
-        f"--context_parallel_size {size} cannot go with this model's sliding-window attention (sliding_window in its "
-        "config.json), which the exchange of keys and values between GPUs does not have; drop it.",
-    )
-    if precision.fp8_lm_head != "none" and model.lm_head is not None:
-        vocabulary, width = model.lm_head
-        _require(
-            vocabulary % FP8_SIZE_MULTIPLE == 0 and width % FP8_SIZE_MULTIPLE == 0,
+    vocabulary, width = model.lm_head or (0, 0)
+    _refuse(
+        {
+            f"--fp8_first_bf16_layers {first} and --fp8_last_bf16_layers {last} leave none of the {model.num_layers} "
+            "decoder layers in fp8.": first + last > 0 and first + last >= model.num_layers,
+            f"--context_parallel_size {size} cannot go with this model's sliding-window attention (sliding_window in "
+            "its config.json), which the exchange of keys and values between GPUs does not have; drop it.": (
+                size > 1 and any(window is not None for window in model.windows)
+            ),
             f"--fp8_lm_head {precision.fp8_lm_head}: the lm_head has {vocabulary} x {width} weights, and fp8 GEMMs "
-            f"need both to be multiples of {FP8_SIZE_MULTIPLE}; drop it.",
-        )
+            f"need both to be multiples of {FP8_SIZE_MULTIPLE}; drop it.": (
+                precision.fp8_lm_head != "none" and (vocabulary % FP8_SIZE_MULTIPLE or width % FP8_SIZE_MULTIPLE)
+            ),
+        }
+    )
     if config.model.flash_attention_4 and model.head_dim is not None:
         check_flash_attention(model.head_dim, model.attention_dropout)
     if config.parallel.fp8_params:
@@ -506,15 +445,14 @@ def _check_model(config: Config, facts: MachineFacts, model: ModelFacts) -> None
 
 def check_flash_attention(head_dim: int, attention_dropout: float) -> None:
     """Raise `UserError` where flash-attn 4 cannot serve a model, or was not shown to be right for it."""
-    asked = "--attn_implementation flash_attention_4"
-    _require(
-        head_dim in FLASH_ATTENTION_HEAD_DIMS,
-        f"{asked}: this model's heads have {head_dim} elements, and its gradients were compared for "
-        f"{' and '.join(map(str, FLASH_ATTENTION_HEAD_DIMS))} alone; drop it.",
-    )
-    _require(
-        not attention_dropout,
-        f"{asked} has no dropout, and this model's config.json has attention_dropout {attention_dropout}; drop it.",
+    asked, compared = "--attn_implementation flash_attention_4", " and ".join(map(str, FLASH_ATTENTION_HEAD_DIMS))
+    _refuse(
+        {
+            f"{asked}: this model's heads have {head_dim} elements, and its gradients were compared for {compared} "
+            "alone; drop it.": head_dim not in FLASH_ATTENTION_HEAD_DIMS,
+            f"{asked} has no dropout, and this model's config.json has attention_dropout {attention_dropout}; drop "
+            "it.": attention_dropout,
+        }
     )
 
 
@@ -528,14 +466,16 @@ def check_fp8_params(scenario: str | None, weights: Iterable[tuple[int, int]], n
     of `num_shards` GPUs.
     """
     able = fp8_params_recipes()
-    _require(
-        scenario in able,
-        f"--fp8_params keeps one scale per weight, and --fp8_scenario {scenario} has other ones; use "
-        f"{' or '.join(able)}, or drop --fp8_params.",
+    _refuse(
+        {
+            f"--fp8_params keeps one scale per weight, and --fp8_scenario {scenario} has other ones; use "
+            f"{' or '.join(able)}, or drop --fp8_params.": scenario not in able,
+            **{
+                f"--fp8_params splits the rows of every weight evenly, and a weight of {rows} x {columns} cannot be "
+                f"split over {num_shards} GPUs; use a number of GPUs that divides {rows}, or drop --fp8_params.": (
+                    rows % num_shards != 0
+                )
+                for rows, columns in weights
+            },
+        }
     )
-    for rows, columns in weights:
-        _require(
-            rows % num_shards == 0,
-            f"--fp8_params splits the rows of every weight evenly, and a weight of {rows} x {columns} cannot be "
-            f"split over {num_shards} GPUs; use a number of GPUs that divides {rows}, or drop --fp8_params.",
-        )

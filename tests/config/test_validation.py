@@ -63,7 +63,7 @@ def refusal(*options: str, **facts: object) -> str:
         (
             "fsdp_full",
             ["--fp8_params", *FP8, "--optimizer=adamw_master"],
-            "--fp8_params keeps fp32 master weights, which --optimizer adamw_master does not have",
+            "--fp8_params keeps fp32 master weights, which --optimizer adamw_master has not",
         ),
         ("ddp", ["--context_parallel_size=2", "--use_te"], "--context_parallel_size 2 needs --use_te and an fsdp mode"),
         ("fsdp_full", ["--context_parallel_size=2"], "this run has --sharding_mode fsdp_full and lacks --use_te."),

@@ -188,6 +188,6 @@ def test_a_variant_of_the_benchmarks():
 def test_a_sequence_that_gpus_share_is_refused():
     options = ["--use_te", "--attn_implementation", "flash_attention_4", "--context_parallel_size", "2"]
     with pytest.raises(
-        UserError, match="flash_attention_4 cannot share a row between GPUs; drop it, or --context_parallel_size 2"
+        UserError, match="flash_attention_4 cannot share a sequence between GPUs; drop it, or --context_parallel_size 2"
     ):
         parse_config(options, parallel=True)

@@ -439,8 +439,8 @@ REFUSED = {
         "--fp8_scenario rowwise is a recipe of --fp8_backend torchao",
     ),
     "the TE decoder": (["--use_te"], "--use_te builds the decoder from Transformer Engine's modules"),
-    "an amax history": (["--amax_history_len=16"], "--amax_history_len belongs to Transformer Engine's recipes"),
-    "a format": (["--fp8_format=E4M3"], "--fp8_format belongs to Transformer Engine's recipes"),
+    "an amax history": (["--amax_history_len=16"], "--amax_history_len has no effect with --fp8_scenario tensorwise"),
+    "a format": (["--fp8_format=E4M3"], "--fp8_format has no effect with --fp8_scenario tensorwise"),
     "tokens": (["--max_seq_length=30", "--batch_size=1"], "multiple of 16"),
     "gathering by rows": (
         ["--fp8_all_gather", "--fp8_scenario=rowwise"],
