@@ -33,16 +33,15 @@ from llm_fp8.kernels.fp8_lm_head import Fp8Gemms, Fp8Head
 LOGITS_BUDGET_GIB = 4.0
 """Largest logits buffer of the default chunk size: 16,384 tokens of a 128k vocabulary in bf16 are 3.9 GiB."""
 
-_CHUNK_MULTIPLE = 128
-"""Default chunks are a multiple of this many tokens: T is the inner dimension of grad_W's GEMM."""
-
 
 def default_chunk_tokens(num_tokens: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """Tokens per chunk such that its logits fit `LOGITS_BUDGET_GIB`, with chunks of nearly equal size."""
+    """Tokens per chunk so that its logits fit `LOGITS_BUDGET_GIB`: nearly equal chunks, multiples of 128 because T is
+    the inner dimension of grad_W's GEMM.
+    """
     logits_bytes = num_tokens * vocab_size * dtype.itemsize
     num_chunks = max(1, -(-logits_bytes // int(LOGITS_BUDGET_GIB * 2**30)))
     chunk_tokens = -(-num_tokens // num_chunks)
-    return max(_CHUNK_MULTIPLE, -(-chunk_tokens // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE)
+    return max(128, -(-chunk_tokens // 128) * 128)
 
 
 def linear_cross_entropy_sum(
@@ -94,7 +93,6 @@ def linear_cross_entropy_sum(
 
 
 def _loss_only(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, compute_dtype: torch.dtype) -> Tensor:
-    """The sum without gradients, for evaluation."""
     with torch.no_grad():
         weight = weight.to(compute_dtype)
         loss = torch.zeros((), dtype=softmax.accurate(compute_dtype), device=hidden.device)
@@ -127,9 +125,7 @@ _Gemms: TypeAlias = _Bf16Gemms | Fp8Gemms
 
 
 class _OneChunk(torch.autograd.Function):
-    """All logits at once, overwritten by their gradient in the backward pass. A second backward pass raises: autograd
-    notices that a saved tensor was modified.
-    """
+    """All logits at once, overwritten by their gradient in the backward pass. autograd then refuses a second one."""
 
     @staticmethod
     def forward(

@@ -29,7 +29,7 @@ what is out of range becomes the range's end."""
 CONSTRAINTS = tl.constexpr("=r,f,f,f,f")
 
 SOFTMAX_COLUMNS, SOFTMAX_WARPS = 4096, 8
-"""Of a program, which has one row: 16 columns for each of 256 threads."""
+"""Of a program, which takes one row: 16 columns for each of 256 threads."""
 _IGNORE_INDEX = tl.constexpr(IGNORE_INDEX)
 
 SWIGLU_TOKENS, SWIGLU_COLUMNS, SWIGLU_WARPS = 64, 64, 4
@@ -94,23 +94,20 @@ def softmax_gradient_cast(
         logits: bf16 or fp32 [T, V], contiguous; unchanged.
         statistics: fp32 [T, 2], contiguous, of `llm_fp8.kernels.softmax.losses`.
         labels: int64 [T].
-        grad_output: 0-dim.
-        scale: fp32 [1].
-        num_rows: of the result, at least T.
+        grad_output, scale: 0-dim, and fp32 [1].
 
     Returns:
         `fp8_dtype` (e5m2 or e4m3fn) [num_rows, V], contiguous; clipped to the format's range. NaN stays NaN.
 
     Raises:
-        ValueError: on shapes that do not fit this.
+        ValueError: on shapes that do not fit, or fewer rows than T.
     """
     num_tokens, vocabulary = logits.shape
     fit = statistics.shape == (num_tokens, 2) and labels.shape == (num_tokens,) and num_rows >= num_tokens
     if not (fit and logits.is_contiguous() and statistics.is_contiguous()):
         raise ValueError(
-            f"contiguous logits {(num_tokens, vocabulary)} need contiguous statistics {(num_tokens, 2)}, labels "
-            f"{(num_tokens,)} and at least {num_tokens} rows for the result; they have {tuple(statistics.shape)}, "
-            f"{tuple(labels.shape)} and {num_rows}"
+            f"contiguous logits {(num_tokens, vocabulary)} need contiguous statistics [T, 2], labels [T] and at least "
+            f"{num_tokens} rows; they have {tuple(statistics.shape)}, {tuple(labels.shape)} and {num_rows}"
         )
     gradient = torch.empty(num_rows, vocabulary, dtype=fp8_dtype, device=logits.device)
     if gradient.numel() == 0:

@@ -16,8 +16,8 @@ Most probabilities are tiny, and E4M3 flushes those below 2e-6 to zero, E5M2 tho
 for seldom predicted tokens would get no gradient, which Adam turns into a missing update. E5M2 rounds each entry by up
 to an eighth, with errors that do not add up over tokens.
 
-Memory beside bf16's: one byte per weight, two for `all`, which needs W in both layouts; the cast is kept for the step.
-g (T V bytes) is transposed between its two GEMMs, after the bf16 logits (2 T V) were freed: at most 3 T V bytes at once.
+Memory beside bf16's: the cast of W, kept for the step, one byte per weight, two for `all`, which needs both layouts. g
+(T V bytes) is transposed between its GEMMs, after the bf16 logits (2 T V) were freed: at most 3 T V bytes at once.
 
 On a CPU the same rounding is emulated: torch casts with the same scales and multiplies in fp32 or fp64.
 """
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from llm_fp8.kernels import softmax
 
 SIZE_MULTIPLE = 16
-"""fp8 GEMMs need every size to be a multiple of this."""
+"""Of every size of an fp8 GEMM."""
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OPERAND_FORMAT, GRADIENT_FORMAT = E4M3, E5M2
@@ -99,16 +99,13 @@ class Fp8Gemms:
     def gradients(
         self, grad_logits: Any, hidden: Tensor, weight: Tensor, needed: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`grad_logits @ weight` [T, h] and `grad_logits.T @ hidden` [V, h] in their dtype; None where not `needed`.
-
-        `grad_logits` loses its row-wise layout.
-        """
+        """`grad_logits @ weight` [T, h] and `grad_logits.T @ hidden` [V, h] in their dtype; None where not `needed`."""
         num_tokens, dtype = hidden.shape[0], hidden.dtype
         grad_hidden = grad_weight = None
         if needed[0]:
             grad_hidden = multiply(self._cast_of(weight), grad_logits, "NN", dtype)[:num_tokens]
         if needed[1]:
-            keep_columnwise_alone(grad_logits)
+            keep_columnwise_alone(grad_logits)  # in place
             cast = self._hidden if self._hidden is not None else cast_to_fp8(_whole_blocks(hidden), rowwise=False)
             grad_weight = multiply(cast, grad_logits, "NT", dtype)
         self._hidden = None
