@@ -14,7 +14,7 @@ A sequence is max_seq_length positions; [1, T] reshaped to [batch_size, max_seq_
 document, or the unused rest of a sequence: there `position_ids` restart at 0 and every label is -100, so it attends
 to itself alone and teaches nothing.
 
-Context parallelism over C ranks splits the finished batch (`SplitCollate`, llm_fp8.distributed.context_parallel). Every
+Context parallelism over C ranks splits the finished batch (llm_fp8.distributed.context_parallel). Every
 document is padded on the right to a multiple of 2 C, the padding being part of its segment: attention is causal, so no
 token of the document sees it, and its labels are -100.
 
@@ -38,7 +38,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -100,27 +99,14 @@ class Batch:
         )
 
 
-class Collate(Protocol):
-    """Makes a batch of at most `batch_size` sequences."""
-
-    def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch: ...
+Collate = Callable[[Sequence[Sequence[Document]]], Batch]
+"""Makes a batch of at most `batch_size` sequences."""
 
 
 def count_tokens(batches: Sequence[Batch]) -> StepTokens:
     return StepTokens(
         *(sum(getattr(batch, field.name) for batch in batches) for field in dataclasses.fields(StepTokens))
     )
-
-
-@dataclass(frozen=True)
-class SplitCollate:
-    """Makes the full batch with `collate` and keeps what `split` takes of it."""
-
-    collate: Collate
-    split: Callable[[Batch], Batch]
-
-    def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
-        return self.split(self.collate(sequences))
 
 
 def shifted_labels(document: Document) -> npt.NDArray[np.int64]:

@@ -31,6 +31,7 @@ from llm_fp8.utils.errors import UserError
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 DEFAULT_SPLITS = ("train_1M", "train")
 """`--split_name` defaults to the first of these that the dataset has."""
+VALIDATION_SPLIT = "validation"
 
 READ_ERRORS = (DatasetsError, OSError, ValueError, RuntimeError)
 """What `datasets` raises on something it cannot reach, find or parse (pyarrow's errors are ValueErrors)."""
@@ -49,25 +50,31 @@ class DatasetSource:
     files: dict[str, list[str]]
     saved: DatasetDict | None = field(default=None, repr=False)
 
-    @property
-    def splits(self) -> list[str]:
-        return list(self.files)
-
     def training_split(self, wanted: str | None) -> str:
-        """`wanted`, or the default split; `UserError` where the dataset does not have it."""
-        if wanted is None:
-            for split in DEFAULT_SPLITS:
-                if split in self.files:
-                    return split
-            raise UserError(
-                f"--dataset_name {self.name} has no split 'train'; choose --split_name from: {', '.join(self.splits)}."
-            )
-        return self.check_split(wanted, "--split_name")
+        """`wanted` (--split_name), or the default split; `UserError` where the dataset does not have it."""
+        if wanted is not None:
+            return self._check_split(wanted, "--split_name")
+        for split in DEFAULT_SPLITS:
+            if split in self.files:
+                return split
+        raise UserError(
+            f"--dataset_name {self.name} has no split 'train'; choose --split_name from: {', '.join(self.files)}."
+        )
 
-    def check_split(self, wanted: str, flag: str) -> str:
-        """`wanted`, or a `UserError` that lists the splits."""
+    def validation_split(self, wanted: str | None, train: str) -> str | None:
+        """`wanted` (--validation_split_name), else 'validation'; None where there is none beside the split `train`."""
+        if wanted is not None and wanted == train:
+            raise UserError(
+                f"--validation_split_name {wanted} is the split that is trained on; leave it out to hold out a share "
+                "of it."
+            )
+        if wanted is not None:
+            return self._check_split(wanted, "--validation_split_name")
+        return VALIDATION_SPLIT if VALIDATION_SPLIT in self.files and train != VALIDATION_SPLIT else None
+
+    def _check_split(self, wanted: str, flag: str) -> str:
         if wanted not in self.files:
-            raise UserError(f"{flag} {wanted}: {self.name} has no such split; it has: {', '.join(self.splits)}.")
+            raise UserError(f"{flag} {wanted}: {self.name} has no such split; it has: {', '.join(self.files)}.")
         return wanted
 
 

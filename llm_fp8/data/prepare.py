@@ -21,23 +21,15 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
-from llm_fp8.data.collate import Batch, Collate, PackedCollate, PaddedCollate, SplitCollate, document_multiple
+from llm_fp8.data.collate import Batch, Collate, PackedCollate, PaddedCollate, document_multiple
 from llm_fp8.data.load import DatasetSource, iterate, load_split, open_source, open_split_stream, unreadable
-from llm_fp8.data.loader import (
-    Documents,
-    EvalLoader,
-    MapSequences,
-    SequenceSource,
-    Share,
-    TrainLoader,
-    sequence_readers,
-)
+from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
 from llm_fp8.data.pack import PackingPlan, one_per_sequence, pack
 from llm_fp8.data.prompt import describe_prompt_form, detect_columns
-from llm_fp8.data.report import DataReport
+from llm_fp8.data.sequences import MapSequences, Reader, StreamedRow, StreamSequences, sequence_readers
 from llm_fp8.data.split import ANSWER_COLUMN, Problem, check_answer_column, choose_problems, held_out_mask, is_held_out
-from llm_fp8.data.stream import StreamedRow, StreamSequences
 from llm_fp8.data.tokenise import (
+    DataReport,
     Document,
     DocumentStore,
     Outcome,
@@ -50,8 +42,6 @@ from llm_fp8.data.tokenise import (
 from llm_fp8.utils.errors import UserError
 
 IndexArray = npt.NDArray[np.int64]
-
-VALIDATION_SPLIT = "validation"
 
 STREAMED_EVAL_ROWS = 512
 """Rows held out of a stream: the first that the held-out rule takes, or the first of the validation split."""
@@ -118,10 +108,21 @@ def prepare_data(
 
     Raises `UserError` on a dataset that cannot be found, read or used.
     """
+    kind = PackedCollate if config.packing else PaddedCollate
+    context_size = config.parallel.context_parallel_size
+    whole = kind(config.data.batch_size, config.data.max_seq_length, pad_token_id(tokenizer), context_size=context_size)
+
+    def collate(sequences: Sequence[Sequence[Document]]) -> Batch:
+        batch = whole(sequences)
+        if split_batch is not None:
+            batch = split_batch(batch)
+        return batch.pin_memory() if pin_memory else batch
+
     with main_process_first():
         source = open_source(config.data.dataset_name)
         split = source.training_split(config.data.split_name)
-        job = _Job(config, tokenizer, Share(rank, world_size), pin_memory, source, split, split_batch)
+        validation = source.validation_split(config.data.validation_split_name, split)
+        job = _Job(config, tokenizer, collate, Share(rank, world_size), source, split, validation)
         return _prepare_stream(job) if config.data.streaming else _prepare_map(job)
 
 
@@ -139,29 +140,17 @@ def mark_supervised(document: Document, tokenizer: PreTrainedTokenizerBase) -> s
 class _Job:
     config: Config
     tokenizer: PreTrainedTokenizerBase
+    collate: Collate
     share: Share
-    pin_memory: bool
     source: DatasetSource
     split: str
-    split_batch: Callable[[Batch], Batch] | None
+    validation: str | None
+    """The split to evaluate on; None where a share of the training problems is held out."""
 
     @property
     def document_multiple(self) -> int:
         """Packed documents are padded to a multiple of this."""
         return document_multiple(self.config.parallel.context_parallel_size)
-
-    @property
-    def validation_split(self) -> str | None:
-        """The split to evaluate on, or None where a share of the training problems is held out."""
-        wanted = self.config.data.validation_split_name
-        if wanted == self.split:
-            raise UserError(
-                f"--validation_split_name {wanted} is the split that is trained on; leave it out to hold out a share "
-                "of it."
-            )
-        if wanted is not None:
-            return self.source.check_split(wanted, "--validation_split_name")
-        return VALIDATION_SPLIT if VALIDATION_SPLIT in self.source.files and VALIDATION_SPLIT != self.split else None
 
     def options(self, columns: Sequence[str]) -> TokeniseOptions:
         data = self.config.data
@@ -180,40 +169,20 @@ class _Job:
             content.append(self.document_multiple)
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
-    def finish(
-        self,
-        train: SequenceSource,
-        evaluation: Sequence[Callable[[], Documents]],
-        report: DataReport,
-        options: TokeniseOptions,
-        eval_from: str,
-        sample: str,
-        problems: Sequence[Problem] = (),
-    ) -> PreparedData:
-        """The loaders over training and evaluation sequences."""
-        data, kind = self.config.data, PackedCollate if self.config.packing else PaddedCollate
-        context_size = self.config.parallel.context_parallel_size
-        collate: Collate = kind(
-            data.batch_size, data.max_seq_length, pad_token_id(self.tokenizer), context_size=context_size
-        )
-        if self.split_batch is not None:
-            collate = SplitCollate(collate, self.split_batch)
-        num_micro_batches = self.config.optim.gradient_accumulation_steps
-        description = (
-            f"data: {data.dataset_name}, split {self.split}, evaluated on {eval_from}, "
-            f"{'packed' if self.config.packing else 'padded'} sequences of {data.max_seq_length} tokens\n"
+    def loaders(
+        self, train: MapSequences | StreamSequences, evaluation: Sequence[Reader]
+    ) -> tuple[TrainLoader, EvalLoader | None]:
+        size, num_micro_batches = self.config.data.batch_size, self.config.optim.gradient_accumulation_steps
+        eval_loader = EvalLoader(evaluation, self.collate, size, self.share, self.config.run.eval_batches)
+        train_loader = TrainLoader(train, self.collate, size, num_micro_batches, self.share)
+        return train_loader, eval_loader if evaluation else None
+
+    def describe(self, options: TokeniseOptions, eval_from: str) -> str:
+        kind = "packed" if self.config.packing else "padded"
+        return (
+            f"data: {self.config.data.dataset_name}, split {self.split}, evaluated on {eval_from}, {kind} sequences of "
+            f"{options.max_seq_length} tokens\n"
             f"  prompt form: {describe_prompt_form(options.form, self.tokenizer)}"
-        )
-        eval_loader = EvalLoader(
-            evaluation, collate, data.batch_size, self.share, self.config.run.eval_batches, self.pin_memory
-        )
-        return PreparedData(
-            TrainLoader(train, collate, data.batch_size, num_micro_batches, self.share, self.pin_memory),
-            eval_loader if evaluation else None,
-            report,
-            description,
-            sample,
-            tuple(problems),
         )
 
 
@@ -222,7 +191,7 @@ def _prepare_map(job: _Job) -> PreparedData:
     dataset = load_split(job.source, job.split)
     if data.num_of_samples is not None:
         dataset = dataset.select(range(min(data.num_of_samples, len(dataset))))
-    eval_source = dataset if job.validation_split is None else load_split(job.source, job.validation_split)
+    eval_source = dataset if job.validation is None else load_split(job.source, job.validation)
     num_problems = job.config.run.eval_exact_match
     if num_problems:
         check_answer_column(eval_source.column_names)
@@ -233,7 +202,7 @@ def _prepare_map(job: _Job) -> PreparedData:
     report.count_unused(columns["outcome"])
     train = columns["length"] > 0
 
-    if job.validation_split is None:
+    if job.validation is None:
         held_out = np.zeros(len(train), dtype=bool)
         held_out[train] = held_out_mask(columns["problem_key"][train], data.validation_fraction)
         train &= ~held_out
@@ -241,15 +210,15 @@ def _prepare_map(job: _Job) -> PreparedData:
         report.num_rows_held_out = len(eval_set)
         eval_from = f"{data.validation_fraction:.2%} of its problems" if len(eval_set) else "nothing"
     else:
-        eval_tokenised = _tokenise(job, job.validation_split, eval_source)
+        eval_tokenised = _tokenise(job, job.validation, eval_source)
         eval_columns = _columns(eval_tokenised)
         seen = (eval_columns["length"] > 0) & np.isin(eval_columns["problem_key"], columns["problem_key"][train])
         eval_set = np.flatnonzero((eval_columns["length"] > 0) & ~seen)
         report.num_eval_rows_seen_in_training = int(seen.sum())
-        eval_from = f"split {job.validation_split}"
+        eval_from = f"split {job.validation}"
         if len(eval_set) == 0:
             raise UserError(
-                f"--validation_split_name {job.validation_split}: none of its {len(eval_source)} rows can be "
+                f"--validation_split_name {job.validation}: none of its {len(eval_source)} rows can be "
                 f"evaluated on: {int(seen.sum())} hold a problem that split {job.split} trains on, the others are "
                 "empty or too long."
             )
@@ -275,16 +244,12 @@ def _prepare_map(job: _Job) -> PreparedData:
 
     documents = DocumentStore(rows)
     eval_plan = job.plan(eval_columns["length"], eval_set)
-    identity = job.identify(rows._fingerprint, job.validation_split is None and data.validation_fraction)
-    return job.finish(
-        MapSequences(plan, documents, job.config.optim.seed, identity),
-        sequence_readers(eval_plan, DocumentStore(eval_tokenised), range(len(eval_plan))),
-        report,
-        options,
-        eval_from,
-        mark_supervised(documents([int(train_set[0])])[0], job.tokenizer),
-        problems,
-    )
+    identity = job.identify(rows._fingerprint, job.validation is None and data.validation_fraction)
+    sequences = MapSequences(plan, documents, job.config.optim.seed, identity)
+    eval_readers = sequence_readers(eval_plan, DocumentStore(eval_tokenised), range(len(eval_plan)))
+    sample = mark_supervised(documents([int(train_set[0])])[0], job.tokenizer)
+    description = job.describe(options, eval_from)
+    return PreparedData(*job.loaders(sequences, eval_readers), report, description, sample, tuple(problems))
 
 
 def _tokenise(job: _Job, split: str, dataset: Dataset) -> Dataset:
@@ -302,7 +267,7 @@ def _columns(tokenised: Dataset) -> dict[str, IndexArray]:
 
 
 def _prepare_stream(job: _Job) -> PreparedData:
-    data, validation = job.config.data, job.validation_split
+    data, validation = job.config.data, job.validation
 
     def open_stream() -> IterableDataset:
         opened = open_split_stream(job.source, job.split)
@@ -353,7 +318,7 @@ def _prepare_stream(job: _Job) -> PreparedData:
     lengths = np.array([len(document.input_ids) for document in held_out], dtype=np.int64)
     eval_plan = job.plan(lengths, np.arange(len(held_out)))
     eval_readers = sequence_readers(eval_plan, lambda indices: [held_out[i] for i in indices], range(len(eval_plan)))
-    return job.finish(sequences, eval_readers, report, options, eval_from, sample)
+    return PreparedData(*job.loaders(sequences, eval_readers), report, job.describe(options, eval_from), sample)
 
 
 def _stream_columns(job: _Job, split: str, stream: IterableDataset) -> list[str]:

@@ -60,7 +60,7 @@ def test_a_folder_like_a_hub_repository(tmp_path: Path) -> None:
     _write_jsonl(tmp_path / "data" / "train-00001-of-00002.jsonl", ROWS[4:])
     _write_jsonl(tmp_path / "data" / "validation-00000-of-00001.jsonl", ROWS[:2])
     source = open_source(str(tmp_path))
-    assert source.splits == ["train", "validation"]
+    assert list(source.files) == ["train", "validation"]
     assert _read(tmp_path) == ROWS
     assert _read(tmp_path, "validation") == ROWS[:2]
 
@@ -87,7 +87,7 @@ def test_save_to_disk(tmp_path: Path) -> None:
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
     DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])}).save_to_disk(tmp_path / "two")
     assert _read(tmp_path / "one") == ROWS
-    assert open_source(str(tmp_path / "two")).splits == ["train", "test"]
+    assert list(open_source(str(tmp_path / "two")).files) == ["train", "test"]
     assert _read(tmp_path / "two", "test") == ROWS[:1]
 
 
@@ -266,7 +266,7 @@ def test_a_hub_dataset_and_then_without_the_hub(hub: str, tmp_path: Path) -> Non
 source = open_source("own/math")
 split = source.training_split(None)
 rows = list(iterate(source, split, open_split_stream(source, split)))
-print(source.splits, split, len(load_split(source, split)), len(rows))
+print(list(source.files), split, len(load_split(source, split)), len(rows))
 """
     online = _run_with_hub(hub, tmp_path / "home", program)
     assert online.stdout.strip() == "['train', 'train_1M'] train_1M 3 3", online.stderr

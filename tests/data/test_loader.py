@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate
-from llm_fp8.data.loader import EvalLoader, MapSequences, Share, TrainLoader, prefetch, sequence_readers
+from llm_fp8.data.loader import EvalLoader, Share, TrainLoader, prefetch
 from llm_fp8.data.pack import one_per_sequence, pack
+from llm_fp8.data.sequences import MapSequences, sequence_readers
 from llm_fp8.data.tokenise import Document
 from llm_fp8.utils.errors import UserError
 
@@ -193,7 +194,7 @@ def test_evaluation_is_repeatable() -> None:
 
 
 def _threads() -> int:
-    return sum(thread.name == "data-prefetch" for thread in threading.enumerate())
+    return sum(thread.name.startswith("data-prefetch") for thread in threading.enumerate())
 
 
 def test_an_error_in_the_thread_reaches_the_consumer() -> None:

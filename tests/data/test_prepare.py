@@ -19,8 +19,8 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.data import PreparedData, prepare_data
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.embedded import MODEL_DIR
+from llm_fp8.data.sequences import StreamSequences
 from llm_fp8.data.split import is_held_out, normalise_problem, problem_key
-from llm_fp8.data.stream import StreamSequences
 from llm_fp8.utils.errors import UserError
 
 

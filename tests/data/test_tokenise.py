@@ -152,7 +152,9 @@ def test_documents_are_those_of_the_rows_wherever_they_lie(
         assert (document.input_ids.tolist(), document.supervised.tolist()) == (row["input_ids"], row["supervised"])
         assert document.row_id == row["row_id"] == index
         assert document.input_ids.dtype == "int64" and document.supervised.dtype == "bool"
-    assert len(DocumentStore(tokenised)._chunks) > 2 and sum(len(document.input_ids) > 0 for document in documents) > 4
+    assert (
+        tokenised.data.table.column(0).num_chunks > 2 and sum(len(document.input_ids) > 0 for document in documents) > 4
+    )
 
 
 def test_documents_of_picked_rows_are_refused(

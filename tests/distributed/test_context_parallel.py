@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llm_fp8.data.collate import IGNORED, Batch, PackedCollate, PaddedCollate, SplitCollate, document_multiple
+from llm_fp8.data.collate import IGNORED, Batch, PackedCollate, PaddedCollate, document_multiple
 from llm_fp8.data.loader import EvalLoader, Share
 from llm_fp8.data.pack import pack
 from llm_fp8.data.tokenise import Document
@@ -321,9 +321,10 @@ def _of_rank(rank: int, world_size: int, size: int, address: str) -> None:
     group = ContextGroup.of_rank(size, rank).connected("cpu")
     assert group.process_group is not None and dist.get_rank(group.process_group) == group.rank
     ranks = dist.get_process_group_ranks(group.process_group)
-    collate = SplitCollate(PackedCollate(2, 64, PAD, size), group.split)
+    collate = PackedCollate(2, 64, PAD, size)
     readers = [lambda document=document: [document] for document in DOCUMENTS]
-    loader = EvalLoader(readers, collate, 2, Share(rank // size, world_size // size))  # type: ignore[arg-type]
+    share = Share(rank // size, world_size // size)
+    loader = EvalLoader(readers, lambda sequences: group.split(collate(sequences)), 2, share)  # type: ignore[arg-type]
     counts, row_ids = torch.zeros(len(COUNTS), dtype=torch.int64), []
     for batch in loader:
         counts += torch.tensor([getattr(batch, name) for name in COUNTS])

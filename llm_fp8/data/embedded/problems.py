@@ -1,12 +1,10 @@
 """Twenty families of word problems and algebra with worked solutions whose numbers are computed, never typed.
 
-A family is a function of a `random.Random` that returns a `Problem`. They are graded: one step (`product`,
-`remainder`), two or three (`shopping`, `linear_equation`), up to five (`linear_system`, `rectangle`). Operands of
-several digits keep a small model from getting all of them right.
+A family is a function of a `random.Random` that returns a row. They are graded: one step (`product`, `remainder`), two
+or three (`shopping`, `linear_equation`), up to five (`linear_system`, `rectangle`).
 
-Every equality in a solution that holds numbers alone ("47 * 86 = 4042") is true as it stands, with `*` and `/` for the
-products and the quotients and the usual precedence, so that a reader, or a test, can evaluate it. The answer stands
-once, at the end, in `\\boxed{...}`.
+Every equality between numbers in a solution ("47 * 86 = 4042") is true as it stands, with `*`, `/` and the usual
+precedence, so that a test can evaluate it. The answer stands once, at the end, in `\\boxed{...}`.
 
 Only `randrange`, `randint` and `choice` are drawn from, whose sequences for a given seed are the same in every
 supported version of Python.
@@ -16,9 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
+
+Row = dict[str, str]
 
 NAMES = tuple(
     "Ada Ben Carla Deniz Emma Farid Grace Hugo Ines Jonas Kira Liam Mona Nils Olga Pedro Quinn Rosa Samir Tara "
@@ -34,53 +33,26 @@ THINGS = tuple(
     "marbles stickers coins shells beads cards buttons pebbles acorns badges tokens magnets postcards figurines".split()
 )
 PLACES = tuple("town school club factory village camp hospital library theatre company orchestra district".split())
-HABITS = (
-    "own a bicycle",
-    "wear glasses",
-    "play chess",
-    "drink tea",
-    "speak French",
-    "have a dog",
-    "like swimming",
-    "eat breakfast early",
+HABITS = tuple(
+    "own a bicycle,wear glasses,play chess,drink tea,speak French,have a dog,like swimming,eat breakfast early".split(
+        ","
+    )
 )
 TRAVELLERS = tuple("train bus truck car boat cyclist motorbike helicopter".split())
 GADGETS = tuple("coat lamp desk bike phone camera guitar printer sofa telescope".split())
-JOBS = (
-    "paint a wall",
-    "mow a field",
-    "fill a pool",
-    "load a van",
-    "clean a kitchen",
-    "harvest an orchard",
-    "repair a roof",
+JOBS = tuple(
+    "paint a wall,mow a field,fill a pool,load a van,clean a kitchen,harvest an orchard,repair a roof".split(",")
 )
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A problem, its worked solution without the last line, and the answer."""
-
-    text: str
-    steps: tuple[str, ...]
-    answer: Fraction
-
-    @property
-    def answer_text(self) -> str:
-        """The answer as it stands in the box: an integer or a fraction in lowest terms."""
-        if self.answer.denominator == 1:
-            return str(self.answer.numerator)
-        sign = "-" if self.answer < 0 else ""
-        return f"{sign}\\frac{{{abs(self.answer.numerator)}}}{{{self.answer.denominator}}}"
-
-    @property
-    def solution(self) -> str:
-        """The steps, one to a line, and the boxed answer."""
-        return "\n".join([*self.steps, f"The answer is \\boxed{{{self.answer_text}}}."])
-
-
-def _problem(text: str, answer: int | Fraction, *steps: str) -> Problem:
-    return Problem(text, steps, Fraction(answer))
+def _problem(text: str, answer: int | Fraction, *steps: str) -> Row:
+    """The row of a problem: its solution is the steps, one to a line, and the boxed answer, an integer or a fraction in
+    lowest terms.
+    """
+    value = Fraction(answer)
+    boxed = str(value) if value.denominator == 1 else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    solution = "\n".join([*steps, f"The answer is \\boxed{{{boxed}}}."])
+    return {"problem": text, "generated_solution": solution, "expected_answer": boxed}
 
 
 def _two(rng: Random, items: tuple[str, ...]) -> tuple[str, str]:
@@ -97,13 +69,13 @@ def _term(coefficient: int, variable: str) -> str:
     return variable if coefficient == 1 else f"{coefficient}{variable}"
 
 
-def _sum_chain(rng: Random) -> Problem:
+def sum_chain(rng: Random) -> Row:
     a, b = rng.randint(200, 9999), rng.randint(100, 9999)
     c = rng.randint(50, a + b - 1)
     return _problem(f"Compute {a} + {b} - {c}.", a + b - c, f"{a} + {b} = {a + b}", f"{a + b} - {c} = {a + b - c}")
 
 
-def _product(rng: Random) -> Problem:
+def product(rng: Random) -> Row:
     a, tens, ones = rng.randint(12, 499), rng.randint(1, 9) * 10, rng.randint(1, 9)
     b = tens + ones
     return _problem(
@@ -115,7 +87,7 @@ def _product(rng: Random) -> Problem:
     )
 
 
-def _remainder(rng: Random) -> Problem:
+def remainder(rng: Random) -> Row:
     divisor, quotient = rng.randint(7, 89), rng.randint(11, 199)
     rest = rng.randrange(divisor)
     number = divisor * quotient + rest
@@ -127,7 +99,7 @@ def _remainder(rng: Random) -> Problem:
     )
 
 
-def _linear_equation(rng: Random) -> Problem:
+def linear_equation(rng: Random) -> Row:
     a, x, b = rng.randint(2, 19), rng.randint(2, 60), rng.randint(1, 150)
     if rng.randrange(2):
         c = a * x + b
@@ -147,7 +119,7 @@ def _linear_equation(rng: Random) -> Problem:
     )
 
 
-def _equation_both_sides(rng: Random) -> Problem:
+def equation_both_sides(rng: Random) -> Row:
     a, x = rng.randint(4, 20), rng.randint(2, 40)
     c = rng.randint(2, a - 2)
     b = rng.randint(1, 90)
@@ -162,7 +134,7 @@ def _equation_both_sides(rng: Random) -> Problem:
     )
 
 
-def _linear_system(rng: Random) -> Problem:
+def linear_system(rng: Random) -> Row:
     x, y = rng.randint(2, 30), rng.randint(2, 30)
     a, b, c = rng.randint(2, 9), rng.randint(1, 9), rng.randint(1, 9)
     total, other = a * x + b * y, x + c * y
@@ -181,7 +153,7 @@ def _linear_system(rng: Random) -> Problem:
     )
 
 
-def _discount(rng: Random) -> Problem:
+def discount(rng: Random) -> Row:
     price, percent, fee = rng.randint(2, 45) * 20, rng.randint(1, 15) * 5, rng.randint(2, 30)
     cut = price * percent // 100
     item = rng.choice(GADGETS)
@@ -194,7 +166,7 @@ def _discount(rng: Random) -> Problem:
     )
 
 
-def _percent_of(rng: Random) -> Problem:
+def percent_of(rng: Random) -> Row:
     people, percent = rng.randint(3, 99) * 20, rng.randint(1, 18) * 5
     have = people * percent // 100
     place, habit = rng.choice(PLACES), rng.choice(HABITS)
@@ -206,7 +178,7 @@ def _percent_of(rng: Random) -> Problem:
     )
 
 
-def _distance(rng: Random) -> Problem:
+def distance(rng: Random) -> Row:
     v, t, w, u = rng.randint(21, 119), rng.randint(2, 9), rng.randint(21, 119), rng.randint(2, 9)
     return _problem(
         f"A {rng.choice(TRAVELLERS)} goes {t} hours at {v} km/h and {u} hours at {w} km/h. How many km is that?",
@@ -217,7 +189,7 @@ def _distance(rng: Random) -> Problem:
     )
 
 
-def _work_together(rng: Random) -> Problem:
+def work_together(rng: Random) -> Row:
     a, b = rng.randint(2, 30), rng.randint(2, 30)
     first, second = _two(rng, NAMES)
     job = rng.choice(JOBS)
@@ -232,7 +204,7 @@ def _work_together(rng: Random) -> Problem:
     )
 
 
-def _ages(rng: Random) -> Problem:
+def ages(rng: Random) -> Row:
     first, second = _two(rng, NAMES)
     young, years, times = rng.randint(3, 25), rng.randint(2, 20), rng.randint(2, 5)
     later = young + years
@@ -246,7 +218,7 @@ def _ages(rng: Random) -> Problem:
     )
 
 
-def _fraction_sum(rng: Random) -> Problem:
+def fraction_sum(rng: Random) -> Row:
     b, d = rng.randint(2, 20), rng.randint(2, 20)
     a, c = rng.randint(1, b), rng.randint(1, d)
     common = math.lcm(b, d)
@@ -263,7 +235,7 @@ def _fraction_sum(rng: Random) -> Problem:
     )
 
 
-def _fraction_of_rest(rng: Random) -> Problem:
+def fraction_of_rest(rng: Random) -> Row:
     b, d = rng.randint(2, 6), rng.randint(2, 6)
     total = b * d * rng.randint(3, 40)
     first, second = total // b, (total - total // b) // d
@@ -279,7 +251,7 @@ def _fraction_of_rest(rng: Random) -> Problem:
     )
 
 
-def _rectangle(rng: Random) -> Problem:
+def rectangle(rng: Random) -> Row:
     width, more = rng.randint(4, 60), rng.randint(1, 40)
     half = 2 * width + more
     return _problem(
@@ -293,7 +265,7 @@ def _rectangle(rng: Random) -> Problem:
     )
 
 
-def _average(rng: Random) -> Problem:
+def average(rng: Random) -> Row:
     a, b, c, d = (rng.randint(10, 99) for _ in range(4))
     d += -(a + b + c + d) % 4
     known, mean = a + b + c, (a + b + c + d) // 4
@@ -306,7 +278,7 @@ def _average(rng: Random) -> Problem:
     )
 
 
-def _ratio(rng: Random) -> Problem:
+def ratio(rng: Random) -> Row:
     p, q, part = rng.randint(1, 12), rng.randint(1, 12), rng.randint(3, 60)
     while p == q:
         q = rng.randint(1, 12)
@@ -322,7 +294,7 @@ def _ratio(rng: Random) -> Problem:
     )
 
 
-def _interest(rng: Random) -> Problem:
+def interest(rng: Random) -> Row:
     amount, percent, years = rng.randint(2, 90) * 100, rng.randint(2, 12), rng.randint(2, 9)
     yearly = amount * percent // 100
     name = rng.choice(NAMES)
@@ -335,7 +307,7 @@ def _interest(rng: Random) -> Problem:
     )
 
 
-def _quadratic(rng: Random) -> Problem:
+def quadratic(rng: Random) -> Row:
     small = rng.randint(1, 30)
     large = small + rng.randint(1, 30)
     return _problem(
@@ -348,7 +320,7 @@ def _quadratic(rng: Random) -> Problem:
     )
 
 
-def _sequence(rng: Random) -> Problem:
+def sequence(rng: Random) -> Row:
     first, step, count = rng.randint(1, 60), rng.randint(2, 25), rng.randint(5, 40)
     last = first + (count - 1) * step
     return _problem(
@@ -360,7 +332,7 @@ def _sequence(rng: Random) -> Problem:
     )
 
 
-def _shopping(rng: Random) -> Problem:
+def shopping(rng: Random) -> Row:
     n, p, m, q = rng.randint(2, 12), rng.randint(2, 25), rng.randint(2, 12), rng.randint(2, 25)
     first, second = _two(rng, GOODS)
     cost = n * p + m * q
@@ -376,25 +348,28 @@ def _shopping(rng: Random) -> Problem:
     )
 
 
-FAMILIES: dict[str, Callable[[Random], Problem]] = {
-    "sum_chain": _sum_chain,
-    "product": _product,
-    "remainder": _remainder,
-    "linear_equation": _linear_equation,
-    "equation_both_sides": _equation_both_sides,
-    "linear_system": _linear_system,
-    "discount": _discount,
-    "percent_of": _percent_of,
-    "distance": _distance,
-    "work_together": _work_together,
-    "ages": _ages,
-    "fraction_sum": _fraction_sum,
-    "fraction_of_rest": _fraction_of_rest,
-    "rectangle": _rectangle,
-    "average": _average,
-    "ratio": _ratio,
-    "interest": _interest,
-    "quadratic": _quadratic,
-    "sequence": _sequence,
-    "shopping": _shopping,
+FAMILIES: dict[str, Callable[[Random], Row]] = {
+    family.__name__: family
+    for family in (
+        sum_chain,
+        product,
+        remainder,
+        linear_equation,
+        equation_both_sides,
+        linear_system,
+        discount,
+        percent_of,
+        distance,
+        work_together,
+        ages,
+        fraction_sum,
+        fraction_of_rest,
+        rectangle,
+        average,
+        ratio,
+        interest,
+        quadratic,
+        sequence,
+        shopping,
+    )
 }

@@ -1,31 +1,39 @@
-"""Sequences from a stream (`--streaming`), for datasets too large to prepare first.
+"""Sequences in global batches: `MapSequences` of a prepared dataset, `StreamSequences` of a stream (`--streaming`).
 
-A buffer of dataset rows is read, tokenised and packed, and its sequences are shuffled by (seed, number of the buffer).
-Poorly filled sequences hand their documents on to the next buffer, each document at most once. At its end the stream
-begins anew, and no global batch is short.
+A sequence is one line of a batch: a packed group of documents, or a single one. Both classes yield global batches
+without end, each with the position after it, a dict that JSON can hold; from a position they continue exactly. A global
+batch depends on its size alone (batch_size * gradient_accumulation_steps * world_size), not on how ranks share it.
 
-A position names the beginning of a buffer (the state of the `datasets` stream and the documents handed on to it) and
-how many of its sequences are done. Resuming fills that buffer again and continues behind them.
+`MapSequences` visits every sequence once an epoch, in an order drawn from (seed, epoch); the last global batch holds
+the rest.
 
-Every rank reads the full stream and trains on its own part, so that a global batch does not depend on the world size.
+`StreamSequences` reads, tokenises and packs a buffer of dataset rows and shuffles its sequences by (seed, number of the
+buffer). Poorly filled sequences pass their documents on to the next buffer, each document at most once. At its end the
+stream begins anew, and no global batch is short. A position names the beginning of a buffer (the state of the
+`datasets` stream and the documents passed on to it) and how many of its sequences are done: resuming fills the buffer
+again. Every rank reads the full stream.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 from datasets import IterableDataset
 
-from llm_fp8.data.loader import Documents, GlobalBatch, Position
 from llm_fp8.data.pack import PackingPlan, one_per_sequence, pack
-from llm_fp8.data.report import DataReport
-from llm_fp8.data.tokenise import Document, Outcome
+from llm_fp8.data.tokenise import DataReport, Document, Outcome
 from llm_fp8.utils.errors import UserError
+
+Position = dict[str, Any]
+Documents = list[Document]
+Reader = Callable[[], Documents]
+"""Reads the documents of a sequence, so that a rank reads only its own."""
 
 STREAM_BUFFER_ROWS = 8192
 """Dataset rows that are read, packed and shuffled at a time."""
@@ -35,6 +43,51 @@ POORLY_FILLED = 0.9
 
 MAX_SEQUENCES_HANDED_ON = 16
 """At most so many do, the emptiest first: their documents are part of every position."""
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """Sequences of one optimizer step, the position and the progress in epochs after them."""
+
+    sequences: Sequence[Reader]
+    position: Position
+    epoch: float
+
+
+def sequence_readers(
+    plan: PackingPlan, read: Callable[[Sequence[int]], Documents], sequences: Iterable[int]
+) -> list[Reader]:
+    """Readers of these `sequences` of the plan."""
+    return [partial(lambda number: read(plan[number].tolist()), number) for number in sequences]
+
+
+@dataclass(frozen=True)
+class MapSequences:
+    """Sequences of a plan over documents that are all known. `data` identifies plan and documents."""
+
+    plan: PackingPlan
+    read: Callable[[Sequence[int]], Documents]
+    seed: int
+    data: str
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.plan)
+
+    def start(self) -> Position:
+        return {"kind": "rows", "data": self.data, "epoch": 0, "next_row": 0}
+
+    def global_batches(self, position: Position, size: int) -> Iterator[GlobalBatch]:
+        epoch, next_row = int(position["epoch"]), int(position["next_row"])
+        while True:
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.plan))
+            while next_row < len(order):
+                chosen = order[next_row : next_row + size].tolist()
+                next_row += len(chosen)
+                ended = next_row == len(order)
+                after = {**self.start(), "epoch": epoch + ended, "next_row": 0 if ended else next_row}
+                yield GlobalBatch(sequence_readers(self.plan, self.read, chosen), after, epoch + next_row / len(order))
+            epoch, next_row = epoch + 1, 0
 
 
 @dataclass(frozen=True)
