@@ -4,11 +4,10 @@ The checkpoint encloses a layer's forward function (`llm_fp8.models.layer_forwar
 FSDP gathers a layer's weights once for the backward pass, and the recomputation uses them. TE's checkpoint restores the
 fp8 context and the scales of the forward pass; torch's would recompute in bf16.
 
-With delayed scaling TE reduces the amax of all modules over the ranks and updates their scales when the outermost
-autocast ends (`FP8GlobalStateManager.autocast_exit`, Transformer Engine 2.20). Its checkpoint opens an autocast for
-each recomputed layer, at whose end ranks would wait for each other though no amax is new. Here it runs inside another
-autocast, so only the model's own end counts. The reentrant kind keeps these ends: by them it knows which module's
-backward pass is to reduce the gradients' amax.
+With delayed scaling TE (2.20) reduces amax over the ranks when the outermost autocast ends
+(`FP8GlobalStateManager.autocast_exit`). Its checkpoint opens an autocast for each recomputed layer, at whose end ranks
+would wait for each other without need. Here it runs inside another autocast, so only the model's own end counts. The
+reentrant kind keeps these ends: by them TE knows which module's backward pass is to reduce the gradients' amax.
 """
 
 from __future__ import annotations
@@ -28,12 +27,9 @@ from llm_fp8.utils.te_import import require_te
 def enable_gradient_checkpointing(
     layers: nn.ModuleList, every: int, uses_te: bool, reentrant: bool = False
 ) -> Sequence[nn.Module]:
-    """Recompute some of the decoder's `layers` in the backward pass; returns these.
+    """Recompute every `every`-th of the decoder's `layers` in the backward pass; returns these.
 
-    Args:
-        every: one layer in so many; 1 for all.
-        uses_te: whether they hold Transformer Engine modules.
-        reentrant: the recomputation has a backward pass of its own, within that of the model.
+    `uses_te`: they hold Transformer Engine modules. `reentrant`: the recomputation has a backward pass of its own.
     """
     recomputed = list(layers[::every])
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
@@ -52,15 +48,14 @@ def enable_gradient_checkpointing(
 def _recomputed(
     layer: nn.Module, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """`forward` of a layer, under `checkpoint` while it trains."""
     if not layer.training or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, **kwargs)
 
 
 def _te_contexts(te: Any) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    """Around the forward pass nothing; around the recomputation an autocast that is off, inside which the checkpoint
-    opens its own with the recipe of the forward pass.
+    """Nothing around the forward pass; around the recomputation an autocast that is off, inside which the checkpoint
+    opens its own.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 

@@ -1,24 +1,19 @@
 """Context parallelism: C consecutive ranks (a context group) share the tokens of every sequence too long for one GPU.
 
-The ranks of a group get the same micro-batch. Each computes embedding, linear layers and loss on 1 / C of every
-document; tokens meet in attention only, where Transformer Engine passes keys and values round a ring
-(`cp_comm_type="p2p"`): in C steps each rank's queries attend to every rank's keys while the next ones are sent. The
-backward pass sends the gradients of keys and values round the ring to their owners. Losses and gradients are summed
-over ranks, as between ranks with different batches.
+Each rank of a group computes embedding, linear layers and loss on 1 / C of every document of the same micro-batch;
+tokens meet in attention only, where Transformer Engine passes keys and values round a ring (`cp_comm_type="p2p"`).
+Losses and gradients are summed over ranks, as between ranks with different batches.
 
-Causal attention costs more towards the end of a document. So a document is cut into 2 C chunks of equal length, and
-rank r takes the chunks r and 2 C - 1 - r; with C = 2:
+Causal attention costs more towards the end of a document. So a document is cut into 2 C chunks of equal length, to
+which it is padded (llm_fp8.data.collate), and rank r takes the chunks r and 2 C - 1 - r; with C = 2:
 
     tokens of a document    0 1 | 2 3 | 4 5 | 6 7
     rank                      0 |   1 |   1 |   0        rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5
 
-Every document is therefore padded to a multiple of 2 C (llm_fp8.data.collate), and its length counts the padding.
-
 A sliced batch is always packed ("thd"): Transformer Engine refuses masks of padded sequences ("bshd") under context
-parallelism, and a padded sequence is a document of S tokens.
-
-Source: Transformer Engine 2.20, pytorch/attention/dot_product_attention/context_parallel.py (`AttnFuncWithCPAndKVP2P`,
-`get_thd_partitioned_indices`), for the order of the chunks and for what the ring lacks: sliding windows, fp32.
+parallelism. Source of the chunks' order and of the ring's limits (no sliding windows, no fp32): Transformer Engine
+2.20, pytorch/attention/dot_product_attention/context_parallel.py (`AttnFuncWithCPAndKVP2P`,
+`get_thd_partitioned_indices`).
 """
 
 from __future__ import annotations
@@ -41,14 +36,12 @@ class ContextGroup:
     """The ranks that share this rank's sequences; `ContextGroup()` is a rank alone."""
 
     size: int = 1
-    rank: int = 0
-    """Of this process within the group."""
-    process_group: dist.ProcessGroup | None = None
-    """None in a group of one, and where batches are only split."""
+    rank: int = 0  # within the group
+    process_group: dist.ProcessGroup | None = None  # None in a group of one, and where batches are only split
 
     @classmethod
     def of_rank(cls, size: int, global_rank: int) -> ContextGroup:
-        """The group of a rank of the launch, without its means to communicate: enough to split batches."""
+        """The group of a rank of the launch, without its process group: enough to split batches."""
         return cls(size, global_rank % size)
 
     def connected(self, device_type: str) -> ContextGroup:
@@ -72,15 +65,12 @@ class ContextGroup:
     def split(self, batch: Batch) -> Batch:
         """This rank's slice of a batch, packed [1, num_tokens / size]; the slices' counts add up to the batch's.
 
-        `cu_seqlens` and `max_seqlen` stay those of unsplit documents, as attention takes them. `ValueError` where a
-        document cannot be cut into 2 * size chunks.
+        `cu_seqlens` and `max_seqlen` stay those of unsplit documents, as attention takes them.
         """
         if self.size == 1:
             return batch
         if batch.attention_mask is None and batch.num_real_tokens != batch.num_tokens:
-            raise ValueError(
-                "a packed batch with padding tells its real tokens by attention_mask (PackedCollate with context_size)"
-            )
+            raise ValueError("a packed batch with padding needs an attention_mask (PackedCollate with context_size)")
         cu_seqlens = batch.cu_seqlens
         if cu_seqlens is None:
             num_sequences, width = batch.input_ids.shape
@@ -107,8 +97,8 @@ class ContextGroup:
         )
 
     def on_its_own(self, batch: Batch) -> Batch:
-        """A slice as a packed batch that needs no group, each document's part a document of its own: another text, but
-        good enough to compare two implementations of a layer.
+        """A slice as a packed batch that needs no group, each document's part a document of its own: another text, good
+        enough to compare two implementations of a layer.
         """
         if self.size == 1:
             return batch
@@ -124,11 +114,8 @@ class ContextGroup:
 
 
 def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
-    """The tokens of a packed sequence that rank `rank` of `size` takes, int64 [cu_seqlens[-1] / size]: document by
-    document, its two chunks in turn. `cu_seqlens`: int [n + 1], the documents' boundaries.
-
-    Raises:
-        ValueError: a document's length is not a multiple of 2 * size.
+    """The tokens of a packed sequence that rank `rank` of `size` takes, int64 [cu_seqlens[-1] / size]: two chunks of
+    each document. ValueError where a document's length is not a multiple of 2 * size.
     """
     bounds = cu_seqlens.long()
     lengths = bounds.diff()
@@ -139,6 +126,6 @@ def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
     document = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths // size)
     offset = torch.arange(len(document), device=bounds.device) - (bounds[:-1] // size)[document]
     chunk = lengths[document] // (2 * size)
-    # The first chunk is number `rank` of the document, the second, next to it here, number 2 * size - 1 - rank.
+    # The first chunk is the document's number `rank`, the second, next to it here, number 2 * size - 1 - rank.
     chunks_before = torch.where(offset < chunk, rank, 2 * size - 2 - rank)
     return bounds[:-1][document] + offset + chunk * chunks_before

@@ -1,17 +1,16 @@
-"""DeepSpeed's ZeRO stages, through Accelerate: what is sharded over ranks, and how it computes the loop's mathematics.
+"""DeepSpeed's ZeRO stages, through Accelerate: what is sharded over ranks, and how the loop's arithmetic is kept.
 
     deepspeed_1    fp32 master weights and moments are sharded; weights and gradients are not
     deepspeed_2    gradients too
     deepspeed_3    weights too; each is gathered when its module runs, forward and backward
 
 A run in bf16 or fp8 hands bf16 parameters to DeepSpeed, which keeps fp32 master weights of this rank's shard and steps
-torch's AdamW on them. fp8 is Transformer Engine's (te.autocast around the forward pass): DeepSpeed sees bf16 alone.
+torch's AdamW on them.
 
-    backward       DeepSpeed divides gradients by the number of ranks, which is undone here: they are the sum over ranks
-                   and micro-batches of what `backward` was given
+    backward       DeepSpeed divides gradients by the number of ranks, which is undone here
     accumulation   stage 1 reduces gradients in the last micro-batch of a step, stages 2 and 3 in each
     learning rate  the run's schedule acts on the AdamW inside DeepSpeed: the optimizer that `prepare` returns
-    lm_head        the loss reads its weight without calling its module: stage 3 is told that the outermost module does
+    lm_head        the loss reads its weight without calling its module, which stage 3 has to be told
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
-from llm_fp8.config.options import Config, OptimConfig, ParallelConfig
-from llm_fp8.distributed.deepspeed_config import deepspeed_settings, load_deepspeed, zero_stage
+from llm_fp8.config.options import OptimConfig, ParallelConfig
+from llm_fp8.distributed.deepspeed_config import load_deepspeed, zero_stage
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.optim.optimizers import OptimizerKind, adamw_arguments, parameter_groups
@@ -42,9 +41,6 @@ if TYPE_CHECKING:
 _TAG = "."
 """DeepSpeed writes to folder/tag: into the folder itself."""
 
-_RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-_EXTRA_STATE = "_extra_state"
-
 
 class _Plugin(DeepSpeedPlugin):
     """Accelerate's, without announcing itself to transformers, which would shard parameters while models are built."""
@@ -53,28 +49,12 @@ class _Plugin(DeepSpeedPlugin):
         """Called when the plugin is selected."""
 
 
-def accelerator_arguments(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
-    """What `Accelerator(mixed_precision="no", ...)` is given in a deepspeed mode; errors as of `deepspeed_plugin`."""
-    return arguments_of(deepspeed_plugin(config, mode, compute_name, num_processes))
-
-
-def arguments_of(plugin: DeepSpeedPlugin) -> dict[str, Any]:
-    """What `Accelerator` is given beside mixed_precision, so that it trains with `plugin`."""
-    # With cpu=True Accelerate would leave DeepSpeed out; without a backend and GPUs it would see one process.
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": [InitProcessGroupKwargs(backend=backend)]}
-
-
-def deepspeed_plugin(config: Config, mode: str, compute_name: str, num_processes: int) -> DeepSpeedPlugin:
-    """Accelerate's plugin with the settings of `deepspeed_settings`; `UserError` as there, or without DeepSpeed."""
+def accelerator_arguments(settings: dict[str, Any]) -> dict[str, Any]:
+    """What `Accelerator` is given beside mixed_precision, to train with DeepSpeed under `settings`, which name stage,
+    micro-batches and clipping.
+    """
     load_deepspeed()
-    return plugin_of(deepspeed_settings(config, mode, compute_name, num_processes))
-
-
-def plugin_of(settings: dict[str, Any]) -> DeepSpeedPlugin:
-    """Accelerate's plugin with these settings, which name stage, micro-batches and clipping. After `load_deepspeed`."""
-    # Every argument is given: what is left out, Accelerate reads from the environment.
-    return _Plugin(
+    plugin = _Plugin(  # every argument is given: Accelerate would read the others from the environment
         hf_ds_config=settings,
         gradient_accumulation_steps=settings["gradient_accumulation_steps"],
         gradient_clipping=settings["gradient_clipping"],
@@ -89,13 +69,16 @@ def plugin_of(settings: dict[str, Any]) -> DeepSpeedPlugin:
         enable_msamp=False,
         msamp_opt_level="O1",
     )
+    # With cpu=True Accelerate would leave DeepSpeed out; without a backend and GPUs it would see one process.
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": [InitProcessGroupKwargs(backend=backend)]}
 
 
 class DeepSpeedStrategy(DistributedStrategy):
-    """The modes deepspeed_1, deepspeed_2 and deepspeed_3. The accelerator was built with `accelerator_arguments`.
+    """The modes deepspeed_1, deepspeed_2 and deepspeed_3; the accelerator was built with `accelerator_arguments`.
 
     Weights are loaded before `prepare`, unsharded on each rank's device. Under deepspeed_3 parameters are empty outside
-    their module's forward and backward pass: `full_tensor` gathers one, `local_tensor` is this rank's shard.
+    their module's forward and backward pass.
     """
 
     saves_itself = True
@@ -109,38 +92,26 @@ class DeepSpeedStrategy(DistributedStrategy):
         # themselves, so the recomputation needs such hooks too: the reentrant kind has them.
         self.reentrant_te_checkpoints = self.stage == 3
         self.settings: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
-        self._engine: deepspeed.DeepSpeedEngine | None = None
+        self._zero: deepspeed.DeepSpeedEngine  # from `prepare` on
 
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
-        """See `DistributedStrategy.resolve_optimizer`: torch's AdamW on fp32 master weights that DeepSpeed keeps."""
-        return "adamw_fp32"
+        return "adamw_fp32"  # on fp32 master weights that DeepSpeed keeps
 
     def parameter_dtype(self, kind: OptimizerKind, compute_dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the parameters that `prepare` is given: that in which they compute."""
         return compute_dtype
 
     def build_optimizer(
         self, config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
     ) -> Optimizer:
-        """torch's AdamW; before its first step master weights take the parameters' place in its groups."""
+        """torch's AdamW, in whose groups DeepSpeed replaces the parameters by master weights."""
         return AdamW(parameter_groups(named_parameters, config.weight_decay), fused=True, **adamw_arguments(config))
 
-    @property
-    def _zero(self) -> deepspeed.DeepSpeedEngine:
-        assert self._engine is not None, "prepare comes first"
-        return self._engine
-
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
-        """DeepSpeed's engine to call, and the optimizer inside it, for the schedule.
-
-        Args:
-            model: a `TrainingModel`, its weights loaded and on the device.
-            optimizer: of `build_optimizer`; its groups hold this rank's master weights afterwards.
-        """
+        """DeepSpeed's engine to call, and the optimizer inside it, for the schedule; `model` has its weights."""
         assert isinstance(model, TrainingModel)
         # Accelerate warns where its own number of micro-batches, which nothing here reads, is another than DeepSpeed's.
         self.accelerator.gradient_accumulation_steps = self.settings["gradient_accumulation_steps"]
-        self._engine, _ = self.accelerator.prepare(model, optimizer)
+        self._zero, _ = self.accelerator.prepare(model, optimizer)
         if self.stage == 3:
             from deepspeed.runtime.zero import register_external_parameter
 
@@ -149,22 +120,20 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """See `DistributedStrategy.micro_batch`."""
         self._zero.set_gradient_accumulation_boundary(is_boundary=last)
         yield
 
     def backward(self, loss: Tensor) -> None:
-        """See `DistributedStrategy.backward`."""
         self._zero.backward(loss * self.accelerator.num_processes, scale_wrt_gas=False)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        """See `DistributedStrategy.step`; infinite where a gradient was not finite: the step may have been skipped."""
+        """The norm is infinite where a gradient was not finite; the step may then have been skipped."""
         assert max_norm == self.settings["gradient_clipping"], "DeepSpeed clips to the norm that its settings name"
         self._zero.step()
         return torch.as_tensor(self._zero.get_global_grad_norm(), dtype=torch.float32, device=self.accelerator.device)
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        """See `DistributedStrategy.full_tensor`; of a trained parameter the master weight."""
+        """Of a trained parameter the master weight."""
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -184,7 +153,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return shard[: max(0, partitioned.ds_numel - self.accelerator.process_index * shard.numel())]
 
     def state_files(self) -> list[str]:
-        """The files of `save_state`, of all ranks. They hold pickles."""
+        """The files of `save_state`, of all ranks."""
         prefix = "bf16_" if self.settings["bf16"]["enabled"] else ""
         ranks = range(self.accelerator.num_processes)
         weights = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in ranks]
@@ -194,12 +163,12 @@ class DeepSpeedStrategy(DistributedStrategy):
         ]
 
     def state_bytes(self) -> int:
-        """About how many bytes `save_state` writes on all ranks together: master weights, moments and weights."""
+        """Approximate: master weights, moments and weights."""
         weights = list(self._zero.module.parameters())
         return sum(getattr(weight, "ds_numel", weight.numel()) * (12 + weight.element_size()) for weight in weights)
 
     def save_state(self, folder: Path) -> None:
-        """Write weights, master weights and optimizer state to `folder` as `state_files`, synced; collective."""
+        """Write weights, master weights and optimizer state as `state_files`, synced to disk; collective."""
         self._zero.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
         rank = self.accelerator.process_index
         own = [
@@ -209,14 +178,13 @@ class DeepSpeedStrategy(DistributedStrategy):
             with (folder / name).open("rb") as file:
                 os.fsync(file.fileno())
         if self.accelerator.is_main_process:
-            # DeepSpeed adds programs that need a file not written here.
-            for name in _RECOVERY_SCRIPTS:
+            for name in ("zero_to_fp32.py", "zero_to_torch.py"):  # DeepSpeed's; they need a file not written here
                 (folder / name).unlink()
         self.accelerator.wait_for_everyone()
 
     def load_state(self, folder: Path) -> None:
-        """Put back what `save_state` wrote, bit for bit; collective. Learning rate, weight decay and clipping stay this
-        run's. `UserError` where number of ranks, stage or precision differ.
+        """Restore what `save_state` wrote, bit for bit; collective. Learning rate, weight decay and clipping stay this
+        run's. `UserError` where the number of ranks, the stage or the precision differs.
         """
         self._require_own_files(folder)
         optimizer = self._zero.basic_optimizer
@@ -239,8 +207,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if saved_ranks and saved_ranks != num_ranks:
             raise UserError(
                 f"--resume_from: {folder} was saved by {saved_ranks} processes under DeepSpeed, which cannot be "
-                f"resumed by {num_ranks}; use {saved_ranks} processes, or train with an fsdp mode, whose checkpoints "
-                "any number can resume."
+                f"resumed by {num_ranks}; use {saved_ranks} processes, or an fsdp mode, which resumes with any number."
             )
         raise UserError(
             f"--resume_from: {folder} was not saved by --sharding_mode {self.mode} in this precision "
@@ -251,9 +218,9 @@ class DeepSpeedStrategy(DistributedStrategy):
 
 def _load_module_state(src: dict[str, Tensor], dst: nn.Module) -> None:
     """Load weights and buffers by name, without Transformer Engine's extra state: scales are restored elsewhere."""
-    kept = {name: value for name, value in src.items() if not name.endswith(_EXTRA_STATE)}
+    kept = {name: value for name, value in src.items() if not name.endswith("_extra_state")}
     loaded = dst.load_state_dict(kept, strict=False)
-    missing = [name for name in loaded.missing_keys if not name.endswith(_EXTRA_STATE)]
+    missing = [name for name in loaded.missing_keys if not name.endswith("_extra_state")]
     if missing or loaded.unexpected_keys:
         raise UserError(
             "--resume_from: the checkpoint holds other weights than this run: "

@@ -2,10 +2,7 @@
 
 The file of --deepspeed_config says how ZeRO communicates and stores (bucket sizes, overlap, thresholds). Batch,
 precision, optimizer, schedule and clipping come from the scripts' options: an entry that repeats them, or "auto", is
-accepted; one that contradicts them or has no effect is refused. Elsewhere "auto" is DeepSpeed's default. The smallest
-useful file is
-
-    {"zero_optimization": {"stage": 1, "overlap_comm": false, "contiguous_gradients": true}}
+accepted; one that contradicts them or has no effect is refused. Elsewhere "auto" is DeepSpeed's default.
 
 Reading and checking need no GPU and no process group.
 """
@@ -23,9 +20,7 @@ import torch
 
 from llm_fp8.config.options import Config
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.packages import DEEPSPEED
-
-CONFIGS_FOLDER = Path(__file__).resolve().parents[2] / "configs"
+from llm_fp8.utils.packages import DEEPSPEED, REPOSITORY
 
 AUTO = "auto"
 _ZERO = "zero_optimization"
@@ -57,9 +52,8 @@ _PASSED_ON = {
 """Accepted top-level keys."""
 
 _REMEDIES = {
-    "fp8": "fp8 is Transformer Engine's here; remove the section and choose with --mixed_precision fp8 and "
-    "--fp8_scenario",
-    "msamp": "MS-AMP is not used here; remove the section and choose with --mixed_precision fp8",
+    "fp8": "fp8 is Transformer Engine's here; remove the section and use --mixed_precision fp8 and --fp8_scenario",
+    "msamp": "MS-AMP is not used here; remove the section and use --mixed_precision fp8",
     "amp": "precision comes from --mixed_precision; remove the section",
     "torch_autocast": "precision comes from --mixed_precision; remove the section",
     "optimizer": "the optimizer is AdamW from --learning_rate, --weight_decay, --adam_beta1, --adam_beta2 and "
@@ -71,30 +65,32 @@ _REMEDIES = {
 }
 """What to do about other keys."""
 
+_COMPILED = "it needs operators that DeepSpeed compiles; remove it"
 _ZERO_REFUSED = {
     "load_from_fp32_weights": (False, "a resumed run would lose what bf16 weights cannot hold; remove it"),
     "compute_grad_norm": (False, "every step reports the gradient norm; remove it"),
-    "zero_quantized_weights": (True, "it needs operators that DeepSpeed compiles; remove it"),
-    "zero_quantized_nontrainable_weights": (True, "it needs operators that DeepSpeed compiles; remove it"),
-    "zero_quantized_gradients": (True, "it needs operators that DeepSpeed compiles; remove it"),
+    "zero_quantized_weights": (True, _COMPILED),
+    "zero_quantized_nontrainable_weights": (True, _COMPILED),
+    "zero_quantized_gradients": (True, _COMPILED),
 }
 """Refused values of the section zero_optimization, and why."""
+
+_FLAGS = {
+    "train_micro_batch_size_per_gpu": "--batch_size",
+    "gradient_accumulation_steps": "--gradient_accumulation_steps",
+    "train_batch_size": "--batch_size, --gradient_accumulation_steps and the number of processes",
+    "gradient_clipping": "--max_grad_norm",
+}
 
 _OFFLOADING = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", "zenflow")
 
 
-def default_file(mode: str) -> Path:
-    """The file that a deepspeed mode uses without --deepspeed_config."""
-    return CONFIGS_FOLDER / f"ds_z{zero_stage(mode)}.json"
-
-
 def file_of(named: str | None, mode: str) -> Path:
     """The file `named` by --deepspeed_config; without one the mode's own."""
-    return Path(named) if named else default_file(mode)
+    return Path(named) if named else REPOSITORY / "configs" / f"ds_z{zero_stage(mode)}.json"
 
 
 def zero_stage(mode: str) -> int:
-    """1, 2 or 3 of deepspeed_1, deepspeed_2 and deepspeed_3."""
     return int(mode.removeprefix("deepspeed_"))
 
 
@@ -114,16 +110,23 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
     """What DeepSpeed is given: the checked file with the run's own values filled in.
 
     Args:
-        config: the run's; batch, accumulation and clipping are read from it.
-        mode: deepspeed_1, deepspeed_2 or deepspeed_3.
         compute_name: the dtype of everything that is not fp8: fp32 or bf16.
         num_processes: of all hosts.
 
     Raises:
-        UserError: the file is missing, is no JSON, or has an entry that contradicts the run or cannot take effect.
+        UserError: DeepSpeed or the file is missing, or the file is no JSON, contradicts the run or has an entry without
+            effect.
     """
+    load_deepspeed()
     path = file_of(config.parallel.deepspeed_config, mode)
-    settings, wanted = read_file(path), _wanted(config, mode, num_processes)
+    settings = read_file(path)
+    batch_size, steps = config.data.batch_size, config.optim.gradient_accumulation_steps
+    wanted = {
+        "train_micro_batch_size_per_gpu": batch_size,
+        "gradient_accumulation_steps": steps,
+        "train_batch_size": batch_size * steps * num_processes,
+        "gradient_clipping": config.optim.max_grad_norm,
+    }
     for key, why in file_problems(settings, wanted, mode, compute_name):
         raise UserError(f"--deepspeed_config {path}, {key}: {why}.")
     settings = _without_auto(settings) | wanted
@@ -140,25 +143,6 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
     # DeepSpeed's own clock waits for the GPU in every micro-batch.
     settings["timers"] = {"throughput": {"enabled": False}}
     return settings
-
-
-def _wanted(config: Config, mode: str, num_processes: int) -> dict[str, Any]:
-    """Top-level entries whose values are the run's."""
-    batch_size, steps = config.data.batch_size, config.optim.gradient_accumulation_steps
-    return {
-        "train_micro_batch_size_per_gpu": batch_size,
-        "gradient_accumulation_steps": steps,
-        "train_batch_size": batch_size * steps * num_processes,
-        "gradient_clipping": config.optim.max_grad_norm,
-    }
-
-
-_FLAGS = {
-    "train_micro_batch_size_per_gpu": "--batch_size",
-    "gradient_accumulation_steps": "--gradient_accumulation_steps",
-    "train_batch_size": "--batch_size, --gradient_accumulation_steps and the number of processes",
-    "gradient_clipping": "--max_grad_norm",
-}
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -179,12 +163,9 @@ def read_file(path: Path) -> dict[str, Any]:
 def file_problems(
     settings: dict[str, Any], wanted: dict[str, Any], mode: str, compute_name: str
 ) -> Iterator[tuple[str, str]]:
-    """The entries of a file that cannot stand, as they are written there, each with the reason and what to do.
+    """The refused entries of a file's `settings`, as they are written there, each with the reason and what to do.
 
-    Args:
-        settings: the file's.
-        wanted: top-level entries whose values are the run's.
-        mode, compute_name: as in `deepspeed_settings`.
+    `wanted`: top-level entries whose values are the run's.
     """
     for key, value in settings.items():
         if key not in _PASSED_ON:
@@ -192,7 +173,7 @@ def file_problems(
         if key in wanted and value not in (AUTO, wanted[key]):
             yield (
                 f'"{key}": {json.dumps(value)}',
-                f"this run has {wanted[key]}, from {_FLAGS[key]}; remove the entry or make it {json.dumps(AUTO)}",
+                f'this run has {wanted[key]}, from {_FLAGS[key]}; remove the entry or make it "{AUTO}"',
             )
     no_sections = [
         name for name in (_ZERO, "bf16", "fp16", "data_types") if not isinstance(settings.get(name, {}), dict)
@@ -223,41 +204,39 @@ def file_problems(
 
 def _dtype_problems(settings: dict[str, Any], stage: int, compute_name: str) -> Iterator[tuple[str, str]]:
     """Everything in the file that names a dtype."""
-    enabled = {name: settings.get(name, {}).get("enabled", AUTO) for name in ("bf16", "fp16")}
-    for name, value in enabled.items():
-        if value not in (AUTO, name == compute_name):
-            yield (
-                f'"{name}.enabled": {json.dumps(value)}',
-                f"the run computes in {compute_name}, from --mixed_precision; remove the entry or make it "
-                f"{json.dumps(AUTO)}",
-            )
+    asked = f"the run computes in {compute_name}, from --mixed_precision"
+    for name in ("bf16", "fp16"):
+        enabled = settings.get(name, {}).get("enabled", AUTO)
+        if enabled not in (AUTO, name == compute_name):
+            yield f'"{name}.enabled": {json.dumps(enabled)}', f'{asked}; remove the entry or make it "{AUTO}"'
     for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
         if settings.get("bf16", {}).get(key) is True:
             yield f'"bf16.{key}": true', "small updates would be rounded away without fp32 master weights; remove it"
-    accepted = _DTYPE_NAMES[compute_name]
-    communication = settings.get("communication_data_type", AUTO)
-    if communication not in (AUTO, None, *accepted):
-        why = (
-            "gradients are reduced in bf16, and fp32 would double that traffic"
-            if communication in _DTYPE_NAMES["fp32"]
-            else f"gradients are reduced in {compute_name}, in which the run computes"
-        )
-        yield f'"communication_data_type": {json.dumps(communication)}', f"{why}; remove the entry"
+    computed, fp32 = _DTYPE_NAMES[compute_name], _DTYPE_NAMES["fp32"]
     data_types = settings.get("data_types", {})
-    if data_types.get("param_dtype", AUTO) not in (AUTO, None, *accepted):
-        yield (
-            f'"data_types.param_dtype": {json.dumps(data_types["param_dtype"])}',
-            f"the run computes in {compute_name}, from --mixed_precision; remove the entry",
-        )
-    accumulation = data_types.get("grad_accum_dtype", AUTO)
-    if accumulation not in (AUTO, None, *accepted) and (stage == 1 or accumulation not in _DTYPE_NAMES["fp32"]):
-        yield (
-            f'"data_types.grad_accum_dtype": {json.dumps(accumulation)}',
-            "with stage 1 DeepSpeed then keeps unsharded fp32 gradients on every GPU under another optimizer; remove "
-            "the entry, or use --sharding_mode deepspeed_2, which keeps its shard only"
-            if stage == 1
-            else f"gradients are accumulated in {compute_name} or fp32; remove the entry",
-        )
+    accumulation = (
+        "with stage 1 DeepSpeed keeps unsharded fp32 gradients on every GPU under another optimizer; remove the entry, "
+        "or use --sharding_mode deepspeed_2, which keeps its shard only"
+        if stage == 1
+        else f"gradients are accumulated in {compute_name} or fp32; remove the entry"
+    )
+    for key, value, accepted, why in (
+        (
+            "communication_data_type",
+            settings.get("communication_data_type"),
+            computed,
+            f"gradients are reduced in {compute_name} (fp32 would double bf16's traffic); remove the entry",
+        ),
+        ("data_types.param_dtype", data_types.get("param_dtype"), computed, f"{asked}; remove the entry"),
+        (
+            "data_types.grad_accum_dtype",
+            data_types.get("grad_accum_dtype"),
+            computed if stage == 1 else (*computed, *fp32),
+            accumulation,
+        ),
+    ):
+        if value not in (AUTO, None, *accepted):
+            yield f'"{key}": {json.dumps(value)}', why
 
 
 def _without_auto(value: Any) -> Any:
@@ -268,7 +247,7 @@ def _without_auto(value: Any) -> Any:
 
 
 def zero_section_problems(section: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What DeepSpeed itself finds wrong with names and types of the section zero_optimization, as `file_problems`."""
+    """What DeepSpeed itself refuses in the section zero_optimization, as `file_problems`."""
     load_deepspeed()
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 

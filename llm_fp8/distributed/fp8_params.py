@@ -1,28 +1,20 @@
 """--fp8_params: fp8 weights of the decoder's linear layers between steps, all-gathered in fp8.
 
-Each rank holds of every such weight, all sharded along the first dimension:
-
-    what            bytes per element   used by
-    master weight   4 (fp32)            the optimizer; checkpoints and the export are written from it
-    two moments     8 (fp32)            the optimizer
-    fp8 shard       1                   all-gathered as it is for the forward and the backward pass
-
-Without the option the master weight's shard is cast to bf16, all-gathered at two bytes per element, and every rank
-casts the unsharded weight to fp8 for every micro-batch. With it each rank casts its own shard, once per step. Gradients
-stay unsharded in bf16, reduced in fp32; norms, biases, embedding and lm_head stay fp32 shards of the same units.
+Each rank holds of every such weight, sharded along the first dimension, the fp32 master weight and its two moments (12
+bytes per element; checkpoints and the export are written from the master weight), and the fp8 shard (1 byte), which is
+all-gathered as it is. Without the option the master weight is cast to bf16, all-gathered at two bytes per element, and
+cast to fp8 by every rank for every micro-batch. Gradients stay unsharded in bf16, reduced in fp32.
 
 All shards of a weight have one scale:
 
     scale = largest fp8 number / amax of the master weight over all ranks / 2^margin
 
 computed after the step, with one collective for all weights, in both recipes. So no weight exceeds its scale, as it
-could under delayed scaling's own rule, and the fp8 shards follow from the master weights alone: checkpoints equal those
-of runs without this option.
+could under delayed scaling's own rule, and checkpoints equal those of runs without this option.
 
-Transformer Engine 2.20 supports such parameters: FSDP2's extension point for tensor subclasses (`fsdp_pre_all_gather`)
-gathers a DTensor of `Float8Tensor` shards as bytes, and `te.quantized_model_init` makes modules for them. TE's
-optimizer is not used: under delayed scaling it casts with the scale of past steps, with current scaling it takes a
-collective for each weight.
+FSDP2's extension point for tensor subclasses (`fsdp_pre_all_gather`) gathers Transformer Engine's (2.20) `Float8Tensor`
+shards as bytes. TE's optimizer is not used: under delayed scaling it casts with the scale of past steps, with current
+scaling it takes a collective for each weight.
 """
 
 from __future__ import annotations
@@ -45,92 +37,61 @@ from llm_fp8.utils.torch_internals import local_of
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
-_WEIGHT = "_fp8_weight"
-"""Attribute of an fp8 parameter: its `Fp8Weight`."""
+_MASTER, _GROUP = "_fp8_master", "_fp8_group"
+"""Attributes of an fp8 parameter: its master weight, and its `Fp8Weights`."""
 
 
 def master_of(parameter: AnyTensor) -> AnyTensor:
     """The master weight of an fp8 parameter; any other parameter is its own."""
-    weight: Any = getattr(parameter, _WEIGHT, None)
-    return parameter if weight is None else weight.master
+    return getattr(parameter, _MASTER, parameter)
 
 
 def requantise_(model: nn.Module) -> None:
     """Compute the fp8 weights of `model`, where it has any, from its master weights; collective."""
     for parameter in model.parameters():
-        weight: Fp8Weight | None = getattr(parameter, _WEIGHT, None)
-        if weight is not None:
-            weight.group.quantise_()
+        group: Fp8Weights | None = getattr(parameter, _GROUP, None)
+        if group is not None:
+            group.quantise_()
             return
 
 
 @dataclass(eq=False)
-class Fp8Weight:
-    """One weight; `quantizer.update_quantized(shard, fp8_shard)` casts with the scale that `group` gave it."""
-
-    master: Parameter
-    """fp32 DTensor sharded along dim 0; a parameter of the optimizer and of no module."""
-    parameter: Parameter
-    """fp8 DTensor sharded likewise; a parameter of its module and of no optimizer."""
-    quantizer: Any
-    group: Fp8Weights
-
-
 class Fp8Weights:
-    """The fp8 weights of a model.
+    """The fp8 weights of a model."""
 
-    Args:
-        scales: fp32 [number of weights], read by the weights' quantizers.
-        target: the number that a weight's amax becomes.
-        process_group: the ranks that share one copy of the model.
-    """
+    weights: list[tuple[Parameter, Parameter, Any]]
+    """Of each weight: the master weight, an fp32 DTensor sharded along dim 0, of the optimizer and of no module; the
+    fp8 parameter, sharded likewise, of its module and of no optimizer; the quantizer that casts one to the other."""
+    scales: Tensor  # fp32 [number of weights], read by the quantizers
+    target: float  # the number that a weight's amax becomes
+    process_group: dist.ProcessGroup  # the ranks that share one copy of the model
 
-    def __init__(self, scales: Tensor, target: float, process_group: dist.ProcessGroup) -> None:
-        self._scales = scales
-        self._target = target
-        self._process_group = process_group
-        self._weights: list[Fp8Weight] = []
-
-    def add(self, master: Parameter, parameter: Parameter, quantizer: Any) -> None:
-        """The next weight; its quantizer reads the next of the scales."""
-        weight = Fp8Weight(master, parameter, quantizer, self)
-        setattr(parameter, _WEIGHT, weight)
-        self._weights.append(weight)
-
-    def attach(self, optimizer: Optimizer) -> None:
-        """Let `optimizer`, over the master weights, use the fp8 parameters' gradients and update them."""
-        optimizer.register_step_pre_hook(self._hand_over_gradients)
-        optimizer.register_step_post_hook(self._after_step)
-
-    def _hand_over_gradients(self, *_: Any) -> None:
-        for weight in self._weights:
-            if weight.parameter.grad is not None:
-                weight.master.grad, weight.parameter.grad = weight.parameter.grad, None
-
-    def _after_step(self, *_: Any) -> None:
-        self.quantise_()
+    def hand_over_gradients(self) -> None:
+        """Move the fp8 parameters' gradients to the master weights."""
+        for master, parameter, _ in self.weights:
+            if parameter.grad is not None:
+                master.grad, parameter.grad = parameter.grad, None
 
     @torch.no_grad()
     def quantise_(self) -> None:
         """Cast all master weights; collective over the process group."""
-        shards = [local_of(weight.master) for weight in self._weights]
-        amax = torch.stack(torch._foreach_norm(shards, math.inf))
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._process_group)
-        self._scales.copy_(scales_of(amax, self._target))
-        for weight, master in zip(self._weights, shards, strict=True):
+        amax = torch.stack(torch._foreach_norm([local_of(master) for master, _, _ in self.weights], math.inf))
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.process_group)
+        self.scales.copy_(scales_of(amax, self.target))
+        for master, parameter, quantizer in self.weights:
             # In place: what FSDP gathered before refers to this very tensor of the scale.
-            weight.quantizer.update_quantized(master, local_of(weight.parameter))
+            quantizer.update_quantized(local_of(master), local_of(parameter))
 
 
 def scales_of(amax: Tensor, target: float) -> Tensor:
-    """Scales fp32 [n] that turn `amax` fp32 [n] into `target`: 1 for a weight of zeros; 0 for an infinite one, which
-    makes it NaN in fp8, so that training stops on it.
+    """Scales fp32 [n] that turn `amax` fp32 [n] into `target`: 1 for zeros; 0 for an infinite weight, which becomes NaN
+    in fp8, so that training stops on it.
     """
     scales = torch.where(amax > 0, target / amax, 1.0)
     return scales.clamp(max=torch.finfo(torch.float32).max)
 
 
-def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optimizer) -> Fp8Weights:
+def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optimizer) -> None:
     """Replace the weights of `precision`'s fp8 modules, fp32 shards, by fp8 parameters; the former, which `optimizer`
     holds, become the master weights. Collective; before the first forward pass, when FSDP2 reads its parameters.
     """
@@ -145,7 +106,7 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
     split_dim = next(dim for dim, placement in enumerate(first.placements) if placement.is_shard())
     scales = torch.ones(len(places), dtype=torch.float32, device=first.device)
     unused = torch.zeros(1, dtype=torch.float32, device=first.device)
-    weights = Fp8Weights(scales, target, first.device_mesh.get_group(split_dim))
+    weights: list[tuple[Parameter, Parameter, Any]] = []
     for number, (module, name) in enumerate(places):
         own: Any = module.quantizers["scaling_fwd"][module.param_init_meta[name].fp8_meta_index]
         master: Parameter = getattr(module, name)
@@ -155,16 +116,20 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
         # scaling keeps its history, so that a run without this option can resume.
         amax = own.amax if isinstance(own, Float8Quantizer) else unused
         quantizer = Float8Quantizer(scales[number : number + 1], amax, own.dtype, rowwise=True, columnwise=False)
-        weights.add(master, parameter, quantizer)
-    weights.quantise_()
-    weights.attach(optimizer)
-    return weights
+        weights.append((master, parameter, quantizer))
+    group = Fp8Weights(weights, scales, target, first.device_mesh.get_group(split_dim))
+    for master, parameter, _ in weights:
+        setattr(parameter, _MASTER, master)
+        setattr(parameter, _GROUP, group)
+    group.quantise_()
+    optimizer.register_step_pre_hook(lambda *_: group.hand_over_gradients())
+    optimizer.register_step_post_hook(lambda *_: group.quantise_())
 
 
 def _prepare_module(module: Any, recipe: Any) -> Sequence[str]:
-    """Make `module` what it would be had it been built under `te.quantized_model_init`; the names of its weights.
+    """Make `module` what it would be if built under `te.quantized_model_init`; the names of its weights.
 
-    It was built before it was known which layers stay in bf16, and its weights could not have been filled.
+    It was built before it was known which layers stay in bf16.
     """
     import transformer_engine.pytorch as te
 
@@ -194,10 +159,10 @@ def _fp8_parameter(master: Any, quantizer: Any) -> Parameter:
 def _gather(
     pre_all_gather: Any, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: nn.Module, mp_policy: Any
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """`Float8Tensor.fsdp_pre_all_gather`, without transposes in the backward pass either.
+    """`Float8Tensor.fsdp_pre_all_gather`, without transposes in the backward pass.
 
-    TE would make the transpose at once and free the gathered weight. Activation checkpointing recomputes the layer from
-    that weight, and would keep the transposes. Modules make a transpose where they need one, and drop it.
+    TE would transpose at once and free the gathered weight, from which activation checkpointing recomputes the layer.
+    Modules make a transpose where they need one, and drop it.
     """
     tensors, (scale_inv, _, _, fp8_dtype) = pre_all_gather(mesh, orig_size, contiguous_orig_stride, module, mp_policy)
     return tensors, (scale_inv, True, False, fp8_dtype)

@@ -8,12 +8,11 @@
     fsdp_grad        gathers once a step: unsharded weights, and their fp8 casts, are kept from the first forward pass
                      to the last backward pass
 
-The embedding, the final norm and the lm_head form the outermost unit, gathered once per micro-batch: a tied matrix must
-not be in two.
+The embedding, the final norm and the lm_head form the outermost unit: a tied matrix must not be in two.
 
-torch's `fully_shard` is called directly and not through `Accelerator.prepare`, which maps the optimizer's parameters by
-address: parameters on the meta device (so that no rank holds the unsharded model) all share one. Inputs of a unit are
-not cast (`cast_forward_inputs`): the rotary table has to stay fp32.
+torch's `fully_shard` is called directly: `Accelerator.prepare` maps the optimizer's parameters by address, and those on
+the meta device (so that no rank holds the unsharded model) share one. Inputs of a unit are not cast
+(`cast_forward_inputs`): the rotary table has to stay fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -67,28 +66,23 @@ class FsdpStrategy(DistributedStrategy):
         self.compute_dtype = compute_dtype
         # Casts outlive a micro-batch where the weights do; fp8 parameters are cast already.
         self.caches_weight_casts = mode == "fsdp_grad" and not options.fp8_params
-        self.mesh = self._mesh(hybrid_shard_size)
         self._fp8_params: Precision | None = None
-
-    def _mesh(self, hybrid_shard_size: int) -> DeviceMesh:
-        num_ranks, device_type = self.accelerator.num_processes, self.accelerator.device.type
-        if self.mode != "fsdp_hybrid":
-            return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("shard",))
-        shape = (num_ranks // hybrid_shard_size, hybrid_shard_size)
-        return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+        num_ranks, device_type = accelerator.num_processes, accelerator.device.type
+        if mode == "fsdp_hybrid":
+            shape = (num_ranks // hybrid_shard_size, hybrid_shard_size)
+            self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+        else:
+            self.mesh = init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("shard",))
 
     @property
     def num_shards(self) -> int:
-        """See `DistributedStrategy.num_shards`."""
         return self.mesh.size(self.mesh.ndim - 1)
 
     @property
     def parameter_device(self) -> torch.device:
-        """Where shards are kept between steps."""
         return torch.device("cpu") if self.mode == "fsdp_offload" else self.accelerator.device
 
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
-        """fp32 master weights unless another storage was asked for."""
         return super().resolve_optimizer(
             default_optimizer(self.mode) if requested == "auto" else requested, compute_dtype
         )
@@ -98,7 +92,7 @@ class FsdpStrategy(DistributedStrategy):
         self._fp8_params = precision
 
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
-        """Shard the parameters of every layer, then the others; gives memory, contents undefined, to those without."""
+        """Shard every layer, then the other parameters; those on the meta device get memory, contents undefined."""
         on_gpu = self.accelerator.device.type == "cuda"
         shared: dict[str, Any] = {
             "mesh": self.mesh,
@@ -118,7 +112,7 @@ class FsdpStrategy(DistributedStrategy):
         materialize_(model, self.parameter_device, self.accelerator.device)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
-        """Returns its arguments: the optimizer was built over the shards, which --fp8_params makes master weights."""
+        """Returns its arguments: the optimizer was built over the shards."""
         assert self._fp8_params is not None or not self.options.fp8_params, "keep_in_fp8 comes first"
         if self._fp8_params is not None:
             keep_weights_in_fp8(model, self._fp8_params, optimizer)
@@ -129,7 +123,6 @@ class FsdpStrategy(DistributedStrategy):
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """See `DistributedStrategy.micro_batch`."""
         assert isinstance(model, FSDPModule) and self.wgrad_accumulation is not None
         # The last micro-batch also reduces the gradients of the others.
         model.set_requires_gradient_sync(last or self.options.sync_every_micro_batch)
@@ -139,7 +132,7 @@ class FsdpStrategy(DistributedStrategy):
             yield
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        """See `DistributedStrategy.full_tensor`; on the accelerator's device, which the collective needs."""
+        """On the accelerator's device, which the collective needs."""
         parameter = unwrapped_shard(master_of(parameter))
         if not isinstance(parameter, DTensor):
             return parameter.detach()
@@ -147,14 +140,12 @@ class FsdpStrategy(DistributedStrategy):
         return sharded.full_tensor()
 
     def local_tensor(self, parameter: Tensor) -> Tensor:
-        """See `DistributedStrategy.local_tensor`."""
         return super().local_tensor(unwrapped_shard(master_of(parameter)))
 
 
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
-    """After a forward pass without gradients, free the unsharded parameters that a unit keeps for its backward pass.
-
-    After an evaluation they would be the model's parameters, in the compute dtype, in a checkpoint or an export.
+    """After a forward pass without gradients, free the unsharded parameters that a unit keeps for its backward pass: a
+    checkpoint or an export would hold them, in the compute dtype, in place of the master weights.
     """
     if not torch.is_grad_enabled():
         for unit in units_of(model):

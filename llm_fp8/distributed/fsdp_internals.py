@@ -9,12 +9,9 @@
     entry.unsharded_accumulated_grad           the fp32 gradient of the micro-batches before the last
     nn.Module._apply                           moves every parameter and buffer by a function
 
-Without the first three no main gradients are found, and autograd and FSDP2 accumulate with kernels of their own, slower
-and as right; without the last `materialize_` raises AttributeError.
-tests/distributed/test_wgrad_fusion_sharded.py notices the first three, tests/models/test_weight_shards.py the last.
-
-The reduce-scatter below uses public names alone (`FSDPModule.set_custom_reduce_scatter`): an object with `allocate` and
-`__call__`.
+Without the first three (noticed by tests/distributed/test_wgrad_fusion_sharded.py) no main gradients are found, and
+autograd and FSDP2 accumulate with kernels of their own, slower and as exact; without the last
+(tests/models/test_weight_shards.py) `materialize_` raises AttributeError.
 """
 
 from __future__ import annotations
@@ -53,9 +50,7 @@ class UnshardedGradients:
         self._entries = {id(weight): entry for unit in units_of(model) for weight, entry in _entries_of(unit)}
 
     def find(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A sharded weight -> the gathered one that stands in for it in forward passes, and its main gradient; see
-        `FindMainGrad`.
-        """
+        """The `FindMainGrad` of sharded weights, which a gathered one stands in for in forward passes."""
         entry = self._entries.get(id(weight))
         gathered: Tensor | None = getattr(entry, "_unsharded_param", None)  # from the first forward pass on
         if entry is None or gathered is None or _would_lose_main_grad(entry._module_info.module):
@@ -66,10 +61,8 @@ class UnshardedGradients:
 
 
 def _would_lose_main_grad(module: Any) -> bool:
-    """Whether this module would end the step with an error instead of adding to a main gradient.
-
-    Transformer Engine 2.20's LayerNormLinear looks for it only where it has kept the weight that it multiplied with;
-    under FSDP2 it drops its fp8 cast.
+    """Whether this module would raise instead of adding to a main gradient: Transformer Engine 2.20's LayerNormLinear
+    looks for it only where it has kept the weight of its GEMM, and under FSDP2 it drops its fp8 cast.
     """
     drops_cast = (
         getattr(module, "is_fsdp2", False) and getattr(module, "fp8", False) and not module.primary_weights_in_fp8
@@ -78,21 +71,18 @@ def _would_lose_main_grad(module: Any) -> bool:
 
 
 class MemorySavingReduceScatter:
-    """FSDP2's reduce-scatter of a unit's gradients, with buffers from the backward pass's memory.
+    """FSDP2's reduce-scatter of a unit's gradients (`FSDPModule.set_custom_reduce_scatter`, public), with buffers from
+    the backward pass's memory.
 
-    PyTorch's allocator keeps memory by CUDA stream: what one stream freed, no other can use. FSDP2 allocates a rank's
-    gradient shards (4 / N bytes per parameter on N ranks) on the reduce-scatter's stream, though the backward pass's
-    stream has just freed activations and unsharded gradients. Allocated on that stream, the shards take their place.
-
-    This needs the last reference to the unsharded gradients to be gone. FSDP2 drops its own between its two
-    allocations, the buffer that it copies them to and the shards; the main gradients that GEMMs accumulated
+    PyTorch's allocator keeps memory by CUDA stream. FSDP2 allocates a rank's gradient shards (4 / N bytes per parameter
+    on N ranks) on the reduce-scatter's stream, though the backward pass's stream has just freed activations and
+    unsharded gradients. Allocated on that stream, the shards take their place, once the last reference to the unsharded
+    gradients is gone: FSDP2 drops its own between its two allocations, and the main gradients that GEMMs accumulated
     (`llm_fp8.distributed.wgrad_fusion`) are released here, at the first.
 
-    Args:
-        unit: whose parameters are reduced.
-        stream: that of the backward pass, which must be current in it too: FSDP2 makes the reduce-scatter's stream
-            wait for the current one before it allocates the shards. None allocates where FSDP2 does (fsdp_hybrid: a
-            third stream reads the shards, of which the allocator would not know; and CPUs).
+    `stream`: that of the backward pass, which must be current in it too: FSDP2 makes the reduce-scatter's stream wait
+    for the current one before it allocates the shards. None allocates where FSDP2 does (fsdp_hybrid: a third stream,
+    unknown to the allocator, reads the shards; and CPUs).
     """
 
     def __init__(self, unit: FSDPModule, stream: torch.cuda.Stream | None) -> None:
@@ -100,7 +90,6 @@ class MemorySavingReduceScatter:
         self._stream = stream
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor of `size`, contents undefined."""
         for entry in self._entries:
             gathered = getattr(entry, "_unsharded_param", None)
             if gathered is not None:

@@ -23,7 +23,7 @@ _LOST_PEER = re.compile(
 
 
 def start_process_group(ranks: LaunchRanks) -> None:
-    """Join the other processes of the launch; nothing without a launcher, or where it is done already."""
+    """Join the other processes of the launch, if there is a launcher and it is not done already."""
     if not ranks.launched or dist.is_initialized():
         return
     backend = "gloo"
@@ -48,8 +48,8 @@ def own_device() -> torch.device:
 def end_process_group(accelerator: Accelerator) -> None:
     """Leave the group, at the end of a run that ended well.
 
-    DDP is freed first: were it the last to hold the group, its destructor would wait, with Python's lock, for threads
-    of gloo that wait for this lock.
+    DDP is freed first: if it held the last reference, its destructor would wait, holding the GIL, for threads of gloo
+    that wait for the GIL.
     """
     accelerator.free_memory()
     if dist.is_initialized():
@@ -57,7 +57,7 @@ def end_process_group(accelerator: Accelerator) -> None:
 
 
 def largest(value: int) -> int:
-    """The largest `value` of all ranks; collective, on CPU tensors, so it waits for no GPU."""
+    """The largest `value` of all ranks; collective, on the CPU, without a GPU synchronisation."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     tensor = torch.tensor([value])

@@ -8,8 +8,7 @@
     fsdp_full    16 / N + 4      the same without unsharded weights
 
 and takes the first that leaves 40% of the memory to activations, fp8 casts, logits and the gathered layer. The 4 bytes
-fall away with one micro-batch per step or --sync_every_micro_batch. A named --optimizer has its own bytes in place of
-the 12 or 16. Under LoRA the frozen weights alone count: 2, 2 / N + 2 and 2 / N bytes.
+fall away with one micro-batch per step or --sync_every_micro_batch. A named --optimizer has its own bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _ACCUMULATED_GRADIENT_BYTES = 4
 
 @dataclass(frozen=True)
 class ModeChoice:
-    """The mode of a run and, where it was left to the program, the reason."""
+    """The mode of a run and, under auto, the reason."""
 
     mode: str
     reason: str | None = None
@@ -42,11 +41,7 @@ class ModeChoice:
 def choose_mode(
     config: Config, ranks: LaunchRanks, count_parameters: Callable[[], int], gpu_memory_gib: float | None
 ) -> ModeChoice:
-    """What --sharding_mode means in this run.
-
-    `count_parameters` (of the model) is called where the choice depends on it; `gpu_memory_gib`: of the smallest GPU,
-    None on CPUs.
-    """
+    """What --sharding_mode means in this run. `gpu_memory_gib`: of the smallest GPU, None on CPUs."""
     asked = config.parallel.sharding_mode
     if asked != "auto":
         return ModeChoice(asked)
@@ -87,7 +82,7 @@ def _optimizer_under(mode: str, config: Config) -> OptimizerKind:
 
 def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config) -> float:
     """Bytes per parameter of weights, gradients and optimizer state on one GPU between micro-batches, where
-    `num_shards` GPUs share a copy; under LoRA of the frozen weights alone.
+    `num_shards` GPUs share a copy; under LoRA of the frozen weights only.
     """
     if config.lora.lora_rank:
         if mode == "fsdp_offload":

@@ -1,7 +1,6 @@
 """How the training loop runs on several GPUs: the interface, whose base class is one process, or DDP.
 
-strategy = build_strategy(...)
-strategy.shard(model, layers)              parameters take their final form (FSDP), before weights are loaded
+strategy.shard(model, layers)              FSDP: before weights are loaded
 model, optimizer = strategy.prepare(model, optimizer)
 for each step:
     for each micro-batch:
@@ -30,22 +29,14 @@ from llm_fp8.optim.optimizers import OptimizerKind, build_optimizer, clip_and_st
 
 
 class DistributedStrategy:
-    """One process, or several with a copy of the model each (DDP).
-
-    Attributes:
-        mode: a value of --sharding_mode, or 'single' for one process.
-        shards_parameters: parameters are DTensors; weights are then loaded shard by shard.
-        caches_weight_casts: whether fp8 casts of weights may serve several micro-batches.
-        wgrad_accumulation: lets GEMMs add to the gradients of earlier micro-batches; None before `prepare` and where
-            autograd adds them all.
-    """
+    """One process (mode 'single'), or several with a copy of the model each (DDP)."""
 
     shards_parameters = False
+    """Parameters are DTensors; weights are then loaded shard by shard."""
     caches_weight_casts = True
+    """fp8 casts of weights may serve several micro-batches."""
     reentrant_te_checkpoints = False
-    """Recomputed Transformer Engine layers need a backward pass of their own
-    (`llm_fp8.distributed.activation_checkpoint`).
-    """
+    """Recomputed Transformer Engine layers need a backward pass of their own (`activation_checkpoint`)."""
     saves_itself = False
     """Weights and optimizer state go into a checkpoint by `save_state`, not as tensors by name."""
 
@@ -53,7 +44,7 @@ class DistributedStrategy:
         self.mode = mode
         self.accelerator = accelerator
         self.options = options
-        self.wgrad_accumulation: FusedWgradAccumulation | None = None
+        self.wgrad_accumulation: FusedWgradAccumulation | None = None  # None before `prepare`, and for DeepSpeed
 
     @property
     def num_shards(self) -> int:
@@ -61,21 +52,19 @@ class DistributedStrategy:
         return self.accelerator.num_processes
 
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
-        """What `--optimizer` means in this mode on this machine; `UserError` where it cannot be had."""
+        """What `--optimizer` means in this mode on this machine."""
         return resolve_optimizer(requested, compute_dtype == torch.bfloat16, self.accelerator.device.type)
 
     def parameter_dtype(self, kind: OptimizerKind, compute_dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which the model's parameters are made."""
         return parameter_dtype(kind)
 
     def build_optimizer(
         self, config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
     ) -> Optimizer:
-        """The optimizer that `prepare` is given."""
         return build_optimizer(config, kind, named_parameters)
 
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
-        """Give the parameters of `model`, perhaps on the meta device, the form in which they are trained."""
+        """Shard the parameters of `model`, which may be on the meta device."""
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         """The model to call and the optimizer to step."""
@@ -125,4 +114,4 @@ class DistributedStrategy:
         """Write to `folder` what a checkpoint does not hold by name; collective."""
 
     def load_state(self, folder: Path) -> None:
-        """Put back what `save_state` wrote; collective."""
+        """Restore what `save_state` wrote; collective."""

@@ -4,7 +4,7 @@ autograd adds a micro-batch's gradient to `.grad` with another kernel after the 
 element, and memory for the new gradient. A GEMM can add by itself, D = A B + C with C and D the same buffer, the *main
 gradient*: Transformer Engine's `fuse_wgrad_accumulation`.
 
-The life of a weight's gradient in a step of n micro-batches, and who owns it:
+A weight's gradient in a step of n micro-batches:
 
     step                             one process, DDP               FSDP2
     1. first micro-batch             autograd: `.grad`              FSDP2: unsharded fp32, from the bf16 `.grad`
@@ -12,22 +12,18 @@ The life of a weight's gradient in a step of n micro-batches, and who owns it:
                                      found by `in_grad`             found by `fsdp_internals.UnshardedGradients`
     3. reduction, last micro-batch   DDP: all-reduce (`strategy`)   `fsdp_internals.MemorySavingReduceScatter`, which
                                      autograd adds there            releases `main_grad`; `.grad` is then the shard
-    4. clip, step, zero              `DistributedStrategy.step` and `llm_fp8.optim` own `.grad`, and drop it
+    4. clip, step, zero              `DistributedStrategy.step` uses and drops `.grad`
 
-`main_grad` exists in step 2 alone: it is released after the micro-batch, or before the reduction, for it would keep the
-memory of dropped gradients. No buffer is zeroed or kept between steps; a step of one micro-batch is unchanged.
-
-On an H200 (cuBLAS 13) accumulating in bf16 gives autograd's bits: the GEMM rounds its result to bf16 before it adds.
-To an fp32 main gradient the results are added without being rounded to the compute dtype at all.
+`main_grad` exists in step 2 alone, for it would keep the memory of dropped gradients. On an H200 (cuBLAS 13)
+accumulating in bf16 gives autograd's bits: the GEMM rounds its result to bf16 before it adds. To an fp32 main gradient
+the results are added unrounded.
 
 What Transformer Engine 2.20 does (module/linear.py, layernorm_linear.py, layernorm_mlp.py):
 - `fuse_wgrad_accumulation` is read in the forward pass, also a recomputed one, `main_grad` in the backward pass;
-  autograd gets None for the weight. Frozen weights need no `main_grad`.
-- With `is_first_microbatch=True` the GEMM overwrites. So gradients must be dropped after each step, as
-  `DistributedStrategy.step` does, and `llm_fp8.precision.context` must say True in no later micro-batch. It does for
-  the frozen model of a LoRA run, which has no weight gradients.
-- A weight with an attribute `grad_added_to_main_grad` (Megatron's) gets a dummy gradient instead of None; not set here.
-- Biases and norms are left to autograd.
+  autograd gets None for the weight. Biases, norms and frozen weights are left to autograd.
+- With `is_first_microbatch=True` the GEMM overwrites. So gradients must be dropped after each step, and
+  `llm_fp8.precision.context` must not say True in a later micro-batch, except for the frozen model of a LoRA run, which
+  has no weight gradients.
 """
 
 from __future__ import annotations
@@ -51,9 +47,8 @@ def in_grad(weight: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 class FusedWgradAccumulation:
-    """Lets the wgrad GEMMs of Transformer Engine's linear modules in `model`, if any, accumulate.
-
-    What waits for autograd to accumulate a gradient (DDP's all-reduce, DeepSpeed, hooks) is not called for them.
+    """Lets the wgrad GEMMs of Transformer Engine's linear modules in `model`, if any, accumulate. Hooks that wait for
+    autograd to accumulate a gradient (DDP's all-reduce, DeepSpeed's) are not called for them.
     """
 
     def __init__(self, model: nn.Module, find_main_grad: FindMainGrad = in_grad) -> None:
@@ -81,7 +76,7 @@ class FusedWgradAccumulation:
                     release_main_grad(weight)
 
     def _lend_main_grads(self, module: Any, weights: list[Tensor], lent: list[tuple[Any, list[Tensor]]]) -> None:
-        """Let `module` add to the main gradients of its weights, if it can to all of them; add it to `lent`."""
+        """Let `module` add to the main gradients of its weights, if it can for all of them, and add it to `lent`."""
         found = [self._find_main_grad(weight) for weight in weights]
         # A GEMM needs a contiguous gradient; that of a transposed weight is transposed too.
         if not all(main_grad is not None and main_grad.is_contiguous() for _, main_grad in found):
@@ -93,5 +88,5 @@ class FusedWgradAccumulation:
 
 
 def release_main_grad(weight: Tensor) -> None:
-    """Drop the reference to the main gradient of `weight`, if it has one: its backward pass is over."""
+    """Drop the reference to the main gradient of `weight`, if it has one."""
     vars(weight).pop("main_grad", None)

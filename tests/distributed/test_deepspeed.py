@@ -26,8 +26,8 @@ from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import IGNORED, Batch
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.distributed.deepspeed import DeepSpeedStrategy, accelerator_arguments, deepspeed_plugin
-from llm_fp8.distributed.deepspeed_config import deepspeed_settings, default_file
+from llm_fp8.distributed.deepspeed import DeepSpeedStrategy, accelerator_arguments
+from llm_fp8.distributed.deepspeed_config import deepspeed_settings, file_of
 from llm_fp8.distributed.process_group import start_process_group
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.optim.optimizers import parameter_groups
@@ -212,7 +212,8 @@ def start(case: Case, folder: Path, *options: str, seed: int = 1) -> Any:
     AcceleratorState._reset_state()  # of the run before; a program has one Accelerator in its life
     config = case.config(folder, *options)
     compute_name = "fp32" if case.dtype == torch.float32 else "bf16"
-    accelerator = Accelerator(mixed_precision="no", **accelerator_arguments(config, case.mode, compute_name, NUM_RANKS))
+    settings = deepspeed_settings(config, case.mode, compute_name, NUM_RANKS)
+    accelerator = Accelerator(mixed_precision="no", **accelerator_arguments(settings))
     assert accelerator.num_processes == NUM_RANKS
     plain = make_model(case, seed)
     if case.recompute:
@@ -496,7 +497,7 @@ def test_default_files_are_accepted_and_completed(stage, compute_name):
         f"deepspeed_{stage}", "--batch_size=3", "--gradient_accumulation_steps=5", "--max_grad_norm=0.7"
     )
     settings = deepspeed_settings(config, f"deepspeed_{stage}", compute_name, 4)
-    assert default_file(f"deepspeed_{stage}").is_file()
+    assert file_of(None, f"deepspeed_{stage}").is_file()
     assert settings["zero_optimization"]["stage"] == stage
     assert settings["bf16"]["enabled"] is (compute_name == "bf16")
     assert (settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]) == (3, 5)
@@ -585,7 +586,7 @@ def test_tests_run_the_version_that_users_install():
     pins = [
         [
             line.split()[0]
-            for line in (default_file("deepspeed_1").parents[1] / file).read_text().splitlines()
+            for line in (file_of(None, "deepspeed_1").parents[1] / file).read_text().splitlines()
             if line.startswith("deepspeed==")
         ]
         for file in ("requirements-deepspeed.txt", "requirements-dev.txt")
@@ -596,14 +597,15 @@ def test_tests_run_the_version_that_users_install():
 def test_deepspeed_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install -r requirements-deepspeed.txt"):
-        deepspeed_plugin(options_of("deepspeed_1"), "deepspeed_1", "bf16", 2)
+        deepspeed_settings(options_of("deepspeed_1"), "deepspeed_1", "bf16", 2)
 
 
 def test_accelerates_variables_do_not_reach_the_plugin(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "9")
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
     config = options_of("deepspeed_3", "--max_grad_norm=0.5")
-    plugin = deepspeed_plugin(config, "deepspeed_3", "bf16", 2)
+    settings = deepspeed_settings(config, "deepspeed_3", "bf16", 2)
+    plugin = accelerator_arguments(settings)["deepspeed_plugin"]
     expected = {**deepspeed_settings(config, "deepspeed_3", "bf16", 2), "steps_per_print": float("inf")}
     assert plugin.deepspeed_config == expected
     assert not plugin.zero3_init_flag

@@ -173,7 +173,7 @@ def _accelerator(work: Workload, num_micro_batches: int, baseline: Baseline, mod
 
 def _accelerator_with_deepspeed(work: Workload, baseline: Baseline, mode: str) -> Accelerator:
     """Accelerate with its DeepSpeed plugin. Of the file it fills in what its own documentation writes as "auto"."""
-    from llm_fp8.distributed.deepspeed import arguments_of, plugin_of
+    from llm_fp8.distributed.deepspeed import accelerator_arguments
 
     file = read_file(file_of(baseline.deepspeed_config, mode))
     settings = {
@@ -186,7 +186,7 @@ def _accelerator_with_deepspeed(work: Workload, baseline: Baseline, mode: str) -
         "zero_allow_untested_optimizer": True,  # torch's, as in the other variants
     }
     return Accelerator(
-        mixed_precision="bf16", gradient_accumulation_steps=work.micro_batches, **arguments_of(plugin_of(settings))
+        mixed_precision="bf16", gradient_accumulation_steps=work.micro_batches, **accelerator_arguments(settings)
     )
 
 
