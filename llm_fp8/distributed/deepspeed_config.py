@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,29 +51,21 @@ _PASSED_ON = {
 }
 """Accepted top-level keys."""
 
-_REMEDIES = {
-    "fp8": "fp8 is Transformer Engine's here; remove the section and use --mixed_precision fp8 and --fp8_scenario",
-    "msamp": "MS-AMP is not used here; remove the section and use --mixed_precision fp8",
-    "amp": "precision comes from --mixed_precision; remove the section",
-    "torch_autocast": "precision comes from --mixed_precision; remove the section",
-    "optimizer": "the optimizer is AdamW from --learning_rate, --weight_decay, --adam_beta1, --adam_beta2 and "
-    "--adam_epsilon; remove the section",
-    "scheduler": "the schedule comes from --lr_scheduler and --num_warmup_steps; remove the section",
-    "activation_checkpointing": "recomputation comes from --gradient_checkpointing; remove the section",
-    "tensorboard": "trackers come from --report_to; remove the section",
-    "wandb": "trackers come from --report_to; remove the section",
-}
-"""What to do about other keys."""
+_SECTIONS = (_ZERO, "bf16", "fp16", "data_types")
 
-_COMPILED = "it needs operators that DeepSpeed compiles; remove it"
-_ZERO_REFUSED = {
-    "load_from_fp32_weights": (False, "a resumed run would lose what bf16 weights cannot hold; remove it"),
-    "compute_grad_norm": (False, "every step reports the gradient norm; remove it"),
-    "zero_quantized_weights": (True, _COMPILED),
-    "zero_quantized_nontrainable_weights": (True, _COMPILED),
-    "zero_quantized_gradients": (True, _COMPILED),
+_SET_ELSEWHERE = {
+    "fp8": "fp8 is Transformer Engine's here, from --mixed_precision fp8 and --fp8_scenario",
+    "msamp": "MS-AMP is not used here; fp8 comes from --mixed_precision fp8",
+    "amp": "precision comes from --mixed_precision",
+    "torch_autocast": "precision comes from --mixed_precision",
+    "optimizer": "the optimizer is AdamW from --learning_rate, --weight_decay, --adam_beta1, --adam_beta2 and "
+    "--adam_epsilon",
+    "scheduler": "the schedule comes from --lr_scheduler and --num_warmup_steps",
+    "activation_checkpointing": "recomputation comes from --gradient_checkpointing",
+    "tensorboard": "trackers come from --report_to",
+    "wandb": "trackers come from --report_to",
 }
-"""Refused values of the section zero_optimization, and why."""
+"""Why other keys are refused."""
 
 _FLAGS = {
     "train_micro_batch_size_per_gpu": "--batch_size",
@@ -81,6 +73,19 @@ _FLAGS = {
     "train_batch_size": "--batch_size, --gradient_accumulation_steps and the number of processes",
     "gradient_clipping": "--max_grad_norm",
 }
+
+_ROUNDED_AWAY = "small updates would be rounded away without fp32 master weights"
+_COMPILED = "it needs operators that DeepSpeed compiles"
+_REFUSED = {
+    "bf16.bf16_master_weights_and_grads": (True, _ROUNDED_AWAY),
+    "bf16.bf16_optimizer_states": (True, _ROUNDED_AWAY),
+    f"{_ZERO}.load_from_fp32_weights": (False, "a resumed run would lose what bf16 weights cannot hold"),
+    f"{_ZERO}.compute_grad_norm": (False, "every step reports the gradient norm"),
+    f"{_ZERO}.zero_quantized_weights": (True, _COMPILED),
+    f"{_ZERO}.zero_quantized_nontrainable_weights": (True, _COMPILED),
+    f"{_ZERO}.zero_quantized_gradients": (True, _COMPILED),
+}
+"""Refused values, and why."""
 
 _OFFLOADING = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", "zenflow")
 
@@ -167,76 +172,56 @@ def file_problems(
 
     `wanted`: top-level entries whose values are the run's.
     """
+    entries = dict(settings)
     for key, value in settings.items():
         if key not in _PASSED_ON:
-            yield f'"{key}"', _REMEDIES.get(key, "it has no effect on this training; remove it")
-        if key in wanted and value not in (AUTO, wanted[key]):
-            yield (
-                f'"{key}": {json.dumps(value)}',
-                f'this run has {wanted[key]}, from {_FLAGS[key]}; remove the entry or make it "{AUTO}"',
-            )
-    no_sections = [
-        name for name in (_ZERO, "bf16", "fp16", "data_types") if not isinstance(settings.get(name, {}), dict)
-    ]
-    for name in no_sections:
-        yield f'"{name}"', f"it must be a section, like {{...}}, and is {json.dumps(settings[name])}"
-    settings = {key: value for key, value in settings.items() if key not in no_sections}
-    yield from _dtype_problems(settings, zero_stage(mode), compute_name)
-    zero = settings.get(_ZERO, {})
-    stage = zero.get("stage", AUTO)
-    if stage not in (AUTO, zero_stage(mode)):
-        yield (
-            f'"{_ZERO}.stage": {json.dumps(stage)}',
-            f"the run has --sharding_mode {mode}; use --sharding_mode deepspeed_{stage} or change the file",
-        )
+            yield f'"{key}"', f"{_SET_ELSEWHERE.get(key, 'it has no effect on this training')}; remove it"
+        if key in _SECTIONS and not isinstance(value, dict):
+            yield f'"{key}"', f"it must be a section, like {{...}}, and is {json.dumps(value)}"
+        elif key in _SECTIONS:
+            entries |= {f"{key}.{name}": entry for name, entry in value.items()}
+
+    stage, stage_entry = zero_stage(mode), entries.get(f"{_ZERO}.stage")
+    computed, fp32 = (None, *_DTYPE_NAMES[compute_name]), _DTYPE_NAMES["fp32"]
+    doubled = ", and fp32 would double that traffic" if compute_name == "bf16" else ""
+    computes = f"the run computes in {compute_name}, from --mixed_precision; remove the entry"
+    accepted: dict[str, tuple[Sequence[Any], str]] = {
+        key: ([value], f'this run has {value}, from {_FLAGS[key]}; remove the entry or make it "{AUTO}"')
+        for key, value in wanted.items()
+    } | {
+        "bf16.enabled": ([compute_name == "bf16"], computes),
+        "fp16.enabled": ([False], computes),
+        "data_types.param_dtype": (computed, computes),
+        "communication_data_type": (
+            computed,
+            f"gradients are reduced in {compute_name}{doubled}; remove the entry",
+        ),
+        "data_types.grad_accum_dtype": (
+            computed if stage == 1 else [*computed, *fp32],
+            "with stage 1 DeepSpeed keeps unsharded gradients in another dtype; remove the entry, or use "
+            "--sharding_mode deepspeed_2 with fp32"
+            if stage == 1
+            else f"gradients are accumulated in {compute_name} or fp32; remove the entry",
+        ),
+        f"{_ZERO}.stage": (
+            [stage],
+            f"the run has --sharding_mode {mode}; use --sharding_mode deepspeed_{stage_entry} or change the file",
+        ),
+    }
+    for key, (values, why) in accepted.items():
+        if key in entries and entries[key] not in (AUTO, *values):
+            yield f'"{key}": {json.dumps(entries[key])}', why
+    for key, (refused, why) in _REFUSED.items():
+        if entries.get(key) == refused:
+            yield f'"{key}": {json.dumps(refused)}', f"{why}; remove it"
     for key in _OFFLOADING:
-        value = zero.get(key)
+        value = entries.get(f"{_ZERO}.{key}")
         device = value.get("device", "none") if isinstance(value, dict) and key != "zenflow" else value
         if device not in (None, False, "none", AUTO):
             yield (
                 f'"{_ZERO}.{key}"',
                 "it needs an optimizer that DeepSpeed compiles; remove it and use --sharding_mode fsdp_offload instead",
             )
-    for key, (value, why) in _ZERO_REFUSED.items():
-        if zero.get(key) is value:
-            yield f'"{_ZERO}.{key}": {json.dumps(value)}', why
-
-
-def _dtype_problems(settings: dict[str, Any], stage: int, compute_name: str) -> Iterator[tuple[str, str]]:
-    """Everything in the file that names a dtype."""
-    asked = f"the run computes in {compute_name}, from --mixed_precision"
-    for name in ("bf16", "fp16"):
-        enabled = settings.get(name, {}).get("enabled", AUTO)
-        if enabled not in (AUTO, name == compute_name):
-            yield f'"{name}.enabled": {json.dumps(enabled)}', f'{asked}; remove the entry or make it "{AUTO}"'
-    for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
-        if settings.get("bf16", {}).get(key) is True:
-            yield f'"bf16.{key}": true', "small updates would be rounded away without fp32 master weights; remove it"
-    computed, fp32 = _DTYPE_NAMES[compute_name], _DTYPE_NAMES["fp32"]
-    data_types = settings.get("data_types", {})
-    accumulation = (
-        "with stage 1 DeepSpeed keeps unsharded fp32 gradients on every GPU under another optimizer; remove the entry, "
-        "or use --sharding_mode deepspeed_2, which keeps its shard only"
-        if stage == 1
-        else f"gradients are accumulated in {compute_name} or fp32; remove the entry"
-    )
-    for key, value, accepted, why in (
-        (
-            "communication_data_type",
-            settings.get("communication_data_type"),
-            computed,
-            f"gradients are reduced in {compute_name} (fp32 would double bf16's traffic); remove the entry",
-        ),
-        ("data_types.param_dtype", data_types.get("param_dtype"), computed, f"{asked}; remove the entry"),
-        (
-            "data_types.grad_accum_dtype",
-            data_types.get("grad_accum_dtype"),
-            computed if stage == 1 else (*computed, *fp32),
-            accumulation,
-        ),
-    ):
-        if value not in (AUTO, None, *accepted):
-            yield f'"{key}": {json.dumps(value)}', why
 
 
 def _without_auto(value: Any) -> Any:

@@ -64,25 +64,21 @@ def _would_lose_main_grad(module: Any) -> bool:
     """Whether this module would raise instead of adding to a main gradient: Transformer Engine 2.20's LayerNormLinear
     looks for it only where it has kept the weight of its GEMM, and under FSDP2 it drops its fp8 cast.
     """
-    drops_cast = (
-        getattr(module, "is_fsdp2", False) and getattr(module, "fp8", False) and not module.primary_weights_in_fp8
-    )
-    return type(module).__name__ == "LayerNormLinear" and drops_cast
+    in_fp8 = getattr(module, "is_fsdp2", False) and getattr(module, "fp8", False)
+    return type(module).__name__ == "LayerNormLinear" and in_fp8 and not module.primary_weights_in_fp8
 
 
 class MemorySavingReduceScatter:
-    """FSDP2's reduce-scatter of a unit's gradients (`FSDPModule.set_custom_reduce_scatter`, public), with buffers from
-    the backward pass's memory.
+    """FSDP2's reduce-scatter of a unit's gradients, with buffers from the backward pass's memory.
 
     PyTorch's allocator keeps memory by CUDA stream. FSDP2 allocates a rank's gradient shards (4 / N bytes per parameter
     on N ranks) on the reduce-scatter's stream, though the backward pass's stream has just freed activations and
-    unsharded gradients. Allocated on that stream, the shards take their place, once the last reference to the unsharded
-    gradients is gone: FSDP2 drops its own between its two allocations, and the main gradients that GEMMs accumulated
-    (`llm_fp8.distributed.wgrad_fusion`) are released here, at the first.
+    unsharded gradients. Allocated on that stream, the shards take their place: FSDP2 drops its references to the
+    unsharded gradients between its two allocations, and main gradients (`wgrad_fusion`) are released at the first.
 
-    `stream`: that of the backward pass, which must be current in it too: FSDP2 makes the reduce-scatter's stream wait
-    for the current one before it allocates the shards. None allocates where FSDP2 does (fsdp_hybrid: a third stream,
-    unknown to the allocator, reads the shards; and CPUs).
+    `stream`: that of the backward pass, which must be current in it: FSDP2 makes the reduce-scatter's stream wait for
+    the current one before it allocates the shards. None allocates where FSDP2 does: on CPUs, and under fsdp_hybrid,
+    where a third stream, unknown to the allocator, reads the shards.
     """
 
     def __init__(self, unit: FSDPModule, stream: torch.cuda.Stream | None) -> None:
@@ -107,13 +103,9 @@ class MemorySavingReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """The collective itself, as FSDP2's default does it."""
-        # torch 2.13 renamed reduce_scatter_tensor.
+        # As FSDP2's default does it; torch 2.13 renamed reduce_scatter_tensor.
         reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        work: dist.Work | None = reduce_scatter(
-            output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op
-        )
-        return work
+        return reduce_scatter(output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op)
 
 
 def use_memory_saving_reduce_scatter(model: nn.Module, stream: torch.cuda.Stream | None) -> None:

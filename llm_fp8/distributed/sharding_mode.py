@@ -55,17 +55,15 @@ def choose_mode(
         mode: num_parameters * state_bytes(mode, _optimizer_under(mode, config), ranks.world_size, config) / GIB
         for mode in ("ddp", "fsdp_grad", "fsdp_full")
     }
-    for mode, needed in needs.items():
-        if needed <= room or mode == "fsdp_full":
-            told = ", ".join(f"{name} {value:.0f} GiB" for name, value in needs.items())
-            fits = "fits" if needed <= room else "comes nearest to"
-            return ModeChoice(
-                mode,
-                f"weights, gradients and optimizer state of {num_parameters / 1e9:.2f} billion parameters on "
-                f"{ranks.world_size} GPUs take, per GPU, {told}; {mode} is the first that {fits} {room:.0f} GiB, "
-                f"{STATE_SHARE:.0%} of the smallest GPU",
-            )
-    raise AssertionError("fsdp_full ends the loop")
+    mode = next((mode for mode, needed in needs.items() if needed <= room), "fsdp_full")
+    told = ", ".join(f"{name} {value:.0f} GiB" for name, value in needs.items())
+    fits = "fits" if needs[mode] <= room else "comes nearest to"
+    return ModeChoice(
+        mode,
+        f"weights, gradients and optimizer state of {num_parameters / 1e9:.2f} billion parameters on "
+        f"{ranks.world_size} GPUs take, per GPU, {told}; {mode} is the first that {fits} {room:.0f} GiB, "
+        f"{STATE_SHARE:.0%} of the smallest GPU",
+    )
 
 
 def default_optimizer(mode: str) -> OptimizerKind:
@@ -84,22 +82,17 @@ def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config)
     """Bytes per parameter of weights, gradients and optimizer state on one GPU between micro-batches, where
     `num_shards` GPUs share a copy; under LoRA of the frozen weights only.
     """
+    if mode == "fsdp_offload":
+        return 0.0
+    gathered = _GATHERED_WEIGHT_BYTES if mode == "fsdp_grad" else 0
     if config.lora.lora_rank:
-        if mode == "fsdp_offload":
-            return 0.0
-        if not mode.startswith("fsdp"):
-            return _GATHERED_WEIGHT_BYTES
-        share = _GATHERED_WEIGHT_BYTES / num_shards
-        return share + (_GATHERED_WEIGHT_BYTES if mode == "fsdp_grad" else 0)
+        return _GATHERED_WEIGHT_BYTES / (num_shards if mode.startswith("fsdp") else 1) + gathered
     if mode in _DEEPSPEED_BYTES:
         sharded, unsharded = _DEEPSPEED_BYTES[mode]
         return sharded / num_shards + unsharded
     total = bytes_per_parameter(kind).total
     if not mode.startswith("fsdp"):
         return total
-    if mode == "fsdp_offload":
-        return 0.0
-    gathered = _GATHERED_WEIGHT_BYTES if mode == "fsdp_grad" else 0
     gradients = _ACCUMULATED_GRADIENT_BYTES if keeps_unsharded_gradients(mode, config) else 0
     return total / num_shards + gathered + gradients
 

@@ -48,5 +48,4 @@ def flash_attention(
         causal=True,
         window_size=(None, None) if window is None else (window - 1, 0),
     )
-    attended: Tensor = output[0] if isinstance(output, tuple) else output
-    return attended
+    return output[0] if isinstance(output, tuple) else output
