@@ -33,15 +33,14 @@ def enable_gradient_checkpointing(
     """
     recomputed = list(layers[::every])
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
+    options: dict[str, Any] = {"use_reentrant": reentrant}
     if uses_te:
         te = require_te("--gradient_checkpointing")
         checkpoint = te.checkpoint
         if not reentrant:
-            checkpoint = functools.partial(checkpoint, context_fn=functools.partial(_te_contexts, te))
+            options["context_fn"] = functools.partial(_te_contexts, te)
     for layer in recomputed:
-        wrap_forward(
-            layer, functools.partial(_recomputed, layer, functools.partial(checkpoint, use_reentrant=reentrant))
-        )
+        wrap_forward(layer, functools.partial(_recomputed, layer, functools.partial(checkpoint, **options)))
     return recomputed
 
 

@@ -10,10 +10,9 @@ which it is padded (llm_fp8.data.collate), and rank r takes the chunks r and 2 C
     tokens of a document    0 1 | 2 3 | 4 5 | 6 7
     rank                      0 |   1 |   1 |   0        rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5
 
-A sliced batch is always packed ("thd"): Transformer Engine refuses masks of padded sequences ("bshd") under context
-parallelism. Source of the chunks' order and of the ring's limits (no sliding windows, no fp32): Transformer Engine
-2.20, pytorch/attention/dot_product_attention/context_parallel.py (`AttnFuncWithCPAndKVP2P`,
-`get_thd_partitioned_indices`).
+A sliced batch is always packed ("thd"): Transformer Engine refuses masks of padded sequences ("bshd") here. Source of
+the chunks' order and of the ring's limits (no sliding windows, no fp32): Transformer Engine 2.20,
+attention/dot_product_attention/context_parallel.py (`AttnFuncWithCPAndKVP2P`, `get_thd_partitioned_indices`).
 """
 
 from __future__ import annotations
@@ -97,9 +96,7 @@ class ContextGroup:
         )
 
     def on_its_own(self, batch: Batch) -> Batch:
-        """A slice as a packed batch that needs no group, each document's part a document of its own: another text, good
-        enough to compare two implementations of a layer.
-        """
+        """A slice as a packed batch that needs no group, each document's part a document of its own, for parity."""
         if self.size == 1:
             return batch
         assert batch.cu_seqlens is not None

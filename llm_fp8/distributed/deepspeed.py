@@ -50,9 +50,7 @@ class _Plugin(DeepSpeedPlugin):
 
 
 def accelerator_arguments(settings: dict[str, Any]) -> dict[str, Any]:
-    """What `Accelerator` is given beside mixed_precision, to train with DeepSpeed under `settings`, which name stage,
-    micro-batches and clipping.
-    """
+    """What `Accelerator` is given, beside mixed_precision, to train with DeepSpeed under these `settings`."""
     load_deepspeed()
     plugin = _Plugin(  # every argument is given: Accelerate would read the others from the environment
         hf_ds_config=settings,
@@ -75,10 +73,10 @@ def accelerator_arguments(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class DeepSpeedStrategy(DistributedStrategy):
-    """The modes deepspeed_1, deepspeed_2 and deepspeed_3; the accelerator was built with `accelerator_arguments`.
+    """The deepspeed modes; the accelerator was built with `accelerator_arguments`.
 
-    Weights are loaded before `prepare`, unsharded on each rank's device. Under deepspeed_3 parameters are empty outside
-    their module's forward and backward pass.
+    Weights are loaded before `prepare`, unsharded on each rank. Under deepspeed_3 parameters are empty outside their
+    module's forward and backward pass.
     """
 
     saves_itself = True

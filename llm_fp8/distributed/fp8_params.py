@@ -1,9 +1,9 @@
 """--fp8_params: fp8 weights of the decoder's linear layers between steps, all-gathered in fp8.
 
-Each rank holds of every such weight, sharded along the first dimension, the fp32 master weight and its two moments (12
-bytes per element; checkpoints and the export are written from the master weight), and the fp8 shard (1 byte), which is
-all-gathered as it is. Without the option the master weight is cast to bf16, all-gathered at two bytes per element, and
-cast to fp8 by every rank for every micro-batch. Gradients stay unsharded in bf16, reduced in fp32.
+Each rank holds of every such weight, sharded along the first dimension, the fp32 master weight and its moments (12
+bytes per element), from which checkpoints are written, and the fp8 shard (1 byte), which is all-gathered as it is.
+Without the option the master weight is cast to bf16, all-gathered at two bytes per element, and cast to fp8 by every
+rank for every micro-batch. Gradients are as without it.
 
 All shards of a weight have one scale:
 
@@ -92,8 +92,8 @@ def scales_of(amax: Tensor, target: float) -> Tensor:
 
 
 def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optimizer) -> None:
-    """Replace the weights of `precision`'s fp8 modules, fp32 shards, by fp8 parameters; the former, which `optimizer`
-    holds, become the master weights. Collective; before the first forward pass, when FSDP2 reads its parameters.
+    """Replace the weights of `precision`'s fp8 modules, fp32 shards in `optimizer`, by fp8 parameters, and make them
+    the master weights. Collective; before the first forward pass, when FSDP2 reads its parameters.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
@@ -127,9 +127,8 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
 
 
 def _prepare_module(module: Any, recipe: Any) -> Sequence[str]:
-    """Make `module` what it would be if built under `te.quantized_model_init`; the names of its weights.
-
-    It was built before it was known which layers stay in bf16.
+    """Make `module` what it would be if built under `te.quantized_model_init`, which was too early to know which layers
+    stay in bf16; the names of its weights.
     """
     import transformer_engine.pytorch as te
 

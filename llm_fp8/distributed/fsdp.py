@@ -3,10 +3,8 @@
     between steps    each rank keeps its shard of every parameter in fp32 (the master weights), and the moments of it
     forward          a layer's shards are gathered in the compute dtype (bf16) just before it runs and freed after it
     backward         gathered again; gradients are reduce-scattered in fp32
-    accumulation     without reduce-scatter between micro-batches: each rank keeps unsharded fp32 gradients until the
-                     last one, and GEMMs add to them (`llm_fp8.distributed.wgrad_fusion`)
-    fsdp_grad        gathers once a step: unsharded weights, and their fp8 casts, are kept from the first forward pass
-                     to the last backward pass
+    accumulation     each rank keeps unsharded fp32 gradients until the last micro-batch (see `wgrad_fusion`)
+    fsdp_grad        gathers once a step, and keeps unsharded weights and their fp8 casts between micro-batches
 
 The embedding, the final norm and the lm_head form the outermost unit: a tied matrix must not be in two.
 
@@ -47,10 +45,7 @@ from llm_fp8.utils.te_internals import keep_casts_under_fsdp2
 
 
 class FsdpStrategy(DistributedStrategy):
-    """The modes fsdp_grad, fsdp_full, fsdp_hybrid and fsdp_offload.
-
-    `hybrid_shard_size` ranks share one copy of the model (fsdp_hybrid); it divides the number of ranks.
-    """
+    """The fsdp modes. `hybrid_shard_size`, a divisor of the ranks: how many share a copy of the model (fsdp_hybrid)."""
 
     shards_parameters = True
 

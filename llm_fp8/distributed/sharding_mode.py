@@ -79,8 +79,8 @@ def _optimizer_under(mode: str, config: Config) -> OptimizerKind:
 
 
 def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config) -> float:
-    """Bytes per parameter of weights, gradients and optimizer state on one GPU between micro-batches, where
-    `num_shards` GPUs share a copy; under LoRA of the frozen weights only.
+    """Bytes per parameter of weights, gradients and optimizer state on one of `num_shards` GPUs that share a copy,
+    between micro-batches; under LoRA of the frozen weights only.
     """
     if mode == "fsdp_offload":
         return 0.0

@@ -18,12 +18,10 @@ A weight's gradient in a step of n micro-batches:
 accumulating in bf16 gives autograd's bits: the GEMM rounds its result to bf16 before it adds. To an fp32 main gradient
 the results are added unrounded.
 
-What Transformer Engine 2.20 does (module/linear.py, layernorm_linear.py, layernorm_mlp.py):
-- `fuse_wgrad_accumulation` is read in the forward pass, also a recomputed one, `main_grad` in the backward pass;
-  autograd gets None for the weight. Biases, norms and frozen weights are left to autograd.
-- With `is_first_microbatch=True` the GEMM overwrites. So gradients must be dropped after each step, and
-  `llm_fp8.precision.context` must not say True in a later micro-batch, except for the frozen model of a LoRA run, which
-  has no weight gradients.
+Transformer Engine 2.20 (module/linear.py, layernorm_linear.py, layernorm_mlp.py) reads `fuse_wgrad_accumulation` in the
+forward pass, also a recomputed one, `main_grad` in the backward pass, and gives autograd None for the weight. With
+`is_first_microbatch=True` the GEMM overwrites: gradients must be dropped after each step, and
+`llm_fp8.precision.context` must not say True in a later micro-batch where weights have gradients.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ from torch import Tensor, nn
 from llm_fp8.precision.modules import linear_weights
 
 FindMainGrad: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor | None]]
-"""A module's weight -> the tensor that its forward passes see in its place, and its gradient so far: None where there
-is none yet."""
+"""A module's weight -> the tensor that its forward passes see in its place, and its gradient so far, if any."""
 
 
 def in_grad(weight: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -103,7 +103,7 @@ def _loss_only(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int
 
 
 class _Bf16Gemms:
-    """The three GEMMs in the dtype of their operands; `Fp8Gemms` has the same methods."""
+    """The three GEMMs in the dtype of their operands, with the methods of `Fp8Gemms`."""
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return hidden @ weight.t()
