@@ -27,9 +27,8 @@ from llm_fp8.utils.te_import import require_te
 def enable_gradient_checkpointing(
     layers: nn.ModuleList, every: int, uses_te: bool, reentrant: bool = False
 ) -> Sequence[nn.Module]:
-    """Recompute every `every`-th of the decoder's `layers` in the backward pass; returns these.
-
-    `uses_te`: they hold Transformer Engine modules. `reentrant`: the recomputation has a backward pass of its own.
+    """Recompute every `every`-th of the decoder's `layers` in the backward pass; returns these. `reentrant`: the
+    recomputation has a backward pass of its own.
     """
     recomputed = list(layers[::every])
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
@@ -53,9 +52,7 @@ def _recomputed(
 
 
 def _te_contexts(te: Any) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    """Nothing around the forward pass; around the recomputation an autocast that is off, inside which the checkpoint
-    opens its own.
-    """
+    """Nothing around the forward pass; around the recomputation, which TE puts into an autocast, one that is off."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     if not FP8GlobalStateManager.is_fp8_enabled():

@@ -17,10 +17,7 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -> Accelerator:
-    """The run's only Accelerator. Precision is ours (`llm_fp8.precision.context`), so it gets "no", or "fp16" on a GPU
-    for its gradient scaler. Without the accumulation plugin it would divide by a number of steps that it finds in the
-    environment.
-    """
+    """The run's only Accelerator. fp16's gradient scaler is its part, precision otherwise `llm_fp8.precision.context`'s."""
     mode = config.parallel.sharding_mode
     if mode.startswith("deepspeed"):
         arguments = accelerator_arguments(deepspeed_settings(config, mode, plan.compute_name, ranks.world_size))
@@ -31,6 +28,7 @@ def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -
         arguments = {"cpu": not torch.cuda.is_available(), "kwargs_handlers": [ddp]}
     return Accelerator(
         mixed_precision="fp16" if config.precision.mixed_precision == "fp16" and torch.cuda.is_available() else "no",
+        # Otherwise it would divide by a number of steps that it finds in the environment.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         **arguments,
         **accelerator_tracking(config),
@@ -40,7 +38,6 @@ def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -
 def build_strategy(
     mode: str, config: Config, accelerator: Accelerator, ranks: LaunchRanks, compute_dtype: torch.dtype
 ) -> DistributedStrategy:
-    """The strategy of `mode`, a value that `sharding_mode.choose_mode` gave."""
     if mode.startswith("fsdp"):
         return FsdpStrategy(
             mode, accelerator, config.parallel, compute_dtype, config.parallel.gpus_per_copy(ranks.local_world_size)

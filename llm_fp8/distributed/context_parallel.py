@@ -62,8 +62,7 @@ class ContextGroup:
             layer.set_context_parallel_group(self.process_group, ranks, stream)
 
     def split(self, batch: Batch) -> Batch:
-        """This rank's slice of a batch, packed [1, num_tokens / size]; the slices' counts add up to the batch's.
-
+        """This rank's slice of a batch, packed [1, num_tokens / size]; the slices' counts add up to the batch's, and
         `cu_seqlens` and `max_seqlen` stay those of unsplit documents, as attention takes them.
         """
         if self.size == 1:

@@ -46,7 +46,7 @@ class _Plugin(DeepSpeedPlugin):
     """Accelerate's, without announcing itself to transformers, which would shard parameters while models are built."""
 
     def set_deepspeed_weakref(self) -> None:
-        """Called when the plugin is selected."""
+        pass
 
 
 def accelerator_arguments(settings: dict[str, Any]) -> dict[str, Any]:
@@ -73,10 +73,8 @@ def accelerator_arguments(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class DeepSpeedStrategy(DistributedStrategy):
-    """The deepspeed modes; the accelerator was built with `accelerator_arguments`.
-
-    Weights are loaded before `prepare`, unsharded on each rank. Under deepspeed_3 parameters are empty outside their
-    module's forward and backward pass.
+    """The deepspeed modes. Weights are loaded before `prepare`, unsharded on each rank. Under deepspeed_3 parameters
+    are empty outside their module's forward and backward pass.
     """
 
     saves_itself = True
@@ -151,7 +149,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return shard[: max(0, partitioned.ds_numel - self.accelerator.process_index * shard.numel())]
 
     def state_files(self) -> list[str]:
-        """The files of `save_state`, of all ranks."""
+        """Of `save_state`, of all ranks."""
         prefix = "bf16_" if self.settings["bf16"]["enabled"] else ""
         ranks = range(self.accelerator.num_processes)
         weights = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in ranks]

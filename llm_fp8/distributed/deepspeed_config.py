@@ -112,15 +112,9 @@ def load_deepspeed(flag: str = "A deepspeed mode") -> None:
 
 
 def deepspeed_settings(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
-    """What DeepSpeed is given: the checked file with the run's own values filled in.
+    """What DeepSpeed is given: the checked file with the run's own values filled in; UserError where it cannot be.
 
-    Args:
-        compute_name: the dtype of everything that is not fp8: fp32 or bf16.
-        num_processes: of all hosts.
-
-    Raises:
-        UserError: DeepSpeed or the file is missing, or the file is no JSON, contradicts the run or has an entry without
-            effect.
+    `compute_name`: the dtype of everything that is not fp8, fp32 or bf16. `num_processes`: of all hosts.
     """
     load_deepspeed()
     path = file_of(config.parallel.deepspeed_config, mode)
@@ -168,9 +162,8 @@ def read_file(path: Path) -> dict[str, Any]:
 def file_problems(
     settings: dict[str, Any], wanted: dict[str, Any], mode: str, compute_name: str
 ) -> Iterator[tuple[str, str]]:
-    """The refused entries of a file's `settings`, as they are written there, each with the reason and what to do.
-
-    `wanted`: top-level entries whose values are the run's.
+    """The refused entries of a file's `settings`, as written there, each with the reason and what to do. `wanted`: the
+    run's own values of top-level entries.
     """
     entries = dict(settings)
     for key, value in settings.items():
@@ -225,7 +218,6 @@ def file_problems(
 
 
 def _without_auto(value: Any) -> Any:
-    """`value` without the entries that are "auto", at any depth."""
     if not isinstance(value, dict):
         return value
     return {key: _without_auto(entry) for key, entry in value.items() if entry != AUTO}

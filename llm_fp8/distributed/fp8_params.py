@@ -67,7 +67,6 @@ class Fp8Weights:
     process_group: dist.ProcessGroup  # the ranks that share one copy of the model
 
     def hand_over_gradients(self) -> None:
-        """Move the fp8 parameters' gradients to the master weights."""
         for master, parameter, _ in self.weights:
             if parameter.grad is not None:
                 master.grad, parameter.grad = parameter.grad, None
@@ -84,9 +83,7 @@ class Fp8Weights:
 
 
 def scales_of(amax: Tensor, target: float) -> Tensor:
-    """Scales fp32 [n] that turn `amax` fp32 [n] into `target`: 1 for zeros; 0 for an infinite weight, which becomes NaN
-    in fp8, so that training stops on it.
-    """
+    """Scales fp32 [n] that turn `amax` fp32 [n] into `target`: 1 for zeros; 0 for infinity, which becomes NaN."""
     scales = torch.where(amax > 0, target / amax, 1.0)
     return scales.clamp(max=torch.finfo(torch.float32).max)
 
@@ -158,10 +155,8 @@ def _fp8_parameter(master: Any, quantizer: Any) -> Parameter:
 def _gather(
     pre_all_gather: Any, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: nn.Module, mp_policy: Any
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """`Float8Tensor.fsdp_pre_all_gather`, without transposes in the backward pass.
-
-    TE would transpose at once and free the gathered weight, from which activation checkpointing recomputes the layer.
-    Modules make a transpose where they need one, and drop it.
+    """`Float8Tensor.fsdp_pre_all_gather`, without transposes in the backward pass: TE would transpose at once and free
+    the gathered weight, from which activation checkpointing recomputes the layer.
     """
     tensors, (scale_inv, _, _, fp8_dtype) = pre_all_gather(mesh, orig_size, contiguous_orig_stride, module, mp_policy)
     return tensors, (scale_inv, True, False, fp8_dtype)

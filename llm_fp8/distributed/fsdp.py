@@ -140,7 +140,7 @@ class FsdpStrategy(DistributedStrategy):
 
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
     """After a forward pass without gradients, free the unsharded parameters that a unit keeps for its backward pass: a
-    checkpoint or an export would hold them, in the compute dtype, in place of the master weights.
+    checkpoint or an export would hold them in place of the master weights.
     """
     if not torch.is_grad_enabled():
         for unit in units_of(model):

@@ -109,15 +109,14 @@ class MemorySavingReduceScatter:
 
 
 def use_memory_saving_reduce_scatter(model: nn.Module, stream: torch.cuda.Stream | None) -> None:
-    """Give every unit of `model` a `MemorySavingReduceScatter`."""
     for unit in units_of(model):
         communication: Any = MemorySavingReduceScatter(unit, stream)
         unit.set_custom_reduce_scatter(communication)
 
 
 def materialize_(model: nn.Module, parameter_device: torch.device, buffer_device: torch.device) -> None:
-    """Give memory, contents undefined, to parameters and buffers on the meta device and move the others: DTensors to
-    `parameter_device`, everything else to `buffer_device`.
+    """Move DTensors to `parameter_device`, other parameters and buffers to `buffer_device`; those on the meta device
+    get memory, contents undefined.
     """
 
     def move(tensor: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ def in_grad(weight: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 class FusedWgradAccumulation:
-    """Lets the wgrad GEMMs of Transformer Engine's linear modules in `model`, if any, accumulate. Hooks that wait for
-    autograd to accumulate a gradient (DDP's all-reduce, DeepSpeed's) are not called for them.
+    """Lets the wgrad GEMMs of TE's linear modules in `model` accumulate. Hooks that wait for autograd to accumulate a
+    gradient (DDP's all-reduce, DeepSpeed's) are not called for them.
     """
 
     def __init__(self, model: nn.Module, find_main_grad: FindMainGrad = in_grad) -> None:
