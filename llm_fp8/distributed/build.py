@@ -17,7 +17,7 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -> Accelerator:
-    """The run's only Accelerator. fp16's gradient scaler is its part, precision otherwise `llm_fp8.precision.context`'s."""
+    """The run's only Accelerator. Precision is `precision.context`'s part, except for fp16's gradient scaler."""
     mode = config.parallel.sharding_mode
     if mode.startswith("deepspeed"):
         arguments = accelerator_arguments(deepspeed_settings(config, mode, plan.compute_name, ranks.world_size))
