@@ -124,9 +124,8 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
 
 
 def _prepare_module(module: Any, recipe: Any) -> Sequence[str]:
-    """Make `module` what it would be if built under `te.quantized_model_init`, which was too early to know which layers
-    stay in bf16; the names of its weights.
-    """
+    """Make `module` as if built under `te.quantized_model_init`; the names of its weights."""
+    # Which layers stay in bf16 was not known when it was built.
     import transformer_engine.pytorch as te
 
     names = [name for name, entry in module.param_init_meta.items() if entry.fp8_meta_index is not None]

@@ -139,9 +139,7 @@ class FsdpStrategy(DistributedStrategy):
 
 
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
-    """After a forward pass without gradients, free the unsharded parameters that a unit keeps for its backward pass: a
-    checkpoint or an export would hold them in place of the master weights.
-    """
+    """After a forward pass without gradients, free the unsharded parameters, which checkpoints would hold otherwise."""
     if not torch.is_grad_enabled():
         for unit in units_of(model):
             unit.reshard()

@@ -53,7 +53,8 @@ def linear_cross_entropy_sum(
     compute_dtype: torch.dtype | None = None,
     fp8_head: Fp8Head | None = None,
 ) -> Tensor:
-    """Sum over supervised tokens of the cross entropy of `hidden @ weight.T`, differentiable once in hidden and weight.
+    """Sum over supervised tokens of the cross entropy of `hidden @ weight.T`, differentiable once in hidden and weight;
+    ValueError on shapes that do not fit together.
 
     Args:
         hidden: `[..., h]`, floating point, the output of the last norm.
@@ -65,9 +66,6 @@ def linear_cross_entropy_sum(
 
     Returns:
         0-dim, fp32 (fp64 if `compute_dtype` is fp64); 0, with zero gradients, where every label is -100.
-
-    Raises:
-        ValueError: shapes that do not fit together, or `chunk_tokens` below 1.
     """
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or labels.shape != hidden.shape[:-1]:
         raise ValueError(

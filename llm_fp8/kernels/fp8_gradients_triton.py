@@ -88,7 +88,7 @@ def softmax_gradient_cast(
     fp8_dtype: torch.dtype,
 ) -> Tensor:
     """`grad_output * (softmax - one_hot(label)) * scale` in fp8; zeros where the label is ignored and beyond T, in the
-    rows that fp8 GEMMs need.
+    rows that fp8 GEMMs need. ValueError on shapes that do not fit, or fewer rows than T.
 
     Args:
         logits: bf16 or fp32 [T, V], contiguous; unchanged.
@@ -98,9 +98,6 @@ def softmax_gradient_cast(
 
     Returns:
         `fp8_dtype` (e5m2 or e4m3fn) [num_rows, V], contiguous; clipped to the format's range. NaN stays NaN.
-
-    Raises:
-        ValueError: on shapes that do not fit, or fewer rows than T.
     """
     num_tokens, vocabulary = logits.shape
     fit = statistics.shape == (num_tokens, 2) and labels.shape == (num_tokens,) and num_rows >= num_tokens
@@ -187,6 +184,8 @@ def dswiglu_cast(
 
         d_gate = dy up s (1 + gate (1 - s))          d_up = dy gate s
 
+    ValueError on shapes that do not fit.
+
     Args:
         gradient: bf16, fp16 or fp32 [T, f], contiguous: dy, with respect to SwiGLU's output.
         gate_and_up: of the same dtype [T, 2 f], contiguous: SwiGLU's input, the gate first.
@@ -196,9 +195,6 @@ def dswiglu_cast(
     Returns:
         The gradient of `fp8_dtype` (e5m2 or e4m3fn) [T, 2 f], the same transposed [2 f, T], contiguous, as the dgrad
         and wgrad GEMMs of fc1 take them, and 1 / `scale`, fp32 [1].
-
-    Raises:
-        ValueError: on shapes that do not fit.
     """
     num_tokens, width = gradient.shape
     if gate_and_up.shape != (num_tokens, 2 * width) or not (gradient.is_contiguous() and gate_and_up.is_contiguous()):

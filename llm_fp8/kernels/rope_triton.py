@@ -249,7 +249,8 @@ class _SplitRope(torch.autograd.Function):
 def split_rope(
     fused: Tensor, angles: Tensor, num_heads: int, num_kv_heads: int, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, contiguous, of the dtype of `fused`; differentiable with respect to `fused`, once.
+    """q, k and v, contiguous, of the dtype of `fused`; differentiable with respect to `fused`, once. ValueError where
+    shapes or dtypes are not these:
 
     Args:
         fused: bf16, fp16 or fp32 on a GPU. Packed: [T, (num_heads + 2 num_kv_heads) d]. Padded: [B, S, the same],
@@ -257,9 +258,6 @@ def split_rope(
         angles: fp32 [positions, 1, 1, rotary_dim], contiguous, both halves of a row equal, rotary_dim <= d and even;
             columns from rotary_dim on are copied. A position beyond the table gives NaN.
         cu_seqlens: int32 [n + 1] on the same GPU, contiguous, from 0 to T: where each document starts. None: padded.
-
-    Raises:
-        ValueError: shapes or dtypes are not these.
     """
     width, num_rows = fused.shape[-1], num_heads + 2 * num_kv_heads
     if width % num_rows or fused.ndim != (3 if cu_seqlens is None else 2):
