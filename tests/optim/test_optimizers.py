@@ -227,7 +227,7 @@ def fresh(config=None, seed=0, kind="adamw_fp32"):
 STATE = {
     "adamw_fp32": ["step", "exp_avg", "exp_avg_sq"],
     "adamw_master": ["exp_avg", "exp_avg_sq", "remainder"],
-    "adamw_8bit": ["exp_avg", "exp_avg_sq"],  # of tensors this small; test_eight_bit_adamw.py has larger ones
+    "adamw_8bit": ["exp_avg", "exp_avg_sq"],  # of tensors this small; test_adamw_8bit.py has larger ones
 }
 
 
