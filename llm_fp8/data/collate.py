@@ -1,22 +1,19 @@
 """Documents become a `Batch`: packed into one line of tokens, or padded side by side.
 
-THE LABELS ARE ALREADY SHIFTED. `labels[..., t]` is the token that position t predicts, the next token of the same
-document, or -100; the last token of a document predicts nothing. The loss is the cross entropy of `logits` and `labels`
-position by position; shifting again, as the loss inside Hugging Face models does, would train on the wrong token.
+THE LABELS ARE ALREADY SHIFTED: `labels[..., t]` is the token after position t of the same document, or -100. The loss
+is the cross entropy of `logits` and `labels` position by position; Hugging Face models would shift them again.
 
-Packed, for attention with `cu_seqlens` (or the restarts of `position_ids`), always T = batch_size * max_seq_length:
+Packed (T = batch_size * max_seq_length), for attention with `cu_seqlens` or the restarts of `position_ids`:
 
     input_ids, labels, position_ids   int64 [1, T]
     cu_seqlens                        int32 [n + 1], 0 = first < ... < last = T: where each segment begins
     attention_mask                    None; with context parallelism bool [1, T], true on documents' tokens
 
-A sequence is max_seq_length positions; [1, T] reshaped to [batch_size, max_seq_length] has one per line. A segment is a
-document, or the unused rest of a sequence: there `position_ids` restart at 0 and every label is -100, so it attends
-to itself alone and teaches nothing.
+A sequence is max_seq_length positions, one line of [1, T] reshaped to [batch_size, max_seq_length]. A segment is a
+document or the unused rest of a sequence, where `position_ids` restart at 0 and every label is -100.
 
-Context parallelism over C ranks splits the finished batch (llm_fp8.distributed.context_parallel). Every
-document is padded on the right to a multiple of 2 C, the padding being part of its segment: attention is causal, so no
-token of the document sees it, and its labels are -100.
+Context parallelism over C ranks splits the finished batch (llm_fp8.distributed.context_parallel). Every document is
+padded on the right to a multiple of 2 C, inside its segment: attention is causal, so no token of it sees the padding.
 
 Padded, on the right:
 
@@ -25,12 +22,10 @@ Padded, on the right:
     cu_seqlens                        None
 
 S is the longest document rounded up to a multiple of 128 (per rank of context parallelism), at most max_seq_length; or
-max_seq_length with `pad_to_full`. Padding is told by position, never by token id: where PAD and EOS are the same token,
-the EOS that ends a document is still learnt.
+max_seq_length with `pad_to_full`. Padding is known by position, never by token id: PAD and EOS may be the same token.
 
-The last batches of an epoch may hold fewer than batch_size sequences, even none; the shape stays and the missing ones
-are padding. In a padded batch their first position is open to attention, since a sequence that attends to nothing turns
-into NaN in some attention kernels (not with context parallelism, whose attention takes the full sequence).
+Where fewer than batch_size sequences are left, the shape stays and the missing ones are padding. In a padded batch
+their first position is open to attention: some kernels give NaN for a sequence that attends to nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +46,7 @@ IGNORED = -100
 """Label of a position that predicts nothing."""
 
 PADDED_MULTIPLE = 128
-"""Padded sequences are a multiple of this long: few different shapes, and what fp8 kernels need."""
+"""Padded lengths are multiples of this: few different shapes, and what fp8 kernels need."""
 
 
 def document_multiple(context_size: int) -> int:
@@ -61,7 +56,7 @@ def document_multiple(context_size: int) -> int:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. Shapes and dtypes are described above; `labels` are already shifted."""
+    """One micro-batch; shapes and dtypes are in the module's docstring."""
 
     input_ids: Tensor
     labels: Tensor
@@ -69,13 +64,12 @@ class Batch:
     attention_mask: Tensor | None
     cu_seqlens: Tensor | None
     max_seqlen: int
-    """Upper bound of a segment's length: max_seq_length for packed batches, S for padded ones."""
+    """Upper bound of a segment's length."""
     num_tokens: int
-    """All positions, padding included."""
+    """With padding."""
     num_real_tokens: int
-    """Positions that hold a document's token."""
+    """Without padding."""
     num_supervised_tokens: int
-    """Positions with a label."""
     sum_squared_lengths: int
     """Sum of squared lengths of segments (packed) or sequences (padded): attention's cost; a slice has its share."""
     row_ids: tuple[int, ...]
@@ -89,14 +83,8 @@ class Batch:
         return self._map(Tensor.pin_memory)
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        return dataclasses.replace(
-            self,
-            input_ids=move(self.input_ids),
-            labels=move(self.labels),
-            position_ids=move(self.position_ids),
-            attention_mask=None if self.attention_mask is None else move(self.attention_mask),
-            cu_seqlens=None if self.cu_seqlens is None else move(self.cu_seqlens),
-        )
+        moved = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return dataclasses.replace(self, **moved)
 
 
 Collate = Callable[[Sequence[Sequence[Document]]], Batch]
@@ -126,15 +114,13 @@ class PackedCollate:
     context_size: int = 1
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
-        """Raises `ValueError` for a sequence of more than max_seq_length tokens, or more than batch_size sequences."""
+        """Raises `ValueError` for a sequence or a batch that is too long."""
         if len(sequences) > self.batch_size:
             raise ValueError(f"{len(sequences)} sequences do not fit a batch of {self.batch_size}")
         total = self.batch_size * self.max_seq_length
         multiple = document_multiple(self.context_size)
         if self.max_seq_length % multiple:
-            raise ValueError(
-                f"sequences of {self.max_seq_length} tokens cannot hold documents of a multiple of {multiple}"
-            )
+            raise ValueError(f"max_seq_length {self.max_seq_length} is not a multiple of {multiple}")
         input_ids = np.full(total, self.pad_token_id, dtype=np.int64)
         labels = np.full(total, IGNORED, dtype=np.int64)
         position_ids = np.empty(total, dtype=np.int64)
@@ -182,7 +168,7 @@ class PaddedCollate:
     context_size: int = 1
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
-        """Raises `ValueError` for two documents in a sequence, one too long, or more than batch_size sequences."""
+        """Raises `ValueError` for two documents in a sequence, one too long, or too many sequences."""
         if len(sequences) > self.batch_size or any(len(sequence) != 1 for sequence in sequences):
             raise ValueError(f"a padded batch takes at most {self.batch_size} sequences of one document each")
         documents = [sequence[0] for sequence in sequences]

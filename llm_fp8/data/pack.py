@@ -1,10 +1,8 @@
-"""Best-fit-decreasing packing of documents into sequences of a fixed number of tokens.
+"""Best-fit-decreasing packing of whole documents into sequences of a fixed number of tokens.
 
-Documents stay intact: longest first, each goes into the sequence with the least room that still holds it.
-
-Lengths are small integers, so equal documents are placed together: sequences are kept in one bucket per amount of room
-left, and all documents of one length are dealt to a bucket in one NumPy operation. O(n log n) for the sort and, per
-distinct length, a scan over the buckets; a million documents take about a second.
+Longest first, each document goes into the sequence with the least room that still holds it. Lengths are small integers,
+so documents of one length are placed together, in one NumPy operation per amount of room left: O(n log n), a million
+documents take about a second.
 """
 
 from __future__ import annotations
@@ -37,11 +35,9 @@ def one_per_sequence(num_samples: int) -> PackingPlan:
 
 
 def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPlan:
-    """Sequences of at most `capacity` tokens for documents of these `lengths`, each padded to a multiple of `multiple`
-    tokens.
+    """Sequences of at most `capacity` tokens for documents of these `lengths`, each padded to a multiple of `multiple`.
 
-    Deterministic. Raises `ValueError` for an empty document, one longer than `capacity`, or a capacity that is no
-    multiple.
+    Deterministic. Raises `ValueError` for a length outside 1..capacity, or a capacity that is no multiple.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) == 0:

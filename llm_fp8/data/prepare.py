@@ -341,7 +341,7 @@ def _streamed_rows(
     for index, row_id in enumerate(row_ids):
         ids = np.array(columns["input_ids"][index], dtype=np.int64)
         document = Document(ids, np.array(columns["supervised"][index], dtype=bool), row_id) if len(ids) else None
-        held_out = is_held_out(columns["problem_key"][index], fraction)
+        held_out = bool(is_held_out(columns["problem_key"][index], fraction))
         streamed.append(StreamedRow(Outcome(columns["outcome"][index]), held_out, document))
     return streamed
 

@@ -8,17 +8,14 @@ Columns, the first that fit:
     text                            all of it supervised
 
 A problem and its solution, or a conversation, go through the tokenizer's chat template, else through `PROMPT_FORM` or
-`PLAIN_TURN`.
-
-Supervised are the solution, the completion, each assistant turn, and the EOS token, once, as the last token of every
-document, so that the model learns to stop; what a template puts after it (a line break) is cut off. With
-`train_on_prompt` every token is.
+`PLAIN_TURN`. Supervised are the solution, the completion or each assistant turn, and EOS, once, as the last token of
+every document, so that the model learns to stop; what a template puts after it is cut off. BOS stands at the front
+once: chat templates write it, elsewhere it is added if the tokenizer would. With `train_on_prompt` every token is
+supervised.
 
 A supervised span is a range of characters. A document is tokenised as one text, and a span begins where the tokens of
 the text before it end, so that the prompt's tokens are those that generation starts from. Where a token would straddle
 the boundary, both sides are tokenised separately.
-
-BOS stands at the front once: chat templates write it, elsewhere it is added if the tokenizer would.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, cast
 
 from jinja2 import TemplateError
@@ -106,72 +104,57 @@ def format_prompt(problem: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def encode_prompt(problem: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The token ids to generate from: those that a training document of the same problem begins with."""
-    text = format_prompt(problem, tokenizer)
-    ids = _tokenise([text], tokenizer)[0]
-    return ids if has_chat_template(tokenizer) else [*_missing_bos(ids, _added_bos(tokenizer)), *ids]
+    ids = _tokenise([format_prompt(problem, tokenizer)], tokenizer)[0]
+    bos = [] if has_chat_template(tokenizer) else _added_bos(tokenizer)
+    return ids if ids[:1] == bos else bos + ids
 
 
 def describe_prompt_form(form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The prompt form in use, for the log."""
-    if form == "prompt_completion":
-        return "prompt and completion as they stand"
-    if form == "text":
-        return "text as it stands"
+    """For the log."""
+    if form in ("prompt_completion", "text"):
+        return "text as it stands" if form == "text" else "prompt and completion as they stand"
     if has_chat_template(tokenizer):
         return "the tokenizer's chat template"
     return repr(PROMPT_FORM if form == "problem_solution" else PLAIN_TURN) + " (the tokenizer has no chat template)"
 
 
-def _text(value: Any) -> str:
-    return "" if value is None else str(value).strip()
-
-
 def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Rendered | None:
     """The text of a row and what to supervise in it; None for a row with nothing to learn."""
-    if form == "text":
-        text = row["text"] or ""
-        return Rendered(text, ((0, len(text)),)) if text.strip() else None
-    if form == "prompt_completion":
-        prompt, completion = row["prompt"] or "", row["completion"] or ""
-        if not isinstance(prompt, str) or not isinstance(completion, str):
+    if form in ("problem_solution", "messages"):
+        messages = _conversation(row, form)
+        if not messages:
+            return None
+        if form == "messages" or has_chat_template(tokenizer):
+            return _render_messages(messages, tokenizer)
+        prompt, answer = PROMPT_FORM.format(problem=messages[0]["content"]), messages[1]["content"]
+    else:
+        prompt = "" if form == "text" else row["prompt"] or ""
+        answer = row[COLUMNS[form][-1]] or ""
+        if not isinstance(prompt, str) or not isinstance(answer, str):
             raise UserError(
                 "--dataset_name: prompt and completion must be strings; put conversations into a column 'messages'."
             )
-        return (
-            Rendered(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
-            if completion.strip()
-            else None
-        )
-    messages = _conversation(row, form)
-    if not messages:
-        return None
-    if form == "messages" or has_chat_template(tokenizer):
-        return _render_messages(messages, tokenizer)
-    prompt, solution = PROMPT_FORM.format(problem=messages[0]["content"]), messages[1]["content"]
-    return Rendered(prompt + solution, ((len(prompt), len(prompt) + len(solution)),))
+        if not answer.strip():
+            return None
+    return Rendered(prompt + answer, ((len(prompt), len(prompt) + len(answer)),))
 
 
 def _conversation(row: Mapping[str, Any], form: ColumnForm) -> list[dict[str, Any]]:
-    """The row as messages that end with an assistant's, empty if there is nothing to learn."""
-    if form == "messages":
-        return _clean_messages(row["messages"])
-    problem, solution = _text(row["problem"]), _text(row["generated_solution"])
-    if not problem or not solution:
-        return []
-    return [{"role": "user", "content": problem}, {"role": "assistant", "content": solution}]
-
-
-def _clean_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages up to the last assistant turn, without the None fields that Arrow fills in."""
+    """The row as messages up to the last assistant turn, without the None fields that Arrow fills in; empty where there
+    is nothing to learn.
+    """
+    if form == "problem_solution":
+        problem, solution = ("" if row[name] is None else str(row[name]).strip() for name in COLUMNS[form])
+        if not problem or not solution:
+            return []
+        return [{"role": "user", "content": problem}, {"role": "assistant", "content": solution}]
     turns: list[dict[str, Any]] = []
-    for message in messages or []:
+    for message in row["messages"] or []:
         turn = {key: value for key, value in message.items() if value is not None}
-        if "role" not in turn:
-            raise UserError("--dataset_name: every entry of 'messages' must be an object with 'role' and 'content'.")
-        turn.setdefault("content", "")
-        if not isinstance(turn["content"], str):
+        if "role" not in turn or not isinstance(turn.setdefault("content", ""), str):
             raise UserError(
-                "--dataset_name: the 'content' of a message must be text; images and other parts are not understood."
+                "--dataset_name: every entry of 'messages' must be an object with 'role' and 'content', and the "
+                "'content' of a message must be text."
             )
         turns.append(turn)
     while turns and (turns[-1]["role"] != "assistant" or not turns[-1]["content"].strip()):
@@ -214,9 +197,8 @@ def _apply_template(
 def _template_span(text: str, messages: list[dict[str, Any]], turn: int, tokenizer: PreTrainedTokenizerBase) -> Span:
     """Where in `text` the assistant's `turn` stands: from the end of its generation prompt to the end of the turn.
 
-    Most templates render the beginning of a conversation the same whatever follows. Some (Qwen3's, which shows the
-    reasoning of the last turn only) render an earlier turn differently once it is not the last; its end is then found
-    by its content and by what the template closes the turn with.
+    Some templates (Qwen3's, which shows the reasoning of the last turn only) render a turn differently once it is not
+    the last; its end is then found by its content and by what the template closes the turn with.
     """
     before = _apply_template(tokenizer, messages[:turn], add_generation_prompt=True) if turn else ""
     until = _apply_template(tokenizer, messages[: turn + 1])
@@ -228,9 +210,8 @@ def _template_span(text: str, messages: list[dict[str, Any]], turn: int, tokeniz
         if at >= 0 and content in until and text.startswith(closing, at + len(content)):
             return len(before), at + len(content) + len(closing)
     raise UserError(
-        "--dataset_name: the tokenizer's chat template writes the beginning of a conversation differently once it "
-        "goes on, so its assistant turns cannot be told apart; use conversations of one question and one answer, or a "
-        "template with {% generation %} blocks."
+        "--dataset_name: the tokenizer's chat template changes the beginning of a conversation as it goes on, so its "
+        "assistant turns cannot be told apart; use one question and one answer, or {% generation %} blocks."
     )
 
 
@@ -248,11 +229,6 @@ def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """BOS, if the tokenizer puts one before every text."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
-
-
-def _missing_bos(ids: list[int], added_bos: list[int]) -> list[int]:
-    """What to put before `ids`: BOS, unless they begin with it."""
-    return [] if ids[:1] == added_bos else added_bos
 
 
 def encode_batch(
@@ -301,8 +277,7 @@ def _encode_spans(rendered: Sequence[Rendered | None], tokenizer: PreTrainedToke
         if item is None:
             encoded.append(None)
             continue
-        cuts = _cuts(item)
-        ids = next(tokens)
+        cuts, ids = _cuts(item), next(tokens)
         prefixes = [next(tokens) for _ in cuts]
         if all(ids[: len(prefix)] == prefix for prefix in prefixes):
             ends = [*(len(prefix) for prefix in prefixes), len(ids)]
@@ -310,13 +285,13 @@ def _encode_spans(rendered: Sequence[Rendered | None], tokenizer: PreTrainedToke
             bounds = [0, *cuts, len(item.text)]
             pieces = _tokenise([item.text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)], tokenizer)
             ids = [token for piece in pieces for token in piece]
-            ends = [sum(len(piece) for piece in pieces[: i + 1]) for i in range(len(pieces))]
+            ends = list(accumulate(len(piece) for piece in pieces))
         supervised: list[bool] = []
         for cut, end in zip([0, *cuts], ends, strict=True):
             inside = any(start <= cut < stop for start, stop in item.spans)
             supervised += [inside] * (end - len(supervised))
         if not item.from_template:
-            bos = _missing_bos(ids, added_bos)
+            bos = [] if ids[:1] == added_bos else added_bos
             ids, supervised = bos + ids, [False] * len(bos) + supervised
         encoded.append(Encoded(ids, supervised))
     return encoded

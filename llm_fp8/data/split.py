@@ -1,11 +1,9 @@
-"""The held-out share, cut by problem, never by row; and held-out problems as text, for exact match.
+"""The held-out share, by problem and never by row; and held-out problems as text, for exact match.
 
-OpenMathInstruct-2 answers each problem many times, so a random cut of rows would put a problem into training and into
-evaluation. Here a 64-bit hash of the problem's normalised text alone decides: independent of the order of the rows, the
-seed and the other rows, and applicable to a stream row by row.
-
-Problems for exact match are those of the smallest hashes: the first N are among the first N + 1, and a problem with
-many answers is asked once.
+OpenMathInstruct-2 answers each problem many times, so a random split of rows would put a problem into training and into
+evaluation. A 64-bit hash of the problem's normalised text decides instead: independent of the order of the rows and of
+the seed, and applicable to a stream row by row. Problems for exact match are those of the smallest hashes: the first N
+are among the first N + 1, and a problem with many answers is asked once.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import unicodedata
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,13 +32,9 @@ def problem_key(text: str) -> int:
     return int.from_bytes(digest, "big", signed=True)
 
 
-def _bound(fraction: float) -> int:
-    """The keys below this are the held-out `fraction` (0 <= fraction < 1) of all keys."""
-    return int(fraction * 2**64) - 2**63
-
-
-def is_held_out(key: int, fraction: float) -> bool:
-    return key < _bound(fraction)
+def is_held_out(key: int | npt.NDArray[np.int64], fraction: float) -> Any:
+    """Whether a problem of this key is held out, of each key: the smallest `fraction` (in [0, 1)) of all keys are."""
+    return key < np.int64(int(fraction * 2**64) - 2**63)
 
 
 def held_out_mask(keys: npt.NDArray[np.int64], fraction: float) -> npt.NDArray[np.bool_]:
@@ -49,18 +44,11 @@ def held_out_mask(keys: npt.NDArray[np.int64], fraction: float) -> npt.NDArray[n
     """
     if fraction == 0 or len(keys) == 0:
         return np.zeros(len(keys), dtype=bool)
-    mask = keys < np.int64(_bound(fraction))
+    mask: npt.NDArray[np.bool_] = is_held_out(keys, fraction)
     if not mask.any() and keys.min() != keys.max():
         mask = keys == keys.min()
     return mask
 
-
-# --- problems --------------------------------------------------------------------------------------------
-# The held-out problems as text, for the model to answer: question and expected answer.
-#
-# Chosen by the hash of the problem (split.py), smallest first: a sample that depends neither on the order of the rows
-# nor on the seed, and in which the first N problems are among the first N + 1. A problem that is there many times, as
-# in OpenMathInstruct-2, is asked once.
 
 ANSWER_COLUMN = "expected_answer"
 
@@ -80,9 +68,8 @@ def check_answer_column(columns: list[str]) -> None:
     missing = [column for column in needed if column not in columns]
     if missing:
         raise UserError(
-            f"--dataset_name: exact match (--eval_exact_match) needs the columns {', '.join(needed)}, and the dataset "
-            f"lacks {', '.join(missing)} (it has: {', '.join(columns)}); add what is missing, or do without exact "
-            "match."
+            f"--eval_exact_match needs the columns {', '.join(needed)}, and the dataset lacks {', '.join(missing)} (it "
+            f"has: {', '.join(columns)}); add them, or drop it."
         )
 
 
