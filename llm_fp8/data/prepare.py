@@ -1,7 +1,7 @@
 """From a configuration and a tokenizer to the loaders of a run: `prepare_data`.
 
 load (load.py) -> documents, cached (prompt.py, tokenise.py) -> held-out share (split.py) -> sequences (pack.py)
--> global batches, micro-batches (loader.py, stream.py, collate.py)
+-> global batches, micro-batches (sequences.py, loader.py, collate.py)
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from llm_fp8.data.load import DatasetSource, iterate, load_split, open_source, o
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
 from llm_fp8.data.pack import PackingPlan, one_per_sequence, pack
 from llm_fp8.data.prompt import describe_prompt_form, detect_columns
-from llm_fp8.data.sequences import MapSequences, Reader, StreamedRow, StreamSequences, sequence_readers
+from llm_fp8.data.sequences import MapSequences, Reader, StreamedRows, StreamSequences, sequence_readers
 from llm_fp8.data.split import ANSWER_COLUMN, Problem, check_answer_column, choose_problems, held_out_mask, is_held_out
 from llm_fp8.data.tokenise import (
+    FIGURES,
     DataReport,
     Document,
     DocumentStore,
-    Outcome,
+    Figures,
     TokeniseOptions,
     arrow_table,
     cache_key,
@@ -197,56 +198,49 @@ def _prepare_map(job: _Job) -> PreparedData:
         check_answer_column(eval_source.column_names)
     options = job.options(dataset.column_names)
     rows = _tokenise(job, job.split, dataset)
-    columns = _columns(rows)
-    report = DataReport(max_seq_length=options.max_seq_length)
-    report.count_unused(columns["outcome"])
-    train = columns["length"] > 0
-
+    figures = _figures(rows)
+    used, held_out = figures["length"] > 0, np.zeros(len(rows), dtype=bool)
     if job.validation is None:
-        held_out = np.zeros(len(train), dtype=bool)
-        held_out[train] = held_out_mask(columns["problem_key"][train], data.validation_fraction)
-        train &= ~held_out
-        eval_set, eval_tokenised, eval_columns = np.flatnonzero(held_out), rows, columns
-        report.num_rows_held_out = len(eval_set)
+        held_out[used] = held_out_mask(figures["problem_key"][used], data.validation_fraction)
+        eval_set, eval_rows, eval_figures = np.flatnonzero(held_out), rows, figures
         eval_from = f"{data.validation_fraction:.2%} of its problems" if len(eval_set) else "nothing"
-    else:
-        eval_tokenised = _tokenise(job, job.validation, eval_source)
-        eval_columns = _columns(eval_tokenised)
-        seen = (eval_columns["length"] > 0) & np.isin(eval_columns["problem_key"], columns["problem_key"][train])
-        eval_set = np.flatnonzero((eval_columns["length"] > 0) & ~seen)
+    report = DataReport(max_seq_length=options.max_seq_length)
+    report.count(figures, held_out)
+    if job.validation is not None:
+        eval_rows = _tokenise(job, job.validation, eval_source)
+        eval_figures = _figures(eval_rows)
+        eval_used = eval_figures["length"] > 0
+        seen = eval_used & np.isin(eval_figures["problem_key"], figures["problem_key"][used])
+        eval_set, eval_from = np.flatnonzero(eval_used & ~seen), f"split {job.validation}"
         report.num_eval_rows_seen_in_training = int(seen.sum())
-        eval_from = f"split {job.validation}"
         if len(eval_set) == 0:
             raise UserError(
                 f"--validation_split_name {job.validation}: none of its {len(eval_source)} rows can be "
                 f"evaluated on: {int(seen.sum())} hold a problem that split {job.split} trains on, the others are "
                 "empty or too long."
             )
-
-    train_set = np.flatnonzero(train)
-    report.num_rows_used, report.num_eval_rows = len(train_set), len(eval_set)
-    report.num_tokens = int(columns["length"][train_set].sum())
-    report.num_supervised_tokens = int(columns["num_supervised"][train_set].sum())
+    train_set = np.flatnonzero(used & ~held_out)
+    report.num_eval_rows = len(eval_set)
     if len(train_set) == 0:
         raise UserError(
             f"--dataset_name {data.dataset_name}: no row of split {job.split} can be trained on: {report.summary()}."
         )
     problems: list[Problem] = []
     if num_problems and len(eval_set):
-        problems = choose_problems(eval_source, eval_set, eval_columns["problem_key"][eval_set], num_problems)
+        problems = choose_problems(eval_source, eval_set, eval_figures["problem_key"][eval_set], num_problems)
         if not problems:
             raise UserError(
                 f"--eval_exact_match {num_problems}: none of the {len(eval_set)} held-out rows has an "
                 f"{ANSWER_COLUMN}; fill the column, or drop it."
             )
-    plan = job.plan(columns["length"], train_set)
+    plan = job.plan(figures["length"], train_set)
     report.num_rows_of_batches = len(plan)
 
     documents = DocumentStore(rows)
-    eval_plan = job.plan(eval_columns["length"], eval_set)
+    eval_plan = job.plan(eval_figures["length"], eval_set)
     identity = job.identify(rows._fingerprint, job.validation is None and data.validation_fraction)
     sequences = MapSequences(plan, documents, job.config.optim.seed, identity)
-    eval_readers = sequence_readers(eval_plan, DocumentStore(eval_tokenised), range(len(eval_plan)))
+    eval_readers = sequence_readers(eval_plan, DocumentStore(eval_rows), range(len(eval_plan)))
     sample = mark_supervised(documents([int(train_set[0])])[0], job.tokenizer)
     description = job.describe(options, eval_from)
     return PreparedData(*job.loaders(sequences, eval_readers), report, description, sample, tuple(problems))
@@ -260,10 +254,9 @@ def _tokenise(job: _Job, split: str, dataset: Dataset) -> Dataset:
         raise unreadable(job.source, split, error) from error
 
 
-def _columns(tokenised: Dataset) -> dict[str, IndexArray]:
-    names = ["length", "num_supervised", "outcome", "problem_key"]
+def _figures(tokenised: Dataset) -> Figures:
     table = arrow_table(tokenised)
-    return {name: table.column(name).to_numpy().astype(np.int64) for name in names}
+    return {name: table.column(name).to_numpy().astype(np.int64) for name in FIGURES}
 
 
 def _prepare_stream(job: _Job) -> PreparedData:
@@ -276,28 +269,28 @@ def _prepare_stream(job: _Job) -> PreparedData:
     stream = open_stream()
     options = job.options(_stream_columns(job, job.split, stream))
     fraction = data.validation_fraction if validation is None else 0.0
-    make = partial(_streamed_rows, tokenizer=job.tokenizer, options=options, fraction=fraction)
+    make = partial(_tokenise_streamed, tokenizer=job.tokenizer, options=options, fraction=fraction)
 
     held_out: list[Document] = []
     sample = ""
-    for row in _scan(iterate(job.source, job.split, stream), make):
-        if row.document is not None and row.held_out:
-            held_out.append(row.document)
-        elif row.document is not None and not sample:
-            sample = mark_supervised(row.document, job.tokenizer)
-        if sample and (fraction == 0.0 or len(held_out) == STREAMED_EVAL_ROWS):
+    for train, out in _scan(iterate(job.source, job.split, stream), make):
+        held_out += out
+        if train and not sample:
+            sample = mark_supervised(train[0], job.tokenizer)
+        if sample and (fraction == 0.0 or len(held_out) >= STREAMED_EVAL_ROWS):
             break
     if not sample:
         raise UserError(
             f"--dataset_name {data.dataset_name}: no row of split {job.split} can be trained on: all that were read "
             f"are empty, longer than --max_seq_length {data.max_seq_length} or held out."
         )
+    held_out = held_out[:STREAMED_EVAL_ROWS]
     eval_from = f"the first {len(held_out)} rows of {fraction:.2%} of its problems" if held_out else "nothing"
     if validation is not None:
         other = open_split_stream(job.source, validation)
         make_eval = partial(make, options=job.options(_stream_columns(job, validation, other)))
-        documents = (row.document for row in _scan(iterate(job.source, validation, other), make_eval))
-        held_out = list(islice((document for document in documents if document is not None), STREAMED_EVAL_ROWS))
+        scanned = _scan(iterate(job.source, validation, other), make_eval)
+        held_out = list(islice((document for train, _ in scanned for document in train), STREAMED_EVAL_ROWS))
         eval_from = f"the first {len(held_out)} rows of split {validation}"
 
     report = DataReport(max_seq_length=data.max_seq_length, num_eval_rows=len(held_out))
@@ -328,30 +321,29 @@ def _stream_columns(job: _Job, split: str, stream: IterableDataset) -> list[str]
     return list(next(iterate(job.source, split, stream), {}))
 
 
-def _streamed_rows(
+def _tokenise_streamed(
     rows: Sequence[dict[str, Any]],
     row_ids: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
     options: TokeniseOptions,
     fraction: float,
-) -> list[StreamedRow]:
+) -> StreamedRows:
     """What becomes of `rows` of a stream, row by row the same as in a dataset at hand."""
     columns = tokenise_rows(rows, row_ids, tokenizer, options)
-    streamed = []
-    for index, row_id in enumerate(row_ids):
-        ids = np.array(columns["input_ids"][index], dtype=np.int64)
-        document = Document(ids, np.array(columns["supervised"][index], dtype=bool), row_id) if len(ids) else None
-        held_out = bool(is_held_out(columns["problem_key"][index], fraction))
-        streamed.append(StreamedRow(Outcome(columns["outcome"][index]), held_out, document))
-    return streamed
+    figures = {name: np.array(columns[name], dtype=np.int64) for name in FIGURES}
+    documents = [
+        Document(np.array(ids, dtype=np.int64), np.array(supervised, dtype=bool), row_id)
+        for ids, supervised, row_id in zip(columns["input_ids"], columns["supervised"], row_ids, strict=True)
+    ]
+    return StreamedRows(figures, is_held_out(figures["problem_key"], fraction), documents)
 
 
 def _scan(
-    rows: Iterator[dict[str, Any]], make: Callable[[Sequence[dict[str, Any]], Sequence[int]], list[StreamedRow]]
-) -> Iterator[StreamedRow]:
-    """The rows at the beginning of a stream."""
+    rows: Iterator[dict[str, Any]], make: Callable[[Sequence[dict[str, Any]], Sequence[int]], StreamedRows]
+) -> Iterator[tuple[list[Document], list[Document]]]:
+    """Documents to train on and held-out ones, chunk by chunk from the beginning of a stream."""
     for first in range(0, STREAMED_EVAL_SCAN_ROWS, STREAMED_EVAL_ROWS):
         chunk = list(islice(rows, STREAMED_EVAL_ROWS))
         if not chunk:
             return
-        yield from make(chunk, range(first, first + len(chunk)))
+        yield make(chunk, range(first, first + len(chunk))).split()

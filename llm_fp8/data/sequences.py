@@ -24,10 +24,11 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from datasets import IterableDataset
 
-from llm_fp8.data.pack import PackingPlan, one_per_sequence, pack
-from llm_fp8.data.tokenise import DataReport, Document, Outcome
+from llm_fp8.data.pack import PackingPlan, pack
+from llm_fp8.data.tokenise import DataReport, Document, Figures
 from llm_fp8.utils.errors import UserError
 
 Position = dict[str, Any]
@@ -91,12 +92,18 @@ class MapSequences:
 
 
 @dataclass(frozen=True)
-class StreamedRow:
-    """What became of one dataset row; `document` is None where the row is neither used nor held out."""
+class StreamedRows:
+    """Rows of a stream, tokenised."""
 
-    outcome: Outcome
-    held_out: bool
-    document: Document | None
+    figures: Figures
+    held_out: npt.NDArray[np.bool_]
+    documents: Documents
+    """One a row, without tokens where the row is not used."""
+
+    def split(self) -> tuple[Documents, Documents]:
+        """Documents to train on, and held-out ones."""
+        pairs = [(d, out) for d, out in zip(self.documents, self.held_out, strict=True) if len(d.input_ids)]
+        return [d for d, out in pairs if not out], [d for d, out in pairs if out]
 
 
 @dataclass
@@ -109,7 +116,7 @@ class StreamSequences:
 
     open_stream: Callable[[], IterableDataset]
     iterate: Callable[[IterableDataset], Iterator[dict[str, Any]]]
-    tokenise: Callable[[Sequence[dict[str, Any]], Sequence[int]], list[StreamedRow]]
+    tokenise: Callable[[Sequence[dict[str, Any]], Sequence[int]], StreamedRows]
     capacity: int | None
     seed: int
     data: str
@@ -159,10 +166,11 @@ class StreamSequences:
                 ended = len(raw) < self.buffer_rows
                 next_source_row = begin["source_row"] + len(raw)
                 streamed = self.tokenise(raw, range(begin["source_row"], next_source_row))
-                used = [s.document for s in streamed if s.document is not None and not s.held_out]
-                sequences, handed_on = self._plan([_from_json(d) for d in begin["carried"]], used, ended)
+                carried = [_from_json(document) for document in begin["carried"]]
+                sequences, handed_on = self._plan(carried, streamed.split()[0], ended)
                 if (begin["epoch"], begin["source_row"]) >= self.counted:
-                    self._count(streamed, used, len(sequences))
+                    self.report.count(streamed.figures, streamed.held_out)
+                    self.report.num_rows_of_batches += len(sequences)
                     self.counted = (begin["epoch"], next_source_row)
                 order = np.random.default_rng([self.seed, begin["buffer"]]).permutation(len(sequences)).tolist()
                 for done, number in enumerate(order[begin["next_row"] :], start=begin["next_row"] + 1):
@@ -180,24 +188,16 @@ class StreamSequences:
             if full_pass and num_sequences == 0:
                 raise UserError(f"--dataset_name: no row of the stream can be trained on: {self.report.summary()}.")
 
-    def _count(self, streamed: Sequence[StreamedRow], used: Documents, num_sequences: int) -> None:
-        self.report.count_unused([s.outcome for s in streamed])
-        self.report.num_rows_held_out += sum(s.held_out and s.document is not None for s in streamed)
-        self.report.num_rows_used += len(used)
-        self.report.num_tokens += sum(len(document.input_ids) for document in used)
-        self.report.num_supervised_tokens += sum(int(document.supervised[1:].sum()) for document in used)
-        self.report.num_rows_of_batches += num_sequences
-
     def _plan(self, carried: Documents, fresh: Documents, last: bool) -> tuple[list[Documents], Documents]:
         """Sequences to train on, and documents to hand on to the next buffer (none from an epoch's `last`)."""
         documents = carried + fresh
         if self.capacity is None:
-            plan: PackingPlan = one_per_sequence(len(documents))
-        else:
-            plan = pack([len(document.input_ids) for document in documents], self.capacity, self.document_multiple)
+            return [[document] for document in documents], []
+        lengths = [len(document.input_ids) for document in documents]
+        plan = pack(lengths, self.capacity, self.document_multiple)
         emit, handed_on = list(range(len(plan))), []
-        if self.capacity is not None and not last:
-            fill = {number: sum(len(documents[i].input_ids) for i in plan[number]) for number in emit}
+        if not last:
+            fill = {number: sum(lengths[i] for i in plan[number]) for number in emit}
             poor = [n for n in emit if fill[n] < POORLY_FILLED * self.capacity and plan[n].min() >= len(carried)]
             handed_on = sorted(poor, key=fill.__getitem__)[:MAX_SEQUENCES_HANDED_ON]
             emit = sorted(set(emit) - set(handed_on))
@@ -214,8 +214,5 @@ def _to_json(document: Document) -> dict[str, Any]:
 
 
 def _from_json(content: dict[str, Any]) -> Document:
-    return Document(
-        np.asarray(content["input_ids"], dtype=np.int64),
-        np.asarray(content["supervised"], dtype=bool),
-        content["row_id"],
-    )
+    ids, supervised = np.array(content["input_ids"], dtype=np.int64), np.array(content["supervised"], dtype=bool)
+    return Document(ids, supervised, content["row_id"])

@@ -47,6 +47,10 @@ FEATURES = Features(
     }
 )
 
+FIGURES = ("length", "num_supervised", "outcome", "problem_key")
+Figures = dict[str, npt.NDArray[np.int64]]
+"""Columns of `FIGURES`, [number of rows] each."""
+
 
 class Outcome(IntEnum):
     USED = 0
@@ -73,31 +77,35 @@ class DataReport:
     num_overlong_dropped: int = 0
     num_overlong_truncated: int = 0
     num_empty: int = 0
-    """Rows without a solution, or without a supervised token."""
     num_tokens: int = 0
-    """Tokens of the rows trained on."""
+    """Of the rows trained on."""
     num_supervised_tokens: int = 0
-    """Those of them that are predicted."""
     num_rows_of_batches: int = 0
     """Sequences of max_seq_length tokens into which they were packed, or padded."""
     max_seq_length: int = 0
     num_eval_rows: int = 0
-    """Rows evaluated on, whichever split they came from."""
+    """Whichever split they came from."""
     num_eval_rows_seen_in_training: int = 0
     """Rows left out of a validation split because their problem is trained on."""
 
     @property
     def padding_efficiency(self) -> float | None:
-        """Tokens / (num_rows_of_batches * max_seq_length): the filled share of the positions."""
+        """The filled share of the positions."""
         positions = self.num_rows_of_batches * self.max_seq_length
         return self.num_tokens / positions if positions else None
 
-    def count_unused(self, outcomes: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        counts = np.bincount(np.asarray(outcomes, dtype=np.int64), minlength=len(Outcome)).tolist()
-        self.num_rows_read += len(outcomes)
-        self.num_overlong_truncated += counts[Outcome.TRUNCATED]
-        self.num_overlong_dropped += counts[Outcome.OVERLONG]
-        self.num_empty += counts[Outcome.EMPTY]
+    def count(self, figures: Figures, held_out: npt.NDArray[np.bool_]) -> None:
+        """Add rows of the training split by their `figures`."""
+        outcomes = np.bincount(figures["outcome"], minlength=len(Outcome)).tolist()
+        used = (figures["length"] > 0) & ~held_out
+        self.num_rows_read += len(held_out)
+        self.num_rows_used += int(used.sum())
+        self.num_rows_held_out += int(((figures["length"] > 0) & held_out).sum())
+        self.num_overlong_truncated += outcomes[Outcome.TRUNCATED]
+        self.num_overlong_dropped += outcomes[Outcome.OVERLONG]
+        self.num_empty += outcomes[Outcome.EMPTY]
+        self.num_tokens += int(figures["length"][used].sum())
+        self.num_supervised_tokens += int(figures["num_supervised"][used].sum())
 
     def summary(self) -> str:
         return (
