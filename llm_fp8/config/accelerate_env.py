@@ -237,10 +237,8 @@ def require_launched(environ: Mapping[str, str]) -> None:
 
 
 def apply_launch_settings(config: Config, environ: MutableMapping[str, str]) -> Config:
-    """`config` completed by what `accelerate launch` asked for, whose variables are removed from `environ`.
-
-    Without `accelerate launch` this is `config` itself. Check the result with `check_options`. Raises
-    `UserError` for what cannot be honoured and for a flag that contradicts the launch configuration.
+    """`config` completed by what `accelerate launch` asked for, whose variables are removed from `environ`; to be
+    checked with `check_options`. Raises `UserError` for what cannot be honoured and for a flag that contradicts it.
     """
     is_multi_gpu = "ACCELERATE_DYNAMO_BACKEND" in environ and int(environ.get("WORLD_SIZE", "1")) > 1
     settings = {**take_sharding_settings(environ), **take_precision_settings(environ)}
@@ -310,9 +308,9 @@ def _refuse(wrong: Mapping[str, bool]) -> None:
 
 
 def take_precision_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
-    """Remove Accelerate's variables about precision and torch.compile from `environ` and return them as options.
+    """Remove the variables about precision and torch.compile from `environ` and return them as options.
 
-    Empty where nothing was asked for. Raises `UserError` on a backend or value that cannot be honoured.
+    Raises `UserError` on a backend or value that cannot be honoured.
     """
     compiler = _take(environ, "ACCELERATE_DYNAMO_").get("ACCELERATE_DYNAMO_BACKEND", "no")
     precision = environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()
@@ -370,11 +368,9 @@ def chosen_values(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def idle_keys(environ: Mapping[str, str]) -> dict[str, str]:
-    """Key of fp8_config -> why these scripts do nothing with it, for those that the file sets to other values than the
-    launcher's defaults.
+    """Key of fp8_config that the file sets to another value than the default -> why it has no effect in these scripts.
 
-    To be called before `apply_launch_settings` removes the variables. Empty without fp8, and for a backend that is
-    refused.
+    To be called before `apply_launch_settings` removes the variables.
     """
     backend = environ.get(f"{PREFIX}BACKEND", "TE").upper()
     if environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() != "fp8" or backend not in ("TE", "AO"):
@@ -411,10 +407,9 @@ def backend_elsewhere(environ: Mapping[str, str]) -> str | None:
 
 
 def take_sharding_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
-    """Remove Accelerate's variables about sharding from `environ` and return them as options (of any section of
-    `Config`).
+    """Remove the variables about sharding from `environ` and return them as options.
 
-    Empty where nothing was asked for. Raises `UserError` for what cannot be honoured; the variables are gone then too.
+    Raises `UserError` for what cannot be honoured; the variables are gone then too.
     """
     entries: dict[str, str] = {}
     asked = set()

@@ -150,9 +150,8 @@ def _open_downloaded(name: str) -> DatasetSource | None:
 
 
 def _source(name: str, path: str, data_files: Mapping[Any, Sequence[str]]) -> DatasetSource:
-    return DatasetSource(
-        name, path, {str(split): [_relative(f, path) for f in files] for split, files in data_files.items()}
-    )
+    by_split = {str(split): [_relative(file, path) for file in files] for split, files in data_files.items()}
+    return DatasetSource(name, path, by_split)
 
 
 def _relative(file: str, dataset_path: str) -> str:
