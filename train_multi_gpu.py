@@ -18,6 +18,8 @@ from llm_fp8.utils.phases import IMPORTED_S, PhaseClock  # before the other impo
 
 # Read by torch when CUDA starts. Growing segments leave less unusable memory between blocks of many sizes.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+# Read by cuBLAS when CUDA starts. Transformer Engine multiplies fp32 in TF32 otherwise: fp32 would not be fp32.
+os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 
 from llm_fp8.config.parser import parse_launch
 from llm_fp8.utils.errors import run_script

@@ -95,6 +95,15 @@ def _fill(filler: PartFiller, files: list[Path], device: torch.device) -> None:
         raise UserError(f"{files[0].parent}: {error}.") from error
 
 
+def stored_tensor(files: list[Path], name: str, device: torch.device) -> torch.Tensor:
+    """The tensor `name` of a checkpoint, on `device`; raises `UserError` where no file holds it."""
+    for path in files:
+        with _open_weights(path, device) as tensors:
+            if name in tensors.keys():
+                return tensors.get_tensor(name)
+    raise UserError(f"{files[0].parent} holds no tensor {name}; fetch the model again.")
+
+
 @contextlib.contextmanager
 def _open_weights(path: Path, device: torch.device) -> Iterator[Any]:
     """A safetensors file whose tensors are read to `device`; raises `UserError` where it is truncated."""

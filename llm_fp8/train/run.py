@@ -27,6 +27,7 @@ from llm_fp8.models.export import export_size_bytes
 from llm_fp8.models.lora import num_adapter_parameters
 from llm_fp8.models.parity import check_parity
 from llm_fp8.models.source import check_model, load_tokenizer
+from llm_fp8.models.weights import weight_files
 from llm_fp8.observability.metrics import GIB, device_peak_tflops
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.optim.schedule import build_scheduler
@@ -256,14 +257,15 @@ def _check_parity(setup: TrainingSetup, data: PreparedData, context: ContextGrou
     if not options.use_te or not (setup.weights_loaded and not resumed if wanted is None else wanted):
         return
     batch = context.on_its_own(first_step(data.train)[0])
-    report = check_parity(
+    found = check_parity(
         setup.model,
         batch.to(plan.device),
         plan.config.data.max_seq_length // context.size,
         dtype=plan.precision.compute_dtype if plan.strategy.shards_parameters else plan.weight_dtype,
         full_tensor=plan.strategy.full_tensor,
+        files=weight_files(options, plan.source) if setup.weights_loaded and not resumed else None,
     )
-    plan.say(report.describe())
+    plan.say(found)
 
 
 def _check_export(setup: TrainingSetup) -> None:

@@ -13,6 +13,7 @@ import te_llama
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import check_parity, relative_difference
 from llm_fp8.models.weights import fill_te_model
+from llm_fp8.utils.errors import UserError
 from tests.support.batches import BATCHES, S, packed_batch, padded_batch
 from tests.support.families import FAMILIES, family_config
 
@@ -126,20 +127,37 @@ def test_generate_gives_hugging_faces_tokens(family, tmp_path, device):
 
 
 def test_the_check_passes_a_right_model_and_names_what_is_wrong(tmp_path, device, record_property):
-    from llm_fp8.utils.errors import UserError
-
     config = family_config("llama3_rope_gqa")
     randomised_hf_model(config, tmp_path)
+    files = [tmp_path / "model.safetensors"]
     for dtype in DTYPES:
         model = te_llama.build_te_model(config, dtype, device)
-        fill_te_model(model, [tmp_path / "model.safetensors"])
+        fill_te_model(model, files)
         for batch in (packed_batch(device), padded_batch(device)):
-            report = check_parity(model, batch, S, dtype)
-            record_property(f"{dtype} {'packed' if batch.cu_seqlens is not None else 'padded'}", report.describe())
-            assert report.num_layers == 3 and 0 <= report.difference <= report.limit
-    model.model.rotary_emb.angles = model.model.rotary_emb.angles * 1.5  # as a forgotten RoPE base or scaling would
-    with pytest.raises(UserError, match="--parity_check"):
+            found = check_parity(model, batch, S, dtype, files=files)
+            record_property(f"{dtype} {'packed' if batch.cu_seqlens is not None else 'padded'}", found)
+            assert found.startswith("parity with Hugging Face: 30 stored tensors loaded bit for bit; 33 tensors of 3")
+            assert all(parameter.grad is None for parameter in model.parameters())
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    angles = model.model.rotary_emb.angles
+    model.model.rotary_emb.angles = angles * 1.01  # as a slightly wrong RoPE base would
+    with pytest.raises(UserError, match=r"--parity_check: the TE decoder differs from Hugging Face's in fp32 by"):
         check_parity(model, packed_batch(device), S, dtype)
+    model.model.rotary_emb.angles = angles
+    after = dict(model.named_parameters())
+    assert all(torch.equal(value, after[name]) and after[name].dtype == dtype for name, value in before.items())
+    with torch.no_grad():
+        after["model.layers.1.mlp.fc2_weight"][3, 5] += 0.01
+    check_parity(model, packed_batch(device), S, dtype)
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not the tensor in"):
+        check_parity(model, packed_batch(device), S, dtype, files=files)
+
+
+def test_the_check_wants_fp32_to_be_fp32(device, monkeypatch):
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE")
+    model = te_llama.build_te_model(family_config("llama2"), torch.bfloat16, device)
+    with pytest.raises(UserError, match="NVIDIA_TF32_OVERRIDE is not set"):
+        check_parity(model, packed_batch(device), S, torch.bfloat16)
 
 
 def test_peft_puts_adapters_on_the_te_decoder(device):

@@ -1,0 +1,249 @@
+#!/usr/bin/env python
+"""Fine-tune pretrained weights in every precision and measure what fp8 costs: in evaluation, and in the weights.
+
+    python benchmarks/pretrained.py --model FOLDER --data gsm8k_train.jsonl --output benchmarks/results/pretrained.json
+
+Every run is a `train_fp8.py` of its own on the same held-out split; the seed changes the order of the data, and runs of
+one seed and learning rate are paired. Each model is evaluated on the held-out rows twice: in the precision that it was
+trained in, by the run itself, and after its export in bf16 by plain transformers. The difference of the two is what the
+evaluation's own fp8 costs, the rest is in the weights. `untrained` holds the same before any training.
+
+`--deadline_s` starts no run after so many seconds; the same command goes on from what --output holds. Runs share the
+GPUs (--parallel), so their times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+from llm_fp8.config.options import Config, DataConfig, ModelConfig  # noqa: E402
+from llm_fp8.data import prepare_data  # noqa: E402
+from llm_fp8.data.collate import Batch  # noqa: E402
+from llm_fp8.observability.provenance import collect_provenance, visible_gpus  # noqa: E402
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script  # noqa: E402
+from llm_fp8.utils.json_files import read_json, read_metrics, require_writable, write_json_atomic  # noqa: E402
+
+_FP8 = ("--use_te", "--mixed_precision", "fp8")
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "hf_bf16": ("--mixed_precision", "bf16"),
+    "bf16": ("--use_te", "--mixed_precision", "bf16"),
+    "delayed": (*_FP8, "--fp8_scenario", "delayed"),
+    "current": (*_FP8, "--fp8_scenario", "current"),
+    "block": (*_FP8, "--fp8_scenario", "block"),
+    "current_e4m3": (*_FP8, "--fp8_scenario", "current", "--fp8_format", "E4M3"),
+    "delayed_ends_bf16": (
+        *_FP8, "--fp8_scenario", "delayed", "--fp8_first_bf16_layers", "2", "--fp8_last_bf16_layers", "4"
+    ),
+    "delayed_head_gradients": (*_FP8, "--fp8_scenario", "delayed", "--fp8_lm_head", "gradients"),
+    "delayed_head_all": (*_FP8, "--fp8_scenario", "delayed", "--fp8_lm_head", "all"),
+    "bf16_adamw_8bit": ("--use_te", "--mixed_precision", "bf16", "--optimizer", "adamw_8bit"),
+    "bf16_lora": ("--use_te", "--mixed_precision", "bf16", "--lora_rank", "16", "--lora_merge"),
+    "delayed_lora": (*_FP8, "--fp8_scenario", "delayed", "--lora_rank", "16", "--lora_merge"),
+}  # fmt: skip
+REFERENCES = {"bf16_adamw_8bit": "bf16", "bf16_lora": "hf_bf16", "delayed_lora": "bf16_lora", "bf16": "hf_bf16"}
+"""What a variant is held against where it is not bf16."""
+LEARNING_RATES = (1e-5, 3e-5, 1e-4, 3e-4)
+SEQ_LENGTH, ROWS, WARMUP_STEPS, EPOCHS, EVAL_EVERY = 1024, 16, 20, 2, 40
+HELD_OUT = 0.1
+EVAL_ROWS = 16
+T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""Number of pairs -> Student's t that leaves 2.5% on either side."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training; `seed` 0 is the evaluation of the untrained model."""
+
+    variant: str
+    learning_rate: float
+    seed: int
+
+    def options(self, settings: argparse.Namespace, folder: Path) -> list[str]:
+        shared = [
+            f"--model_name={settings.model}", f"--dataset_name={settings.data}", "--packing",
+            f"--max_seq_length={SEQ_LENGTH}", f"--batch_size={ROWS}", f"--validation_fraction={HELD_OUT}",
+            f"--data_cache_dir={settings.data_cache_dir}", f"--seed={self.seed}", f"--output_dir={folder}",
+            f"--eval_every={EVAL_EVERY}", *VARIANTS[self.variant]
+        ]  # fmt: skip
+        if self.seed == 0:
+            return [*shared, "--max_steps=1", "--learning_rate=1e-30", "--no_export"]
+        return [
+            *shared, f"--num_epochs={EPOCHS}", f"--learning_rate={self.learning_rate}",
+            f"--num_warmup_steps={WARMUP_STEPS}", "--lr_scheduler=cosine"
+        ]  # fmt: skip
+
+
+def plan(settings: argparse.Namespace) -> list[Job]:
+    """Untrained models first, then seed by seed, so that an end before the end leaves whole pairs."""
+    variants = settings.variants.split(",")
+    if unknown := [name for name in variants if name not in VARIANTS]:
+        raise UserError(f"--variants: '{unknown[0]}' is unknown; choose from {', '.join(VARIANTS)}.")
+    rates = [float(rate) for rate in settings.learning_rates.split(",")]
+    jobs = [Job(variant, 0.0, 0) for variant in variants if "lora" not in variant]
+    for seed in range(1, max(settings.seeds, settings.main_seeds) + 1):
+        for rate in sorted(rates, key=lambda rate: rate != settings.main_learning_rate):
+            if seed <= (settings.main_seeds if rate == settings.main_learning_rate else settings.seeds):
+                jobs += [Job(variant, rate, seed) for variant in variants]
+    return jobs
+
+
+def held_out_batches(settings: argparse.Namespace) -> list[Batch]:
+    """The held-out rows of every run, padded, on the CPU."""
+    data = DataConfig(
+        dataset_name=str(settings.data), validation_fraction=HELD_OUT, max_seq_length=SEQ_LENGTH, batch_size=EVAL_ROWS,
+        data_cache_dir=str(settings.data_cache_dir), packing=False
+    )  # fmt: skip
+    config = Config(model=ModelConfig(model_name=str(settings.model)), data=data)
+    loader = prepare_data(config, AutoTokenizer.from_pretrained(settings.model)).eval
+    assert loader is not None
+    return list(loader)
+
+
+@torch.no_grad()
+def plain_loss(model: Path, batches: list[Batch], device: str) -> float:
+    """Mean cross entropy of the supervised tokens, by transformers' own model in bf16 with fp32 logits."""
+    decoder: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device).eval()
+    total, count = torch.zeros((), dtype=torch.float64, device=device), 0
+    for batch in batches:
+        batch = batch.to(device)
+        logits = decoder(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits.float()
+        total += F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="sum")
+        count += batch.num_supervised_tokens
+    return float(total) / count
+
+
+def run_one(job: Job, settings: argparse.Namespace, batches: list[Batch], scratch: Path, gpu: int) -> dict[str, Any]:
+    """Train, evaluate the export in bf16, and return both."""
+    folder = scratch / f"{job.variant}-{job.learning_rate}-{job.seed}"
+    environment = dict(os.environ)
+    device = "cpu"
+    if torch.cuda.is_available():
+        environment["CUDA_VISIBLE_DEVICES"] = visible_gpus()[gpu]
+        device = f"cuda:{gpu}"
+    command = [sys.executable, "train_fp8.py", *job.options(settings, folder)]
+    result = {"variant": job.variant, "learning_rate": job.learning_rate, "seed": job.seed}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        return {**result, "failed": (done.stdout[-1500:] + done.stderr[-3000:])}
+    metrics = read_metrics(folder / "metrics.jsonl")
+    run, summary = read_json(folder / "run.json"), read_json(folder / "summary.json")
+    exported = settings.model if job.seed == 0 else folder / "final"
+    result |= {
+        "precision": " ".join(filter(None, (run["precision"]["effective"], run["precision"]["effective_scenario"]))),
+        "certificate": (summary.get("certificate") or {}).get("verdict"),
+        "evaluations": [[record["step"], record["eval_loss"]] for record in metrics if "eval_loss" in record],
+        "eval_loss": summary["last_evaluation"]["eval_loss"],
+        "bf16_eval_loss": plain_loss(exported, batches, device),
+        "tokens_seen": summary["tokens_seen"],
+        "parity": next((line for line in done.stdout.splitlines() if line.startswith("parity")), None),
+    }
+    subprocess.run(["rm", "-rf", str(folder)], check=True)
+    return result
+
+
+def interval(differences: list[float]) -> dict[str, Any]:
+    """Mean of paired differences and its 95% interval by Student's t; one pair has none."""
+    n, mean = len(differences), statistics.fmean(differences)
+    half = T_975[n] * statistics.stdev(differences) / math.sqrt(n) if n > 1 else None
+    return {"num_pairs": n, "mean": mean, "half_width": half, "differences": differences}
+
+
+def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Paired differences of each variant to its reference, by learning rate (0: untrained)."""
+    losses = {(run["variant"], run["learning_rate"], run["seed"]): run for run in runs if "eval_loss" in run}
+    comparisons = []
+    for variant in VARIANTS:
+        reference = REFERENCES.get(variant, "bf16")
+        for rate in (0.0, *LEARNING_RATES):
+            pairs = [
+                (run, losses[reference, rate, seed])
+                for (name, run_rate, seed), run in sorted(losses.items())
+                if (name, run_rate) == (variant, rate) and (reference, rate, seed) in losses
+            ]
+            if not pairs or variant == reference:
+                continue
+            entry: dict[str, Any] = {"variant": variant, "reference": reference, "learning_rate": rate}
+            for name in ("eval_loss", "bf16_eval_loss"):
+                entry[name] = interval([run[name] - other[name] for run, other in pairs])
+                entry[f"reference_{name}"] = statistics.fmean(other[name] for _, other in pairs)
+            comparisons.append(entry)
+    return comparisons
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = OneSentenceParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="folder with pretrained weights")
+    parser.add_argument("--data", type=Path, required=True, help="JSONL file in OpenMathInstruct-2's columns")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--learning_rates", default=",".join(map(str, LEARNING_RATES)))
+    parser.add_argument("--seeds", type=int, default=3, help="of each learning rate but the main one")
+    parser.add_argument("--main_learning_rate", type=float, default=3e-5)
+    parser.add_argument("--main_seeds", type=int, default=5)
+    parser.add_argument("--parallel", type=int, default=8, help="trainings at a time on each GPU")
+    parser.add_argument("--deadline_s", type=float, default=math.inf)
+    parser.add_argument("--data_cache_dir", type=Path, default=Path(tempfile.gettempdir()) / "pretrained_data_cache")
+    return parser
+
+
+def main() -> int:
+    """Run what is missing of the plan."""
+    began = time.monotonic()
+    settings = make_parser().parse_args()
+    require_writable("--output", settings.output)
+    runs: list[dict[str, Any]] = []
+    if settings.output.exists():
+        runs = [run for run in read_json(settings.output)["runs"] if "failed" not in run]
+    done = {(run["variant"], run["learning_rate"], run["seed"]) for run in runs}
+    left = [job for job in plan(settings) if (job.variant, job.learning_rate, job.seed) not in done]
+    batches = held_out_batches(settings)
+    provenance, lock = collect_provenance(sys.argv), threading.Lock()
+
+    def keep(future: Future[dict[str, Any] | None]) -> None:
+        result = future.result()
+        if result is None:
+            return
+        with lock:
+            runs.append(result)
+            runs.sort(key=lambda run: (list(VARIANTS).index(run["variant"]), run["learning_rate"], run["seed"]))
+            write_json_atomic(settings.output, {"provenance": provenance, "comparisons": compare(runs), "runs": runs})
+            names = ("variant", "learning_rate", "seed", "eval_loss", "bf16_eval_loss", "failed")
+            print(json.dumps({name: result[name] for name in names if name in result}), flush=True)
+
+    def start(job: Job, number: int, scratch: str) -> dict[str, Any] | None:
+        if time.monotonic() - began > settings.deadline_s:
+            return None
+        return run_one(job, settings, batches, Path(scratch), number % max(1, torch.cuda.device_count()))
+
+    num_threads = settings.parallel * max(1, torch.cuda.device_count())
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(num_threads) as pool:
+        futures = [pool.submit(start, job, number, scratch) for number, job in enumerate(left)]
+        for future in futures:
+            future.add_done_callback(keep)
+    missing = len(plan(settings)) - len(runs)
+    print(f"{len(runs)} runs, {missing} of the plan are missing, {time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)
