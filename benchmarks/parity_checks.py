@@ -98,7 +98,7 @@ def write_variant(base: Path, variant: str, small: bool, seed: int, folder: Path
 def text_batch(base: Path, data: Path, seed: int, vocab_size: int) -> Batch:
     """A packed row of SEQ_LENGTH tokens: whole texts in an order drawn from `seed`, the last one cut."""
     generator = torch.Generator().manual_seed(seed)
-    lines = data.read_text().splitlines()
+    lines = data.read_text().rstrip("\n").split("\n")
     tokenizer = AutoTokenizer.from_pretrained(base)
     ids: list[int] = []
     positions: list[int] = []

@@ -43,9 +43,9 @@ from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.weights import stored_tensor
 from llm_fp8.utils.errors import UserError
 
-FP32_LIMIT = 2e-4
-MEAN_LIMIT = 1.5
-LAYER_LIMIT = 3.0
+FP32_LIMIT = 4e-4
+MEAN_LIMIT = 1.25
+LAYER_LIMIT = 2.0
 SMALLEST_ERROR = 1e-4
 """Added to both errors of a ratio: below it a difference means nothing."""
 MAX_TOKENS = 2048

@@ -1,0 +1,45 @@
+"""What benchmarks/pretrained.py plans, and what it makes of its runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import pretrained
+from llm_fp8.utils.errors import UserError
+
+
+def settings(*words):
+    return pretrained.make_parser().parse_args(["--model", "m", "--data", "d.jsonl", "--output", "o.json", *words])
+
+
+def test_pairs_are_complete_from_the_first_seed_on():
+    jobs = pretrained.plan(settings("--variants", "bf16,delayed", "--learning_rates", "1e-5,3e-5", "--seeds", "1"))
+    assert [(job.variant, job.learning_rate, job.seed) for job in jobs[:6]] == [
+        ("bf16", 0.0, 0), ("delayed", 0.0, 0), ("bf16", 3e-5, 1), ("delayed", 3e-5, 1), ("bf16", 1e-5, 1),
+        ("delayed", 1e-5, 1),
+    ]  # fmt: skip
+    assert sum(job.learning_rate == 3e-5 for job in jobs) == 2 * 5 and len(jobs) == 2 + 2 + 10
+
+
+def test_an_unknown_variant_is_named():
+    with pytest.raises(UserError, match="'fp9' is unknown"):
+        pretrained.plan(settings("--variants", "bf16,fp9"))
+
+
+def test_differences_are_paired_by_seed_and_learning_rate():
+    def run(variant, rate, seed, loss):
+        return dict(variant=variant, learning_rate=rate, seed=seed, eval_loss=loss, bf16_eval_loss=loss - 0.5)
+
+    runs = [run("bf16", 3e-5, seed, float(seed)) for seed in (1, 2, 3)]
+    runs += [run("delayed", 3e-5, seed, seed + gap) for seed, gap in ((1, 0.1), (2, 0.2), (3, 0.3))]
+    runs += [run("delayed", 1e-5, 1, 9.0), dict(variant="block", learning_rate=3e-5, seed=1, failed="out of memory")]
+    (only,) = pretrained.compare(runs)
+    assert (only["variant"], only["reference"], only["learning_rate"]) == ("delayed", "bf16", 3e-5)
+    assert only["eval_loss"]["num_pairs"] == 3 and only["eval_loss"]["mean"] == pytest.approx(0.2)
+    # Student's t for three pairs: 4.303 standard deviations over the root of three.
+    assert only["eval_loss"]["half_width"] == pytest.approx(4.303 * 0.1 / 3**0.5)
+    assert only["reference_bf16_eval_loss"] == pytest.approx(1.5)
+
+
+def test_one_pair_has_no_interval():
+    assert pretrained.interval([0.3]) == {"num_pairs": 1, "mean": 0.3, "half_width": None, "differences": [0.3]}
