@@ -38,6 +38,7 @@ from llm_fp8.models.weight_shards import initialize_shards_
 from llm_fp8.models.weights import corrupt_file, fill_te_model, weight_files
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.hf_internals import supports_attention
 from llm_fp8.utils.packages import package_version
 from llm_fp8.utils.te_import import require_te
 
@@ -75,9 +76,8 @@ def choose_attention(requested: str, hf_config: PretrainedConfig, device: torch.
 
 def _has_attention(hf_config: PretrainedConfig, implementation: str) -> bool:
     """Whether transformers has this attention for the architecture; True where it knows no causal LM (fails later)."""
-    flag = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(implementation)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
-    return flag is None or model_class is None or bool(getattr(model_class, flag))
+    return model_class is None or supports_attention(model_class, implementation)
 
 
 def _build_te_decoder(

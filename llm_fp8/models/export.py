@@ -35,6 +35,7 @@ from llm_fp8.models.lora import adapter_tensors, adapters_of, peft_config, with_
 from llm_fp8.models.weight_shards import parts_of, saved_tensors, stored_names, to_stored_layout
 from llm_fp8.models.weights import WEIGHTS_INDEX
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.hf_internals import ignored_on_save
 
 MAX_FILE_SIZE = "5GB"
 """Largest safetensors file, unless a single tensor is larger."""
@@ -181,7 +182,7 @@ def _write_weights(
         file_names = {name: stored_name for stored_name, name in names.items()}
         planned = {file_names[name]: tensor for name, tensor in empty.items()}
         gathered = ((file_names[name], tensor) for name, tensor in gathered)
-    ignored = set(model._keys_to_ignore_on_save or ())
+    ignored = ignored_on_save(model)
     planned = {name: tensor for name, tensor in planned.items() if name not in ignored}
     split = split_torch_state_dict_into_shards(
         planned, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_size

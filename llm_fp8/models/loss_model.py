@@ -17,6 +17,7 @@ from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
 from llm_fp8.kernels.fp8_lm_head import Fp8Head
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.hf_internals import chosen_attention
 
 
 class TrainingModel(nn.Module):
@@ -54,7 +55,7 @@ class TrainingModel(nn.Module):
             return self._te_hidden(batch)
         if batch.cu_seqlens is None:
             return self._decode(batch.input_ids, position_ids=batch.position_ids, attention_mask=batch.attention_mask)
-        if self.model.config._attn_implementation == "flash_attention_2":
+        if chosen_attention(self.model.config) == "flash_attention_2":
             return self._decode(
                 batch.input_ids,
                 position_ids=batch.position_ids,

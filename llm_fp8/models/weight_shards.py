@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import te_llama
 from llm_fp8.models.lora_names import is_adapter, name_without_adapter
+from llm_fp8.utils.hf_internals import ignored_on_load
 from llm_fp8.utils.torch_internals import local_of, persistent_buffers
 from te_llama import DecoderSpec, Part, UnsupportedArchitecture, parameter_map
 
@@ -229,7 +230,7 @@ class HfFiller(PartFiller):
         self._prefix = f"{model.base_model_prefix}."
         own_names = (name_without_adapter(name) for name in tensors)
         self._first_names = {**names, **{name: name for name in own_names}, **_first_names(model)}
-        self._passed_over = re.compile("|".join((*_PASSED_OVER, *(model._keys_to_ignore_on_load_unexpected or ()))))
+        self._passed_over = re.compile("|".join((*_PASSED_OVER, *ignored_on_load(model))))
         self._stored = {self._known_name(name) for name in checkpoint_names}
 
     def _known_name(self, checkpoint_name: str) -> str:

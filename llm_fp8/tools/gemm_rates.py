@@ -29,6 +29,7 @@ from torch import Tensor
 from llm_fp8.precision.modules import GEMMS_PER_WEIGHT
 from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY
 from llm_fp8.utils.packages import REPOSITORY
+from llm_fp8.utils.torch_internals import fp8_gemm
 
 GEMM_SIZE = 8192
 COPY_BYTES = 2**31
@@ -100,14 +101,9 @@ def copy_tb_s(num_bytes: int, seconds: float) -> float:
 
 
 def fp8_operands(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Two matrices cast to e4m3 as torch._scaled_mm takes them (`right` column-major), and the scale of 1 for both."""
+    """Two matrices cast to e4m3 as `fp8_gemm` takes them (`right` column-major), and the scale of 1 for both."""
     fp8 = torch.float8_e4m3fn
     return left.to(fp8), right.t().contiguous().to(fp8).t(), torch.ones((), device=left.device)
-
-
-def fp8_gemm(left: Tensor, right: Tensor, scale: Tensor, fast: bool) -> Tensor:
-    """`left @ right` in bf16 from e4m3 operands; `fast`: fast accumulation, else split."""
-    return torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 def _median_s(launch: Callable[[], object], device: torch.device) -> float:

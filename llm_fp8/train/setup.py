@@ -41,6 +41,7 @@ from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
 from llm_fp8.precision.torchao import compile_layers
 from llm_fp8.train.machine import gather_facts
+from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.ranks import LaunchRanks
 
 Say = Callable[[str], None]
@@ -197,7 +198,7 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     model, loaded = _decoder_with_adapters(plan)
     layers = decoder_layers(model)
     reasons = _convert_linears(plan, model, layers)
-    attention: str = "te" if config.model.use_te else model.config._attn_implementation
+    attention: str = "te" if config.model.use_te else chosen_attention(model.config)
     if attention == "eager" and config.model.attn_implementation == "auto":
         model_type = plan.hf_config.model_type
         plan.say(f"attention: eager, which is slow: transformers has no sdpa for models of type '{model_type}'")

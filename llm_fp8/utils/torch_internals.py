@@ -8,6 +8,7 @@
       ._non_persistent_buffers_set
     nn.Module._compiled_call_impl            layers run without compiled code     tests/precision/test_torchao.py
     torch._dynamo.config.optimize_ddp        no graph cuts at DDP's buckets       tests/precision/test_torchao.py
+    torch._scaled_mm                         the peak rate of an fp8 GEMM         tests/tools/test_gemm_rates.py
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import importlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -52,3 +54,10 @@ def uncompiled(layers: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for layer, compiled in kept:
             layer._compiled_call_impl = compiled
+
+
+def fp8_gemm(left: Tensor, right: Tensor, scale: Tensor, fast: bool) -> Tensor:
+    """`left` [m, k] times `right` [k, n], column-major, both e4m3 with one fp32 `scale`, -> bf16 [m, n]; `fast`:
+    fast accumulation, else split.
+    """
+    return torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=fast)

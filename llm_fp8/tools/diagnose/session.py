@@ -52,6 +52,7 @@ from llm_fp8.tools.gemm_rates import MeasuredRates, measure_rates
 from llm_fp8.train.machine import model_facts
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.torch_internals import uncompiled
 
 NUM_TIMED_STEPS = 7
@@ -186,7 +187,7 @@ class _Session:
         """What attention runs on; 'unfused' for several kernels."""
         if self.config.model.use_te:
             return te_llama.attention_backend(self.training.model)
-        return str(self.training.model.config._attn_implementation) if step.has_fused_attention else "unfused"
+        return chosen_attention(self.training.model.config) if step.has_fused_attention else "unfused"
 
     def _facts(self, step: StepTime, rates: MeasuredRates, attention: str | None) -> StepMeasurements:
         training, config = self.training, self.config

@@ -1,0 +1,37 @@
+"""The private names of transformers that this project uses; no other file knows them. Read in versions 5.17 and 5.23.
+
+    name                                       what for                         noticed by
+    config._attn_implementation                which attention was chosen       tests/models/test_build.py
+    model._keys_to_ignore_on_save,             tensors that files and model     tests/models/test_weight_shards.py
+      ._keys_to_ignore_on_load_unexpected      need not share
+    model_class._supports_sdpa,                attention of an architecture     tests/models/test_build.py
+      ._supports_flash_attn
+
+Without one of them its function ends in an AttributeError.
+"""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+
+def chosen_attention(config: PretrainedConfig) -> str:
+    """The attention implementation that a built model runs, by transformers' name."""
+    name: str = config._attn_implementation
+    return name
+
+
+def supports_attention(model_class: type[PreTrainedModel], implementation: str) -> bool:
+    """Whether the architecture has 'sdpa' or 'flash_attention_2'; others it has in any case."""
+    flag = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(implementation)
+    return flag is None or bool(getattr(model_class, flag))
+
+
+def ignored_on_save(model: PreTrainedModel) -> set[str]:
+    """Names of tensors that its files leave out."""
+    return set(model._keys_to_ignore_on_save or ())
+
+
+def ignored_on_load(model: PreTrainedModel) -> tuple[str, ...]:
+    """Regular expressions of stored names that it passes over."""
+    return tuple(model._keys_to_ignore_on_load_unexpected or ())
