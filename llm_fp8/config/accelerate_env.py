@@ -207,8 +207,8 @@ def require_single_process(environ: Mapping[str, str]) -> None:
     num_processes = int(environ.get("WORLD_SIZE", "1"))
     if num_processes > 1:
         raise UserError(
-            f"train_fp8.py trains in one process, and the launcher started {num_processes}; start train_multi_gpu.py, or "
-            "train_fp8.py with --num_processes 1."
+            f"train_fp8.py trains in one process, and the launcher started {num_processes}; start train_multi_gpu.py, "
+            "or train_fp8.py with --num_processes 1."
         )
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if is_on(environ.get(f"ACCELERATE_USE_{name}", "false"), f"use_{name.lower()}"):

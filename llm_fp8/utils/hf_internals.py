@@ -12,6 +12,8 @@ Without one of them its function ends in an AttributeError.
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PretrainedConfig, PreTrainedModel
 
 
@@ -21,8 +23,8 @@ def chosen_attention(config: PretrainedConfig) -> str:
     return name
 
 
-def supports_attention(model_class: type[PreTrainedModel], implementation: str) -> bool:
-    """Whether the architecture has 'sdpa' or 'flash_attention_2'; others it has in any case."""
+def supports_attention(model_class: Any, implementation: str) -> bool:
+    """Whether a `PreTrainedModel` class has 'sdpa' or 'flash_attention_2'; others it has in any case."""
     flag = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(implementation)
     return flag is None or bool(getattr(model_class, flag))
 
