@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 
 from llm_fp8.observability.provenance import visible_gpus
-from llm_fp8.tools.compare.arms import REFERENCE, parse_variants, variants
 from llm_fp8.tools.compare.launch import Interrupted, claim_folder, default_folder, launch, make_slots, plan_runs
 from llm_fp8.tools.compare.page import render_page
 from llm_fp8.tools.compare.report import Failure, compare, print_comparison
 from llm_fp8.tools.compare.run_record import RunRecord, read_run_folder, read_wandb
+from llm_fp8.tools.compare.variants import REFERENCE, parse_variants, variants
 from llm_fp8.train.graceful_stop import exit_code
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import write_json_atomic
@@ -51,7 +51,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--runs", nargs="+", metavar="FOLDER", help="read the output folders of finished runs")
     parser.add_argument("--wandb", nargs="+", metavar="RUN", help="read runs of W&B's server: ENTITY/PROJECT/RUNID")
     parser.add_argument("--arms", help=f"with --train: comma-separated, of {', '.join(variants())} (default: bf16,fp8)")
-    parser.add_argument("--seeds", type=int, help="with --train: runs of each arm, with seeds 1, 2, ... (default: 3)")
+    parser.add_argument("--seeds", type=int, help="with --train: runs of each, with seeds 1, 2, ... (default: 3)")
     parser.add_argument(
         "--num_gpus", type=int, help="with --train: GPUs of each run; above 1 torchrun train_multi_gpu.py (default: 1)"
     )
@@ -83,7 +83,7 @@ def check(options: argparse.Namespace) -> None:
         if missing := [folder.name for folder in PAIR if not (folder / "summary.json").is_file()]:
             scripts = " and ".join(f"scripts/{name}.sh" for name in missing)
             raise UserError(
-                "give --train OPTIONS to train the arms, --runs or --wandb to compare runs that exist, or run "
+                "give --train OPTIONS to train the variants, --runs or --wandb to compare runs that exist, or run "
                 f"{scripts} first, whose runs are compared where nothing is named."
             )
         options.runs = [str(folder) for folder in PAIR]
@@ -121,19 +121,19 @@ def usable_gpus(given: str | None) -> list[str]:
 def trained(
     options: argparse.Namespace, folder: Path, console: Console
 ) -> tuple[list[RunRecord], list[Failure], list[tuple[str, str]]]:
-    """Run the arms; the records of those that finished, the failures, and the pairs that shared hardware."""
-    arms, num_gpus = parse_variants("bf16,fp8" if options.arms is None else options.arms), options.num_gpus or 1
-    plan = plan_runs(options.train, arms, range(1, (options.seeds or 3) + 1), num_gpus, folder)
+    """Run the variants; the records of those that finished, the failures, and the pairs that shared hardware."""
+    names, num_gpus = parse_variants("bf16,fp8" if options.arms is None else options.arms), options.num_gpus or 1
+    plan = plan_runs(options.train, names, range(1, (options.seeds or 3) + 1), num_gpus, folder)
     slots = make_slots(usable_gpus(options.gpus), num_gpus, options.parallel or 1, options.share_gpus)
     with named_if_unwritable(folder):
         claim_folder(plan)
-    console.print(f"{len(plan.runs)} runs ({', '.join(arms)}) in {folder}", markup=False, highlight=False)
-    if REFERENCE not in arms and not (folder / "runs").exists():
-        console.print(f"no arm is {REFERENCE}, so the arms get figures and no verdict", highlight=False)
+    console.print(f"{len(plan.runs)} runs ({', '.join(names)}) in {folder}", markup=False, highlight=False)
+    if REFERENCE not in names and not (folder / "runs").exists():
+        console.print(f"no variant is {REFERENCE}, so the variants get figures and no verdict", highlight=False)
     result = launch(plan, slots, lambda text: console.print(text, markup=False, highlight=False))
     failed = {(failure.arm, failure.seed) for failure in result.failures}
     records = [
-        read_run_folder(plan.run_folder(run), "--train") for run in plan.runs if (run.arm, run.seed) not in failed
+        read_run_folder(plan.run_folder(run), "--train") for run in plan.runs if (run.variant, run.seed) not in failed
     ]
     return records, result.failures, result.overlaps
 

@@ -28,7 +28,7 @@ from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
 from llm_fp8.tools.bench.variant_names import parse_variant
 from llm_fp8.tools.bench.variants import OurVariant
 from llm_fp8.tools.bench.workload import Workload
-from llm_fp8.tools.compare.arms import parse_variants, requested_variant, variant_words, variants
+from llm_fp8.tools.compare.variants import parse_variants, requested_variant, variant_words, variants
 from llm_fp8.tools.diagnose.gemm_operands import GemmRecorder
 from llm_fp8.tools.diagnose.result import precision_problems
 from llm_fp8.tools.diagnose.static_report import diagnose_without_gpu

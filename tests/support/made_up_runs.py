@@ -29,23 +29,29 @@ PROVENANCE = {
 }
 
 
-def precision_of(arm: str, effective: str | None = None) -> dict[str, Any]:
-    """The precision section of a run of `arm`, which fell back where `effective` is another scenario."""
+def precision_of(variant: str, effective: str | None = None) -> dict[str, Any]:
+    """The precision section of a run of `variant`, which fell back where `effective` is another scenario."""
     shared = {"optimizer": "adamw_master", "parameter_dtype": "torch.bfloat16", "fallback_reason": None}
-    if arm in ("bf16", "no"):
-        return {**shared, "requested": arm, "effective": arm, "requested_scenario": None, "effective_scenario": None}
-    fallback = None if effective in (None, arm) else f"{arm} is not available on NVIDIA H200"
-    scenarios = {"requested_scenario": arm, "effective_scenario": effective or arm}
+    if variant in ("bf16", "no"):
+        return {
+            **shared,
+            "requested": variant,
+            "effective": variant,
+            "requested_scenario": None,
+            "effective_scenario": None,
+        }
+    fallback = None if effective in (None, variant) else f"{variant} is not available on NVIDIA H200"
+    scenarios = {"requested_scenario": variant, "effective_scenario": effective or variant}
     return {**shared, "requested": "fp8", "effective": "fp8", **scenarios, "fallback_reason": fallback}
 
 
 def made_up_run(
-    arm: str = "bf16", seed: int = 1, rate: float = 100_000.0, loss: float = 1.0, **changes: Any
+    variant: str = "bf16", seed: int = 1, rate: float = 100_000.0, loss: float = 1.0, **changes: Any
 ) -> RunRecord:
-    """A run of 60 steps and four evaluations at about `rate` tokens/s that ends at the held-out loss `loss`;
+    """A run of 60 steps and four evaluations at about `rate` tokens/s that ends at the eval loss `loss`;
     `changes` are fields of it.
     """
-    noise = random.Random(f"{arm} {seed}")
+    noise = random.Random(f"{variant} {seed}")
     steps, evaluations = [], []
     for step in range(1, NUM_STEPS + 1):
         figure = rate * noise.uniform(0.98, 1.02) if step > 10 else rate / 4
@@ -66,12 +72,12 @@ def made_up_run(
             )
     options = ["--mixed_precision", "bf16", "--use_te", "--seed", str(seed), "--model_name", "meta-llama/Llama-3.2-1B"]
     config = parse_config(options).to_dict()
-    if arm not in ("bf16", "no"):
-        config["precision"] = {**config["precision"], "mixed_precision": "fp8", "fp8_scenario": arm}
+    if variant not in ("bf16", "no"):
+        config["precision"] = {**config["precision"], "mixed_precision": "fp8", "fp8_scenario": variant}
     fields: dict[str, Any] = {
-        "source": f"runs/{arm}-{seed}",
+        "source": f"runs/{variant}-{seed}",
         "config": config,
-        "precision": precision_of(arm),
+        "precision": precision_of(variant),
         "steps": steps,
         "evaluations": evaluations,
         "effective": {"packing": True, "global_batch_size": 16},

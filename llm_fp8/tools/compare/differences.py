@@ -1,4 +1,4 @@
-"""In what the runs of a comparison differ besides their arm, field by field, and what each difference spoils."""
+"""In what runs differ besides their variant, field by field, and what each difference confounds."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llm_fp8.tools.compare.arms import ARM_FIELDS, REFERENCE
 from llm_fp8.tools.compare.run_record import RunRecord
+from llm_fp8.tools.compare.variants import REFERENCE, VARIANT_FIELDS
 
 Effect = Literal["all", "quality", "speed", "note"]
-"""What a difference makes incomparable: everything, losses and answers, speed (memory and energy too), or nothing by
-itself.
-"""
+"""What a difference confounds: everything, losses and answers, speed (memory and energy too), or nothing by itself."""
 
 FIRST_LOSS_TOLERANCE = 0.05
-"""Relative difference of the first step's loss, on the same weights and rows, that rounding does not explain."""
+"""Relative difference of the first step's loss, on the same weights and sequences, that rounding does not explain."""
 
 NOT_RECORDED = "not recorded"
 
@@ -66,12 +64,12 @@ class Difference:
     values: dict[str, list[str]]
     """Value, as text -> the runs that have it ('delayed seed 1')."""
     arms: list[str]
-    """Arms whose comparison with the reference it concerns."""
+    """Variants whose comparison with the reference it concerns; named as in comparison.json."""
 
 
 def label(run: RunRecord) -> str:
     """A run's name in a comparison."""
-    return f"{run.arm} seed {run.seed}"
+    return f"{run.variant} seed {run.seed}"
 
 
 def _effect(field: str) -> Effect:
@@ -130,11 +128,11 @@ def find_differences(runs: Sequence[RunRecord], known_overlaps: Sequence[tuple[s
         *_remarks(runs),
     ]
     if known_overlaps:
-        arms = sorted({name.split(" ")[0] for pair in known_overlaps for name in pair})
-        if REFERENCE in arms:  # it spoils what every arm is held against
-            arms = sorted({run.arm for run in runs})
+        variants = sorted({name.split(" ")[0] for pair in known_overlaps for name in pair})
+        if REFERENCE in variants:  # it confounds what every variant is held against
+            variants = sorted({run.variant for run in runs})
         together = {f"{first} with {second}": [first, second] for first, second in known_overlaps}
-        found.append(Difference("hardware shared while running", "speed", together, arms))
+        found.append(Difference("hardware shared while running", "speed", together, variants))
     order = ("all", "quality", "speed", "note")
     return sorted(found, key=lambda difference: (order.index(difference.effect), difference.field))
 
@@ -161,22 +159,21 @@ def _difference(field: str, values: list[tuple[RunRecord, Any]], effect: Effect 
         by_value[_text(value)].append(run)
     if len(by_value) < 2:
         return None
-    of_reference = {text for text, holders in by_value.items() if any(run.arm == REFERENCE for run in holders)}
-    if len(of_reference) > 1:  # the reference does not agree with itself
-        arms = sorted({run.arm for run, _ in values})
-    else:
-        arms = sorted({run.arm for text, holders in by_value.items() if text not in of_reference for run in holders})
+    of_reference = {text for text, holders in by_value.items() if any(run.variant == REFERENCE for run in holders)}
+    # Where the reference does not agree with itself, the difference concerns all.
+    apart = by_value if len(of_reference) > 1 else by_value.keys() - of_reference
+    variants = sorted({run.variant for text in apart for run in by_value[text]})
     labels = {text: [label(run) for run in holders] for text, holders in by_value.items()}
-    return Difference(field, effect or _effect(field), labels, arms)
+    return Difference(field, effect or _effect(field), labels, variants)
 
 
 def _precision_differences(runs: Sequence[RunRecord]) -> list[Difference]:
-    """Within an arm every run must ask for, and get, the same precision."""
+    """Within a variant every run must ask for, and get, the same precision."""
     found: list[Difference | None] = []
-    for arm in sorted({run.arm for run in runs}):
-        own = [run for run in runs if run.arm == arm]
+    for variant in sorted({run.variant for run in runs}):
+        own = [run for run in runs if run.variant == variant]
         for field in sorted({name for run in own for name in run.config.get("precision", {})}):
-            if field not in ARM_FIELDS:
+            if field not in VARIANT_FIELDS:
                 found.append(
                     _difference(
                         f"config.precision.{field}", [(r, r.config.get("precision", {}).get(field)) for r in own], "all"
@@ -187,13 +184,11 @@ def _precision_differences(runs: Sequence[RunRecord]) -> list[Difference]:
 
 
 def _per_seed_differences(runs: Sequence[RunRecord]) -> list[Difference]:
-    """Same seed, same rows in the same order, same initial weights: shown by the tokens seen after each step and by
-    the first loss.
-    """
+    """Same seed means same sequences, order and initial weights: compares tokens seen per step and the first loss."""
     found: list[Difference | None] = []
     for seed in sorted({run.seed for run in runs}):
         own = [run for run in runs if run.seed == seed]
-        reference = next((run for run in own if run.arm == REFERENCE), own[0])
+        reference = next((run for run in own if run.variant == REFERENCE), own[0])
         for run in own:
             if run is reference:
                 continue
@@ -206,7 +201,7 @@ def _per_seed_differences(runs: Sequence[RunRecord]) -> list[Difference]:
                 first["loss"], own_first["loss"], rel_tol=FIRST_LOSS_TOLERANCE
             ):
                 values = {f"{first['loss']:.4f}": [label(reference)], f"{own_first['loss']:.4f}": [label(run)]}
-                found.append(Difference(f"loss of the first step with seed {seed}", "quality", values, [run.arm]))
+                found.append(Difference(f"loss of the first step with seed {seed}", "quality", values, [run.variant]))
     return [difference for difference in found if difference is not None]
 
 
@@ -219,7 +214,7 @@ def _resume_differences(runs: Sequence[RunRecord]) -> list[Difference]:
     """What a run that was resumed had otherwise than at its beginning, such as another driver."""
     found = []
     for run in runs:
-        concerned = sorted({other.arm for other in runs}) if run.arm == REFERENCE else [run.arm]
+        concerned = sorted({other.variant for other in runs}) if run.variant == REFERENCE else [run.variant]
         first = _facts(run)
         for resume in run.resumes:
             sections = {name: resume[name] for name in ("config", "effective", "provenance") if name in resume}
@@ -251,6 +246,6 @@ def _remarks(runs: Sequence[RunRecord]) -> list[Difference]:
     return found
 
 
-def concerning(differences: Sequence[Difference], arm: str, *effects: Effect) -> list[Difference]:
-    """Those that concern `arm` or the reference that it is held against, with one of `effects`."""
-    return [d for d in differences if d.effect in effects and arm in d.arms]
+def concerning(differences: Sequence[Difference], variant: str, *effects: Effect) -> list[Difference]:
+    """Those that concern `variant` or the reference that it is held against, with one of `effects`."""
+    return [d for d in differences if d.effect in effects and variant in d.arms]

@@ -1,4 +1,6 @@
-"""Run records -> the figures of each arm, those of quality held against the reference arm of the same seeds."""
+"""Run records -> the figures of each variant: speed, memory, energy, quality against the reference of the same seeds,
+and what the certificates of its runs say (the proof from recorded kernels that a run computed as asked).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.tools.compare.arms import ARM_FIELDS, REFERENCE, describe_variant
 from llm_fp8.tools.compare.run_record import RunRecord
 from llm_fp8.tools.compare.statistics import (
     Interval,
@@ -22,6 +23,7 @@ from llm_fp8.tools.compare.statistics import (
     spread,
     trailing_mean,
 )
+from llm_fp8.tools.compare.variants import REFERENCE, VARIANT_FIELDS, describe_variant
 
 SMOOTHING_SHARE = 0.05
 """Share of a run's steps that the trailing mean of the training loss covers."""
@@ -29,11 +31,11 @@ SMOOTHING_SHARE = 0.05
 
 @dataclass(frozen=True)
 class LossGap:
-    """Held-out loss of an arm against the reference arm, in nats per token, over the seeds that both have."""
+    """Eval loss of a variant against the reference variant, in nats per token, over the seeds that both have."""
 
     mean: float
     by_seed: dict[int, float]
-    """Seed -> loss of the arm minus loss of the reference."""
+    """Seed -> loss of the variant minus loss of the reference."""
     reference_spread: float | None
     """Largest minus smallest final loss of the reference's seeds; None with one seed."""
     num_reference_seeds: int
@@ -52,9 +54,10 @@ class EqualLossTime:
 
 @dataclass(frozen=True)
 class VariantFigures:
-    """Everything that the report says of one arm; None where there is nothing to say it from."""
+    """Everything that the report says of one variant; None where there is nothing to say it from."""
 
     arm: str
+    """The variant; named as in comparison.json."""
     name: str
     effective: list[str]
     """What ran, each kind once: one entry in an honest comparison."""
@@ -68,7 +71,7 @@ class VariantFigures:
     peak_memory_gib: float | None
     energy_j_per_million_tokens: float | None
     eval_loss: dict[int, float]
-    """Seed -> final held-out loss."""
+    """Seed -> final eval loss."""
     loss_gap: LossGap | None
     equal_loss_time: EqualLossTime | None
     exact_match: dict[int, float]
@@ -89,14 +92,12 @@ def by_seed(runs: Sequence[RunRecord]) -> dict[int, RunRecord]:
 
 
 def variant_figures(
-    arm: str, runs: Sequence[RunRecord], reference: Sequence[RunRecord], num_failed: int = 0
+    variant: str, runs: Sequence[RunRecord], reference: Sequence[RunRecord], num_failed: int = 0
 ) -> VariantFigures:
-    """The figures of `runs`, all of one arm and each of its own seed, against those of the reference arm; both in
-    order of seed.
-    """
+    """The figures of `runs`, all of one variant, against those of the reference; both in order of seed."""
     own, base = by_seed(runs), by_seed(reference)
     common = [seed for seed in own if seed in base]
-    is_reference = arm == REFERENCE
+    is_reference = variant == REFERENCE
     rates = [run.step_rates for run in runs if run.step_rates]
     base_rates = [run.step_rates for run in reference if run.step_rates]
     speedup = None
@@ -105,8 +106,8 @@ def variant_figures(
         speedup = ratio_interval(rates, base_rates, paired)
     memory = [run.peak_memory_gib for run in runs if run.peak_memory_gib is not None]
     return VariantFigures(
-        arm=arm,
-        name=describe_variant(arm),
+        arm=variant,
+        name=describe_variant(variant),
         effective=sorted({run.effective_name for run in runs}),
         fallback_reasons=sorted(
             {run.precision["fallback_reason"] for run in runs if run.precision.get("fallback_reason")}
@@ -133,20 +134,18 @@ def variant_figures(
 def _fp8_options(runs: Sequence[RunRecord]) -> dict[str, Any]:
     unset = dataclasses.asdict(PrecisionConfig())
     given = runs[0].config.get("precision", {}) if runs else {}
-    return {name: value for name, value in given.items() if name not in ARM_FIELDS and value != unset.get(name)}
+    return {name: value for name, value in given.items() if name not in VARIANT_FIELDS and value != unset.get(name)}
 
 
 def _energy(runs: Sequence[RunRecord]) -> float | None:
-    """Mean over runs of the median over measured steps, in joules per million positions; None unless every run has
-    it.
-    """
+    """Mean over runs of the median over steps, J per million positions; None unless every run has it."""
     key = "energy_j_per_million_tokens"
     values = [[step[key] for step in run.measured_steps if key in step] for run in runs]
     return plain.mean(plain.median(run) for run in values) if values and all(values) else None
 
 
 def _loss_gap(own: dict[int, RunRecord], base: dict[int, RunRecord]) -> LossGap | None:
-    # A bf16 run that diverged says nothing about the arm.
+    # A bf16 run that diverged says nothing about the variant.
     reference = {
         seed: loss for seed, run in base.items() if (loss := run.final_eval_loss) is not None and math.isfinite(loss)
     }
@@ -163,24 +162,23 @@ def _loss_gap(own: dict[int, RunRecord], base: dict[int, RunRecord]) -> LossGap 
 def _equal_loss_time(own: dict[int, RunRecord], base: dict[int, RunRecord], common: list[int]) -> EqualLossTime | None:
     if not common or any(math.isnan(run.wall_times_s[-1]) for seed in common for run in (own[seed], base[seed])):
         return None
-    # One evaluation, at the end, says when nothing; then the training loss has to do, which both arms took on the same
-    # rows.
-    held_out = all(len(loss_by_time(run, True)[0]) > 1 for seed in common for run in (own[seed], base[seed]))
+    # A single evaluation, at the end, has no curve; then the training loss, on the same sequences, takes its place.
+    from_evals = all(len(loss_by_time(run, True)[0]) > 1 for seed in common for run in (own[seed], base[seed]))
     times: dict[int, float | None] = {}
     reference_times: dict[int, float | None] = {}
     for seed in common:
-        curve, reference_curve = (loss_by_time(run, held_out) for run in (own[seed], base[seed]))
+        curve, reference_curve = (loss_by_time(run, from_evals) for run in (own[seed], base[seed]))
         target = reference_curve[0][-1]
         times[seed], reference_times[seed] = (
             first_at_or_below(*curve, target),
             first_at_or_below(*reference_curve, target),
         )
-    return EqualLossTime("held-out" if held_out else "training", times, reference_times)
+    return EqualLossTime("held-out" if from_evals else "training", times, reference_times)
 
 
-def loss_by_time(run: RunRecord, held_out: bool) -> tuple[list[float], list[float]]:
+def loss_by_time(run: RunRecord, from_evals: bool) -> tuple[list[float], list[float]]:
     """Losses and the seconds of training behind each: of the evaluations, or of the steps' trailing mean."""
-    if held_out:
+    if from_evals:
         at_step = dict(zip((step["step"] for step in run.steps), run.wall_times_s, strict=True))
         known = [record for record in run.evaluations if record["step"] in at_step]
         return [record["eval_loss"] for record in known], [at_step[record["step"]] for record in known]
@@ -192,18 +190,12 @@ def smoothing_window(num_steps: int) -> int:
     return max(1, round(num_steps * SMOOTHING_SHARE))
 
 
-# --- certificates ----------------------------------------------------------------------------------------
-# What the certificates of an arm's runs say, in one word. A certificate is the proof from recorded kernels that a run
-# computed as asked.
-
 State = Literal["certified", "undetermined", "failed", "missing"]
 
 
 @dataclass(frozen=True)
 class CertificateState:
-    """Of all runs of an arm: the worst verdict among them; 'missing' is worse than 'certified' and better than the
-    others.
-    """
+    """The worst verdict among a variant's runs, in the order of `_SEVERITY`."""
 
     state: State
     reasons: list[str]
@@ -214,9 +206,7 @@ _SEVERITY: tuple[State, ...] = ("certified", "missing", "undetermined", "failed"
 
 
 def certificate_state(certificates: Sequence[dict[str, Any] | None]) -> CertificateState:
-    """The state of an arm from the certificates of its runs (`llm_fp8.precision.certificate`), None for a run that
-    has none.
-    """
+    """The state from the certificates of a variant's runs (`llm_fp8.precision.certificate`), None for a run without."""
     states: list[tuple[State, list[Any]]] = [
         (_state(certificate), (certificate or {}).get("reasons") or []) for certificate in certificates
     ]

@@ -1,8 +1,8 @@
 """The runs of a comparison: their command lines, their order, and where each stands when the command is given again.
 
-Every run is a process of `train_fp8.py`, or of torchrun with `train_multi_gpu.py`, that writes to OUTPUT/runs/ARM-seedN
-and whose output goes to OUTPUT/logs/ARM-seedN.log. The arms take turns within each seed, so that a machine that slows
-down during the day slows all of them.
+A run is a process of `train_fp8.py`, or of torchrun with `train_multi_gpu.py`; it writes to OUTPUT/runs/VARIANT-seedN
+and logs to OUTPUT/logs/VARIANT-seedN.log. The variants take turns within each seed, so that a machine that slows down
+slows all of them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 
 from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
-from llm_fp8.tools.compare.arms import ARM_FIELDS, variant_words
 from llm_fp8.tools.compare.report import Failure
 from llm_fp8.tools.compare.run_record import why_unfinished
+from llm_fp8.tools.compare.variants import VARIANT_FIELDS, variant_words
 from llm_fp8.train.checkpoint import has_checkpoint
 from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.utils.errors import UserError
@@ -34,7 +34,7 @@ from llm_fp8.utils.packages import REPOSITORY
 from llm_fp8.utils.subprocesses import torchrun
 
 PLAN_FILE = "plan.json"
-_SET_HERE = (*ARM_FIELDS, "seed", "output_dir", "resume_from", "wandb_group", "wandb_run_name")
+_SET_HERE = (*VARIANT_FIELDS, "seed", "output_dir", "resume_from", "wandb_group", "wandb_run_name")
 _POLL_S = 0.1
 
 
@@ -42,7 +42,7 @@ _POLL_S = 0.1
 class PlannedRun:
     """One run that the comparison needs."""
 
-    arm: str
+    variant: str
     seed: int
     words: tuple[str, ...]
     """Options of the training script, without the output folder."""
@@ -50,7 +50,7 @@ class PlannedRun:
     @property
     def name(self) -> str:
         """Of its folder and log."""
-        return f"{self.arm}-seed{self.seed}"
+        return f"{self.variant}-seed{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,12 @@ def train_words(train: str) -> list[str]:
 
 
 def default_folder(train: str, num_gpus: int) -> Path:
-    """Where a comparison goes that was given no folder: the same for the same options, so that repeating the command
-    continues it.
-    """
+    """The folder of a comparison without --output: the same for the same options, so that repeating continues it."""
     return Path("runs") / f"compare-{hashlib.sha256(f'{train_words(train)} {num_gpus}'.encode()).hexdigest()[:10]}"
 
 
-def plan_runs(train: str, arms: Sequence[str], seeds: Sequence[int], num_gpus: int, folder: Path) -> Plan:
-    """The runs of the comparison, seed by seed. Raises `UserError` for options that no arm could run with or that
-    are set here.
-    """
+def plan_runs(train: str, variants: Sequence[str], seeds: Sequence[int], num_gpus: int, folder: Path) -> Plan:
+    """The runs, seed by seed. Raises `UserError` for options that no variant can run with or that are set here."""
     words = train_words(train)
     given = {match[1] for word in words if (match := re.match(r"--(\w+)", word))}
     if taken := [name for name in _SET_HERE if name in given]:
@@ -107,8 +103,8 @@ def plan_runs(train: str, arms: Sequence[str], seeds: Sequence[int], num_gpus: i
         )
     runs = []
     for seed in seeds:
-        for arm in arms:
-            own = [*variant_words(arm, words), "--seed", str(seed)]
+        for variant in variants:
+            own = [*variant_words(variant, words), "--seed", str(seed)]
             config = _checked(own, num_gpus)
             if config.parallel.fp8_params:
                 raise UserError(
@@ -116,15 +112,13 @@ def plan_runs(train: str, arms: Sequence[str], seeds: Sequence[int], num_gpus: i
                     "such option; leave it out."
                 )
             if "wandb" in config.trackers:
-                own += ["--wandb_group", folder.resolve().name, "--wandb_run_name", f"{arm}-seed{seed}"]
-            runs.append(PlannedRun(arm, seed, tuple(own)))
+                own += ["--wandb_group", folder.resolve().name, "--wandb_run_name", f"{variant}-seed{seed}"]
+            runs.append(PlannedRun(variant, seed, tuple(own)))
     return Plan(tuple(runs), folder, num_gpus, train)
 
 
 def _checked(words: list[str], num_gpus: int) -> Config:
-    """The options parsed as the training script would. argparse itself ends the program with code 2 for one that it
-    does not know.
-    """
+    """The options parsed as the training script would; argparse exits with code 2 for an unknown one."""
     script = "train_multi_gpu.py" if num_gpus > 1 else "train_fp8.py"
     try:
         return parse_config(words, prog=script, parallel=num_gpus > 1)
@@ -133,9 +127,7 @@ def _checked(words: list[str], num_gpus: int) -> Config:
 
 
 def claim_folder(plan: Plan) -> None:
-    """Make the folder of `plan`, or check that it is of the same training. Raises `UserError` where it holds another
-    comparison.
-    """
+    """Make the folder of `plan`. Raises `UserError` where it holds another comparison."""
     path = plan.folder / PLAN_FILE
     shared = {"train": train_words(plan.train), "num_gpus": plan.num_gpus}
     if path.is_file():
@@ -168,17 +160,13 @@ def command_line(plan: Plan, run: PlannedRun) -> list[str]:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename what an interrupted run left in `folder` without a checkpoint: the run begins anew there, and nothing
-    is deleted.
-    """
+    """Rename what an interrupted run left without a checkpoint: the run begins anew, and nothing is deleted."""
     if folder.exists() and not has_checkpoint(folder):
         folder.rename(folder.with_name(f"{folder.name}.unfinished-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"))
 
 
 def make_slots(gpus: Sequence[str], num_gpus: int, parallel: int, share: bool) -> list[Slot]:
-    """`parallel` places for runs, each with `num_gpus` of `gpus`; `share` lets them overlap. Raises `UserError`
-    where there are too few.
-    """
+    """`parallel` slots of `num_gpus` each; `share` lets them overlap. Raises `UserError` where GPUs are too few."""
     if not gpus:
         if parallel > 1 and not share:
             raise UserError(
@@ -330,7 +318,7 @@ def _outcome(plan: Plan, done: _Active, say: Callable[[str], None]) -> Failure |
     log = plan.log(done.run)
     reason = failure_reason(log.read_bytes()[done.log_start :].decode(errors="replace"), done.process.returncode)
     say(f"{done.run.name}: FAILED after {took:.0f} s: {reason} ({log})")
-    return Failure(done.run.arm, done.run.seed, reason, str(log))
+    return Failure(done.run.variant, done.run.seed, reason, str(log))
 
 
 _TELLS_WHY = re.compile(r"\berror\b|\b\w+(Error|Exception|Interrupt)\b", re.IGNORECASE)
@@ -339,9 +327,7 @@ _LAUNCHERS_WORDS = re.compile(r"ChildFailedError|elastic/errors|error_file|Root 
 
 
 def failure_reason(log: str, exit_code: int) -> str:
-    """Why a run failed: the last line of its log that tells of an error, else its last line, with the exit code or
-    the signal that ended it.
-    """
+    """Why a run failed: exit code or signal, and the last line of its log that tells of an error, else the last."""
     lines = [line.strip() for line in log.splitlines()]
     said = [line for line in lines if line and not line.startswith("$ ") and not _LAUNCHERS_WORDS.search(line)]
     last = ([line for line in said if _TELLS_WHY.search(line)] or said or ["it printed nothing"])[-1]
@@ -355,7 +341,7 @@ def _share(first: Slot, second: Slot) -> bool:
 
 
 def _label(run: PlannedRun) -> str:
-    return f"{run.arm} seed {run.seed}"
+    return f"{run.variant} seed {run.seed}"
 
 
 def _pair(first: PlannedRun, second: PlannedRun) -> tuple[str, str]:

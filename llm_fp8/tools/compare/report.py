@@ -1,6 +1,4 @@
-"""Runs, failures and remarks of a comparison put together as one value, which JSON can hold and every output is made
-from.
-"""
+"""A comparison as one value that JSON can hold, and its table: one row per variant, on the terminal and on the page."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llm_fp8.tools.compare.arms import REFERENCE, describe_variant
 from llm_fp8.tools.compare.differences import Difference, find_differences, label
 from llm_fp8.tools.compare.figures import VariantFigures, smoothing_window, variant_figures
 from llm_fp8.tools.compare.run_record import RunRecord
 from llm_fp8.tools.compare.statistics import trailing_mean
+from llm_fp8.tools.compare.variants import REFERENCE, describe_variant
 from llm_fp8.tools.compare.verdict import Verdict, judge
 from llm_fp8.utils.errors import UserError
 
@@ -38,8 +36,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The whole comparison. `arms` in the order of the report, the reference first; `verdicts` with the reference
-    last.
+    """The whole comparison, with the field names of comparison.json: there a variant is called an arm.
+
+    `arms` has the reference first, `verdicts` last.
     """
 
     arms: list[VariantFigures]
@@ -58,11 +57,9 @@ def compare(
     runs: Sequence[RunRecord],
     failures: Sequence[Failure] = (),
     overlaps: Sequence[tuple[str, str]] = (),
-    arm_order: Sequence[str] = (),
+    variant_order: Sequence[str] = (),
 ) -> Comparison:
-    """Compare finished runs. Raises `UserError` where two runs are of the same arm and seed, or there is no run at
-    all.
-    """
+    """Compare finished runs. Raises `UserError` without a run, or for two of the same variant and seed."""
     if not runs:
         raise UserError("no run finished, so there is nothing to compare.")
     seen: dict[str, str] = {}
@@ -73,26 +70,28 @@ def compare(
                 "--seed."
             )
         seen[label(run)] = run.source
-    present = {run.arm for run in runs} | {failure.arm for failure in failures}
-    ordered = [arm for arm in arm_order if arm in present] + sorted(present - set(arm_order))
-    ordered.sort(key=lambda arm: arm != REFERENCE)
-    by_arm = {arm: sorted((run for run in runs if run.arm == arm), key=lambda run: run.seed) for arm in ordered}
-    reference = by_arm.get(REFERENCE, [])
+    present = {run.variant for run in runs} | {failure.arm for failure in failures}
+    ordered = [variant for variant in variant_order if variant in present] + sorted(present - set(variant_order))
+    ordered.sort(key=lambda variant: variant != REFERENCE)
+    by_variant = {
+        name: sorted((run for run in runs if run.variant == name), key=lambda run: run.seed) for name in ordered
+    }
+    reference = by_variant.get(REFERENCE, [])
     differences = find_differences(runs, overlaps)
     figures = [
-        variant_figures(arm, own, reference, num_failed=sum(failure.arm == arm for failure in failures))
-        for arm, own in by_arm.items()
+        variant_figures(variant, own, reference, num_failed=sum(failure.arm == variant for failure in failures))
+        for variant, own in by_variant.items()
     ]
-    held_against = next((arm for arm in figures if arm.arm == REFERENCE), None)
+    held_against = next((variant for variant in figures if variant.arm == REFERENCE), None)
     return Comparison(
         arms=figures,
         verdicts={
-            arm.arm: judge(arm, held_against, differences)
-            for arm in sorted(figures, key=lambda arm: arm.arm == REFERENCE)
+            variant.arm: judge(variant, held_against, differences)
+            for variant in sorted(figures, key=lambda variant: variant.arm == REFERENCE)
         },
         differences=differences,
         failures=list(failures),
-        curves=[_curves(run) for own in by_arm.values() for run in own],
+        curves=[_curves(run) for own in by_variant.values() for run in own],
         provenance=_provenance(runs),
     )
 
@@ -111,9 +110,7 @@ def _provenance(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _curves(run: RunRecord) -> dict[str, Any]:
-    """One run's curves, thinned to at most `MAX_CURVE_POINTS`: means of groups of consecutive steps, at the group's
-    last step.
-    """
+    """One run's curves: means of groups of consecutive steps, at each group's last step."""
     window = smoothing_window(len(run.steps))
     group = -(-len(run.steps) // MAX_CURVE_POINTS)
     last = [min(start + group, len(run.steps)) - 1 for start in range(0, len(run.steps), group)]
@@ -124,8 +121,8 @@ def _curves(run: RunRecord) -> dict[str, Any]:
     evaluated = [record for record in run.evaluations if record["step"] in position]
     at = [position[record["step"]] for record in evaluated]
     return {
-        "arm": run.arm,
-        "name": describe_variant(run.arm),
+        "arm": run.variant,
+        "name": describe_variant(run.variant),
         "seed": run.seed,
         "smoothed_over_steps": window,
         "grouped_steps": group,
@@ -143,63 +140,60 @@ def _curves(run: RunRecord) -> dict[str, Any]:
     }
 
 
-# --- rows ------------------------------------------------------------------------------------------------
-# The table of a comparison as text: one row per arm, the same on the terminal and on the page.
-
 NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A figure: its title with unit, how it is computed, and its text for an arm."""
+    """A figure: its title with unit, how it is computed, and its text for a variant."""
 
     title: str
     how: str
     text: Callable[[VariantFigures], str]
 
 
-def _arm(arm: VariantFigures) -> str:
-    return arm.name + (f" with {', '.join(f'{k}={v}' for k, v in arm.options.items())}" if arm.options else "")
+def _variant(own: VariantFigures) -> str:
+    return own.name + (f" with {', '.join(f'{k}={v}' for k, v in own.options.items())}" if own.options else "")
 
 
-def _effective(arm: VariantFigures) -> str:
-    ran = " and ".join(arm.effective) or "nothing"
-    return f"{ran} (fell back)" if arm.fallback_reasons else ran
+def _effective(own: VariantFigures) -> str:
+    ran = " and ".join(own.effective) or "nothing"
+    return f"{ran} (fell back)" if own.fallback_reasons else ran
 
 
-def _runs(arm: VariantFigures) -> str:
-    return f"{arm.num_seeds}" + (f", {arm.num_failed} failed" if arm.num_failed else "")
+def _runs(own: VariantFigures) -> str:
+    return f"{own.num_seeds}" + (f", {own.num_failed} failed" if own.num_failed else "")
 
 
-def _rate(arm: VariantFigures) -> str:
-    rate = arm.tokens_per_s
+def _rate(own: VariantFigures) -> str:
+    rate = own.tokens_per_s
     return f"{rate.value:,.0f} ({rate.low:,.0f} to {rate.high:,.0f})" if rate else NOT_MEASURED
 
 
-def _speedup(arm: VariantFigures) -> str:
-    if arm.arm == REFERENCE:
+def _speedup(own: VariantFigures) -> str:
+    if own.arm == REFERENCE:
         return "1"
-    return f"{arm.speedup.value:.3f} ({arm.speedup.low:.3f} to {arm.speedup.high:.3f})" if arm.speedup else NOT_MEASURED
+    return f"{own.speedup.value:.3f} ({own.speedup.low:.3f} to {own.speedup.high:.3f})" if own.speedup else NOT_MEASURED
 
 
-def _memory(arm: VariantFigures) -> str:
-    return NOT_MEASURED if arm.peak_memory_gib is None else f"{arm.peak_memory_gib:.1f}"
+def _memory(own: VariantFigures) -> str:
+    return NOT_MEASURED if own.peak_memory_gib is None else f"{own.peak_memory_gib:.1f}"
 
 
-def _energy(arm: VariantFigures) -> str:
-    energy = arm.energy_j_per_million_tokens
+def _energy(own: VariantFigures) -> str:
+    energy = own.energy_j_per_million_tokens
     return NOT_MEASURED if energy is None else f"{energy:,.0f}"
 
 
-def _eval_loss(arm: VariantFigures) -> str:
-    return f"{statistics.mean(arm.eval_loss.values()):.4f}" if arm.eval_loss else NOT_MEASURED
+def _eval_loss(own: VariantFigures) -> str:
+    return f"{statistics.mean(own.eval_loss.values()):.4f}" if own.eval_loss else NOT_MEASURED
 
 
-def _gap(arm: VariantFigures) -> str:
-    if arm.arm == REFERENCE:
-        values = arm.eval_loss.values()
+def _gap(own: VariantFigures) -> str:
+    if own.arm == REFERENCE:
+        values = own.eval_loss.values()
         return f"spread {max(values) - min(values):.4f}" if len(values) > 1 else "spread unknown"
-    gap = arm.loss_gap
+    gap = own.loss_gap
     if gap is None:
         return NOT_MEASURED
     spread = "unknown" if gap.reference_spread is None else f"{gap.reference_spread:.4f}"
@@ -211,36 +205,36 @@ def _gap(arm: VariantFigures) -> str:
     return f"{gap.mean:+.4f} ({seeds}spread of bf16 {spread})"
 
 
-def _equal_loss(arm: VariantFigures) -> str:
-    equal = arm.equal_loss_time
+def _equal_loss(own: VariantFigures) -> str:
+    equal = own.equal_loss_time
     if equal is None:
         return NOT_MEASURED
     reached = [value for value in equal.by_seed_s.values() if value is not None]
     words = f"{statistics.mean(reached):,.1f}" if reached else "never"
     missed = len(equal.by_seed_s) - len(reached)
     not_all = f" in {len(reached)} of {len(equal.by_seed_s)} seeds" if reached and missed else ""
-    return f"{words}{not_all} ({equal.loss} loss)"
+    return f"{words}{not_all} ({'eval' if equal.loss == 'held-out' else equal.loss} loss)"
 
 
-def _exact_match(arm: VariantFigures) -> str:
-    if not arm.exact_match:
+def _exact_match(own: VariantFigures) -> str:
+    if not own.exact_match:
         return NOT_MEASURED
-    share = f"{100 * statistics.mean(arm.exact_match.values()):.1f}"
-    if arm.answers is None:
+    share = f"{100 * statistics.mean(own.exact_match.values()):.1f}"
+    if own.answers is None:
         return share
     return (
-        f"{share} ({100 * arm.answers.difference:+.1f}, p = {arm.answers.p_value:.2g}, {arm.answers.num_problems} "
+        f"{share} ({100 * own.answers.difference:+.1f}, p = {own.answers.p_value:.2g}, {own.answers.num_problems} "
         "pairs)"
     )
 
 
-def _certificate(arm: VariantFigures) -> str:
-    reasons = f": {'; '.join(arm.certificate.reasons)}" if arm.certificate.reasons else ""
-    return f"{'none' if arm.certificate.state == 'missing' else arm.certificate.state}{reasons}"
+def _certificate(own: VariantFigures) -> str:
+    reasons = f": {'; '.join(own.certificate.reasons)}" if own.certificate.reasons else ""
+    return f"{'none' if own.certificate.state == 'missing' else own.certificate.state}{reasons}"
 
 
 COLUMNS = (
-    Column("arm", "What was asked for; fp8 options that are not at their default stand beside it.", _arm),
+    Column("variant", "What was asked for; fp8 options that are not at their default stand beside it.", _variant),
     Column("ran", "The precision that was in effect, from run.json.", _effective),
     Column("runs", "Finished runs, one per seed.", _runs),
     Column(
@@ -252,14 +246,14 @@ COLUMNS = (
     ),
     Column(
         "speed-up over bf16 (95% interval)",
-        "Quotient of the two arms' tokens/s, with its bootstrap interval; runs of the same seed are drawn together. "
-        "With one seed the interval covers the steps of that run alone.",
+        "Quotient of the two variants' tokens/s, with its bootstrap interval; runs of the same seed are drawn "
+        "together. With one seed the interval covers the steps of that run alone.",
         _speedup,
     ),
     Column(
         "peak memory, GiB",
-        "Most memory that tensors held on any GPU in any run of the arm; with exact match up to the first evaluation, "
-        "whose copy of the model would count.",
+        "Most memory that tensors held on any GPU in any run of the variant; with exact match up to the first "
+        "evaluation, whose copy of the model would count.",
         _memory,
     ),
     Column(
@@ -269,7 +263,7 @@ COLUMNS = (
         _energy,
     ),
     Column(
-        "held-out loss, nats/token", "Mean over seeds of the loss on held-out rows after the last step.", _eval_loss
+        "eval loss, nats/token", "Mean over seeds of the loss on the eval sequences after the last step.", _eval_loss
     ),
     Column(
         "gap to bf16, nats/token",
@@ -281,7 +275,7 @@ COLUMNS = (
     Column(
         "time to bf16's final loss, s",
         "Seconds of training until the loss is first at or below the one that the bf16 run of the same seed ends "
-        "with; mean over seeds. From the held-out loss where it was evaluated more than once, else from the training "
+        "with; mean over seeds. From the eval loss where it was evaluated more than once, else from the training "
         "loss (trailing mean over a twentieth of the steps). Evaluations, checkpoints and start-up are left out.",
         _equal_loss,
     ),
@@ -299,13 +293,9 @@ COLUMNS = (
 )
 
 
-def table_rows(arms: Sequence[VariantFigures]) -> list[list[str]]:
-    """Texts of all columns, one row per arm."""
-    return [[column.text(arm) for column in COLUMNS] for arm in arms]
-
-
-# --- text ------------------------------------------------------------------------------------------------
-# A comparison on a terminal.
+def table_rows(variants: Sequence[VariantFigures]) -> list[list[str]]:
+    """Texts of all columns, one row per variant."""
+    return [[column.text(variant) for column in COLUMNS] for variant in variants]
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -313,8 +303,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for verdict in comparison.verdicts.values():
         console.print(f"[{verdict.conclusion}] {verdict.sentence}", markup=False, highlight=False)
     console.print()
-    # Figures down, arms across: a table of ten columns does not fit a terminal.
-    table = Table("", *(arm.name for arm in comparison.arms))
+    # Figures down, variants across: a table of ten columns does not fit a terminal.
+    table = Table("", *(variant.name for variant in comparison.arms))
     rows = table_rows(comparison.arms)
     for number, column in enumerate(COLUMNS[1:], start=1):
         table.add_row(column.title, *(row[number] for row in rows))

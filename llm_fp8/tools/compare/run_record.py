@@ -13,7 +13,7 @@ from typing import Any
 
 from llm_fp8.observability.metrics import RECORDED_STEP
 from llm_fp8.observability.step_stats import measured_steps
-from llm_fp8.tools.compare.arms import effective_precision, requested_variant
+from llm_fp8.tools.compare.variants import effective_precision, requested_variant
 from llm_fp8.train.answers import ANSWERS_FOLDER
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, read_jsonl, with_floats
@@ -42,13 +42,11 @@ class RunRecord:
     """Problem -> whether the run's last evaluation answered it right."""
     certificate: dict[str, Any] | None = None
     resumes: list[dict[str, Any]] = field(default_factory=list)
-    """What run.json holds of each further process of the run: `resumed_after_step`, and the sections in which it may
-    differ.
-    """
+    """run.json's entry of each further process: `resumed_after_step` and the sections that may differ."""
 
     @property
-    def arm(self) -> str:
-        """The arm that was asked for."""
+    def variant(self) -> str:
+        """The variant that was asked for."""
         return requested_variant(self.precision)
 
     @property
@@ -73,9 +71,7 @@ class RunRecord:
 
     @cached_property
     def measured_steps(self) -> list[dict[str, float]]:
-        """The steps that speed is measured on: those of `llm_fp8.observability.step_stats.measured_steps`, of each
-        process.
-        """
+        """The steps that speed is measured on, of each process (`observability.step_stats.measured_steps`)."""
         return [step for part in self._processes for step in measured_steps(part)]
 
     @property
@@ -85,11 +81,9 @@ class RunRecord:
 
     @cached_property
     def wall_times_s(self) -> list[float]:
-        """Seconds of training until the end of each step: sums of `step_time_s`, evaluations, checkpoints and start-up
-        left out.
+        """Seconds of training until the end of each step, without evaluations, checkpoints and start-up.
 
-        A process's first step, which holds compilation, and the step whose kernels were recorded count as the median of
-        the measured steps: a run of useful length does not notice them.
+        A process's first step, which compiles, and the profiled step count as the median of the measured steps.
         """
         typical = [step["step_time_s"] for step in self.measured_steps or self.steps if "step_time_s" in step]
         median = statistics.median(typical) if typical else math.nan
@@ -103,7 +97,7 @@ class RunRecord:
 
     @property
     def final_eval_loss(self) -> float | None:
-        """Held-out loss after the last step; None without an evaluation there."""
+        """Eval loss after the last step; None without an evaluation there."""
         last = self.steps[-1]["step"] if self.steps else None
         found = [record["eval_loss"] for record in self.evaluations if record["step"] == last]
         return found[-1] if found else None
@@ -117,10 +111,10 @@ class RunRecord:
 
     @property
     def peak_memory_gib(self) -> float | None:
-        """Most memory that tensors held on any GPU of the run; None on a CPU.
+        """Peak memory of tensors on any GPU; None on a CPU.
 
-        An evaluation of exact match puts a copy of the model beside the training and the peak keeps it from then on, so
-        that only the steps up to the first such evaluation count.
+        An evaluation of exact match holds a copy of the model, which stays in the peak: only the steps up to the first
+        one count.
         """
         copies = bool(self.config.get("run", {}).get("eval_exact_match")) or any(
             "eval_exact_match" in e for e in self.evaluations
@@ -134,7 +128,7 @@ class RunRecord:
 
     @property
     def token_trace(self) -> list[float]:
-        """Tokens seen after each step: runs that read the same rows in the same order have the same trace."""
+        """Tokens seen after each step: runs that read the same sequences in the same order have the same trace."""
         return [step["tokens_seen"] for step in self.steps if "tokens_seen" in step]
 
 
@@ -176,9 +170,7 @@ def why_unfinished(summary: dict[str, Any]) -> str | None:
 
 
 def require_sections(where: str, config: Any, precision: Any) -> None:
-    """Raise `UserError`, beginning with `where`, unless these are the options and the precision of a run of this
-    project's training scripts.
-    """
+    """Raise `UserError`, beginning with `where`, unless these sections are of a run of this project."""
     needed = {
         "config.optim.seed": lambda: config["optim"]["seed"],
         "precision.requested": lambda: precision["requested"],
@@ -297,9 +289,7 @@ def read_wandb(path: str, api: Any = None) -> RunRecord:
 
 
 def certificate_from_flat(summary: dict[str, Any]) -> dict[str, Any] | None:
-    """The certificate in a W&B summary, whose nested entries stand under keys as 'certificate/verdict'; None without
-    one.
-    """
+    """The certificate in a W&B summary, from its keys 'certificate/...'; None without one."""
     found = {
         key.removeprefix("certificate/"): value for key, value in summary.items() if key.startswith("certificate/")
     }
@@ -309,9 +299,7 @@ def certificate_from_flat(summary: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _merged_by_step(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """History rows with those of one step joined: an evaluation may stand in the row of its step or in one of its
-    own.
-    """
+    """History rows joined by step: an evaluation may have a row of its own."""
     by_step: dict[Any, dict[str, Any]] = {}
     for row in history:
         if row.get("step") is not None:

@@ -1,14 +1,16 @@
 """The statistics of a comparison: pure functions of numbers, deterministic.
 
 **Intervals of speed** are percentile bootstrap intervals (Efron & Tibshirani, An Introduction to the Bootstrap, 1993,
-chapter 13) over two
-levels: runs (one per seed) are drawn with replacement, and within each drawn run its steps. Consecutive steps share
-what slows them (clocks, a neighbour on the host), so steps are drawn in blocks of consecutive ones (moving blocks,
-Künsch 1989). Two arms that ran the same seeds are drawn together, seed by seed. With one run per arm the interval
-covers the steps of that run alone.
+chapter 13) over two levels: runs (one per seed) are drawn with replacement, and within each drawn run its steps.
+Consecutive steps share what slows them (clocks, a neighbour on the host), so steps are drawn in blocks of consecutive
+ones (moving blocks, Künsch 1989). Two variants that ran the same seeds are drawn together, seed by seed. With one run
+per variant the interval covers the steps of that run alone.
 
 **Answers** are compared by McNemar's exact test: of the problems that exactly one of the two models solved, how many
 were solved by each, against a fair coin (McNemar 1947; the exact form is the binomial test).
+
+Not scipy, which no other package here needs: `scipy.stats.bootstrap` draws neither in two levels nor in blocks, and
+`scipy.stats.binomtest` would replace three lines.
 """
 
 from __future__ import annotations
@@ -53,9 +55,7 @@ def _resampled_medians(
 
 
 def _variant_estimates(medians: NDArray[np.float64], chosen: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Mean over the drawn runs: `medians` [num_runs, num_resamples], `chosen` [num_runs, num_resamples] ->
-    [num_resamples].
-    """
+    """Mean over the drawn runs; both arguments are [num_runs, num_resamples], the result [num_resamples]."""
     return np.take_along_axis(medians, chosen, axis=0).mean(axis=0)
 
 

@@ -1,4 +1,4 @@
-"""Figures of an arm -> a judgement in words. A pure function: no file, no clock, no randomness."""
+"""Figures of a variant -> a judgement in words. A pure function: no file, no clock, no randomness."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_fp8.tools.compare.figures import VariantFigures
 from llm_fp8.tools.compare.statistics import CONFIDENCE
 
 MIN_SEEDS = 3
-"""Seeds of both arms below which the spread of the reference says too little to judge a loss by."""
+"""Seeds of both variants below which the spread of the reference says too little to judge a loss by."""
 SIGNIFICANCE = 1 - CONFIDENCE
 
 Conclusion = Literal[
@@ -52,7 +52,7 @@ class Verdict:
 
 
 def judge(own: VariantFigures, reference: VariantFigures | None, differences: Sequence[Difference]) -> Verdict:
-    """The verdict on an arm against the reference arm (None where it has no finished run)."""
+    """The verdict on a variant against the reference variant (None where it has no finished run)."""
     failed = (
         f" ({own.num_failed} of {own.num_failed + own.num_seeds} runs failed)"
         if own.num_failed and own.num_seeds
@@ -77,41 +77,42 @@ def judge(own: VariantFigures, reference: VariantFigures | None, differences: Se
             "not comparable",
             f"{name} is not comparable: the {reference.name} runs failed their certificate ({reasons}).",
         )
-    if spoiled := concerning(differences, own.arm, "all"):
+    if confounded := concerning(differences, own.arm, "all"):
         return Verdict(
-            "not comparable", f"{name} is not comparable with {reference.name}: the runs differ in {_fields(spoiled)}."
+            "not comparable",
+            f"{name} is not comparable with {reference.name}: the runs differ in {_fields(confounded)}.",
         )
-    speed_spoiled = concerning(differences, own.arm, "speed")
-    quality_spoiled = concerning(differences, own.arm, "quality")
+    speed_confounded = concerning(differences, own.arm, "speed")
+    quality_confounded = concerning(differences, own.arm, "quality")
     clauses = [
-        _speed_words(own, speed_spoiled),
-        _loss_words(own, reference, quality_spoiled),
-        _answer_words(own, quality_spoiled),
+        _speed_words(own, speed_confounded),
+        _loss_words(own, reference, quality_confounded),
+        _answer_words(own, quality_confounded),
         _certificate_words(own),
     ]
-    conclusion = _conclude(own, bool(speed_spoiled), bool(quality_spoiled))
+    conclusion = _conclude(own, bool(speed_confounded), bool(quality_confounded))
     return Verdict(conclusion, f"{name} {', '.join(clause for clause in clauses if clause)}: {_ADVICE[conclusion]}.")
 
 
-def _conclude(own: VariantFigures, speed_spoiled: bool, quality_spoiled: bool) -> Conclusion:
+def _conclude(own: VariantFigures, speed_confounded: bool, quality_confounded: bool) -> Conclusion:
     """The gravest thing that holds."""
     if own.certificate.state == "failed":
         return "not certified"
     gap = own.loss_gap
-    # Seeds of the gap, not runs: those of an arm whose seed bf16 lacks have nothing to be held against.
+    # Seeds of the gap, not runs: those of a variant whose seed bf16 lacks have nothing to be held against.
     enough = gap is not None and min(len(gap.by_seed), gap.num_reference_seeds) >= MIN_SEEDS
     has_diverged = gap is not None and not math.isfinite(gap.mean)
-    if not quality_spoiled and (
+    if not quality_confounded and (
         has_diverged or _answers_are_worse(own) or (enough and _loss_is_outside(own) and _gap(own) > 0)
     ):
         return "worse"
-    if speed_spoiled or own.speedup is None:
+    if speed_confounded or own.speedup is None:
         return "speed unknown"
     if own.speedup.high < 1:
         return "slower"
     if own.speedup.low <= 1:
         return "not faster"
-    if quality_spoiled or gap is None:
+    if quality_confounded or gap is None:
         return "quality unknown"
     if not enough:
         return "too few seeds"
@@ -142,9 +143,9 @@ def _fields(differences: Sequence[Difference], limit: int = 4) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _speed_words(own: VariantFigures, spoiled: Sequence[Difference]) -> str:
-    if spoiled:
-        return f"cannot be compared in speed (the runs differ in {_fields(spoiled)})"
+def _speed_words(own: VariantFigures, confounded: Sequence[Difference]) -> str:
+    if confounded:
+        return f"cannot be compared in speed (the runs differ in {_fields(confounded)})"
     speedup = own.speedup
     if speedup is None:
         return "has no measured speed"
@@ -156,33 +157,33 @@ def _speed_words(own: VariantFigures, spoiled: Sequence[Difference]) -> str:
     return f"is not measurably faster, at {speedup.value:.2f}x the speed {interval}"
 
 
-def _loss_words(own: VariantFigures, reference: VariantFigures, spoiled: Sequence[Difference]) -> str:
-    if spoiled:
-        return f"its quality cannot be compared (the runs differ in {_fields(spoiled)})"
+def _loss_words(own: VariantFigures, reference: VariantFigures, confounded: Sequence[Difference]) -> str:
+    if confounded:
+        return f"its quality cannot be compared (the runs differ in {_fields(confounded)})"
     gap = own.loss_gap
     if gap is None:
         unpaired = own.eval_loss and reference.eval_loss
         return (
-            f"its held-out loss has no {reference.name} run of the same seed beside it"
+            f"its eval loss has no {reference.name} run of the same seed beside it"
             if unpaired
-            else "its held-out loss was not measured"
+            else "its eval loss was not measured"
         )
     if not math.isfinite(gap.mean):
-        return "its held-out loss is not finite in every seed"
-    signed = f"its held-out loss differs by {gap.mean:+.4f} nats/token"
+        return "its eval loss is not finite in every seed"
+    signed = f"its eval loss differs by {gap.mean:+.4f} nats/token"
     if gap.reference_spread is None:
         return f"{signed} in one seed of {reference.name}, whose spread is unknown"
     seeds = f"{gap.reference_spread:.4f} over {gap.num_reference_seeds} {reference.name} seeds"
     where = "outside" if _loss_is_outside(own) else "inside"
     every = ""
-    # A gap of the same sign in each seed is a lean of the arm, even where it is smaller than what the seed does.
+    # A gap of the same sign in each seed is a lean of the variant, even where it is smaller than what the seed does.
     if len(gap.by_seed) >= MIN_SEEDS and where == "inside" and all(value > 0 for value in gap.by_seed.values()):
         every = ", though higher in every seed"
     return f"{signed}, {where} the spread of {seeds}{every}"
 
 
-def _answer_words(own: VariantFigures, spoiled: Sequence[Difference]) -> str:
-    if spoiled or own.answers is None:
+def _answer_words(own: VariantFigures, confounded: Sequence[Difference]) -> str:
+    if confounded or own.answers is None:
         return ""
     answers = own.answers
     return f"exact match differs by {100 * answers.difference:+.1f} points ({_p(answers.p_value)})"

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.tools.compare.arms import parse_variants, variant_words
 from llm_fp8.tools.compare.differences import Difference, find_differences
 from llm_fp8.tools.compare.figures import CertificateState, LossGap, VariantFigures, certificate_state, variant_figures
 from llm_fp8.tools.compare.launch import (
@@ -47,6 +46,7 @@ from llm_fp8.tools.compare.statistics import (
     trailing_mean,
     two_sided_sign_test,
 )
+from llm_fp8.tools.compare.variants import parse_variants, variant_words
 from llm_fp8.tools.compare.verdict import judge
 from llm_fp8.utils.errors import UserError
 from tests.support import small
@@ -71,7 +71,7 @@ def test_the_interval_of_speed_covers_the_truth_as_often_as_it_says():
     assert 84 <= covered <= 99, "the percentile bootstrap of ten seeds is a little too narrow, not much"
 
 
-def test_pairing_takes_what_a_seed_does_to_both_arms_out_of_the_ratio():
+def test_pairing_takes_what_a_seed_does_to_both_variants_out_of_the_ratio():
     world = np.random.default_rng(3)
     seeds = [700.0, 1000.0, 1300.0]
     base = [world.normal(rate, 1, size=50).tolist() for rate in seeds]
@@ -120,12 +120,12 @@ def test_trailing_mean_and_first_time():
     assert first_at_or_below([3.0], [10.0], 1.0) is None
 
 
-# ---- figures of arms ----
+# ---- figures of variants ----
 
 
-def three(arm: str, rate: float, losses: list[float], **changes: Any) -> list[RunRecord]:
+def three(variant: str, rate: float, losses: list[float], **changes: Any) -> list[RunRecord]:
     """Runs of seeds 1 to 3."""
-    return [made_up_run(arm, seed, rate, loss, **changes) for seed, loss in enumerate(losses, start=1)]
+    return [made_up_run(variant, seed, rate, loss, **changes) for seed, loss in enumerate(losses, start=1)]
 
 
 def test_the_figures_of_an_arm():
@@ -173,7 +173,7 @@ def test_what_was_not_measured_is_said_and_not_zero():
         figures.peak_memory_gib is figures.energy_j_per_million_tokens is None
         and figures.eval_loss == figures.exact_match == {}
     )
-    assert table_rows([figures])[0].count("not measured") == 4  # memory, energy, held-out loss, exact match
+    assert table_rows([figures])[0].count("not measured") == 4  # memory, energy, eval loss, exact match
 
 
 def with_steps(run: RunRecord, changes: dict[int, dict[str, float]], **more: Any) -> RunRecord:
@@ -200,7 +200,7 @@ def test_the_copy_of_the_model_that_answers_problems_is_not_in_the_peak_of_train
     assert dataclasses.replace(run, evaluations=answering).peak_memory_gib == 37.0
 
 
-def test_losses_and_times_that_are_not_numbers_spoil_no_more_than_their_own():
+def test_losses_and_times_that_are_not_numbers_confound_no_more_than_their_own():
     base, own = three("bf16", 1e5, [1.0, 1.04, 1.02]), three("delayed", 1.3e5, [1.0, 1.04, 1.02])
 
     def diverged(run: RunRecord) -> RunRecord:
@@ -241,7 +241,7 @@ def test_verdict_use_it():
     given = verdict(answers=PairedAnswers(500, 300, 22, 20), speedup=Interval(1.31, 1.29, 1.33), loss_gap=GAP)
     assert given.conclusion == "use it"
     assert given.sentence == (
-        "fp8 delayed is faster, at 1.31x the speed (1.29 to 1.33), its held-out loss differs by +0.0000 nats/token, "
+        "fp8 delayed is faster, at 1.31x the speed (1.29 to 1.33), its eval loss differs by +0.0000 nats/token, "
         "inside the spread of 0.0400 over 3 bf16 seeds, exact match differs by -0.4 points (p = 0.88): use it."
     )
 
@@ -280,9 +280,9 @@ def test_verdict_names_a_lean_that_the_spread_hides():
         ({"loss_gap": TWO_SEEDS}, "too few seeds", "run at least 3"),
         ({"loss_gap": LossGap(0.0, {1: 0.0}, None, 1)}, "too few seeds", "whose spread is unknown"),
         ({"loss_gap": dataclasses.replace(TWO_SEEDS, mean=0.05)}, "too few seeds", "outside the spread"),
-        ({"loss_gap": None, "eval_loss": {}}, "quality unknown", "held-out loss was not measured"),
+        ({"loss_gap": None, "eval_loss": {}}, "quality unknown", "eval loss was not measured"),
         ({"loss_gap": None}, "quality unknown", "no bf16 run of the same seed"),
-        ({"loss_gap": dataclasses.replace(GAP, mean=math.nan)}, "worse", "held-out loss is not finite"),
+        ({"loss_gap": dataclasses.replace(GAP, mean=math.nan)}, "worse", "eval loss is not finite"),
         ({"num_failed": 1}, "use it", "(1 of 4 runs failed)"),
     ],
 )
@@ -315,11 +315,11 @@ def test_verdict_of_runs_that_differ(effect, conclusion, words):
     given = verdict([Difference("optim.learning_rate", effect, {}, ["delayed"])])
     assert given.conclusion == conclusion and words in given.sentence
     assert verdict([Difference("optim.learning_rate", effect, {}, ["current"])]).conclusion == "use it", (
-        "another arm's concern"
+        "another variant's concern"
     )
 
 
-def test_the_certificate_of_an_arm_is_that_of_its_worst_run():
+def test_the_certificate_of_a_variant_is_that_of_its_worst_run():
     good, open_, bad = ({"verdict": v, "reasons": [v]} for v in ("certified", "undetermined", "failed"))
     assert certificate_state([good, good]).state == "certified"
     assert (
@@ -370,9 +370,9 @@ def changed(run: RunRecord, section: str, path: list[str], value: Any) -> RunRec
         ),
     ],
 )
-def test_a_field_that_differs_is_flagged_with_what_it_spoils(section, path, value, field, effect):
+def test_a_field_that_differs_is_flagged_with_what_it_confounds(section, path, value, field, effect):
     base, own = made_up_run("bf16"), made_up_run("delayed")
-    assert find_differences([base, own]) == [], "runs that differ in their arm alone"
+    assert find_differences([base, own]) == [], "runs that differ in their variant alone"
     (found,) = find_differences([base, changed(own, section, path, value)])
     assert (found.field, found.effect, found.arms) == (field, effect, ["delayed"])
     assert sorted(label for labels in found.values.values() for label in labels) == ["bf16 seed 1", "delayed seed 1"]
@@ -403,7 +403,7 @@ def test_other_rows_and_other_weights_are_seen_in_the_figures_themselves():
     assert found.effect == "quality" and "first step" in found.field
 
 
-def test_within_an_arm_the_precision_must_be_one():
+def test_within_a_variant_the_precision_must_be_one():
     first = made_up_run("delayed", 1)
     other = changed(made_up_run("delayed", 2), "config", ["precision", "fp8_last_bf16_layers"], 2)
     (found,) = find_differences([made_up_run("bf16", 1), made_up_run("bf16", 2), first, other])
@@ -420,13 +420,13 @@ def test_shared_hardware_resumes_uncommitted_code_and_missing_sections_are_flagg
         made_up_run("delayed", provenance=dirty, resumes=[{"resumed_after_step": 30}], data={}),
     ]
     alone = find_differences(
-        [made_up_run(arm) for arm in ("bf16", "block", "delayed")], [("block seed 1", "delayed seed 1")]
+        [made_up_run(variant) for variant in ("bf16", "block", "delayed")], [("block seed 1", "delayed seed 1")]
     )
     assert [d.arms for d in alone] == [["block", "delayed"]]
     with_reference = find_differences(
-        [made_up_run(arm) for arm in ("bf16", "block", "delayed")], [("bf16 seed 1", "block seed 1")]
+        [made_up_run(variant) for variant in ("bf16", "block", "delayed")], [("bf16 seed 1", "block seed 1")]
     )
-    assert [d.arms for d in with_reference] == [["bf16", "block", "delayed"]], "every arm is held against it"
+    assert [d.arms for d in with_reference] == [["bf16", "block", "delayed"]], "every variant is held against it"
     found = {d.field: d for d in find_differences(runs, [("bf16 seed 1", "delayed seed 1")])}
     assert found["hardware shared while running"].effect == "speed"
     assert found["hardware shared while running"].arms == ["bf16", "delayed"]
@@ -447,7 +447,9 @@ def test_a_folder_gives_back_what_was_written_and_the_answers_of_its_last_evalua
     run = made_up_run("current", 3)
     answers = {15: {1: True, 2: True}, 60: {1: True, 2: False}, 9: {1: True}}
     read = read_run_folder(write_run_folder(tmp_path / "run", run, answers))
-    assert read.steps == run.steps and read.evaluations == run.evaluations and read.arm == "current" and read.seed == 3
+    assert (
+        read.steps == run.steps and read.evaluations == run.evaluations and read.variant == "current" and read.seed == 3
+    )
     assert read.answers == {"1: problem 1": True, "2: problem 2": False} and read.exact_match == 0.5
     assert read.certificate == {"verdict": "certified", "reasons": []}
     (tmp_path / "run" / "certificate.json").write_text('{"verdict": "failed"}')
@@ -458,19 +460,19 @@ def test_a_folder_gives_back_what_was_written_and_the_answers_of_its_last_evalua
 
 
 def test_answers_decide_through_whole_folders(tmp_path):
-    """The arm answers 40 problems fewer: worse, whatever its loss."""
+    """The variant answers 40 problems fewer: worse, whatever its loss."""
     records = []
-    for arm, num_right in (("bf16", 70), ("delayed", 30)):
+    for variant, num_right in (("bf16", 70), ("delayed", 30)):
         for seed in (1, 2, 3):
             answers = {60: {row: row < num_right for row in range(100)}}
             folder = write_run_folder(
-                tmp_path / f"{arm}{seed}", made_up_run(arm, seed, 1e5 if arm == "bf16" else 1.3e5), answers
+                tmp_path / f"{variant}{seed}", made_up_run(variant, seed, 1e5 if variant == "bf16" else 1.3e5), answers
             )
             records.append(read_run_folder(folder))
     comparison = compare(records)
     assert comparison.verdicts["delayed"].conclusion == "worse"
     assert comparison.arms[1].answers == PairedAnswers(300, 90, 120, 0)
-    assert list(comparison.verdicts) == ["delayed", "bf16"] and [arm.arm for arm in comparison.arms] == [
+    assert list(comparison.verdicts) == ["delayed", "bf16"] and [variant.arm for variant in comparison.arms] == [
         "bf16",
         "delayed",
     ]
@@ -506,12 +508,12 @@ def test_a_folder_that_is_not_a_finished_run_is_refused(tmp_path, name, content,
         read_run_folder(folder)
 
 
-def test_two_runs_of_one_arm_and_seed_are_refused():
+def test_two_runs_of_one_variant_and_seed_are_refused():
     with pytest.raises(UserError, match="are both bf16 seed 1"):
         compare([made_up_run("bf16", 1), made_up_run("bf16", 1)])
 
 
-def test_a_fallback_is_said_in_the_arms_row_and_verdict():
+def test_a_fallback_is_said_in_the_variants_row_and_verdict():
     fell_back = [made_up_run("mxfp8", seed, 1.3e5, precision=precision_of("mxfp8", "delayed")) for seed in (1, 2, 3)]
     comparison = compare([*three("bf16", 1e5, [1.0, 1.1, 1.2]), *fell_back])
     row = table_rows(comparison.arms)[1]
@@ -520,9 +522,9 @@ def test_a_fallback_is_said_in_the_arms_row_and_verdict():
     assert "not available on NVIDIA H200" in comparison.verdicts["mxfp8"].sentence
 
 
-def test_an_arm_whose_runs_all_failed_is_still_reported():
+def test_a_variant_whose_runs_all_failed_is_still_reported():
     comparison = compare(
-        [made_up_run("bf16")], [Failure("block", 1, "exit code 1: boom", "log")], arm_order=["bf16", "block"]
+        [made_up_run("bf16")], [Failure("block", 1, "exit code 1: boom", "log")], variant_order=["bf16", "block"]
     )
     assert comparison.verdicts["block"].conclusion == "failed" and comparison.arms[1].num_failed == 1
 
@@ -539,17 +541,17 @@ def test_long_runs_are_thinned_to_means_over_all_their_steps():
     assert {round(value, 4) for value in curve["tokens_per_s"]} == {100.3333, 100.6667}
 
 
-# ---- arms and plans ----
+# ---- variants and plans ----
 
 
-def test_arms_by_name():
+def test_variants_by_name():
     assert parse_variants("fp8, mxfp8,bf16") == ["bf16", "delayed", "mxfp8"]
     for text, words in (("", "is empty"), ("fp4", "fp4 is unknown"), ("fp8,delayed", "names delayed twice")):
         with pytest.raises(UserError, match=words):
             parse_variants(text)
 
 
-def test_options_of_fp8_reach_only_the_arms_in_which_they_take_effect():
+def test_options_of_fp8_reach_only_the_variants_in_which_they_take_effect():
     words = (
         "--max_steps 3 --fp8_strict --amax_history_len 16 --fp8_format E4M3 --fp8_last_bf16_layers=2 --use_te".split()
     )
@@ -563,7 +565,7 @@ def test_options_of_fp8_reach_only_the_arms_in_which_they_take_effect():
     assert parse_config(delayed).precision.amax_history_len == 16 and parse_config(delayed).precision.fp8_strict
 
 
-def test_arms_take_turns_within_each_seed_and_differ_in_precision_alone(tmp_path):
+def test_variants_take_turns_within_each_seed_and_differ_in_precision_alone(tmp_path):
     plan = plan_runs("--max_steps 3 --use_te --use_wandb", ["bf16", "delayed"], [1, 2], 1, tmp_path / "out")
     assert [run.name for run in plan.runs] == ["bf16-seed1", "delayed-seed1", "bf16-seed2", "delayed-seed2"]
     base, own = (parse_config(list(run.words)) for run in plan.runs[:2])
@@ -596,7 +598,7 @@ def test_a_folder_belongs_to_one_comparison(tmp_path):
     claim_folder(plan)
     claim_folder(
         plan_runs("--max_steps  3", ["bf16", "no"], [1, 2], 1, tmp_path / "out")
-    )  # more arms and seeds go on in it
+    )  # more variants and seeds go on in it
     with pytest.raises(UserError, match="other --train options"):
         claim_folder(plan_runs("--max_steps 4", ["bf16"], [1], 1, tmp_path / "out"))
     (tmp_path / "taken").mkdir()
@@ -629,14 +631,14 @@ def test_runs_get_gpus_of_their_own_unless_told():
 def test_runs_in_slots_of_their_own_see_their_gpu_and_a_failure_stops_no_other(tmp_path, monkeypatch):
     """The scheduler with a stand-in for the training script, which would need GPUs."""
     stand_in = (
-        "import json, os, pathlib, sys, time; folder = pathlib.Path(sys.argv[2]); arm = sys.argv[1]; time.sleep(0.5)\n"
-        "if arm == 'no': sys.exit('error: it broke')\n"
+        "import json, os, pathlib, sys, time; folder = pathlib.Path(sys.argv[2]); name = sys.argv[1]; time.sleep(0.5)\n"
+        "if name == 'no': sys.exit('error: it broke')\n"
         "folder.mkdir(parents=True); (folder / 'gpu').write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
         "(folder / 'summary.json').write_text(json.dumps({'steps': 1}))\n"
     )
     monkeypatch.setattr(
         "llm_fp8.tools.compare.launch.command_line",
-        lambda plan, run: [sys.executable, "-c", stand_in, run.arm, str(plan.run_folder(run))],
+        lambda plan, run: [sys.executable, "-c", stand_in, run.variant, str(plan.run_folder(run))],
     )
     said: list[str] = []
     plan = plan_runs("--max_steps 3", ["bf16", "no", "delayed"], [1], 1, tmp_path)
@@ -644,7 +646,7 @@ def test_runs_in_slots_of_their_own_see_their_gpu_and_a_failure_stops_no_other(t
     (failure,) = result.failures
     assert (failure.arm, failure.seed, failure.reason) == ("no", 1, "exit code 1: error: it broke")
     assert result.overlaps == []
-    gpus = {run.arm: plan.run_folder(run) / "gpu" for run in plan.runs}
+    gpus = {run.variant: plan.run_folder(run) / "gpu" for run in plan.runs}
     assert gpus["bf16"].read_text() == "4" and gpus["delayed"].read_text() in ("4", "7")
     again = launch(plan, [Slot(("4",)), Slot(("4",))], said.append)
     assert len(again.failures) == 1 and sum("finished earlier" in line for line in said) == 2

@@ -1,4 +1,4 @@
-"""The comparison with real fp8 arms: certificates, memory, fallback, and GPUs of their own for runs at the same
+"""The comparison with real fp8 variants: certificates, memory, fallback, and GPUs of their own for runs at the same
 time.
 """
 
@@ -32,25 +32,27 @@ def compared(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
     return json.loads((folder / "out" / "comparison.json").read_text()), done.stdout
 
 
-def by_arm(comparison: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {arm["arm"]: arm for arm in comparison["arms"]}
+def by_variant(comparison: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {variant["arm"]: variant for variant in comparison["arms"]}
 
 
 def test_arms_on_one_gpu(tmp_path):
     comparison, said = compared(tmp_path, "--arms", "bf16,fp8,current,mxfp8", "--seeds", "1")
-    arms = by_arm(comparison)
-    assert arms["bf16"]["effective"] == ["bf16"] and arms["delayed"]["effective"] == ["fp8 delayed"]
-    for arm in arms.values():
-        assert arm["certificate"]["state"] == "certified", arm["certificate"]
-        assert arm["peak_memory_gib"] > 0 and arm["tokens_per_s"]["value"] > 0
-    assert [d for d in comparison["differences"] if d["effect"] != "note"] == [], "the arms differ in precision alone"
-    for arm in ("delayed", "current"):
+    variants = by_variant(comparison)
+    assert variants["bf16"]["effective"] == ["bf16"] and variants["delayed"]["effective"] == ["fp8 delayed"]
+    for variant in variants.values():
+        assert variant["certificate"]["state"] == "certified", variant["certificate"]
+        assert variant["peak_memory_gib"] > 0 and variant["tokens_per_s"]["value"] > 0
+    assert [d for d in comparison["differences"] if d["effect"] != "note"] == [], (
+        "the variants differ in precision alone"
+    )
+    for variant in ("delayed", "current"):
         # A model this small gains nothing from fp8; what counts is that a judgement was made from measured figures.
-        assert comparison["verdicts"][arm]["conclusion"] in ("slower", "not faster", "too few seeds")
-        assert abs(arms[arm]["loss_gap"]["mean"]) < 0.3
+        assert comparison["verdicts"][variant]["conclusion"] in ("slower", "not faster", "too few seeds")
+        assert abs(variants[variant]["loss_gap"]["mean"]) < 0.3
     if torch.cuda.get_device_capability()[0] != 10:
         assert (
-            arms["mxfp8"]["effective"] == ["fp8 delayed"]
+            variants["mxfp8"]["effective"] == ["fp8 delayed"]
             and comparison["verdicts"]["mxfp8"]["conclusion"] == "fell back"
         )
 
@@ -83,7 +85,7 @@ def test_runs_at_a_time_on_gpus_of_their_own(tmp_path):
 @pytest.mark.multi_gpu
 def test_arms_of_two_gpus_each(tmp_path):
     comparison, _ = compared(tmp_path, "--arms", "bf16,fp8", "--seeds", "1", "--num_gpus", "2")
-    arms = by_arm(comparison)
+    variants = by_variant(comparison)
     assert comparison["provenance"]["of_first_run"]["gpus"][1]
-    assert all(arm["certificate"]["state"] == "certified" for arm in arms.values())
+    assert all(variant["certificate"]["state"] == "certified" for variant in variants.values())
     assert [d["field"] for d in comparison["differences"] if d["effect"] != "note"] == []

@@ -17,23 +17,25 @@ from llm_fp8.tools.compare.report import Comparison, Failure, compare
 from tests.support.browser import complaints_of, full_screenshot, open_browser, requests_of, set_dark, set_width
 from tests.support.made_up_runs import made_up_run, precision_of
 
-ARMS = {"bf16": 100_000.0, "delayed": 131_000.0, "current": 126_000.0, "block": 112_000.0}
+VARIANTS = {"bf16": 100_000.0, "delayed": 131_000.0, "current": 126_000.0, "block": 112_000.0}
 
 
 @pytest.fixture(scope="module")
 def comparison() -> Comparison:
-    """Six arms: four with three seeds, one that fell back, one whose runs failed; with answers, energy, memory and
+    """Six variants: four with three seeds, one that fell back, one whose runs failed; with answers, energy, memory and
     flags.
     """
     runs = []
-    for arm, rate in ARMS.items():
+    for variant, rate in VARIANTS.items():
         for seed in (1, 2, 3):
-            loss = 1 + 0.03 * seed + {"bf16": 0.0, "block": 0.1}.get(arm, 0.001 * (seed + 1))
-            answers = {f"problem {number}": (number * 7 + seed + len(arm)) % 3 > 0 for number in range(60)}
-            runs.append(made_up_run(arm, seed, rate, loss, answers=answers, source=f"/data/<runs>/a&b/{arm}-{seed}"))
+            loss = 1 + 0.03 * seed + {"bf16": 0.0, "block": 0.1}.get(variant, 0.001 * (seed + 1))
+            answers = {f"problem {number}": (number * 7 + seed + len(variant)) % 3 > 0 for number in range(60)}
+            runs.append(
+                made_up_run(variant, seed, rate, loss, answers=answers, source=f"/data/<runs>/a&b/{variant}-{seed}")
+            )
     runs.append(made_up_run("mxfp8", 1, 130_000, precision=precision_of("mxfp8", "delayed")))
     failure = Failure("nvfp4", 1, "exit code 1: error: </script><script>alert(1)</script>", "logs/nvfp4-seed1.log")
-    return compare(runs, [failure], [("block seed 1", "block seed 2")], [*ARMS, "mxfp8", "nvfp4"])
+    return compare(runs, [failure], [("block seed 1", "block seed 2")], [*VARIANTS, "mxfp8", "nvfp4"])
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +55,8 @@ def test_the_page_is_whole_and_safe(page, comparison):
     assert "/data/&lt;runs&gt;/a&amp;b/bf16-1" in text
     for verdict in comparison.verdicts.values():
         assert verdict.conclusion in text
-    # Charts have their values as tables: the mean gap of an arm, to four digits.
-    (current,) = [arm for arm in comparison.arms if arm.arm == "current"]
+    # Charts have their values as tables: the mean gap of a variant, to four digits.
+    (current,) = [variant for variant in comparison.arms if variant.arm == "current"]
     assert f"<td>{current.loss_gap.mean:+.4f}</td>" in text
 
 
@@ -111,7 +113,7 @@ def test_the_page_in_a_browser(page, tmp_path):
             and first.get_attribute("data-conclusion") == "use it"
         )
 
-        # An arm's button takes its curves out of every chart, and brings them back.
+        # A variant's button takes its curves out of every chart, and brings them back.
         shown, drawn = browser.execute_script(VISIBLE), browser.execute_script(DRAWN)
         assert len(shown) == 10 and all(all(states) for chart in shown.values() for states in chart.values())
         button = browser.find_element("css selector", ".toggle[data-arm=delayed]")
@@ -119,11 +121,11 @@ def test_the_page_in_a_browser(page, tmp_path):
         button.click()
         assert button.get_attribute("aria-pressed") == "false"
         hidden = browser.execute_script(VISIBLE)
-        for chart, arms in hidden.items():
-            assert not any(arms.get("delayed", [])), chart
-            assert all(all(states) for arm, states in arms.items() if arm != "delayed"), chart
+        for chart, variants in hidden.items():
+            assert not any(variants.get("delayed", [])), chart
+            assert all(all(states) for variant, states in variants.items() if variant != "delayed"), chart
         assert browser.execute_script(DRAWN) == drawn - 6, (
-            "three seeds, each a line and its held-out points, are gone from the drawing"
+            "three seeds, each a line and its eval points, are gone from the drawing"
         )
         button.click()
         assert browser.execute_script(VISIBLE) == shown and browser.execute_script(DRAWN) == drawn
@@ -142,7 +144,7 @@ def test_the_page_in_a_browser(page, tmp_path):
         )
         set_dark(browser, False)
 
-        # The arm's heading comes before all else, also on a phone, and the gap's axis holds the zero that is bf16.
+        # The variant's heading comes before all else, also on a phone, and the gap's axis holds the zero that is bf16.
         set_width(browser, 360, 740)
         bottom = "return document.querySelector('.verdict .conclusion').getBoundingClientRect().bottom + scrollY"
         assert browser.execute_script(bottom) < 740

@@ -108,7 +108,7 @@ def test_the_figures_are_those_of_the_runs_own_files(trained):
     assert all(line in said for line in (comparison["verdicts"]["no"]["sentence"], "comparison.html", "not measured"))
 
 
-def test_the_same_seed_is_the_same_training_in_every_arm(trained):
+def test_the_same_seed_is_the_same_training_in_every_variant(trained):
     """Same rows, same first weights: the flags would say otherwise."""
     comparison = json.loads((trained / "comparison.json").read_text())
     assert [d for d in comparison["differences"] if d["effect"] != "note"] == []
@@ -117,8 +117,8 @@ def test_the_same_seed_is_the_same_training_in_every_arm(trained):
     assert first["bf16-seed1"]["tokens_seen"] == first["no-seed1"]["tokens_seen"] != first["no-seed2"]["tokens_seen"]
 
 
-def test_given_again_finished_runs_stay_and_an_arm_that_cannot_run_is_reported(trained, tmp_path, warm_python):
-    """In a copy, because it adds an arm."""
+def test_given_again_finished_runs_stay_and_a_variant_that_cannot_run_is_reported(trained, tmp_path, warm_python):
+    """In a copy, because it adds a variant."""
     copy = tmp_path / "comparison"
     subprocess.run(["cp", "-a", str(trained), str(copy)], check=True)
     before = {name: (copy / "runs" / name / "summary.json").stat().st_mtime_ns for name in NAMES}
@@ -170,7 +170,11 @@ def test_a_run_of_the_server_tells_what_its_folder_tells(trained):
     for name in ("bf16-seed1", "no-seed2"):
         folder, online = read_run_folder(trained / "runs" / name), from_server(trained / "runs" / name)
         assert online.steps == folder.steps and online.evaluations == folder.evaluations
-        assert (online.arm, online.seed, online.effective_name) == (folder.arm, folder.seed, folder.effective_name)
+        assert (online.variant, online.seed, online.effective_name) == (
+            folder.variant,
+            folder.seed,
+            folder.effective_name,
+        )
         assert online.config == folder.config and online.data == folder.data and online.model == folder.model
         assert online.exact_match == folder.exact_match and not online.answers, "the answers stay in the folder"
     online = compare([from_server(trained / "runs" / name) for name in NAMES])

@@ -1,7 +1,7 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  // Each legible on white and on near-black; the dashes tell arms apart without colour.
+  // Each legible on white and on near-black; the dashes tell variants apart without colour.
   const COLOURS = ["#7c8591", "#2f81f7", "#d9730d", "#0f9d6b", "#a855f7", "#db2777", "#0e96a3"];
   const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid"];
   const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star"];

@@ -1,4 +1,4 @@
-"""Names of arms: which options a run of each gets, and which arm a run that exists belongs to."""
+"""Names of variants: which options a run of each gets, and which variant a run that exists belongs to."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from llm_fp8.config.recipes import DEFAULTS, RECIPES
 from llm_fp8.utils.errors import UserError
 
 REFERENCE = "bf16"
-"""The arm that the others are held against."""
+"""The variant that the others are held against."""
 
 _CANONICAL = {"fp8": DEFAULTS["te"]}
-ARM_FIELDS = ("mixed_precision", "fp8_backend", "fp8_scenario")
-"""The options that make an arm."""
+VARIANT_FIELDS = ("mixed_precision", "fp8_backend", "fp8_scenario")
+"""The options that make a variant."""
 _RECIPE_OPTIONS = frozenset(option for recipe in RECIPES.values() for option in recipe.options)
-_FP8_OPTIONS = tuple(field.name for field in dataclasses.fields(PrecisionConfig) if field.name not in ARM_FIELDS)
+_FP8_OPTIONS = tuple(field.name for field in dataclasses.fields(PrecisionConfig) if field.name not in VARIANT_FIELDS)
 
 
 def variants() -> dict[str, tuple[str, ...]]:
@@ -35,7 +35,7 @@ def variants() -> dict[str, tuple[str, ...]]:
 
 
 def parse_variants(text: str) -> list[str]:
-    """The arms of a comma-separated list, the reference first. Raises `UserError` for an unknown or doubled one."""
+    """The variants of a comma-separated list, the reference first. Raises `UserError` for an unknown or doubled one."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise UserError(f"--arms is empty; choose from {', '.join(variants())}.")
@@ -44,13 +44,13 @@ def parse_variants(text: str) -> list[str]:
     canonical = [_CANONICAL.get(name, name) for name in names]
     if doubled := {name for name in canonical if canonical.count(name) > 1}:
         raise UserError(
-            f"--arms {text} names {', '.join(sorted(doubled))} twice ('fp8' is 'delayed'); name each arm once."
+            f"--arms {text} names {', '.join(sorted(doubled))} twice ('fp8' is 'delayed'); name each variant once."
         )
     return sorted(canonical, key=lambda name: name != REFERENCE)
 
 
-def variant_words(arm: str, words: list[str]) -> list[str]:
-    """The options `words` of a training command as `arm` takes them: its precision added, fp8 options that cannot
+def variant_words(variant: str, words: list[str]) -> list[str]:
+    """The options `words` of a training command as `variant` takes them: its precision added, fp8 options that cannot
     take effect in it left out.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -58,14 +58,14 @@ def variant_words(arm: str, words: list[str]) -> list[str]:
         parser.add_argument(f"--{name}", nargs="?", const=True, default=argparse.SUPPRESS)
     given, kept = parser.parse_known_args(words)
     for name, value in vars(given).items():
-        is_taken = arm in RECIPES and (name not in _RECIPE_OPTIONS or name in RECIPES[arm].options)
+        is_taken = variant in RECIPES and (name not in _RECIPE_OPTIONS or name in RECIPES[variant].options)
         if is_taken:
             kept += [f"--{name}"] if value is True else [f"--{name}", value]
-    return [*kept, *variants()[arm]]
+    return [*kept, *variants()[variant]]
 
 
 def requested_variant(precision: dict[str, Any]) -> str:
-    """The arm that a run asked for, by the precision section of its run.json."""
+    """The variant that a run asked for, by the precision section of its run.json."""
     if precision["requested"] != "fp8":
         return str(precision["requested"])
     scenario = precision.get("requested_scenario") or "default"
@@ -81,6 +81,6 @@ def effective_precision(precision: dict[str, Any]) -> str:
     return f"fp8 {precision['effective_scenario']}"
 
 
-def describe_variant(arm: str) -> str:
-    """An arm's name in a sentence: 'bf16', 'fp8 delayed', 'fp32'."""
-    return f"fp8 {arm}" if arm in RECIPES else {"no": "fp32"}.get(arm, arm)
+def describe_variant(variant: str) -> str:
+    """A variant's name in a sentence: 'bf16', 'fp8 delayed', 'fp32'."""
+    return f"fp8 {variant}" if variant in RECIPES else {"no": "fp32"}.get(variant, variant)
