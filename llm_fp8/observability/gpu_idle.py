@@ -18,11 +18,8 @@ WORTH_A_WORD = 0.2
 def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, float] | None:
     """The entry `gpu_waiting` of a summary for a run's `steps`; None without a recorded kernel or a measured step.
 
-    Kernels are those of the recorded step: recording slows the host and leaves their durations. The step time is the
-    median of the measured steps, which are not recorded.
-
-    Returns: work_s, the time of kernels other than communication on the GPU with most of them; step_time_s; share of
-        the step in which none of them runs.
+    work_s: kernels of the recorded step other than communication, on the GPU with most of them. step_time_s: median of
+    the measured steps, since recording slows the host. share: of the step in which no such kernel runs.
     """
     step_time_s = throughput_summary(steps).get("median_step_time_s")
     work_s = max(profile.work_s_by_rank, default=0.0)

@@ -5,12 +5,9 @@
     time_by_class(recorded)   ->   {"gemm": KernelTime(count=387, time_s=0.05, names={...}), "attention": ...}
     gemm_kernels(recorded)    ->   {"fp8": KernelTime(count=384, ...), "bf16": ...}
 
-The names come from profiles of Transformer Engine, PyTorch, torch.compile and torchao on an H200; others (older cuBLAS,
-cutlass, Hopper's successors, Triton libraries) are recognised by their libraries' naming. A GEMM whose name does not
-tell its operand types is "unknown"; a kernel that no rule matches is "other", possibly a GEMM.
-
-A kernel that does two things has one class: TE's norm or activation that writes fp8 is norm or activation. In names of
-torch.compile only unambiguous operations decide: a norm's rsqrt, an activation's backward pass, then quantisation.
+The names come from profiles of Transformer Engine, PyTorch, torch.compile and torchao on an H200; others are recognised
+by their libraries' naming. A GEMM whose name does not tell its operand types is "unknown"; a kernel that no rule
+matches is "other", possibly a GEMM. TE's norm or activation that writes fp8 is norm or activation, not cast.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """What NVML knows of a GPU: clocks and power while it works, and its energy counter.
 
-A GPU at its power limit lowers its clocks, as large GEMMs make an H200 do; `GpuStateSampler` tells.
-
-Data-centre GPUs since Volta count the energy of the board since the driver was loaded
-(`nvmlDeviceGetTotalEnergyConsumption`, millijoules: NVML API reference, device queries). The difference of two readings
-is the energy between them, so nothing is sampled. It covers one GPU board and all processes on it, not the host, its
-fans or the network. A MIG slice has no counter.
+Data-centre GPUs since Volta count the energy of the board in millijoules (`nvmlDeviceGetTotalEnergyConsumption`, NVML
+API reference, device queries): one board and all processes on it, not the host or the network. A MIG slice has no
+counter.
 """
 
 from __future__ import annotations
@@ -122,11 +119,10 @@ def open_energy_counter(device: torch.device) -> Callable[[], float]:
 
 
 class EnergyMeter:
-    """Energy of all GPUs of a run over intervals of optimizer steps; every rank calls it, since the figures are sums.
+    """Energy of all GPUs of a run over intervals of optimizer steps; collective.
 
     An interval begins at `restart` with an idle GPU and ends at the first `read` at least `MIN_INTERVAL_S` later; the
-    next begins there. `no_counter` says why this rank has no figures (None where it has). Where one rank has no counter
-    there are no figures at all: a sum that lacks a GPU would be wrong.
+    next begins there. `no_counter` says why this rank has no counter; the figures are sums, so none has figures then.
     """
 
     def __init__(
@@ -156,12 +152,10 @@ class EnergyMeter:
         return math.nan if self._read_j is None else self._read_j()
 
     def read(self, num_tokens: Mapping[int, int]) -> dict[int, dict[str, float]]:
-        """Figures of the interval that ends here, under the keys of `metrics.METRICS`, per step of this call in it;
-        collective.
+        """Per step of this call, figures of the interval that ends here, under the keys of `metrics.METRICS`.
 
-        `num_tokens` gives the positions of each step since the last call, on all GPUs; the GPU must be done with these
-        steps. Empty without a counter, or while the interval is too short: the tokens then count for the call that ends
-        it.
+        `num_tokens` gives the positions of each step since the last call, on all GPUs, which must be done with them.
+        Empty without a counter, or while the interval is too short: the tokens then count for the call that ends it.
         """
         # All ranks have the same type of device, so they agree on whether to reduce.
         if self._accelerator.device.type != "cuda" and self._read_j is None:

@@ -106,10 +106,7 @@ def recorded_command(argv: list[str]) -> list[str]:
 
 
 def collect_provenance(argv: list[str]) -> dict[str, Any]:
-    """What a reader of the results would ask of this process, as JSON values; None for what this machine lacks.
-
-    `argv` is the command line with the script's name first (`sys.argv`).
-    """
+    """Provenance of this process as JSON values, None for what this machine lacks; `argv` is `sys.argv`."""
     return {
         "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": recorded_command(argv),
@@ -131,11 +128,7 @@ def collect_provenance(argv: list[str]) -> dict[str, Any]:
 def run_record(
     config: Config, provenance: dict[str, Any], precision: dict[str, Any], **sections: Any
 ) -> dict[str, Any]:
-    """What run.json holds of a start of a run.
-
-    `precision` is the precision module's report (requested and effective recipe, fp8 coverage); further keyword
-    arguments become sections, for example `model={...}`.
-    """
+    """What run.json holds of a start of a run; keyword arguments become sections."""
     return {"config": config.to_dict(), "precision": precision, **sections, "provenance": provenance}
 
 

@@ -1,7 +1,6 @@
 """Where the numbers of a run go: metrics.jsonl, trackers, screen and summary.json.
 
-The training loop passes plain floats, several steps at a time (it synchronises with the GPU once per `log_every`
-steps); everything here runs on the main process and touches no tensor.
+The training loop passes plain floats, several steps at a time; everything here runs on the main process.
 
     output_dir/
       metrics.jsonl      one line per optimizer step and per evaluation, keys of `llm_fp8.observability.metrics.METRICS`
@@ -84,7 +83,7 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
 
 
 def _check_record(record: dict[str, float]) -> dict[str, float]:
-    """`record`, or an error for unknown keys and values that are not numbers."""
+    """`record`; an error for unknown keys and values that are not numbers."""
     for key, value in record.items():
         if key not in METRICS:
             raise ValueError(f"'{key}' is not a declared metric; add it to llm_fp8.observability.metrics.METRICS.")
@@ -115,10 +114,7 @@ _TRACKED_ELSEWHERE = ("last_step", "last_evaluation", "recorded_step", "precisio
 
 
 def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
-    """The part of summary.json for W&B's summary: scalars, nested ones as `part/key`.
-
-    Left out is what W&B has already: last figures and recorded step (history), precision (configuration).
-    """
+    """The part of summary.json for W&B's summary: scalars, nested ones as `part/key`, without what W&B has already."""
     parts = {key: value for key, value in summary.items() if key not in _TRACKED_ELSEWHERE}
     return {
         key: value for key, value in _flat({**parts, **summary.get("throughput", {})}, "/").items() if value is not None
@@ -135,8 +131,8 @@ class RunReporter:
     def __init__(self, accelerator: Accelerator, config: Config, total_steps: int, resume_step: int = 0) -> None:
         """Open the files in `config.run.output_dir`; `start_trackers` starts the trackers.
 
-        `accelerator` must have been made with `**accelerator_tracking(config)`. `total_steps` is the length of the run
-        in optimizer steps, `resume_step` how many the checkpoint has; without a resume metrics.jsonl begins anew.
+        `accelerator` was made with `**accelerator_tracking(config)`. `resume_step` is the checkpoint's step; at 0
+        metrics.jsonl begins anew.
         """
         self._accelerator = accelerator
         self._config = config

@@ -8,15 +8,13 @@
         meta.json                what is not a tensor: step, fingerprint, position in the data, the caller's entries
         manifest.json            every other file with its size (and SHA-256 if small); each tensor with shape and dtype
 
-A save writes to `.tmp-step-00000120`, syncs files and folder, renames the folder, points `latest` to it and deletes the
-oldest checkpoints beyond the limit. POSIX rename is atomic, so a folder named `step-*` was complete when it got its
-name. Loading checks the manifest all the same: disks fill, copies break off.
+A save writes to `.tmp-step-00000120`, syncs it, renames it (POSIX rename is atomic), points `latest` to it and deletes
+the oldest checkpoints beyond the limit. Loading checks the manifest all the same: a copied checkpoint may be truncated.
 
-DCP lets each rank write its own shards (DTensors of FSDP2) and another number of ranks read them; no rank gathers the
-model. `save` and `load` are therefore collective, with the same names on every rank. Its writer runs with one thread:
-with several it loses the exceptions of all but the first, and a full disk would leave holes and no error. Background
-saves don't use `dcp.async_save`: its future covers the writing alone, and the manifest, the rename and the pruning must
-follow in the same thread, after all ranks have written.
+Each rank writes its own shards, and another number of ranks can read them: `save` and `load` are collective, with the
+same names on every rank. DCP's writer runs with one thread: with several it loses the exceptions of all but the first.
+Background saves don't use `dcp.async_save`: its future covers the writing alone, and the manifest, the rename and the
+pruning must follow after all ranks have written.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +65,9 @@ _CHECKSUM_LIMIT_BYTES = 2**20
 _FREE_SPACE_MARGIN_BYTES = 2**20
 _DIFFERENCES_SHOWN = 3
 
+# torch warns at each save and load of a single process that it takes it for one.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
 
 class CheckpointManager:
     """Writes, finds, prunes and reads the checkpoints of one run.
@@ -75,9 +75,9 @@ class CheckpointManager:
     Args:
         output_dir: folder of the run; checkpoints go to its subfolder `checkpoints`.
         limit: checkpoints kept, at least 1.
-        is_main: whether this process is the one (of all ranks) that renames, points and deletes.
+        is_main: whether this rank is the one that renames and deletes.
 
-    One process (group) at a time may write to an `output_dir`; any number may read.
+    One run at a time may write to an `output_dir`; any number may read.
     """
 
     def __init__(self, output_dir: str | os.PathLike[str], limit: int, *, is_main: bool = True) -> None:
@@ -88,7 +88,7 @@ class CheckpointManager:
         self._background_group: Any = None
 
     def clean_up(self) -> None:
-        """Remove what a killed save or deletion left behind, and undo a replacement that was cut off."""
+        """Remove what a killed save or deletion left behind, and undo an interrupted replacement."""
         if not self.is_main or not self.folder.is_dir():
             return
         for replaced in self.folder.glob(f"{_REPLACED_PREFIX}*"):
@@ -98,10 +98,7 @@ class CheckpointManager:
             else:
                 replaced.rename(original)
         for temporary in self.folder.glob(f"{_TEMPORARY_PREFIX}*"):
-            if temporary.is_dir():
-                shutil.rmtree(temporary)
-            else:
-                temporary.unlink()
+            shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink()
 
     def save(
         self,
@@ -110,7 +107,7 @@ class CheckpointManager:
         meta: Mapping[str, Any],
         strategy: DistributedStrategy | None = None,
     ) -> Path:
-        """Write a checkpoint; collective.
+        """Write a checkpoint and return its folder; collective. A checkpoint of the same step is replaced.
 
         Args:
             step: completed optimizer steps.
@@ -118,11 +115,7 @@ class CheckpointManager:
             meta: the main process's entries for `meta.json`.
             strategy: one that saves state itself (`save_state`), to a folder of its own in the checkpoint.
 
-        Returns:
-            The checkpoint's folder, complete and pointed to by `latest`. A checkpoint of the same step is replaced.
-
-        Raises:
-            UserError: the disk has no room. The checkpoints that were there stay, nothing half-written does.
+        Raises `UserError` where the disk has no room; earlier checkpoints stay, nothing incomplete does.
         """
         self.finish()
         return self._save(step, tensors, meta, group=None, strategy=strategy)
@@ -141,7 +134,7 @@ class CheckpointManager:
         return self.folder / f"{_STEP_PREFIX}{step:08d}"
 
     def finish(self) -> None:
-        """Wait for a save in the background, if there is one; raises what it raised."""
+        """Wait for a save in the background; raises what it raised."""
         background, self._background = self._background, None
         if background is not None:
             background.wait()
@@ -198,7 +191,8 @@ class CheckpointManager:
             self._prune(keep=final)
 
         self._on_main(prepare, final, group)
-        metadata = _dcp_save(tensors, temporary, group)
+        writer = dcp.FileSystemWriter(temporary, thread_count=1, sync_files=True)
+        metadata = dcp.save(_detached(tensors), storage_writer=writer, process_group=group)
         if strategy is not None:
             strategy.save_state(temporary / STRATEGY_STATE)
         self._on_main(complete, final, group)
@@ -225,13 +219,13 @@ class CheckpointManager:
         interrupt = next((cause for cause in causes if isinstance(cause, KeyboardInterrupt)), None)
         if interrupt is not None:
             return interrupt
-        numbers = [cause.errno for cause in causes if isinstance(cause, OSError)]
+        numbers = {cause.errno for cause in causes if isinstance(cause, OSError)}
         if errno.EFBIG in numbers:
             return UserError(
                 f"The checkpoint {final} could not be written: a file would exceed this process's file size limit "
                 "(ulimit -f). Checkpoints saved before are intact."
             )
-        if errno.ENOSPC in numbers or errno.EDQUOT in numbers:
+        if numbers & {errno.ENOSPC, errno.EDQUOT}:
             free = _readable(shutil.disk_usage(self.folder).free)
             return UserError(
                 f"The checkpoint {final} needs {_readable(needed_bytes)}, and its disk (or quota) has {free} free. "
@@ -274,20 +268,20 @@ class CheckpointManager:
         return [path for _, _, path in sorted(found, reverse=True)]
 
     def find(self, resume_from: str) -> Path:
-        """The complete checkpoint that `--resume_from` means.
+        """The complete checkpoint that `--resume_from` means; `UserError` where there is none.
 
         'latest' is the one that the `latest` file names or, where that is unreadable or damaged, the newest complete
         one, with a warning. Anything else is a checkpoint's folder.
-
-        Raises:
-            UserError: there is none, or the folder is not a complete checkpoint.
         """
         if resume_from != LATEST:
-            path = Path(resume_from)
-            _verify(path)
-            return path
+            _verify(Path(resume_from))
+            return Path(resume_from)
         try:
-            return self._pointed_to()
+            name = (self.folder / LATEST).read_text().strip()
+            if not name.startswith(_STEP_PREFIX) or "/" in name:
+                raise UserError(f"{self.folder / LATEST} does not name a checkpoint.")
+            _verify(self.folder / name)
+            return self.folder / name
         except (OSError, UserError) as error:
             candidates = self._newest_first()
             if not candidates:
@@ -297,13 +291,6 @@ class CheckpointManager:
             logger.warning("--resume_from latest: falling back to %s, because %s", candidates[0], error)
             return candidates[0]
 
-    def _pointed_to(self) -> Path:
-        name = (self.folder / LATEST).read_text().strip()
-        if not name.startswith(_STEP_PREFIX) or "/" in name:
-            raise UserError(f"{self.folder / LATEST} does not name a checkpoint.")
-        _verify(self.folder / name)
-        return self.folder / name
-
     def load(self, path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Read a checkpoint into the given tensors, in place and bit for bit; collective.
 
@@ -312,16 +299,12 @@ class CheckpointManager:
             tensors: exactly the saved names, with the saved shapes and dtypes. Random states (names under `RNG_PREFIX`)
                 of other ranks and devices may be left out.
 
-        Returns:
-            The contents of meta.json.
-
-        Raises:
-            UserError: a file is missing or truncated, or names, shapes or dtypes differ; nothing has been changed then.
+        Returns the contents of meta.json. Raises `UserError`, before anything changes, where a file is missing or
+        truncated, or names, shapes or dtypes differ.
         """
         folder = self.find(os.fspath(path))
-        manifest = _verify(folder)
-        _require_same_tensors(folder, manifest["tensors"], tensors)
-        _dcp_load(tensors, folder)
+        _require_same_tensors(folder, _verify(folder)["tensors"], tensors)
+        dcp.load(_detached(tensors), storage_reader=dcp.FileSystemReader(folder))
         return _read_json(folder / _META)
 
 
@@ -332,9 +315,8 @@ def has_checkpoint(output_dir: str | os.PathLike[str]) -> bool:
 
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
     """meta.json of a complete checkpoint; `UserError` where it is not one."""
-    folder = Path(path)
-    _verify(folder)
-    return _read_json(folder / _META)
+    _verify(Path(path))
+    return _read_json(Path(path) / _META)
 
 
 def saved_names(path: str | os.PathLike[str]) -> list[str]:
@@ -345,21 +327,23 @@ def saved_names(path: str | os.PathLike[str]) -> list[str]:
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise `UserError` naming every entry in which a checkpoint's fingerprint differs from the resuming run's."""
     current = json.loads(json.dumps(current))  # tuples become lists, as they did in the file
+    keys = {**saved, **current}
+    was, now = ({key: repr(side[key]) if key in side else "absent" for key in keys} for side in (saved, current))
     different = [
-        f"{key} was {_shown(saved, key)} and is {_shown(current, key)}"
-        for key in {**saved, **current}
+        f"{key} was {was[key]} and is {now[key]}"
+        for key in keys
         if (key in saved, saved.get(key)) != (key in current, current.get(key))
     ]
     if different:
         raise UserError(f"--resume_from: the checkpoint does not belong to this run: {'; '.join(different)}.")
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    return repr(values[key]) if key in values else "absent"
-
-
 class _Background:
-    """A function that runs in a thread of its own; what it raises is raised by `wait`."""
+    """A function that runs in a thread of its own; what it raises is raised by `wait`.
+
+    Not `concurrent.futures`: Python waits at its end for an executor's thread, which would keep a rank that has failed
+    alive while the others wait for it in a collective.
+    """
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
@@ -374,7 +358,6 @@ class _Background:
             self._failure = error
 
     def wait(self) -> None:
-        """Wait for the thread, and raise what it raised."""
         self._thread.join()
         if self._failure is not None:
             raise self._failure
@@ -391,30 +374,8 @@ def _host_copy(tensor: Tensor) -> Tensor:
     )
 
 
-def _dcp_save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> Metadata:
-    """Write this rank's shards; returns the index of all ranks' tensors."""
-    writer = dcp.FileSystemWriter(folder, thread_count=1, sync_files=True)  # one thread: see the module's docstring
-    with _without_single_process_warning():
-        return dcp.save(
-            _detached(tensors), storage_writer=writer, process_group=group, no_dist=not dist.is_initialized()
-        )
-
-
-def _dcp_load(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    with _without_single_process_warning():
-        dcp.load(_detached(tensors), storage_reader=dcp.FileSystemReader(folder), no_dist=not dist.is_initialized())
-
-
 def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-@contextmanager
-def _without_single_process_warning() -> Iterator[None]:
-    """torch warns at each save and load of a single process that it takes it for one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
 
 
 def _build_manifest(folder: Path, metadata: Metadata) -> dict[str, Any]:
@@ -449,21 +410,19 @@ def _verify(folder: Path) -> dict[str, Any]:
     for name, want in manifest["files"].items():
         have = _describe_file(folder / name) if (folder / name).is_file() else None
         if have != want:
+            problem = "has been changed"
             if have is None:
                 problem = "is missing"
             elif have["bytes"] != want["bytes"]:
                 problem = f"has {have['bytes']} bytes instead of {want['bytes']}"
-            else:
-                problem = "has been changed"
             raise UserError(f"--resume_from {folder} is damaged: {name} {problem}; resume from another checkpoint.")
     return manifest
 
 
 def _require_same_tensors(folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> None:
+    missing = [name for name in saved if name not in wanted and not name.startswith(RNG_PREFIX)]
     problems = [f"{name} is not in the checkpoint" for name in wanted if name not in saved]
-    problems += [
-        f"{name} is in the checkpoint only" for name in saved if name not in wanted and not name.startswith(RNG_PREFIX)
-    ]
+    problems += [f"{name} is in the checkpoint only" for name in missing]
     for name in wanted.keys() & saved.keys():
         have = f"{saved[name]['dtype']} {saved[name]['shape']}"
         want = f"{wanted[name].dtype} {list(wanted[name].shape)}"
@@ -514,23 +473,18 @@ def _sync_folder(folder: Path) -> None:
 
 
 def rng_state(rank: int = 0) -> dict[str, Tensor]:
-    """The states of every random generator that training draws from: Python's, numpy's, torch's CPU and current GPU's.
+    """The states of the random generators that training draws from: Python's, numpy's, torch's CPU and current GPU's.
 
-    Integer tensors of fixed shape on the CPU, so that they are saved and loaded in place like any other. Names carry
-    the rank, because ranks differ (dropout, data) and a checkpoint holds them all.
+    Integer tensors of fixed shape on the CPU, loaded in place like any other. Names carry the rank: each has its own.
     """
     prefix = f"{RNG_PREFIX}rank-{rank}/"
     version, internal, gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
+    numpy_gauss = numpy_state["gauss"] if numpy_state["has_gauss"] else None
+    position, key = numpy_state["state"]["pos"], numpy_state["state"]["key"].tolist()
     states = {
         f"{prefix}python": torch.tensor([version, *_optional_float_bits(gauss), *internal]),
-        f"{prefix}numpy": torch.tensor(
-            [
-                numpy_state["state"]["pos"],
-                *_optional_float_bits(numpy_state["gauss"] if numpy_state["has_gauss"] else None),
-                *numpy_state["state"]["key"].tolist(),
-            ]
-        ),
+        f"{prefix}numpy": torch.tensor([position, *_optional_float_bits(numpy_gauss), *key]),
         f"{prefix}torch_cpu": torch.get_rng_state(),
     }
     if torch.cuda.is_available():

@@ -116,10 +116,8 @@ def in_order(answers: Iterable[Answer]) -> ExactMatchResult:
 
 @dataclass(frozen=True)
 class ExactMatchEvaluation:
-    """Exact match of a model in training, under any sharding: each rank answers its share of the problems.
-
-    Each rank holds a full bf16 copy of the model during the evaluation. The trained model is only read: its mode, fp8
-    scales and the random state don't change.
+    """Exact match of a model in training, under any sharding: each rank answers its share of the problems with a full
+    bf16 copy. The trained model's mode, fp8 scales and the random state don't change.
     """
 
     accelerator: Accelerator

@@ -62,13 +62,7 @@ class MemoryUse:
 def out_of_memory_advice(
     config: Config, kind: OptimizerKind, num_parameters: int, use: MemoryUse, mode: str = "single", num_shards: int = 1
 ) -> str:
-    """The message of a `UserError`: what takes the memory, and options that would fit.
-
-    Args:
-        use: of the GPU that failed.
-        mode: the effective --sharding_mode, or 'single'.
-        num_shards: as in `DistributedStrategy.num_shards`.
-    """
+    """What takes the memory, and options that would fit; `mode` is the effective --sharding_mode, or 'single'."""
     standing_gib = num_parameters * state_bytes(mode, kind, num_shards, config) / GIB
     lean_gib = num_parameters * bytes_per_parameter("adamw_8bit").total / GIB
     advice = _smaller_batch(config, kind, num_parameters, use, standing_gib)

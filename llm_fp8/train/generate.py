@@ -1,11 +1,9 @@
 """Greedy generation: text for a list of prompts, with a KV cache, in batches padded on the left.
 
-It always runs in a plain Hugging Face model, in bf16 on a GPU and in fp32 on a CPU, as a user of the exported
-checkpoint would. A model in training is copied into one first (`copy_for_generation`). The TE decoder doesn't generate
-itself: single tokens violate the shape multiples of fp8 kernels, and its KV cache path is slow.
-
-Sequence lengths decide which kernels run, and bf16 rounds differently in each: where two tokens are almost equally
-likely, a text can depend on its batch. The same prompts and batch size give the same texts.
+It runs in a plain Hugging Face model, in bf16 on a GPU and in fp32 on a CPU, as a user of the exported one would; a
+model in training is copied into one first. The TE decoder doesn't generate: single tokens violate the shape multiples
+of fp8 kernels, and its KV cache path is slow. bf16 rounds differently in different kernels, so a text can depend on its
+batch; the same prompts and batch size give the same texts.
 """
 
 from __future__ import annotations
@@ -103,8 +101,7 @@ def generate_greedy(
     max_new_tokens: int,
     batch_size: int = GENERATION_BATCH_SIZE,
 ) -> list[str]:
-    """Greedy continuations of `prompts` (token ids) up to the tokenizer's EOS or `max_new_tokens`, without special
-    tokens.
+    """Greedy continuations of `prompts` (token ids) up to EOS or `max_new_tokens`, without special tokens.
 
     Replaces the model's generation config: a checkpoint's sampling, penalties and further stop tokens don't apply.
     """

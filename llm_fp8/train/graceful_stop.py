@@ -1,19 +1,9 @@
 """Stopping a run from outside without losing work.
 
-Schedulers announce the end of a job by SIGTERM (Slurm, Kubernetes, spot machines; torchrun passes it on to its
-workers) and people press Ctrl-C (SIGINT). Python dies on the first and raises between any two instructions on the
-second. Inside `GracefulStop` the first of either only sets a flag:
-
-    with GracefulStop() as stop:
-        for batch in loader:
-            train_step(batch)
-            if stop.requested:          # 'SIGTERM' or 'SIGINT'
-                save_checkpoint()
-                return stop.exit_code   # 143 or 130
-
-SIGTERM is usually followed by SIGKILL (torchrun and Kubernetes: after 30 s by default), so a step and a save should fit
-in that. A later Ctrl-C raises KeyboardInterrupt at once. The signal may reach one rank only, so with several ranks use
-`agreed` in place of `requested`.
+Inside `GracefulStop` the first SIGTERM (Slurm, Kubernetes, torchrun) or SIGINT (Ctrl-C) only sets a flag, and the run
+saves after its step and returns `exit_code`. SIGTERM is usually followed by SIGKILL (torchrun and Kubernetes: after
+30 s), so a step and a save should fit in that. A later Ctrl-C raises KeyboardInterrupt at once. The signal may reach
+one rank only, so with several ranks use `agreed` in place of `requested`.
 """
 
 from __future__ import annotations
@@ -45,7 +35,7 @@ class GracefulStop:
 
     @property
     def exit_code(self) -> int:
-        """Exit code for the run as it stands: 0, or the requesting signal's."""
+        """0, or the requesting signal's exit code."""
         return 0 if self.requested is None else exit_code(self.requested)
 
     def agreed(self) -> bool:

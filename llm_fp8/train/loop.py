@@ -112,7 +112,7 @@ class LoopOptions:
 
 @dataclass
 class TrainingLoop:
-    """Takes optimizer steps. A resumed run starts with its checkpoint's `step` and `tokens_seen`."""
+    """Takes optimizer steps; a resumed run starts with its checkpoint's `step` and `tokens_seen`."""
 
     accelerator: Accelerator
     strategy: DistributedStrategy

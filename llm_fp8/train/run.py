@@ -69,15 +69,13 @@ STEPS_BEFORE_PROFILE = 4
 def run_training(
     config: Config, idle_fp8_keys: Sequence[str] = (), clock: PhaseClock | None = None, predict: Predict | None = None
 ) -> int:
-    """Train as `config`, which passed `check_options`, says.
+    """Train, and return the exit code: 0, or that of the signal that stopped the run.
 
     Args:
-        config: the options.
+        config: passed `check_options`.
         idle_fp8_keys: sentences on what the launcher's fp8_config asked for and nothing here acts on.
-        clock: runs since the script began, so that its first phase is the imports.
-        predict: what compares the finished run with its prediction (`llm_fp8.tools.predict.after_run`); None: nothing.
-
-    Returns: the exit code: 0, or the one that stands for the signal that stopped the run.
+        clock: started when the script began: its first phase is the imports.
+        predict: compares the finished run with its prediction (`llm_fp8.tools.predict.after_run`).
     """
     results = RunResults(clock or PhaseClock(), list(idle_fp8_keys))
     phase_ends = results.clock.end
@@ -223,9 +221,7 @@ def _checked_tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:
 
 
 def _prepare_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase, context: ContextGroup) -> PreparedData:
-    """The run's data; ranks of a context group share their sequences. Raises `UserError` where evaluation options have
-    nothing to evaluate on.
-    """
+    """The run's data; ranks of a context group share their sequences."""
     config, accelerator = plan.config, plan.accelerator
     data = prepare_data(
         config,

@@ -18,10 +18,8 @@ from llm_fp8.utils.ranks import LaunchRanks, agree_on
 
 
 def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
-    """`config` with the output folder chosen where none was given, the same on every rank.
-
-    Processes restarted by the launcher continue from the newest checkpoint, if there is one. Raises `UserError` where
-    the folder cannot be written or holds another run.
+    """`config` with an output folder, the same on every rank; `UserError` where it cannot be written or holds another
+    run. Processes restarted by the launcher continue from the newest checkpoint.
     """
     if config.run.output_dir is None:
         model = re.sub(r"[^A-Za-z0-9.]+", "-", config.model.model_name).strip("-")

@@ -2,8 +2,8 @@
 
 Delayed scaling takes a tensor's scale from the amax history of past passes; before the first pass the scale is 1. In
 forward that costs some precision. In backward it costs the gradient: the loss is a mean over tens of thousands of
-tokens, so gradients of activations lie below 1e-5 and underflow in E5M2. Only gradients that bypass the fp8 GEMMs
-would reach the weights, and AdamW, which normalises by the gradient's size, would make full updates of them.
+tokens, so gradients of activations lie below 1e-5 and underflow in E5M2. AdamW normalises by the gradient's size, so it
+would make full updates of what little bypasses the fp8 GEMMs.
 
 So the first micro-batch runs forward and backward several times before training, and its gradients are dropped:
 
@@ -13,8 +13,7 @@ So the first micro-batch runs forward and backward several times before training
     pass 3 and on  the residual stream's gradient, to which the layers now contribute, grows from layer to layer; where
                    it exceeds its scale it saturates, and earlier layers see too little
 
-With 32 layers nothing changes after the fifth pass (`tests/train/test_scale_warmup.py`). Recipes that take scales from
-the current tensor need none of this.
+With 32 layers nothing changes after the fifth pass (`tests/train/test_scale_warmup.py`). Only delayed scaling needs it.
 """
 
 from __future__ import annotations

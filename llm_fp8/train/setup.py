@@ -125,15 +125,10 @@ def plan_run(
     hf_config: PretrainedConfig | None = None,
     say: Say | None = None,
 ) -> RunPlan:
-    """What the options come to on this machine; the process group exists. Collective.
+    """Resolve the options on this machine; `UserError` for what `check_machine` refuses. Collective.
 
-    Args:
-        config: passed `check_options`.
-        ranks: of this launch.
-        source, hf_config: in place of what --model_name resolves to.
-        say: in place of printing on the main process.
-
-    Raises `UserError` for what `check_machine` refuses.
+    `config` passed `check_options`, and the process group exists. `source` and `hf_config` replace what --model_name
+    resolves to, `say` replaces printing on the main process.
     """
     device = own_device()
     source = source or resolve_source(config.model)

@@ -29,17 +29,15 @@ class UserError(Exception):
 
 
 class FailedCheck(Exception):
-    """The program found that what it does is not what it was asked to do, which is nobody's mistake in the options.
+    """The program does not do what it was asked to do; the options are not at fault.
 
-    The message says in a sentence or two what was expected, what was seen and what to look at. Scripts print it without
-    a traceback and exit with code 1.
+    The message says what was expected, what was seen and what to look at. Scripts print it without a traceback and exit
+    with code 1.
     """
 
 
 class OneSentenceParser(argparse.ArgumentParser):
-    """A parser of command lines that ends a mistake in them with one sentence and code 2, without the list of all
-    options.
-    """
+    """A command line parser that reports a mistake in one sentence with code 2, without listing all options."""
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, once for all processes of a launch, and exit."""
@@ -48,11 +46,8 @@ class OneSentenceParser(argparse.ArgumentParser):
 
 
 def run_script(main: Callable[[], int]) -> None:
-    """Run `main` and exit with its code, with one sentence and code 2 on a `UserError` or 1 on a `FailedCheck`, or with
-    130 on Ctrl-C.
-
-    Of the processes of one launch that make the same mistake, one says it. A crash inside a native library ends the
-    process by its signal, as it would anyway, but first prints where Python was.
+    """Run `main` and exit with its code; on a `UserError` (2) or `FailedCheck` (1) with one sentence, printed by one
+    process of the launch; on Ctrl-C with 130. A crash in a native library prints Python's stack first.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(file=STDERR_DESCRIPTOR)

@@ -1,9 +1,7 @@
 """JSON that survives a crash and that every reader accepts, and how files of it are read.
 
-A file that is replaced whole (run.json, summary.json) is written beside its place and renamed over it, so that a reader
-sees the old or the new one and never half of one. JSON has no NaN or infinity; they are written as the strings "NaN",
-"Infinity" and "-Infinity" instead of Python's bare words, which other parsers refuse. `read_json` gives the floats
-again.
+A file is written beside its place and renamed over it, so that a reader never sees half of one. JSON has no NaN or
+infinity; they are written as the strings "NaN", "Infinity" and "-Infinity", which `read_json` turns into floats again.
 """
 
 from __future__ import annotations
@@ -34,9 +32,7 @@ def _plain(value: Any) -> Any:
 
 
 def with_floats(value: Any) -> Any:
-    """`value`, as read from JSON, with the strings that stand for NaN and infinity replaced by these floats, in
-    lists and objects too.
-    """
+    """`value`, as read from JSON, with the strings that stand for NaN and infinity replaced by floats, at any depth."""
     if isinstance(value, dict):
         return {key: with_floats(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -50,10 +46,7 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Write `value` to `path` as indented JSON, whole or not at all. Missing folders are made.
-
-    Raises TypeError for what JSON cannot hold (tensors, sets), and leaves the old file alone then.
-    """
+    """Write `value` to `path` as indented JSON, whole or not at all; TypeError for what JSON cannot hold."""
     _write_atomic(path, json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
 
 
@@ -70,9 +63,7 @@ def _read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object of a JSON file, NaN and infinity as floats. Raises `UserError` for a file that cannot be read or
-    holds something else.
-    """
+    """The object of a JSON file, NaN and infinity as floats; `UserError` where it cannot be read or is none."""
     try:
         value = json.loads(_read_text(path))
     except json.JSONDecodeError as error:
@@ -104,9 +95,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def require_writable(flag: str, path: Path) -> None:
-    """Make the folder of a file that is to be written at the end of long work, and raise `UserError` now where it
-    could not be written then.
-    """
+    """Make the folder of an output file; `UserError` now where the file could not be written after long work."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

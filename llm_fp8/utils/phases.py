@@ -1,8 +1,4 @@
-"""How long the parts of a run's start take, measured in one place and kept under `phases_s` in its summary.json.
-
-A training script imports this module on its first lines, before what takes long to import, and the run says when each
-part has ended.
-"""
+"""How long the parts of a run's start take: `phases_s` in summary.json. Training scripts import this module first."""
 
 from __future__ import annotations
 
@@ -13,9 +9,7 @@ IMPORTED_S = time.perf_counter()
 
 
 class PhaseClock:
-    """Seconds of wall time by phase. A phase begins where the one before ended, the first at `begun_s`
-    (time.perf_counter), or now.
-    """
+    """Seconds of wall time by phase; the first begins at `begun_s` (time.perf_counter), or now."""
 
     def __init__(self, begun_s: float | None = None) -> None:
         self.seconds: dict[str, float] = {}

@@ -1,7 +1,7 @@
-"""What the launcher says of this process, and what its processes can agree on before they are a process group.
+"""This process's rank, and what ranks agree on before there is a process group.
 
-torchrun (and accelerate launch, which starts it) runs a key-value store that outlives the processes it starts. Through
-it they say a message once instead of once each, and take the same name for the run's folder, also after a restart.
+Through torchrun's key-value store, which outlives the processes, they print a message once and take the same output
+folder, also after a restart.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ def first_to_say(text: str) -> bool:
 
 
 def agree_on(name: str, value: str) -> str:
-    """The value that the first process to get here gave for `name`; the same for every process and restart of a
-    launch.
-    """
+    """The first process's `value` for `name`, for every process and restart of a launch."""
     store = launcher_store(os.environ)
     return value if store is None else store.compare_set(f"llm_fp8/agreed/{name}", "", value).decode()

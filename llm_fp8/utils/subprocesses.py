@@ -1,6 +1,4 @@
-"""Other programs: what one prints, and the command that starts processes of a launch. Imports nothing that may fail
-to load.
-"""
+"""Other programs: what one prints, and torchrun's command. Imports nothing that may fail to load."""
 
 from __future__ import annotations
 
@@ -20,9 +18,6 @@ def output_of(*command: str, timeout_s: float = 30) -> str | None:
 
 
 def torchrun(num_processes: int, *words: str) -> list[str]:
-    """The command that starts so many processes on this host, on a port of their own: launches side by side do not
-    collide.
-    """
-    # --standalone has the launcher bind port 0 and keep what the system gives it; its processes meet there and look for
-    # no other port.
+    """The command that starts `num_processes` on this host."""
+    # --standalone binds a free port, so that launches side by side do not collide.
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", *words]

@@ -19,9 +19,7 @@ def require_te(why: str) -> Any:
 
 
 def forget_delayed_scales() -> None:
-    """Drop what Transformer Engine keeps for the whole process between runs of several models, whose maxima it would
-    go on exchanging.
-    """
+    """Reset Transformer Engine's global state between models, whose amax it would go on reducing."""
     if "transformer_engine" in sys.modules:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -29,14 +27,12 @@ def forget_delayed_scales() -> None:
 
 
 def prefer_torchs_cudnn() -> None:
-    """Let Transformer Engine load the cuDNN that torch brought, not an older one of the system; call it before whatever
-    imports it.
+    """Let Transformer Engine load torch's cuDNN, not an older one of the system; call it before whatever imports it.
 
-    It looks for the system's first. With two versions in one process its fused attention fails its own check and it
-    takes the unfused one without a word, which was 2.7 times slower on an H200. A CUDNN_HOME or CUDNN_PATH that the
-    user set stays; an empty one counts as none, because Transformer Engine would search the whole file system for it.
-    The first library of cuDNN loads its others by name when they are needed, from the system's folders too, so all of
-    them are loaded here.
+    With two versions in one process its fused attention fails its own check and it silently takes the unfused one (2.7
+    times slower on an H200). A CUDNN_HOME or CUDNN_PATH that the user set stays; an empty one counts as none, because
+    Transformer Engine would search the whole file system. cuDNN's first library loads the others by name, from the
+    system's folders too, so all of them are loaded here.
     """
     if "transformer_engine" in sys.modules or os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH"):
         return

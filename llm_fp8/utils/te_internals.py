@@ -17,10 +17,8 @@ from torch import nn
 
 
 def keep_casts_under_fsdp2(model: nn.Module) -> None:
-    """Let the modules of `model` treat sharded parameters as unsharded ones.
-
-    They look for FSDP2 once, and where they find it keep no fp8 weights: not for further micro-batches, and not for the
-    backward pass, which casts again. The answer is kept in this attribute.
+    """Let the modules of `model` treat sharded parameters as unsharded ones, whose fp8 casts they keep for further
+    micro-batches and the backward pass. They look for FSDP2 once and keep the answer in this attribute.
     """
     for module in model.modules():
         if hasattr(type(module), "is_fsdp2"):
@@ -31,11 +29,9 @@ _ACTIVATIONS = "_get_act_func_supported_list"
 
 
 def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> bool:
-    """Add to LayerNormMLP's activations one like "swiglu", whose backward pass also casts; False where the table of
-    activations is not found.
+    """Add to LayerNormMLP's activations one like "swiglu", whose backward pass also casts; False without the table.
 
-    The table, a function of the recipe, gives by name (forward, backward, the backward pass with the bias gradient and
-    the cast in one, or None).
+    The table, a function of the recipe: name -> (forward, backward, backward with bias gradient and cast, or None).
     """
     from transformer_engine.pytorch.module import layernorm_mlp
 

@@ -43,9 +43,7 @@ def compile_without_ddp_cuts() -> None:
 
 @contextlib.contextmanager
 def uncompiled(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Run layers without their compiled code in this block, where hooks of the modules inside are called; nothing for
-    layers that have none.
-    """
+    """Run layers without their compiled code in this block, so that hooks of the modules inside are called."""
     kept: list[tuple[Any, Any]] = [(layer, layer._compiled_call_impl) for layer in layers]
     for layer, _ in kept:
         layer._compiled_call_impl = None
