@@ -41,7 +41,6 @@ _COMPUTE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"
 
 
 def can_record() -> bool:
-    """Whether this machine runs kernels that can be recorded."""
     return torch.cuda.is_available()
 
 
@@ -82,7 +81,6 @@ class CertificateCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Choose the step."""
         self._recorded_step = min(state.global_step + self._step, state.max_steps)
         if not can_record() and state.is_world_process_zero:
             print("certificate: none, there is no NVIDIA GPU whose kernels could be recorded", flush=True)
@@ -90,7 +88,6 @@ class CertificateCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start recording."""
         if state.global_step + 1 != self._recorded_step or self.certificate is not None or not can_record():
             return
         self._num_micro_batches = 1
@@ -106,7 +103,6 @@ class CertificateCallback(TrainerCallback):
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count the micro-batches of the recorded step."""
         self._num_micro_batches += 1
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -180,13 +176,10 @@ def judge_trainer_step(
 
     Args:
         model: as Accelerate converted it, without the wrapper of DDP.
-        optimizer: the Trainer's.
-        kernels: what the GPU ran in the step.
         asked: fp8, bf16, fp16 or no.
         launch: the variables of `accelerate launch`.
         num_micro_batches: of the step, on one GPU.
         recipe_inside_modules: the class of the recipe in force inside a module of Transformer Engine, or 'none'.
-        rank: whose step it is.
     """
     layers = te_linears(model)
     own_dtype = _COMPUTE[next(model.parameters()).dtype]
@@ -249,9 +242,7 @@ def _expected_in_fp8(model: nn.Module, layers: list[nn.Module], launch: Mapping[
 
 
 def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Values of fp8_config that the recipe in force does not have: those that the file chose, and the launcher's
-    defaults.
-    """
+    """Values of fp8_config that differ from the recipe in force: (those of the file, the launcher's defaults)."""
     recipe = next((meta["recipe"] for layer in layers if "recipe" in (meta := getattr(layer, "fp8_meta", {}))), None)
     failures: list[str] = []
     remarks: list[str] = []

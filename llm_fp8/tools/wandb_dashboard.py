@@ -50,7 +50,6 @@ class Comparer:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """None of its own: it takes what the runs have."""
         return ()
 
 
@@ -59,8 +58,6 @@ Panel = Curve | Bars | Comparer
 
 @dataclass(frozen=True)
 class Section:
-    """Panels under one heading."""
-
     title: str
     panels: tuple[Panel, ...]
     is_open: bool = True
@@ -187,7 +184,6 @@ def panel_keys() -> dict[str, str]:
 
 
 def labels_used() -> frozenset[str]:
-    """The labels that the dashboard groups by or shows."""
     groups = [panel.per for section in SECTIONS for panel in section.panels if isinstance(panel, Bars) and panel.per]
     return frozenset([*groups, *(key for key in COLUMNS if key in LABELS)])
 
@@ -225,7 +221,6 @@ def build_workspace(entity: str, project: str, group: str | None, name: str) -> 
 
 
 def _panel(panel: Panel) -> Any:
-    """A panel in the terms of wandb-workspaces."""
     import wandb_workspaces.reports.v2 as wr
 
     if isinstance(panel, Curve):

@@ -91,7 +91,7 @@ def subject_of(work: Workload, variant: Variant, num_gpus: int) -> dict[str, Any
 
 
 def row_of(work: Workload, variant: Variant, warmup: int, device: torch.device) -> dict[str, Any]:
-    """The figures of a variant's row. Collective."""
+    """Collective."""
     found = measure(work, variant, warmup, device)
     times = found.pop("step_times_s_by_rank")
     return {**summarise(work, variant, times, found.get("num_adapter_parameters", 0)), **found}
@@ -100,9 +100,7 @@ def row_of(work: Workload, variant: Variant, warmup: int, device: torch.device) 
 def summarise(
     work: Workload, variant: Variant, step_times_s: list[list[float]], num_adapter_parameters: int = 0
 ) -> dict[str, Any]:
-    """The speed of a variant from the timed steps of each process (seconds); the process with the slowest median
-    counts.
-    """
+    """The speed of a variant from each process's timed steps (seconds): that of the slowest median."""
     num_gpus = len(step_times_s)
     medians = [statistics.median(times) for times in step_times_s]
     times = step_times_s[max(range(num_gpus), key=medians.__getitem__)]
@@ -117,9 +115,7 @@ def summarise(
 
 @contextlib.contextmanager
 def own_environment() -> Iterator[None]:
-    """Restore the environment afterwards: Accelerate and DeepSpeed leave variables in it that the next variant would
-    read.
-    """
+    """Restore the environment afterwards: Accelerate and DeepSpeed leave variables that the next variant would read."""
     kept = dict(os.environ)
     try:
         yield
@@ -157,8 +153,7 @@ def time_limit(limit_s: float, when_over: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_on_failure(results: ResultsFile, subject: dict[str, Any], timeout_s: float) -> Iterator[None]:
-    """End this process, with a row that says why, where the enclosed measurement fails or takes longer than
-    `timeout_s`.
+    """End this process, with a row that says why, where the block fails or takes longer than `timeout_s`.
 
     Nothing is cleaned up: that could wait for processes that wait for this one. The launcher ends those.
     """

@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # scripts/benchmark.py answers --help without importing model
 def measure(work: Workload, variant: Variant, warmup: int, device: torch.device) -> dict[str, Any]:
     """Build a variant, time its steps, record the kernels of one more, and free it. Collective.
 
-    Memory is counted from the first step on, so that building does not show in it; figures are of the process that has
-    most of it. The CPU keeps no count of memory and runs no kernels, so there their keys are absent.
+    Memory is counted from the first step on, without that of building, on the process that uses most. On a CPU the keys
+    of memory and kernels are absent.
 
     Returns:
         step_times_s_by_rank: those of each process, without the first `warmup` steps. losses: of all steps, in nats per
@@ -80,7 +80,7 @@ def _recorded_step(training: OurTraining | HfTraining) -> dict[str, Any]:
 
 
 def _memory_gib(device: torch.device) -> dict[str, float]:
-    """Memory of this process's tensors on `device`; zeros on a CPU, where PyTorch keeps no count."""
+    """Zeros on a CPU, where PyTorch keeps no count."""
     if device.type != "cuda":
         return dict.fromkeys(("allocated", "peak", "reserved"), 0.0)
     return {
@@ -110,13 +110,12 @@ def speed(
     num_adapter_parameters: int = 0,
     step_tokens: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
-    """What step times (seconds, at least one) come to; `num_adapter_parameters` is that of a variant with LoRA,
-    `step_tokens` the `StepTokens` of a variant on real documents.
+    """Throughput from step times (seconds, at least one); `step_tokens` is the `StepTokens` of real documents.
 
     Returns:
         tokens_per_s: positions of all GPUs over the median step, and over the longest (_slowest), the shortest
             (_fastest) and the tenths (_p10, _p90); real_tokens_per_s: without padding, on real documents.
-        model_tflops: model TFLOP/s of one GPU at the median step.
+        model_tflops: of one GPU at the median step.
     """
     if step_tokens is not None:
         tokens = StepTokens(**step_tokens)

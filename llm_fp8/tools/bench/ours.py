@@ -34,12 +34,7 @@ class _NoCallbacks:
 
 
 class OurTraining:
-    """A variant of this project, built.
-
-    Attributes:
-        accelerator, recorder, facts: as in `llm_fp8.tools.bench.baselines.HfTraining`; a loss is that of all processes.
-        precision, coverage: the autocast context of `model`, and which of its linear layers compute in what.
-    """
+    """A variant of this project, built. `recorder` and `facts` as in `HfTraining`, with losses of all processes."""
 
     def __init__(self, work: Workload, variant: OurVariant | Config) -> None:
         config = variant if isinstance(variant, Config) else variant.config(work)

@@ -38,10 +38,7 @@ if TYPE_CHECKING:
 
 
 def precisions(backend: Backend) -> dict[str, PrecisionConfig]:
-    """Name -> options of the variants that train in bf16 or in a recipe of `backend`, which falls back to nothing.
-
-    Those of torchao always come with the option `swap`.
-    """
+    """Name -> options of bf16 and the recipes of `backend`, without fallback. torchao's always need `swap`."""
     baseline = {"bf16": PrecisionConfig(mixed_precision="bf16")} if backend == "te" else {}
     return baseline | {
         name: PrecisionConfig(mixed_precision="fp8", fp8_backend=backend, fp8_scenario=name, fp8_strict=backend == "te")
@@ -68,9 +65,7 @@ class Variant:
     name: str
     what: OurVariant | Baseline
     mode: str | None
-    """How it is spread over several GPUs: a value of --sharding_mode (for a baseline the one that is most like it);
-    None on one GPU.
-    """
+    """--sharding_mode (for a baseline the one most like it); None on one GPU."""
 
     @property
     def computes_in_fp8(self) -> bool:
@@ -78,7 +73,7 @@ class Variant:
 
     @property
     def on_one_gpu(self) -> str:
-        """The name of the variant that trains the same on one GPU, where nothing is gathered or exchanged."""
+        """The name of the variant that trains the same on one GPU, where nothing is communicated."""
         if self.mode is None:
             return self.name
         words = self.name.partition(f"{self.mode}:")[2].split(":")
@@ -86,7 +81,7 @@ class Variant:
 
     @property
     def deepspeed_file(self) -> Path | None:
-        """DeepSpeed's file, in a mode that has one."""
+        """None in a mode without DeepSpeed."""
         from llm_fp8.distributed.deepspeed_config import file_of
 
         if self.mode is None or self.mode not in DEEPSPEED_MODES:

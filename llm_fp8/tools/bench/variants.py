@@ -1,6 +1,4 @@
-"""What is trained how, ours and the baselines, in words that options can be checked by. Imports nothing heavy: what
-trains it is in ours.py and baselines.py.
-"""
+"""The options of each variant, ours and the baselines. Imports nothing heavy: ours.py and baselines.py train them."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ class OurVariant:
 class Baseline:
     name: str
     compiled: bool = False
-    """Whether each decoder layer is compiled."""
+    """Per decoder layer."""
     torchao_recipe: str | None = None
     accelerate_te: bool = False
     te_autocast: bool = False

@@ -93,10 +93,9 @@ def _answer_of_launch(path: Path, failed: str | None) -> dict[str, Any]:
 
 
 def take_header(answer: dict[str, Any], argv: list[str]) -> dict[str, Any]:
-    """Take the header out of an answer; empty where the measurement ended before it could write one.
+    """Remove and return the header of an answer, with `argv` (`sys.argv` of the caller) as the command to repeat.
 
-    Its command becomes `argv`, the command line (`sys.argv`) of the program that asked for the measurement: the one to
-    repeat.
+    Empty where the measurement ended before it could write one.
     """
     header: dict[str, Any] = answer.pop("header", {})
     if header:
@@ -105,7 +104,6 @@ def take_header(answer: dict[str, Any], argv: list[str]) -> dict[str, Any]:
 
 
 def _environment(variables: Mapping[str, str | None] | None) -> dict[str, str]:
-    """This process's environment for a measurement, with `variables` in place of its own."""
     # What a launcher left for Accelerate would change the baselines: ACCELERATE_FP8_BACKEND alone converts a bf16
     # model.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
@@ -121,9 +119,7 @@ def _environment(variables: Mapping[str, str | None] | None) -> dict[str, str]:
 def _run(
     command: list[str], variables: Mapping[str, str | None] | None, timeout_s: float, stopped: threading.Event | None
 ) -> str | None:
-    """Run a program to its end; returns why it did not come to a good one, None where it did. What it prints goes to
-    standard error.
-    """
+    """Run a program, its output on standard error; returns why it failed, None where it succeeded."""
     process = subprocess.Popen(
         command,
         env=_environment(variables),
@@ -160,7 +156,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def add_workload_options(parser: argparse.ArgumentParser, variants: str, program: str) -> None:
-    """Declare --workloads and --arms (default `variants`), which the head of `program` explains."""
+    """--workloads and --arms (default `variants`), which the docstring of `program` explains."""
     parser.add_argument(
         "--workloads",
         default="Llama-3.2-1B:8x1024x4",
@@ -180,7 +176,7 @@ def add_measuring_options(
     rounds: int | None = None,
     output_required: bool = True,
 ) -> None:
-    """Declare them with these defaults; without `rounds` each variant is measured once, and there is no --rounds."""
+    """Without `rounds` each variant is measured once, and there is no --rounds."""
     parser.add_argument(
         "--steps",
         type=int,
@@ -216,7 +212,7 @@ def add_resuming_option(parser: argparse.ArgumentParser) -> None:
 def check_measuring_options(options: argparse.Namespace, recorded_step: int = 0) -> None:
     """Raise `UserError` on values that measure nothing, or where nothing can be written.
 
-    `recorded_step`: one whose kernels are recorded, which must be among those left out.
+    `recorded_step`: the step whose kernels are recorded, which must be a warm-up step.
     """
     if not 0 <= options.warmup < options.steps:
         raise UserError(f"--warmup {options.warmup} must leave some of the {options.steps} --steps to be timed.")

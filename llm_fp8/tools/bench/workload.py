@@ -130,9 +130,7 @@ class Workload:
         return load_config(self.model_options, self.source)
 
     def batches(self, vocab_size: int, reader: int = 0) -> list[Batch]:
-        """The micro-batches of a step, packed; each `reader`, a process with data of its own, has others. Real
-        documents have one reader.
-        """
+        """The micro-batches of a step, packed, different for each `reader` (a process with data of its own)."""
         if self.text is not None:
             return self.text_step.packed()
         return [
@@ -140,9 +138,7 @@ class Workload:
         ]
 
     def text_facts(self, padded: bool = False) -> dict[str, Any]:
-        """What a row of real documents says of them: `documents` and `step_tokens`, which `speed` reads; nothing for
-        random tokens.
-        """
+        """Entries of a row on real documents; `speed` reads `step_tokens`."""
         if self.text is None:
             return {}
         return {"documents": self.text_step.facts(), "step_tokens": dataclasses.asdict(self.step_tokens(padded))}
@@ -157,9 +153,7 @@ class Workload:
 
 
 def _hf_rows(batch: Batch) -> dict[str, Tensor]:
-    """A padded batch with labels that the model shifts itself: the last label of a row is none, so that rolling it
-    to the front loses nothing.
-    """
+    """A padded batch with unshifted labels: a row's last label is IGNORED, so rolling it to the front loses nothing."""
     assert batch.attention_mask is not None
     return {
         "input_ids": batch.input_ids,
@@ -302,9 +296,7 @@ class TextStep:
         return count_tokens(self.padded() if padded else self.packed())
 
     def facts(self) -> dict[str, Any]:
-        """What a reader should know of the documents; sha256 is of their tokens, and tells whether two variants trained
-        on the same.
-        """
+        """Size of the documents; sha256 of their tokens tells whether two variants trained on the same."""
         digest = hashlib.sha256()
         for document in self.documents:
             digest.update(document.input_ids.tobytes())
@@ -318,11 +310,9 @@ class TextStep:
 
 
 def draw_weights_(model: PreTrainedModel, device: torch.device, *, is_te: bool) -> None:
-    """Fill `model` in place: a Hugging Face model, or one of `te_llama` (`is_te`); of a sharded one this process's
-    shard.
+    """Fill `model`, or this process's shard of it, in place: a Hugging Face model, or one of `te_llama` (`is_te`).
 
-    Adapters keep their values. A tensor is drawn whole on `device`, one in memory at a time, as `te_llama.random_`
-    draws it.
+    Adapters keep their values. `te_llama.random_` draws unsharded tensors on `device`, one in memory at a time.
     """
     std = getattr(model.config, "initializer_range", 0.02)
     if not is_te:

@@ -56,9 +56,7 @@ class StepMeasurements:
     weight_bytes: int
     gradient_bytes: int
     added_gradient_bytes: int
-    """Of these, what kernels of their own accumulate: all but what the wgrad GEMMs do
-    (`llm_fp8.distributed.wgrad_fusion`).
-    """
+    """Of these, all that wgrad GEMMs do not accumulate (`llm_fp8.distributed.wgrad_fusion`)."""
     optimizer_bytes: int
     scenario: str | None
     """The fp8 recipe that runs; None outside fp8."""
@@ -106,7 +104,6 @@ class StepMeasurements:
 
     @property
     def fp8_flops(self) -> float:
-        """Model FLOPs of a step in fp8."""
         return self.linear_flops(self.num_fp8_weights) + self._fp8_head_flops
 
     @property
@@ -187,7 +184,6 @@ def unfused_attention(facts: StepMeasurements) -> Bottleneck | None:
 
 
 def layers_outside_fp8(facts: StepMeasurements) -> Bottleneck | None:
-    """Decoder layers whose GEMMs could run at the fp8 rate."""
     flops = facts.linear_flops(facts.num_bf16_weights)
     fp8_s = facts.fp8_gemm_s(flops)
     if not flops or fp8_s is None:
@@ -208,7 +204,6 @@ def layers_outside_fp8(facts: StepMeasurements) -> Bottleneck | None:
 
 
 def gemms_below_measured_rate(facts: StepMeasurements) -> Bottleneck | None:
-    """GEMMs slower than large square ones."""
     reachable_s = facts.gemms_at_measured_rates_s
     if facts.attention == "unfused" or reachable_s is None:
         return None  # attention's GEMMs cannot be told from the layers'
@@ -235,7 +230,6 @@ def recomputation(facts: StepMeasurements) -> Bottleneck | None:
 
 
 def weight_casts(facts: StepMeasurements) -> Bottleneck | None:
-    """Casts of the weights to fp8, once a step."""
     if not facts.num_fp8_weights or facts.compiled:  # torchao casts them for every GEMM, fused with other work
         return None
     lost_s = min(facts.time.class_s("cast"), facts.copy_s(WEIGHT_CAST_BYTES * facts.num_fp8_weights))
@@ -261,7 +255,6 @@ def amax_of_current_scaling(facts: StepMeasurements) -> Bottleneck | None:
 
 
 def optimizer_step(facts: StepMeasurements) -> Bottleneck | None:
-    """The optimizer, once a step."""
     bound_ms = facts.bounds_s["optimizer"] * 1e3
     return Bottleneck(
         "optimizer",
@@ -272,7 +265,7 @@ def optimizer_step(facts: StepMeasurements) -> Bottleneck | None:
 
 
 def gaps(facts: StepMeasurements) -> Bottleneck | None:
-    """Time in which the GPU is idle: the step is launch-bound."""
+    """The step is launch-bound."""
     return Bottleneck(
         "gaps between kernels",
         facts.time.gap_s,

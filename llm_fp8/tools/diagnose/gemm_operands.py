@@ -88,7 +88,7 @@ def short_format(dtype: torch.dtype) -> str:
 
 
 def is_low_precision(operands: str) -> bool:
-    """Whether both sides of 'A x B' have 8 bits or fewer."""
+    """Both sides of 'A x B' have 8 bits or fewer."""
     return all(_LOW_PRECISION.search(side) for side in operands.split(" x "))
 
 
@@ -149,9 +149,7 @@ class GemmRecorder:
         return [self._found[name] for name in self._modules if name in self._found]
 
     def note_lm_head(self, name: str, dtype: torch.dtype, num_fp8_gemms: int = 0) -> None:
-        """lm_head, which is no call of a module: the loss multiplies by its weight in `dtype`, but for the last
-        `num_fp8_gemms` of its three GEMMs.
-        """
+        """lm_head, which the loss computes without its module: in `dtype`, the last `num_fp8_gemms` of three in fp8."""
         num_high_precision = len(PASSES) - num_fp8_gemms
         for number, gemm_pass in enumerate(PASSES):
             left = right = short_dtype(dtype)

@@ -144,8 +144,6 @@ Meter = Callable[[], tuple[int, int]]
 
 
 def cuda_meter(device: torch.device) -> Meter:
-    """The meter of PyTorch's allocator on a GPU."""
-
     def read() -> tuple[int, int]:
         allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

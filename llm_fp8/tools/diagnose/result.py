@@ -1,6 +1,4 @@
-"""The findings as plain values, and the sentences on what was asked for and does not hold, which make the diagnosis end
-with code 1.
-"""
+"""The findings as plain values, and the problems found, which make the diagnosis exit with code 1."""
 
 from __future__ import annotations
 
@@ -155,13 +153,9 @@ SIZE_REASON = "is not a multiple of"
 def precision_problems(
     plan: PrecisionPlan, modules: Iterable[ModuleGemms], fp8_names: Collection[str], recipe_inside_modules: str | None
 ) -> list[str]:
-    """Sentences on layers whose GEMMs are not of the precision asked for.
+    """Sentences on layers whose recorded GEMMs are not of the precision asked for.
 
-    Args:
-        plan: of the run.
-        modules: what was recorded.
-        fp8_names: names of the modules that the coverage counts as fp8.
-        recipe_inside_modules: the recipe in force inside the first of them (`Precision.recipe_inside_modules`).
+    `fp8_names`: modules in fp8 by the coverage; `recipe_inside_modules`: the recipe in force inside them.
     """
     found = {module.name: module for module in modules}
     if plan.effective != "fp8":
@@ -192,7 +186,6 @@ def precision_problems(
 
 
 def left_out_problems(coverage: Fp8Coverage) -> list[str]:
-    """Sentences on layers that fp8 was asked for and that cannot take it."""
     return [
         f"{pattern}: {reason}, so it is not in fp8"
         for pattern, reason in coverage.skipped.items()
@@ -201,12 +194,11 @@ def left_out_problems(coverage: Fp8Coverage) -> list[str]:
 
 
 def attention_problems(attention: str | None) -> list[str]:
-    """A sentence where attention is unfused."""
     return ["attention runs unfused"] if attention == "unfused" else []
 
 
 def reasons_outside_fp8(coverage: Fp8Coverage, options: PrecisionConfig, plan: PrecisionPlan) -> dict[str, str]:
-    """Name pattern -> how many modules are not in fp8, and why, for every pattern that the coverage lists as such."""
+    """Name pattern -> how many modules are not in fp8, and why."""
     first, last = options.fp8_first_bf16_layers, options.fp8_last_bf16_layers
     kept = f"kept by --fp8_first_bf16_layers {first} --fp8_last_bf16_layers {last}" if first or last else ""
     why = {}

@@ -1,6 +1,4 @@
-"""What can be said of a configuration where no GPU is found: which layers fp8 would cover, and the memory that
-parameters alone need.
-"""
+"""The diagnosis without a GPU: which layers fp8 would cover, and the memory that parameters alone need."""
 
 from __future__ import annotations
 
@@ -91,7 +89,6 @@ def planned_coverage(config: Config, hf_config: PretrainedConfig, plan: Precisio
 
 
 def planned_optimizer(config: Config, plan: PrecisionPlan) -> OptimizerKind:
-    """What --optimizer means on a GPU."""
     if config.optim.optimizer != "auto":
         return config.optim.optimizer
     return "adamw_master" if plan.compute_dtype == torch.bfloat16 else "adamw_fp32"

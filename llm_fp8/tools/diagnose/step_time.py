@@ -33,16 +33,12 @@ class StepTime:
 
     @property
     def gap_s(self) -> float:
-        """In which no kernel ran while nothing was recorded; 0 where the recorded step's kernels alone took longer
-        than such a step.
-        """
+        """GPU idle in an unrecorded step; 0 where the recorded step's kernels alone took longer."""
         return max(0.0, self.step_s - self.busy_s)
 
     @property
     def overlap_s(self) -> float:
-        """Counted twice by `classes`, because kernels ran side by side: classes + gaps - overlap = step, where there
-        are gaps.
-        """
+        """Concurrent kernels, counted twice by `classes`: classes + gaps - overlap = step, where there are gaps."""
         return sum(taken.time_s for taken in self.classes.values()) - self.busy_s
 
     def class_s(self, *names: str) -> float:
@@ -60,11 +56,7 @@ class StepTime:
 
 
 def step_time(recorded: Any, step_s: float) -> StepTime:
-    """Add up a finished `torch.profiler.profile` of one step, beside the time of steps that were not recorded
-    (seconds).
-
-    Raises ValueError where it holds no kernel.
-    """
+    """Add up a `torch.profiler.profile` of one step; `step_s` is of unrecorded ones. ValueError without a kernel."""
     intervals = [interval for _, interval in kernel_intervals(recorded)]
     if not intervals:
         raise ValueError("the recorded step holds no GPU kernel")
