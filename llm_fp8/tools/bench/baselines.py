@@ -21,8 +21,8 @@ gradients accumulated by `accelerator.accumulate`. Spread over GPUs:
 
 from __future__ import annotations
 
-import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from llm_fp8.data.collate import IGNORED
 from llm_fp8.distributed.deepspeed_config import file_of, read_file, zero_stage
 from llm_fp8.distributed.process_group import own_device
 from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.convert import SIZE_MULTIPLE, convert_with_torchao
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
@@ -215,14 +216,12 @@ def _wrap_in_te(model: PreTrainedModel, why: str) -> None:
             if bias is not None:
                 replaced.bias.copy_(bias)
         model.set_submodule(name, replaced)
-    forward = model.forward
 
-    @functools.wraps(forward)
-    def in_fp8(*args: Any, **kwargs: Any) -> Any:
+    def in_fp8(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with te.autocast(enabled=True, recipe=plan.recipe):
             return forward(*args, **kwargs)
 
-    model.forward = in_fp8
+    wrap_forward(model, in_fp8)
 
 
 def _coverage(model: PreTrainedModel) -> Fp8Coverage:
