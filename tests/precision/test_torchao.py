@@ -327,7 +327,6 @@ def test_layers_share_their_compiled_code(monkeypatch):
     names = [name for name, _ in model.named_parameters()]
     compile_module = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self: compile_module(self, backend="aot_eager"))
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
     ids = torch.randint(0, 1000, (2, 32))
 
     def loss_and_gradient() -> tuple[float, torch.Tensor]:
@@ -338,8 +337,10 @@ def test_layers_share_their_compiled_code(monkeypatch):
 
     expected = loss_and_gradient()
     counters.clear()
-    torchao_fp8.compile_layers(layers, recomputed=True)
-    found = loss_and_gradient()
+    # Not monkeypatch, which would delete the entry afterwards, for every later test of this process.
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        torchao_fp8.compile_layers(layers, recomputed=True)
+        found = loss_and_gradient()
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert found[0] == pytest.approx(expected[0], rel=1e-3)
     assert (
