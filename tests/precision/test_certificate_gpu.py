@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -106,9 +105,8 @@ from llm_fp8.train.run import run_training
 from llm_fp8.utils.errors import run_script
 run_script(lambda: run_training(parse_config(sys.argv[1:])))
 """
-    variables = {name: value for name, value in os.environ.items() if name != "NVIDIA_TF32_OVERRIDE"}
     command = [sys.executable, "-c", program, *options]
-    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 LOST_AUTOCAST = "P._te_autocast = lambda self, enabled: contextlib.nullcontext()"

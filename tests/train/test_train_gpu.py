@@ -63,7 +63,7 @@ def test_the_run_says_what_ran_and_exports_a_hugging_face_model(model_folder, tm
         )
     )
     assert done.returncode == 0, done.stderr
-    assert "parity with Hugging Face over 3 layers" in done.stdout
+    assert "parity with Hugging Face: 30 stored tensors loaded bit for bit; 33 tensors of 3 layers" in done.stdout
     assert "fused (cuDNN)" in done.stdout
     run = json.loads((tmp_path / "run" / "run.json").read_text())["precision"]
     if run["fallback_reason"] is not None:
