@@ -13,12 +13,10 @@ from __future__ import annotations
 import os
 import sys
 
+from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
 from llm_fp8.utils.phases import IMPORTED_S, PhaseClock  # before the other imports, which are timed
 
-# Read by torch when CUDA starts. Growing segments leave less unusable memory between blocks of many sizes.
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-# Read by cuBLAS when CUDA starts. Transformer Engine multiplies fp32 in TF32 otherwise: fp32 would not be fp32.
-os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
 from llm_fp8.config.parser import parse_launch
 from llm_fp8.utils.errors import run_script

@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -161,7 +162,7 @@ def run_one(job: Job, settings: argparse.Namespace, batches: list[Batch], scratc
         "tokens_seen": summary["tokens_seen"],
         "parity": next((line for line in done.stdout.splitlines() if line.startswith("parity")), None),
     }
-    subprocess.run(["rm", "-rf", str(folder)], check=True)
+    shutil.rmtree(folder)
     return result
 
 

@@ -30,12 +30,8 @@ variant, that many times.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
-
-# Before torch is imported: for every variant, as in the training scripts.
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

@@ -16,9 +16,11 @@ import sys
 from argparse import SUPPRESS
 from pathlib import Path
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as in train_fp8.py
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
+
+os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
 from llm_fp8.config.parser import parse_launch
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script

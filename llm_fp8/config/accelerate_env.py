@@ -170,7 +170,7 @@ _REFUSED = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": _ON_GPU,
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": _ON_GPU,
     "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "these scripts train dense models only; remove it",
-    "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "Transformer Engine has its own exchange of keys and values; remove it",
+    "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "Transformer Engine passes keys and values round a ring; remove it",
     "PARALLELISM_CONFIG_TP_SIZE": "these scripts have no tensor parallelism; set it to 1",
     "PARALLELISM_CONFIG_SP_SIZE": "these scripts have no sequence parallelism of DeepSpeed's; set it to 1",
 }

@@ -426,7 +426,7 @@ def _check_model(config: Config, facts: MachineFacts, model: ModelFacts) -> None
             f"--fp8_first_bf16_layers {first} and --fp8_last_bf16_layers {last} leave none of the {model.num_layers} "
             "decoder layers in fp8.": first + last > 0 and first + last >= model.num_layers,
             f"--context_parallel_size {size} cannot go with this model's sliding-window attention (sliding_window in "
-            "its config.json), which the exchange of keys and values between GPUs does not have; drop it.": (
+            "its config.json), which the ring that passes keys and values between GPUs does not have; drop it.": (
                 size > 1 and any(window is not None for window in model.windows)
             ),
             f"--fp8_lm_head {precision.fp8_lm_head}: the lm_head has {vocabulary} x {width} weights, and fp8 GEMMs "

@@ -26,7 +26,7 @@ import math
 import os
 import statistics
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 import te_llama
 from llm_fp8.data.collate import Batch
 from llm_fp8.models.build import decoder_layers
-from llm_fp8.models.weights import stored_tensor
+from llm_fp8.models.weights import stored_tensors
+from llm_fp8.utils.cuda_environment import TF32_VARIABLE
 from llm_fp8.utils.errors import UserError
 
 FP32_LIMIT = 4e-4
@@ -50,9 +51,6 @@ SMALLEST_ERROR = 1e-4
 """Added to both errors of a ratio: below it a difference means nothing."""
 MAX_TOKENS = 2048
 """Most tokens compared: TE's attention in fp32 holds scores of their square for every head."""
-
-TF32_VARIABLE = "NVIDIA_TF32_OVERRIDE"
-"""cuBLAS reads it once, when CUDA starts; TE multiplies fp32 matrices in TF32 unless it is 0."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +133,8 @@ def relative_difference(value: Tensor, reference: Tensor) -> float:
     return float(difference / norm) if norm > 0 else float(difference)
 
 
-def first_row(batch: Batch, max_seq_length: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """First sequence up to `MAX_TOKENS` real tokens: `input_ids`, `position_ids` [1, n], `cu_seqlens` int32, and n."""
+def first_row(batch: Batch, max_seq_length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """First sequence up to `MAX_TOKENS` real tokens: `input_ids`, `position_ids` [1, n], `cu_seqlens` int32."""
     if batch.cu_seqlens is None:
         assert batch.attention_mask is not None
         length = min(int(batch.attention_mask[0].sum()), MAX_TOKENS)
@@ -146,7 +144,7 @@ def first_row(batch: Batch, max_seq_length: int) -> tuple[Tensor, Tensor, Tensor
         starts = batch.cu_seqlens[batch.cu_seqlens < length]
     # The last document may be cut: attention is causal.
     cu_seqlens = torch.cat((starts, starts.new_tensor([length])))
-    return batch.input_ids[:1, :length], batch.position_ids[:1, :length], cu_seqlens, length
+    return batch.input_ids[:1, :length], batch.position_ids[:1, :length], cu_seqlens
 
 
 def check_parity(
@@ -191,7 +189,7 @@ def compare_layers(
     full_tensor: Callable[[Tensor], Tensor] = torch.Tensor.detach,
 ) -> ParityReport:
     """Tests 2 and 3, unjudged; the arguments are those of `check_parity`. Leaves no gradients behind."""
-    input_ids, position_ids, cu_seqlens, length = first_row(batch, max_seq_length)
+    input_ids, position_ids, cu_seqlens = first_row(batch, max_seq_length)
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
     spec = te_llama.spec_of(model)
     rotary: Any = model.base_model.rotary_emb
@@ -203,7 +201,8 @@ def compare_layers(
     for layer, own_layer in enumerate(decoder_layers(model)):
         te_layer = _unsharded_layer(own_layer, spec, dtype, hidden.device, full_tensor)
         gradient = torch.randn(hidden.shape, generator=generator, device=hidden.device)
-        weights = _by_hf_name(spec, layer, {name: weight.detach() for name, weight in te_layer.named_parameters()})
+        parts = _layer_parts(spec, layer)
+        weights = _by_hf_name(parts, {name: weight.detach() for name, weight in te_layer.named_parameters()})
         hf: dict[torch.dtype, dict[str, Tensor]] = {}
         for kind in dict.fromkeys((torch.float32, dtype)):
             key = (_layer_type(model.config, layer), kind)
@@ -214,7 +213,7 @@ def compare_layers(
             reference.zero_grad(set_to_none=True)
             results = _run(reference, hidden.to(kind), gradient.to(kind), position_ids=position_ids)
             gradients = {name: parameter.grad for name, parameter in reference.layers[0].named_parameters()}
-            hf[kind] = results | _joined(spec, layer, gradients)
+            hf[kind] = results | _joined(parts, gradients)
         te: dict[torch.dtype, dict[str, Tensor]] = {}
         for kind in hf:
             with _trainable_copies(te_layer, torch.float32 if kind == torch.float32 else None) as parameters:
@@ -226,8 +225,8 @@ def compare_layers(
                     cu_seq_lens_q=cu_seqlens,
                     max_length_q=longest,
                 )
-                gradients = _by_hf_name(spec, layer, {name: _gradient(weight) for name, weight in parameters.items()})
-                te[kind] = results | _joined(spec, layer, gradients)
+                gradients = _by_hf_name(parts, {name: _gradient(weight) for name, weight in parameters.items()})
+                te[kind] = results | _joined(parts, gradients)
         exact = hf[torch.float32]
         comparisons += [
             Comparison(
@@ -258,10 +257,11 @@ def check_weights(
             f"model's lm_head is {'' if tied else 'not '}its embedding. Report this with the model's config.json."
         )
     parameters, compared = te_llama.te_parameters(model), 0
+    read = stored_tensors(files, embedding.weight.device)
     for te_name, parts in te_llama.parameter_map(te_llama.spec_of(model)).items():
         full = full_tensor(parameters[te_name])
         for part in parts:
-            stored = stored_tensor(files, part.hf_name, full.device).to(full.dtype)
+            stored = read(part.hf_name).to(full)
             if not torch.equal(full[part.start : part.stop], stored):
                 raise UserError(
                     f"--parity_check: the model's {part.hf_name} is not the tensor in {files[0].parent}. Training "
@@ -335,7 +335,11 @@ def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: objec
     return {"output": output.detach(), "input gradient": hidden.grad}
 
 
-def _layer_parts(spec: te_llama.DecoderSpec, layer: int) -> dict[str, list[te_llama.Part]]:
+_Parts = Mapping[str, Sequence[te_llama.Part]]
+"""TE name of a parameter in its layer -> the Hugging Face tensors that it is made of, by their names in the layer."""
+
+
+def _layer_parts(spec: te_llama.DecoderSpec, layer: int) -> _Parts:
     prefix = f"model.layers.{layer}."
     return {
         te_name.removeprefix(prefix): [
@@ -364,22 +368,22 @@ def _unsharded_layer(
     return unsharded.train()
 
 
-def _by_hf_name(spec: te_llama.DecoderSpec, layer: int, tensors: dict[str, Any]) -> dict[str, Tensor]:
+def _by_hf_name(layer_parts: _Parts, tensors: dict[str, Any]) -> dict[str, Tensor]:
     """A TE layer's weights or gradients under Hugging Face's names."""
     return {
         part.hf_name: tensors[te_name][part.start : part.stop]
-        for te_name, parts in _layer_parts(spec, layer).items()
+        for te_name, parts in layer_parts.items()
         for part in parts
     }
 
 
-def _joined(spec: te_llama.DecoderSpec, layer: int, gradients: dict[str, Any]) -> dict[str, Tensor]:
+def _joined(layer_parts: _Parts, gradients: dict[str, Any]) -> dict[str, Tensor]:
     """The gradients with the biases of q, k and v as one vector.
 
     Softmax is invariant to a shift of all keys, so the gradient of k's bias alone is nothing but rounding.
     """
     joined = {}
-    for parts in _layer_parts(spec, layer).values():
+    for parts in layer_parts.values():
         if gradients[parts[0].hf_name].ndim == 1:
             name = " and ".join(part.hf_name for part in parts)
             joined[f"gradient of {name}"] = torch.cat([gradients[part.hf_name] for part in parts])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +95,26 @@ def _fill(filler: PartFiller, files: list[Path], device: torch.device) -> None:
         raise UserError(f"{files[0].parent}: {error}.") from error
 
 
-def stored_tensor(files: list[Path], name: str, device: torch.device) -> torch.Tensor:
-    """The tensor `name` of a checkpoint, on `device`; raises `UserError` where no file holds it."""
+def _stored_files(files: list[Path]) -> dict[str, Path]:
+    """Name of a stored tensor -> the file that holds it."""
+    holders: dict[str, Path] = {}
     for path in files:
-        with _open_weights(path, device) as tensors:
-            if name in tensors.keys():
-                return tensors.get_tensor(name)
-    raise UserError(f"{files[0].parent} holds no tensor {name}; fetch the model again.")
+        with _open_weights(path, torch.device("cpu")) as tensors:
+            holders.update(dict.fromkeys(tensors.keys(), path))
+    return holders
+
+
+def stored_tensors(files: list[Path], device: torch.device) -> Callable[[str], torch.Tensor]:
+    """Reads the tensors of a checkpoint to `device` by name; `UserError` for one that no file holds."""
+    holders = _stored_files(files)
+
+    def read(name: str) -> torch.Tensor:
+        if name not in holders:
+            raise UserError(f"{files[0].parent} holds no tensor {name}; fetch the model again.")
+        with _open_weights(holders[name], device) as tensors:
+            return tensors.get_tensor(name)
+
+    return read
 
 
 @contextlib.contextmanager
@@ -136,11 +149,7 @@ def fill_sharded(
             f"--model_name {options.model_name}: its files hold tensors in another layout than its modules (a mixture "
             "of experts does), which cannot be read as shards; use --sharding_mode ddp or a deepspeed mode."
         )
-    checkpoint_names: list[str] = []
-    for path in files:
-        with _open_weights(path, torch.device("cpu")) as tensors:
-            checkpoint_names += tensors.keys()
-    _fill(HfFiller(model, names, checkpoint_names), files, next(model.parameters()).device)
+    _fill(HfFiller(model, names, _stored_files(files)), files, next(model.parameters()).device)
     return True
 
 

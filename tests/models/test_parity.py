@@ -1,4 +1,7 @@
-"""What the parity check makes of its figures. The figures themselves need a GPU: test_parity_gpu.py."""
+"""What the parity check makes of its figures, and the check itself on a decoder of stand-in modules.
+
+Transformer Engine's own modules need a GPU: test_parity_gpu.py.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,23 @@ import math
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
-from llm_fp8.models.parity import FP32_LIMIT, LAYER_LIMIT, MEAN_LIMIT, Comparison, ParityReport
-from llm_fp8.models.weights import stored_tensor
+import te_llama
+from llm_fp8.models.parity import (
+    FP32_LIMIT,
+    LAYER_LIMIT,
+    MEAN_LIMIT,
+    Comparison,
+    ParityReport,
+    check_parity,
+    check_weights,
+)
+from llm_fp8.models.weights import fill_te_model, stored_tensors
 from llm_fp8.utils.errors import UserError
+from tests.support.batches import S, packed_batch
+from tests.support.families import family_config
+from tests.support.stand_in_te import install_stand_in
 
 NUM_LAYERS, NUM_TENSORS = 30, 11
 HF_ERROR = 0.01
@@ -72,7 +88,54 @@ def test_a_stored_tensor_is_found_in_whichever_file_holds_it(tmp_path):
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     for number, path in enumerate(files):
         save_file({f"weight.{number}": torch.full((2, 3), float(number))}, path)
-    cpu = torch.device("cpu")
-    assert torch.equal(stored_tensor(files, "weight.1", cpu), torch.ones(2, 3))
+    read = stored_tensors(files, torch.device("cpu"))
+    assert torch.equal(read("weight.1"), torch.ones(2, 3))
     with pytest.raises(UserError, match="holds no tensor weight.2"):
-        stored_tensor(files, "weight.2", cpu)
+        read("weight.2")
+
+
+@pytest.fixture
+def right_model(tmp_path, monkeypatch):
+    """A TE decoder, and the files that its weights are of."""
+    install_stand_in(monkeypatch)
+    config = family_config("llama3_rope_gqa")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    model = te_llama.build_te_model(config, torch.float32, "cpu")
+    files = [tmp_path / "model.safetensors"]
+    fill_te_model(model, files)
+    return model, files
+
+
+def test_the_check_passes_a_right_model_and_leaves_it_as_it_was(right_model):
+    model, files = right_model
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model.model.layers[1].requires_grad_(False)  # frozen weights are compared too
+    found = check_parity(model, packed_batch("cpu"), S, torch.float32, files=files)
+    assert found.startswith("parity with Hugging Face: 30 stored tensors loaded bit for bit; 33 tensors of 3 layers")
+    after = dict(model.named_parameters())
+    assert all(torch.equal(value, after[name]) and after[name].grad is None for name, value in before.items())
+    assert {name for name, p in after.items() if not p.requires_grad} == {n for n in before if ".layers.1." in n}
+
+
+def test_the_check_refuses_another_rope(right_model):
+    model, _ = right_model
+    model.model.rotary_emb.angles = model.model.rotary_emb.angles * 1.01
+    with pytest.raises(UserError, match="--parity_check: the TE decoder differs from Hugging Face's in fp32 by"):
+        check_parity(model, packed_batch("cpu"), S, torch.float32)
+
+
+def test_the_check_refuses_weights_that_are_not_the_files(right_model):
+    model, files = right_model
+    with torch.no_grad():
+        model.model.layers[1].mlp.fc2_weight[3, 5] += 0.01
+    check_parity(model, packed_batch("cpu"), S, torch.float32)  # as a function it is Hugging Face's
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not the tensor in"):
+        check_parity(model, packed_batch("cpu"), S, torch.float32, files=files)
+
+
+def test_the_check_refuses_a_head_that_is_tied_against_the_config(right_model):
+    model, files = right_model
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with pytest.raises(UserError, match="tie_word_embeddings False, and the model's lm_head is its embedding"):
+        check_weights(model, files)

@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as in the training scripts
+from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
+
+os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
 import torch
 import torch.distributed as dist

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_fp8.observability.provenance import recorded_command
+from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, require_writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
@@ -111,7 +112,7 @@ def _environment(variables: Mapping[str, str | None] | None) -> dict[str, str]:
         environment.pop(name, None)
         if value is not None:
             environment[name] = value
-    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as in the training scripts
+    environment = {**CUDA_DEFAULTS, **environment}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
     return environment
 

@@ -24,6 +24,7 @@ from llm_fp8.tools.verify.output_folder import try_to_write
 from llm_fp8.tools.verify.result import STATUSES
 from llm_fp8.tools.verify.runner import CHECKS, Check, NoEnd, Row, is_hanging, run_checks, within
 from llm_fp8.tools.verify.setup import Setup, model_config
+from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, FailedCheck, OneSentenceParser, UserError
 from llm_fp8.utils.json_files import write_json_atomic
 
@@ -120,8 +121,7 @@ def main(argv: Sequence[str], description: str = "") -> int:
         )
     for name in [name for name in os.environ if is_left_over(name)]:
         del os.environ[name]
-    # As in the training scripts; torch is not loaded yet.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.update({**CUDA_DEFAULTS, **os.environ})  # torch is not loaded yet
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     checks = chosen_checks(options)
     setup = Setup(
