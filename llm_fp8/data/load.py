@@ -13,7 +13,7 @@ Only the files of the requested split are downloaded and converted, however larg
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,16 +39,15 @@ READ_ERRORS = (DatasetsError, OSError, ValueError, RuntimeError)
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A dataset and its splits.
-
-    `path` is what `datasets.load_dataset` takes; `files` the data files of each split, relative to the dataset (empty
-    where unknown); `saved` the opened dataset where it came from `save_to_disk`.
-    """
+    """A dataset and its splits."""
 
     name: str
     path: str
+    """What `datasets.load_dataset` takes."""
     files: dict[str, list[str]]
+    """Split -> its data files relative to `path`; none where they are not known."""
     saved: DatasetDict | None = field(default=None, repr=False)
+    """The opened dataset of a `save_to_disk` folder."""
 
     def training_split(self, wanted: str | None) -> str:
         """`wanted` (--split_name), or the default split; `UserError` where the dataset does not have it."""
@@ -63,14 +62,14 @@ class DatasetSource:
 
     def validation_split(self, wanted: str | None, train: str) -> str | None:
         """`wanted` (--validation_split_name), else 'validation'; None where there is none beside the split `train`."""
-        if wanted is not None and wanted == train:
+        if wanted is None:
+            return VALIDATION_SPLIT if VALIDATION_SPLIT in self.files and train != VALIDATION_SPLIT else None
+        if wanted == train:
             raise UserError(
                 f"--validation_split_name {wanted} is the split that is trained on; leave it out to hold out a share "
                 "of it."
             )
-        if wanted is not None:
-            return self._check_split(wanted, "--validation_split_name")
-        return VALIDATION_SPLIT if VALIDATION_SPLIT in self.files and train != VALIDATION_SPLIT else None
+        return self._check_split(wanted, "--validation_split_name")
 
     def _check_split(self, wanted: str, flag: str) -> str:
         if wanted not in self.files:
@@ -89,69 +88,55 @@ def open_source(name: str) -> DatasetSource:
             )
         return DatasetSource(name, FILE_BUILDERS[path.suffix], {"train": [str(path.resolve())]})
     if path.is_dir():
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            return _open_saved(name, path)
-    elif name.startswith((".", "/", "~")) or path.suffix in FILE_BUILDERS or name.count("/") > 1:
+        try:
+            if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+                loaded = datasets.load_from_disk(str(path))
+                saved = (
+                    loaded if isinstance(loaded, DatasetDict) else DatasetDict({str(loaded.split or "train"): loaded})
+                )
+                return DatasetSource(name, str(path), {split: [] for split in saved}, saved)
+            folder = str(path.resolve())
+            return _source(name, folder, datasets.load_dataset_builder(folder))
+        except READ_ERRORS as error:
+            raise UserError(
+                f"--dataset_name {name}: the folder holds no data that can be read: {_first_line(error)}"
+            ) from error
+    if name.startswith((".", "/", "~")) or path.suffix in FILE_BUILDERS or name.count("/") > 1:
         raise UserError(f"--dataset_name {name}: no such file or folder.")
-    return _open_builder(name, str(path.resolve()) if path.is_dir() else name)
+    return _open_hub(name)
 
 
-def _open_saved(name: str, path: Path) -> DatasetSource:
+def _open_hub(name: str) -> DatasetSource:
     try:
-        loaded = datasets.load_from_disk(str(path))
-    except READ_ERRORS as error:
+        return _source(name, name, datasets.load_dataset_builder(name))
+    except DatasetNotFoundError as error:
         raise UserError(
-            f"--dataset_name {name}: the save_to_disk folder cannot be read: {_first_line(error)}"
-        ) from error
-    saved = loaded if isinstance(loaded, DatasetDict) else DatasetDict({str(loaded.split or "train"): loaded})
-    return DatasetSource(name, str(path), {split: [] for split in saved}, saved)
-
-
-def _open_builder(name: str, path: str) -> DatasetSource:
-    local = Path(path).is_dir()
-    try:
-        builder = datasets.load_dataset_builder(path)
-    except READ_ERRORS as error:
-        downloaded = None if local or isinstance(error, DatasetNotFoundError) else _open_downloaded(name)
-        if downloaded is not None:
-            return downloaded
-        raise _not_opened(name, local, error) from error
-    if builder.config.data_files is None:
-        # The hub cannot be reached, but `load_dataset` has converted the dataset earlier, and found it in its cache.
-        return DatasetSource(name, path, {split: [] for split in builder.info.splits or {}})
-    return _source(name, path, builder.config.data_files)
-
-
-def _not_opened(name: str, local: bool, error: BaseException) -> UserError:
-    if local:
-        return UserError(f"--dataset_name {name}: the folder holds no data that can be read: {_first_line(error)}")
-    if isinstance(error, DatasetNotFoundError):
-        return UserError(
             f"--dataset_name {name} is not a local path, and the Hugging Face hub has no such dataset or wants a "
-            f"login for it ('hf auth login', and accept its terms on its page if it is gated)."
-        )
-    if isinstance(error, ConnectionError):
-        return UserError(
-            f"--dataset_name {name} is not a local path, and the Hugging Face hub cannot be reached; check the "
-            f"network, or fetch it where there is one with 'hf download {name} --repo-type dataset --local-dir DIR' "
-            "and pass that folder."
-        )
-    return UserError(f"--dataset_name {name}: the dataset cannot be opened: {_first_line(error)}")
+            "login for it ('hf auth login', and accept its terms on its page if it is gated)."
+        ) from error
+    except READ_ERRORS as error:
+        try:  # the files that an earlier run or `hf download` left in the hub's cache
+            path = snapshot_download(name, repo_type="dataset", local_files_only=True)
+            return _source(name, path, datasets.load_dataset_builder(path, data_files=get_data_patterns(path)))
+        except READ_ERRORS:
+            pass
+        if isinstance(error, ConnectionError):
+            raise UserError(
+                f"--dataset_name {name} is not a local path, and the Hugging Face hub cannot be reached; check the "
+                f"network, or fetch it where there is one with 'hf download {name} --repo-type dataset --local-dir "
+                "DIR' and pass that folder."
+            ) from error
+        raise UserError(f"--dataset_name {name}: the dataset cannot be opened: {_first_line(error)}") from error
 
 
-def _open_downloaded(name: str) -> DatasetSource | None:
-    """The splits whose files are in the hub's cache from an earlier run or `hf download`, else None."""
-    try:
-        path = snapshot_download(name, repo_type="dataset", local_files_only=True)
-        builder = datasets.load_dataset_builder(path, data_files=get_data_patterns(path))
-    except READ_ERRORS:
-        return None
-    return _source(name, path, builder.config.data_files)
-
-
-def _source(name: str, path: str, data_files: Mapping[Any, Sequence[str]]) -> DatasetSource:
-    by_split = {str(split): [_relative(file, path) for file in files] for split, files in data_files.items()}
-    return DatasetSource(name, path, by_split)
+def _source(name: str, path: str, builder: datasets.DatasetBuilder) -> DatasetSource:
+    if builder.config.data_files is None:
+        # The hub cannot be reached, and the builder is that of a dataset that `load_dataset` converted earlier.
+        return DatasetSource(name, path, {split: [] for split in builder.info.splits or {}})
+    by_split = builder.config.data_files.items()
+    return DatasetSource(
+        name, path, {str(split): [_relative(file, path) for file in files] for split, files in by_split}
+    )
 
 
 def _relative(file: str, dataset_path: str) -> str:
@@ -174,9 +159,8 @@ def open_split_stream(source: DatasetSource, split: str) -> IterableDataset:
 
 
 def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
-    files = source.files[split]
     # Naming the files keeps `datasets` from downloading and converting every other split too.
-    data_files = {split: files} if files else None
+    data_files = {split: source.files[split]} if source.files[split] else None
     try:
         return datasets.load_dataset(source.path, data_files=data_files, split=split, streaming=streaming)
     except StopIteration as error:  # an empty JSON file
@@ -199,12 +183,11 @@ def unreadable(source: DatasetSource, split: str, error: BaseException) -> UserE
     for file in source.files[split]:
         path = root / file
         if path.suffix in (".jsonl", ".json") and path.is_file():
-            broken = _broken_line(path)
-            if broken is not None:
+            if (broken := _broken_line(path)) is not None:
                 line, reason = broken
                 return UserError(f"{path}, line {line}: not valid JSON ({reason}); fix or remove the line.")
-    cause = error.__cause__ or error
-    return UserError(f"--dataset_name {source.name}: split '{split}' cannot be read: {_first_line(cause)}")
+    reason = _first_line(error.__cause__ or error)
+    return UserError(f"--dataset_name {source.name}: split '{split}' cannot be read: {reason}")
 
 
 def _broken_line(path: Path) -> tuple[int, str] | None:

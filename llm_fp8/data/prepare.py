@@ -24,19 +24,19 @@ from llm_fp8.config.options import Config
 from llm_fp8.data.collate import Batch, Collate, PackedCollate, PaddedCollate, document_multiple
 from llm_fp8.data.load import DatasetSource, iterate, load_split, open_source, open_split_stream, unreadable
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
-from llm_fp8.data.pack import PackingPlan, one_per_sequence, pack
-from llm_fp8.data.prompt import describe_prompt_form, detect_columns
+from llm_fp8.data.pack import PackingPlan, pack
+from llm_fp8.data.prompt import ColumnForm, describe_prompt_form, detect_columns
 from llm_fp8.data.sequences import MapSequences, Reader, StreamedRows, StreamSequences, sequence_readers
 from llm_fp8.data.split import ANSWER_COLUMN, Problem, check_answer_column, choose_problems, held_out_mask, is_held_out
 from llm_fp8.data.tokenise import (
     FIGURES,
     DataReport,
     Document,
-    DocumentStore,
     Figures,
     TokeniseOptions,
     arrow_table,
     cache_key,
+    document_reader,
     tokenise,
     tokenise_rows,
 )
@@ -150,7 +150,6 @@ class _Job:
 
     @property
     def document_multiple(self) -> int:
-        """Packed documents are padded to a multiple of this."""
         return document_multiple(self.config.parallel.context_parallel_size)
 
     def options(self, columns: Sequence[str]) -> TokeniseOptions:
@@ -158,10 +157,11 @@ class _Job:
         return TokeniseOptions(detect_columns(columns), data.max_seq_length, data.overlong, data.train_on_prompt)
 
     def plan(self, lengths: IndexArray, chosen: IndexArray) -> PackingPlan:
-        capacity = self.config.data.max_seq_length
-        packing, lengths = self.config.packing, lengths[chosen]
-        local = pack(lengths, capacity, self.document_multiple) if packing else one_per_sequence(len(chosen))
-        return PackingPlan(chosen[local.samples], local.offsets)
+        """The sequences of the `chosen` documents; `lengths` are those of all, in tokens."""
+        if not self.config.packing:
+            return PackingPlan(chosen, np.arange(len(chosen) + 1))
+        packed = pack(lengths[chosen], self.config.data.max_seq_length, self.document_multiple)
+        return PackingPlan(chosen[packed.samples], packed.offsets)
 
     def identify(self, *parts: Any) -> str:
         """Hash of what decides which sequences there are and in which order they come."""
@@ -170,21 +170,30 @@ class _Job:
             content.append(self.document_multiple)
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
-    def loaders(
-        self, train: MapSequences | StreamSequences, evaluation: Sequence[Reader]
-    ) -> tuple[TrainLoader, EvalLoader | None]:
-        size, num_micro_batches = self.config.data.batch_size, self.config.optim.gradient_accumulation_steps
-        eval_loader = EvalLoader(evaluation, self.collate, size, self.share, self.config.run.eval_batches)
-        train_loader = TrainLoader(train, self.collate, size, num_micro_batches, self.share)
-        return train_loader, eval_loader if evaluation else None
-
-    def describe(self, options: TokeniseOptions, eval_from: str) -> str:
-        kind = "packed" if self.config.packing else "padded"
-        return (
-            f"data: {self.config.data.dataset_name}, split {self.split}, evaluated on {eval_from}, {kind} sequences of "
-            f"{options.max_seq_length} tokens\n"
-            f"  prompt form: {describe_prompt_form(options.form, self.tokenizer)}"
+    def finish(
+        self,
+        train: MapSequences | StreamSequences,
+        evaluation: Sequence[Reader],
+        report: DataReport,
+        example: Document,
+        form: ColumnForm,
+        eval_from: str,
+        problems: Sequence[Problem] = (),
+    ) -> PreparedData:
+        data, kind = self.config.data, "packed" if self.config.packing else "padded"
+        description = (
+            f"data: {data.dataset_name}, split {self.split}, evaluated on {eval_from}, {kind} sequences of "
+            f"{data.max_seq_length} tokens\n"
+            f"  prompt form: {describe_prompt_form(form, self.tokenizer)}"
         )
+        num_micro_batches = self.config.optim.gradient_accumulation_steps
+        train_loader = TrainLoader(train, self.collate, data.batch_size, num_micro_batches, self.share)
+        eval_loader = None
+        if evaluation:
+            limit = self.config.run.eval_batches
+            eval_loader = EvalLoader(evaluation, self.collate, data.batch_size, self.share, limit)
+        sample = mark_supervised(example, self.tokenizer)
+        return PreparedData(train_loader, eval_loader, report, description, sample, tuple(problems))
 
 
 def _prepare_map(job: _Job) -> PreparedData:
@@ -196,19 +205,15 @@ def _prepare_map(job: _Job) -> PreparedData:
     num_problems = job.config.run.eval_exact_match
     if num_problems:
         check_answer_column(eval_source.column_names)
-    options = job.options(dataset.column_names)
-    rows = _tokenise(job, job.split, dataset)
-    figures = _figures(rows)
+    rows, figures = _tokenise(job, job.split, dataset)
     used, held_out = figures["length"] > 0, np.zeros(len(rows), dtype=bool)
+    report = DataReport(max_seq_length=data.max_seq_length)
     if job.validation is None:
         held_out[used] = held_out_mask(figures["problem_key"][used], data.validation_fraction)
         eval_set, eval_rows, eval_figures = np.flatnonzero(held_out), rows, figures
         eval_from = f"{data.validation_fraction:.2%} of its problems" if len(eval_set) else "nothing"
-    report = DataReport(max_seq_length=options.max_seq_length)
-    report.count(figures, held_out)
-    if job.validation is not None:
-        eval_rows = _tokenise(job, job.validation, eval_source)
-        eval_figures = _figures(eval_rows)
+    else:
+        eval_rows, eval_figures = _tokenise(job, job.validation, eval_source)
         eval_used = eval_figures["length"] > 0
         seen = eval_used & np.isin(eval_figures["problem_key"], figures["problem_key"][used])
         eval_set, eval_from = np.flatnonzero(eval_used & ~seen), f"split {job.validation}"
@@ -219,8 +224,9 @@ def _prepare_map(job: _Job) -> PreparedData:
                 f"evaluated on: {int(seen.sum())} hold a problem that split {job.split} trains on, the others are "
                 "empty or too long."
             )
-    train_set = np.flatnonzero(used & ~held_out)
+    report.count(figures, held_out)
     report.num_eval_rows = len(eval_set)
+    train_set = np.flatnonzero(used & ~held_out)
     if len(train_set) == 0:
         raise UserError(
             f"--dataset_name {data.dataset_name}: no row of split {job.split} can be trained on: {report.summary()}."
@@ -233,30 +239,24 @@ def _prepare_map(job: _Job) -> PreparedData:
                 f"--eval_exact_match {num_problems}: none of the {len(eval_set)} held-out rows has an "
                 f"{ANSWER_COLUMN}; fill the column, or drop it."
             )
-    plan = job.plan(figures["length"], train_set)
+    read, plan = document_reader(rows), job.plan(figures["length"], train_set)
     report.num_rows_of_batches = len(plan)
-
-    documents = DocumentStore(rows)
-    eval_plan = job.plan(eval_figures["length"], eval_set)
     identity = job.identify(rows._fingerprint, job.validation is None and data.validation_fraction)
-    sequences = MapSequences(plan, documents, job.config.optim.seed, identity)
-    eval_readers = sequence_readers(eval_plan, DocumentStore(eval_rows), range(len(eval_plan)))
-    sample = mark_supervised(documents([int(train_set[0])])[0], job.tokenizer)
-    description = job.describe(options, eval_from)
-    return PreparedData(*job.loaders(sequences, eval_readers), report, description, sample, tuple(problems))
+    sequences = MapSequences(plan, read, job.config.optim.seed, identity)
+    eval_readers = sequence_readers(job.plan(eval_figures["length"], eval_set), document_reader(eval_rows))
+    form, (example,) = job.options(dataset.column_names).form, read(train_set[:1].tolist())
+    return job.finish(sequences, eval_readers, report, example, form, eval_from, problems)
 
 
-def _tokenise(job: _Job, split: str, dataset: Dataset) -> Dataset:
+def _tokenise(job: _Job, split: str, dataset: Dataset) -> tuple[Dataset, Figures]:
+    """The tokenised rows of `dataset`, and the columns of them that are counted."""
     data, options = job.config.data, job.options(dataset.column_names)
     try:
-        return tokenise(dataset, job.tokenizer, options, data.data_cache_dir, data.preprocessing_workers)
+        rows = tokenise(dataset, job.tokenizer, options, data.data_cache_dir, data.preprocessing_workers)
     except UnicodeDecodeError as error:  # Arrow takes any bytes for a string; they are decoded only here
         raise unreadable(job.source, split, error) from error
-
-
-def _figures(tokenised: Dataset) -> Figures:
-    table = arrow_table(tokenised)
-    return {name: table.column(name).to_numpy().astype(np.int64) for name in FIGURES}
+    table = arrow_table(rows)
+    return rows, {name: table.column(name).to_numpy().astype(np.int64) for name in FIGURES}
 
 
 def _prepare_stream(job: _Job) -> PreparedData:
@@ -272,14 +272,13 @@ def _prepare_stream(job: _Job) -> PreparedData:
     make = partial(_tokenise_streamed, tokenizer=job.tokenizer, options=options, fraction=fraction)
 
     held_out: list[Document] = []
-    sample = ""
-    for train, out in _scan(iterate(job.source, job.split, stream), make):
-        held_out += out
-        if train and not sample:
-            sample = mark_supervised(train[0], job.tokenizer)
-        if sample and (fraction == 0.0 or len(held_out) >= STREAMED_EVAL_ROWS):
+    example = None
+    for streamed in _scan(iterate(job.source, job.split, stream), make):
+        held_out += streamed.held_out
+        example = example or next(iter(streamed.train), None)
+        if example and (fraction == 0.0 or len(held_out) >= STREAMED_EVAL_ROWS):
             break
-    if not sample:
+    if example is None:
         raise UserError(
             f"--dataset_name {data.dataset_name}: no row of split {job.split} can be trained on: all that were read "
             f"are empty, longer than --max_seq_length {data.max_seq_length} or held out."
@@ -290,35 +289,32 @@ def _prepare_stream(job: _Job) -> PreparedData:
         other = open_split_stream(job.source, validation)
         make_eval = partial(make, options=job.options(_stream_columns(job, validation, other)))
         scanned = _scan(iterate(job.source, validation, other), make_eval)
-        held_out = list(islice((document for train, _ in scanned for document in train), STREAMED_EVAL_ROWS))
+        held_out = list(islice((document for each in scanned for document in each.train), STREAMED_EVAL_ROWS))
         eval_from = f"the first {len(held_out)} rows of split {validation}"
 
     report = DataReport(max_seq_length=data.max_seq_length, num_eval_rows=len(held_out))
     identity = job.identify(
         data.dataset_name, job.split, data.num_of_samples, cache_key("", job.tokenizer, options), fraction
     )
-    capacity = data.max_seq_length if job.config.packing else None
     sequences = StreamSequences(
         open_stream,
         partial(iterate, job.source, job.split),
         make,
-        capacity,
+        data.max_seq_length if job.config.packing else None,
         job.config.optim.seed,
         identity,
         report,
-        document_multiple=job.document_multiple,
+        job.document_multiple,
     )
     lengths = np.array([len(document.input_ids) for document in held_out], dtype=np.int64)
     eval_plan = job.plan(lengths, np.arange(len(held_out)))
-    eval_readers = sequence_readers(eval_plan, lambda indices: [held_out[i] for i in indices], range(len(eval_plan)))
-    return PreparedData(*job.loaders(sequences, eval_readers), report, job.describe(options, eval_from), sample)
+    eval_readers = sequence_readers(eval_plan, lambda indices: [held_out[i] for i in indices])
+    return job.finish(sequences, eval_readers, report, example, options.form, eval_from)
 
 
 def _stream_columns(job: _Job, split: str, stream: IterableDataset) -> list[str]:
     """Column names of a stream, where unknown those of its first row."""
-    if stream.column_names is not None:
-        return list(stream.column_names)
-    return list(next(iterate(job.source, split, stream), {}))
+    return list(stream.column_names or next(iterate(job.source, split, stream), {}))
 
 
 def _tokenise_streamed(
@@ -328,22 +324,21 @@ def _tokenise_streamed(
     options: TokeniseOptions,
     fraction: float,
 ) -> StreamedRows:
-    """What becomes of `rows` of a stream, row by row the same as in a dataset at hand."""
+    """What becomes of `rows` of a stream: the same as in a dataset that is not streamed."""
     columns = tokenise_rows(rows, row_ids, tokenizer, options)
     figures = {name: np.array(columns[name], dtype=np.int64) for name in FIGURES}
-    documents = [
-        Document(np.array(ids, dtype=np.int64), np.array(supervised, dtype=bool), row_id)
-        for ids, supervised, row_id in zip(columns["input_ids"], columns["supervised"], row_ids, strict=True)
-    ]
-    return StreamedRows(figures, is_held_out(figures["problem_key"], fraction), documents)
+    documents = list(map(Document.of, columns["input_ids"], columns["supervised"], row_ids))
+    used, held_out = figures["length"] > 0, is_held_out(figures["problem_key"], fraction)
+    train, evaluation = ([documents[i] for i in np.flatnonzero(used & mask)] for mask in (~held_out, held_out))
+    return StreamedRows(train, evaluation, figures, held_out)
 
 
 def _scan(
     rows: Iterator[dict[str, Any]], make: Callable[[Sequence[dict[str, Any]], Sequence[int]], StreamedRows]
-) -> Iterator[tuple[list[Document], list[Document]]]:
-    """Documents to train on and held-out ones, chunk by chunk from the beginning of a stream."""
+) -> Iterator[StreamedRows]:
+    """Tokenised rows, chunk by chunk from the beginning of a stream."""
     for first in range(0, STREAMED_EVAL_SCAN_ROWS, STREAMED_EVAL_ROWS):
         chunk = list(islice(rows, STREAMED_EVAL_ROWS))
         if not chunk:
             return
-        yield make(chunk, range(first, first + len(chunk))).split()
+        yield make(chunk, range(first, first + len(chunk)))

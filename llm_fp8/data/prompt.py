@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Literal, cast
+from itertools import accumulate, pairwise, takewhile
+from typing import Any, Literal, NamedTuple, cast
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -41,7 +40,6 @@ FORMAT_VERSION = 1
 """Raised whenever this module tokenises a row differently, so that caches are made anew."""
 
 ColumnForm = Literal["problem_solution", "messages", "prompt_completion", "text"]
-Span = tuple[int, int]
 
 COLUMNS: dict[ColumnForm, tuple[str, ...]] = {
     "problem_solution": ("problem", "generated_solution"),
@@ -53,18 +51,20 @@ COLUMNS: dict[ColumnForm, tuple[str, ...]] = {
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """The text of a row, the character ranges to supervise, and whether a chat template wrote it."""
+class Rendered(NamedTuple):
+    """The text of a row and the character ranges to supervise; empty for a row with nothing to learn."""
 
-    text: str
-    spans: tuple[Span, ...]
+    text: str = ""
+    spans: Sequence[tuple[int, int]] = ()
     from_template: bool = False
 
+    def cuts(self) -> list[int]:
+        """Positions inside the text at which a supervised span begins or ends, in order."""
+        return sorted({position for span in self.spans for position in span if 0 < position < len(self.text)})
 
-@dataclass(frozen=True)
-class Encoded:
-    """Token ids of a document (EOS last) and, for each, whether it is to be predicted."""
+
+class Encoded(NamedTuple):
+    """Token ids of a document (EOS last) and, for each, whether it is to be predicted; empty where there is nothing."""
 
     input_ids: list[int]
     supervised: list[bool]
@@ -82,30 +82,18 @@ def detect_columns(columns: Sequence[str]) -> ColumnForm:
 def problem_of(row: Mapping[str, Any], form: ColumnForm) -> str:
     """The text by which two rows are the same problem: the question, whatever the answer."""
     if form == "messages":
-        turns = []
-        for message in row["messages"] or []:
-            if message["role"] == "assistant":
-                break
-            turns.append(str(message["content"] or ""))
-        return "\n".join(turns)
+        question = takewhile(lambda message: message["role"] != "assistant", row["messages"] or [])
+        return "\n".join(str(message["content"] or "") for message in question)
     return str(row[COLUMNS[form][0]] or "")
-
-
-def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return tokenizer.chat_template is not None
-
-
-def format_prompt(problem: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text to generate from for a problem; tokenise it with `encode_prompt`."""
-    if has_chat_template(tokenizer):
-        return _apply_template(tokenizer, [{"role": "user", "content": problem.strip()}], add_generation_prompt=True)
-    return PROMPT_FORM.format(problem=problem.strip())
 
 
 def encode_prompt(problem: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The token ids to generate from: those that a training document of the same problem begins with."""
-    ids = _tokenise([format_prompt(problem, tokenizer)], tokenizer)[0]
-    bos = [] if has_chat_template(tokenizer) else _added_bos(tokenizer)
+    text, bos = PROMPT_FORM.format(problem=problem.strip()), _added_bos(tokenizer)
+    if tokenizer.chat_template is not None:
+        turn = {"role": "user", "content": problem.strip()}
+        text, bos = _apply_template(tokenizer, [turn], add_generation_prompt=True), []
+    ids = _tokenise([text], tokenizer)[0]
     return ids if ids[:1] == bos else bos + ids
 
 
@@ -113,18 +101,18 @@ def describe_prompt_form(form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -
     """For the log."""
     if form in ("prompt_completion", "text"):
         return "text as it stands" if form == "text" else "prompt and completion as they stand"
-    if has_chat_template(tokenizer):
+    if tokenizer.chat_template is not None:
         return "the tokenizer's chat template"
     return repr(PROMPT_FORM if form == "problem_solution" else PLAIN_TURN) + " (the tokenizer has no chat template)"
 
 
-def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Rendered | None:
-    """The text of a row and what to supervise in it; None for a row with nothing to learn."""
+def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Rendered:
+    """The text of a row and what to supervise in it."""
     if form in ("problem_solution", "messages"):
         messages = _conversation(row, form)
         if not messages:
-            return None
-        if form == "messages" or has_chat_template(tokenizer):
+            return Rendered()
+        if form == "messages" or tokenizer.chat_template is not None:
             return _render_messages(messages, tokenizer)
         prompt, answer = PROMPT_FORM.format(problem=messages[0]["content"]), messages[1]["content"]
     else:
@@ -135,8 +123,8 @@ def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokeni
                 "--dataset_name: prompt and completion must be strings; put conversations into a column 'messages'."
             )
         if not answer.strip():
-            return None
-    return Rendered(prompt + answer, ((len(prompt), len(prompt) + len(answer)),))
+            return Rendered()
+    return Rendered(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
 
 
 def _conversation(row: Mapping[str, Any], form: ColumnForm) -> list[dict[str, Any]]:
@@ -163,21 +151,20 @@ def _conversation(row: Mapping[str, Any], form: ColumnForm) -> list[dict[str, An
 
 
 def _render_messages(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Rendered:
-    if has_chat_template(tokenizer):
+    if tokenizer.chat_template is not None:
         text = _apply_template(tokenizer, messages)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = tuple(_template_span(text, messages, turn, tokenizer) for turn in turns)
-        return Rendered(text, spans, from_template=True)
+        return Rendered(text, [_template_span(text, messages, turn, tokenizer) for turn in turns], from_template=True)
 
-    text, plain_spans = "", []
+    text, spans = "", []
     for message in messages:
         content = message["content"].strip()
         text += PLAIN_TURN.format(role=message["role"].capitalize())
         if message["role"] == "assistant":
             content += str(tokenizer.eos_token)
-            plain_spans.append((len(text), len(text) + len(content)))
+            spans.append((len(text), len(text) + len(content)))
         text += content + "\n\n"
-    return Rendered(text, tuple(plain_spans))
+    return Rendered(text, spans)
 
 
 def _apply_template(
@@ -194,7 +181,9 @@ def _apply_template(
         ) from error
 
 
-def _template_span(text: str, messages: list[dict[str, Any]], turn: int, tokenizer: PreTrainedTokenizerBase) -> Span:
+def _template_span(
+    text: str, messages: list[dict[str, Any]], turn: int, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, int]:
     """Where in `text` the assistant's `turn` stands: from the end of its generation prompt to the end of the turn.
 
     Some templates (Qwen3's, which shows the reasoning of the last turn only) render a turn differently once it is not
@@ -217,8 +206,6 @@ def _template_span(text: str, messages: list[dict[str, Any]], turn: int, tokeniz
 
 def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of each text with nothing added."""
-    if not texts:
-        return []
     output = tokenizer(
         texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )
@@ -236,26 +223,23 @@ def encode_batch(
     form: ColumnForm,
     tokenizer: PreTrainedTokenizerBase,
     train_on_prompt: bool = False,
-) -> list[Encoded | None]:
-    """The documents of `rows`, None where there is nothing to learn; one tokenizer call, which runs in parallel."""
+) -> list[Encoded]:
+    """The documents of `rows`; one tokenizer call, which runs in parallel."""
     if tokenizer.eos_token_id is None:
         raise UserError("--model_name: the tokenizer has no EOS token, so the model could not learn to stop.")
     if form in ("problem_solution", "messages") and _GENERATION_BLOCK.search(str(tokenizer.chat_template or "")):
         encoded = [_encode_marked(row, form, tokenizer) for row in rows]
     else:
-        rendered = [render(row, form, tokenizer) for row in rows]
-        encoded = _encode_spans(rendered, tokenizer)
-    documents = [None if e is None else _end_with_eos(e, tokenizer) for e in encoded]
-    if train_on_prompt:
-        documents = [None if d is None else Encoded(d.input_ids, [True] * len(d.input_ids)) for d in documents]
-    return documents
+        encoded = _encode_spans([render(row, form, tokenizer) for row in rows], tokenizer)
+    documents = [_end_with_eos(each, tokenizer) for each in encoded]
+    return [Encoded(ids, [True] * len(ids)) for ids, _ in documents] if train_on_prompt else documents
 
 
-def _encode_marked(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Encoded | None:
+def _encode_marked(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     """A row through a chat template that marks the assistant's text with `{% generation %}`."""
     messages = _conversation(row, form)
     if not messages:
-        return None
+        return Encoded([], [])
     output = cast(
         "dict[str, list[int]]",
         tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True),
@@ -263,46 +247,31 @@ def _encode_marked(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrain
     return Encoded(list(output["input_ids"]), [bool(m) for m in output["assistant_masks"]])
 
 
-def _encode_spans(rendered: Sequence[Rendered | None], tokenizer: PreTrainedTokenizerBase) -> list[Encoded | None]:
-    texts: list[str] = []
+def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
+    texts = [text for item in rendered for text in (item.text, *(item.text[:cut] for cut in item.cuts()))]
+    tokens, added_bos = iter(_tokenise(texts, tokenizer)), _added_bos(tokenizer)
+    encoded: list[Encoded] = []
     for item in rendered:
-        if item is not None:
-            texts.append(item.text)
-            texts += [item.text[:cut] for cut in _cuts(item)]
-    tokens = iter(_tokenise(texts, tokenizer))
-    added_bos = _added_bos(tokenizer)
-
-    encoded: list[Encoded | None] = []
-    for item in rendered:
-        if item is None:
-            encoded.append(None)
-            continue
-        cuts, ids = _cuts(item), next(tokens)
+        cuts, ids = item.cuts(), next(tokens)
         prefixes = [next(tokens) for _ in cuts]
         if all(ids[: len(prefix)] == prefix for prefix in prefixes):
             ends = [*(len(prefix) for prefix in prefixes), len(ids)]
         else:
             bounds = [0, *cuts, len(item.text)]
-            pieces = _tokenise([item.text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)], tokenizer)
+            pieces = _tokenise([item.text[a:b] for a, b in pairwise(bounds)], tokenizer)
             ids = [token for piece in pieces for token in piece]
             ends = list(accumulate(len(piece) for piece in pieces))
         supervised: list[bool] = []
         for cut, end in zip([0, *cuts], ends, strict=True):
             inside = any(start <= cut < stop for start, stop in item.spans)
             supervised += [inside] * (end - len(supervised))
-        if not item.from_template:
-            bos = [] if ids[:1] == added_bos else added_bos
-            ids, supervised = bos + ids, [False] * len(bos) + supervised
+        if not item.from_template and ids[:1] != added_bos:
+            ids, supervised = added_bos + ids, [False] * len(added_bos) + supervised
         encoded.append(Encoded(ids, supervised))
     return encoded
 
 
-def _cuts(item: Rendered) -> list[int]:
-    """Positions inside the text at which a supervised span begins or ends, in order."""
-    return sorted({position for span in item.spans for position in span if 0 < position < len(item.text)})
-
-
-def _end_with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Encoded | None:
+def _end_with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     """Close every supervised run at its EOS, and the document at the last one, adding it if it is missing.
 
     A template may close a turn inside the span ("answer<EOS>\\n"), just behind it, or without EOS at all (base models
@@ -327,10 +296,8 @@ def _end_with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Encod
                     last -= 1
                 supervised[last + 1 : end] = bytes(end - last - 1)
                 end = last + 1
-    if end == 0:
-        return None
     ids, flags = ids[:end], list(map(bool, supervised[:end]))
-    if ids[-1] != eos:
+    if ids and ids[-1] != eos:
         ids.append(eos)
         flags.append(True)
     return Encoded(ids, flags)

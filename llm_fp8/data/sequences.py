@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,8 +46,7 @@ MAX_SEQUENCES_HANDED_ON = 16
 """At most so many do, the emptiest first: their documents are part of every position."""
 
 
-@dataclass(frozen=True)
-class GlobalBatch:
+class GlobalBatch(NamedTuple):
     """Sequences of one optimizer step, the position and the progress in epochs after them."""
 
     sequences: Sequence[Reader]
@@ -56,10 +55,11 @@ class GlobalBatch:
 
 
 def sequence_readers(
-    plan: PackingPlan, read: Callable[[Sequence[int]], Documents], sequences: Iterable[int]
+    plan: PackingPlan, read: Callable[[Sequence[int]], Documents], chosen: Iterable[int] | None = None
 ) -> list[Reader]:
-    """Readers of these `sequences` of the plan."""
-    return [partial(lambda number: read(plan[number].tolist()), number) for number in sequences]
+    """Readers of the `chosen` sequences of the plan, by default of all."""
+    numbers = range(len(plan)) if chosen is None else chosen
+    return [partial(lambda number: read(plan[number].tolist()), number) for number in numbers]
 
 
 @dataclass(frozen=True)
@@ -91,19 +91,13 @@ class MapSequences:
             epoch, next_row = epoch + 1, 0
 
 
-@dataclass(frozen=True)
-class StreamedRows:
-    """Rows of a stream, tokenised."""
+class StreamedRows(NamedTuple):
+    """Rows of a stream, tokenised: documents to train on and held-out ones, and the columns that are counted."""
 
+    train: Documents
+    held_out: Documents
     figures: Figures
-    held_out: npt.NDArray[np.bool_]
-    documents: Documents
-    """One a row, without tokens where the row is not used."""
-
-    def split(self) -> tuple[Documents, Documents]:
-        """Documents to train on, and held-out ones."""
-        pairs = [(d, out) for d, out in zip(self.documents, self.held_out, strict=True) if len(d.input_ids)]
-        return [d for d, out in pairs if not out], [d for d, out in pairs if out]
+    is_held_out: npt.NDArray[np.bool_]
 
 
 @dataclass
@@ -166,10 +160,10 @@ class StreamSequences:
                 ended = len(raw) < self.buffer_rows
                 next_source_row = begin["source_row"] + len(raw)
                 streamed = self.tokenise(raw, range(begin["source_row"], next_source_row))
-                carried = [_from_json(document) for document in begin["carried"]]
-                sequences, handed_on = self._plan(carried, streamed.split()[0], ended)
+                carried = [Document.of(**document) for document in begin["carried"]]
+                sequences, handed_on = self._plan(carried, streamed.train, ended)
                 if (begin["epoch"], begin["source_row"]) >= self.counted:
-                    self.report.count(streamed.figures, streamed.held_out)
+                    self.report.count(streamed.figures, streamed.is_held_out)
                     self.report.num_rows_of_batches += len(sequences)
                     self.counted = (begin["epoch"], next_source_row)
                 order = np.random.default_rng([self.seed, begin["buffer"]]).permutation(len(sequences)).tolist()
@@ -211,8 +205,3 @@ def _to_json(document: Document) -> dict[str, Any]:
         "supervised": document.supervised.astype(int).tolist(),
         "row_id": document.row_id,
     }
-
-
-def _from_json(content: dict[str, Any]) -> Document:
-    ids, supervised = np.array(content["input_ids"], dtype=np.int64), np.array(content["supervised"], dtype=bool)
-    return Document(ids, supervised, content["row_id"])

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -66,7 +66,7 @@ class Outcome(IntEnum):
 class DataReport:
     """Counts over the training split; with streaming over what this process has read so far, pass after pass.
 
-    rows read = used + held out + overlong dropped + empty. Truncated rows are among the used or the held out ones.
+    rows read = used + held out + overlong dropped + empty. Truncated rows are used or held out.
     """
 
     num_rows_read: int = 0
@@ -97,10 +97,11 @@ class DataReport:
     def count(self, figures: Figures, held_out: npt.NDArray[np.bool_]) -> None:
         """Add rows of the training split by their `figures`."""
         outcomes = np.bincount(figures["outcome"], minlength=len(Outcome)).tolist()
-        used = (figures["length"] > 0) & ~held_out
+        filled = figures["length"] > 0
+        used = filled & ~held_out
         self.num_rows_read += len(held_out)
         self.num_rows_used += int(used.sum())
-        self.num_rows_held_out += int(((figures["length"] > 0) & held_out).sum())
+        self.num_rows_held_out += int((filled & held_out).sum())
         self.num_overlong_truncated += outcomes[Outcome.TRUNCATED]
         self.num_overlong_dropped += outcomes[Outcome.OVERLONG]
         self.num_empty += outcomes[Outcome.EMPTY]
@@ -136,6 +137,10 @@ class Document:
     supervised: npt.NDArray[np.bool_]
     row_id: int
 
+    @classmethod
+    def of(cls, input_ids: Sequence[int], supervised: Sequence[bool], row_id: int) -> Document:
+        return cls(np.array(input_ids, dtype=np.int64), np.array(supervised, dtype=bool), row_id)
+
 
 def tokenise_rows(
     rows: Sequence[Mapping[str, Any]],
@@ -146,8 +151,7 @@ def tokenise_rows(
     """The columns described above for `rows`."""
     columns: dict[str, list[Any]] = {name: [] for name in FEATURES}
     encoded = encode_batch(rows, options.form, tokenizer, options.train_on_prompt)
-    for row, row_id, document in zip(rows, row_ids, encoded, strict=True):
-        ids, supervised = ([], []) if document is None else (document.input_ids, document.supervised)
+    for row, row_id, (ids, supervised) in zip(rows, row_ids, encoded, strict=True):
         outcome = Outcome.USED
         if len(ids) > options.max_seq_length:
             outcome = Outcome.TRUNCATED if options.overlong == "truncate" else Outcome.OVERLONG
@@ -156,13 +160,10 @@ def tokenise_rows(
             outcome = Outcome.EMPTY
         if outcome in (Outcome.OVERLONG, Outcome.EMPTY):
             ids, supervised = [], []
-        columns["input_ids"].append(ids)
-        columns["supervised"].append(supervised)
-        columns["length"].append(len(ids))
-        columns["num_supervised"].append(sum(supervised[1:]))
-        columns["outcome"].append(int(outcome))
-        columns["problem_key"].append(problem_key(problem_of(row, options.form)))
-        columns["row_id"].append(row_id)
+        key = problem_key(problem_of(row, options.form))
+        values = (ids, supervised, len(ids), sum(supervised[1:]), int(outcome), key, row_id)
+        for column, value in zip(columns.values(), values, strict=True):
+            column.append(value)
     return columns
 
 
@@ -177,15 +178,11 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of what the tokenizer does to a text: vocabulary, rules, chat template and special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        rules = json.loads(backend.to_str())
-        # Left behind by earlier calls with padding=True or truncation=True; our calls ask for neither.
-        rules["padding"] = rules["truncation"] = None
+        # padding and truncation are left behind by earlier calls; ours ask for neither.
+        rules = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
     else:
-        rules = [
-            type(tokenizer).__name__,
-            sorted(tokenizer.get_vocab().items()),
-            repr(sorted(tokenizer.init_kwargs.items(), key=str)),
-        ]
+        init = repr(sorted(tokenizer.init_kwargs.items(), key=str))
+        rules = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), init]
     content = [rules, tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -209,15 +206,15 @@ def tokenise(
     num_workers: int = 1,
 ) -> Dataset:
     """The tokenised form of `dataset`, cached."""
-    key = cache_key(dataset._fingerprint, tokenizer, options)
+    key, columns = cache_key(dataset._fingerprint, tokenizer, options), list(COLUMNS[options.form])
     folder = Path(cache_dir) if cache_dir is not None else Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8"
     folder.mkdir(parents=True, exist_ok=True)
-    return dataset.select_columns(list(COLUMNS[options.form])).map(
+    return dataset.select_columns(columns).map(
         _tokenise_columns,
         batched=True,
         with_indices=True,
         fn_kwargs={"tokenizer": tokenizer, "options": options},
-        remove_columns=list(COLUMNS[options.form]),
+        remove_columns=columns,
         features=FEATURES,
         num_proc=num_workers if num_workers > 1 else None,
         new_fingerprint=key,
@@ -227,23 +224,23 @@ def tokenise(
     )
 
 
-class DocumentStore:
-    """Documents of a tokenised dataset by index, read from the memory-mapped columns when asked for.
+def document_reader(tokenised: Dataset) -> Callable[[Sequence[int]], list[Document]]:
+    """Reads documents of a tokenised dataset by index from its memory-mapped columns.
 
     About 10 us each; going through a `datasets` row takes many times longer.
     """
+    table = arrow_table(tokenised)
+    columns = [table.column(name) for name in ("input_ids", "supervised", "row_id")]
 
-    def __init__(self, tokenised: Dataset) -> None:
-        table = arrow_table(tokenised)
-        self._columns = [table.column(name) for name in ("input_ids", "supervised", "row_id")]
-
-    def __call__(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> list[Document]:
+    def read(indices: Sequence[int]) -> list[Document]:
         documents = []
         for index in indices:
-            ids, supervised, row_id = (column[index] for column in self._columns)
+            ids, supervised, row_id = (column[index] for column in columns)
             supervised = supervised.values.to_numpy(zero_copy_only=False)  # the file holds bits
             documents.append(Document(ids.values.to_numpy().astype(np.int64), supervised, row_id.as_py()))
         return documents
+
+    return read
 
 
 def arrow_table(tokenised: Dataset) -> pa.Table:

@@ -16,13 +16,14 @@ import torch
 
 from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader, prefetch
-from llm_fp8.data.pack import one_per_sequence, pack
+from llm_fp8.data.pack import PackingPlan, pack
 from llm_fp8.data.sequences import MapSequences, sequence_readers
 from llm_fp8.data.tokenise import Document
 from llm_fp8.utils.errors import UserError
 
 NUM_DOCUMENTS = 45
 LENGTHS = np.random.default_rng(3).integers(2, 33, size=NUM_DOCUMENTS)
+ONE_PER_SEQUENCE = PackingPlan(np.arange(NUM_DOCUMENTS), np.arange(NUM_DOCUMENTS + 1))
 
 
 def _read(indices: Any) -> list[Document]:
@@ -30,9 +31,7 @@ def _read(indices: Any) -> list[Document]:
 
 
 def _sequences(packed: bool = False, seed: int = 0) -> MapSequences:
-    return MapSequences(
-        pack(LENGTHS, 32) if packed else one_per_sequence(NUM_DOCUMENTS), _read, seed, f"packed {packed}, seed {seed}"
-    )
+    return MapSequences(pack(LENGTHS, 32) if packed else ONE_PER_SEQUENCE, _read, seed, f"packed {packed}, seed {seed}")
 
 
 def _loader(
@@ -171,7 +170,7 @@ def test_progress() -> None:
 
 
 def _eval(rank: int = 0, world_size: int = 1, batch_size: int = 4, max_batches: int | None = None) -> EvalLoader:
-    readers = sequence_readers(one_per_sequence(NUM_DOCUMENTS), _read, range(NUM_DOCUMENTS))
+    readers = sequence_readers(ONE_PER_SEQUENCE, _read)
     return EvalLoader(readers, PaddedCollate(batch_size, 32, 0), batch_size, Share(rank, world_size), max_batches)
 
 

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from llm_fp8.data.pack import PackingPlan, one_per_sequence, pack
+from llm_fp8.data.pack import PackingPlan, pack
 from llm_fp8.data.split import held_out_mask, is_held_out, normalise_problem, problem_key
 
 
@@ -84,7 +84,6 @@ def test_packing_is_deterministic_and_knows_edge_cases() -> None:
     np.testing.assert_array_equal(first.offsets, second.offsets)
     assert len(pack([], 8)) == 0
     assert [pack([8, 8], 8)[i].tolist() for i in range(2)] == [[0], [1]]
-    assert one_per_sequence(3)[2].tolist() == [2]
     with pytest.raises(ValueError, match="9"):
         pack([9], 8)
     with pytest.raises(ValueError, match="0"):

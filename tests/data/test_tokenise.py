@@ -15,7 +15,7 @@ from llm_fp8.data import tokenise as module
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.prompt import problem_of
 from llm_fp8.data.split import problem_key
-from llm_fp8.data.tokenise import DocumentStore, Outcome, TokeniseOptions, cache_key, tokenise, tokenizer_digest
+from llm_fp8.data.tokenise import Outcome, TokeniseOptions, cache_key, document_reader, tokenise, tokenizer_digest
 
 OPTIONS = TokeniseOptions("problem_solution", max_seq_length=64)
 ROWS = [
@@ -47,7 +47,7 @@ def test_outcomes_when_dropping(dataset: Dataset, tokenizer: PreTrainedTokenizer
     assert [length > 0 for length in tokenised["length"]] == [True, False, False, False]
     assert list(tokenised["row_id"]) == [0, 1, 2, 3]
     assert list(tokenised["problem_key"]) == [problem_key(problem_of(row, "problem_solution")) for row in ROWS]
-    (document,) = DocumentStore(tokenised)([0])
+    (document,) = document_reader(tokenised)([0])
     assert document.input_ids.dtype == "int64" and document.supervised.dtype == "bool" and document.row_id == 0
     assert tokenizer.decode(document.input_ids[document.supervised]) == "The answer is \\boxed{56}.<|eos|>"
     assert tokenised["length"][0] == len(document.input_ids)
@@ -60,7 +60,7 @@ def test_outcomes_when_truncating(dataset: Dataset, tokenizer: PreTrainedTokeniz
     # Of the last row nothing supervised is left.
     assert _outcomes(tokenised) == [Outcome.USED, Outcome.TRUNCATED, Outcome.EMPTY, Outcome.EMPTY]
     whole = tokenise(dataset, tokenizer, dataclasses.replace(OPTIONS, max_seq_length=4096), str(tmp_path))
-    cut, full = DocumentStore(tokenised)([1])[0], DocumentStore(whole)([1])[0]
+    cut, full = document_reader(tokenised)([1])[0], document_reader(whole)([1])[0]
     assert len(cut.input_ids) == 64
     assert (
         cut.input_ids.tolist() == full.input_ids[:64].tolist()
@@ -146,7 +146,7 @@ def test_documents_are_those_of_the_rows_wherever_they_lie(
     """In the file's pieces of 1,000 rows, in the files of several processes, and beside rows that hold no token."""
     tokenised = tokenise(Dataset.from_list(ROWS * 600), tokenizer, OPTIONS, str(tmp_path), num_workers)
     indices = [2399, 0, 1, 998, 999, 1000, 1001, 1199, 1200, 1201, 0, 2000]
-    documents = DocumentStore(tokenised)(indices)
+    documents = document_reader(tokenised)(indices)
     for index, document in zip(indices, documents, strict=True):
         row = tokenised[index]
         assert (document.input_ids.tolist(), document.supervised.tolist()) == (row["input_ids"], row["supervised"])
@@ -161,4 +161,4 @@ def test_documents_of_picked_rows_are_refused(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="not in the order of its table"):
-        DocumentStore(tokenise(dataset, tokenizer, OPTIONS, str(tmp_path)).select([2, 0]))
+        document_reader(tokenise(dataset, tokenizer, OPTIONS, str(tmp_path)).select([2, 0]))

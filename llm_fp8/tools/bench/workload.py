@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -263,13 +262,11 @@ class TextStep:
         for first in range(0, len(dataset), ROWS_AT_A_TIME):
             rows = list(dataset.select(range(first, min(first + ROWS_AT_A_TIME, len(dataset)))))
             columns = tokenise_rows(rows, range(first, first + len(rows)), self.tokenizer, options)
-            for ids, supervised, row_id in zip(
-                columns["input_ids"], columns["supervised"], columns["row_id"], strict=True
-            ):
-                if not ids:
+            for document in map(Document.of, columns["input_ids"], columns["supervised"], columns["row_id"]):
+                if not len(document.input_ids):
                     continue  # empty, or longer than a row
-                found.append(Document(np.array(ids, dtype=np.int64), np.array(supervised, dtype=bool), row_id))
-                total += len(ids)
+                found.append(document)
+                total += len(document.input_ids)
                 if total > num_tokens:
                     return found
         return found
