@@ -3,23 +3,14 @@
 THE LABELS ARE ALREADY SHIFTED: `labels[..., t]` is the token after position t of the same document, or -100. The loss
 is the cross entropy of `logits` and `labels` position by position; Hugging Face models would shift them again.
 
-Packed (T = batch_size * max_seq_length), for attention with `cu_seqlens` or the restarts of `position_ids`:
+    field                             packed, T = batch_size * max_seq_length        padded on the right
+    input_ids, labels, position_ids   int64 [1, T]                                   int64 [B, S]
+    cu_seqlens                        int32 [n + 1], 0 = first < ... < last = T      None
+    attention_mask                    None; context parallelism: bool [1, T]         bool [B, S]
 
-    input_ids, labels, position_ids   int64 [1, T]
-    cu_seqlens                        int32 [n + 1], 0 = first < ... < last = T: where each segment begins
-    attention_mask                    None; with context parallelism bool [1, T], true on documents' tokens
-
-A sequence is max_seq_length positions, one line of [1, T] reshaped to [batch_size, max_seq_length]. A segment is a
-document or the unused rest of a sequence, where `position_ids` restart at 0 and every label is -100.
-
-Context parallelism over C ranks splits the finished batch (llm_fp8.distributed.context_parallel). Every document is
-padded on the right to a multiple of 2 C, inside its segment: attention is causal, so no token of it sees the padding.
-
-Padded, on the right:
-
-    input_ids, labels, position_ids   int64 [B, S]
-    attention_mask                    bool [B, S], true on a document's tokens
-    cu_seqlens                        None
+The mask is true on documents' tokens. `cu_seqlens` says where each segment begins: a document, or the unused rest of a
+sequence of max_seq_length positions; in each `position_ids` start at 0. Context parallelism over C ranks pads every
+document, inside its segment, to a multiple of 2 C: attention is causal, so no token of it sees the padding.
 
 S is the longest document rounded up to a multiple of 128 (per rank of context parallelism), at most max_seq_length; or
 max_seq_length with `pad_to_full`. Padding is known by position, never by token id: PAD and EOS may be the same token.
@@ -99,7 +90,7 @@ def count_tokens(batches: Sequence[Batch]) -> StepTokens:
 
 
 def shifted_labels(document: Document) -> npt.NDArray[np.int64]:
-    """For each position the next token if that is supervised, else -100. int64 [n], the last is always -100."""
+    """For each position the next token if that is supervised, else -100; int64 [n]."""
     labels = np.full(len(document.input_ids), IGNORED, dtype=np.int64)
     labels[:-1] = np.where(document.supervised[1:], document.input_ids[1:], IGNORED)
     return labels

@@ -1,6 +1,4 @@
-"""Datasets in: a hub id, or any local form, becomes one split of a `datasets` dataset.
-
-Understood names (`--dataset_name`):
+"""A hub id or a local path (--dataset_name) becomes one split of a `datasets` dataset.
 
     embedded                    the dataset of this repository
     owner/name                  a dataset of the Hugging Face hub

@@ -71,10 +71,7 @@ class TrainLoader:
         share: Share,
     ) -> None:
         """`num_micro_batches` is per rank and step (gradient_accumulation_steps)."""
-        self._sequences = sequences
-        self._collate = collate
-        self._batch_size = batch_size
-        self._share = share
+        self._sequences, self._collate, self._batch_size, self._share = sequences, collate, batch_size, share
         self.global_batch_size = batch_size * num_micro_batches * share.world_size
         """Sequences of an optimizer step over all ranks."""
         self._position = sequences.start()
@@ -116,7 +113,7 @@ class TrainLoader:
 class EvalLoader:
     """Yields this rank's `Batch`es of the evaluation sequences, the same ones in the same order at every iteration.
 
-    `max_batches` limits the batches over all ranks, so that what is evaluated does not depend on their number.
+    `max_batches` limits the batches of all ranks together, so that what is evaluated does not depend on their number.
     """
 
     def __init__(

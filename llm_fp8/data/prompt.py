@@ -7,15 +7,14 @@ Columns, the first that fit:
     prompt + completion             concatenated as they stand: no template, no prompt form
     text                            all of it supervised
 
-A problem and its solution, or a conversation, go through the tokenizer's chat template, else through `PROMPT_FORM` or
-`PLAIN_TURN`. Supervised are the solution, the completion or each assistant turn, and EOS, once, as the last token of
-every document, so that the model learns to stop; what a template puts after it is cut off. BOS stands at the front
-once: chat templates write it, elsewhere it is added if the tokenizer would. With `train_on_prompt` every token is
-supervised.
+The first two go through the tokenizer's chat template, else through `PROMPT_FORM` or `PLAIN_TURN`. Supervised are the
+solution, the completion or each assistant turn (with `train_on_prompt` every token), and EOS, once, as the last token
+of every document, so that the model learns to stop; what a template puts after it is cut off. BOS stands at the front
+once: chat templates write it, elsewhere it is added if the tokenizer would.
 
-A supervised span is a range of characters. A document is tokenised as one text, and a span begins where the tokens of
-the text before it end, so that the prompt's tokens are those that generation starts from. Where a token would straddle
-the boundary, both sides are tokenised separately.
+A document is tokenised as one text, and a supervised range of characters begins where the tokens of the text before it
+end, so that the prompt's tokens are those that generation starts from. Where a token would straddle the boundary, both
+sides are tokenised separately.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Sequences in global batches: `MapSequences` of a prepared dataset, `StreamSequences` of a stream (`--streaming`).
 
-A sequence is one line of a batch: a packed group of documents, or a single one. Both classes yield global batches
-without end, each with the position after it, a dict that JSON can hold; from a position they continue exactly. A global
-batch depends on its size alone (batch_size * gradient_accumulation_steps * world_size), not on how ranks share it.
+A sequence is a packed group of documents, or a single one. Both classes yield global batches without end, each with the
+position after it, a dict that JSON can hold; from a position they continue exactly. A global batch depends on its size
+alone (batch_size * gradient_accumulation_steps * world_size), not on how ranks share it.
 
-`MapSequences` visits every sequence once an epoch, in an order drawn from (seed, epoch); the last global batch holds
-the rest.
+`MapSequences` visits every sequence once an epoch, in an order drawn from (seed, epoch); the last global batch of an
+epoch may be smaller.
 
 `StreamSequences` reads, tokenises and packs a buffer of dataset rows and shuffles its sequences by (seed, number of the
 buffer). Poorly filled sequences pass their documents on to the next buffer, each document at most once. At its end the
-stream begins anew, and no global batch is short. A position names the beginning of a buffer (the state of the
+stream begins anew, and no global batch is smaller. A position names the beginning of a buffer (the state of the
 `datasets` stream and the documents passed on to it) and how many of its sequences are done: resuming fills the buffer
 again. Every rank reads the full stream.
 """
@@ -64,7 +64,7 @@ def sequence_readers(
 
 @dataclass(frozen=True)
 class MapSequences:
-    """Sequences of a plan over documents that are all known. `data` identifies plan and documents."""
+    """Sequences of a plan over the documents that `read` returns by index. `data` identifies plan and documents."""
 
     plan: PackingPlan
     read: Callable[[Sequence[int]], Documents]

@@ -76,9 +76,7 @@ def check_answer_column(columns: list[str]) -> None:
 def choose_problems(
     dataset: Dataset, rows: npt.NDArray[np.int64], keys: npt.NDArray[np.int64], wanted: int
 ) -> list[Problem]:
-    """At most `wanted` distinct problems with an expected answer among `rows` of `dataset`, whose keys are `keys`
-    (both int64 [n]).
-    """
+    """At most `wanted` distinct problems with an expected answer among `rows` int64 [n], which have these `keys`."""
     order = np.lexsort((rows, keys))
     _, first = np.unique(keys[order], return_index=True)
     texts = dataset.select_columns(["problem", ANSWER_COLUMN])
@@ -87,7 +85,6 @@ def choose_problems(
         if len(chosen) == wanted:
             break
         row = texts[row_id]
-        answer = "" if row[ANSWER_COLUMN] is None else str(row[ANSWER_COLUMN]).strip()
-        if answer:
+        if answer := str("" if row[ANSWER_COLUMN] is None else row[ANSWER_COLUMN]).strip():
             chosen.append(Problem(row_id, str(row["problem"]), answer))
     return chosen

@@ -2,15 +2,7 @@
 
 The tokenised rows are an Arrow file that `datasets.map` writes and memory-maps. Its name is a hash of everything that
 shapes its content (`cache_key`): batch size, seed, packing and held-out share reuse the file; another tokenizer or chat
-template makes a new one. Every row of the dataset has its row there, also the unused ones:
-
-    input_ids       list of int32   token ids, EOS last; empty where the row is not used
-    supervised      list of bool    whether the token is to be predicted
-    length          int32           number of tokens
-    num_supervised  int32           supervised tokens after the shift (the first token is never predicted)
-    outcome         int8            an `Outcome`
-    problem_key     int64           hash of the problem, by which the held-out share is cut
-    row_id          int64           index of the row in the dataset's split
+template makes a new one. Every row of the dataset has its row there, also the unused ones; the columns are `FEATURES`.
 """
 
 from __future__ import annotations
@@ -37,13 +29,13 @@ from llm_fp8.data.split import problem_key
 
 FEATURES = Features(
     {
-        "input_ids": ListOf(Value("int32")),
-        "supervised": ListOf(Value("bool")),
+        "input_ids": ListOf(Value("int32")),  # EOS last; empty where the row is not used
+        "supervised": ListOf(Value("bool")),  # whether the token is to be predicted
         "length": Value("int32"),
-        "num_supervised": Value("int32"),
-        "outcome": Value("int8"),
-        "problem_key": Value("int64"),
-        "row_id": Value("int64"),
+        "num_supervised": Value("int32"),  # after the shift: the first token is never predicted
+        "outcome": Value("int8"),  # an `Outcome`
+        "problem_key": Value("int64"),  # hash of the problem, by which the held-out share is cut
+        "row_id": Value("int64"),  # index of the row in the dataset's split
     }
 )
 
@@ -148,7 +140,7 @@ def tokenise_rows(
     tokenizer: PreTrainedTokenizerBase,
     options: TokeniseOptions,
 ) -> dict[str, list[Any]]:
-    """The columns described above for `rows`."""
+    """The columns of `FEATURES` for `rows`."""
     columns: dict[str, list[Any]] = {name: [] for name in FEATURES}
     encoded = encode_batch(rows, options.form, tokenizer, options.train_on_prompt)
     for row, row_id, (ids, supervised) in zip(rows, row_ids, encoded, strict=True):
@@ -179,7 +171,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         # padding and truncation are left behind by earlier calls; ours ask for neither.
-        rules = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
+        rules: Any = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
     else:
         init = repr(sorted(tokenizer.init_kwargs.items(), key=str))
         rules = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), init]

@@ -2,14 +2,11 @@
 
     python -m llm_fp8.data.embedded.generate [--out DIR]
 
-- `dataset/data/{train,validation}-*.jsonl`: rows in the columns of nvidia/OpenMathInstruct-2 (`problem`,
-  `generated_solution`, `expected_answer`, `problem_source`). No two rows hold the same problem. The families
-  (problems.py) take turns, so every prefix is balanced.
+- `dataset/data/{train,validation}-*.jsonl`: rows in the columns of nvidia/OpenMathInstruct-2, no problem twice. The
+  families (problems.py) take turns, so every prefix is balanced.
 - `model/tokenizer.json`: a byte-level BPE trained on the training split, digits split singly, BOS before every text.
 - `model/config.json`, `tokenizer_config.json`: written by hand, copied to DIR. A Llama of 1.7 million parameters whose
   sizes are multiples of 128, as the block-scaled fp8 recipe needs. It has no weights: every run initialises them.
-
-Nothing here depends on the hash seed, the locale or the version of Python.
 """
 
 from __future__ import annotations

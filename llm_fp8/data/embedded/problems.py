@@ -1,7 +1,4 @@
-"""Twenty families of word problems and algebra with worked solutions whose numbers are computed, never typed.
-
-A family is a function of a `random.Random` that returns a row. They are graded: one step (`product`, `remainder`), two
-or three (`shopping`, `linear_equation`), up to five (`linear_system`, `rectangle`).
+"""Twenty families of word problems and algebra of one to five steps, with worked solutions whose numbers are computed.
 
 Every equality between numbers in a solution ("47 * 86 = 4042") is true as it stands, with `*`, `/` and the usual
 precedence, so that a test can evaluate it. The answer stands once, at the end, in `\\boxed{...}`.
