@@ -30,7 +30,6 @@ def enable_gradient_checkpointing(
     """Recompute every `every`-th of the decoder's `layers` in the backward pass; returns these. `reentrant`: the
     recomputation has a backward pass of its own.
     """
-    recomputed = list(layers[::every])
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
     options: dict[str, Any] = {"use_reentrant": reentrant}
     if uses_te:
@@ -38,17 +37,16 @@ def enable_gradient_checkpointing(
         checkpoint = te.checkpoint
         if not reentrant:
             options["context_fn"] = functools.partial(_te_contexts, te)
+
+    def recompute(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not layer.training or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    recomputed = list(layers[::every])
     for layer in recomputed:
-        wrap_forward(layer, functools.partial(_recomputed, layer, functools.partial(checkpoint, **options)))
+        wrap_forward(layer, functools.partial(recompute, layer))
     return recomputed
-
-
-def _recomputed(
-    layer: nn.Module, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    if not layer.training or not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, **kwargs)
 
 
 def _te_contexts(te: Any) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:

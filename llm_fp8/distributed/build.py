@@ -39,9 +39,8 @@ def build_strategy(
     mode: str, config: Config, accelerator: Accelerator, ranks: LaunchRanks, compute_dtype: torch.dtype
 ) -> DistributedStrategy:
     if mode.startswith("fsdp"):
-        return FsdpStrategy(
-            mode, accelerator, config.parallel, compute_dtype, config.parallel.gpus_per_copy(ranks.local_world_size)
-        )
+        gpus_per_copy = config.parallel.gpus_per_copy(ranks.local_world_size)
+        return FsdpStrategy(mode, accelerator, config.parallel, compute_dtype, gpus_per_copy)
     if mode.startswith("deepspeed"):
         return DeepSpeedStrategy(mode, accelerator, config.parallel)
     return DistributedStrategy(mode, accelerator, config.parallel)

@@ -152,11 +152,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         """Of `save_state`, of all ranks."""
         prefix = "bf16_" if self.settings["bf16"]["enabled"] else ""
         ranks = range(self.accelerator.num_processes)
-        weights = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in ranks]
-        return [
-            *(weights if self.stage == 3 else ["mp_rank_00_model_states.pt"]),
-            *[f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in ranks],
-        ]
+        weights = ["mp_rank_00_model_states.pt"]
+        if self.stage == 3:
+            weights = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in ranks]
+        return weights + [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in ranks]
 
     def state_bytes(self) -> int:
         """Approximate: master weights, moments and weights."""
@@ -167,13 +166,11 @@ class DeepSpeedStrategy(DistributedStrategy):
         """Write weights, master weights and optimizer state as `state_files`, synced to disk; collective."""
         self._zero.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
         rank = self.accelerator.process_index
-        own = [
-            name for name in self.state_files() if f"pp_rank_{rank}_" in name or (rank == 0 and "pp_rank" not in name)
-        ]
-        for name in own:
-            with (folder / name).open("rb") as file:
-                os.fsync(file.fileno())
-        if self.accelerator.is_main_process:
+        for name in self.state_files():
+            if f"pp_rank_{rank}_" in name or (rank == 0 and "pp_rank" not in name):
+                with (folder / name).open("rb") as file:
+                    os.fsync(file.fileno())
+        if rank == 0:
             for name in ("zero_to_fp32.py", "zero_to_torch.py"):  # DeepSpeed's; they need a file not written here
                 (folder / name).unlink()
         self.accelerator.wait_for_everyone()

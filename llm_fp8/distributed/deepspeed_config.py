@@ -177,6 +177,15 @@ def file_problems(
     stage, stage_entry = zero_stage(mode), entries.get(f"{_ZERO}.stage")
     computed, fp32 = (None, *_DTYPE_NAMES[compute_name]), _DTYPE_NAMES["fp32"]
     doubled = ", and fp32 would double that traffic" if compute_name == "bf16" else ""
+    accumulated = (
+        ([*computed, *fp32], f"gradients are accumulated in {compute_name} or fp32; remove the entry")
+        if stage > 1
+        else (
+            computed,
+            "with stage 1 DeepSpeed keeps unsharded gradients in another dtype; remove the entry, or use "
+            "--sharding_mode deepspeed_2 with fp32",
+        )
+    )
     computes = f"the run computes in {compute_name}, from --mixed_precision; remove the entry"
     accepted: dict[str, tuple[Sequence[Any], str]] = {
         key: ([value], f'this run has {value}, from {_FLAGS[key]}; remove the entry or make it "{AUTO}"')
@@ -185,17 +194,8 @@ def file_problems(
         "bf16.enabled": ([compute_name == "bf16"], computes),
         "fp16.enabled": ([False], computes),
         "data_types.param_dtype": (computed, computes),
-        "communication_data_type": (
-            computed,
-            f"gradients are reduced in {compute_name}{doubled}; remove the entry",
-        ),
-        "data_types.grad_accum_dtype": (
-            computed if stage == 1 else [*computed, *fp32],
-            "with stage 1 DeepSpeed keeps unsharded gradients in another dtype; remove the entry, or use "
-            "--sharding_mode deepspeed_2 with fp32"
-            if stage == 1
-            else f"gradients are accumulated in {compute_name} or fp32; remove the entry",
-        ),
+        "communication_data_type": (computed, f"gradients are reduced in {compute_name}{doubled}; remove the entry"),
+        "data_types.grad_accum_dtype": accumulated,
         f"{_ZERO}.stage": (
             [stage],
             f"the run has --sharding_mode {mode}; use --sharding_mode deepspeed_{stage_entry} or change the file",

@@ -16,6 +16,7 @@ the meta device (so that no rank holds the unsharded model) share one. Inputs of
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,9 +79,8 @@ class FsdpStrategy(DistributedStrategy):
         return torch.device("cpu") if self.mode == "fsdp_offload" else self.accelerator.device
 
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
-        return super().resolve_optimizer(
-            default_optimizer(self.mode) if requested == "auto" else requested, compute_dtype
-        )
+        asked = default_optimizer(self.mode) if requested == "auto" else requested
+        return super().resolve_optimizer(asked, compute_dtype)
 
     def keep_in_fp8(self, precision: Precision) -> None:
         """Let `prepare` turn the weights of `precision`'s fp8 modules into fp8 parameters; call it before `shard`."""
@@ -89,16 +89,15 @@ class FsdpStrategy(DistributedStrategy):
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
         """Shard every layer, then the other parameters; those on the meta device get memory, contents undefined."""
         on_gpu = self.accelerator.device.type == "cuda"
-        shared: dict[str, Any] = {
-            "mesh": self.mesh,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=self.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-            ),
-            "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if self.mode == "fsdp_offload" else OffloadPolicy(),
-        }
+        shard = functools.partial(
+            fully_shard,
+            mesh=self.mesh,
+            mp_policy=MixedPrecisionPolicy(self.compute_dtype, torch.float32, cast_forward_inputs=False),
+            offload_policy=CPUOffloadPolicy(pin_memory=on_gpu) if self.mode == "fsdp_offload" else OffloadPolicy(),
+        )
         for layer in layers:
-            fully_shard(layer, reshard_after_forward=self.mode != "fsdp_grad", **shared)
-        fully_shard(model, reshard_after_forward=False, **shared)
+            shard(layer, reshard_after_forward=self.mode != "fsdp_grad")
+        shard(model, reshard_after_forward=False)
         from_backward_stream = self.parameter_device.type == "cuda" and self.mesh.ndim == 1
         use_memory_saving_reduce_scatter(model, torch.cuda.current_stream() if from_backward_stream else None)
         if self.caches_weight_casts:

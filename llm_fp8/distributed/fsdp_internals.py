@@ -37,10 +37,10 @@ def _entries_of(unit: FSDPModule) -> Iterator[tuple[Tensor, Any]]:
     """The sharded parameters of one unit, as their modules have them between steps, each with FSDP2's record of it."""
     state: Any = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    for entry in (entry for group in groups for entry in getattr(group, "fsdp_params", ())):
-        owner = getattr(entry, "_module_info", None)
-        if owner is not None:
-            yield getattr(owner.module, owner.param_name), entry
+    for group in groups:
+        for entry in getattr(group, "fsdp_params", ()):
+            if owner := getattr(entry, "_module_info", None):
+                yield getattr(owner.module, owner.param_name), entry
 
 
 class UnshardedGradients:
@@ -87,8 +87,7 @@ class MemorySavingReduceScatter:
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         for entry in self._entries:
-            gathered = getattr(entry, "_unsharded_param", None)
-            if gathered is not None:
+            if (gathered := getattr(entry, "_unsharded_param", None)) is not None:
                 release_main_grad(gathered)
         if self._stream is None:
             return torch.empty(*size, dtype=dtype, device=device)

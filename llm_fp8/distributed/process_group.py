@@ -46,9 +46,8 @@ def own_device() -> torch.device:
 
 
 def end_process_group(accelerator: Accelerator) -> None:
-    """Leave the group, at the end of a run that ended well. DDP is freed first: if it held the last reference, its
-    destructor would wait, holding the GIL, for threads of gloo that wait for the GIL.
-    """
+    """Leave the group, at the end of a run that ended well."""
+    # DDP first: as the last to refer to the group it would wait, holding the GIL, for threads of gloo that need it.
     accelerator.free_memory()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -51,10 +51,13 @@ def choose_mode(
         return ModeChoice("ddp", "there is no GPU whose memory would count")
     room = STATE_SHARE * gpu_memory_gib
     num_parameters = count_parameters()
-    needs = {
-        mode: num_parameters * state_bytes(mode, _optimizer_under(mode, config), ranks.world_size, config) / GIB
-        for mode in ("ddp", "fsdp_grad", "fsdp_full")
-    }
+    needs = {}
+    for mode in ("ddp", "fsdp_grad", "fsdp_full"):
+        kind = config.optim.optimizer
+        # No fsdp mode takes adamw_8bit.
+        if kind == "auto" or (kind == "adamw_8bit" and mode.startswith("fsdp")):
+            kind = default_optimizer(mode)
+        needs[mode] = num_parameters * state_bytes(mode, kind, ranks.world_size, config) / GIB
     mode = next((mode for mode, needed in needs.items() if needed <= room), "fsdp_full")
     told = ", ".join(f"{name} {value:.0f} GiB" for name, value in needs.items())
     fits = "fits" if needs[mode] <= room else "comes nearest to"
@@ -69,13 +72,6 @@ def choose_mode(
 def default_optimizer(mode: str) -> OptimizerKind:
     """The optimizer that `--optimizer auto` means on a GPU in bf16 or fp8."""
     return "adamw_fp32" if mode.startswith("fsdp") else "adamw_master"
-
-
-def _optimizer_under(mode: str, config: Config) -> OptimizerKind:
-    """The optimizer that a GPU would run in `mode`; adamw_8bit, which no fsdp mode takes, counts as the default."""
-    asked = config.optim.optimizer
-    refused = asked == "adamw_8bit" and mode.startswith("fsdp")
-    return default_optimizer(mode) if asked == "auto" or refused else asked
 
 
 def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config) -> float:
@@ -99,6 +95,5 @@ def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config)
 
 def keeps_unsharded_gradients(mode: str, config: Config) -> bool:
     """Whether an fsdp mode keeps unsharded gradients on every GPU from one micro-batch to the next."""
-    accumulates = config.optim.gradient_accumulation_steps > 1
-    trains_all = config.lora.lora_rank == 0
-    return mode.startswith("fsdp") and accumulates and trains_all and not config.parallel.sync_every_micro_batch
+    accumulates = config.optim.gradient_accumulation_steps > 1 and not config.parallel.sync_every_micro_batch
+    return mode.startswith("fsdp") and accumulates and not config.lora.lora_rank

@@ -76,13 +76,13 @@ class DistributedStrategy:
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
         """Encloses forward and backward of a micro-batch; gradients are reduced in the `last` one of a step only."""
         synchronise = last or self.options.sync_every_micro_batch
-        # DDP's all-reduce starts when autograd has accumulated a gradient.
-        needs_autograd = synchronise and self.accelerator.num_processes > 1
-        accumulation = None if needs_autograd else self.wgrad_accumulation
-        with (
-            contextlib.nullcontext() if synchronise else self.accelerator.no_sync(model),
-            contextlib.nullcontext() if accumulation is None else accumulation.micro_batch(),
-        ):
+        with contextlib.ExitStack() as stack:
+            if not synchronise:
+                stack.enter_context(self.accelerator.no_sync(model))
+            # DDP's all-reduce starts when autograd, and not a GEMM, has accumulated a gradient.
+            needs_autograd = synchronise and self.accelerator.num_processes > 1
+            if self.wgrad_accumulation is not None and not needs_autograd:
+                stack.enter_context(self.wgrad_accumulation.micro_batch())
             yield
 
     def backward(self, loss: Tensor) -> None:

@@ -20,7 +20,7 @@ place: those of elements 2i and 2i + 1 are the halves of
     x ^= x >> 16
 
 modulo 2^32: a Weyl sequence through the mixer "lowbias32" of Chris Wellons' hash-prospector (public domain), with a
-second key in its middle. The keys are a hash of the run's seed, the step and the parameter's number: there is no
+second key in its middle. The keys are a hash of the run's seed, the step and the parameter's number, so there is no
 generator state to save, and ranks that hold the same parameters stay identical.
 """
 
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -85,12 +85,8 @@ def update_with_torch_(
 ) -> None:
     """One step of one tensor, in place, on any device; the reference for the Triton kernel.
 
-    Args:
-        weight: bf16, rounded stochastically, or fp32; contiguous, as are the gradient and the state.
-        gradient: bf16 or fp32, of the weight's shape; unchanged.
-        state: exp_avg and exp_avg_sq of the weight's shape: uint8 codes with scales, or fp32 without.
-        gradient_scale: fp32 scalar tensor on the same device that multiplies the gradient, or None.
-        key: of `rounding_key`.
+    As `llm_fp8.optim.adamw_master.update_with_torch_`, but a bf16 `weight` is rounded stochastically by `rounding_key`,
+    and exp_avg and exp_avg_sq in `state` are uint8 codes with scales, or fp32 without.
     """
     moments = [
         (state[name].view(-1), state.get(f"{name}_scale"), signed)
@@ -142,17 +138,8 @@ class EightBitAdamW(GroupedAdamW):
                 state[f"{name}_scale"] = torch.zeros(count // CODE_BLOCK, dtype=torch.float32, device=parameter.device)
         return state
 
-    def _update_(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        state: State,
-        gradient_scale: Tensor | None,
-        coefficients: Coefficients,
-        place: tuple[int, int],
-    ) -> None:
+    def _update_(self, weight: Tensor, *arguments: Any, place: tuple[int, int]) -> None:
+        update_: Callable[..., None] = update_with_torch_
         if weight.is_cuda:
             from llm_fp8.optim.adamw_triton import update_8bit_ as update_
-        else:
-            update_ = update_with_torch_
-        update_(weight, gradient, state, gradient_scale, coefficients, rounding_key(self.seed, *place))
+        update_(weight, *arguments, rounding_key(self.seed, *place))

@@ -20,10 +20,15 @@ from torch import Tensor
 
 CODE_BLOCK = 256
 """Elements that share a scale."""
-
 SMALLEST_SCALE = 1e-12
-
 NUM_DECADES = 7
+
+PAIR_STEP, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
+"""Of the random bits (`llm_fp8.optim.adamw_8bit`)."""
+LARGEST_BITS = 0x7FFF0000
+"""Clamp of an fp32 number's bits before rounding: the GPU's NaN, 0x7FFFFFFF, would carry into the sign."""
+Key = tuple[int, int]
+"""Two numbers of 32 bits, signed."""
 
 
 def code_values(signed: bool) -> Tensor:
@@ -72,14 +77,3 @@ def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     scale = blocks.abs().amax(1).clamp(min=SMALLEST_SCALE)
     codes = torch.bucketize(blocks * (1 / scale)[:, None], limits[1:], right=True)
     return codes.to(torch.uint8).view(-1), scale
-
-
-PAIR_STEP = 0x9E3779B9
-FIRST_FACTOR = 0x7FEB352D
-SECOND_FACTOR = 0x846CA68B
-
-LARGEST_BITS = 0x7FFF0000
-"""Clamp of an fp32 number's bits before rounding: the GPU's NaN, 0x7FFFFFFF, would carry into the sign."""
-
-Key = tuple[int, int]
-"""Two numbers of 32 bits, signed."""

@@ -77,6 +77,7 @@ class GroupedAdamW(Optimizer):
 
     Every group counts its steps in `group["step"]`, an int. Parameters must be contiguous; a gradient that is not is
     copied. Of sharded parameters (DTensor) each rank updates its shard. An argument out of range is a ValueError.
+    Checkpoints hold the state by name (`llm_fp8.optim.state`): torch's `load_state_dict` would cast it.
     """
 
     gradient_scale: Tensor | None
@@ -102,16 +103,10 @@ class GroupedAdamW(Optimizer):
         """The state of a parameter before its first step."""
         raise NotImplementedError
 
-    def _update_(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        state: State,
-        gradient_scale: Tensor | None,
-        coefficients: Coefficients,
-        place: tuple[int, int],
-    ) -> None:
-        """Update one tensor and its state in place; `place`: the step and the parameter's number."""
+    def _update_(self, weight: Tensor, *arguments: Any, place: tuple[int, int]) -> None:
+        """Update one tensor and its state in place. `arguments`: gradient, state, gradient scale and coefficients;
+        `place`: the step and the parameter's number.
+        """
         raise NotImplementedError
 
     def initialize_state(self) -> None:
@@ -148,18 +143,8 @@ class GroupedAdamW(Optimizer):
                     continue
                 gradient = local_part(parameter.grad).contiguous()
                 state = {name: local_part(tensor) for name, tensor in self._state_of(parameter).items()}
-                self._update_(weight, gradient, state, gradient_scale, coefficients, (group["step"], number))
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but state keeps its dtypes: torch casts it to the parameter's."""
-        super().load_state_dict(state_dict)
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            if number in state_dict["state"]:
-                saved = state_dict["state"][number]
-                self.state[parameter] = {name: tensor.to(parameter.device, copy=True) for name, tensor in saved.items()}
+                place = (group["step"], number)
+                self._update_(weight, gradient, state, gradient_scale, coefficients, place=place)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -23,6 +23,9 @@ sign and give a weight of -0, so every NaN is split as 0x7FC00000, whose weight 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -30,7 +33,6 @@ from torch.nn import Parameter
 from llm_fp8.optim.adamw_base import CHUNK_ELEMENTS, Coefficients, GroupedAdamW, State, moments_and_update
 
 FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE = torch.bfloat16, torch.float32
-"""Of the stored m and v."""
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
@@ -52,10 +54,8 @@ def update_with_torch_(
 ) -> None:
     """One step of one tensor, in place, on any device; the reference for the Triton kernel.
 
-    Args:
-        weight: bf16 with a remainder in `state`, or fp32 without; contiguous, as are the gradient and the state.
-        gradient: bf16 or fp32, of the weight's shape; unchanged.
-        gradient_scale: fp32 scalar tensor on the same device that multiplies the gradient, or None.
+    `weight`: bf16 with a remainder in `state`, or fp32 without; contiguous, as are the bf16 or fp32 gradient and the
+    state. `gradient_scale`: fp32 scalar tensor on the same device that multiplies the gradient, or None.
     """
     weight, gradient = weight.view(-1), gradient.view(-1)
     state = {name: tensor.view(-1) for name, tensor in state.items()}
@@ -88,17 +88,8 @@ class MasterAdamW(GroupedAdamW):
             state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
         return state
 
-    def _update_(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        state: State,
-        gradient_scale: Tensor | None,
-        coefficients: Coefficients,
-        place: tuple[int, int],
-    ) -> None:
+    def _update_(self, weight: Tensor, *arguments: Any, place: tuple[int, int]) -> None:
+        update_: Callable[..., None] = update_with_torch_
         if weight.is_cuda:
             from llm_fp8.optim.adamw_triton import update_master_ as update_
-        else:
-            update_ = update_with_torch_
-        update_(weight, gradient, state, gradient_scale, coefficients)
+        update_(weight, *arguments)

@@ -1,5 +1,4 @@
-"""The Triton kernels of `MasterAdamW` and `EightBitAdamW`: one launch per tensor, no temporaries. Imported on a GPU
-only.
+"""The Triton kernels of `MasterAdamW` and `EightBitAdamW`: one launch per tensor, no temporaries.
 
 Operation by operation they do what `update_with_torch_` of `adamw_master` and `adamw_8bit` does, with the same bits:
 square root and division are the correctly rounded ones, and `enable_fp_fusion=False` makes a multiplication and an
@@ -40,11 +39,8 @@ from llm_fp8.optim.adamw_8bit_codes import (
 )
 from llm_fp8.optim.adamw_base import Coefficients, State
 
-MASTER_ELEMENTS = 1024
-"""Elements per program: 8 for each of 128 threads, 16 bytes of bf16."""
-
-BLOCKS = 4
-"""Blocks of 256 elements per program, likewise."""
+MASTER_ELEMENTS, BLOCKS = 1024, 4
+"""Elements, and blocks of 256, per program: 8 for each of 128 threads, 16 bytes of bf16."""
 
 _CODE_BLOCK = tl.constexpr(CODE_BLOCK)
 _NUM_DECADES = tl.constexpr(NUM_DECADES)
@@ -240,12 +236,8 @@ def _eight_bit_update_kernel(
         exp_avg_scale = tl.load(exp_avg_scale_pointer + blocks, mask=blocks_inside, other=0.0)
         exp_avg_sq_scale = tl.load(exp_avg_sq_scale_pointer + blocks, mask=blocks_inside, other=0.0)
         table = tables_pointer + tl.arange(0, 256)
-        values, limits, values_sq, limits_sq = (
-            tl.load(table),
-            tl.load(table + 256),
-            tl.load(table + 512),
-            tl.load(table + 768),
-        )
+        values, limits = tl.load(table), tl.load(table + 256)
+        values_sq, limits_sq = tl.load(table + 512), tl.load(table + 768)
         exp_avg = _decode(exp_avg, exp_avg_scale, values)
         exp_avg_sq = _decode(exp_avg_sq, exp_avg_sq_scale, values_sq)
     exp_avg, exp_avg_sq, update = moments_and_update(
@@ -264,9 +256,8 @@ def _eight_bit_update_kernel(
     weight = weight * decay - update
     if weight_pointer.dtype.element_ty == tl.bfloat16:
         # `round_stochastically` of llm_fp8.optim.adamw_8bit; a right shift of a signed integer keeps its sign.
-        bits = tl.minimum(weight.to(tl.int32, bitcast=True), _LARGEST_BITS) + _random_bits(
-            offsets, first_key, second_key
-        )
+        bits = tl.minimum(weight.to(tl.int32, bitcast=True), _LARGEST_BITS)
+        bits = bits + _random_bits(offsets, first_key, second_key)
         weight = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     tl.store(weight_pointer + offsets, weight, mask=inside)
 

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -36,8 +35,7 @@ from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, 
 OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
 
 
-@dataclass(frozen=True)
-class BytesPerParameter:
+class BytesPerParameter(NamedTuple):
     """Bytes that one trainable parameter occupies during training; casts and activations come on top."""
 
     weight: float
@@ -48,7 +46,7 @@ class BytesPerParameter:
 
     @property
     def total(self) -> float:
-        return self.weight + self.gradient + self.master + self.first_moment + self.second_moment
+        return sum(self)
 
 
 def bytes_per_parameter(kind: OptimizerKind) -> BytesPerParameter:
@@ -94,18 +92,14 @@ def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
 def build_optimizer(
     config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
 ) -> Optimizer:
-    """The AdamW of `kind` over the trainable parameters, on their device already.
-
-    Raises:
-        ValueError: a parameter is neither of `parameter_dtype(kind)` nor fp32.
+    """The AdamW of `kind` over the trainable parameters, on their device already; ValueError where one is neither of
+    `parameter_dtype(kind)` nor fp32.
     """
-    named = list(named_parameters)
-    wanted = parameter_dtype(kind)
+    named, wanted = list(named_parameters), parameter_dtype(kind)
     for name, parameter in named:
         if parameter.requires_grad and parameter.dtype not in (wanted, torch.float32):
             raise ValueError(f"{kind} takes {wanted} parameters, and {name} is {parameter.dtype}.")
-    groups = parameter_groups(named, config.weight_decay)
-    shared = adamw_arguments(config)
+    groups, shared = parameter_groups(named, config.weight_decay), adamw_arguments(config)
     if kind == "adamw_fp32":
         fused = all(parameter.device.type in ("cpu", "cuda") for group in groups for parameter in group["params"])
         return torch.optim.AdamW(groups, fused=fused, **shared)
@@ -128,21 +122,16 @@ def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """The global L2 norm, an fp32 scalar on the gradients' device, without a host synchronisation.
-
-    Accumulated in fp32: torch's `clip_grad_norm_` keeps it in the gradients' dtype, and bf16 is off by up to 0.4 %.
-    """
+    """The global L2 norm, an fp32 scalar on the gradients' device, without a host synchronisation."""
+    # torch's `clip_grad_norm_` accumulates in the gradients' dtype; bf16 is off by up to 0.4 %.
     norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
     norm = torch.linalg.vector_norm(torch.stack(norms))
     return norm.full_tensor() if isinstance(norm, DTensor) else norm  # reduces over the ranks that hold shards
 
 
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-    """Step with the gradients of `parameters` clipped to the global norm `max_norm` (0: no clipping); returns the norm
-    before clipping, an fp32 scalar.
-
-    This project's AdamWs multiply by the clip factor as they read the gradients; for torch's these are scaled in place.
-    fp16 gradients must be unscaled already.
+    """Step with the (unscaled) gradients of `parameters` clipped to the global norm `max_norm` (0: no clipping);
+    returns the norm before clipping, an fp32 scalar.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = gradient_norm(gradients)
@@ -150,7 +139,7 @@ def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_nor
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         inner = unwrap(optimizer)
         if isinstance(inner, GroupedAdamW):
-            inner.gradient_scale = factor
+            inner.gradient_scale = factor  # applied as the gradients are read
         else:
             torch._foreach_mul_(gradients, factor)
     optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 from torch.optim import Optimizer
@@ -35,17 +36,16 @@ def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: s
 
 
 def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int, completed_steps: int = 0) -> LambdaLR:
-    """The schedule of `config` on `optimizer`; call `.step()` once after each optimizer step.
-
-    A resumed run passes `completed_steps` and needs no scheduler state. Not for `Accelerator.prepare`, which would step
-    it once per process.
+    """The schedule of `config` on `optimizer`; call `.step()` once after each optimizer step. Not for
+    `Accelerator.prepare`, which would step it once per process.
     """
     optimizer = unwrap(optimizer)
-    warmup_steps = effective_warmup_steps(config.num_warmup_steps, total_steps)
-
-    def factor(step: int) -> float:
-        return learning_rate_factor(step, total_steps, warmup_steps, config.lr_scheduler)
-
+    factor = functools.partial(
+        learning_rate_factor,
+        total_steps=total_steps,
+        warmup_steps=effective_warmup_steps(config.num_warmup_steps, total_steps),
+        kind=config.lr_scheduler,
+    )
     for group in optimizer.param_groups:
         group["initial_lr"] = config.learning_rate
     return LambdaLR(optimizer, factor, last_epoch=completed_steps - 1)

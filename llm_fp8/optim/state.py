@@ -21,18 +21,15 @@ from llm_fp8.utils.errors import UserError
 def initialize_state(optimizer: Optimizer) -> None:
     """Create the state of every parameter before the first step, if there is none; after `Accelerator.prepare`."""
     optimizer = unwrap(optimizer)
-    if optimizer.state:
-        return
     if isinstance(optimizer, GroupedAdamW):
         optimizer.initialize_state()
-    else:
+    elif not optimizer.state:
         _initialize_by_an_idle_step(optimizer)
 
 
 def _initialize_by_an_idle_step(optimizer: Optimizer) -> None:
-    """Let torch's AdamW create its state by a step with zero gradients at a learning rate of zero.
-
-    There is no public way to create it; torch.distributed.checkpoint does this too.
+    """Let torch's AdamW create its state by a step with zero gradients at a learning rate of zero, as
+    torch.distributed.checkpoint does: there is no public way to create it.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
@@ -54,16 +51,11 @@ def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str
 
     Tied parameters appear under their first name. The steps of this project's AdamWs are in `optimizer_scalars`.
     """
-    optimizer = unwrap(optimizer)
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    state = unwrap(optimizer).state
+    names: dict[Parameter, str] = {}
     for name, parameter in named_parameters:
-        if id(parameter) in seen or parameter not in optimizer.state:
-            continue
-        seen.add(id(parameter))
-        for state_name, value in optimizer.state[parameter].items():
-            tensors[f"{name}.{state_name}"] = value
-    return tensors
+        names.setdefault(parameter, name)
+    return {f"{names[p]}.{key}": value for p in names if p in state for key, value in state[p].items()}
 
 
 def optimizer_scalars(optimizer: Optimizer) -> dict[str, Any]:

@@ -352,18 +352,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit():
     assert ends[0].keys() == ends[1].keys() and all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_a_state_dict_comes_back_with_its_dtypes():
-    parameters, optimizer = make()
-    train(parameters, optimizer, range(2))
-    other = EightBitAdamW(parameters.values(), **OPTIONS)
-    other.load_state_dict(optimizer.state_dict())
-    for parameter in parameters.values():
-        for name, tensor in optimizer.state[parameter].items():
-            loaded = other.state[parameter][name]
-            assert loaded.dtype == tensor.dtype and torch.equal(loaded, tensor) and loaded is not tensor
-    assert other.param_groups[0]["step"] == 2
-
-
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 0.37), (torch.bfloat16, 0.25)])
 def test_gradient_scale_is_scaling_beforehand_and_serves_one_step(dtype, factor):
     (folded, optimizer), (scaled, other) = make(dtype), make(dtype)

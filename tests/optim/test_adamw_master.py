@@ -216,21 +216,3 @@ def test_what_it_does_not_take():
         MasterAdamW([Parameter(torch.zeros(4, dtype=torch.float16))]).initialize_state()
     with pytest.raises(ValueError, match=r"betas \(0.9, 1.0\) in"):
         MasterAdamW([matrix(torch.bfloat16)], betas=(0.9, 1.0))
-
-
-def test_state_dict_keeps_dtypes_and_bits():
-    first, second = matrix(torch.bfloat16), matrix(torch.bfloat16)
-    optimizer, other = MasterAdamW([first], lr=1e-3), MasterAdamW([second], lr=1e-2)
-    for step in range(3):
-        set_gradient(first, step)
-        optimizer.step()
-    other.load_state_dict(optimizer.state_dict())
-    with torch.no_grad():
-        second.copy_(first)
-    for name, tensor in optimizer.state[first].items():
-        loaded = other.state[second][name]
-        assert loaded.dtype == tensor.dtype and torch.equal(loaded, tensor) and loaded is not tensor
-    for parameter, its_optimizer in ((first, optimizer), (second, other)):
-        set_gradient(parameter, 3)
-        its_optimizer.step()
-    assert torch.equal(master_of(optimizer, first), master_of(other, second))
