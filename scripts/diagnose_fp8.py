@@ -74,13 +74,13 @@ def main() -> int:
     # A pipe or a log file has no width to fit into; tables that are folded to 80 columns could not be read there.
     render(found, Console(width=None if sys.stdout.isatty() else 180))
     if own.json is not None:
-        write_json_atomic(own.json, found.to_dict())
+        write_json_atomic(own.json, found)
         print(f"findings in {own.json}")
     if own.trace is not None:
-        print(
-            f"trace in {own.trace}" if found.has_gpu else f"no trace in {own.trace}: without a GPU no step is recorded"
-        )
-    return found.exit_code
+        recorded = found["time"] is not None
+        print(f"trace in {own.trace}" if recorded else f"no trace in {own.trace}: without a GPU no step is recorded")
+    exit_code: int = found["exit_code"]
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -312,8 +312,8 @@ def test_the_diagnosis_sees_the_operands(scenario):
 
 def test_the_diagnosis_without_a_gpu(tiny_model):
     found = diagnose_without_gpu(parse_config([*FP8, f"--model_name={tiny_model}", "--fp8_first_bf16_layers=1"]))
-    assert (found.precision["effective_scenario"], found.precision["backend"]) == ("tensorwise", "torchao")
-    assert found.coverage is not None and set(found.coverage.converted.values()) == {1}
+    assert (found["precision"]["effective_scenario"], found["precision"]["backend"]) == ("tensorwise", "torchao")
+    assert set(found["census"]["converted"].values()) == {1}
 
 
 @pytest.mark.slow

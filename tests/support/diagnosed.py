@@ -5,9 +5,8 @@ from __future__ import annotations
 from llm_fp8.observability.kernel_trace import KernelTime
 from llm_fp8.observability.metrics import PeakTflops
 from llm_fp8.precision.plan import PrecisionPlan
-from llm_fp8.tools.diagnose.bottlenecks import StepMeasurements
+from llm_fp8.tools.diagnose.bottlenecks import StepMeasurements, StepTime
 from llm_fp8.tools.diagnose.gemm_operands import ModuleGemms
-from llm_fp8.tools.diagnose.step_time import StepTime
 from llm_fp8.tools.gemm_rates import MeasuredRates
 
 FP8 = PrecisionPlan(requested="fp8", effective="fp8", requested_scenario="default", effective_scenario="delayed")
@@ -65,6 +64,5 @@ def facts(**changes) -> StepMeasurements:
 def module(name, fprop="e4m3 x e4m3", dgrad="e4m3 x e5m2", wgrad="e4m3 x e5m2", kind="Linear"):
     found = ModuleGemms(name, kind)
     for gemm_pass, pairs in (("fprop", fprop), ("dgrad", dgrad), ("wgrad", wgrad)):
-        for pair in filter(None, pairs.split("; ")):
-            found.add(gemm_pass, pair)
+        found.passes[gemm_pass].update(filter(None, pairs.split("; ")))
     return found

@@ -1,8 +1,7 @@
 """What a run's step computes in which precision, where its time and memory go, and which option helps most.
 
 gemm_operands   operand types of each linear layer's fprop, dgrad and wgrad: recorded, not derived
-step_time       one recorded step by kernel class, and the gaps
-bottlenecks     rules from what was measured to the option that acts
+bottlenecks     one recorded step by kernel class, and from what was measured to the option that acts
 memory          bytes of tensors by kind, and how the peak divides
 session         builds the run and measures it
 static_report   what can be said without a GPU

@@ -3,14 +3,10 @@
 The allocator counts bytes and keeps one maximum; neither says what the bytes are. Two things together do:
 
 - tensors that can be reached by name are walked: parameters, `.grad`, optimizer state, Transformer Engine's casts of
-  weights. A quantised tensor is a shell around plain ones (data, transpose, scales); those are counted.
-- `MemoryProbe` reads the count at marks through the step, with at most one decoder layer between two. What no walk
-  finds is told by when it came:
-
-    activations   held after the decoder layers ran, and freed as the backward pass reaches them
-    loss          from the last decoder layer to the first one's gradient: logits and the loss's workspace
-    other         the rest: inputs, tables, libraries' workspaces, tensors that live for less than one layer (what is
-                  recomputed, too)
+  weights. Of a quantised tensor the tensors inside are counted (data, transpose, scales).
+- `memory_marks` reads the count at marks through the step, with at most one decoder layer between two. The bytes that
+  no walk finds are divided by when they were allocated and freed: activations, loss, and other, which are tensors that
+  live for less than one layer (recomputed ones too) and the rest.
 
 The peak lies between two marks and is divided as at the first; the rest is short-lived ("other", or "loss").
 """
@@ -18,17 +14,12 @@ The peak lies between two marks and is divided as at the first; the rest is shor
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-
-KnownKind = Literal["weights", "fp8_weights", "gradients", "optimizer_state"]
-KNOWN_KINDS: tuple[KnownKind, ...] = get_args(KnownKind)
-KINDS: tuple[str, ...] = (*KNOWN_KINDS, "activations", "loss", "other")
 
 HOW_FOUND = {
     "weights": "parameters of the model, walked",
@@ -39,6 +30,7 @@ HOW_FOUND = {
     "loss": "logits and workspace of the loss: allocated after the last decoder layer",
     "other": "the rest: inputs, tables, libraries' workspaces, short-lived tensors",
 }
+"""Kind -> where its bytes come from. The first four are those of `known_bytes`."""
 
 Stage = Literal["forward", "loss", "loss_backward", "backward", "step", "end"]
 
@@ -72,7 +64,7 @@ def held_bytes(values: Iterable[Any], device: torch.device, seen: set[int]) -> i
     return total
 
 
-def known_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> dict[KnownKind, int]:
+def known_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> dict[str, int]:
     """Bytes of everything that can be walked to. `optimizer` may be wrapped by Accelerate."""
     parameters = list(model.parameters())
     seen: set[int] = {0}  # the address of tensors without memory
@@ -95,34 +87,27 @@ class Mark:
     allocated: int
     peak_before: int
     """The most since the mark before."""
-    known: Mapping[KnownKind, int]
+    known: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class MemoryAtPeak:
-    """How the peak divides, in bytes; the kinds add up to `peak`."""
+def divide_peak(marks: Sequence[Mark]) -> tuple[Stage, dict[str, int]]:
+    """The stage in which the peak of a step falls, by its marks in order, and the peak's bytes by kind (`HOW_FOUND`).
 
-    peak: int
-    stage: Stage
-    """In which it falls."""
-    kinds: dict[str, int]
-    """By the names of `KINDS`."""
-
-
-def divide_peak(marks: Sequence[Mark]) -> MemoryAtPeak:
-    """Find the peak of a step among its marks (in order) and divide it. Raises ValueError on fewer than two."""
+    Raises ValueError on fewer than two marks.
+    """
     if len(marks) < 2:
         raise ValueError("a step has at least two marks")
     number = max(range(len(marks) - 1), key=lambda mark: marks[mark + 1].peak_before)
     begin, end = marks[number], marks[number + 1]
     peak = end.peak_before
     standing = marks[0].allocated - sum(marks[0].known.values())
-    kinds: dict[str, int] = dict.fromkeys(KINDS, 0) | dict(begin.known)
+    kinds: dict[str, int] = dict.fromkeys(HOW_FOUND, 0) | dict(begin.known)
     if begin.stage == "loss_backward":
-        kinds["loss"] = begin.allocated - _last_before(marks, number, "loss").allocated
+        before_loss = next(mark for mark in reversed(marks[:number]) if mark.stage == "loss")
+        kinds["loss"] = begin.allocated - before_loss.allocated
     kinds["activations"] = max(0, begin.allocated - sum(begin.known.values()) - kinds["loss"] - standing)
     room = peak - begin.allocated
-    for kind in KNOWN_KINDS:
+    for kind in begin.known:
         grown = min(room, max(0, end.known[kind] - begin.known[kind]))
         kinds[kind] += grown
         room -= grown
@@ -132,11 +117,7 @@ def divide_peak(marks: Sequence[Mark]) -> MemoryAtPeak:
     elif begin.stage in ("loss", "loss_backward"):
         kinds["loss"] += room
     kinds["other"] = peak - sum(kinds.values())
-    return MemoryAtPeak(peak, begin.stage, kinds)
-
-
-def _last_before(marks: Sequence[Mark], number: int, stage: Stage) -> Mark:
-    return next(mark for mark in reversed(marks[:number]) if mark.stage == stage)
+    return begin.stage, kinds
 
 
 Meter = Callable[[], tuple[int, int]]
@@ -152,8 +133,16 @@ def cuda_meter(device: torch.device) -> Meter:
     return read
 
 
-class MemoryProbe:
-    """Makes the marks of a step by hooks on the model and the optimizer.
+@contextlib.contextmanager
+def memory_marks(
+    training_model: nn.Module,
+    decoder: nn.Module,
+    layers: nn.ModuleList,
+    optimizer: Any,
+    device: torch.device,
+    meter: Meter,
+) -> Iterator[list[Mark]]:
+    """The marks of the step that runs in this block, made by hooks on the model and the optimizer.
 
     Args:
         training_model: what the loop calls; its forward pass ends with the loss.
@@ -162,42 +151,27 @@ class MemoryProbe:
         optimizer: may be wrapped by Accelerate.
         meter: what is read at each mark.
     """
+    marks: list[Mark] = []
 
-    def __init__(
-        self,
-        training_model: nn.Module,
-        decoder: nn.Module,
-        layers: nn.ModuleList,
-        optimizer: Any,
-        device: torch.device,
-        meter: Meter,
-    ) -> None:
-        self._model, self._decoder, self._layers, self._optimizer = training_model, decoder, layers, optimizer
-        self._device, self._meter = device, meter
-        self.marks: list[Mark] = []
+    def enter(stage: Stage) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            marks.append(Mark(stage, *meter(), known_bytes(training_model, optimizer, device)))
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Mark the step that runs in this block."""
-        inner = getattr(self._optimizer, "optimizer", self._optimizer)
-        enter = functools.partial(functools.partial, self._enter)
-        handles: list[Any] = [
-            self._model.register_forward_pre_hook(enter("forward")),
-            self._decoder.register_forward_hook(enter("loss")),
-            self._model.register_forward_hook(enter("loss_backward")),
-            inner.register_step_pre_hook(enter("step")),
-        ]
-        for layer in self._layers:
-            handles.append(layer.register_forward_pre_hook(enter("forward")))
-            handles.append(layer.register_full_backward_pre_hook(enter("backward")))
-        self._meter()  # resets the peak
-        try:
-            yield
-            self._enter("end")
-        finally:
-            for handle in handles:
-                handle.remove()
+        return hook
 
-    def _enter(self, stage: Stage, *_: object) -> None:
-        allocated, peak = self._meter()
-        self.marks.append(Mark(stage, allocated, peak, known_bytes(self._model, self._optimizer, self._device)))
+    handles: list[Any] = [
+        training_model.register_forward_pre_hook(enter("forward")),
+        decoder.register_forward_hook(enter("loss")),
+        training_model.register_forward_hook(enter("loss_backward")),
+        getattr(optimizer, "optimizer", optimizer).register_step_pre_hook(enter("step")),
+    ]
+    for layer in layers:
+        handles.append(layer.register_forward_pre_hook(enter("forward")))
+        handles.append(layer.register_full_backward_pre_hook(enter("backward")))
+    meter()  # resets the peak
+    try:
+        yield marks
+        enter("end")()
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,121 +1,67 @@
-"""The findings as plain values, and the problems found, which make the diagnosis exit with code 1."""
+"""The findings as plain values, as in the JSON file, and the problems, which make the diagnosis exit with code 1."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.options import Config, PrecisionConfig
 from llm_fp8.observability.metrics import GIB
+from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.precision.coverage import Fp8Coverage
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.torchao import num_fp8_gemms_of
-from llm_fp8.tools.diagnose.bottlenecks import Bottleneck, StepMeasurements, ranked_bottlenecks
-from llm_fp8.tools.diagnose.gemm_operands import PASSES, LayerGroup, ModuleGemms, is_low_precision
-from llm_fp8.tools.diagnose.memory import HOW_FOUND, MemoryAtPeak
-from llm_fp8.tools.diagnose.step_time import StepTime
-from llm_fp8.tools.gemm_rates import MeasuredRates
+from llm_fp8.tools.diagnose.bottlenecks import StepMeasurements, ranked_bottlenecks
+from llm_fp8.tools.diagnose.gemm_operands import PASSES, ModuleGemms, group_layers, is_low_precision
+from llm_fp8.tools.diagnose.memory import HOW_FOUND
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU
 
 SCHEMA_VERSION = 2
 
 
-@dataclass(frozen=True)
-class TimeFindings:
-    """Where the time of a step goes, its lower bounds, and what costs most."""
+def findings(
+    config: Config,
+    device: str,
+    plan: PrecisionPlan,
+    coverage: Fp8Coverage | None,
+    notes: Sequence[str],
+    problems: Sequence[str] = (),
+    attention: str | None = None,
+    modules: Sequence[ModuleGemms] = (),
+    time: dict[str, Any] | None = None,
+    memory: dict[str, Any] | None = None,
+    planned_memory: dict[str, int] | None = None,
+) -> dict[str, Any]:
+    """What was found, as it stands in the JSON file; times in seconds, memory in GiB.
 
-    step: StepTime
-    bounds_s: dict[str, float]
-    """By kernel class."""
-    gemm_bounds_s: dict[str, float]
-    """By operand type."""
-    rates: MeasuredRates
-    bottlenecks: list[Bottleneck]
-    """The largest first."""
-
-    @classmethod
-    def of(cls, facts: StepMeasurements) -> TimeFindings:
-        return cls(facts.time, facts.bounds_s, facts.gemm_bounds_s, facts.rates, ranked_bottlenecks(facts))
-
-
-@dataclass(frozen=True)
-class MemoryFindings:
-    """The peak of a step divided, and the peak of a step that nothing watched; bytes."""
-
-    at_peak: MemoryAtPeak
-    unwatched_peak: int
-    reserved: int
-    """What the allocator had taken from the GPU by the end of the unwatched step."""
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """What was found. What needs a GPU is None where there is none."""
-
-    config: dict[str, Any]
-    provenance: dict[str, Any]
-    device: str
-    precision: dict[str, Any]
-    coverage: Fp8Coverage | None
-    outside_fp8: dict[str, str]
-    """Name pattern -> how many modules are not in fp8, and why."""
-    groups: list[LayerGroup] = field(default_factory=list)
-    modules: list[ModuleGemms] = field(default_factory=list)
-    attention: str | None = None
-    time: TimeFindings | None = None
-    memory: MemoryFindings | None = None
-    planned_memory: dict[str, int] | None = None
-    """Bytes by kind, worked out from the number of parameters; without a GPU only."""
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    has_gpu: bool = True
-
-    @property
-    def exit_code(self) -> int:
-        """0; 1 where something that was asked for is not so; 3 without a GPU."""
-        if not self.has_gpu:
-            return EXIT_NO_GPU
-        return EXIT_FAILED_CHECK if self.problems else 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for the JSON file. Times are in seconds, memory in GiB."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "exit_code": self.exit_code,
-            "problems": self.problems,
-            "notes": self.notes,
-            "device": self.device,
-            "precision": self.precision,
-            "attention": self.attention,
-            "census": None if self.coverage is None else {**self.coverage.to_dict(), "outside_fp8": self.outside_fp8},
-            "layers": [
-                {
-                    "module": group.module,
-                    "layers": group.layer_ranges,
-                    "kind": group.kind,
-                    "told_by": group.told_by,
-                    **{gemm_pass: list(pairs) for gemm_pass, pairs in group.operands.items()},
-                }
-                for group in self.groups
-            ],
-            "modules": {
-                module.name: {gemm_pass: list(module.operands(gemm_pass)) for gemm_pass in module.passes}
-                for module in self.modules
-            },
-            "time": None if self.time is None else _time_dict(self.time),
-            "memory": None if self.memory is None else _memory_dict(self.memory),
-            "planned_memory_gib": None
-            if self.planned_memory is None
-            else {kind: num_bytes / GIB for kind, num_bytes in self.planned_memory.items()},
-            "config": self.config,
-            "provenance": self.provenance,
-        }
+    `time` and `memory` are those of `time_findings` and `memory_findings`; without a GPU there are none, and
+    `planned_memory` has the bytes by kind that follow from the number of parameters.
+    """
+    outside_fp8 = reasons_outside_fp8(coverage, config.precision, plan) if coverage is not None else {}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "exit_code": EXIT_NO_GPU if time is None else EXIT_FAILED_CHECK if problems else 0,
+        "problems": problems,
+        "notes": notes,
+        "device": device,
+        "precision": plan.to_dict() if time is not None else {**plan.to_dict(), "checked": False},
+        "attention": attention,
+        "census": None if coverage is None else {**coverage.to_dict(), "outside_fp8": outside_fp8},
+        "layers": group_layers(modules),
+        "modules": {module.name: {name: list(module.operands(name)) for name in PASSES} for module in modules},
+        "time": time,
+        "memory": memory,
+        "planned_memory_gib": None if planned_memory is None else _in_gib(planned_memory),
+        "config": config.to_dict(),
+        "provenance": collect_provenance(sys.argv),
+    }
 
 
-def _time_dict(found: TimeFindings) -> dict[str, Any]:
-    step = found.step
+def time_findings(facts: StepMeasurements) -> dict[str, Any]:
+    """Where the time of a step goes, its lower bounds, and what costs most, the largest first."""
+    step, bounds_s, gemm_bounds_s = facts.time, facts.bounds_s, facts.gemm_bounds_s
     return {
         "step_time_s": step.step_s,
         "recorded_span_s": step.recorded_span_s,
@@ -123,31 +69,35 @@ def _time_dict(found: TimeFindings) -> dict[str, Any]:
         "gap_s": step.gap_s,
         "overlap_s": step.overlap_s,
         "classes": {
-            name: {"count": taken.count, "time_s": taken.time_s, "floor_s": found.bounds_s.get(name)}
+            name: {"count": taken.count, "time_s": taken.time_s, "floor_s": bounds_s.get(name)}
             for name, taken in step.classes.items()
         },
         "gemms": {
-            kind: {"count": taken.count, "time_s": taken.time_s, "floor_s": found.gemm_bounds_s.get(kind)}
+            kind: {"count": taken.count, "time_s": taken.time_s, "floor_s": gemm_bounds_s.get(kind)}
             for kind, taken in step.gemms.items()
         },
-        "ceilings": dataclasses.asdict(found.rates),
-        "losses": [{**dataclasses.asdict(loss), "share": loss.lost_s / step.step_s} for loss in found.bottlenecks],
+        "ceilings": dataclasses.asdict(facts.rates),
+        "losses": [{**dataclasses.asdict(one), "share": one.lost_s / step.step_s} for one in ranked_bottlenecks(facts)],
     }
 
 
-def _memory_dict(found: MemoryFindings) -> dict[str, Any]:
+def memory_findings(stage: str, kinds: dict[str, int], peak: int, reserved: int) -> dict[str, Any]:
+    """The peak of a step divided (`divide_peak`), and what a step without hooks had at its peak; in bytes.
+
+    `reserved`: what the allocator had taken from the GPU by the end of that step.
+    """
     return {
-        "peak_gib": found.unwatched_peak / GIB,
-        "reserved_gib": found.reserved / GIB,
-        "watched_peak_gib": found.at_peak.peak / GIB,
-        "stage": found.at_peak.stage,
-        "kinds_gib": {kind: num_bytes / GIB for kind, num_bytes in found.at_peak.kinds.items()},
+        "peak_gib": peak / GIB,
+        "reserved_gib": reserved / GIB,
+        "watched_peak_gib": sum(kinds.values()) / GIB,
+        "stage": stage,
+        "kinds_gib": _in_gib(kinds),
         "how_found": HOW_FOUND,
     }
 
 
-SIZE_REASON = "is not a multiple of"
-"""Part of the reason for a layer that fp8 GEMMs cannot take."""
+def _in_gib(kinds: dict[str, int]) -> dict[str, float]:
+    return {kind: num_bytes / GIB for kind, num_bytes in kinds.items()}
 
 
 def precision_problems(
@@ -159,7 +109,11 @@ def precision_problems(
     """
     found = {module.name: module for module in modules}
     if plan.effective != "fp8":
-        in_fp8 = [name for name, module in found.items() if _low_precision_passes(module)]
+        in_fp8 = [
+            name
+            for name, module in found.items()
+            if any(is_low_precision(pair) for gemm_pass in PASSES for pair in module.passes[gemm_pass])
+        ]
         return [f"{_listed(in_fp8)}: fp8 GEMMs in a run that asked for {plan.requested}"] if in_fp8 else []
     problems = []
     if plan.fallback_reason:
@@ -186,15 +140,12 @@ def precision_problems(
 
 
 def left_out_problems(coverage: Fp8Coverage) -> list[str]:
+    """Sentences on layers whose size fp8 GEMMs cannot take."""
     return [
         f"{pattern}: {reason}, so it is not in fp8"
         for pattern, reason in coverage.skipped.items()
-        if SIZE_REASON in reason
+        if "is not a multiple of" in reason
     ]
-
-
-def attention_problems(attention: str | None) -> list[str]:
-    return ["attention runs unfused"] if attention == "unfused" else []
 
 
 def reasons_outside_fp8(coverage: Fp8Coverage, options: PrecisionConfig, plan: PrecisionPlan) -> dict[str, str]:
@@ -208,10 +159,6 @@ def reasons_outside_fp8(coverage: Fp8Coverage, options: PrecisionConfig, plan: P
             reason = f"{reason} ({added})" if added else reason
         why[pattern] = reason
     return why
-
-
-def _low_precision_passes(module: ModuleGemms) -> bool:
-    return any(is_low_precision(operands) for gemm_pass in PASSES for operands in module.passes[gemm_pass])
 
 
 def _listed(names: list[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
 import torch
@@ -15,61 +14,48 @@ from llm_fp8.config.recipes import chosen
 from llm_fp8.kernels.fp8_lm_head import Fp8Head
 from llm_fp8.models.build import count_parameters, decoder_layers
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
 from llm_fp8.precision.context import bf16_layers
 from llm_fp8.precision.convert import reason_to_leave
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.precision.modules import GEMMS_PER_WEIGHT
 from llm_fp8.precision.plan import PrecisionPlan, describe_device
-from llm_fp8.tools.diagnose.result import Diagnosis, reasons_outside_fp8
+from llm_fp8.tools.diagnose.result import findings
 
 NEEDS_GPU = (
     "operand types, attention kernels, the time of a step and its peak of memory need an NVIDIA GPU, and none is found"
 )
 
 
-def diagnose_without_gpu(config: Config) -> Diagnosis:
+def diagnose_without_gpu(config: Config) -> dict[str, Any]:
     """The findings that need no GPU. Raises `UserError` for a model that does not exist or cannot be built."""
     plan = asked_for(config)
     hf_config = load_config(config.model, resolve_source(config.model))
     notes = [NEEDS_GPU]
-    coverage, why = None, {}
     if config.model.use_te:
         notes.append(
             "the layers of --use_te are Transformer Engine's, which exist on a GPU only; --use_te=false shows the "
             "Hugging Face path's"
         )
-    else:
-        coverage = planned_coverage(config, hf_config, plan)
-        why = reasons_outside_fp8(coverage, config.precision, plan)
     kind = planned_optimizer(config, plan)
     notes.append(f"memory is worked out for {kind}, one GPU, without activations and fp8 casts")
-    return Diagnosis(
-        config=config.to_dict(),
-        provenance=collect_provenance(sys.argv),
-        device=describe_device(torch.device("cpu")),
-        precision={**plan.to_dict(), "checked": False},
-        coverage=coverage,
-        outside_fp8=why,
-        planned_memory=planned_memory(count_parameters(hf_config), kind),
+    return findings(
+        config,
+        describe_device(torch.device("cpu")),
+        plan,
+        coverage=None if config.model.use_te else planned_coverage(config, hf_config, plan),
         notes=notes,
-        has_gpu=False,
+        planned_memory=planned_memory(count_parameters(hf_config), kind),
     )
 
 
 def asked_for(config: Config) -> PrecisionPlan:
     """The precision that the options ask for, without the checks that need the hardware."""
     requested = config.precision.mixed_precision or "bf16"
-    scenario = config.precision.fp8_scenario if requested == "fp8" else None
-    backend = config.precision.fp8_backend if requested == "fp8" else None
-    return PrecisionPlan(
-        requested=requested,
-        effective=requested,
-        requested_scenario=scenario,
-        effective_scenario=chosen(scenario, config.precision.fp8_backend) if scenario else None,
-        backend=backend,
-    )
+    if requested != "fp8":
+        return PrecisionPlan(requested, requested)
+    scenario, backend = config.precision.fp8_scenario, config.precision.fp8_backend
+    return PrecisionPlan(requested, requested, scenario, chosen(scenario, backend), backend=backend)
 
 
 def planned_coverage(config: Config, hf_config: PretrainedConfig, plan: PrecisionPlan) -> Fp8Coverage:

@@ -17,10 +17,9 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import bytes_per_parameter
 from llm_fp8.precision.coverage import Fp8Coverage
-from llm_fp8.tools.diagnose.gemm_operands import group_layers
-from llm_fp8.tools.diagnose.memory import KINDS, MemoryAtPeak
+from llm_fp8.tools.diagnose.memory import HOW_FOUND
 from llm_fp8.tools.diagnose.render import render
-from llm_fp8.tools.diagnose.result import Diagnosis, MemoryFindings, TimeFindings
+from llm_fp8.tools.diagnose.result import findings, memory_findings, time_findings
 from llm_fp8.tools.diagnose.session import diagnose
 from llm_fp8.tools.diagnose.static_report import diagnose_without_gpu, planned_memory, planned_optimizer
 from llm_fp8.utils.errors import UserError
@@ -98,20 +97,18 @@ def test_sizes_that_fp8_cannot_take_are_named(tmp_path):
     found = diagnose_without_gpu(
         parse_config(["--model_name", model, "--max_seq_length", "128", "--mixed_precision", "fp8"])
     )
-    assert found.outside_fp8["model.layers.*.mlp.up_proj"] == "2 bf16 (size 32 x 40 is not a multiple of 16)"
-    assert found.coverage is not None and found.coverage.converted == {
-        f"model.layers.*.self_attn.{part}_proj": 2 for part in "qkvo"
-    }
+    census = found["census"]
+    assert census["outside_fp8"]["model.layers.*.mlp.up_proj"] == "2 bf16 (size 32 x 40 is not a multiple of 16)"
+    assert census["converted"] == {f"model.layers.*.self_attn.{part}_proj": 2 for part in "qkvo"}
 
 
 def test_an_output_head_in_fp8_is_planned(tmp_path):
     words = ["--model_name", write_model(tmp_path / "whole"), "--max_seq_length", "128", "--mixed_precision", "fp8"]
     shares = {}
     for value, in_fp8 in (("none", 0), ("gradients", 2), ("all", 3)):
-        coverage = diagnose_without_gpu(parse_config([*words, f"--fp8_lm_head={value}"])).coverage
-        assert coverage is not None
-        shares[value] = coverage.fp8_linear_flop_share
-        assert coverage.skipped["lm_head"] == (
+        census = diagnose_without_gpu(parse_config([*words, f"--fp8_lm_head={value}"]))["census"]
+        shares[value] = census["fp8_linear_flop_share"]
+        assert census["skipped"]["lm_head"] == (
             f"1 bf16 (output head{f', {in_fp8} of 3 products in fp8' if in_fp8 else ''})"
         )
     assert shares["none"] < shares["gradients"] < shares["all"] == 1
@@ -128,32 +125,28 @@ def test_planned_memory():
     assert planned_optimizer(parse_config(["--optimizer", "adamw_8bit"]), FP8) == "adamw_8bit"
     planned = planned_memory(10_000, "adamw_master")
     assert sum(planned.values()) == 10_000 * bytes_per_parameter("adamw_master").total
-    assert found.planned_memory is not None and found.planned_memory["weights"] == found.planned_memory["gradients"]
-    assert found.exit_code == 3 and "checked" in found.precision
-    assert diagnose_without_gpu(parse_config(["--use_te", "--mixed_precision", "fp8"])).coverage is None
+    assert found["planned_memory_gib"]["weights"] == found["planned_memory_gib"]["gradients"]
+    assert found["exit_code"] == 3 and "checked" in found["precision"]
+    assert diagnose_without_gpu(parse_config(["--use_te", "--mixed_precision", "fp8"]))["census"] is None
 
 
-def made_up(**changes) -> Diagnosis:
-    given = facts()
-    modules = [module(f"model.layers.{n}.qkv", kind="LayerNormLinear") for n in range(32)]
-    kinds = {kind: number * GIB for number, kind in enumerate(KINDS, start=1)}
+def made_up(**changes) -> dict:
+    kinds = {kind: number * GIB for number, kind in enumerate(HOW_FOUND, start=1)}
     values = dict(
-        config=Config().to_dict(),
-        provenance={"packages": {}},
+        config=Config(),
         device="NVIDIA H200 (compute capability 9.0)",
-        precision=FP8.to_dict(),
+        plan=FP8,
         coverage=Fp8Coverage(900, 1000, {"model.layers.*.qkv": 32}, {"lm_head": "1 bf16 (output head)"}),
-        outside_fp8={"lm_head": "1 bf16 (output head)"},
-        groups=group_layers(modules),
-        modules=modules,
+        notes=[],
+        modules=[module(f"model.layers.{n}.qkv", kind="LayerNormLinear") for n in range(32)],
         attention="fused (cuDNN)",
-        time=TimeFindings.of(given),
-        memory=MemoryFindings(MemoryAtPeak(28 * GIB, "loss", kinds), 27 * GIB, 30 * GIB),
+        time=time_findings(facts()),
+        memory=memory_findings("loss", kinds, 27 * GIB, 30 * GIB),
     )
-    return Diagnosis(**{**values, **changes})
+    return findings(**{**values, **changes})
 
 
-def printed(found: Diagnosis) -> str:
+def printed(found: dict) -> str:
     console = Console(file=io.StringIO(), width=180)
     render(found, console)
     return console.file.getvalue()
@@ -176,15 +169,15 @@ def test_tables():
 
 
 def test_problems_are_printed_and_decide_the_exit_code():
-    assert made_up().exit_code == 0
+    assert made_up()["exit_code"] == 0
     faulty = made_up(problems=["attention runs unfused"], notes=["[not] markup"])
     text = printed(faulty)
-    assert faulty.exit_code == 1 and "PROBLEM: attention runs unfused" in text and "note: [not] markup" in text
+    assert faulty["exit_code"] == 1 and "PROBLEM: attention runs unfused" in text and "note: [not] markup" in text
     assert "no problem" not in text
 
 
 def test_json(tmp_path):
-    write_json_atomic(tmp_path / "found.json", made_up().to_dict())
+    write_json_atomic(tmp_path / "found.json", made_up())
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["schema_version"] == 2 and found["exit_code"] == 0
     assert found["layers"] == [
@@ -209,7 +202,7 @@ def test_json(tmp_path):
     assert [loss["share"] for loss in time["losses"]][:3] == pytest.approx([0.27, 0.10, 0.09])
     memory = found["memory"]
     assert sum(memory["kinds_gib"].values()) == pytest.approx(memory["watched_peak_gib"])
-    assert set(memory["how_found"]) == set(KINDS) == set(memory["kinds_gib"])
+    assert set(memory["how_found"]) == set(HOW_FOUND) == set(memory["kinds_gib"])
     assert dataclasses.asdict(facts().rates) == time["ceilings"]
 
 

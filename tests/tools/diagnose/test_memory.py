@@ -12,10 +12,9 @@ from torch import nn
 
 from llm_fp8.config.options import Config, DataConfig, ModelConfig, OptimConfig, PrecisionConfig
 from llm_fp8.models.build import decoder_layers
-from llm_fp8.tools.bench.ours import OurTraining
 from llm_fp8.tools.diagnose.gemm_operands import GemmRecorder
-from llm_fp8.tools.diagnose.memory import KINDS, Mark, MemoryProbe, divide_peak, held_bytes, known_bytes
-from llm_fp8.tools.diagnose.session import ConfiguredWorkload, without_output
+from llm_fp8.tools.diagnose.memory import HOW_FOUND, Mark, divide_peak, held_bytes, known_bytes, memory_marks
+from llm_fp8.tools.diagnose.session import build_training
 
 CPU = torch.device("cpu")
 
@@ -91,9 +90,11 @@ def mark(stage, allocated, peak_before=0, weights=100, fp8=0, gradients=0, state
 
 
 def divided(marks):
-    found = divide_peak(marks)
-    assert sum(found.kinds.values()) == found.peak and tuple(found.kinds) == KINDS
-    return found
+    """The peak in bytes, its stage, and its kinds."""
+    stage, kinds = divide_peak(marks)
+    peak = sum(kinds.values())
+    assert peak == max(mark.peak_before for mark in marks) and tuple(kinds) == tuple(HOW_FOUND)
+    return peak, stage, kinds
 
 
 def test_peak_in_the_loss():
@@ -105,9 +106,9 @@ def test_peak_in_the_loss():
         mark("backward", 200, 240),
         mark("end", 160, 220),
     ]
-    found = divided(marks)
-    assert (found.peak, found.stage) == (255, "loss")
-    assert found.kinds["activations"] == 40 and found.kinds["loss"] == 55 and found.kinds["other"] == 10
+    peak, stage, kinds = divided(marks)
+    assert (peak, stage) == (255, "loss")
+    assert kinds["activations"] == 40 and kinds["loss"] == 55 and kinds["other"] == 10
 
 
 def test_peak_in_the_losss_backward_pass():
@@ -119,18 +120,18 @@ def test_peak_in_the_losss_backward_pass():
         mark("backward", 220, 265, gradients=20),
         mark("end", 180, 225, gradients=20),
     ]
-    found = divided(marks)
-    assert (found.peak, found.stage) == (265, "loss_backward")
-    assert found.kinds["gradients"] == 20 and found.kinds["loss"] == 45 and found.kinds["activations"] == 40
+    peak, stage, kinds = divided(marks)
+    assert (peak, stage) == (265, "loss_backward")
+    assert kinds["gradients"] == 20 and kinds["loss"] == 45 and kinds["activations"] == 40
 
 
 def test_peak_in_a_forward_pass_counts_what_is_kept():
     """A layer keeps 25 and its casts take 30; 5 more lived for a moment."""
-    found = divided(
+    peak, stage, kinds = divided(
         [mark("forward", 160), mark("forward", 170, 170), mark("loss", 225, 230, fp8=30), mark("end", 160, 180)]
     )
-    assert (found.peak, found.stage) == (230, "forward")
-    assert found.kinds["activations"] == 10 + 25 and found.kinds["fp8_weights"] == 30 and found.kinds["other"] == 10 + 5
+    assert (peak, stage) == (230, "forward")
+    assert kinds["activations"] == 10 + 25 and kinds["fp8_weights"] == 30 and kinds["other"] == 10 + 5
 
 
 def test_peak_in_the_optimizers_step():
@@ -140,10 +141,10 @@ def test_peak_in_the_optimizers_step():
         mark("step", 210, 200, gradients=100, state=0),
         mark("end", 290, 295, gradients=100, state=80),
     ]
-    found = divided(marks)
-    assert (found.peak, found.stage) == (295, "step")
-    assert found.kinds["gradients"] == 100 and found.kinds["optimizer_state"] == 80
-    assert found.kinds["activations"] == 0 and found.kinds["other"] == 15
+    peak, stage, kinds = divided(marks)
+    assert (peak, stage) == (295, "step")
+    assert kinds["gradients"] == 100 and kinds["optimizer_state"] == 80
+    assert kinds["activations"] == 0 and kinds["other"] == 15
 
 
 def test_one_mark_is_no_step():
@@ -162,7 +163,7 @@ def test_probe_and_recorder_on_a_real_step(tiny_model, packing, checkpointing):
         optim=OptimConfig(gradient_accumulation_steps=2),
     )
     AcceleratorState._reset_state(reset_partial_state=True)
-    training = OurTraining(ConfiguredWorkload.of(config), without_output(config))
+    training = build_training(config)
     shape = training.loop.loader.batches[0].input_ids.shape
     assert shape == ((1, 128) if packing else (2, 64)) and len(training.loop.loader.batches) == 2
     weights = {name: p.detach().clone() for name, p in training.model.named_parameters()}
@@ -174,22 +175,19 @@ def test_probe_and_recorder_on_a_real_step(tiny_model, packing, checkpointing):
         number = next(count)
         return number, number
 
-    probe = MemoryProbe(
-        trainer.model, training.model.base_model, decoder_layers(training.model), trainer.optimizer, CPU, meter
-    )
-    with probe.watching():
+    layers = decoder_layers(training.model)
+    with memory_marks(trainer.model, training.model.base_model, layers, trainer.optimizer, CPU, meter) as marks:
         training.take(1)
-    stages = [mark.stage for mark in probe.marks]
+    stages = [mark.stage for mark in marks]
     micro_batch = ["forward"] * 3 + ["loss", "loss_backward"] + ["backward"] * 2
     assert stages == [*micro_batch, *micro_batch, "step", "end"]
     total = sum(p.numel() * 4 for p in training.model.parameters())
-    first, before_step, last = probe.marks[0].known, probe.marks[-2].known, probe.marks[-1].known
+    first, before_step, last = marks[0].known, marks[-2].known, marks[-1].known
     assert first["weights"] == total and first["gradients"] == 0 and first["optimizer_state"] == 0
     assert before_step["gradients"] == total and last["optimizer_state"] >= 2 * total
     recorder = GemmRecorder(training.model)
     with recorder.recording([]):
         training.take(1)
     assert len(recorder.modules()) == 2 * 7 and recorder.modules()[0].operands("fprop") == ("bf16 x bf16",)
-    marks = len(probe.marks)
     training.take(1)
-    assert len(probe.marks) == marks  # nothing stays behind
+    assert len(marks) == len(stages)  # nothing stays behind

@@ -14,8 +14,8 @@ import torch
 from llm_fp8.config.parser import parse_config
 from llm_fp8.observability.metrics import GIB, PeakTflops
 from llm_fp8.tools.diagnose import session
-from llm_fp8.tools.diagnose.memory import KINDS
-from llm_fp8.tools.diagnose.step_time import step_time
+from llm_fp8.tools.diagnose.bottlenecks import step_time
+from llm_fp8.tools.diagnose.memory import HOW_FOUND
 from llm_fp8.tools.gemm_rates import MeasuredRates
 from llm_fp8.utils.json_files import write_json_atomic
 from tests.support.diagnosed import ATTENTION, BF16_GEMM
@@ -62,22 +62,23 @@ def test_a_bf16_run(diagnosed, tmp_path):
     found, steps = diagnosed(
         "--mixed_precision", "bf16", "--gradient_accumulation_steps", "2", trace=tmp_path / "trace.json"
     )
-    assert found.exit_code == 0 and found.problems == []
+    assert found["exit_code"] == 0 and found["problems"] == []
     assert steps == 2 + session.NUM_TIMED_STEPS + session.NUM_MEMORY_STEPS + 3  # the operands, the memory, the kernels
     assert (tmp_path / "trace.json").exists()
-    assert [(group.module, group.layer_ranges) for group in found.groups][::7] == [
+    assert [(group["module"], group["layers"]) for group in found["layers"]][::7] == [
         ("self_attn.q_proj", "0-1"),
         ("lm_head", ""),
     ]
-    assert found.attention == "sdpa" and found.outside_fp8["lm_head"] == "1 bf16 (output head)"
-    assert found.time is not None and found.time.step.step_s > 0
+    assert found["attention"] == "sdpa" and found["census"]["outside_fp8"]["lm_head"] == "1 bf16 (output head)"
+    assert found["time"]["step_time_s"] > 0
     layer = 32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48
     num_weights, num_tokens = 2 * layer + 1024 * 32, 2 * 2 * 64
-    assert found.time.gemm_bounds_s == pytest.approx({"bf16": 6 * num_weights * num_tokens / 1000e12})
+    assert found["time"]["gemms"]["bf16"]["floor_s"] == pytest.approx(6 * num_weights * num_tokens / 1000e12)
     # 6 FLOPs for each of 32 units of width and the mean length of 64 tokens, in 2 layers
-    assert found.time.bounds_s["attention"] == pytest.approx(6 * 32 * 64 * num_tokens * 2 / 1000e12)
-    assert found.memory is not None and tuple(found.memory.at_peak.kinds) == KINDS
-    write_json_atomic(tmp_path / "found.json", found.to_dict())
+    floor_s = found["time"]["classes"]["attention"]["floor_s"]
+    assert floor_s == pytest.approx(6 * 32 * 64 * num_tokens * 2 / 1000e12)
+    assert tuple(found["memory"]["kinds_gib"]) == tuple(HOW_FOUND)
+    write_json_atomic(tmp_path / "found.json", found)
     written = json.loads((tmp_path / "found.json").read_text())
     assert written["memory"]["peak_gib"] == 2 and written["time"]["gap_s"] == pytest.approx(
         max(0, written["time"]["step_time_s"] - 9e-4)
@@ -101,15 +102,14 @@ def test_sums_of_gradients_that_gemms_add_are_not_counted(options, num_added, ti
 
 def test_attention_without_a_fused_kernel(diagnosed):
     found, _ = diagnosed("--mixed_precision", "bf16", "--attn_implementation", "eager", attention=SOFTMAX)
-    assert found.exit_code == 1 and found.problems == ["attention runs unfused"]
-    assert found.time is not None and found.time.bottlenecks[0].name == "unfused attention"
+    assert found["exit_code"] == 1 and found["problems"] == ["attention runs unfused"]
+    assert found["time"]["losses"][0]["name"] == "unfused attention"
 
 
 def test_recomputation_is_seen(diagnosed):
     options = ["--mixed_precision", "bf16", "--gradient_checkpointing", "--gradient_checkpointing_every", "2"]
     found, _ = diagnosed(*options)
-    assert found.time is not None
-    assert any("50% of the decoder layers" in loss.cause for loss in found.time.bottlenecks)
+    assert any("50% of the decoder layers" in loss["cause"] for loss in found["time"]["losses"])
 
 
 @pytest.mark.slow
