@@ -35,13 +35,11 @@ LOGITS_BUDGET_GIB = 4.0
 
 
 def default_chunk_tokens(num_tokens: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """Tokens per chunk so that its logits fit `LOGITS_BUDGET_GIB`: nearly equal chunks, multiples of 128 because T is
-    the inner dimension of grad_W's GEMM.
-    """
+    """Tokens per chunk so that its logits fit `LOGITS_BUDGET_GIB`; chunks are of nearly equal length."""
     logits_bytes = num_tokens * vocab_size * dtype.itemsize
     num_chunks = max(1, -(-logits_bytes // int(LOGITS_BUDGET_GIB * 2**30)))
-    chunk_tokens = -(-num_tokens // num_chunks)
-    return max(128, -(-chunk_tokens // 128) * 128)
+    # Multiples of 128: they are the inner dimension of grad_W's GEMM.
+    return max(1, -(-num_tokens // (num_chunks * 128))) * 128
 
 
 def linear_cross_entropy_sum(
@@ -53,8 +51,8 @@ def linear_cross_entropy_sum(
     compute_dtype: torch.dtype | None = None,
     fp8_head: Fp8Head | None = None,
 ) -> Tensor:
-    """Sum over supervised tokens of the cross entropy of `hidden @ weight.T`, differentiable once in hidden and weight;
-    ValueError on shapes that do not fit together.
+    """Sum over supervised tokens of the cross entropy of `hidden @ weight.T`, differentiable once in hidden and weight:
+    0-dim, fp32 (fp64 if `compute_dtype` is fp64). ValueError on shapes that do not fit together.
 
     Args:
         hidden: `[..., h]`, floating point, the output of the last norm.
@@ -63,9 +61,6 @@ def linear_cross_entropy_sum(
         chunk_tokens: rows of logits that exist at a time. Default: `default_chunk_tokens`.
         compute_dtype: of the GEMMs and the logits. Default: autocast's in an autocast region, else that of `hidden`.
         fp8_head: runs two or all three GEMMs in fp8 where there is something to differentiate.
-
-    Returns:
-        0-dim, fp32 (fp64 if `compute_dtype` is fp64); 0, with zero gradients, where every label is -100.
     """
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or labels.shape != hidden.shape[:-1]:
         raise ValueError(
@@ -159,7 +154,7 @@ class _ManyChunks(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, dtype: torch.dtype, gemms: _Gemms
     ) -> Tensor:
         ctx.weight_dtype = weight.dtype
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        needs_hidden, needs_weight = needed = ctx.needs_input_grad[:2]
         accurate = softmax.accurate(dtype)
         compute_weight = weight.to(dtype)
         one = torch.ones((), dtype=accurate, device=hidden.device)
@@ -173,9 +168,7 @@ class _ManyChunks(torch.autograd.Function):
             losses, statistics = softmax.losses(logits, labels[chunk])
             loss += losses.sum()
             grad_logits = gemms.grad_logits(logits, statistics, labels[chunk], one)
-            chunk_hidden, chunk_weight = gemms.gradients(
-                grad_logits, rows, compute_weight, (needs_hidden, needs_weight)
-            )
+            chunk_hidden, chunk_weight = gemms.gradients(grad_logits, rows, compute_weight, needed)
             if grad_hidden is not None and chunk_hidden is not None:
                 grad_hidden[chunk] = chunk_hidden
             if grad_weight is not None and chunk_weight is not None:

@@ -27,12 +27,8 @@ def flash_attention(
 ) -> Tensor:
     """Causal attention inside packed documents, [T, heads, d].
 
-    Args:
-        q, k, v: bf16 [T, heads, d] and twice [T, kv_heads, d], on the GPU.
-        cu_seqlens: int32 [n + 1], where documents begin, and T.
-        max_seqlen: tokens of the longest document.
-        softmax_scale: factor of q k^T.
-        window: number of most recent positions attended to, the token itself included; None for all.
+    `q`, `k`, `v`: bf16 [T, heads, d] and twice [T, kv_heads, d]; `cu_seqlens`: int32 [n + 1], where documents begin,
+    and T; `window`: number of most recent positions attended to, the token itself included, None for all.
     """
     from flash_attn.cute.interface import flash_attn_varlen_func
 

@@ -1,4 +1,4 @@
-"""Triton kernels that write a gradient straight in fp8. Imported on a GPU only.
+"""Triton kernels that write a gradient straight in fp8.
 
 Everything is fp32 and rounded once, to fp8, where two kernels (gradient, then cast) also round to bf16 between.
 
@@ -87,17 +87,15 @@ def softmax_gradient_cast(
     num_rows: int,
     fp8_dtype: torch.dtype,
 ) -> Tensor:
-    """`grad_output * (softmax - one_hot(label)) * scale` in fp8; zeros where the label is ignored and beyond T, in the
-    rows that fp8 GEMMs need. ValueError on shapes that do not fit, or fewer rows than T.
+    """`grad_output * (softmax - one_hot(label)) * scale` as `fp8_dtype` (e5m2 or e4m3fn) [num_rows, V], contiguous and
+    clipped to the format's range, NaN kept: zeros where the label is ignored and in the rows beyond T, which fp8 GEMMs
+    need. ValueError on shapes that do not fit, or fewer rows than T.
 
     Args:
         logits: bf16 or fp32 [T, V], contiguous; unchanged.
         statistics: fp32 [T, 2], contiguous, of `llm_fp8.kernels.softmax.losses`.
         labels: int64 [T].
         grad_output, scale: 0-dim, and fp32 [1].
-
-    Returns:
-        `fp8_dtype` (e5m2 or e4m3fn) [num_rows, V], contiguous; clipped to the format's range. NaN stays NaN.
     """
     num_tokens, vocabulary = logits.shape
     fit = statistics.shape == (num_tokens, 2) and labels.shape == (num_tokens,) and num_rows >= num_tokens
@@ -180,21 +178,18 @@ def _dswiglu_cast_kernel(
 def dswiglu_cast(
     gradient: Tensor, gate_and_up: Tensor, scale: Tensor, amax: Tensor, fp8_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of SiLU(gate) up with respect to its input, times `scale`, in fp8. With s = sigmoid(gate)
+    """The gradient of SiLU(gate) up with respect to its input, times `scale`. With s = sigmoid(gate)
 
         d_gate = dy up s (1 + gate (1 - s))          d_up = dy gate s
 
-    ValueError on shapes that do not fit.
+    Returned as `fp8_dtype` (e5m2 or e4m3fn) [T, 2 f] and transposed [2 f, T], both contiguous, as the dgrad and wgrad
+    GEMMs of fc1 take them, with 1 / `scale`, fp32 [1]. ValueError on shapes that do not fit.
 
     Args:
         gradient: bf16, fp16 or fp32 [T, f], contiguous: dy, with respect to SwiGLU's output.
         gate_and_up: of the same dtype [T, 2 f], contiguous: SwiGLU's input, the gate first.
         scale: fp32 [1], of delayed scaling.
         amax: fp32 [1], at least 0; raised to the amax of the unscaled gradient, for the scale's next update.
-
-    Returns:
-        The gradient of `fp8_dtype` (e5m2 or e4m3fn) [T, 2 f], the same transposed [2 f, T], contiguous, as the dgrad
-        and wgrad GEMMs of fc1 take them, and 1 / `scale`, fp32 [1].
     """
     num_tokens, width = gradient.shape
     if gate_and_up.shape != (num_tokens, 2 * width) or not (gradient.is_contiguous() and gate_and_up.is_contiguous()):

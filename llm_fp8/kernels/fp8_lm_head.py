@@ -74,8 +74,7 @@ class Fp8Gemms:
     """The GEMMs of one forward and backward pass, in the order of the calls."""
 
     def __init__(self, head: Fp8Head) -> None:
-        self._head = head
-        self._first_microbatch = head.is_first_microbatch
+        self._head, self._first_microbatch = head, head.is_first_microbatch
         self._weight: Any = None
         self._hidden: Any = None
 
@@ -83,9 +82,8 @@ class Fp8Gemms:
         """`hidden @ weight.T`: [T, h], [V, h] -> [T, V] in their dtype."""
         if not self._head.computes_logits:
             return hidden @ weight.t()
-        self._hidden = cast_to_fp8(_whole_blocks(hidden))
-        logits = multiply(self._cast_of(weight), self._hidden, "TN", hidden.dtype)
-        return logits[: hidden.shape[0]]
+        self._hidden = cast_to_fp8(_padded(hidden))
+        return multiply(self._cast_of(weight), self._hidden, "TN", hidden.dtype)[: hidden.shape[0]]
 
     def grad_logits(self, logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Any:
         """The gradient with respect to `logits`, an operand for `gradients`. Frees `logits`."""
@@ -106,7 +104,7 @@ class Fp8Gemms:
             grad_hidden = multiply(self._cast_of(weight), grad_logits, "NN", dtype)[:num_tokens]
         if needed[1]:
             keep_columnwise_alone(grad_logits)  # in place
-            cast = self._hidden if self._hidden is not None else cast_to_fp8(_whole_blocks(hidden), rowwise=False)
+            cast = self._hidden if self._hidden is not None else cast_to_fp8(_padded(hidden), rowwise=False)
             grad_weight = multiply(cast, grad_logits, "NT", dtype)
         self._hidden = None
         return grad_hidden, grad_weight
@@ -121,14 +119,14 @@ class Fp8Gemms:
         self._weight = self._hidden = None
 
 
-def _whole_rows(num_tokens: int) -> int:
+def _padded_length(num_tokens: int) -> int:
     """The next multiple of `SIZE_MULTIPLE` that is not zero."""
     return max(1, -(-num_tokens // SIZE_MULTIPLE)) * SIZE_MULTIPLE
 
 
-def _whole_blocks(rows: Tensor) -> Tensor:
-    """`rows` with rows of zeros behind them, to `_whole_rows`."""
-    missing = _whole_rows(len(rows)) - len(rows)
+def _padded(rows: Tensor) -> Tensor:
+    """`rows` with rows of zeros behind them, to `_padded_length`."""
+    missing = _padded_length(len(rows)) - len(rows)
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
@@ -146,7 +144,7 @@ class EmulatedOperand:
 def gradient_in_two_steps(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Any:
     """The gradient as a row-wise operand with T padded rows: written over the logits in their dtype, then cast."""
     softmax.to_gradient_(logits, statistics, labels, grad_output)
-    return cast_to_fp8(_whole_blocks(logits), GRADIENT_FORMAT, columnwise=False, amax=grad_output.detach().abs())
+    return cast_to_fp8(_padded(logits), GRADIENT_FORMAT, columnwise=False, amax=grad_output.detach().abs())
 
 
 def gradient_in_one_kernel(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Any:
@@ -158,7 +156,7 @@ def gradient_in_one_kernel(logits: Tensor, statistics: Tensor, labels: Tensor, g
 
     scale = _scale(grad_output.detach().abs(), GRADIENT_FORMAT)
     values = softmax_gradient_cast(
-        logits, statistics, labels, grad_output, scale, _whole_rows(logits.shape[0]), GRADIENT_FORMAT
+        logits, statistics, labels, grad_output, scale, _padded_length(logits.shape[0]), GRADIENT_FORMAT
     )
     return Float8TensorStorage(
         data=values.view(torch.uint8),
@@ -176,13 +174,10 @@ def cast_to_fp8(
     columnwise: bool = True,
     amax: Tensor | None = None,
 ) -> Any:
-    """`tensor [n, m]`, bf16 or fp32, as an operand of `multiply`.
+    """`tensor [n, m]`, bf16 or fp32, as an operand of `multiply` in `fp8_format` (`E4M3` or `E5M2`).
 
-    Args:
-        fp8_format: `E4M3` or `E5M2`.
-        rowwise, columnwise: the layouts to keep. B in TN and NN, and A in TN, are read row-wise, the others
-            column-wise.
-        amax: 0-dim, maps to the format's largest value; larger entries are clipped. Default: the tensor's own.
+    `rowwise`, `columnwise`: the layouts to keep. B in TN and NN and A in TN are read row-wise, the others column-wise.
+    `amax`: 0-dim, maps to the format's largest value; larger entries are clipped. Default: the tensor's own.
     """
     if not tensor.is_cuda:
         return emulated_cast(tensor, fp8_format, amax)

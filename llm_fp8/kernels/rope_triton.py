@@ -1,4 +1,4 @@
-"""Split of the fused QKV projection and RoPE in one Triton kernel. Imported on a GPU only.
+"""Split of the fused QKV projection and RoPE in one Triton kernel.
 
     split_rope(fused [..., (H + 2 Hkv) d], angles, H, Hkv, cu_seqlens)   ->   q [..., H, d], k and v [..., Hkv, d]
 
@@ -182,7 +182,6 @@ def _launch(
     q, k, v = parts
     num_heads, num_kv_heads, head_dim, rotary_dim = q.shape[-2], k.shape[-2], q.shape[-1], angles.shape[-1]
     num_tokens = fused[..., 0].numel()
-    row_length = fused.shape[-2]
     num_documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     block_half = triton.next_power_of_2(rotary_dim // 2)
     block_tokens = max(1, BLOCK_ELEMENTS // block_half)
@@ -199,7 +198,7 @@ def _launch(
             angles,
             cu_seqlens,
             num_tokens,
-            row_length,
+            fused.shape[-2],
             angles.shape[0],
             num_documents,
             max(0, num_documents - 1).bit_length(),
@@ -239,9 +238,9 @@ class _SplitRope(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         angles, cu_seqlens = ctx.saved_tensors
-        q_gradient = gradients[0]
-        width = sum(gradient.shape[-2] for gradient in gradients) * q_gradient.shape[-1]
-        fused_gradient = q_gradient.new_empty(*q_gradient.shape[:-2], width)
+        *shape, _, head_dim = gradients[0].shape
+        width = sum(gradient.shape[-2] for gradient in gradients) * head_dim
+        fused_gradient = gradients[0].new_empty(*shape, width)
         _launch(fused_gradient, gradients, angles, cu_seqlens, backward=True)
         return fused_gradient, None, None, None, None
 

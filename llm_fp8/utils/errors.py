@@ -21,18 +21,14 @@ STDERR_DESCRIPTOR = 2
 
 
 class UserError(Exception):
-    """A mistake in what the user asked for or supplied.
-
-    The message is one sentence (two at most) that names the flag or the file, says what is wrong and what to do.
-    Scripts print it without a traceback and exit with code 2.
+    """A mistake in what the user asked for or supplied: one sentence that names the flag or the file, says what is
+    wrong and what to do. Scripts print it without a traceback and exit with code 2.
     """
 
 
 class FailedCheck(Exception):
-    """The program does not do what it was asked to do; the options are not at fault.
-
-    The message says what was expected, what was seen and what to look at. Scripts print it without a traceback and exit
-    with code 1.
+    """The program does not do what it was asked to do, and the options are not at fault: a sentence that says what was
+    expected, what was seen and what to look at. Scripts print it without a traceback and exit with code 1.
     """
 
 

@@ -80,17 +80,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file, strings as they stand there: "Infinity" can be a problem's answer. Raises
-    `UserError` with the line that is none.
+    `UserError` with the number of a line that holds none.
     """
     records = []
     for number, line in enumerate(_read_text(path).splitlines(), start=1):
         try:
-            record = json.loads(line)
+            records.append(json.loads(line))
         except json.JSONDecodeError as error:
             raise UserError(f"{path}: line {number} is not valid JSON ({error}).") from error
-        if not isinstance(record, dict):
+        if not isinstance(records[-1], dict):
             raise UserError(f"{path}: line {number} is not a JSON object.")
-        records.append(record)
     return records
 
 

@@ -25,17 +25,12 @@ def keep_casts_under_fsdp2(model: nn.Module) -> None:
             module._is_fsdp2 = False  # type: ignore[assignment]
 
 
-_ACTIVATIONS = "_get_act_func_supported_list"
-
-
 def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> bool:
-    """Add to LayerNormMLP's activations one like "swiglu", whose backward pass also casts; False without the table.
-
-    The table, a function of the recipe: name -> (forward, backward, backward with bias gradient and cast, or None).
-    """
+    """Add to LayerNormMLP's activations one like "swiglu", whose backward pass also casts; False without the table."""
     from transformer_engine.pytorch.module import layernorm_mlp
 
-    table = getattr(layernorm_mlp, _ACTIVATIONS, None)
+    # A function of the recipe: name -> (forward, backward, backward with bias gradient and cast, or None).
+    table = getattr(layernorm_mlp, "_get_act_func_supported_list", None)
     if table is None:
         return False
     if name in table(None):
@@ -46,7 +41,7 @@ def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> bool:
         forward, backward, _ = functions["swiglu"]
         return {**functions, name: (forward, backward, None if recipe is None else backward_and_cast)}
 
-    setattr(layernorm_mlp, _ACTIVATIONS, with_activation)
+    layernorm_mlp._get_act_func_supported_list = with_activation
     return True
 
 
@@ -54,5 +49,4 @@ def attention_backends() -> dict[str, Any]:
     """What Transformer Engine chose for the attention that it ran last: use_fused_attention, ... -> whether."""
     from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
 
-    chosen: dict[str, Any] = _attention_backends
-    return chosen
+    return dict(_attention_backends)

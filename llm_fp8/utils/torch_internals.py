@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor itself, not a view of it."""
-    local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    return local
+    return tensor._local_tensor  # type: ignore[attr-defined]
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -55,7 +54,7 @@ def uncompiled(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def fp8_gemm(left: Tensor, right: Tensor, scale: Tensor, fast: bool) -> Tensor:
-    """`left` [m, k] times `right` [k, n], column-major, both e4m3 with one fp32 `scale`, -> bf16 [m, n]; `fast`:
-    fast accumulation, else split.
+    """`left` [m, k] @ `right` [k, n], column-major, both e4m3 with one fp32 `scale`: bf16 [m, n]. Not `fast`: split
+    accumulation.
     """
     return torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
