@@ -39,6 +39,11 @@ def own_parser() -> OneSentenceParser:
         help="keep the recorded step as a Chrome trace (open it in https://ui.perfetto.dev)",
     )
     group.add_argument(
+        "--quality",
+        action="store_true",
+        help="measure instead, on the run's weights and text, what fp8 costs in the forward pass, by kind of module",
+    )
+    group.add_argument(
         "--warmup_steps", type=int, default=4, help="optimizer steps before anything is measured (default 4)"
     )
     return parser
@@ -64,6 +69,18 @@ def main() -> int:
             require_writable(flag, path)
     if own.json is not None and own.trace is not None and own.json.resolve() == own.trace.resolve():
         raise UserError(f"--json and --trace both name {own.json}; give each a file of its own.")
+
+    if own.quality:
+        if own.trace is not None:
+            raise UserError("--trace records a step, and --quality takes none; drop one of them.")
+        from llm_fp8.tools.diagnose.quality import measure_quality
+
+        quality = measure_quality(config)
+        print(quality.describe())
+        if own.json is not None:
+            write_json_atomic(own.json, quality.to_dict())
+            print(f"findings in {own.json}")
+        return 0
 
     from rich.console import Console  # after the parser: --help and mistakes answer without loading the rest
 

@@ -116,12 +116,22 @@ class PrecisionConfig:
     fp8_margin: int | None = option(None, "Delayed scaling: headroom above the amax, in powers of two (default: 0).")
     fp8_first_bf16_layers: int = option(0, "Decoder layers at the input that stay in bf16.")
     fp8_last_bf16_layers: int = option(0, "Decoder layers at the output that stay in bf16.")
+    fp8_bf16_modules: str = option(
+        "",
+        "Modules of the decoder layers that stay in bf16: names or patterns, separated by commas, e.g. qkv (of every "
+        "layer), 0.mlp or layers.2?.*; diagnose_fp8.py --quality measures which ones fp8 costs most.",
+    )
     fp8_lm_head: Literal["none", "gradients", "all"] = option(
         "none",
         "GEMMs of the lm_head that run in fp8 in training: none; gradients: dgrad and wgrad, with logits and loss "
         "unchanged; all: fprop too. Evaluation keeps them in high precision. Needs --fp8_backend te.",
     )
     fp8_strict: bool = option(False, "Stop with an error where an fp8 recipe would fall back to another.")
+
+    @property
+    def bf16_patterns(self) -> tuple[str, ...]:
+        """The patterns in --fp8_bf16_modules, in order."""
+        return tuple(pattern.strip() for pattern in self.fp8_bf16_modules.split(",") if pattern.strip())
 
 
 @dataclass(frozen=True)

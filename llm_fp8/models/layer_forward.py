@@ -3,7 +3,7 @@
 Hooks cannot enclose a forward pass, and a wrapping module would change parameters' names. So `forward` becomes an
 attribute of the instance, which shadows the class's method. Wrappers nest, the last one outermost. For a decoder layer
 
-    1. `precision.context.Precision.attach`                             autocast off (--fp8_first/last_bf16_layers)
+    1. `precision.context.Precision.attach`                             autocast off (modules kept in bf16)
     2. `distributed.activation_checkpoint.enable_gradient_checkpointing`  recomputation
 
 in this order: the recomputed forward pass then runs in the precision of the first one. FSDP2 and torch.compile act on

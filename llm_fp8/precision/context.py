@@ -2,7 +2,7 @@
 
     plan = resolve_precision(config.precision, device)      # asked for -> what this machine gives, and why
     precision = Precision(plan, config.precision, device, parameter_dtype)
-    precision.attach(model, decoder_layers)                 # finds the fp8 modules; --fp8_first/last_bf16_layers
+    precision.attach(model, decoder_layers)                 # finds the fp8 modules; keeps some in bf16
     with precision.context(first_microbatch=True):          # the only place that enters te.autocast
         loss = model(batch)
 
@@ -14,8 +14,10 @@ can run. torchao's modules (`llm_fp8.precision.torchao`) compute in fp8 by thems
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -32,10 +34,29 @@ from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.errors import UserError
 
 
-def bf16_layers(options: PrecisionConfig, decoder_layers: nn.ModuleList) -> list[nn.Module]:
-    """The decoder layers that --fp8_first_bf16_layers and --fp8_last_bf16_layers keep in bf16."""
+def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.ModuleList) -> list[nn.Module]:
+    """The modules that options keep in bf16 with all that is inside them: decoder layers (--fp8_first_bf16_layers,
+    --fp8_last_bf16_layers), and modules in them that --fp8_bf16_modules names by the end of their name or a pattern
+    for it. Raises `UserError` for a pattern that names none.
+    """
     first, last = options.fp8_first_bf16_layers, options.fp8_last_bf16_layers
-    return [*decoder_layers[:first], *decoder_layers[len(decoder_layers) - last :]]
+    kept = [*decoder_layers[:first], *decoder_layers[len(decoder_layers) - last :]]
+    inside = {module for layer in decoder_layers for module in layer.modules()}
+    names = {name: module for name, module in model.named_modules() if module in inside and _has_linear(module)}
+    for pattern in options.bf16_patterns:
+        found = [module for name, module in names.items() if fnmatchcase(f".{name}", f"*.{pattern}")]
+        if not found:
+            first_layer = [name for name in names if re.search(r"\.0\.", name)]
+            raise UserError(
+                f"--fp8_bf16_modules: no module with linear layers is named '{pattern}'; those of the first decoder "
+                f"layer are {', '.join(first_layer)}."
+            )
+        kept += found
+    return kept
+
+
+def _has_linear(module: nn.Module) -> bool:
+    return any(linear_weights(inner) for inner in module.modules())
 
 
 class Precision:
@@ -63,7 +84,7 @@ class Precision:
         """
 
     def attach(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
-        """Find the fp8 modules of `model`, converted already, and keep decoder layers in bf16 where asked to."""
+        """Find the fp8 modules of `model`, converted already, and keep those in bf16 that options name."""
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
         self._te_linears = te_linears(model)
         self._torchao_linears = torchao_fp8.converted_modules(model)
@@ -81,9 +102,9 @@ class Precision:
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
         kept: set[nn.Module] = set()
-        for layer in bf16_layers(self._options, decoder_layers):
-            kept.update(layer.modules())
-            wrap_forward(layer, self._without_fp8)
+        for module in bf16_modules(self._options, model, decoder_layers):
+            kept.update(module.modules())
+            wrap_forward(module, self.without_fp8)
         self._fp8_modules = {
             name: module
             for name, module in model.named_modules()
@@ -152,7 +173,8 @@ class Precision:
 
         return te.autocast(enabled=enabled, recipe=self.plan.te_recipe)
 
-    def _without_fp8(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def without_fp8(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward` of a Transformer Engine module outside fp8."""
         with self._te_autocast(enabled=False):
             return forward(*args, **kwargs)
 

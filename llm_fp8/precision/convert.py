@@ -63,15 +63,15 @@ def swap_linears(model: nn.Module) -> dict[str, str]:
     return left
 
 
-def convert_with_torchao(model: nn.Module, config: Any, kept_layers: Iterable[nn.Module] = ()) -> dict[str, str]:
-    """Replace the `nn.Linear` modules of `model` by torchao's in place, except in `kept_layers`; returns name -> reason
-    for each one left alone. `config`: a `Float8LinearConfig`.
+def convert_with_torchao(model: nn.Module, config: Any, bf16_modules: Iterable[nn.Module] = ()) -> dict[str, str]:
+    """Replace the `nn.Linear` modules of `model` by torchao's in place, except in `bf16_modules`; returns name ->
+    reason for each one left alone. `config`: a `Float8LinearConfig`.
     """
-    kept = {module for layer in kept_layers for module in layer.modules()}
+    kept = {inner for module in bf16_modules for inner in module.modules()}
     head = output_head(model)
 
     def reason(name: str, linear: nn.Linear) -> str | None:
-        return reason_to_leave(name, linear, head) or ("first or last decoder layers" if linear in kept else None)
+        return reason_to_leave(name, linear, head) or ("kept in bf16" if linear in kept else None)
 
     return torchao_fp8.convert_linears(model, config, reason)
 

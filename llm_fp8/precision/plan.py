@@ -124,7 +124,7 @@ def resolve_precision(options: PrecisionConfig, device: torch.device) -> Precisi
         requested_scenario=options.fp8_scenario,
         effective_scenario=effective,
         fallback_reason=fallback,
-        recipe=build_recipe(options, RECIPES[effective]),
+        recipe=build_recipe(options, RECIPES[effective], torch.cuda.get_device_capability(device)),
         backend="te",
     )
 

@@ -35,7 +35,7 @@ from llm_fp8.models.source import ModelSource, load_config, resolve_source, stor
 from llm_fp8.models.weights import fill_sharded
 from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.precision.certificate import ExpectedKernels
-from llm_fp8.precision.context import Precision, bf16_layers
+from llm_fp8.precision.context import Precision, bf16_modules
 from llm_fp8.precision.convert import convert_with_torchao, swap_linears
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
@@ -261,7 +261,7 @@ def _convert_linears(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleLis
     if precision.backend == "torchao":
         gathers = config.parallel.fp8_all_gather
         recipe = dataclasses.replace(precision.recipe, enable_fsdp_float8_all_gather=gathers)
-        return convert_with_torchao(model, recipe, bf16_layers(config.precision, layers))
+        return convert_with_torchao(model, recipe, bf16_modules(config.precision, model, layers))
     if precision.recipe is not None and not config.model.use_te:
         return swap_linears(model)
     return {}

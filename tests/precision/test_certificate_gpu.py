@@ -57,11 +57,19 @@ def test_every_scenario_is_certified(scenario, use_te, every, device, record_pro
         assert certificate.modules.num_in_fp8 == certificate.modules.num_modules > 0 and not certificate.remarks
 
 
-def test_layers_left_in_bf16_are_not_expected_in_fp8(device):
-    model, precision, coverage = build(fp8(fp8_first_bf16_layers=1, fp8_last_bf16_layers=1), device)
+@pytest.mark.parametrize(
+    ("options", "num_weights"),
+    [
+        ({"fp8_first_bf16_layers": 1, "fp8_last_bf16_layers": 1}, 4),
+        ({"fp8_bf16_modules": "qkv,0.mlp"}, 3 * 4 - 3 - 2),
+    ],
+)
+def test_what_stays_in_bf16_is_not_expected_in_fp8(options, num_weights, device):
+    model, precision, coverage = build(fp8(**options), device)
     certificate = certified(model, precision, coverage, device)
     assert certificate.verdict == "certified", certificate.reasons
-    assert certificate.num_fp8_gemm_kernels == certificate.num_expected_fp8_gemm_kernels == MICRO_BATCHES * 3 * 4
+    expected = MICRO_BATCHES * 3 * num_weights
+    assert certificate.num_fp8_gemm_kernels == certificate.num_expected_fp8_gemm_kernels == expected
 
 
 def test_every_kernel_has_a_class(device):

@@ -69,6 +69,16 @@ def test_options_reach_the_recipe(device):
     assert recipe.fp8_format.name == "E4M3"
 
 
+def test_block_scales_are_fp32_numbers_on_hopper(device):
+    """Powers of two leave the largest value of a block inexact."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("Hopper's GEMMs take such scales")
+    model, precision, _ = build(fp8(fp8_scenario="block"), device)
+    step(model, precision, packed_batch(device))
+    quantizers = [q for module in precision.fp8_modules for q in module.quantizers["scaling_fwd"] if q is not None]
+    assert quantizers and not any(quantizer.force_pow_2_scales for quantizer in quantizers)
+
+
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
 def test_swap_and_te_keep_ties_and_train_every_parameter(use_te, device):
     model, precision, _ = build(fp8(), device, use_te, family="llama_tied")

@@ -133,7 +133,7 @@ def test_what_goes_together_with_it(tiny_model, rows, tmp_path):
     assert any("eval_loss" in record for record in records(kept))
     coverage = run_json(kept)["precision"]["census"]
     assert set(coverage["converted"].values()) == {1}
-    assert coverage["skipped"]["model.layers.*.mlp.down_proj"] == "1 bf16 (first or last decoder layers)"
+    assert coverage["skipped"]["model.layers.*.mlp.down_proj"] == "1 bf16 (kept in bf16)"
 
 
 def test_a_checkpoint_of_another_backend_is_not_continued(tiny_model, rows, tmp_path):
@@ -483,6 +483,26 @@ def test_modes_that_cannot(mode, more, sentence):
 def test_first_and_last_layers_must_leave_some(tiny_model, rows, tmp_path):
     with pytest.raises(UserError, match="leave none of the 2 decoder layers in fp8"):
         train(*options(tiny_model, rows, tmp_path, *FP8, "--fp8_first_bf16_layers=2"))
+
+
+def test_modules_that_stay_in_bf16_are_named(tiny_model, rows, tmp_path):
+    """A pattern for a whole layer is --fp8_last_bf16_layers; an end of a name is that module of every layer."""
+    folders = {
+        option: tmp_path / str(number)
+        for number, option in enumerate(
+            ("--fp8_last_bf16_layers=1", "--fp8_bf16_modules=layers.1", "--fp8_bf16_modules=q_proj, 0.mlp.*")
+        )
+    }
+    for option, folder in folders.items():
+        train(*options(tiny_model, rows, folder, *FP8, option, "--no_export"))
+    by_count, by_name, modules = folders.values()
+    assert losses(by_count) == losses(by_name) != losses(modules)
+    coverage = run_json(modules)["precision"]["census"]
+    assert coverage["skipped"]["model.layers.*.self_attn.q_proj"] == "2 bf16 (kept in bf16)"
+    assert coverage["converted"]["model.layers.*.mlp.down_proj"] == 1
+    assert coverage["converted"]["model.layers.*.self_attn.k_proj"] == 2
+    with pytest.raises(UserError, match=r"--fp8_bf16_modules: .* named 'qkv'; .* model.layers.0.self_attn.q_proj, "):
+        train(*options(tiny_model, rows, tmp_path / "none", *FP8, "--fp8_bf16_modules=qkv"))
 
 
 # The guide's table of errors: fp8 with quantisation, a missing package, and an fp8 that Accelerate did not notice.

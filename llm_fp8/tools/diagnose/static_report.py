@@ -15,7 +15,7 @@ from llm_fp8.kernels.fp8_lm_head import Fp8Head
 from llm_fp8.models.build import count_parameters, decoder_layers
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
-from llm_fp8.precision.context import bf16_layers
+from llm_fp8.precision.context import bf16_modules
 from llm_fp8.precision.convert import reason_to_leave
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.precision.modules import GEMMS_PER_WEIGHT
@@ -67,7 +67,9 @@ def planned_coverage(config: Config, hf_config: PretrainedConfig, plan: Precisio
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     head: Any = model.get_output_embeddings()
     reasons = {name: reason for name, module in linears.items() if (reason := reason_to_leave(name, module, head))}
-    kept = {module for layer in bf16_layers(config.precision, decoder_layers(model)) for module in layer.modules()}
+    kept = {
+        inner for module in bf16_modules(config.precision, model, decoder_layers(model)) for inner in module.modules()
+    }
     covered = [module for name, module in linears.items() if name not in reasons and module not in kept]
     wanted = config.precision.fp8_lm_head
     in_part = {} if wanted == "none" else {head: Fp8Head(head, wanted).num_gemms_of(of=GEMMS_PER_WEIGHT)}

@@ -55,6 +55,8 @@ def run_prediction(
     options = config.parallel
     if gpu is None or not config.model.use_te or recipe not in PREDICTED or not can_predict(gpu, recipe):
         return None
+    if config.precision.fp8_bf16_modules:
+        return None
     if mode not in MODES or (mode == "single") != (num_gpus == 1) or options.context_parallel_size > 1:
         return None
     if num_gpus > MAX_GPUS or (num_gpus > 1 and not gpu.calibrated):

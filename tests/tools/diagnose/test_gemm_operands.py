@@ -245,7 +245,7 @@ def test_reasons_outside_fp8():
         },
     )
     why = reasons_outside_fp8(census, PrecisionConfig(mixed_precision="fp8", fp8_last_bf16_layers=2), FP8)
-    assert why["model.layers.*.qkv"] == "2 bf16 (kept by --fp8_first_bf16_layers 0 --fp8_last_bf16_layers 2)"
+    assert why["model.layers.*.qkv"] == "2 bf16 (kept by --fp8_last_bf16_layers 2)"
     assert why["lm_head"] == "1 bf16 (output head)"
     assert (
         reasons_outside_fp8(census, PrecisionConfig(), BF16)["model.layers.*.qkv"]
