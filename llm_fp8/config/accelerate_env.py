@@ -10,8 +10,8 @@ with `ACCELERATE_USE_FSDP` it would shard it.
     parallelism_config  fsdp_hybrid with dp_replicate_size, --context_parallel_size with cp_size
     fp8_config          `FP8_KEYS`
 
-Three tables say what becomes of an entry: `FP8_KEYS`, `_SHARDING_ENTRIES` and `DROPPED`. What none of them knows is an
-error that names it, in fp8_config a warning. The launcher also exports entries that nobody wrote, so its defaults count
+Three tables say what becomes of an entry: `FP8_KEYS`, `_SHARDING_ENTRIES` and `DROPPED`. An entry that none of them
+knows is an error, in fp8_config a warning. The launcher also exports entries that nobody wrote, so its defaults count
 as not given. A flag that contradicts the file is an error; plain MULTI_GPU means `--sharding_mode ddp` only where that
 flag is not given. Read in Accelerate 1.15 and Transformer Engine 2.20, and compared with Accelerate's code by
 `tests/config/test_accelerate_fp8_keys.py`.
@@ -35,41 +35,40 @@ _SOURCE = "accelerate's launch configuration"
 
 Section = TypeVar("Section")
 
-# ---- how an entry's text is read: its value and its name for the error -> what it says ----
+# ---- how an entry's text is read ----
 
 
-def is_on(value: str, name: str) -> bool:
+def _truth(value: str) -> bool:
     if value.lower() in ("1", "true", "yes", "on", "y", "t"):
         return True
     if value.lower() in ("0", "false", "no", "off", "n", "f", ""):
         return False
-    raise UserError(f"{_SOURCE} sets {name} to '{value}', which is neither true nor false.")
+    raise ValueError(value)
 
 
-def _number(value: str, name: str, kind: type[int] | type[float] = int) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        what = "whole number" if kind is int else "number"
-        raise UserError(f"{_SOURCE} sets {name} to '{value}', which is not a {what}.") from None
-
-
-def _upper(value: str, name: str) -> str:
-    return value.upper()
-
-
-def _lower(value: str, name: str) -> str:
-    return value.lower()
-
-
-def _text(value: str, name: str) -> str:
+def _text(value: str) -> str:
     return "" if value in ("none", "None") else value
 
 
-def _not_decoder_layers(value: str, name: str) -> str:
+def _not_decoder_layers(value: str) -> str:
     """The class names in a list that are not those of decoder layers."""
-    classes = (_text(part.strip(), name) for part in value.split(","))
+    classes = (_text(part.strip()) for part in value.split(","))
     return ", ".join(each for each in classes if each and not each.endswith(("DecoderLayer", "TransformerLayer")))
+
+
+_WRONG = {_truth: "neither true nor false", int: "not a whole number", float: "not a number"}
+
+
+def _parsed(read: Callable[[str], Any], value: str, name: str) -> Any:
+    """What `read` makes of the `value` of the entry `name`; `UserError` where it cannot."""
+    try:
+        return read(value)
+    except ValueError:
+        raise UserError(f"{_SOURCE} sets {name} to '{value}', which is {_WRONG[read]}.") from None
+
+
+def is_on(value: str, name: str) -> bool:
+    return bool(_parsed(_truth, value, name))
 
 
 _FSDP1_MODES = {
@@ -82,7 +81,7 @@ _FSDP1_MODES = {
 """In the order of torch's enumeration, whose numbers, from 1, the launcher takes too; None: refused."""
 
 
-def _strategy(value: str, name: str) -> str:
+def _strategy(value: str) -> str:
     numbered = {str(number): strategy for number, strategy in enumerate(_FSDP1_MODES, start=1)}
     return numbered.get(value, value.upper())
 
@@ -103,7 +102,7 @@ class Fp8Key:
     """The same under backend AO."""
     option: str | None = None
     """Field of `PrecisionConfig` that it becomes with backend TE. A recipe of Transformer Engine has it as `name`."""
-    read: Callable[[str, str], Any] = _number
+    read: Callable[[str], Any] = int
     te_only: bool = False
     """With backend AO an error unless it has the launcher's default; a switch without a default must be off."""
     parts: tuple[str, ...] = ()
@@ -121,9 +120,9 @@ _PADDING = "layers whose sizes would need padding stay in bf16 in any case"
 
 FP8_KEYS = (
     Fp8Key("backend", None),
-    Fp8Key("fp8_format", "HYBRID", option="fp8_format", read=_upper, te_only=True),
+    Fp8Key("fp8_format", "HYBRID", option="fp8_format", read=str.upper, te_only=True),
     Fp8Key("amax_history_len", "1024", option="amax_history_len", te_only=True),
-    Fp8Key("amax_compute_algo", "most_recent", option="amax_compute_algo", read=_lower, te_only=True),
+    Fp8Key("amax_compute_algo", "most_recent", option="amax_compute_algo", read=str.lower, te_only=True),
     Fp8Key("margin", "0", option="fp8_margin", te_only=True),
     Fp8Key("interval", "1", "Transformer Engine no longer has it", _OF_TE),
     Fp8Key("override_linear_precision", "False", parts=_OVERRIDE, te_only=True),
@@ -136,45 +135,34 @@ FP8_KEYS = (
 _FP8_KEY_OF = {variable: key for key in FP8_KEYS for variable in key.variables}
 
 
-_SHARDING_ENTRIES: dict[str, tuple[Callable[[str, str], Any], Any]] = {
-    "FSDP_VERSION": (_number, 1),
-    "FSDP_SHARDING_STRATEGY": (_strategy, "FULL_SHARD"),
-    "FSDP_RESHARD_AFTER_FORWARD": (is_on, True),
-    "FSDP_OFFLOAD_PARAMS": (is_on, False),
-    "FSDP_ACTIVATION_CHECKPOINTING": (is_on, False),
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (is_on, False),
-    "FSDP_AUTO_WRAP_POLICY": (_upper, "TRANSFORMER_BASED_WRAP"),
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": (_not_decoder_layers, ""),
-    "FSDP_IGNORED_MODULES": (_text, ""),
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": (_number, 2),
-    "ACCELERATE_DEEPSPEED_CONFIG_FILE": (_text, ""),
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (_text, ""),
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": (_text, ""),
-    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": (_text, ""),
-    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": (_number, 1),
-    "PARALLELISM_CONFIG_DP_SHARD_SIZE": (_number, 1),
-    "PARALLELISM_CONFIG_CP_SIZE": (_number, 1),
-    "PARALLELISM_CONFIG_CP_COMM_STRATEGY": (_text, "allgather"),
-    "PARALLELISM_CONFIG_TP_SIZE": (_number, 1),
-    "PARALLELISM_CONFIG_SP_SIZE": (_number, 1),
-}
-"""Variable -> how it is read, and Accelerate's default."""
-
 _BY_LAYER = "these scripts always shard by decoder layer; remove it"
 _ON_GPU = "DeepSpeed keeps everything on the GPU here; remove it, or use FSDP with fsdp_offload_params: true"
-_REFUSED = {
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "these scripts recompute on the GPU (--gradient_checkpointing); remove it",
-    "FSDP_AUTO_WRAP_POLICY": _BY_LAYER,
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": _BY_LAYER,
-    "FSDP_IGNORED_MODULES": "these scripts shard every parameter; remove it",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": _ON_GPU,
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": _ON_GPU,
-    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "these scripts train dense models only; remove it",
-    "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "Transformer Engine passes keys and values round a ring; remove it",
-    "PARALLELISM_CONFIG_TP_SIZE": "these scripts have no tensor parallelism; set it to 1",
-    "PARALLELISM_CONFIG_SP_SIZE": "these scripts have no sequence parallelism of DeepSpeed's; set it to 1",
+_RECOMPUTED = "these scripts recompute on the GPU (--gradient_checkpointing); remove it"
+_RING = "Transformer Engine passes keys and values round a ring; remove it"
+
+_SHARDING_ENTRIES: dict[str, tuple[Callable[[str], Any], Any, str | None]] = {
+    "FSDP_VERSION": (int, 1, None),
+    "FSDP_SHARDING_STRATEGY": (_strategy, "FULL_SHARD", None),
+    "FSDP_RESHARD_AFTER_FORWARD": (_truth, True, None),
+    "FSDP_OFFLOAD_PARAMS": (_truth, False, None),
+    "FSDP_ACTIVATION_CHECKPOINTING": (_truth, False, None),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (_truth, False, _RECOMPUTED),
+    "FSDP_AUTO_WRAP_POLICY": (str.upper, "TRANSFORMER_BASED_WRAP", _BY_LAYER),
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": (_not_decoder_layers, "", _BY_LAYER),
+    "FSDP_IGNORED_MODULES": (_text, "", "these scripts shard every parameter; remove it"),
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": (int, 2, None),
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": (_text, "", None),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (_text, "", _ON_GPU),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": (_text, "", _ON_GPU),
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": (_text, "", "these scripts train dense models only; remove it"),
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": (int, 1, None),
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": (int, 1, None),
+    "PARALLELISM_CONFIG_CP_SIZE": (int, 1, None),
+    "PARALLELISM_CONFIG_CP_COMM_STRATEGY": (_text, "allgather", _RING),
+    "PARALLELISM_CONFIG_TP_SIZE": (int, 1, "these scripts have no tensor parallelism; set it to 1"),
+    "PARALLELISM_CONFIG_SP_SIZE": (int, 1, "these scripts have no sequence parallelism of DeepSpeed's; set it to 1"),
 }
-"""Variables that must have their default: why, and what to do."""
+"""Variable -> how it is read, Accelerate's default and, where another value is refused, why, and what to do."""
 
 DROPPED = {
     "FSDP_MIN_NUM_PARAMS": "belongs to size-based wrapping, which is refused",
@@ -220,9 +208,8 @@ def require_single_process(environ: Mapping[str, str]) -> None:
 
 def require_launched(environ: Mapping[str, str]) -> None:
     """Raise `UserError` where variables that torchrun sets for a process of train_multi_gpu.py are missing."""
-    missing = [
-        name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ
-    ]
+    needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in environ]
     command = "torchrun --nproc_per_node=NUMBER_OF_GPUS train_multi_gpu.py ..."
     if "WORLD_SIZE" in missing:
         raise UserError(
@@ -288,7 +275,7 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 
 def _without_delayed_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     """`settings` without the defaults of delayed scaling, which mean nothing where a flag chose another recipe."""
-    defaults = {key.option: {key.read(key.default or "", key.name)} for key in FP8_KEYS if key.option}
+    defaults = {key.option: {key.read(key.default or "")} for key in FP8_KEYS if key.option}
     defaults["amax_compute_algo"].add("max")  # our own default, which the files of configs/ name
     return {name: value for name, value in settings.items() if value not in defaults.get(name, ())}
 
@@ -352,7 +339,7 @@ def take_precision_settings(environ: MutableMapping[str, str]) -> dict[str, Any]
     for variable, key in _FP8_KEY_OF.items():
         # With MXFP8 the launcher still exports its defaults for delayed scaling, which mean nothing there.
         if key.option and variable in fp8 and (key.option == "fp8_format" or not mxfp8):
-            settings[key.option] = key.read(fp8[variable], key.name)
+            settings[key.option] = _parsed(key.read, fp8[variable], key.name)
     return settings
 
 
@@ -440,22 +427,21 @@ def take_sharding_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
     if "PARALLELISM_CONFIG" in asked:
         settings.update(_mesh_settings(values, settings.get("sharding_mode"), int(environ.get("WORLD_SIZE", "1"))))
     if accumulation != "auto":
-        settings["gradient_accumulation_steps"] = _number(accumulation, "gradient_accumulation_steps")
+        settings["gradient_accumulation_steps"] = _parsed(int, accumulation, "gradient_accumulation_steps")
     if clipping != "auto":
-        settings["max_grad_norm"] = _number(clipping, "gradient_clipping", float)
+        settings["max_grad_norm"] = _parsed(float, clipping, "gradient_clipping")
     return settings
 
 
 def _read_entries(entries: Mapping[str, str]) -> dict[str, Any]:
     """What every variable of `_SHARDING_ENTRIES` says, its default where it is not among `entries`."""
-    values = {variable: default for variable, (_, default) in _SHARDING_ENTRIES.items()}
-    for variable, (read, default) in _SHARDING_ENTRIES.items():
+    values = {}
+    for variable, (read, default, refused) in _SHARDING_ENTRIES.items():
         # The name in the configuration file.
         name = variable.removeprefix("ACCELERATE_DEEPSPEED_").replace("CLS_TO_WRAP", "LAYER_CLS_TO_WRAP").lower()
-        if variable in entries:
-            values[variable] = read(entries[variable], name)
-        if variable in _REFUSED and values[variable] != default:
-            raise UserError(f"{_SOURCE} sets {name} to {values[variable]}, and {_REFUSED[variable]}.")
+        values[variable] = _parsed(read, entries[variable], name) if variable in entries else default
+        if refused and values[variable] != default:
+            raise UserError(f"{_SOURCE} sets {name} to {values[variable]}, and {refused}.")
     for variable in entries.keys() - values - DROPPED.keys():
         raise UserError(f"{_SOURCE} sets {variable}, which these scripts do not know; remove the entry.")
     return values
