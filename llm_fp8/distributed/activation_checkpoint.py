@@ -5,9 +5,9 @@ FSDP gathers a layer's weights once for the backward pass, and the recomputation
 fp8 context and the scales of the forward pass; torch's would recompute in bf16.
 
 With delayed scaling TE (2.20) reduces amax over the ranks when the outermost autocast ends
-(`FP8GlobalStateManager.autocast_exit`). Its checkpoint opens an autocast for each recomputed layer, at whose end ranks
-would wait for each other without need. Here it runs inside another autocast, so only the model's own end counts. The
-reentrant kind keeps these ends: by them TE knows which module's backward pass is to reduce the gradients' amax.
+(`FP8GlobalStateManager.autocast_exit`). Its checkpoint opens an autocast for each recomputed layer; here it runs inside
+another one, so that ranks don't wait for each other after every layer. The reentrant kind keeps these ends: by them TE
+knows which module's backward pass is to reduce the gradients' amax.
 """
 
 from __future__ import annotations

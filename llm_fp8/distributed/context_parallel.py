@@ -4,8 +4,8 @@ Each rank of a group computes embedding, linear layers and loss on 1 / C of ever
 tokens meet in attention only, where Transformer Engine passes keys and values round a ring (`cp_comm_type="p2p"`).
 Losses and gradients are summed over ranks, as between ranks with different batches.
 
-Causal attention costs more towards the end of a document. So a document is cut into 2 C chunks of equal length, to
-which it is padded (llm_fp8.data.collate), and rank r takes the chunks r and 2 C - 1 - r; with C = 2:
+Causal attention costs more towards the end of a document. So a document is padded to 2 C chunks of equal length
+(llm_fp8.data.collate), and rank r takes the chunks r and 2 C - 1 - r; with C = 2:
 
     tokens of a document    0 1 | 2 3 | 4 5 | 6 7
     rank                      0 |   1 |   1 |   0        rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5
@@ -62,7 +62,7 @@ class ContextGroup:
             layer.set_context_parallel_group(self.process_group, ranks, stream)
 
     def split(self, batch: Batch) -> Batch:
-        """This rank's slice of a batch, packed [1, num_tokens / size]; the slices' counts add up to the batch's, and
+        """This rank's slice of a batch, packed [1, num_tokens / size]; the slices' counts add up to the batch's.
         `cu_seqlens` and `max_seqlen` stay those of unsplit documents, as attention takes them.
         """
         if self.size == 1:
@@ -78,8 +78,7 @@ class ContextGroup:
         def take(tensor: Tensor) -> Tensor:
             return tensor.reshape(1, -1)[:, index]
 
-        labels = take(batch.labels)
-        num_tokens = index.numel()
+        labels, num_tokens = take(batch.labels), index.numel()
         return dataclasses.replace(
             batch,
             input_ids=take(batch.input_ids),

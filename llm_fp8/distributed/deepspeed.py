@@ -5,12 +5,9 @@
     deepspeed_3    weights too; each is gathered when its module runs, forward and backward
 
 A run in bf16 or fp8 hands bf16 parameters to DeepSpeed, which keeps fp32 master weights of this rank's shard and steps
-torch's AdamW on them.
-
-    backward       DeepSpeed divides gradients by the number of ranks, which is undone here
-    accumulation   stage 1 reduces gradients in the last micro-batch of a step, stages 2 and 3 in each
-    learning rate  the run's schedule acts on the AdamW inside DeepSpeed: the optimizer that `prepare` returns
-    lm_head        the loss reads its weight without calling its module, which stage 3 has to be told
+torch's AdamW on them; the run's schedule acts on this AdamW, which `prepare` returns. DeepSpeed divides gradients by
+the number of ranks, which is undone here. Stage 1 reduces gradients in the last micro-batch of a step, stages 2 and 3
+in each.
 """
 
 from __future__ import annotations
@@ -108,7 +105,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         # Accelerate warns where its own number of micro-batches, which nothing here reads, is another than DeepSpeed's.
         self.accelerator.gradient_accumulation_steps = self.settings["gradient_accumulation_steps"]
         self._zero, _ = self.accelerator.prepare(model, optimizer)
-        if self.stage == 3:
+        if self.stage == 3:  # the loss reads this weight without calling its module
             from deepspeed.runtime.zero import register_external_parameter
 
             register_external_parameter(model, model.model.get_output_embeddings().weight)

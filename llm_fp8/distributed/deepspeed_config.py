@@ -1,10 +1,8 @@
-"""The DeepSpeed file of a run: read, checked against the run's options, completed.
+"""The DeepSpeed file of a run: read, checked against the run's options, completed. Needs no GPU and no process group.
 
 The file of --deepspeed_config says how ZeRO communicates and stores (bucket sizes, overlap, thresholds). Batch,
 precision, optimizer, schedule and clipping come from the scripts' options: an entry that repeats them, or "auto", is
 accepted; one that contradicts them or has no effect is refused. Elsewhere "auto" is DeepSpeed's default.
-
-Reading and checking need no GPU and no process group.
 """
 
 from __future__ import annotations
@@ -113,8 +111,7 @@ def load_deepspeed(flag: str = "A deepspeed mode") -> None:
 
 def deepspeed_settings(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
     """What DeepSpeed is given: the checked file with the run's own values filled in; UserError where it cannot be.
-
-    `compute_name`: the dtype of everything that is not fp8, fp32 or bf16. `num_processes`: of all hosts.
+    `compute_name`: the dtype of everything that is not fp8, "fp32" or "bf16".
     """
     load_deepspeed()
     path = file_of(config.parallel.deepspeed_config, mode)

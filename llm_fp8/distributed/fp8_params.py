@@ -3,9 +3,7 @@
 Each rank holds of every such weight, sharded along the first dimension, the fp32 master weight and its moments (12
 bytes per element), from which checkpoints are written, and the fp8 shard (1 byte), which is all-gathered as it is.
 Without the option the master weight is cast to bf16, all-gathered at two bytes per element, and cast to fp8 by every
-rank for every micro-batch. Gradients are as without it.
-
-All shards of a weight have one scale:
+rank for every micro-batch. Gradients are as without it. All shards of a weight have one scale:
 
     scale = largest fp8 number / amax of the master weight over all ranks / 2^margin
 
@@ -13,8 +11,7 @@ computed after the step, with one collective for all weights, in both recipes. S
 could under delayed scaling's own rule, and checkpoints equal those of runs without this option.
 
 FSDP2's extension point for tensor subclasses (`fsdp_pre_all_gather`) gathers Transformer Engine's (2.20) `Float8Tensor`
-shards as bytes. TE's optimizer is not used: under delayed scaling it casts with the scale of past steps, with current
-scaling it takes a collective for each weight.
+shards as bytes. TE's optimizer is not used: it casts with the scale of past steps, or takes a collective per weight.
 """
 
 from __future__ import annotations
@@ -48,11 +45,9 @@ def master_of(parameter: AnyTensor) -> AnyTensor:
 
 def requantise_(model: nn.Module) -> None:
     """Compute the fp8 weights of `model`, where it has any, from its master weights; collective."""
-    for parameter in model.parameters():
-        group: Fp8Weights | None = getattr(parameter, _GROUP, None)
-        if group is not None:
-            group.quantise_()
-            return
+    group = next((getattr(p, _GROUP) for p in model.parameters() if hasattr(p, _GROUP)), None)
+    if group is not None:
+        group.quantise_()
 
 
 @dataclass(eq=False)

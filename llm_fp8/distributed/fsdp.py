@@ -6,10 +6,9 @@
     accumulation     each rank keeps unsharded fp32 gradients until the last micro-batch (see `wgrad_fusion`)
     fsdp_grad        gathers once a step, and keeps unsharded weights and their fp8 casts between micro-batches
 
-The embedding, the final norm and the lm_head form the outermost unit: a tied matrix must not be in two.
-
-torch's `fully_shard` is called directly: `Accelerator.prepare` maps the optimizer's parameters by address, and those on
-the meta device (so that no rank holds the unsharded model) share one. Inputs of a unit are not cast
+The embedding, the final norm and the lm_head form the outermost unit: a tied matrix must not be in two. torch's
+`fully_shard` is called directly: `Accelerator.prepare` maps the optimizer's parameters by address, and those on the
+meta device (so that no rank holds the unsharded model) share one. Inputs of a unit are not cast
 (`cast_forward_inputs`): the rotary table has to stay fp32.
 """
 

@@ -9,9 +9,9 @@
     entry.unsharded_accumulated_grad           the fp32 gradient of the micro-batches before the last
     nn.Module._apply                           moves every parameter and buffer by a function
 
-Without the first three (noticed by tests/distributed/test_wgrad_fusion_sharded.py) no main gradients are found, and
-autograd and FSDP2 accumulate with kernels of their own, slower and as exact; without the last
-(tests/models/test_weight_shards.py) `materialize_` raises AttributeError.
+Without the first three (noticed by tests/distributed/test_wgrad_fusion_sharded.py) autograd and FSDP2 accumulate with
+kernels of their own, slower and as exact; without the last (tests/models/test_weight_shards.py) `materialize_` raises
+AttributeError.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Which --sharding_mode a run uses.
 
-`auto` estimates a GPU's memory between micro-batches, in bytes per parameter with N GPUs:
+`auto` takes the first mode that leaves 40% of the smallest GPU's memory to activations, fp8 casts, logits and the
+gathered layer. Bytes per parameter between micro-batches, with N GPUs:
 
     ddp          12              bf16 weight, gradient, moments and the master weight's remainder (`adamw_master`)
     fsdp_grad    16 / N + 2 + 4  fp32 master weight, gradient and moments sharded; unsharded bf16 weights, and fp32
                                  gradients while accumulating
     fsdp_full    16 / N + 4      the same without unsharded weights
 
-and takes the first that leaves 40% of the memory to activations, fp8 casts, logits and the gathered layer. The 4 bytes
-fall away with one micro-batch per step or --sync_every_micro_batch. A named --optimizer has its own bytes.
+The 4 bytes fall away with one micro-batch per step or --sync_every_micro_batch. A named --optimizer has its own bytes.
 """
 
 from __future__ import annotations

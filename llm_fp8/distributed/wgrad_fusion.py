@@ -2,9 +2,7 @@
 
 autograd adds a micro-batch's gradient to `.grad` with another kernel after the GEMM: 6 bytes of traffic for each bf16
 element, and memory for the new gradient. A GEMM can add by itself, D = A B + C with C and D the same buffer, the *main
-gradient*: Transformer Engine's `fuse_wgrad_accumulation`.
-
-A weight's gradient in a step of n micro-batches:
+gradient*: Transformer Engine's `fuse_wgrad_accumulation`. A weight's gradient in a step of n micro-batches:
 
     step                             one process, DDP               FSDP2
     1. first micro-batch             autograd: `.grad`              FSDP2: unsharded fp32, from the bf16 `.grad`
@@ -15,8 +13,7 @@ A weight's gradient in a step of n micro-batches:
     4. clip, step, zero              `DistributedStrategy.step` uses and drops `.grad`
 
 `main_grad` exists in step 2 alone, for it would keep the memory of dropped gradients. On an H200 (cuBLAS 13)
-accumulating in bf16 gives autograd's bits: the GEMM rounds its result to bf16 before it adds. To an fp32 main gradient
-the results are added unrounded.
+accumulating in bf16 gives autograd's bits: the GEMM rounds its result to bf16 before it adds.
 
 Transformer Engine 2.20 (module/linear.py, layernorm_linear.py, layernorm_mlp.py) reads `fuse_wgrad_accumulation` in the
 forward pass, also a recomputed one, `main_grad` in the backward pass, and gives autograd None for the weight. With
@@ -74,6 +71,7 @@ class FusedWgradAccumulation:
 
     def _lend_main_grads(self, module: Any, weights: list[Tensor], lent: list[tuple[Any, list[Tensor]]]) -> None:
         """Let `module` add to the main gradients of its weights, if it can for all of them, and add it to `lent`."""
+        # Not in `micro_batch`, whose locals would keep released main gradients alive.
         found = [self._find_main_grad(weight) for weight in weights]
         # A GEMM needs a contiguous gradient; that of a transposed weight is transposed too.
         if not all(main_grad is not None and main_grad.is_contiguous() for _, main_grad in found):
