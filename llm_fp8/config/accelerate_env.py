@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from llm_fp8.config.options import FP8_GATHER_MODES, SECTIONS, Config
+from llm_fp8.config.options import FP8_GATHER_MODES, Config
 from llm_fp8.utils.errors import UserError
 
 PREFIX = "ACCELERATE_FP8_"
@@ -113,7 +113,7 @@ class Fp8Key:
         return tuple(PREFIX + part for part in self.parts or (self.name.removeprefix("fp8_").upper(),))
 
 
-_OF_TE, _OF_AO, _OF_MSAMP = ("it belongs to backend " + name for name in ("TE", "AO", "MSAMP"))
+_OF_TE, _OF_AO, _OF_MSAMP = (f"it belongs to backend {name}" for name in ("TE", "AO", "MSAMP"))
 _OVERRIDE = ("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD")
 _EVALUATION = "evaluation runs in the precision of training in any case"
 _PADDING = "layers whose sizes would need padding stay in bf16 in any case"
@@ -225,8 +225,8 @@ def require_launched(environ: Mapping[str, str]) -> None:
 
 
 def apply_launch_settings(config: Config, environ: MutableMapping[str, str]) -> Config:
-    """`config` completed by what `accelerate launch` asked for, whose variables are removed from `environ`; to be
-    checked with `check_options`. Raises `UserError` for what cannot be honoured and for a flag that contradicts it.
+    """`config`, unchecked, completed by what `accelerate launch` asked for, whose variables are removed from `environ`.
+    Raises `UserError` for what cannot be honoured and for a flag that contradicts it.
     """
     is_multi_gpu = "ACCELERATE_DYNAMO_BACKEND" in environ and int(environ.get("WORLD_SIZE", "1")) > 1
     settings = {**take_sharding_settings(environ), **take_precision_settings(environ)}
@@ -239,18 +239,15 @@ def apply_launch_settings(config: Config, environ: MutableMapping[str, str]) -> 
     if mode not in FP8_GATHER_MODES or scenario not in ("default", "tensorwise"):
         settings.pop("fp8_all_gather", None)
     sections = {}
-    for name, section in SECTIONS.items():
-        own = {field.name: settings[field.name] for field in dataclasses.fields(section) if field.name in settings}
-        if own:
-            sections[name] = merge_launch_settings(getattr(config, name), own)
-    return dataclasses.replace(config, **sections) if sections else config
+    for name, section in vars(config).items():
+        own = {option: settings[option] for option in vars(section) if option in settings}
+        sections[name] = merge_launch_settings(section, own)
+    return Config(**sections)
 
 
 def merge_launch_settings(flags: Section, launch: dict[str, Any]) -> Section:
-    """A section of the options, completed by what the launcher asked for in it.
-
-    A flag that has its default's value cannot be told from one that is not given. Raises `UserError` where a flag and
-    the launcher differ, and for a value that the option does not have.
+    """A section of the options, completed by what the launcher asked for in it. Raises `UserError` where a flag and the
+    launcher differ (one of the default's value counts as not given), and for a value that the option does not have.
     """
     unset: Any = type(flags)()
     hints = get_type_hints(type(flags))
@@ -296,9 +293,8 @@ def _refuse(wrong: Mapping[str, bool]) -> None:
 
 
 def take_precision_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
-    """Remove the variables about precision and torch.compile from `environ` and return them as options.
-
-    Raises `UserError` on a backend or value that cannot be honoured.
+    """Remove the variables about precision and torch.compile from `environ` and return them as options; `UserError`
+    on a backend or value that cannot be honoured.
     """
     compiler = _take(environ, "ACCELERATE_DYNAMO_").get("ACCELERATE_DYNAMO_BACKEND", "no")
     precision = environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()
@@ -356,9 +352,8 @@ def chosen_values(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def idle_keys(environ: Mapping[str, str]) -> dict[str, str]:
-    """Key of fp8_config that the file sets to another value than the default -> why it has no effect in these scripts.
-
-    To be called before `apply_launch_settings` removes the variables.
+    """Key of fp8_config that the file sets to another value than the default -> why it has no effect in these scripts;
+    to be called before `apply_launch_settings` removes the variables.
     """
     backend = environ.get(f"{PREFIX}BACKEND", "TE").upper()
     if environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() != "fp8" or backend not in ("TE", "AO"):
@@ -383,21 +378,20 @@ def backend_elsewhere(environ: Mapping[str, str]) -> str | None:
             "fp8_config.backend is left out: these scripts then take TE, and Accelerate's own path (a Trainer) "
             "torchao first, where it is installed; write backend: TE"
         )
-    if backend.upper() not in ("TE", "AO"):
-        return None
-    return (
-        f"fp8_config.backend {backend} is in small letters: these scripts take it, and Accelerate's own path (a "
-        f"Trainer) ends in a ValueError; write backend: {backend.upper()}"
-    )
+    if backend.upper() in ("TE", "AO"):
+        return (
+            f"fp8_config.backend {backend} is in small letters: these scripts take it, and Accelerate's own path (a "
+            f"Trainer) ends in a ValueError; write backend: {backend.upper()}"
+        )
+    return None
 
 
 # ---- sharding ----
 
 
 def take_sharding_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
-    """Remove the variables about sharding from `environ` and return them as options.
-
-    Raises `UserError` for what cannot be honoured; the variables are gone then too.
+    """Remove the variables about sharding from `environ` and return them as options; `UserError` for what cannot be
+    honoured, after removing them.
     """
     entries: dict[str, str] = {}
     asked = set()

@@ -30,12 +30,10 @@ from llm_fp8.config.recipes import DEFAULT, describe_recipes, recipe_names
 from llm_fp8.config.validation import check_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError
 
-PARALLEL_SECTION = "parallel"
-"""Name of the section whose options train_multi_gpu.py has and train_fp8.py has not."""
-
 
 def _sections(parallel: bool) -> dict[str, type]:
-    return {name: section for name, section in SECTIONS.items() if parallel or name != PARALLEL_SECTION}
+    """Those of train_multi_gpu.py if `parallel`, else those of train_fp8.py."""
+    return {name: section for name, section in SECTIONS.items() if parallel or section is not ParallelConfig}
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -114,9 +112,7 @@ def parse_config(
     argv: list[str], prog: str | None = None, description: str | None = None, parallel: bool = False
 ) -> Config:
     """Parse a command line (without the program's name) into a `Config`; `parallel` adds the options of
-    `ParallelConfig`.
-
-    Raises `UserError` as `check_options`; argparse itself exits with code 2 on unknown options and choices.
+    `ParallelConfig`. `UserError` as `check_options`; argparse exits with code 2 on unknown options and choices.
     """
     config = _read(argv, prog, description, parallel)
     check_options(config)
@@ -130,11 +126,8 @@ def parse_launch(
     description: str | None = None,
     parallel: bool = False,
 ) -> tuple[Config, list[str]]:
-    """As `parse_config`, for a training process: with what its launcher asked for, whose variables are removed from
-    `environ`.
-
-    Returns:
-        The configuration, and a sentence for each key of the launcher's fp8_config that has no effect here.
+    """As `parse_config`, with what the launcher asked for, whose variables are removed from `environ`; and a sentence
+    for each key of the launcher's fp8_config that has no effect here.
     """
     config = _read(argv, prog, description, parallel)
     (require_launched if parallel else require_single_process)(environ)

@@ -1,14 +1,13 @@
-"""What the options must satisfy, in two steps.
+"""What the options must satisfy: tables of sentences, each with the condition under which it is the error.
 
 `check_options` looks at the options alone: it refuses what no machine could run, before torch is imported.
-`check_machine` holds them against what was found: the GPU, the installed packages, the launch and the model
-(`MachineFacts`). Both raise `UserError` with one sentence that names the flag, says what is wrong and what to do.
+`check_machine` compares them with the GPU, the installed packages, the launch and the model (`MachineFacts`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,16 +25,29 @@ from llm_fp8.config.recipes import DEFAULT, RECIPES, chosen, recipe_names, takin
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
-AT_LEAST_ONE = (
-    "max_seq_length batch_size num_epochs gradient_accumulation_steps log_every save_total_limit amax_history_len "
-    "preprocessing_workers num_of_samples max_steps eval_batches eval_max_new_tokens gradient_checkpointing_every "
-    "context_parallel_size hybrid_shard_size"
-).split()
-NOT_NEGATIVE = (
-    "learning_rate num_warmup_steps weight_decay max_grad_norm save_every eval_every eval_exact_match "
-    "fp8_first_bf16_layers fp8_last_bf16_layers empty_cache_freq lora_rank"
-).split()
-BELOW_ONE = ("adam_beta1", "adam_beta2", "validation_fraction", "lora_dropout")
+RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "at least 1",
+        lambda value: value >= 1,
+        "max_seq_length batch_size num_epochs gradient_accumulation_steps log_every save_total_limit amax_history_len "
+        "preprocessing_workers num_of_samples max_steps eval_batches eval_max_new_tokens gradient_checkpointing_every "
+        "context_parallel_size hybrid_shard_size",
+    ),
+    (
+        "a finite number that is not negative",
+        lambda value: 0 <= value < math.inf,
+        "learning_rate num_warmup_steps weight_decay max_grad_norm save_every eval_every eval_exact_match "
+        "fp8_first_bf16_layers fp8_last_bf16_layers empty_cache_freq lora_rank",
+    ),
+    (
+        "at least 0 and below 1",
+        lambda value: 0 <= value < 1,
+        "adam_beta1 adam_beta2 validation_fraction lora_dropout",
+    ),
+    ("a finite number above 0", lambda value: 0 < value < math.inf, "adam_epsilon lora_alpha"),
+    ("from 0 to 2**32 - 1", lambda value: 0 <= value < 2**32, "seed"),
+)
+"""What a number must be, and the options that are such numbers where they are given."""
 RECIPE_OPTIONS = ("fp8_format", "amax_history_len", "amax_compute_algo", "fp8_margin")
 """Options that some recipes take (`Recipe.options`)."""
 FLASH_ATTENTION_HEAD_DIMS = (64, 128)
@@ -90,28 +102,11 @@ def check_options(config: Config) -> None:
 
 def _check_ranges(config: Config) -> None:
     options: dict[str, Any] = {name: value for section in config.to_dict().values() for name, value in section.items()}
-    epsilon, seed, alpha = (options[name] for name in ("adam_epsilon", "seed", "lora_alpha"))
     _refuse(
         {
-            **{
-                f"--{name} must be at least 1, not {options[name]}.": options[name] is not None and options[name] < 1
-                for name in AT_LEAST_ONE
-            },
-            **{
-                f"--{name} must be a finite number that is not negative, and is {options[name]}.": (
-                    not 0 <= options[name] < math.inf
-                )
-                for name in NOT_NEGATIVE
-            },
-            **{
-                f"--{name} must be at least 0 and below 1, not {options[name]}.": not 0 <= options[name] < 1
-                for name in BELOW_ONE
-            },
-            f"--adam_epsilon must be above 0, and is {epsilon}.": not 0 < epsilon < math.inf,
-            f"--seed must be from 0 to 2**32 - 1, and is {seed}.": not 0 <= seed < 2**32,
-            f"--lora_alpha must be a finite number above 0, and is {alpha}.": (
-                alpha is not None and not 0 < alpha < math.inf
-            ),
+            f"--{name} must be {wanted}, not {options[name]}.": options[name] is not None and not fits(options[name])
+            for wanted, fits, names in RANGES
+            for name in names.split()
         }
     )
 

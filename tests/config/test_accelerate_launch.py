@@ -336,7 +336,7 @@ def test_every_section_takes_its_part_of_the_launch_configuration():
 
 def test_torchrun_alone_changes_nothing():
     config, environ = config_of("--sharding_mode", "fsdp_grad"), dict(LAUNCHED)
-    assert apply_launch_settings(config, environ) is config
+    assert apply_launch_settings(config, environ) == config
     assert environ == LAUNCHED
 
 
