@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.colors import to_rgb
 
 from llm_fp8.config.recipes import recipe_names
-from llm_fp8.tools.bench.variant_names import OLD_NAMES
+from llm_fp8.tools.bench.variants import OLD_NAMES
 
 PRECISION_COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
 NEXT_COLOURS = ("#66a182", "#2e4057", "#8d96a3")

@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.tools.bench.variant_names import Variant, parse_variant
+from llm_fp8.tools.bench.variants import Variant, parse_variant
 from llm_fp8.tools.bench.worker import add_measuring_options, check_measuring_options, measure_apart, take_header
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.tools.verify import environment_rules as environment

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.plot_throughput import draw as draw_speeds
 from benchmarks.plot_throughput import group_of, panels, read_rows, require_png, save, tokens_per_s
 from llm_fp8.observability.kernel_trace import KERNEL_CLASSES
-from llm_fp8.tools.bench.variant_names import recorded_variant
+from llm_fp8.tools.bench.variants import recorded_variant
 from llm_fp8.utils.errors import OneSentenceParser, run_script
 
 Row = dict[str, Any]

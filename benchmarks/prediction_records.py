@@ -17,7 +17,7 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.distributed.sharding_mode import default_optimizer
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.tools.bench.variant_names import HEADS, REMOVED_OPTIONS
+from llm_fp8.tools.bench.variants import HEADS, REMOVED_OPTIONS
 from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, FULL_SHARE, MODES, WAITED_SHARE
 from llm_fp8.tools.predict.prediction import Gpu, Prediction, known_gpu, predict
 from llm_fp8.tools.predict.step_time import StepTime

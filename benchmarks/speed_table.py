@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.speed_table_rows import TableRow, gemm_floor_s, read_table
 from llm_fp8.observability.provenance import visible_gpus
-from llm_fp8.tools.bench.variant_names import Variant
+from llm_fp8.tools.bench.variants import Variant
 from llm_fp8.tools.bench.worker import (
     STOPPED,
     add_measuring_options,

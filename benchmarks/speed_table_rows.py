@@ -6,7 +6,7 @@ It is a JSON file, {"rows": [...]} (benchmarks/speed_table.json is the project's
     name                          of its own
     workload                      MODEL:ROWSxLENGTHxMICRO_BATCHES[@DATASET], per GPU
     num_gpus                      1 where it is left out; a list makes a row for each, named NAME_xN
-    ours, rivals                  names of variants: ours, and the baselines (llm_fp8/tools/bench/variant_names.py)
+    ours, rivals                  names of variants: ours, and the baselines (llm_fp8/tools/bench/variants.py)
     target_tokens_per_s_per_gpu   what ours is to reach; may be left out. With a list of num_gpus: {"N": target}
     target_times_padded           with @DATASET: real tokens/s of ours over those of hf_bf16, which pads; optional
 
@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_fp8.observability.metrics import DecoderSize, step_flops
-from llm_fp8.tools.bench.variant_names import Variant, parse_variants
-from llm_fp8.tools.bench.variants import REFERENCE, Baseline
+from llm_fp8.tools.bench.variants import REFERENCE, Baseline, Variant, parse_variants
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.tools.gemm_rates import MeasuredRates
 from llm_fp8.utils.errors import UserError

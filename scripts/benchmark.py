@@ -39,8 +39,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.tools.bench.measure import describe_gemms, speed
-from llm_fp8.tools.bench.variant_names import Variant, parse_variants
-from llm_fp8.tools.bench.variants import BASELINES, REFERENCE
+from llm_fp8.tools.bench.variants import BASELINES, REFERENCE, Variant, parse_variants
 from llm_fp8.tools.bench.worker import (
     add_measuring_options,
     add_resuming_option,

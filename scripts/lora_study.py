@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.tools.bench.variant_names import HEADS, LORA, Variant, parse_variants, precisions
+from llm_fp8.tools.bench.variants import HEADS, LORA, Variant, parse_variants, precisions
 from llm_fp8.tools.bench.worker import add_measuring_options, add_resuming_option, check_measuring_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import write_json_atomic

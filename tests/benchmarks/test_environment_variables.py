@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import environment_variables as bench
 from llm_fp8.observability.provenance import recorded_command
-from llm_fp8.tools.bench.variant_names import parse_variant
+from llm_fp8.tools.bench.variants import parse_variant
 from llm_fp8.tools.bench.worker import measure_apart
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.tools.verify.environment_rules import RULES

@@ -9,8 +9,7 @@ from matplotlib.colors import to_rgb
 
 from benchmarks.colours import colours_of, trained_in
 from benchmarks.plot_throughput import draw, group_of, read_rows, reason_not_measured, tokens_per_s
-from llm_fp8.tools.bench.variant_names import precisions
-from llm_fp8.tools.bench.variants import BASELINES
+from llm_fp8.tools.bench.variants import BASELINES, precisions
 from tests.support.scripts_as_main import ROOT, run_as_main
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.speed_table_rows import gemm_floor_s
-from llm_fp8.tools.bench.variant_names import recorded_variant
-from llm_fp8.tools.bench.variants import BASELINES
+from llm_fp8.tools.bench.variants import BASELINES, recorded_variant
 from llm_fp8.tools.gemm_rates import known_rates
 from tests.support.families import FAMILIES
 

@@ -14,7 +14,7 @@ from llm_fp8.precision import recipes as te_recipes
 from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.precision.module_state import ModuleState
 from llm_fp8.precision.plan import PrecisionPlan
-from llm_fp8.tools.bench.variant_names import parse_variant
+from llm_fp8.tools.bench.variants import parse_variant
 from llm_fp8.tools.compare.variants import describe_variant, parse_variants, variant_words
 from llm_fp8.tools.diagnose.gemm_operands import operand_type
 from llm_fp8.tools.predict.prediction import can_predict, gpu_by_name

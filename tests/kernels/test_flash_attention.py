@@ -22,7 +22,7 @@ from llm_fp8.kernels.flash_attention import (
     keep_from_transformer_engine,
 )
 from llm_fp8.models import build as models
-from llm_fp8.tools.bench.variant_names import parse_variant
+from llm_fp8.tools.bench.variants import parse_variant
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import FLASH_ATTENTION_4
@@ -177,12 +177,12 @@ def test_flash_attn_4_is_not_taken_for_flash_attn_2(monkeypatch):
 
 
 def test_a_variant_of_the_benchmarks():
-    arm = parse_variant("delayed:flash4:fp8head_all").what
+    arm = parse_variant("delayed:flash4:fp8head_all")
     work = Workload("Llama-3.2-1B", 2, 64, 1, 1)
     assert arm.config(work).model == ModelConfig(
         model_name="Llama-3.2-1B", random_init=True, use_te=True, attn_implementation="flash_attention_4"
     )
-    assert parse_variant("delayed").what.config(work).model.attn_implementation == "auto"
+    assert parse_variant("delayed").config(work).model.attn_implementation == "auto"
 
 
 def test_a_sequence_that_gpus_share_is_refused():

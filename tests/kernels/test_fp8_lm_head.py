@@ -28,7 +28,7 @@ from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
-from llm_fp8.tools.bench.variant_names import parse_variant
+from llm_fp8.tools.bench.variants import parse_variant
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 from tests.support.fp8_head_reference import GRADIENT_ERROR, MODES, exact, head_of, run

@@ -512,7 +512,7 @@ def test_the_study_compares_each_kind_of_adapters_with_itself():
 @pytest.mark.slow
 def test_a_benchmark_arm_trains_adapters_alone(tmp_path):
     from llm_fp8.tools.bench.measure import measure
-    from llm_fp8.tools.bench.variant_names import parse_variant
+    from llm_fp8.tools.bench.variants import parse_variant
     from llm_fp8.tools.bench.workload import Workload
 
     tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(tmp_path)

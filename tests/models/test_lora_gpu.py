@@ -27,7 +27,7 @@ from llm_fp8.precision.convert import swap_linears
 from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.tools.bench.measure import measure
-from llm_fp8.tools.bench.variant_names import parse_variant
+from llm_fp8.tools.bench.variants import parse_variant
 from llm_fp8.tools.bench.workload import Workload
 from tests.support.batches import S, packed_batch
 from tests.support.families import family_config

@@ -25,8 +25,7 @@ from llm_fp8.precision.context import Precision
 from llm_fp8.precision.convert import convert_with_torchao
 from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
-from llm_fp8.tools.bench.variant_names import parse_variant
-from llm_fp8.tools.bench.variants import OurVariant
+from llm_fp8.tools.bench.variants import parse_variant
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.tools.compare.variants import parse_variants, requested_variant, variant_words, variants
 from llm_fp8.tools.diagnose.gemm_operands import GemmRecorder
@@ -583,7 +582,7 @@ def test_arms_of_a_benchmark():
     ):
         parse_variant("tensorwise")
     arm = parse_variant("fsdp_full:tensorwise:swap:fp8_all_gather")
-    assert isinstance(arm.what, OurVariant) and not arm.what.use_te and arm.computes_in_fp8
+    assert isinstance(arm.what, Config) and not arm.what.model.use_te and arm.computes_in_fp8
     assert arm.what.parallel.fp8_all_gather and arm.what.precision.fp8_backend == "torchao"
     work = Workload.parse("embedded:2x64x1", 1)
     ranks = LaunchRanks.from_environment({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})

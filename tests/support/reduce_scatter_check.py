@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from llm_fp8.distributed import fsdp_internals as reduce_scatter
 from llm_fp8.distributed.process_group import start_process_group
 from llm_fp8.tools.bench.measure import measure
-from llm_fp8.tools.bench.variant_names import parse_variant
+from llm_fp8.tools.bench.variants import parse_variant
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.utils.ranks import LaunchRanks
 

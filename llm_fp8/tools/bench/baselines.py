@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.data.collate import IGNORED
-from llm_fp8.distributed.deepspeed_config import file_of, read_file, zero_stage
+from llm_fp8.distributed.deepspeed_config import read_file, zero_stage
 from llm_fp8.distributed.process_group import own_device
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.layer_forward import wrap_forward
@@ -42,8 +43,8 @@ from llm_fp8.precision.convert import SIZE_MULTIPLE, convert_with_torchao
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.precision.torchao import build_config, compile_layers, is_converted
-from llm_fp8.tools.bench.variants import DEEPSPEED_MODES, OPTIMISATION, Baseline
-from llm_fp8.tools.bench.workload import Recorder, Workload, draw_weights_
+from llm_fp8.tools.bench.variants import Baseline
+from llm_fp8.tools.bench.workload import OPTIMISATION, Recorder, Workload, draw_weights_
 from llm_fp8.train.loop import StepClock
 from llm_fp8.utils.packages import TORCHAO
 from llm_fp8.utils.ranks import LaunchRanks
@@ -63,12 +64,20 @@ class HfTraining:
         facts: entries of its row.
     """
 
-    def __init__(self, work: Workload, baseline: Baseline, mode: str | None = None) -> None:
-        _require_packages(baseline)
-        fsdp2, deepspeed = mode == "fsdp_full", mode in DEEPSPEED_MODES
+    def __init__(
+        self, work: Workload, baseline: Baseline, mode: str | None = None, deepspeed_file: Path | None = None
+    ) -> None:
+        if baseline.accelerate_te or baseline.te_autocast:
+            require_te(f"--arms {baseline.name}")
+        if baseline.torchao_recipe is not None:
+            TORCHAO.require(f"--arms {baseline.name}")
+        fsdp2 = mode == "fsdp_full"
         config = work.hf_config()
         inputs = work.hf_inputs(config.vocab_size, LaunchRanks.from_environment(os.environ).rank)
-        self.accelerator = accelerator = _accelerator(work, len(inputs), baseline, mode)
+        if mode is not None and deepspeed_file is not None:
+            self.accelerator = accelerator = _accelerator_with_deepspeed(work, deepspeed_file, zero_stage(mode))
+        else:
+            self.accelerator = accelerator = _accelerator(len(inputs), baseline, fsdp2)
         name, weights = ("fp32", torch.float32) if fsdp2 else ("bf16", torch.bfloat16)
         with accelerator.device:
             model: Any = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation="sdpa")
@@ -106,12 +115,12 @@ class HfTraining:
         self.facts: dict[str, Any] = {
             "attention": "sdpa",
             "optimizer": "torch fused AdamW on DeepSpeed's fp32 masters"
-            if deepspeed
+            if deepspeed_file
             else f"torch fused AdamW on {name} weights",
             "compiled": baseline.compiled,
             "census": coverage.to_dict(),
             # DeepSpeed's optimizer holds one long tensor of its own for each group.
-            "parameters_not_in_the_optimizer": None if deepspeed else not_optimised(self.model, self._optimizer),
+            "parameters_not_in_the_optimizer": None if deepspeed_file else not_optimised(self.model, self._optimizer),
             **work.text_facts(padded=True),
         }
 
@@ -137,19 +146,9 @@ class HfTraining:
         ]
 
 
-def _require_packages(baseline: Baseline) -> None:
-    """Raise `UserError` where a package is missing that only this baseline needs."""
-    if baseline.accelerate_te or baseline.te_autocast:
-        require_te(f"--arms {baseline.name}")
-    if baseline.torchao_recipe is not None:
-        TORCHAO.require(f"--arms {baseline.name}")
-
-
-def _accelerator(work: Workload, num_micro_batches: int, baseline: Baseline, mode: str | None) -> Accelerator:
-    if mode is not None and mode in DEEPSPEED_MODES:
-        return _accelerator_with_deepspeed(work, baseline, mode)
+def _accelerator(num_micro_batches: int, baseline: Baseline, fsdp2: bool) -> Accelerator:
     plugin = None
-    if mode == "fsdp_full":
+    if fsdp2:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=True,
@@ -172,14 +171,14 @@ def _accelerator(work: Workload, num_micro_batches: int, baseline: Baseline, mod
     )
 
 
-def _accelerator_with_deepspeed(work: Workload, baseline: Baseline, mode: str) -> Accelerator:
+def _accelerator_with_deepspeed(work: Workload, path: Path, stage: int) -> Accelerator:
     """Accelerate with its DeepSpeed plugin. Of the file it fills in what its own documentation writes as "auto"."""
     from llm_fp8.distributed.deepspeed import accelerator_arguments
 
-    file = read_file(file_of(baseline.deepspeed_config, mode))
+    file = read_file(path)
     settings = {
         **file,
-        "zero_optimization": {**file["zero_optimization"], "stage": zero_stage(mode)},
+        "zero_optimization": {**file["zero_optimization"], "stage": stage},
         "bf16": {"enabled": True},
         "train_micro_batch_size_per_gpu": work.batch_size,
         "gradient_accumulation_steps": work.micro_batches,
@@ -226,9 +225,9 @@ def _wrap_in_te(model: PreTrainedModel, why: str) -> None:
 
 def _coverage(model: PreTrainedModel) -> Fp8Coverage:
     """Which linear layers were converted; told by their class, because the packages need not be installed."""
-    return measure_coverage(model, [module for module in model.modules() if _is_converted(module)], "bf16", {})
-
-
-def _is_converted(module: nn.Module) -> bool:
-    name, origin = type(module).__name__, type(module).__module__
-    return is_converted(module) or (name == "Linear" and origin.startswith("transformer_engine."))
+    te_linears = [
+        module
+        for module in model.modules()
+        if type(module).__name__ == "Linear" and type(module).__module__.startswith("transformer_engine.")
+    ]
+    return measure_coverage(model, [*te_linears, *filter(is_converted, model.modules())], "bf16", {})

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import faulthandler
 import gc
+import json
 import os
 import statistics
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,9 @@ import torch.distributed as dist
 from llm_fp8.distributed.deepspeed_config import read_file
 from llm_fp8.distributed.process_group import start_process_group
 from llm_fp8.tools.bench.measure import describe_failure, describe_gemms, header, measure, speed
-from llm_fp8.tools.bench.variant_names import Variant, parse_variants
-from llm_fp8.tools.bench.variants import DEEPSPEED_MODES
+from llm_fp8.tools.bench.variants import DEEPSPEED_MODES, Variant, parse_variants
 from llm_fp8.tools.bench.worker import (
     ENDED_IN_SILENCE,
-    ResultsFile,
     add_measuring_options,
     add_workload_options,
     check_measuring_options,
@@ -42,6 +41,7 @@ from llm_fp8.tools.bench.worker import (
 from llm_fp8.tools.bench.workload import Workload, parse_workloads
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import write_json_atomic
 from llm_fp8.utils.ranks import LaunchRanks, first_to_say
 
 EXIT_VARIANT_FAILED = 3
@@ -77,7 +77,11 @@ def variants_of(options: argparse.Namespace) -> list[Variant]:
             "deepspeed_1:bf16, or drop it."
         )
     read_file(options.deepspeed_config)
-    return [variant.with_deepspeed_config(options.deepspeed_config) for variant in variants]
+    file = str(options.deepspeed_config)
+    return [
+        dataclasses.replace(variant, deepspeed_config=file) if variant.mode in DEEPSPEED_MODES else variant
+        for variant in variants
+    ]
 
 
 def subject_of(work: Workload, variant: Variant, num_gpus: int) -> dict[str, Any]:
@@ -90,13 +94,6 @@ def subject_of(work: Workload, variant: Variant, num_gpus: int) -> dict[str, Any
         "num_gpus": num_gpus,
         **({"deepspeed_config": read_file(variant.deepspeed_file)} if variant.deepspeed_file else {}),
     }
-
-
-def row_of(work: Workload, variant: Variant, warmup: int, device: torch.device) -> dict[str, Any]:
-    """Collective."""
-    found = measure(work, variant, warmup, device)
-    times = found.pop("step_times_s_by_rank")
-    return {**summarise(work, variant, times, found.get("num_adapter_parameters", 0)), **found}
 
 
 def summarise(
@@ -124,6 +121,61 @@ def own_environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(kept)
+
+
+class ResultsFile:
+    """The results file of a launch: one row per measurement, in the order of its plan, rewritten after each.
+
+    Processes that the launcher starts anew continue after its last row. All wait for the writer before they read.
+
+    Args:
+        path: of the JSON file.
+        launch: the same for all processes and restarts of a launch.
+        writes: whether this process writes rows of measurements. Any may write that one failed.
+    """
+
+    def __init__(self, path: Path, launch: str, *, writes: bool) -> None:
+        self._path, self._launch, self._writes = path, launch, writes
+        self._number = 0
+
+    def is_of_this_launch(self) -> bool:
+        """Whether the file exists and was started by this launch."""
+        return self._path.exists() and self._read().get("launch") == self._launch
+
+    def start(self, header: dict[str, Any]) -> None:
+        """Replace any other file by one without rows; `header`: its other entries."""
+        write_json_atomic(self._path, {**header, "launch": self._launch, "measuring": None, "rows": []})
+
+    def _read(self) -> dict[str, Any]:
+        record: dict[str, Any] = json.loads(self._path.read_text())
+        return record
+
+    def rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self._read()["rows"]
+        return rows
+
+    def interrupted(self) -> dict[str, Any] | None:
+        """What was being measured when all processes ended and no row was written."""
+        measuring: dict[str, Any] | None = self._read()["measuring"]
+        return measuring
+
+    def begin(self, subject: dict[str, Any]) -> None:
+        """Note what is being measured; `subject` becomes part of its row."""
+        self._number = len(self.rows())
+        if self._writes:
+            write_json_atomic(self._path, {**self._read(), "measuring": subject})
+
+    def add(self, row: dict[str, Any]) -> None:
+        if self._writes:
+            self._append(row)
+
+    def add_failure(self, subject: dict[str, Any], reason: str) -> None:
+        """Append the row of what could not be measured, unless it has one. One process of all calls this."""
+        if len(self.rows()) == self._number:
+            self._append({**subject, "failed": reason})
+
+    def _append(self, row: dict[str, Any]) -> None:
+        write_json_atomic(self._path, {**self._read(), "measuring": None, "rows": [*self.rows(), row]})
 
 
 # --- failures ---
@@ -171,11 +223,7 @@ def ending_on_failure(results: ResultsFile, subject: dict[str, Any], timeout_s: 
     try:
         with time_limit(timeout_s, lambda: end(f"took longer than {timeout_s:g} s")):
             yield
-    except UserError as error:
-        end(str(error))
     except Exception as error:
-        if not isinstance(error, torch.OutOfMemoryError):
-            traceback.print_exc()
         end(describe_failure(error))
 
 
@@ -207,13 +255,20 @@ def main() -> int:
         if is_main and not (ranks.restart_count and results.is_of_this_launch()):
             results.start(header(sys.argv, device))
         _meet()
-        take_up(results, is_main)
+        subject = results.interrupted()
+        _meet()
+        if subject is not None and is_main:  # its processes ended before they could write its row
+            results.begin(subject)
+            results.add_failure(subject, ENDED_IN_SILENCE)
+        _meet()
     for work, variant in plan[len(results.rows()) :]:
         subject = subject_of(work, variant, ranks.world_size)
         results.begin(subject)
         _meet()
         with ending_on_failure(results, subject, options.arm_timeout_s), own_environment():
-            row = {**subject, **row_of(work, variant, options.warmup, device)}
+            found = measure(work, variant, options.warmup, device)
+            times = found.pop("step_times_s_by_rank")
+            row = {**subject, **summarise(work, variant, times, found.get("num_adapter_parameters", 0)), **found}
             results.add(row)
             _meet()
         if is_main:
@@ -228,16 +283,6 @@ def main() -> int:
         )
     dist.destroy_process_group()
     return 0
-
-
-def take_up(results: ResultsFile, is_main: bool) -> None:
-    """Write the row of a variant whose processes ended before they could; collective."""
-    subject = results.interrupted()
-    _meet()
-    if subject is not None and is_main:
-        results.begin(subject)
-        results.add_failure(subject, ENDED_IN_SILENCE)
-    _meet()
 
 
 def _meet() -> None:

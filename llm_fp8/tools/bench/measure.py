@@ -1,27 +1,49 @@
-"""One variant, built, timed and recorded, by one process or by all of a launch; and what its step times come to."""
+"""One variant, built, timed and recorded, by one process or by all of a launch; and what its step times come to.
+
+As a program one measurement in this process, which `llm_fp8.tools.bench.worker.measure_apart` starts:
+
+    python -m llm_fp8.tools.bench.measure WORKLOAD ARM NUM_STEPS WARMUP ANSWER.json
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
+from llm_fp8.distributed.process_group import own_device
 from llm_fp8.observability.metrics import GIB, DecoderSize, StepTokens, device_peak_tflops, step_flops
 from llm_fp8.observability.nvml import GpuStateSampler
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.observability.step_profile import profiled
+from llm_fp8.tools.bench.variants import Baseline, Variant, parse_variant
+from llm_fp8.utils.console import quiet_libraries
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import write_json_atomic
 from llm_fp8.utils.te_import import forget_delayed_scales
 
 if TYPE_CHECKING:  # scripts/benchmark.py answers --help without importing models
     from llm_fp8.tools.bench.baselines import HfTraining
     from llm_fp8.tools.bench.ours import OurTraining
-    from llm_fp8.tools.bench.variant_names import Variant
     from llm_fp8.tools.bench.workload import Workload
+
+
+def build(work: Workload, variant: Variant) -> OurTraining | HfTraining:
+    """The training, ready for its first step; collective. Raises `UserError` where a package is missing."""
+    from llm_fp8.tools.bench.baselines import HfTraining
+    from llm_fp8.tools.bench.ours import OurTraining
+
+    if isinstance(variant.what, Baseline):
+        return HfTraining(work, variant.what, variant.mode, variant.deepspeed_file)
+    return OurTraining(work, variant.config(work))
 
 
 def measure(work: Workload, variant: Variant, warmup: int, device: torch.device) -> dict[str, Any]:
@@ -44,8 +66,8 @@ def measure(work: Workload, variant: Variant, warmup: int, device: torch.device)
     GradientState._reset_state()
     forget_delayed_scales()
     started = time.perf_counter()
-    memory_before = _memory_gib(device)["allocated"]
-    training = variant.build(work)
+    memory_before = _memory_gib(device)[0]
+    training = build(work, variant)
     built = time.perf_counter()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -53,41 +75,31 @@ def measure(work: Workload, variant: Variant, warmup: int, device: torch.device)
     with GpuStateSampler(device) as sampler:
         training.take(work.num_steps)
     times, losses = training.recorder.step_times_s[warmup:], list(training.recorder.losses)
-    memory = _memory_gib(device)
-    figures = torch.tensor(
-        [[*times, memory["peak"], memory["reserved"], memory_before]], dtype=torch.float64, device=device
-    )
+    figures = torch.tensor([[*times, *_memory_gib(device)[1:], memory_before]], dtype=torch.float64, device=device)
     by_rank = training.accelerator.gather(figures)
     found = {**training.facts, "step_times_s_by_rank": by_rank[:, :-3].tolist(), "losses": losses}
     if device.type == "cuda":
         peaks = by_rank[:, -3:].amax(dim=0).tolist()
         found.update(zip(("peak_memory_gib", "peak_reserved_memory_gib", "memory_before_gib"), peaks, strict=True))
         found["gpu_state"] = sampler.figures(sum(times))
-        found.update(_recorded_step(training))
+        with profiled(training.accelerator) as step:
+            training.take(1)
+        total_s = sum(step.gemm_time_s.values())
+        found["gemm_kernels"] = {
+            kind: {"count": count, "time_s": step.gemm_time_s[kind], "share": step.gemm_time_s[kind] / total_s}
+            for kind, count in step.gemm_kernels.items()
+        }
+        found.update(recorded_step=step.to_dict(), **step.figures())
     training.accelerator.free_memory()
     return {**found, "build_s": built - started, "wall_time_s": time.perf_counter() - started}
 
 
-def _recorded_step(training: OurTraining | HfTraining) -> dict[str, Any]:
-    with profiled(training.accelerator) as step:
-        training.take(1)
-    total_s = sum(step.gemm_time_s.values())
-    gemms = {
-        kind: {"count": count, "time_s": step.gemm_time_s[kind], "share": step.gemm_time_s[kind] / total_s}
-        for kind, count in step.gemm_kernels.items()
-    }
-    return {"gemm_kernels": gemms, "recorded_step": step.to_dict(), **step.figures()}
-
-
-def _memory_gib(device: torch.device) -> dict[str, float]:
-    """Zeros on a CPU, where PyTorch keeps no count."""
+def _memory_gib(device: torch.device) -> list[float]:
+    """Allocated now, and the peaks of allocated and reserved memory; zeros on a CPU, where PyTorch keeps no count."""
     if device.type != "cuda":
-        return dict.fromkeys(("allocated", "peak", "reserved"), 0.0)
-    return {
-        "allocated": torch.cuda.memory_allocated(device) / GIB,
-        "peak": torch.cuda.max_memory_allocated(device) / GIB,
-        "reserved": torch.cuda.max_memory_reserved(device) / GIB,
-    }
+        return [0.0, 0.0, 0.0]
+    count = (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+    return [of(device) / GIB for of in count]
 
 
 def header(command: list[str], device: torch.device) -> dict[str, Any]:
@@ -97,8 +109,12 @@ def header(command: list[str], device: torch.device) -> dict[str, Any]:
 
 
 def describe_failure(error: Exception) -> str:
+    """Why a measurement failed, in one line; prints the stack of an error that nobody foresaw."""
+    if isinstance(error, UserError):
+        return str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
+    traceback.print_exception(error)
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
@@ -110,7 +126,7 @@ def speed(
     num_adapter_parameters: int = 0,
     step_tokens: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
-    """Throughput from step times (seconds, at least one); `step_tokens` is the `StepTokens` of real documents.
+    """Throughput from step times (seconds, at least one); `step_tokens` is `StepTokens` of real documents as a dict.
 
     Returns:
         tokens_per_s: positions of all GPUs over the median step, and over the longest (_slowest), the shortest
@@ -136,3 +152,22 @@ def describe_gemms(gemm_kernels: dict[str, dict[str, float]]) -> str:
     return (
         ", ".join(f"{kind} {found['count']} ({found['share']:.0%})" for kind, found in gemm_kernels.items()) or "none"
     )
+
+
+def main() -> None:
+    """Measure what the command line names, and write the answer."""
+    from llm_fp8.tools.bench.workload import Workload
+
+    workload, variant, num_steps, warmup, answer = sys.argv[1:]
+    quiet_libraries()
+    work, device = Workload.parse(workload, int(num_steps)), own_device()
+    found: dict[str, Any] = {"failed": None, "header": header([], device)}  # before anything can fail on the GPU
+    try:
+        found.update(measure(work, parse_variant(variant), int(warmup), device))
+    except Exception as error:
+        found["failed"] = describe_failure(error)
+    write_json_atomic(Path(answer), found)
+
+
+if __name__ == "__main__":
+    main()

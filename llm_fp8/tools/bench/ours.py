@@ -13,7 +13,6 @@ from llm_fp8.models.lora import num_adapter_parameters
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.observability.step_profile import StepProfile
 from llm_fp8.optim.schedule import build_scheduler
-from llm_fp8.tools.bench.variants import OurVariant
 from llm_fp8.tools.bench.workload import FixedLoader, Recorder, Workload, draw_weights_
 from llm_fp8.train.loop import LoopOptions, TrainingLoop
 from llm_fp8.train.scale_warmup import prepare_with_scales, supervised_tokens_per_process, warm_up_delayed_scales
@@ -28,18 +27,15 @@ class _NoCallbacks:
     def after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> None: ...
     def after_report(self, step: int) -> None: ...
     def evaluate(self, step: int) -> None: ...
-
-    def save(self, step: int) -> Path:
-        raise NotImplementedError
+    def save(self, step: int) -> Path: ...  # type: ignore[empty-body]
 
 
 class OurTraining:
-    """A variant of this project, built. `recorder` and `facts` as in `HfTraining`, with losses of all processes."""
+    """A run of `config` on `work`, built. `recorder` and `facts` as in `HfTraining`, with losses of all processes."""
 
-    def __init__(self, work: Workload, variant: OurVariant | Config) -> None:
-        config = variant if isinstance(variant, Config) else variant.config(work)
+    def __init__(self, work: Workload, config: Config) -> None:
         ranks = LaunchRanks.from_environment(os.environ)
-        plan = plan_run(config, ranks, source=work.source, hf_config=work.hf_config(), say=silent)
+        plan = plan_run(config, ranks, say=silent)
         setup = build_setup(plan)
         # The weights of --fp8_params gave their fp32 values away when they were built.
         if not setup.weights_loaded and not config.parallel.fp8_params:

@@ -1,70 +1,49 @@
-"""The options of each variant, ours and the baselines. Imports nothing heavy: ours.py and baselines.py train them."""
+"""Variants of a benchmark by name, ours and the baselines: [cpN:][MODE:]WHAT[:OPTION...]
+
+    delayed                       this project on one GPU: fp8 with delayed scaling, the TE decoder
+    delayed:swap                  the Hugging Face decoder, its linear layers swapped for Transformer Engine's
+    tensorwise:swap               torchao's fp8, which always is in the Hugging Face decoder
+    delayed:fp8head               the gradients of lm_head in fp8; fp8head_all: its logits too
+    delayed:flash4                --attn_implementation flash_attention_4
+    bf16:recompute                with activation checkpointing
+    delayed:adamw_8bit            with --optimizer adamw_8bit
+    delayed:lora16                with LoRA: adapters of rank 16 on all linear layers; lora16qv: on q and v alone
+    fsdp_full:delayed             several GPUs, --sharding_mode fsdp_full
+    cp4:fsdp_full:delayed:sync    context parallelism over 4 GPUs; gradients reduced in each micro-batch
+    fsdp_full:hf_bf16             a baseline (baselines.py) under Accelerate's FSDP2, DDP (ddp:) or DeepSpeed
+
+WHAT is one of our precisions or a baseline. MODE belongs to several GPUs, and is left out on one. What a check needs
+is imported there; names, and mistakes in them, need none of it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from llm_fp8.config.options import (
     SHARDING_MODES,
     Config,
-    DataConfig,
     LoraConfig,
+    ModelConfig,
     OptimConfig,
     ParallelConfig,
     PrecisionConfig,
-    RunConfig,
 )
+from llm_fp8.config.recipes import Backend, recipe_names, token_multiple
+from llm_fp8.config.validation import MachineFacts, check_machine, check_options
+from llm_fp8.tools.bench.worker import split_names
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
 
 if TYPE_CHECKING:
-    from llm_fp8.optim.optimizers import OptimizerKind
     from llm_fp8.tools.bench.workload import Workload
 
-OPTIMISATION = OptimConfig(learning_rate=1e-5, lr_scheduler="constant", num_warmup_steps=0)
-"""The same of every variant from the first step on, so that losses can be compared."""
 
-
-@dataclasses.dataclass(frozen=True)
-class OurVariant:
-    """How this project trains a workload."""
-
-    precision: PrecisionConfig
-    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
-    use_te: bool = True
-    flash_attention_4: bool = False
-    gradient_checkpointing: bool = False
-    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
-    optimizer: OptimizerKind | Literal["auto"] = "auto"
-
-    @property
-    def computes_in_fp8(self) -> bool:
-        return self.precision.mixed_precision == "fp8"
-
-    def config(self, work: Workload) -> Config:
-        model = dataclasses.replace(
-            work.model_options,
-            use_te=self.use_te,
-            gradient_checkpointing=self.gradient_checkpointing,
-            attn_implementation="flash_attention_4" if self.flash_attention_4 else "auto",
-        )
-        return Config(
-            model=model,
-            precision=self.precision,
-            data=DataConfig(max_seq_length=work.seq_length, batch_size=work.batch_size, packing=True),
-            optim=dataclasses.replace(
-                OPTIMISATION,
-                gradient_accumulation_steps=work.micro_batches,
-                max_steps=work.num_steps,
-                optimizer=self.optimizer,
-            ),
-            run=RunConfig(output_dir=os.devnull),  # nothing is written
-            lora=self.lora,
-            parallel=self.parallel,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Baseline:
     name: str
     compiled: bool = False
@@ -72,8 +51,6 @@ class Baseline:
     torchao_recipe: str | None = None
     accelerate_te: bool = False
     te_autocast: bool = False
-    deepspeed_config: str = ""
-    """DeepSpeed's file under a deepspeed mode; empty: ours."""
 
     @property
     def computes_in_fp8(self) -> bool:
@@ -96,3 +73,188 @@ BASELINES = {
         Baseline("torchao_rowwise", compiled=True, torchao_recipe="rowwise"),
     )
 }
+
+
+def precisions(backend: Backend) -> dict[str, PrecisionConfig]:
+    """Name -> options of bf16 and the recipes of `backend`, without fallback. torchao's always need `swap`."""
+    baseline = {"bf16": PrecisionConfig(mixed_precision="bf16")} if backend == "te" else {}
+    return baseline | {
+        name: PrecisionConfig(mixed_precision="fp8", fp8_backend=backend, fp8_scenario=name, fp8_strict=backend == "te")
+        for name in recipe_names(backend)
+    }
+
+
+OLD_NAMES = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
+"""Names in older results files -> names."""
+REMOVED_OPTIONS = {"flash3": "flash4"}
+"""In recorded files: flash-attn 3's attention, which is gone, -> the one that is within 1% of its step."""
+
+HEADS: dict[str, Literal["gradients", "all"]] = {"fp8head": "gradients", "fp8head_all": "all"}
+"""Option -> --fp8_lm_head."""
+_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit", "flash4", *HEADS)
+_OPTIONS_OF_SEVERAL = ("fp8_params", "fp8_all_gather", "sync")
+LORA = re.compile(r"lora([1-9]\d*)(qv)?")
+"""An option: adapters of rank N on all linear layers, or on q and v alone."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    what: Config | Baseline
+    """Ours by its options, without those that a workload decides (`Workload.config`), or a baseline."""
+    mode: str | None
+    """--sharding_mode (for a baseline the one most like it); None on one GPU."""
+    deepspeed_config: str | None = None
+    """DeepSpeed's file in a deepspeed mode; None: the mode's own."""
+
+    @property
+    def computes_in_fp8(self) -> bool:
+        if isinstance(self.what, Baseline):
+            return self.what.computes_in_fp8
+        return self.what.precision.mixed_precision == "fp8"
+
+    @property
+    def on_one_gpu(self) -> str:
+        """The name of the variant that trains the same on one GPU, where nothing is communicated."""
+        if self.mode is None:
+            return self.name
+        words = self.name.partition(f"{self.mode}:")[2].split(":")
+        return ":".join(word for word in words if word not in _OPTIONS_OF_SEVERAL)
+
+    @property
+    def deepspeed_file(self) -> Path | None:
+        """None in a mode without DeepSpeed."""
+        from llm_fp8.distributed.deepspeed_config import file_of
+
+        if self.mode is None or self.mode not in DEEPSPEED_MODES:
+            return None
+        return file_of(self.deepspeed_config, self.mode)
+
+    @property
+    def context_size(self) -> int:
+        """Processes that share the tokens of a row."""
+        return self.what.parallel.context_parallel_size if isinstance(self.what, Config) else 1
+
+    def config(self, work: Workload) -> Config:
+        """The options of a run of ours on `work`."""
+        assert isinstance(self.what, Config)
+        parallel = dataclasses.replace(self.what.parallel, deepspeed_config=self.deepspeed_config)
+        return work.config(dataclasses.replace(self.what, parallel=parallel))
+
+    def check(self, work: Workload, ranks: LaunchRanks) -> None:
+        """Raise `UserError` where it cannot train `work` in this launch, as far as that is known beforehand."""
+        import torch
+
+        from llm_fp8.distributed.deepspeed_config import load_deepspeed
+        from llm_fp8.train.machine import model_facts
+
+        is_baseline, name = isinstance(self.what, Baseline), self.name
+        fsdp2_without_gpu = is_baseline and self.mode == "fsdp_full" and not torch.cuda.is_available()
+        for refused, why in (
+            (ranks.launched and self.mode is None, f": say how it is spread over the GPUs, for example ddp:{name}."),
+            (
+                not ranks.launched and self.mode is not None,
+                f" is spread over several GPUs, which scripts/benchmark_multi_gpu.py measures; drop '{self.mode}:' "
+                "here.",
+            ),
+            (
+                work.text is not None and self.mode is not None,
+                f" with --workloads {work.name}: real documents are measured on one GPU alone.",
+            ),
+            (fsdp2_without_gpu, ": Accelerate's FSDP2 needs NVIDIA GPUs, and none is found; drop it."),
+        ):
+            if refused:
+                raise UserError(f"--arms {name}{why}")
+        if is_baseline:
+            if self.mode in DEEPSPEED_MODES:
+                load_deepspeed()
+            return
+        config = self.config(work)
+        try:
+            check_options(config)
+            facts = MachineFacts(
+                ranks=ranks,
+                sharding_mode=self.mode or "single",
+                token_multiple=token_multiple(config.precision.fp8_scenario),
+                scenario=config.precision.fp8_scenario,
+                model=model_facts(config, work.hf_config()) if self.context_size > 1 else None,
+            )
+            check_machine(config, facts)
+        except UserError as error:
+            raise UserError(f"--arms {name} with --workloads {work.name}: {error}") from error
+
+
+def parse_variant(name: str) -> Variant:
+    """The variant of that name; raises `UserError` where there is none."""
+    words = name.split(":")
+    context = re.fullmatch(r"cp([1-9]\d*)", words[0])
+    if context:
+        words.pop(0)
+    mode = words.pop(0) if words and words[0] in SHARDING_MODES else None
+    what, options = (words[0], words[1:]) if words else ("", [])
+    if what in BASELINES and not options and not context and mode in (None, *BASELINE_MODES):
+        if BASELINES[what].computes_in_fp8 and mode in DEEPSPEED_MODES:
+            raise UserError(f"--arms {name}: a baseline under DeepSpeed computes in bf16; write {mode}:hf_bf16.")
+        return Variant(name, BASELINES[what], mode)
+    te, torchao = precisions("te"), precisions("torchao")
+    adapters = next((match for option in options if (match := LORA.fullmatch(option))), None)
+    allowed = {*_OPTIONS_OF_ONE_GPU, *(_OPTIONS_OF_SEVERAL if mode else ()), *([adapters[0]] if adapters else [])}
+    if (
+        what not in te | torchao
+        or not set(options) <= allowed
+        or len(set(options)) < len(options)
+        or (context is not None and mode is None)
+    ):
+        raise UserError(f"--arms {name} is unknown; choose {_choices()}.")
+    if what in torchao and "swap" not in options:
+        raise UserError(f"--arms {name}: torchao converts the layers of the Hugging Face decoder; write {what}:swap.")
+    precision = (te | torchao)[what]
+    heads = [option for option in options if option in HEADS]
+    if heads:
+        if what not in te or precision.mixed_precision != "fp8" or len(heads) > 1:
+            raise UserError(
+                f"--arms {name}: one of {' and '.join(HEADS)} goes with a recipe of Transformer Engine; write "
+                f"delayed:{heads[0]}."
+            )
+        precision = dataclasses.replace(precision, fp8_lm_head=HEADS[heads[0]])
+    ours = Config(
+        model=ModelConfig(
+            use_te="swap" not in options,
+            gradient_checkpointing="recompute" in options,
+            attn_implementation="flash_attention_4" if "flash4" in options else "auto",
+        ),
+        precision=precision,
+        optim=OptimConfig(optimizer="adamw_8bit" if "adamw_8bit" in options else "auto"),
+        lora=LoraConfig(
+            lora_rank=int(adapters[1]) if adapters else 0,
+            lora_targets="q_proj,v_proj" if adapters and adapters[2] else LoraConfig.lora_targets,
+        ),
+        parallel=ParallelConfig(
+            sharding_mode=mode or ParallelConfig.sharding_mode,  # type: ignore[arg-type]
+            context_parallel_size=int(context[1]) if context else 1,
+            fp8_params="fp8_params" in options,
+            fp8_all_gather="fp8_all_gather" in options,
+            sync_every_micro_batch="sync" in options,
+        ),
+    )
+    return Variant(name, ours, mode)
+
+
+def recorded_variant(name: str) -> Variant:
+    """The variant of a name in a recorded file, under that name; removed options stand for what replaced them."""
+    words = OLD_NAMES.get(name, name).split(":")
+    return dataclasses.replace(parse_variant(":".join(REMOVED_OPTIONS.get(word, word) for word in words)), name=name)
+
+
+def parse_variants(text: str) -> list[Variant]:
+    """The variants of a comma-separated list; raises `UserError` for one that is unknown or there twice."""
+    return [parse_variant(name) for name in split_names(text, "--arms")]
+
+
+def _choices() -> str:
+    return (
+        f"from {', '.join(precisions('te'))}, each with :{', :'.join(_OPTIONS_OF_ONE_GPU)}, :loraN or :loraNqv behind "
+        f"it if wanted, {', '.join(f'{name}:swap' for name in precisions('torchao'))}, and {', '.join(BASELINES)}; on "
+        f"several GPUs with MODE: before it ({', '.join(SHARDING_MODES)}; baselines {', '.join(BASELINE_MODES)}), "
+        f"ours also with cpN: before that and {' or '.join(f':{option}' for option in _OPTIONS_OF_SEVERAL)} behind"
+    )

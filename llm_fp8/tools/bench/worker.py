@@ -1,5 +1,5 @@
 """Measurements in processes of their own, so that nothing of a variant outlives it: compiled code, Transformer Engine's
-globals, memory. Also what the programs that measure share: their options, and the results file of a launch.
+globals, memory. Also the options that the programs that measure share.
 
     answer = measure_apart("Llama-3.2-1B:8x1024x4", "delayed", num_gpus=1, num_steps=8, warmup=3, timeout_s=300)
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -27,15 +26,16 @@ from typing import Any
 from llm_fp8.observability.provenance import recorded_command
 from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.json_files import read_json, require_writable, write_json_atomic
+from llm_fp8.utils.json_files import read_json, require_writable
 from llm_fp8.utils.packages import REPOSITORY
 from llm_fp8.utils.subprocesses import torchrun
 
-ALONE = "llm_fp8.tools.bench.alone"
+ALONE = "llm_fp8.tools.bench.measure"
 LAUNCH = "llm_fp8.tools.bench.launch"
 """The programs that measure: in one process, and in those of a launch."""
 
 STOPPED = "stopped from outside"
+ENDED_IN_SILENCE = "a process ended without saying why: killed, or a fault in native code"
 LAUNCH_S = 120
 """How long a launch may take to start and to end, beside its measurement."""
 POLL_S = 0.5
@@ -66,31 +66,22 @@ def measure_apart(
         if num_gpus == 1:
             words = [ALONE, workload, variant, str(num_steps), str(warmup), str(path)]
             failed = _run([sys.executable, "-m", *words], variables, timeout_s, stopped)
-            return _answer_of_process(path, failed)
+            if not path.exists():
+                return {"failed": failed or f"{ENDED_IN_SILENCE} (exit code 0)"}
+            answer = read_json(path)
+            if "step_times_s_by_rank" in answer:
+                (answer["step_times_s"],) = answer.pop("step_times_s_by_rank")
+            return answer
         measured = ["--workloads", workload, "--arms", variant, "--steps", str(num_steps), "--warmup", str(warmup)]
         words = [LAUNCH, *measured, "--arm_timeout_s", str(timeout_s), "--output", str(path)]
         # The launch keeps the limit itself, with a row that says so; this one is for a launch that hangs before or
         # after.
         failed = _run(torchrun(num_gpus, "-m", *words), variables, timeout_s + LAUNCH_S, stopped)
-        return _answer_of_launch(path, failed)
-
-
-def _answer_of_process(path: Path, failed: str | None) -> dict[str, Any]:
-    if not path.exists():
-        return {"failed": failed or f"{ENDED_IN_SILENCE} (exit code 0)"}
-    answer = read_json(path)
-    if "step_times_s_by_rank" in answer:
-        (answer["step_times_s"],) = answer.pop("step_times_s_by_rank")
-    return answer
-
-
-def _answer_of_launch(path: Path, failed: str | None) -> dict[str, Any]:
-    record = read_json(path) if path.exists() else {"rows": []}
-    rows = record.pop("rows")
-    if not rows:
-        return {"failed": failed or ENDED_IN_SILENCE}
-    origin = {name: record[name] for name in ("provenance", "peaks")}
-    return {"failed": None, "header": origin, **rows[0]}
+        record = read_json(path) if path.exists() else {"rows": []}
+        rows = record.pop("rows")
+        if not rows:
+            return {"failed": failed or ENDED_IN_SILENCE}
+        return {"failed": None, "header": {name: record[name] for name in ("provenance", "peaks")}, **rows[0]}
 
 
 def take_header(answer: dict[str, Any], argv: list[str]) -> dict[str, Any]:
@@ -156,6 +147,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 # --- options of the programs that measure ---
 
 
+def split_names(text: str, flag: str) -> list[str]:
+    """The names of a comma-separated list; raises `UserError`, which names `flag`, for one that is there twice."""
+    names = text.split(",")
+    if doubled := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise UserError(f"{flag} names {doubled[0]} twice.")
+    return names
+
+
 def add_workload_options(parser: argparse.ArgumentParser, variants: str, program: str) -> None:
     """--workloads and --arms (default `variants`), which the docstring of `program` explains."""
     parser.add_argument(
@@ -215,81 +214,27 @@ def check_measuring_options(options: argparse.Namespace, recorded_step: int = 0)
 
     `recorded_step`: the step whose kernels are recorded, which must be a warm-up step.
     """
-    if not 0 <= options.warmup < options.steps:
-        raise UserError(f"--warmup {options.warmup} must leave some of the {options.steps} --steps to be timed.")
-    if recorded_step and options.warmup <= recorded_step:
-        raise UserError(
-            f"--warmup {options.warmup} must be more than {recorded_step}, the step whose kernels are recorded."
-        )
-    if "rounds" in options and options.rounds < 1:
-        raise UserError(f"--rounds {options.rounds} measures nothing; give 1 or more.")
-    if not options.arm_timeout_s > 0:
-        raise UserError(
-            f"--arm_timeout_s {options.arm_timeout_s:g} leaves no time to measure in; give seconds, more than 0."
-        )
-    if options.output is None and "resume" in options and options.resume:
-        raise UserError("--resume goes on from the file of --output, and none is named.")
+    warmup, limit_s = options.warmup, options.arm_timeout_s
+    for mistaken, why in (
+        (
+            not 0 <= warmup < options.steps,
+            f"--warmup {warmup} must leave some of the {options.steps} --steps to be timed.",
+        ),
+        (
+            recorded_step and warmup <= recorded_step,
+            f"--warmup {warmup} must be more than {recorded_step}, the step whose kernels are recorded.",
+        ),
+        (
+            "rounds" in options and options.rounds < 1,
+            f"--rounds {getattr(options, 'rounds', 0)} measures nothing; give 1 or more.",
+        ),
+        (not limit_s > 0, f"--arm_timeout_s {limit_s:g} leaves no time to measure in; give seconds, more than 0."),
+        (
+            options.output is None and getattr(options, "resume", False),
+            "--resume goes on from the file of --output, and none is named.",
+        ),
+    ):
+        if mistaken:
+            raise UserError(why)
     if options.output is not None:
         require_writable("--output", options.output)
-
-
-# --- the results of a launch ---
-
-ENDED_IN_SILENCE = "a process ended without saying why: killed, or a fault in native code"
-
-
-class ResultsFile:
-    """The results file of a launch: one row per measurement, in the order of its plan, rewritten after each.
-
-    Processes that the launcher starts anew continue after its last row. All wait for the writer before they read.
-
-    Args:
-        path: of the JSON file.
-        launch: the same for all processes and restarts of a launch.
-        writes: whether this process writes rows of measurements. Any may write that one failed.
-    """
-
-    def __init__(self, path: Path, launch: str, *, writes: bool) -> None:
-        self._path = path
-        self._launch = launch
-        self._writes = writes
-        self._number = 0
-
-    def is_of_this_launch(self) -> bool:
-        """Whether the file exists and was started by this launch."""
-        return self._path.exists() and self._read().get("launch") == self._launch
-
-    def start(self, header: dict[str, Any]) -> None:
-        """Replace any other file by one without rows; `header`: its other entries."""
-        write_json_atomic(self._path, {**header, "launch": self._launch, "measuring": None, "rows": []})
-
-    def _read(self) -> dict[str, Any]:
-        record: dict[str, Any] = json.loads(self._path.read_text())
-        return record
-
-    def rows(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self._read()["rows"]
-        return rows
-
-    def interrupted(self) -> dict[str, Any] | None:
-        """What was being measured when all processes ended and no row was written."""
-        measuring: dict[str, Any] | None = self._read()["measuring"]
-        return measuring
-
-    def begin(self, subject: dict[str, Any]) -> None:
-        """Note what is being measured; `subject` becomes part of its row."""
-        self._number = len(self.rows())
-        if self._writes:
-            write_json_atomic(self._path, {**self._read(), "measuring": subject})
-
-    def add(self, row: dict[str, Any]) -> None:
-        if self._writes:
-            record = self._read()
-            write_json_atomic(self._path, {**record, "measuring": None, "rows": [*record["rows"], row]})
-
-    def add_failure(self, subject: dict[str, Any], reason: str) -> None:
-        """Append the row of what could not be measured, unless it has one. One process of all calls this."""
-        record = self._read()
-        if len(record["rows"]) == self._number:
-            row = {**subject, "failed": reason}
-            write_json_atomic(self._path, {**record, "measuring": None, "rows": [*record["rows"], row]})

@@ -14,21 +14,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import te_llama
-from llm_fp8.config.options import ModelConfig
-from llm_fp8.data.collate import IGNORED, Batch, PackedCollate, PaddedCollate, count_tokens
-from llm_fp8.data.load import DatasetSource, load_split, open_source
-from llm_fp8.data.pack import PackingPlan, pack
+from llm_fp8.config.options import Config, DataConfig, ModelConfig, OptimConfig, RunConfig
+from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate, count_tokens
+from llm_fp8.data.load import load_split, open_source
+from llm_fp8.data.pack import pack
 from llm_fp8.data.prepare import pad_token_id
 from llm_fp8.data.prompt import detect_columns
 from llm_fp8.data.tokenise import Document, TokeniseOptions, tokenise_rows
@@ -37,9 +39,14 @@ from llm_fp8.models.lora_names import is_adapter, name_without_adapter
 from llm_fp8.models.source import ModelSource, load_config, load_tokenizer, resolve_source
 from llm_fp8.models.weight_shards import WeightFiller, local_shard
 from llm_fp8.observability.metrics import StepTokens
+from llm_fp8.tools.bench.worker import split_names
 from llm_fp8.utils.errors import UserError
 
 _NAME = re.compile(r"(.+):([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(?:@(.+))?")
+
+
+OPTIMISATION = OptimConfig(learning_rate=1e-5, lr_scheduler="constant", num_warmup_steps=0)
+"""The same of every variant from the first step on, so that losses can be compared."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +76,8 @@ class Workload:
                 f"{flag} {text}: write MODEL:ROWSxLENGTHxMICRO_BATCHES, for example Llama-3.1-8B:8x1024x4 for 4 "
                 "micro-batches of 8 rows of 1024 tokens, and @FILE.jsonl behind it for real documents."
             )
-        model, dataset = match[1], match[5]
-        batch_size, seq_length, micro_batches = (int(match[number]) for number in (2, 3, 4))
-        work = cls(model, batch_size, seq_length, micro_batches, num_steps, text=dataset)
+        model, batch_size, seq_length, micro_batches, dataset = match.groups()
+        work = cls(model, int(batch_size), int(seq_length), int(micro_batches), num_steps, text=dataset)
         if not work.source.is_local and not work.source.location.endswith(".json"):
             raise UserError(
                 f"{flag} {text}: {model} is unknown; give a folder with a config.json, or one of "
@@ -79,7 +85,7 @@ class Workload:
             )
         if dataset is not None:
             try:
-                work.text_step.check()
+                open_source(dataset).training_split(None)  # its rows are not read yet
             except UserError as error:
                 raise UserError(f"{flag} {text}: {error}") from error
         return work
@@ -107,14 +113,7 @@ class Workload:
 
     @functools.cached_property
     def text_step(self) -> TextStep:
-        assert self.text is not None
-        return TextStep(
-            self.text,
-            load_tokenizer(self.model_options, self.source)[0],
-            self.batch_size,
-            self.seq_length,
-            self.micro_batches,
-        )
+        return TextStep(self)
 
     @property
     def model_options(self) -> ModelConfig:
@@ -128,13 +127,27 @@ class Workload:
         """The model's config, read anew: building a model changes it."""
         return load_config(self.model_options, self.source)
 
+    def config(self, options: Config) -> Config:
+        """`options` of ours for a run on this workload, which writes nothing."""
+        return dataclasses.replace(
+            options,
+            model=dataclasses.replace(options.model, model_name=self.model, random_init=True),
+            data=DataConfig(max_seq_length=self.seq_length, batch_size=self.batch_size, packing=True),
+            optim=dataclasses.replace(
+                OPTIMISATION,
+                optimizer=options.optim.optimizer,
+                gradient_accumulation_steps=self.micro_batches,
+                max_steps=self.num_steps,
+            ),
+            run=RunConfig(output_dir=os.devnull),
+        )
+
     def batches(self, vocab_size: int, reader: int = 0) -> list[Batch]:
         """The micro-batches of a step, packed, different for each `reader` (a process with data of its own)."""
         if self.text is not None:
             return self.text_step.packed()
-        return [
-            random_batch(self, vocab_size, reader * self.micro_batches + number) for number in range(self.micro_batches)
-        ]
+        first = reader * self.micro_batches
+        return [random_batch(self, vocab_size, first + number) for number in range(self.micro_batches)]
 
     def text_facts(self, padded: bool = False) -> dict[str, Any]:
         """Entries of a row on real documents; `speed` reads `step_tokens`."""
@@ -145,49 +158,28 @@ class Workload:
     def hf_inputs(self, vocab_size: int, reader: int = 0) -> list[dict[str, Tensor]]:
         """The same step as transformers' model takes it, by micro-batch: input_ids and labels int64 [B, S], not
         shifted, and for real documents attention_mask bool [B, S]."""
-        if self.text is not None:
-            return [_hf_rows(batch) for batch in self.text_step.padded()]
-        rows = (batch.input_ids.view(self.batch_size, -1) for batch in self.batches(vocab_size, reader))
-        return [{"input_ids": ids, "labels": ids} for ids in rows]
-
-
-def _hf_rows(batch: Batch) -> dict[str, Tensor]:
-    """A padded batch with unshifted labels: a row's last label is IGNORED, so rolling it to the front loses nothing."""
-    assert batch.attention_mask is not None
-    return {
-        "input_ids": batch.input_ids,
-        "labels": batch.labels.roll(1, dims=1),
-        "attention_mask": batch.attention_mask,
-    }
+        if self.text is None:
+            rows = (batch.input_ids.view(self.batch_size, -1) for batch in self.batches(vocab_size, reader))
+            return [{"input_ids": ids, "labels": ids} for ids in rows]
+        found = []
+        for batch in self.text_step.padded():
+            assert batch.attention_mask is not None
+            labels = batch.labels.roll(1, dims=1)  # a row's last label is IGNORED: nothing is lost
+            found.append({"input_ids": batch.input_ids, "labels": labels, "attention_mask": batch.attention_mask})
+        return found
 
 
 def parse_workloads(text: str, num_steps: int) -> list[Workload]:
     """The workloads of a comma-separated list; raises `UserError` for one that is unknown or there twice."""
-    names = text.split(",")
-    if doubled := [name for number, name in enumerate(names) if name in names[:number]]:
-        raise UserError(f"--workloads names {doubled[0]} twice.")
-    return [Workload.parse(name, num_steps) for name in names]
+    return [Workload.parse(name, num_steps) for name in split_names(text, "--workloads")]
 
 
 def random_batch(work: Workload, vocab_size: int, seed: int) -> Batch:
-    """One packed micro-batch of full rows, every token but each row's last supervised."""
-    total = work.batch_size * work.seq_length
-    ids = torch.randint(vocab_size, (1, total), generator=torch.Generator().manual_seed(seed))
-    labels = ids.roll(-1, dims=1)
-    labels[0, work.seq_length - 1 :: work.seq_length] = IGNORED
-    return Batch(
-        input_ids=ids,
-        labels=labels,
-        position_ids=torch.arange(work.seq_length).repeat(work.batch_size)[None],
-        attention_mask=None,
-        cu_seqlens=torch.arange(0, total + 1, work.seq_length, dtype=torch.int32),
-        max_seqlen=work.seq_length,
-        num_tokens=total,
-        num_real_tokens=total,
-        num_supervised_tokens=total - work.batch_size,
-        sum_squared_lengths=work.batch_size * work.seq_length**2,
-        row_ids=(),
-    )
+    """One packed micro-batch of full rows, every token but each row's first predicted."""
+    shape = work.batch_size, work.seq_length
+    ids = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed)).numpy()
+    rows = [[Document(row, np.ones(len(row), dtype=bool), number)] for number, row in enumerate(ids)]
+    return PackedCollate(*shape, pad_token_id=0)(rows)
 
 
 @dataclass
@@ -220,48 +212,40 @@ ROWS_AT_A_TIME = 256
 
 @dataclass(frozen=True)
 class TextStep:
-    """The documents of one optimizer step, packed into `micro_batches` of `batch_size` rows of `seq_length` tokens."""
+    """The documents of one optimizer step of a workload on real documents, packed into its rows."""
 
-    dataset: str
-    """As --dataset_name takes it; its default split is read."""
-    tokenizer: PreTrainedTokenizerBase
-    batch_size: int
-    seq_length: int
-    micro_batches: int
-
-    def check(self) -> None:
-        """Raise `UserError` where there is no such dataset; its rows are not read yet."""
-        self._source.training_split(None)
+    work: Workload
 
     @functools.cached_property
-    def _source(self) -> DatasetSource:
-        return open_source(self.dataset)
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.work.model_options, self.work.source)[0]
 
     @functools.cached_property
     def documents(self) -> list[Document]:
         """In order, as many as the step's rows hold. Raises `UserError` where the dataset has too few."""
-        num_rows = self.batch_size * self.micro_batches
-        found = self._read(num_rows * self.seq_length)
+        length, num_rows = self.work.seq_length, self.work.batch_size * self.work.micro_batches
+        found = self._read(num_rows * length)
         lengths = [len(document.input_ids) for document in found]
-        if sum(lengths) <= num_rows * self.seq_length:
+        if sum(lengths) <= num_rows * length:
             raise UserError(
-                f"{self.dataset} holds {sum(lengths)} tokens in {len(found)} documents of at most {self.seq_length}, "
-                f"and a step of {num_rows} rows of {self.seq_length} takes more; give a longer text or fewer rows."
+                f"{self.work.text} holds {sum(lengths)} tokens in {len(found)} documents of at most {length}, and a "
+                f"step of {num_rows} rows of {length} takes more; give a longer text or fewer rows."
             )
         taken = len(found) - 1
-        while len(pack(lengths[:taken], self.seq_length)) > num_rows:
+        while len(pack(lengths[:taken], length)) > num_rows:
             taken -= 1
         return found[:taken]
 
     def _read(self, num_tokens: int) -> list[Document]:
         """Documents from the first on, until they have more than `num_tokens` tokens or there are no more."""
-        dataset = load_split(self._source, self._source.training_split(None))
-        options = TokeniseOptions(detect_columns(dataset.column_names), self.seq_length, train_on_prompt=True)
+        source = open_source(self.work.text or "")
+        dataset = load_split(source, source.training_split(None))
+        options = TokeniseOptions(detect_columns(dataset.column_names), self.work.seq_length, train_on_prompt=True)
         found: list[Document] = []
         total = 0
         for first in range(0, len(dataset), ROWS_AT_A_TIME):
             rows = list(dataset.select(range(first, min(first + ROWS_AT_A_TIME, len(dataset)))))
-            columns = tokenise_rows(rows, range(first, first + len(rows)), self.tokenizer, options)
+            columns = tokenise_rows(rows, range(first, first + len(rows)), self._tokenizer, options)
             for document in map(Document.of, columns["input_ids"], columns["supervised"], columns["row_id"]):
                 if not len(document.input_ids):
                     continue  # empty, or longer than a row
@@ -271,23 +255,21 @@ class TextStep:
                     return found
         return found
 
-    @functools.cached_property
-    def _plan(self) -> PackingPlan:
-        return pack([len(document.input_ids) for document in self.documents], self.seq_length)
-
     def packed(self) -> list[Batch]:
         """The step's micro-batches, documents behind each other."""
-        rows = [[self.documents[index] for index in self._plan[row]] for row in range(len(self._plan))]
-        collate = PackedCollate(self.batch_size, self.seq_length, pad_token_id(self.tokenizer))
-        starts = range(0, self.batch_size * self.micro_batches, self.batch_size)
-        return [collate(rows[start : start + self.batch_size]) for start in starts]
+        work = self.work
+        plan = pack([len(document.input_ids) for document in self.documents], work.seq_length)
+        rows = [[self.documents[index] for index in plan[row]] for row in range(len(plan))]
+        collate = PackedCollate(work.batch_size, work.seq_length, pad_token_id(self._tokenizer))
+        starts = range(0, work.batch_size * work.micro_batches, work.batch_size)
+        return [collate(rows[start : start + work.batch_size]) for start in starts]
 
     def padded(self) -> list[Batch]:
         """The same documents, one to a row of `seq_length` tokens."""
-        rows = [[document] for document in self.documents]
-        micro_batches = [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
-        pad = pad_token_id(self.tokenizer)
-        return [PaddedCollate(len(taken), self.seq_length, pad, pad_to_full=True)(taken) for taken in micro_batches]
+        rows, size = [[document] for document in self.documents], self.work.batch_size
+        micro_batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+        length, pad = self.work.seq_length, pad_token_id(self._tokenizer)
+        return [PaddedCollate(len(taken), length, pad, pad_to_full=True)(taken) for taken in micro_batches]
 
     def tokens(self, padded: bool) -> StepTokens:
         return count_tokens(self.padded() if padded else self.packed())

@@ -211,16 +211,16 @@ class _Session:
 class ConfiguredWorkload(Workload):
     """The steps of a configuration, with its model."""
 
-    config: Config
+    options: Config
 
     @property
     def model_options(self) -> ModelConfig:
-        return self.config.model
+        return self.options.model
 
     def batches(self, vocab_size: int, reader: int = 0) -> list[Batch]:
         """As in `Workload`; without packing as [B, S], where nothing is padding."""
         batches = super().batches(vocab_size, reader)
-        if self.config.packing:
+        if self.options.packing:
             return batches
         return [
             dataclasses.replace(
@@ -243,6 +243,6 @@ def build_training(config: Config) -> OurTraining:
         seq_length=config.data.max_seq_length,
         micro_batches=config.optim.gradient_accumulation_steps,
         num_steps=0,
-        config=config,
+        options=config,
     )
     return OurTraining(work, dataclasses.replace(config, run=RunConfig(output_dir=os.devnull)))

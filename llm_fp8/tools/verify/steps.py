@@ -191,9 +191,9 @@ def take_steps(
     import torch
     from accelerate.state import AcceleratorState
 
+    from llm_fp8.config.options import Config, ModelConfig
     from llm_fp8.observability.kernel_trace import gemm_kernels, record_kernels
     from llm_fp8.tools.bench.ours import OurTraining
-    from llm_fp8.tools.bench.variants import OurVariant
     from llm_fp8.tools.bench.workload import Workload
     from llm_fp8.utils.te_import import forget_delayed_scales
 
@@ -205,7 +205,7 @@ def take_steps(
     if is_torchao:
         torch.compiler.reset()  # of one recipe's compiled layers nothing is left for the next to be measured against
     work = Workload(str(model_folder), batch_size=batch_size, seq_length=256, micro_batches=2, num_steps=WARM_STEPS)
-    training = OurTraining(work, OurVariant(options, use_te=use_te))
+    training = OurTraining(work, work.config(Config(ModelConfig(use_te=use_te), options)))
     training.take(WARM_STEPS)
     losses = list(training.recorder.losses)
     # Everything but the optimizer's step once more, so that the gradient is there to be looked at.

@@ -20,9 +20,8 @@ from transformers import AutoModelForCausalLM
 import te_llama
 from llm_fp8.observability.provenance import recorded_command
 from llm_fp8.tools.bench import baselines as rival_module
-from llm_fp8.tools.bench.measure import describe_failure, measure, speed
-from llm_fp8.tools.bench.variant_names import parse_variant, parse_variants
-from llm_fp8.tools.bench.variants import BASELINES, Baseline
+from llm_fp8.tools.bench.measure import build, describe_failure, measure, speed
+from llm_fp8.tools.bench.variants import BASELINES, Baseline, parse_variant, parse_variants
 from llm_fp8.tools.bench.worker import measure_apart, take_header
 from llm_fp8.tools.bench.workload import Workload, draw_weights_
 from llm_fp8.utils.errors import UserError
@@ -144,7 +143,7 @@ def test_torchaos_fp8_layers_round(workload):
     for name in ("hf_bf16", "torchao_tensorwise", "torchao_rowwise"):
         baseline = BASELINES[name]
         training = (
-            parse_variant(name).build(Workload.parse(workload, 1))
+            build(Workload.parse(workload, 1), parse_variant(name))
             if not baseline.compiled
             else uncompiled(baseline, workload)
         )
@@ -171,12 +170,12 @@ def test_what_is_missing_is_named(workload, monkeypatch):
     if not torch.cuda.is_available():
         for name in benchmark.CLAIM:
             with pytest.raises(UserError, match=f"--arms {name} needs Transformer Engine, .* run: pip install"):
-                parse_variant(name).build(work)
+                build(work, parse_variant(name))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         UserError, match="--arms torchao_rowwise needs torchao, which is not installed; run: pip install torchao"
     ):
-        parse_variant("torchao_rowwise").build(work)
+        build(work, parse_variant("torchao_rowwise"))
 
 
 def test_a_header_names_the_command_to_repeat():

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from llm_fp8.config.options import Config
 from llm_fp8.tools.bench.measure import measure
-from llm_fp8.tools.bench.variant_names import parse_variant
+from llm_fp8.tools.bench.variants import parse_variant
 from llm_fp8.tools.bench.workload import Workload
 from scripts.benchmark import CLAIM
 from tests.support.small import tiny_config
@@ -73,7 +74,7 @@ def test_kernels_of_an_arm(name, workload, first_loss, device, record_property):
     record_property("losses", found["losses"])
     assert ("fp8" in gemms) == variant.computes_in_fp8
     assert sum(kernels["share"] for kernels in gemms.values()) == pytest.approx(1)
-    ours_in_te = hasattr(variant.what, "use_te") and variant.what.use_te
+    ours_in_te = isinstance(variant.what, Config) and variant.what.model.use_te
     decoder = "te" if ours_in_te else "hf"
     num_weights = NUM_LAYERS * WEIGHTS_OF_LAYER[decoder]
     if variant.computes_in_fp8:

@@ -11,14 +11,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from llm_fp8.config.options import ParallelConfig
 from llm_fp8.tools.bench import launch
-from llm_fp8.tools.bench.launch import summarise
-from llm_fp8.tools.bench.variant_names import parse_variant, parse_variants
-from llm_fp8.tools.bench.worker import ENDED_IN_SILENCE, ResultsFile
+from llm_fp8.tools.bench.launch import ResultsFile, summarise
+from llm_fp8.tools.bench.variants import parse_variant, parse_variants
+from llm_fp8.tools.bench.worker import ENDED_IN_SILENCE
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
@@ -216,21 +217,20 @@ def test_unknown_variants(name):
 def test_names_of_variants():
     variant = parse_variant("cp4:fsdp_grad:current:recompute:sync")
     assert (variant.mode, variant.context_size, variant.computes_in_fp8) == ("fsdp_grad", 4, True)
-    assert (
-        variant.what.precision.fp8_scenario == "current" and variant.what.gradient_checkpointing and variant.what.use_te
-    )
+    model = variant.what.model
+    assert variant.what.precision.fp8_scenario == "current" and model.gradient_checkpointing and model.use_te
     assert variant.what.parallel.sync_every_micro_batch and not variant.what.parallel.fp8_params
-    assert not parse_variant("deepspeed_3:bf16:swap").what.use_te
+    assert not parse_variant("deepspeed_3:bf16:swap").what.model.use_te
     assert parse_variant("fsdp_full:delayed:fp8_params").what.parallel.fp8_params
     on_one = parse_variant("delayed:swap")
-    assert (on_one.mode, on_one.what.use_te, on_one.what.parallel) == (None, False, ParallelConfig())
+    assert (on_one.mode, on_one.what.model.use_te, on_one.what.parallel) == (None, False, ParallelConfig())
     adapted, of_qv = parse_variant("delayed:lora16"), parse_variant("ddp:bf16:recompute:lora8qv")
     assert (adapted.what.lora.lora_rank, adapted.what.lora.lora_targets, on_one.what.lora.lora_rank) == (
         16,
         "all-linear",
         0,
     )
-    assert (of_qv.what.lora.lora_rank, of_qv.what.lora.lora_targets, of_qv.what.gradient_checkpointing) == (
+    assert (of_qv.what.lora.lora_rank, of_qv.what.lora.lora_targets, of_qv.what.model.gradient_checkpointing) == (
         8,
         "q_proj,v_proj",
         True,
@@ -243,12 +243,13 @@ def test_names_of_variants():
     ]
     with pytest.raises(UserError, match="a baseline under DeepSpeed computes in bf16; write deepspeed_3:hf_bf16"):
         parse_variant("deepspeed_3:accelerate_te")
-    with_file = parse_variant("deepspeed_3:hf_bf16").with_deepspeed_config(Path("a.json"))
-    assert (
-        with_file.deepspeed_file == Path("a.json")
-        and parse_variant("deepspeed_3:hf_bf16").deepspeed_file.name == "ds_z3.json"
+    with_file, without, _ = launch.variants_of(
+        SimpleNamespace(
+            arms="deepspeed_3:hf_bf16,ddp:bf16,deepspeed_2:bf16", deepspeed_config=Path("configs/ds_z1.json")
+        )
     )
-    assert parse_variant("ddp:bf16").with_deepspeed_config(Path("a.json")) == parse_variant("ddp:bf16")
+    assert with_file.deepspeed_file == Path("configs/ds_z1.json") and without == parse_variant("ddp:bf16")
+    assert parse_variant("deepspeed_3:hf_bf16").deepspeed_file.name == "ds_z3.json"
     baseline = parse_variant("ddp:torchao_rowwise")
     assert (baseline.mode, baseline.what.torchao_recipe, baseline.what.compiled, baseline.computes_in_fp8) == (
         "ddp",

@@ -11,7 +11,7 @@ from benchmarks import hf_trainer
 from llm_fp8.data.collate import IGNORED
 from llm_fp8.data.pack import pack
 from llm_fp8.tools.bench.measure import measure, speed
-from llm_fp8.tools.bench.variant_names import parse_variant
+from llm_fp8.tools.bench.variants import parse_variant
 from llm_fp8.tools.bench.workload import TextStep, Workload
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
@@ -137,8 +137,8 @@ def test_a_name_is_read_back():
 
 def test_the_8_bit_optimizer_is_an_option_of_ours():
     work = Workload.parse("Llama-3.2-1B:1x16x1", 1)
-    assert parse_variant("delayed:adamw_8bit").what.config(work).optim.optimizer == "adamw_8bit"
-    assert parse_variant("delayed").what.config(work).optim.optimizer == "auto"
+    assert parse_variant("delayed:adamw_8bit").config(work).optim.optimizer == "adamw_8bit"
+    assert parse_variant("delayed").config(work).optim.optimizer == "auto"
     launch = LaunchRanks(world_size=2, local_world_size=2, launched=True)
     with pytest.raises(UserError, match="8-bit blocks cannot be split"):
         parse_variant("fsdp_full:delayed:adamw_8bit").check(work, launch)
