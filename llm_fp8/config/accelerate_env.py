@@ -246,8 +246,8 @@ def apply_launch_settings(config: Config, environ: MutableMapping[str, str]) -> 
 
 
 def merge_launch_settings(flags: Section, launch: dict[str, Any]) -> Section:
-    """A section of the options, completed by what the launcher asked for in it. Raises `UserError` where a flag and the
-    launcher differ (one of the default's value counts as not given), and for a value that the option does not have.
+    """A section of the options, completed by what the launcher asked for in it. `UserError` where a flag, other than by
+    default, contradicts it, and for a value that the option does not have.
     """
     unset: Any = type(flags)()
     hints = get_type_hints(type(flags))
@@ -293,9 +293,7 @@ def _refuse(wrong: Mapping[str, bool]) -> None:
 
 
 def take_precision_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
-    """Remove the variables about precision and torch.compile from `environ` and return them as options; `UserError`
-    on a backend or value that cannot be honoured.
-    """
+    """As `take_sharding_settings`, of the variables about precision and torch.compile."""
     compiler = _take(environ, "ACCELERATE_DYNAMO_").get("ACCELERATE_DYNAMO_BACKEND", "no")
     precision = environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()
     fp8 = _take(environ, PREFIX)
@@ -352,9 +350,7 @@ def chosen_values(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def idle_keys(environ: Mapping[str, str]) -> dict[str, str]:
-    """Key of fp8_config that the file sets to another value than the default -> why it has no effect in these scripts;
-    to be called before `apply_launch_settings` removes the variables.
-    """
+    """Keys of fp8_config that the file sets to another value than the default, and why they have no effect here."""
     backend = environ.get(f"{PREFIX}BACKEND", "TE").upper()
     if environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() != "fp8" or backend not in ("TE", "AO"):
         return {}

@@ -347,9 +347,7 @@ def packages_needed(config: Config, device: str, rank: int = 0) -> dict[str, str
 
 
 def check_machine(config: Config, facts: MachineFacts) -> None:
-    """Raise `UserError` where options that `check_options` let pass cannot take effect on this machine, in this launch
-    or with this model.
-    """
+    """Raise `UserError` where options cannot take effect on this machine, in this launch or with this model."""
     on_gpu, kind = facts.device == "cuda", config.optim.optimizer
     fa4, capability = config.model.flash_attention_4, facts.capability or FLASH_ATTENTION_CAPABILITY
     _refuse(
@@ -457,9 +455,7 @@ def fp8_params_recipes() -> list[str]:
 
 
 def check_fp8_params(scenario: str | None, weights: Iterable[tuple[int, int]], num_shards: int) -> None:
-    """Raise `UserError` where weights of shape [rows, columns] cannot be kept in fp8, an equal number of rows on each
-    of `num_shards` GPUs.
-    """
+    """Raise `UserError` where weights [rows, columns] cannot be kept in fp8, split evenly over `num_shards` GPUs."""
     able = fp8_params_recipes()
     _refuse(
         {

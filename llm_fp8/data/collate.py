@@ -115,7 +115,6 @@ class PackedCollate:
             raise ValueError(f"max_seq_length {self.max_seq_length} is not a multiple of {multiple}")
         input_ids = np.full(total, self.pad_token_id, dtype=np.int64)
         labels = np.full(total, IGNORED, dtype=np.int64)
-        position_ids = np.empty(total, dtype=np.int64)
         real = np.zeros(total, dtype=bool)
         bounds = [0]
         for index in range(self.batch_size):
@@ -129,11 +128,11 @@ class PackedCollate:
                 input_ids[start:end] = document.input_ids
                 labels[start:end] = shifted_labels(document)
                 real[start:end] = True
-                position_ids[start:padded_end] = np.arange(padded_end - start)
                 bounds.append(padded_end)
             if bounds[-1] < end_of_sequence:
-                position_ids[bounds[-1] : end_of_sequence] = np.arange(end_of_sequence - bounds[-1])
                 bounds.append(end_of_sequence)
+        lengths = np.diff(bounds)
+        position_ids = np.arange(total) - np.repeat(bounds[:-1], lengths)
         return Batch(
             input_ids=torch.from_numpy(input_ids).view(1, total),
             labels=torch.from_numpy(labels).view(1, total),
@@ -144,7 +143,7 @@ class PackedCollate:
             num_tokens=total,
             num_real_tokens=int(real.sum()),
             num_supervised_tokens=int((labels != IGNORED).sum()),
-            sum_squared_lengths=int((np.diff(bounds) ** 2).sum()),
+            sum_squared_lengths=int((lengths**2).sum()),
             row_ids=tuple(document.row_id for sequence in sequences for document in sequence),
         )
 

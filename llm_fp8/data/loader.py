@@ -40,9 +40,8 @@ class Share:
 
 
 def prefetch(items: Iterator[T], depth: int) -> Generator[T]:
-    """`items`, made by a thread that is at most `depth` of them ahead.
-
-    An exception in `items` is raised here in its turn. Closing this generator stops the thread and waits for it.
+    """`items`, made by a thread that is at most `depth` of them ahead and ends with this generator. An exception in
+    `items` is raised here in its turn.
     """
     end: Any = object()
     thread = ThreadPoolExecutor(1, "data-prefetch")
@@ -111,9 +110,8 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """Yields this rank's `Batch`es of the evaluation sequences, the same ones in the same order at every iteration.
-
-    `max_batches` limits the batches of all ranks together, so that what is evaluated does not depend on their number.
+    """Yields this rank's `Batch`es of the evaluation sequences, the same ones in the same order at every iteration;
+    at most `max_batches` over all ranks, so that what is evaluated does not depend on their number.
     """
 
     def __init__(

@@ -31,8 +31,7 @@ class PackingPlan:
 
 def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPlan:
     """Sequences of at most `capacity` tokens for documents of these `lengths`, each padded to a multiple of `multiple`.
-
-    Deterministic. Raises `ValueError` for a length outside 1..capacity, or a capacity that is no multiple.
+    `ValueError` for a length outside 1..capacity, or a capacity that is no multiple.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and not 1 <= sizes.min() <= sizes.max() <= capacity:

@@ -46,7 +46,6 @@ IndexArray = npt.NDArray[np.int64]
 
 STREAMED_EVAL_ROWS = 512
 """Rows held out of a stream: the first that the held-out rule takes, or the first of the validation split."""
-
 STREAMED_EVAL_SCAN_ROWS = 200_000
 """Most rows of a stream that are searched for them."""
 
@@ -66,18 +65,18 @@ class PreparedData:
 
     def describe(self) -> str:
         """Lines to print: origin, counts, prompt form and one sample, its supervised part between >>> and <<<."""
-        lines = [self.description]
-        if self.report.num_rows_read:  # a stream has not been read yet
-            lines.append(f"  {self.report.summary()}")
-        if self.report.padding_efficiency is not None:
+        lines, report = [self.description], self.report
+        if report.num_rows_read:  # a stream has not been read yet
+            lines.append(f"  {report.summary()}")
+        if report.padding_efficiency is not None:
             lines.append(
-                f"  {self.report.num_tokens} tokens, {self.report.num_supervised_tokens} of them supervised, in "
-                f"{self.report.num_rows_of_batches} sequences of {self.report.max_seq_length}: "
-                f"{self.report.padding_efficiency:.1%} filled"
+                f"  {report.num_tokens} tokens, {report.num_supervised_tokens} of them supervised, in "
+                f"{report.num_rows_of_batches} sequences of {report.max_seq_length}: "
+                f"{report.padding_efficiency:.1%} filled"
             )
-        lines.append(f"  evaluation: {self.report.num_eval_rows} rows")
-        if self.report.num_eval_rows_seen_in_training:
-            lines[-1] += f" ({self.report.num_eval_rows_seen_in_training} left out because their problem is trained on)"
+        lines.append(f"  evaluation: {report.num_eval_rows} rows")
+        if report.num_eval_rows_seen_in_training:
+            lines[-1] += f" ({report.num_eval_rows_seen_in_training} left out because their problem is trained on)"
         if self.problems:
             lines.append(f"  exact match: {len(self.problems)} of its problems are answered")
         sample = "\n".join("    " + line for line in self.sample.splitlines())
@@ -86,10 +85,8 @@ class PreparedData:
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id of unused positions: PAD, else EOS. Padding is never recognised by it."""
-    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if isinstance(token_id, int):
-            return token_id
-    return 0
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token_id for token_id in candidates if isinstance(token_id, int)), 0)
 
 
 def prepare_data(
@@ -101,13 +98,11 @@ def prepare_data(
     main_process_first: Callable[[], AbstractContextManager[Any]] = nullcontext,
     split_batch: Callable[[Batch], Batch] | None = None,
 ) -> PreparedData:
-    """Load, tokenise, split and plan the data of a run.
+    """Load, tokenise, split and plan the data of a run. `UserError` on a dataset that cannot be found, read or used.
 
     `rank` and `world_size` count context groups (--context_parallel_size), whose ranks get the same sequences;
     `split_batch` takes a rank's slice of a batch. Within `main_process_first` (such as
     `accelerator.local_main_process_first`) the other processes wait for the main one and find its result in the cache.
-
-    Raises `UserError` on a dataset that cannot be found, read or used.
     """
     kind = PackedCollate if config.packing else PaddedCollate
     context_size = config.parallel.context_parallel_size

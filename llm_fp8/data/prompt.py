@@ -127,9 +127,7 @@ def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokeni
 
 
 def _conversation(row: Mapping[str, Any], form: ColumnForm) -> list[dict[str, Any]]:
-    """The row as messages up to the last assistant turn, without the None fields that Arrow fills in; empty where there
-    is nothing to learn.
-    """
+    """The row's messages up to the last assistant turn, without Arrow's None fields; empty with nothing to learn."""
     if form == "problem_solution":
         problem, solution = ("" if row[name] is None else str(row[name]).strip() for name in COLUMNS[form])
         if not problem or not solution:

@@ -38,9 +38,8 @@ def is_held_out(key: int | npt.NDArray[np.int64], fraction: float) -> Any:
 
 
 def held_out_mask(keys: npt.NDArray[np.int64], fraction: float) -> npt.NDArray[np.bool_]:
-    """For each row's problem key, whether the row is held out.
-
-    Where the share would hold no problem, the one with the smallest key is taken, as long as another is left.
+    """For each row's problem key, whether the row is held out: where the share would hold no problem, the one with the
+    smallest key is, as long as another is left.
     """
     if fraction == 0 or len(keys) == 0:
         return np.zeros(len(keys), dtype=bool)

@@ -46,12 +46,9 @@ Figures = dict[str, npt.NDArray[np.int64]]
 
 class Outcome(IntEnum):
     USED = 0
-    TRUNCATED = 1
-    """Used, but cut at max_seq_length; it has lost its EOS."""
-    OVERLONG = 2
-    """Longer than max_seq_length and dropped."""
-    EMPTY = 3
-    """Without a solution, or without a supervised token."""
+    TRUNCATED = 1  # used, but cut at max_seq_length: without EOS
+    OVERLONG = 2  # longer than max_seq_length and dropped
+    EMPTY = 3  # without a solution, or without a supervised token
 
 
 @dataclass
@@ -217,9 +214,8 @@ def tokenise(
 
 
 def document_reader(tokenised: Dataset) -> Callable[[Sequence[int]], list[Document]]:
-    """Reads documents of a tokenised dataset by index from its memory-mapped columns.
-
-    About 10 us each; going through a `datasets` row takes many times longer.
+    """Reads documents of a tokenised dataset by index from its memory-mapped columns, in about 10 us each; through a
+    `datasets` row it takes many times longer.
     """
     table = arrow_table(tokenised)
     columns = [table.column(name) for name in ("input_ids", "supervised", "row_id")]

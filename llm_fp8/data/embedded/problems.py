@@ -43,9 +43,7 @@ JOBS = tuple(
 
 
 def _problem(text: str, answer: int | Fraction, *steps: str) -> Row:
-    """The row of a problem: its solution is the steps, one to a line, and the boxed answer, an integer or a fraction in
-    lowest terms.
-    """
+    """The row of a problem; its solution is the steps, one to a line, and the boxed answer in lowest terms."""
     value = Fraction(answer)
     boxed = str(value) if value.denominator == 1 else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
     solution = "\n".join([*steps, f"The answer is \\boxed{{{boxed}}}."])
