@@ -1,19 +1,12 @@
-"""A finished run beside what was predicted for it: which runs can be, with which tokens and lengths, and the entry
-of summary.json.
-"""
+"""A finished run beside its prediction: which runs have one, of which tokens and lengths, and summary.json's entry."""
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from typing import Any
 
-from transformers import PretrainedConfig
-
-from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.observability.step_stats import measured_steps, throughput_summary
-from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.tools.predict.calibration import MAX_GPUS, MODES
 from llm_fp8.tools.predict.prediction import Prediction, can_predict, known_gpu, predict
 from llm_fp8.tools.predict.workload import PREDICTED, ModelSize, StepWorkload
@@ -27,39 +20,36 @@ def mean_length(size: DecoderSize, model_flops_per_token: float) -> float:
     return (model_flops_per_token / 6 - size.num_linear_parameters) / (size.num_layers * size.attention_width)
 
 
-def compare_with_prediction(outcome: RunOutcome) -> tuple[dict[str, Any], str] | None:
+def compare_with_prediction(run: RunOutcome) -> tuple[dict[str, Any], str] | None:
     """The entry `prediction` of a finished run's summary and its line for the terminal; None where nothing predicts
     the run. A `llm_fp8.train.run_record.Predict`.
     """
-    entry = run_prediction(**{field.name: getattr(outcome, field.name) for field in dataclasses.fields(outcome)})
+    entry = run_prediction(run)
     return None if entry is None else (entry, describe_comparison(entry))
 
 
-def run_prediction(
-    config: Config,
-    hf_config: PretrainedConfig,
-    recipe: str,
-    optimizer: OptimizerKind,
-    mode: str,
-    num_gpus: int,
-    gpu_name: str,
-    steps: list[dict[str, Any]],
-) -> dict[str, Any] | None:
-    """The entry `prediction` of a run's summary, `steps` being its own; None where there is nothing to predict it with.
+def run_prediction(run: RunOutcome) -> dict[str, Any] | None:
+    """The entry `prediction` of a run's summary; None where there is nothing to predict it with.
 
     That is: a GPU without constants, a decoder that is not TE's, a sharding mode, recipe or option that no constant was
     fitted for, or no step. Tokens and lengths are those of the steps that were measured, padding included.
     """
-    gpu = known_gpu(gpu_name)
-    mode = "single" if num_gpus == 1 and mode == "ddp" else mode  # nothing is exchanged
-    options = config.parallel
-    if gpu is None or not config.model.use_te or recipe not in PREDICTED or not can_predict(gpu, recipe):
-        return None
-    if config.precision.fp8_bf16_modules:
-        return None
-    if mode not in MODES or (mode == "single") != (num_gpus == 1) or options.context_parallel_size > 1:
-        return None
-    if num_gpus > MAX_GPUS or (num_gpus > 1 and not gpu.calibrated):
+    config, options, precision = run.config, run.config.parallel, run.config.precision
+    num_gpus, steps, recipe = run.num_gpus, run.steps, run.recipe
+    gpu = known_gpu(run.gpu_name)
+    mode = "single" if num_gpus == 1 and run.mode == "ddp" else run.mode  # nothing is exchanged
+    if (
+        gpu is None
+        or not config.model.use_te
+        or recipe not in PREDICTED
+        or not can_predict(gpu, recipe)
+        or precision.fp8_bf16_modules
+        or mode not in MODES
+        or (mode == "single") != (num_gpus == 1)
+        or options.context_parallel_size > 1
+        or num_gpus > MAX_GPUS
+        or (num_gpus > 1 and not gpu.calibrated)
+    ):
         return None
     throughput, measured = throughput_summary(steps), measured_steps(steps)
     if not measured or "peak_memory_gib" not in steps[-1]:
@@ -67,22 +57,21 @@ def run_prediction(
     micro_batches = config.optim.gradient_accumulation_steps
     tokens = statistics.mean(step["tokens_per_s"] * step["step_time_s"] for step in measured)
     flops_per_token = [step["model_tflops"] * 1e12 * num_gpus / step["tokens_per_s"] for step in measured]
-    size = DecoderSize.from_config(hf_config)
-    layers = size.num_layers
-    precision = config.precision
+    size = DecoderSize.from_config(run.hf_config)
+    recomputed = range(
+        0, size.num_layers if config.model.gradient_checkpointing else 0, config.model.gradient_checkpointing_every
+    )
     scenario = StepWorkload(
-        model=ModelSize.from_config(hf_config),
+        model=ModelSize.from_config(run.hf_config),
         recipe=recipe,
         micro_batch_tokens=max(1, round(tokens / (micro_batches * num_gpus))),
         micro_batches=micro_batches,
         mean_length=max(1.0, mean_length(size, statistics.mean(flops_per_token))),
-        optimizer=optimizer,
+        optimizer=run.optimizer,
         mode=mode,
         num_gpus=num_gpus,
         sync_every_micro_batch=options.sync_every_micro_batch,
-        recomputed_layers=len(range(0, layers, config.model.gradient_checkpointing_every))
-        if config.model.gradient_checkpointing
-        else 0,
+        recomputed_layers=len(recomputed),
         bf16_layers=precision.fp8_first_bf16_layers + precision.fp8_last_bf16_layers if recipe != "bf16" else 0,
         fp8_lm_head=precision.fp8_lm_head,
         flash_attention_4=config.model.flash_attention_4,
@@ -94,11 +83,12 @@ def run_prediction(
 
 def compare(prediction: Prediction, step_time_s: float, peak_memory_gib: float) -> dict[str, Any]:
     """The entry `prediction` of summary.json; `_error` is predicted over measured, less one."""
+    work = prediction.scenario
     return {
         "gpu": prediction.gpu.name,
-        "recipe": prediction.scenario.recipe,
-        "micro_batch_tokens": prediction.scenario.micro_batch_tokens,
-        "mean_length": prediction.scenario.mean_length,
+        "recipe": work.recipe,
+        "micro_batch_tokens": work.micro_batch_tokens,
+        "mean_length": work.mean_length,
         "predicted_step_time_s": prediction.step_time_s,
         "measured_step_time_s": step_time_s,
         "step_time_error": prediction.step_time_s / step_time_s - 1,

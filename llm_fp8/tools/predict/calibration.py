@@ -149,22 +149,19 @@ class Rates:
         """
         bf16 = here.bf16_gemm_tflops / calibrated.bf16_gemm_tflops
         copy = here.copy_tb_s / calibrated.copy_tb_s
-        fp8 = {}
+        fp8 = 0.0
         if here.fp8_gemm_tflops is not None and calibrated.fp8_gemm_tflops is not None:
-            ratio = here.fp8_gemm_tflops / calibrated.fp8_gemm_tflops
-            fp8 = {name: rate * ratio for name, rate in self.fp8_gemm_tflops.items() if name != "block"}
+            fp8 = here.fp8_gemm_tflops / calibrated.fp8_gemm_tflops
+        by_copy = ("pass", "general_norm", "swiglu_cast", "loss", "weight", "fsdp", "eight_bit")
+        bandwidths = {f"{name}_tb_s": getattr(self, f"{name}_tb_s") * copy for name in by_copy}
         return dataclasses.replace(
             self,
             bf16_gemm_tflops=self.bf16_gemm_tflops * bf16,
             bf16_head_tflops=self.bf16_head_tflops * bf16,
-            fp8_gemm_tflops=fp8,
+            fp8_gemm_tflops={
+                name: rate * fp8 for name, rate in self.fp8_gemm_tflops.items() if fp8 and name != "block"
+            },
             attention_tflops={size: rate * bf16 for size, rate in self.attention_tflops.items()},
-            pass_tb_s=self.pass_tb_s * copy,
-            general_norm_tb_s=self.general_norm_tb_s * copy,
-            swiglu_cast_tb_s=self.swiglu_cast_tb_s * copy,
-            loss_tb_s=self.loss_tb_s * copy,
             cast_tb_s={name: rate * copy for name, rate in self.cast_tb_s.items()},
-            weight_tb_s=self.weight_tb_s * copy,
-            fsdp_tb_s=self.fsdp_tb_s * copy,
-            eight_bit_tb_s=self.eight_bit_tb_s * copy,
+            **bandwidths,
         )

@@ -96,7 +96,6 @@ class Prediction:
 
     @property
     def step_time_s(self) -> float:
-        """Of an optimizer step."""
         return self.time.total_s
 
     @property
@@ -118,16 +117,14 @@ class Prediction:
 
     @property
     def tight(self) -> bool:
-        """Whether FSDP's allocator will run into the end of the memory and slow the steps down, which the time does
-        not hold, or run out of it.
-        """
+        """Whether under FSDP the allocator reserves all memory: steps get longer than predicted, or memory runs out."""
         memory = self.gpu.memory_gib
         return self.scenario.sharded and memory is not None and self.memory.reserved_gib + FITS_RESERVE_GIB > memory
 
     @property
     def host_s(self) -> float | None:
-        """What the host took in fp8 to launch the kernels of so many layers and micro-batches on the slowest
-        recorded machine: see `HOST_S_PER_LAYER`. None for bf16.
+        """The host's seconds in fp8 to launch the kernels of so many layers and micro-batches on the slowest recorded
+        machine (`HOST_S_PER_LAYER`); None for bf16.
         """
         scenario = self.scenario
         if scenario.recipe == "bf16":
@@ -139,78 +136,73 @@ class Prediction:
     @property
     def notes(self) -> list[str]:
         """Sentences on what the figures leave out."""
-        scenario, found = self.scenario, []
+        work, several, memory_gib = self.scenario, self.scenario.num_gpus > 1, self.gpu.memory_gib
         fewest, most = MEASURED_TOKENS
-        if not self.gpu.calibrated:
-            found.append(
+        counts = MEASURED_GPUS.get(work.mode, ())
+        slow_host = self.host_s is not None and self.host_s > self.step_time_s
+        sentences = (
+            (
+                not self.gpu.calibrated,
                 f"the constants are those of {CALIBRATED_GPU}, scaled by measured ceilings; no run on {self.gpu.name} "
-                "checked them"
-            )
-        if not fewest <= scenario.micro_batch_tokens <= most:
-            found.append(
+                "checked them",
+            ),
+            (
+                not fewest <= work.micro_batch_tokens <= most,
                 f"the rows that show how good this is have {fewest:,} to {most:,} tokens in a micro-batch, and this "
-                f"one has {scenario.micro_batch_tokens:,}"
-            )
-        if self.host_s is not None and self.host_s > self.step_time_s:
-            found.append(
-                f"the host's time to launch kernels is not in it, and can be longer: in fp8 {self.host_s:.3g} s for "
-                "these layers and micro-batches on the slowest recorded machine, however short the kernels are, so "
-                "fp8 gains less or nothing; larger micro-batches, and fewer, help"
-            )
-        if scenario.num_gpus > 1 and scenario.num_gpus not in (counts := MEASURED_GPUS[scenario.mode]):
-            found.append(
-                f"recorded runs of today's code under {scenario.mode} have {' and '.join(map(str, counts))} GPUs of "
-                "one host"
-            )
-        if scenario.recomputed_layers and (scenario.recipe, scenario.mode) != ("bf16", "fsdp_full"):
-            found.append(
+                f"one has {work.micro_batch_tokens:,}",
+            ),
+            (
+                slow_host,
+                f"the host's time to launch kernels is not in it, and can be longer: in fp8 {self.host_s or 0:.3g} s "
+                "for these layers and micro-batches on the slowest recorded machine, however short the kernels are, "
+                "so fp8 gains less or nothing; larger micro-batches, and fewer, help",
+            ),
+            (
+                several and work.num_gpus not in counts,
+                f"recorded runs of today's code under {work.mode} have {' and '.join(map(str, counts))} GPUs of one "
+                "host",
+            ),
+            (
+                work.recomputed_layers and (work.recipe, work.mode) != ("bf16", "fsdp_full"),
                 "gradient checkpointing is worked out; recorded runs with more than 512 tokens in a micro-batch have "
-                "it in bf16 under fsdp_full alone"
-            )
-        if scenario.model.spec.qk_norm:
-            found.append("norms of queries and keys (Qwen3) are worked out, no recorded run has them")
-        if scenario.num_gpus > 1:
-            found.append(
+                "it in bf16 under fsdp_full alone",
+            ),
+            (
+                work.model.spec.qk_norm,
+                "norms of queries and keys (Qwen3) are worked out, no recorded run has them",
+            ),
+            (
+                several,
                 "several GPUs: the constants of the exchange come from one row of Llama-3.1-8B on four GPUs under "
-                "fsdp modes; rows of ddp, of two GPUs and of longer documents check them"
-            )
-            found += [
-                f"{what} on several GPUs is worked out, no recorded run has it"
-                for what in self._unrecorded_on_several()
-            ]
-        if scenario.fp8_lm_head_gemms == 2:
-            found.append("--fp8_lm_head gradients is worked out, no recorded run has it")
-        memory = self.gpu.memory_gib
-        if memory is not None and self.tight and self.fits:
-            found.append(
-                f"{scenario.recipe}: FSDP's streams cannot use each other's free memory and ask for about "
-                f"{self.memory.reserved_gib:.0f} of {memory:.1f} GiB, CUDA's own beside them, so the allocator will "
-                "free and map memory within steps, which get longer than this, or memory runs out: take "
-                f"{self._ways_to_less_memory()}"
-            )
-        return found
+                "fsdp modes; rows of ddp, of two GPUs and of longer documents check them",
+            ),
+            *(
+                (several and unrecorded, f"{what} on several GPUs is worked out, no recorded run has it")
+                for what, unrecorded in (
+                    ("block", work.recipe == "block"),
+                    (f"{work.recipe} under fsdp_grad", work.recipe == "current" and work.mode == "fsdp_grad"),
+                    ("current with --fp8_params", work.recipe == "current" and work.fp8_weights > 0),
+                    (f"--fp8_lm_head all under {work.mode}", work.fp8_lm_head_gemms == 3 and work.mode != "fsdp_grad"),
+                    ("--sync_every_micro_batch", work.sync_every_micro_batch),
+                )
+            ),
+            (work.fp8_lm_head_gemms == 2, "--fp8_lm_head gradients is worked out, no recorded run has it"),
+            (
+                self.tight and self.fits,
+                f"{work.recipe}: FSDP's streams cannot use each other's free memory and ask for about "
+                f"{self.memory.reserved_gib:.0f} of {memory_gib or 0:.1f} GiB, CUDA's own beside them, so the "
+                "allocator will free and map memory within steps, which get longer than this, or memory runs out: "
+                f"take {self._ways_to_less_memory()}",
+            ),
+        )
+        return [sentence for applies, sentence in sentences if applies]
 
     def _ways_to_less_memory(self) -> str:
-        """What to do where an FSDP mode needs too much."""
-        if self.scenario.mode != "fsdp_grad":
+        work = self.scenario
+        if work.mode != "fsdp_grad":
             return "a smaller --batch_size or more GPUs"
-        in_fp8 = (
-            ", --fp8_params" if self.scenario.recipe in fp8_params_recipes() and not self.scenario.fp8_params else ""
-        )
+        in_fp8 = ", --fp8_params" if work.recipe in fp8_params_recipes() and not work.fp8_params else ""
         return f"a smaller --batch_size{in_fp8} or --sharding_mode fsdp_full"
-
-    def _unrecorded_on_several(self) -> list[str]:
-        """What the scenario has that no recorded run on several GPUs does."""
-        scenario = self.scenario
-        found = {
-            "block": scenario.recipe == "block",
-            f"{scenario.recipe} under fsdp_grad": scenario.recipe == "current" and scenario.mode == "fsdp_grad",
-            "current with --fp8_params": scenario.recipe == "current" and scenario.fp8_weights > 0,
-            f"--fp8_lm_head all under {scenario.mode}": scenario.fp8_lm_head_gemms == 3
-            and scenario.mode != "fsdp_grad",
-            "--sync_every_micro_batch": scenario.sync_every_micro_batch,
-        }
-        return [what for what, there in found.items() if there]
 
 
 def can_predict(gpu: Gpu, recipe: str) -> bool:

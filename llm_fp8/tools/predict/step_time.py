@@ -5,7 +5,7 @@
                  sums in bf16
     attention    6 h l FLOPs per token and layer over its rate
     passes       bytes of norms, RoPE, SwiGLU, residuals and cross entropy over their bandwidth
-    casts        bytes of fp8 casts, transposes and maxima of activations and gradients over theirs
+    casts        bytes of fp8 casts, transposes and amax of activations and gradients over theirs
     weights      bytes per parameter of the optimizer, of gradients that no GEMM adds up, of FSDP's copies and
                  of weight casts
     exchange     bytes between GPUs by what they lengthen a step, and waiting for the slowest GPU
@@ -37,15 +37,11 @@ from llm_fp8.tools.predict.workload import StepWorkload
 from te_llama import DecoderSpec
 
 _WEIGHT_CAST_BYTES = {"delayed": 4, "current": 6, "block": 4}
-"""Of one weight with both layouts: read in bf16, two fp8 copies written; current reads it once more for the maximum."""
+"""Of one weight with both layouts: read in bf16, two fp8 copies written; current reads it once more for the amax."""
 _FORWARD_CAST_BYTES = {"delayed": 3, "current": 5, "block": 3}
-"""With the layout of the forward pass alone, all that Transformer Engine makes where it keeps no casts; the backward
-pass casts again.
-"""
+"""With the layout of the forward pass alone, where Transformer Engine keeps no casts; the backward pass casts again."""
 _MASTER_CAST_BYTES = 9
-"""--fp8_params, of one weight and step: the fp32 master read for the maximum and again for the cast, one byte
-written.
-"""
+"""--fp8_params, of one weight and step: the fp32 master weight read for the amax and for the cast, one byte written."""
 _TRANSPOSE_BYTES = 2
 """--fp8_params, of one weight and micro-batch: for the backward pass."""
 
@@ -66,21 +62,12 @@ class StepTime:
     @property
     def total_s(self) -> float:
         """The step: one after the other."""
-        return (
-            self.gemm_s
-            + self.attention_s
-            + self.passes_s
-            + self.casts_s
-            + self.weights_s
-            + self.exchange_s
-            + self.gap_s
-        )
+        return sum(dataclasses.astuple(self))
 
 
 def norm_seconds(spec: DecoderSpec, recipe: str, rates: Rates, forward_only: bool = False) -> float:
-    """Of a layer's norms per token, forward and backward, or the forward part.
-
-    Delayed scaling's write fp8 in two layouts in place of bf16, which takes as long.
+    """Of a layer's norms per token, forward and backward. Delayed scaling's write two fp8 layouts, which takes as long
+    as bf16.
     """
 
     def rate(width: int, forward: bool) -> float:
@@ -90,199 +77,181 @@ def norm_seconds(spec: DecoderSpec, recipe: str, rates: Rates, forward_only: boo
     sizes = [(2 * spec.hidden_size, spec.hidden_size)]
     if spec.qk_norm:
         sizes.append((spec.q_size + spec.kv_size, spec.head_dim))
-    return (
-        sum(n * (4 / rate(width, True) + (0 if forward_only else 6 / rate(width, False))) for n, width in sizes) / 1e12
-    )
+    backward = 0 if forward_only else 6
+    return sum(n * (4 / rate(width, True) + backward / rate(width, False)) for n, width in sizes) / 1e12
 
 
 def pass_seconds(spec: DecoderSpec, recipe: str, rates: Rates, forward_only: bool = False) -> float:
-    """Of a layer's other memory-bound kernels per token, forward and backward, or the forward part, which
-    recomputation repeats.
-    """
+    """Of a layer's other memory-bound kernels per token, forward and backward."""
     h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     half = 0.5 if forward_only else 1.0
     residuals, rope, copies = half * 2 * (6 + 6) * h, half * 8 * (q + 2 * kv), half * 8 * q  # copies: around attention
     found = (residuals + rope + copies) / rates.pass_tb_s
-    if recipe == "delayed":  # one byte is written for each element, and in the backward pass two
-        swiglu = (5 if forward_only else 5 + 10) * f / rates.swiglu_cast_tb_s
-    else:
-        swiglu = (6 if forward_only else 6 + 10) * f / rates.pass_tb_s
-    return (found + swiglu) / 1e12
+    # In delayed scaling one byte is written for each element, and in the backward pass two.
+    forward, rate = (5, rates.swiglu_cast_tb_s) if recipe == "delayed" else (6, rates.pass_tb_s)
+    return (found + (forward if forward_only else forward + 10) * f / rate) / 1e12
 
 
 def cast_bytes(spec: DecoderSpec, recipe: str) -> tuple[float, float]:
-    """Bytes per token and layer of casts, transposes and maxima: forward and backward."""
+    """Bytes per token and layer of casts, transposes and amax: forward and backward."""
     h, f, q, qkv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.q_size + 2 * spec.kv_size
     if recipe == "bf16":
         return 0.0, 0.0
-    # A cast with its transpose reads 2 bytes and writes 2. Gradients: of the outputs of qkv, projection, fc1 (2 f) and
-    # fc2.
+    # A cast with its transpose reads 2 bytes and writes 2. Gradients of the outputs of qkv, projection, fc1, fc2.
     gradients = 4 * (qkv + h + 2 * f + h)
     if recipe == "delayed":
         # Norms and SwiGLU have cast already, forward and backward; the fp8 outputs of the forward pass are transposed.
         return 2 * h + 2 * h + 2 * f + 4 * q, gradients - 4 * 2 * f
     if recipe == "block":
         return 4 * (2 * h + q + f), gradients
-    maxima = 2 * (h + 2 * f + h + qkv)
-    return 4 * (2 * h + q) + 5 * f + 2 * q, gradients + maxima
+    return 4 * (2 * h + q) + 5 * f + 2 * q, gradients + 2 * (h + 2 * f + h + qkv)
 
 
-def head_cast_bytes(scenario: StepWorkload) -> float:
-    """Bytes of an optimizer step that an fp8 head's casts move: its input with a maximum, the transposed gradient of
-    the logits, its weight.
-    """
-    model, tokens = scenario.model, scenario.micro_batch_tokens * scenario.micro_batches
-    if not scenario.fp8_lm_head_gemms:
+def head_cast_bytes(work: StepWorkload) -> float:
+    """Bytes of a step's casts for an fp8 lm_head: input with an amax, the logits' transposed gradient, weight."""
+    model, tokens = work.model, work.micro_batch_tokens * work.micro_batches
+    if not work.fp8_lm_head_gemms:
         return 0.0
-    weight_casts = 1 if scenario.keeps_casts else scenario.micro_batches
+    weight_casts = 1 if work.keeps_casts else work.micro_batches
     return (
         tokens * (6 * model.spec.hidden_size + 2 * model.spec.vocab_size)
         + weight_casts * _WEIGHT_CAST_BYTES["current"] * model.head
     )
 
 
-def update_bytes(scenario: StepWorkload) -> float:
+def update_bytes(work: StepWorkload) -> float:
     """Bytes that the optimizer and the gradient norm before it move on one GPU."""
-    kept = bytes_per_parameter(scenario.optimizer)
+    kept = bytes_per_parameter(work.optimizer)
     update = 2 * kept.total - kept.gradient  # everything is read, all but the gradient is written
-    norm_and_clip = kept.gradient * (3 if scenario.optimizer == "adamw_fp32" else 1)  # ours clip as they read
-    return scenario.model.num_parameters * (update + norm_and_clip) / (scenario.num_gpus if scenario.sharded else 1)
+    norm_and_clip = kept.gradient * (3 if work.optimizer == "adamw_fp32" else 1)  # ours clip as they read
+    return work.model.num_parameters * (update + norm_and_clip) / (work.num_gpus if work.sharded else 1)
 
 
-def layer_weights(scenario: StepWorkload) -> int:
+def layer_weights(work: StepWorkload) -> int:
     """Entries of the weight matrices of all decoder layers."""
-    return scenario.model.spec.num_layers * scenario.model.layer_linear
+    return work.model.spec.num_layers * work.model.layer_linear
 
 
-def _summed_by_fsdp(scenario: StepWorkload) -> int:
-    """Entries of layers' weights whose gradients FSDP adds up although a GEMM computes them: q, k and v of fp8 layers
-    that keep no casts.
-
-    See `_would_lose_main_grad` in llm_fp8/distributed/fsdp_internals.py.
+def _summed_by_fsdp(work: StepWorkload) -> int:
+    """Entries of layers' weights whose gradients FSDP accumulates although a GEMM computes them: q, k and v of fp8
+    layers that keep no casts (`_would_lose_main_grad` in llm_fp8/distributed/fsdp_internals.py).
     """
-    if scenario.keeps_casts or scenario.fp8_weights:
+    if work.keeps_casts or work.fp8_weights:
         return 0
-    spec = scenario.model.spec
-    return scenario.fp8_layers * spec.hidden_size * (spec.q_size + 2 * spec.kv_size)
+    spec = work.model.spec
+    return work.fp8_layers * spec.hidden_size * (spec.q_size + 2 * spec.kv_size)
 
 
-def gemm_accumulator_bytes(scenario: StepWorkload) -> float:
-    """Bytes of a step that GEMMs move for sums in fp32 beyond what they move for sums in bf16, which their rates
-    have in them.
-    """
-    if not (scenario.sharded and scenario.accumulates):
+def gemm_accumulator_bytes(work: StepWorkload) -> float:
+    """Bytes of a step that GEMMs move for sums in fp32, beyond those for sums in bf16, which their rates contain."""
+    if not (work.sharded and work.accumulates):
         return 0.0
-    return 4 * (scenario.micro_batches - 1) * (layer_weights(scenario) - _summed_by_fsdp(scenario))
+    return 4 * (work.micro_batches - 1) * (layer_weights(work) - _summed_by_fsdp(work))
 
 
-def weight_bytes(scenario: StepWorkload) -> float:
-    """Bytes that a step moves for its weights on one GPU beside `update_bytes` and `fsdp_bytes`: gradients added up,
-    casts; exchange left out.
+def weight_bytes(work: StepWorkload) -> float:
+    """Bytes that a step moves for its weights on one GPU beside `update_bytes` and `fsdp_bytes`: accumulated gradients
+    and casts.
     """
-    kept = bytes_per_parameter(scenario.optimizer)
-    parameters, repeats = scenario.model.num_parameters, scenario.micro_batches
-    total = weight_cast_bytes(scenario)
-    if scenario.sharded:
+    kept = bytes_per_parameter(work.optimizer)
+    parameters, repeats = work.model.num_parameters, work.micro_batches
+    total = weight_cast_bytes(work)
+    if work.sharded:
         # A tied embedding has two gradients.
-        return total + 6 * scenario.model.head * repeats * scenario.model.spec.tied_embeddings
-    # GEMMs add for the layers (llm_fp8/distributed/wgrad_fusion.py), but in micro-batches that DDP exchanges gradients
-    # in.
-    layers = layer_weights(scenario)
+        return total + 6 * work.model.head * repeats * work.model.spec.tied_embeddings
+    # wgrad GEMMs accumulate those of the layers (llm_fp8/distributed/wgrad_fusion.py), except where DDP reduces.
+    layers = layer_weights(work)
     added = (parameters - layers) * (repeats - 1)
-    added += scenario.model.head * repeats * scenario.model.spec.tied_embeddings
-    if scenario.mode == "ddp":
-        added += layers * min(scenario.reductions, repeats - 1)
-        total += parameters * kept.gradient  # cleared
-        total += parameters * 2 * kept.gradient * scenario.reductions  # copied into buckets
+    added += work.model.head * repeats * work.model.spec.tied_embeddings
+    if work.mode == "ddp":
+        added += layers * min(work.reductions, repeats - 1)
+        total += parameters * kept.gradient  # zeroed
+        total += parameters * 2 * kept.gradient * work.reductions  # copied into buckets
     total += added * (2 * kept.gradient + 2)
-    if scenario.optimizer == "adamw_fp32":
+    if work.optimizer == "adamw_fp32":
         total += repeats * 6 * parameters  # the weights' casts to bf16
     return total
 
 
-def weight_cast_bytes(scenario: StepWorkload) -> float:
+def weight_cast_bytes(work: StepWorkload) -> float:
     """Bytes of a step's fp8 casts of the decoder's weights on one GPU."""
-    if scenario.fp8_weights:
-        per_weight = _MASTER_CAST_BYTES / scenario.num_gpus + _TRANSPOSE_BYTES * scenario.micro_batches
-        return scenario.fp8_weights * per_weight
-    casts: float = _WEIGHT_CAST_BYTES.get(scenario.recipe, 0)
-    if not scenario.keeps_casts:
-        casts = scenario.micro_batches * (casts + _FORWARD_CAST_BYTES.get(scenario.recipe, 0))
-    return casts * scenario.fp8_layers * scenario.model.layer_linear
+    if work.fp8_weights:
+        per_weight = _MASTER_CAST_BYTES / work.num_gpus + _TRANSPOSE_BYTES * work.micro_batches
+        return work.fp8_weights * per_weight
+    casts: float = _WEIGHT_CAST_BYTES.get(work.recipe, 0)
+    if not work.keeps_casts:
+        casts = work.micro_batches * (casts + _FORWARD_CAST_BYTES.get(work.recipe, 0))
+    return casts * work.fp8_layers * work.model.layer_linear
 
 
-def fsdp_bytes(scenario: StepWorkload) -> float:
+def fsdp_bytes(work: StepWorkload) -> float:
     """Bytes that FSDP2's own kernels move on one GPU in a step, between the model's.
 
-    Gathered weights are copied out of the buffer. The first micro-batch's bf16 gradients become an fp32 sum, those of
-    the others are added to it, where no GEMM does, and the sum is laid out for the reduction. What is copied into
-    buffers runs beside the computation, on a stream of its own.
+    Gathered weights are copied out of the buffer. The first micro-batch's bf16 gradients are cast to an fp32 sum, those
+    of the others are added where no GEMM does, and the sum is laid out for the reduction. Copies into buffers run
+    beside the computation, on a stream of their own.
     """
-    if not scenario.sharded:
+    if not work.sharded:
         return 0.0
-    parameters, of_layers = scenario.model.num_parameters, layer_weights(scenario)
+    parameters, of_layers = work.model.num_parameters, layer_weights(work)
     outer = parameters - of_layers
-    layer_gathers, outer_gathers = scenario.gathers
-    copies = layer_gathers * (4 * of_layers - 2 * scenario.fp8_weights) + outer_gathers * 4 * outer
-    if not scenario.accumulates:
-        shards_added = (scenario.reductions - 1) * 12 * parameters / scenario.num_gpus
-        return copies + scenario.reductions * 6 * parameters + shards_added  # cast as they are laid out
-    sums = 6 * parameters + (scenario.micro_batches - 1) * 10 * (outer + _summed_by_fsdp(scenario))
+    layer_gathers, outer_gathers = work.gathers
+    copies = layer_gathers * (4 * of_layers - 2 * work.fp8_weights) + outer_gathers * 4 * outer
+    if not work.accumulates:
+        shards_added = (work.reductions - 1) * 12 * parameters / work.num_gpus
+        return copies + work.reductions * 6 * parameters + shards_added  # cast as they are laid out
+    sums = 6 * parameters + (work.micro_batches - 1) * 10 * (outer + _summed_by_fsdp(work))
     return copies + sums + 8 * parameters
 
 
-def exchanged_bytes(scenario: StepWorkload) -> float:
-    """Bytes of the whole tensors that are gathered from, or reduced over, the GPUs in a step."""
-    parameters, of_layers = scenario.model.num_parameters, layer_weights(scenario)
-    if scenario.mode == "ddp":  # an all-reduce is a reduction and a gathering
-        return parameters * 2 * bytes_per_parameter(scenario.optimizer).gradient * scenario.reductions
-    if not scenario.sharded:
+def exchanged_bytes(work: StepWorkload) -> float:
+    """Bytes of the unsharded tensors that a step gathers from, or reduces over, the GPUs."""
+    parameters, of_layers = work.model.num_parameters, layer_weights(work)
+    if work.mode == "ddp":  # an all-reduce is a reduce-scatter and an all-gather
+        return parameters * 2 * bytes_per_parameter(work.optimizer).gradient * work.reductions
+    if not work.sharded:
         return 0.0
-    layer_gathers, outer_gathers = scenario.gathers
-    gathered = layer_gathers * (2 * of_layers - scenario.fp8_weights) + outer_gathers * 2 * (parameters - of_layers)
-    return gathered + 4 * parameters * scenario.reductions
+    layer_gathers, outer_gathers = work.gathers
+    gathered = layer_gathers * (2 * of_layers - work.fp8_weights) + outer_gathers * 2 * (parameters - of_layers)
+    return gathered + 4 * parameters * work.reductions
 
 
 def idle_share(num_gpus: int) -> float:
-    """How much longer than the mean GPU's the step of the slowest of `num_gpus` is, over it: the largest of as many
-    normal numbers (Blom's approximation).
+    """How much longer than the mean the step of the slowest of `num_gpus` is, over it: the largest of as many normal
+    numbers (Blom's approximation).
     """
     return WAIT_SPREAD * statistics.NormalDist().inv_cdf((num_gpus - 0.375) / (num_gpus + 0.25))
 
 
-def step_time(scenario: StepWorkload, rates: Rates) -> StepTime:
-    """Predict an optimizer step on a GPU of these rates. Raises KeyError for an fp8 recipe where they have no fp8
-    rate.
-    """
-    spec, tokens = scenario.model.spec, scenario.micro_batch_tokens
-    step_tokens = tokens * scenario.micro_batches
-    layers, fp8_layers, again = spec.num_layers, scenario.fp8_layers, scenario.recomputed_layers
+def step_time(work: StepWorkload, rates: Rates) -> StepTime:
+    """Predict an optimizer step on a GPU of these rates. Raises KeyError for an fp8 recipe that they lack."""
+    spec, recipe, tokens = work.model.spec, work.recipe, work.micro_batch_tokens
+    step_tokens = tokens * work.micro_batches
+    layers, fp8_layers, again = spec.num_layers, work.fp8_layers, work.recomputed_layers
     small = (tokens + SMALL_GEMM_TOKENS) / tokens
     again_share = again / layers
-    layer_flops = (6 + 2 * again_share) * scenario.model.layer_linear * step_tokens * small
+    layer_flops = (6 + 2 * again_share) * work.model.layer_linear * step_tokens * small
     gemm_s = (layers - fp8_layers) * layer_flops / (rates.bf16_gemm_tflops * 1e12)
-    head_flops = 6 * scenario.model.head * step_tokens * small
-    in_fp8 = scenario.fp8_lm_head_gemms / 3
+    head_flops = 6 * work.model.head * step_tokens * small
+    in_fp8 = work.fp8_lm_head_gemms / 3
     gemm_s += (1 - in_fp8) * head_flops / ((rates.bf16_head_tflops if fp8_layers else rates.bf16_gemm_tflops) * 1e12)
     casts_s = 0.0
     if in_fp8:
-        gemm_s += in_fp8 * head_flops / (rates.fp8_gemm_tflops[scenario.recipe] * 1e12)
-        casts_s += head_cast_bytes(scenario) / (rates.cast_tb_s["current"] * 1e12)
+        gemm_s += in_fp8 * head_flops / (rates.fp8_gemm_tflops[recipe] * 1e12)
+        casts_s += head_cast_bytes(work) / (rates.cast_tb_s["current"] * 1e12)
     if fp8_layers:
-        gemm_s += fp8_layers * layer_flops / (rates.fp8_gemm_tflops[scenario.recipe] * 1e12)
-        forward, backward = cast_bytes(spec, scenario.recipe)
+        gemm_s += fp8_layers * layer_flops / (rates.fp8_gemm_tflops[recipe] * 1e12)
+        forward, backward = cast_bytes(spec, recipe)
         cast = fp8_layers * step_tokens * (forward * (1 + again_share) + backward)
-        casts_s += cast / (rates.cast_tb_s[scenario.recipe] * 1e12)
-    gemm_s += gemm_accumulator_bytes(scenario) / (rates.weight_tb_s * 1e12)
-    attention = (6 + 2 * again_share) * spec.q_size * (scenario.mean_length + DIAGONAL_TOKENS) * step_tokens * layers
-    attention_rate = rates.attention_rate(spec.head_dim)
-    if scenario.flash_attention_4:
-        attention_rate *= FLASH_ATTENTION_4_SPEED_UP
+        casts_s += cast / (rates.cast_tb_s[recipe] * 1e12)
+    gemm_s += gemm_accumulator_bytes(work) / (rates.weight_tb_s * 1e12)
+    attention = (6 + 2 * again_share) * spec.q_size * (work.mean_length + DIAGONAL_TOKENS) * step_tokens * layers
+    attention_rate = rates.attention_rate(spec.head_dim) * (FLASH_ATTENTION_4_SPEED_UP if work.flash_attention_4 else 1)
 
     def of_layers(seconds: Callable[..., float]) -> float:
         """Of the step, `seconds` being those of a layer and token: recomputed layers run the forward part again."""
         forward, whole = (
-            fp8_layers / layers * seconds(spec, scenario.recipe, rates, forward_only)
+            fp8_layers / layers * seconds(spec, recipe, rates, forward_only)
             + (1 - fp8_layers / layers) * seconds(spec, "bf16", rates, forward_only)
             for forward_only in (True, False)
         )
@@ -290,20 +259,18 @@ def step_time(scenario: StepWorkload, rates: Rates) -> StepTime:
 
     # The logits are read twice and their gradient written over them, in bf16 or fp8.
     loss_s = (5 if in_fp8 else 6) * spec.vocab_size * step_tokens / (rates.loss_tb_s * 1e12)
-    update_rate = rates.eight_bit_tb_s if scenario.optimizer == "adamw_8bit" else rates.weight_tb_s
-    weights_s = update_bytes(scenario) / (update_rate * 1e12) + weight_bytes(scenario) / (rates.weight_tb_s * 1e12)
+    update_rate = rates.eight_bit_tb_s if work.optimizer == "adamw_8bit" else rates.weight_tb_s
+    weights_s = update_bytes(work) / (update_rate * 1e12) + weight_bytes(work) / (rates.weight_tb_s * 1e12)
     alone = StepTime(
         gemm_s=gemm_s,
         attention_s=attention / (attention_rate * 1e12),
         passes_s=of_layers(norm_seconds) + of_layers(pass_seconds) + loss_s,
         casts_s=casts_s,
-        weights_s=weights_s + fsdp_bytes(scenario) / (rates.fsdp_tb_s * 1e12),
+        weights_s=weights_s + fsdp_bytes(work) / (rates.fsdp_tb_s * 1e12),
         exchange_s=0.0,
         gap_s=GAP_S,
     )
-    if scenario.num_gpus == 1:
+    if work.num_gpus == 1:
         return alone
-    exchange_s = (
-        exchanged_bytes(scenario) / (rates.exchange_tb_s * 1e12) + idle_share(scenario.num_gpus) * alone.total_s
-    )
+    exchange_s = exchanged_bytes(work) / (rates.exchange_tb_s * 1e12) + idle_share(work.num_gpus) * alone.total_s
     return dataclasses.replace(alone, exchange_s=exchange_s)

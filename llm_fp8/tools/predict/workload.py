@@ -1,6 +1,4 @@
-"""What is predicted: the sizes of a model with the TE decoder, a recipe, the tokens of a step, and how it is
-sharded.
-"""
+"""What is predicted: a model with the TE decoder, a recipe, the tokens of a step, and how it is sharded."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ PREDICTED = ("bf16", "delayed", "current", "block")
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of elements of a decoder that time and memory depend on."""
+    """A decoder's sizes, in elements."""
 
     spec: DecoderSpec
     num_parameters: int
@@ -43,8 +41,7 @@ class ModelSize:
     def layer_linear(self) -> int:
         """Entries of the weight matrices of one decoder layer."""
         spec = self.spec
-        attention = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size)
-        return attention + 3 * spec.hidden_size * spec.intermediate_size
+        return spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
 
     @property
     def head(self) -> int:
@@ -82,20 +79,23 @@ class StepWorkload:
     """As the option; without effect in recipes that have no such weights (bf16, block)."""
 
     def __post_init__(self) -> None:
-        if self.recipe not in PREDICTED:
-            raise ValueError(f"recipe '{self.recipe}' is none of {', '.join(PREDICTED)}")
-        if self.mode not in MODES:
-            raise ValueError(f"mode '{self.mode}' is none of {', '.join(MODES)}")
-        if min(self.micro_batch_tokens, self.micro_batches, self.num_gpus, self.mean_length) < 1:
-            raise ValueError("tokens, micro-batches, GPUs and lengths are at least 1")
-        if (self.mode == "single") != (self.num_gpus == 1):
-            raise ValueError(f"mode '{self.mode}' does not go with {self.num_gpus} GPUs")
-        if self.fp8_params and not self.sharded:
-            raise ValueError(f"mode '{self.mode}' has no weights that are gathered in fp8")
+        smallest = min(self.micro_batch_tokens, self.micro_batches, self.num_gpus, self.mean_length)
+        for wrong, why in (
+            (self.recipe not in PREDICTED, f"recipe '{self.recipe}' is none of {', '.join(PREDICTED)}"),
+            (self.mode not in MODES, f"mode '{self.mode}' is none of {', '.join(MODES)}"),
+            (smallest < 1, "tokens, micro-batches, GPUs and lengths are at least 1"),
+            (
+                (self.mode == "single") != (self.num_gpus == 1),
+                f"mode '{self.mode}' does not go with {self.num_gpus} GPUs",
+            ),
+            (self.fp8_params and not self.sharded, f"mode '{self.mode}' has no weights that are gathered in fp8"),
+        ):
+            if wrong:
+                raise ValueError(why)
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are split over GPUs."""
+        """Whether parameters are sharded over GPUs."""
         return self.mode.startswith("fsdp")
 
     @property
@@ -105,36 +105,33 @@ class StepWorkload:
 
     @property
     def fp8_lm_head_gemms(self) -> int:
-        """How many of the output head's three products run in fp8."""
+        """Of lm_head's three GEMMs those in fp8."""
         return 0 if self.recipe == "bf16" else {"none": 0, "gradients": 2, "all": 3}[self.fp8_lm_head]
 
     @property
     def fp8_weights(self) -> int:
         """Entries of the weights that are kept, and gathered, in fp8."""
-        return (
-            self.fp8_layers * self.model.layer_linear if self.fp8_params and self.recipe in fp8_params_recipes() else 0
-        )
+        in_fp8 = self.fp8_params and self.recipe in fp8_params_recipes()
+        return self.fp8_layers * self.model.layer_linear if in_fp8 else 0
 
     @property
     def keeps_casts(self) -> bool:
-        """Whether fp8 casts of weights stand until the end of the step: where the whole weights do, and are not fp8
-        themselves.
-        """
+        """Whether fp8 casts of weights are kept until the step ends, as unsharded weights that are not fp8 are."""
         return not self.sharded or (self.mode == "fsdp_grad" and not self.fp8_params)
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of micro-batches are added up before they are exchanged."""
+        """Whether gradients of micro-batches are accumulated before they are reduced."""
         return self.micro_batches > 1 and not self.sync_every_micro_batch
 
     @property
     def reductions(self) -> int:
-        """How often a step exchanges gradients."""
+        """How often a step reduces gradients over the GPUs."""
         return self.micro_batches if self.sync_every_micro_batch else 1
 
     @property
     def gathers(self) -> tuple[int, int]:
-        """How often a step gathers a decoder layer's weights, and the embedding's and head's."""
+        """All-gathers in a step of a decoder layer's weights, and of the embedding's and head's."""
         if not self.sharded:
             return 0, 0
         return (1, 1) if self.mode == "fsdp_grad" else (2 * self.micro_batches, self.micro_batches)
@@ -145,7 +142,6 @@ class StepWorkload:
         return self.micro_batch_tokens * self.micro_batches * self.num_gpus
 
     def with_recipe(self, recipe: str) -> StepWorkload:
-        """The same in another recipe."""
         return dataclasses.replace(self, recipe=recipe)
 
     def config(self) -> Config:

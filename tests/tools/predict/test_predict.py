@@ -48,6 +48,7 @@ from llm_fp8.tools.predict.step_time import (
     weight_cast_bytes,
 )
 from llm_fp8.tools.predict.workload import PREDICTED, ModelSize, StepWorkload
+from llm_fp8.train.run_record import RunOutcome
 from llm_fp8.utils.errors import UserError, run_script
 from scripts import predict as command
 
@@ -791,9 +792,8 @@ def outcome(
     num_gpus: int = 1,
     gpu: str = CALIBRATED_GPU,
 ):
-    return run_prediction(
-        config, hf_config("Llama-3.2-1B"), recipe, "adamw_master", mode, num_gpus, gpu, own_steps(path)
-    )
+    shape = hf_config("Llama-3.2-1B")
+    return run_prediction(RunOutcome(config, shape, recipe, "adamw_master", mode, num_gpus, gpu, own_steps(path)))
 
 
 def test_a_run_is_held_against_the_tokens_it_had(tmp_path):
