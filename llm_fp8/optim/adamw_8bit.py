@@ -36,17 +36,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from llm_fp8.optim.adamw_8bit_codes import (
-    CODE_BLOCK,
-    FIRST_FACTOR,
-    LARGEST_BITS,
-    PAIR_STEP,
-    SECOND_FACTOR,
-    Key,
-    decode,
-    encode,
-)
-from llm_fp8.optim.adamw_base import CHUNK_ELEMENTS, Coefficients, GroupedAdamW, State, moments_and_update
+from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, LARGEST_BITS, MIXER, decode, encode
+from llm_fp8.optim.adamw_base import CHUNK_ELEMENTS, Coefficients, GroupedAdamW, Key, State, moments_and_update
 
 SMALLEST_ENCODED = 4096
 """Tensors of fewer elements keep fp32 moments."""
@@ -61,10 +52,11 @@ def rounding_key(seed: int, step: int, number: int) -> Key:
 
 def rounding_bits(key: Key, start: int, count: int, device: torch.device) -> Tensor:
     """Random numbers from 0 to 65535 for the elements from `start`, even, on: int32 [count]."""
+    pair_step, first_factor, second_factor = MIXER
     x = torch.arange(start // 2, (start + count + 1) // 2, device=device)
-    x = _times(x & 0xFFFFFFFF, PAIR_STEP) + key[0] & 0xFFFFFFFF
-    x = _times(x ^ (x >> 16), FIRST_FACTOR)
-    x = _times(x ^ (x >> 15) ^ (key[1] & 0xFFFFFFFF), SECOND_FACTOR)
+    x = _times(x & 0xFFFFFFFF, pair_step) + key[0] & 0xFFFFFFFF
+    x = _times(x ^ (x >> 16), first_factor)
+    x = _times(x ^ (x >> 15) ^ (key[1] & 0xFFFFFFFF), second_factor)
     x = x ^ (x >> 16)
     return torch.stack([x & 0xFFFF, x >> 16], dim=1).view(-1)[:count].to(torch.int32)
 

@@ -23,12 +23,10 @@ CODE_BLOCK = 256
 SMALLEST_SCALE = 1e-12
 NUM_DECADES = 7
 
-PAIR_STEP, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
-"""Of the random bits (`llm_fp8.optim.adamw_8bit`)."""
+MIXER = (0x9E3779B9, 0x7FEB352D, 0x846CA68B)
+"""Step of the Weyl sequence and the two factors of the random bits (`llm_fp8.optim.adamw_8bit`)."""
 LARGEST_BITS = 0x7FFF0000
 """Clamp of an fp32 number's bits before rounding: the GPU's NaN, 0x7FFFFFFF, would carry into the sign."""
-Key = tuple[int, int]
-"""Two numbers of 32 bits, signed."""
 
 
 def code_values(signed: bool) -> Tensor:

@@ -27,6 +27,8 @@ CHUNK_ELEMENTS = 2**18
 
 State = Mapping[str, Tensor]
 """One parameter's state by name."""
+Key = tuple[int, int]
+"""Of random bits: two numbers of 32 bits, signed."""
 
 
 class Coefficients(NamedTuple):

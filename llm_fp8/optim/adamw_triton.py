@@ -26,18 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llm_fp8.optim.adamw_8bit_codes import (
-    CODE_BLOCK,
-    FIRST_FACTOR,
-    LARGEST_BITS,
-    NUM_DECADES,
-    PAIR_STEP,
-    SECOND_FACTOR,
-    SMALLEST_SCALE,
-    Key,
-    code_tables,
-)
-from llm_fp8.optim.adamw_base import Coefficients, State
+from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, LARGEST_BITS, MIXER, NUM_DECADES, SMALLEST_SCALE, code_tables
+from llm_fp8.optim.adamw_base import Coefficients, Key, State
 
 MASTER_ELEMENTS, BLOCKS = 1024, 4
 """Elements, and blocks of 256, per program: 8 for each of 128 threads, 16 bytes of bf16."""
@@ -46,9 +36,7 @@ _CODE_BLOCK = tl.constexpr(CODE_BLOCK)
 _NUM_DECADES = tl.constexpr(NUM_DECADES)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _LARGEST_BITS = tl.constexpr(LARGEST_BITS)
-_PAIR_STEP = tl.constexpr(PAIR_STEP)
-_FIRST_FACTOR = tl.constexpr(FIRST_FACTOR)
-_SECOND_FACTOR = tl.constexpr(SECOND_FACTOR)
+_PAIR_STEP, _FIRST_FACTOR, _SECOND_FACTOR = map(tl.constexpr, MIXER)
 _TO_INTEGER = tl.constexpr(1.5 * 2**23)
 
 
