@@ -123,7 +123,7 @@ class Record:
                     "another file."
                 )
             if row.work.text is not None and any(
-                answer["documents"] != row.work.text_step.facts() for answer in entry.get("rounds", [])
+                answer["documents"] != row.work.document_facts() for answer in entry.get("rounds", [])
             ):
                 raise UserError(
                     f"--output {path}: row {row.name} was measured on other documents of that name; give another file."
@@ -606,7 +606,7 @@ def print_table(rows: Sequence[TableRow], record: Record) -> None:
 def _documents(row: TableRow) -> str:
     if row.work.text is None:
         return ""
-    facts = row.work.text_step.facts()
+    facts = row.work.document_facts()
     return f", {facts['num_documents']} documents of {facts['mean_length']:.0f} tokens on average"
 
 

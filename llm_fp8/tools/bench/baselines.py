@@ -2,8 +2,8 @@
 
     hf_bf16              Accelerate's bf16 mixed precision, sdpa attention
     hf_bf16_compiled     the same, each decoder layer compiled
-    accelerate_te        Accelerate's fp8 (mixed_precision="fp8" with TERecipeKwargs): te.Linear in place of every
-                         nn.Linear, lm_head included; delayed scaling with our recipe's history and format
+    accelerate_te        Accelerate's fp8 (TERecipeKwargs): te.Linear in place of every nn.Linear, lm_head included;
+                         delayed scaling with our recipe's history and format
     te_autocast          the same layers and recipe by Transformer Engine's own calls, Accelerate in bf16 for the rest:
                          what accelerate_te should come to
     torchao_tensorwise   torchao's fp8, one scale per tensor; lm_head in bf16; decoder layers compiled
@@ -13,10 +13,9 @@ All with torch's fused AdamW at our learning rate, betas and weight decay, the l
 gradients accumulated by `accelerator.accumulate`. Spread over GPUs:
 
     one process, DDP   bf16 weights without master weights: lighter than ours
-    FSDP2              Accelerate's plugin, wrapped per decoder layer: fp32 weights and moments, sharded; all-gather and
-                       reduce-scatter in bf16
-    DeepSpeed          Accelerate's plugin: bf16 weights, fp32 master weights and moments, sharded by ZeRO's stage. Its
-                       file goes to DeepSpeed as it is, also with entries that our own runs refuse
+    FSDP2              Accelerate's plugin, wrapped per decoder layer: fp32 weights and moments; communication in bf16
+    DeepSpeed          Accelerate's plugin: bf16 weights, fp32 master weights and moments, sharded by ZeRO's stage; its
+                       file as it is, also with entries that our own runs refuse
 """
 
 from __future__ import annotations
@@ -52,16 +51,11 @@ from llm_fp8.utils.te_import import require_te
 
 
 class HfTraining:
-    """A baseline, built; in several processes under DDP, FSDP2 or DeepSpeed.
+    """A baseline, built; in several processes under DDP, FSDP2 or DeepSpeed. `UserError` where a package is missing.
 
-    Raises `UserError` where a package is missing.
-
-    Attributes:
-        accelerator: its own.
-        model: transformers' model, as Accelerate prepared it, without the wrapper of DDP.
-        recorder: times and losses of the steps so far; a loss is the mean over the step's labels on this process.
-            (Gradients are those of the mean over micro-batches, as Accelerate accumulates them.)
-        facts: entries of its row.
+    `model` is transformers' model, as Accelerate prepared it, without the wrapper of DDP. `recorder` holds times and
+    losses of the steps so far; a loss is the mean over the step's labels on this process. (Gradients are those of the
+    mean over micro-batches, as Accelerate accumulates them.) `facts` are entries of its row.
     """
 
     def __init__(
@@ -106,17 +100,14 @@ class HfTraining:
             compile_layers(layers)
         self._model.train()
         self._inputs = [{name: tensor.to(accelerator.device) for name, tensor in of_one.items()} for of_one in inputs]
-        num_labels = torch.tensor(
-            [int((of_one["labels"][:, 1:] != IGNORED).sum()) for of_one in inputs], dtype=torch.float32
-        )
+        num_labels = torch.stack([(of_one["labels"][:, 1:] != IGNORED).sum() for of_one in inputs]).float()
         self._shares = (num_labels / num_labels.sum()).to(accelerator.device)
         self._clock = StepClock(accelerator.device)
         self.recorder = Recorder()
+        weights_of = "DeepSpeed's fp32 masters" if deepspeed_file else f"{name} weights"
         self.facts: dict[str, Any] = {
             "attention": "sdpa",
-            "optimizer": "torch fused AdamW on DeepSpeed's fp32 masters"
-            if deepspeed_file
-            else f"torch fused AdamW on {name} weights",
+            "optimizer": f"torch fused AdamW on {weights_of}",
             "compiled": baseline.compiled,
             "census": coverage.to_dict(),
             # DeepSpeed's optimizer holds one long tensor of its own for each group.
@@ -159,8 +150,7 @@ def _accelerator(num_micro_batches: int, baseline: Baseline, fsdp2: bool) -> Acc
     if baseline.accelerate_te:
         from accelerate.utils import TERecipeKwargs
 
-        # Their defaults but for the amax: the maximum of the history, as in our recipe, so that the two rows differ in
-        # nothing else.
+        # The default but for the amax: the maximum of the history, as in our recipe, for rows that can be compared.
         handlers = [TERecipeKwargs(fp8_format="HYBRID", amax_history_len=1024, amax_compute_algo="max")]
     return Accelerator(
         cpu=not torch.cuda.is_available(),
@@ -191,25 +181,17 @@ def _accelerator_with_deepspeed(work: Workload, path: Path, stage: int) -> Accel
 
 
 def _wrap_in_te(model: PreTrainedModel, why: str) -> None:
-    """Put te.Linear in place of every nn.Linear, lm_head included, and the forward pass into te.autocast
-    with delayed scaling.
-    """
+    """te.Linear in place of every nn.Linear, lm_head included, and the forward pass in te.autocast, delayed scaling."""
     te = require_te(why)
-    plan = resolve_precision(
-        PrecisionConfig(mixed_precision="fp8", fp8_scenario="delayed", fp8_strict=True), own_device()
-    )
+    options = PrecisionConfig(mixed_precision="fp8", fp8_scenario="delayed", fp8_strict=True)
+    plan = resolve_precision(options, own_device())
     linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     for name, linear in linears:
         if linear.in_features % SIZE_MULTIPLE or linear.out_features % SIZE_MULTIPLE:
             continue
         weight, bias = linear.weight, linear.bias
-        replaced = te.Linear(
-            linear.in_features,
-            linear.out_features,
-            bias=bias is not None,
-            params_dtype=weight.dtype,
-            device=weight.device,
-        )
+        of = {"params_dtype": weight.dtype, "device": weight.device}
+        replaced = te.Linear(linear.in_features, linear.out_features, bias=bias is not None, **of)
         with torch.no_grad():
             replaced.weight.copy_(weight)
             if bias is not None:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from llm_fp8.distributed.deepspeed_config import read_file
-from llm_fp8.distributed.process_group import start_process_group
+from llm_fp8.distributed.process_group import own_device, start_process_group
 from llm_fp8.tools.bench.measure import describe_failure, describe_gemms, header, measure, speed
 from llm_fp8.tools.bench.variants import DEEPSPEED_MODES, Variant, parse_variants
 from llm_fp8.tools.bench.worker import (
@@ -55,11 +55,8 @@ DEFAULT_VARIANTS = (
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     add_workload_options(parser, DEFAULT_VARIANTS, "scripts/benchmark_multi_gpu.py")
-    parser.add_argument(
-        "--deepspeed_config",
-        type=Path,
-        help="DeepSpeed's file for variants under it (default configs/ds_z1.json to ds_z3.json)",
-    )
+    file = "DeepSpeed's file for variants under it (default configs/ds_z1.json to ds_z3.json)"
+    parser.add_argument("--deepspeed_config", type=Path, help=file)
     add_measuring_options(parser, steps=6, warmup=3, arm_timeout_s=120)
     options = parser.parse_args(argv)
     check_measuring_options(options)
@@ -71,13 +68,12 @@ def variants_of(options: argparse.Namespace) -> list[Variant]:
     variants = parse_variants(options.arms)
     if options.deepspeed_config is None:
         return variants
+    file = str(options.deepspeed_config)
     if not any(variant.mode in DEEPSPEED_MODES for variant in variants):
         raise UserError(
-            f"--deepspeed_config {options.deepspeed_config}: no variant is under DeepSpeed; add one such as "
-            "deepspeed_1:bf16, or drop it."
+            f"--deepspeed_config {file}: no variant is under DeepSpeed; add one such as deepspeed_1:bf16, or drop it."
         )
     read_file(options.deepspeed_config)
-    file = str(options.deepspeed_config)
     return [
         dataclasses.replace(variant, deepspeed_config=file) if variant.mode in DEEPSPEED_MODES else variant
         for variant in variants
@@ -127,43 +123,28 @@ class ResultsFile:
     """The results file of a launch: one row per measurement, in the order of its plan, rewritten after each.
 
     Processes that the launcher starts anew continue after its last row. All wait for the writer before they read.
-
-    Args:
-        path: of the JSON file.
-        launch: the same for all processes and restarts of a launch.
-        writes: whether this process writes rows of measurements. Any may write that one failed.
+    `launch` is the same for all processes and restarts of a launch; `writes`: this process writes rows of measurements.
+    Any process may write that one failed.
     """
 
     def __init__(self, path: Path, launch: str, *, writes: bool) -> None:
-        self._path, self._launch, self._writes = path, launch, writes
+        self._path, self.launch, self._writes = path, launch, writes
         self._number = 0
-
-    def is_of_this_launch(self) -> bool:
-        """Whether the file exists and was started by this launch."""
-        return self._path.exists() and self._read().get("launch") == self._launch
 
     def start(self, header: dict[str, Any]) -> None:
         """Replace any other file by one without rows; `header`: its other entries."""
-        write_json_atomic(self._path, {**header, "launch": self._launch, "measuring": None, "rows": []})
+        write_json_atomic(self._path, {**header, "launch": self.launch, "measuring": None, "rows": []})
 
-    def _read(self) -> dict[str, Any]:
-        record: dict[str, Any] = json.loads(self._path.read_text())
+    def read(self) -> dict[str, Any]:
+        """Its entries; empty without a file. `measuring`, after a new start, had no row written when all ended."""
+        record: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
         return record
-
-    def rows(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self._read()["rows"]
-        return rows
-
-    def interrupted(self) -> dict[str, Any] | None:
-        """What was being measured when all processes ended and no row was written."""
-        measuring: dict[str, Any] | None = self._read()["measuring"]
-        return measuring
 
     def begin(self, subject: dict[str, Any]) -> None:
         """Note what is being measured; `subject` becomes part of its row."""
-        self._number = len(self.rows())
+        self._number = len(self.read()["rows"])
         if self._writes:
-            write_json_atomic(self._path, {**self._read(), "measuring": subject})
+            write_json_atomic(self._path, {**self.read(), "measuring": subject})
 
     def add(self, row: dict[str, Any]) -> None:
         if self._writes:
@@ -171,14 +152,12 @@ class ResultsFile:
 
     def add_failure(self, subject: dict[str, Any], reason: str) -> None:
         """Append the row of what could not be measured, unless it has one. One process of all calls this."""
-        if len(self.rows()) == self._number:
+        if len(self.read()["rows"]) == self._number:
             self._append({**subject, "failed": reason})
 
     def _append(self, row: dict[str, Any]) -> None:
-        write_json_atomic(self._path, {**self._read(), "measuring": None, "rows": [*self.rows(), row]})
-
-
-# --- failures ---
+        record = self.read()
+        write_json_atomic(self._path, {**record, "measuring": None, "rows": [*record["rows"], row]})
 
 
 def end_process() -> None:
@@ -227,9 +206,6 @@ def ending_on_failure(results: ResultsFile, subject: dict[str, Any], timeout_s: 
         end(describe_failure(error))
 
 
-# --- all variants ---
-
-
 def main() -> int:
     """Measure what has no row yet, and write a row for each."""
     options = parse(sys.argv[1:])
@@ -246,22 +222,21 @@ def main() -> int:
         variant.check(work, ranks)
     quiet_libraries()
     started = time.perf_counter()
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     is_main, launch = ranks.rank == 0, f"{os.getppid()}:{os.environ['MASTER_PORT']}"  # torchrun's process and port
     with time_limit(options.arm_timeout_s, end_process):
         start_process_group(ranks)
+        device = own_device()
         results = ResultsFile(options.output, launch, writes=is_main)
-        if is_main and not (ranks.restart_count and results.is_of_this_launch()):
+        if is_main and not (ranks.restart_count and results.read().get("launch") == launch):
             results.start(header(sys.argv, device))
         _meet()
-        subject = results.interrupted()
+        subject = results.read()["measuring"]
         _meet()
         if subject is not None and is_main:  # its processes ended before they could write its row
             results.begin(subject)
             results.add_failure(subject, ENDED_IN_SILENCE)
         _meet()
-    for work, variant in plan[len(results.rows()) :]:
+    for work, variant in plan[len(results.read()["rows"]) :]:
         subject = subject_of(work, variant, ranks.world_size)
         results.begin(subject)
         _meet()
@@ -277,10 +252,8 @@ def main() -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if is_main:
-        print(
-            f"{options.output}: {len(plan)} variants, {time.perf_counter() - started:.0f} s since the last start",
-            flush=True,
-        )
+        took_s = time.perf_counter() - started
+        print(f"{options.output}: {len(plan)} variants, {took_s:.0f} s since the last start", flush=True)
     dist.destroy_process_group()
     return 0
 

@@ -49,8 +49,7 @@ def build(work: Workload, variant: Variant) -> OurTraining | HfTraining:
 def measure(work: Workload, variant: Variant, warmup: int, device: torch.device) -> dict[str, Any]:
     """Build a variant, time its steps, record the kernels of one more, and free it. Collective.
 
-    Memory is counted from the first step on, without that of building, on the process that uses most. On a CPU the keys
-    of memory and kernels are absent.
+    Memory is counted from the first step on, on the process that uses most. A CPU has no keys of memory and kernels.
 
     Returns:
         step_times_s_by_rank: those of each process, without the first `warmup` steps. losses: of all steps, in nats per
@@ -149,9 +148,8 @@ def speed(
 
 
 def describe_gemms(gemm_kernels: dict[str, dict[str, float]]) -> str:
-    return (
-        ", ".join(f"{kind} {found['count']} ({found['share']:.0%})" for kind, found in gemm_kernels.items()) or "none"
-    )
+    kinds = (f"{kind} {found['count']} ({found['share']:.0%})" for kind, found in gemm_kernels.items())
+    return ", ".join(kinds) or "none"
 
 
 def main() -> None:

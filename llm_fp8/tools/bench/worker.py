@@ -3,9 +3,8 @@ globals, memory. Also the options that the programs that measure share.
 
     answer = measure_apart("Llama-3.2-1B:8x1024x4", "delayed", num_gpus=1, num_steps=8, warmup=3, timeout_s=300)
 
-An answer is what `llm_fp8.tools.bench.measure.measure` returns, its step times under step_times_s (of a launch, the row
-of llm_fp8/tools/bench/launch.py), with its `header` and "failed": None; where it was not measured, "failed" is the
-reason.
+An answer is what `measure.measure` returns (of a launch, its row), with step_times_s, the `header` and "failed": None;
+where it was not measured, "failed" is the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from llm_fp8.utils.subprocesses import torchrun
 ALONE = "llm_fp8.tools.bench.measure"
 LAUNCH = "llm_fp8.tools.bench.launch"
 """The programs that measure: in one process, and in those of a launch."""
-
 STOPPED = "stopped from outside"
 ENDED_IN_SILENCE = "a process ended without saying why: killed, or a fault in native code"
 LAUNCH_S = 120
@@ -74,8 +72,7 @@ def measure_apart(
             return answer
         measured = ["--workloads", workload, "--arms", variant, "--steps", str(num_steps), "--warmup", str(warmup)]
         words = [LAUNCH, *measured, "--arm_timeout_s", str(timeout_s), "--output", str(path)]
-        # The launch keeps the limit itself, with a row that says so; this one is for a launch that hangs before or
-        # after.
+        # The launch keeps the limit itself, with a row that says so; this one is for a launch that hangs outside it.
         failed = _run(torchrun(num_gpus, "-m", *words), variables, timeout_s + LAUNCH_S, stopped)
         record = read_json(path) if path.exists() else {"rows": []}
         rows = record.pop("rows")
@@ -85,10 +82,7 @@ def measure_apart(
 
 
 def take_header(answer: dict[str, Any], argv: list[str]) -> dict[str, Any]:
-    """Remove and return the header of an answer, with `argv` (`sys.argv` of the caller) as the command to repeat.
-
-    Empty where the measurement ended before it could write one.
-    """
+    """Remove and return the header of an answer, `argv` (the caller's `sys.argv`) its command; empty without one."""
     header: dict[str, Any] = answer.pop("header", {})
     if header:
         header["provenance"]["command"] = recorded_command(argv)
@@ -96,14 +90,10 @@ def take_header(answer: dict[str, Any], argv: list[str]) -> dict[str, Any]:
 
 
 def _environment(variables: Mapping[str, str | None] | None) -> dict[str, str]:
-    # What a launcher left for Accelerate would change the baselines: ACCELERATE_FP8_BACKEND alone converts a bf16
-    # model.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
-    for name, value in (variables or {}).items():
-        environment.pop(name, None)
-        if value is not None:
-            environment[name] = value
-    environment = {**CUDA_DEFAULTS, **environment}
+    # A launcher's variables would change the baselines: ACCELERATE_FP8_BACKEND alone converts a bf16 model.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    changed = {**inherited, **(variables or {})}
+    environment = {**CUDA_DEFAULTS, **{name: value for name, value in changed.items() if value is not None}}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
     return environment
 
@@ -162,9 +152,8 @@ def add_workload_options(parser: argparse.ArgumentParser, variants: str, program
         default="Llama-3.2-1B:8x1024x4",
         help="comma-separated MODEL:ROWSxLENGTHxMICRO_BATCHES (default %(default)s)",
     )
-    parser.add_argument(
-        "--arms", default=variants, help=f"comma-separated, see the head of {program} (default %(default)s)"
-    )
+    what = f"comma-separated, see the head of {program} (default %(default)s)"
+    parser.add_argument("--arms", default=variants, help=what)
 
 
 def add_measuring_options(
@@ -177,30 +166,19 @@ def add_measuring_options(
     output_required: bool = True,
 ) -> None:
     """Without `rounds` each variant is measured once, and there is no --rounds."""
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=steps,
-        help="optimizer steps of a measurement, the left-out ones included (default %(default)s)",
-    )
-    parser.add_argument(
-        "--warmup", type=int, default=warmup, help="first steps of a measurement, left out (default %(default)s)"
-    )
-    if rounds is not None:
-        parser.add_argument(
-            "--rounds", type=int, default=rounds, help="how often the variants take turns (default %(default)s)"
-        )
-    parser.add_argument(
-        "--arm_timeout_s",
-        type=float,
-        default=arm_timeout_s,
-        help="a measurement that takes longer has failed (default %(default)s)",
-    )
+    for flag, kind, default, what in (
+        ("--steps", int, steps, "optimizer steps of a measurement, the left-out ones included"),
+        ("--warmup", int, warmup, "first steps of a measurement, left out"),
+        ("--rounds", int, rounds, "how often the variants take turns"),
+        ("--arm_timeout_s", float, arm_timeout_s, "a measurement that takes longer has failed"),
+    ):
+        if default is not None:
+            parser.add_argument(flag, type=kind, default=default, help=f"{what} (default %(default)s)")
     parser.add_argument("--output", type=Path, required=output_required, help="JSON file for the results")
 
 
 def add_resuming_option(parser: argparse.ArgumentParser) -> None:
-    """Declare --resume, of programs whose file is written after every measurement."""
+    """--resume, of programs that write their file after every measurement."""
     parser.add_argument(
         "--resume",
         action="store_true",

@@ -3,7 +3,7 @@
 Real documents come in the dataset's order, by the model's tokenizer (a bundled architecture has the embedded one).
 Every token but a document's first is predicted, the prompt too, by ours, which packs them, and by the baselines, which
 pad them, so that losses are means over the same tokens. As many are taken as fit the rows of a step when packed. The
-padded step has one document to a row and fewer rows in its last micro-batch, so that no row is computed for nothing.
+padded step has one document to a row and fewer rows in its last micro-batch, so that no row is empty.
 
 Each Hugging Face tensor is drawn in bf16 from a seed made of its name: variants start from equal models whatever their
 modules are called and however they are sharded, and their first losses show whether they compute the same thing.
@@ -42,6 +42,8 @@ from llm_fp8.observability.metrics import StepTokens
 from llm_fp8.tools.bench.worker import split_names
 from llm_fp8.utils.errors import UserError
 
+ROWS_AT_A_TIME = 256
+"""Rows of the dataset that are tokenised at a time."""
 _NAME = re.compile(r"(.+):([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(?:@(.+))?")
 
 
@@ -107,13 +109,9 @@ class Workload:
     def step_tokens(self, padded: bool = False) -> StepTokens:
         """The tokens of one optimizer step; `padded`: of a baseline, which pads real documents."""
         if self.text is not None:
-            return self.text_step.tokens(padded)
+            return count_tokens(self.padded_documents() if padded else self.packed_documents())
         total = self.tokens_per_step
         return StepTokens(total, total, total - self.batch_size * self.micro_batches, total * self.seq_length)
-
-    @functools.cached_property
-    def text_step(self) -> TextStep:
-        return TextStep(self)
 
     @property
     def model_options(self) -> ModelConfig:
@@ -145,7 +143,7 @@ class Workload:
     def batches(self, vocab_size: int, reader: int = 0) -> list[Batch]:
         """The micro-batches of a step, packed, different for each `reader` (a process with data of its own)."""
         if self.text is not None:
-            return self.text_step.packed()
+            return self.packed_documents()
         first = reader * self.micro_batches
         return [random_batch(self, vocab_size, first + number) for number in range(self.micro_batches)]
 
@@ -153,7 +151,7 @@ class Workload:
         """Entries of a row on real documents; `speed` reads `step_tokens`."""
         if self.text is None:
             return {}
-        return {"documents": self.text_step.facts(), "step_tokens": dataclasses.asdict(self.step_tokens(padded))}
+        return {"documents": self.document_facts(), "step_tokens": dataclasses.asdict(self.step_tokens(padded))}
 
     def hf_inputs(self, vocab_size: int, reader: int = 0) -> list[dict[str, Tensor]]:
         """The same step as transformers' model takes it, by micro-batch: input_ids and labels int64 [B, S], not
@@ -162,11 +160,76 @@ class Workload:
             rows = (batch.input_ids.view(self.batch_size, -1) for batch in self.batches(vocab_size, reader))
             return [{"input_ids": ids, "labels": ids} for ids in rows]
         found = []
-        for batch in self.text_step.padded():
+        for batch in self.padded_documents():
             assert batch.attention_mask is not None
             labels = batch.labels.roll(1, dims=1)  # a row's last label is IGNORED: nothing is lost
             found.append({"input_ids": batch.input_ids, "labels": labels, "attention_mask": batch.attention_mask})
         return found
+
+    @functools.cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.model_options, self.source)[0]
+
+    @functools.cached_property
+    def documents(self) -> list[Document]:
+        """In order, as many as the step's rows hold. Raises `UserError` where the dataset has too few."""
+        length, num_rows = self.seq_length, self.batch_size * self.micro_batches
+        found = self._read(num_rows * length)
+        lengths = [len(document.input_ids) for document in found]
+        if sum(lengths) <= num_rows * length:
+            raise UserError(
+                f"{self.text} holds {sum(lengths)} tokens in {len(found)} documents of at most {length}, and a "
+                f"step of {num_rows} rows of {length} takes more; give a longer text or fewer rows."
+            )
+        taken = len(found) - 1
+        while len(pack(lengths[:taken], length)) > num_rows:
+            taken -= 1
+        return found[:taken]
+
+    def _read(self, num_tokens: int) -> list[Document]:
+        """Documents from the first on, until they have more than `num_tokens` tokens or there are no more."""
+        source = open_source(self.text or "")
+        dataset = load_split(source, source.training_split(None))
+        options = TokeniseOptions(detect_columns(dataset.column_names), self.seq_length, train_on_prompt=True)
+        found: list[Document] = []
+        total = 0
+        for first in range(0, len(dataset), ROWS_AT_A_TIME):
+            rows = list(dataset.select(range(first, min(first + ROWS_AT_A_TIME, len(dataset)))))
+            columns = tokenise_rows(rows, range(first, first + len(rows)), self._tokenizer, options)
+            for document in map(Document.of, columns["input_ids"], columns["supervised"], columns["row_id"]):
+                if not len(document.input_ids):
+                    continue  # empty, or longer than a row
+                found.append(document)
+                total += len(document.input_ids)
+                if total > num_tokens:
+                    return found
+        return found
+
+    def packed_documents(self) -> list[Batch]:
+        """The step's micro-batches, documents behind each other."""
+        plan = pack([len(document.input_ids) for document in self.documents], self.seq_length)
+        rows = [[self.documents[index] for index in plan[row]] for row in range(len(plan))]
+        collate = PackedCollate(self.batch_size, self.seq_length, pad_token_id(self._tokenizer))
+        starts = range(0, self.batch_size * self.micro_batches, self.batch_size)
+        return [collate(rows[start : start + self.batch_size]) for start in starts]
+
+    def padded_documents(self) -> list[Batch]:
+        """The same documents, one to a row of `seq_length` tokens."""
+        rows, size = [[document] for document in self.documents], self.batch_size
+        micro_batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+        length, pad = self.seq_length, pad_token_id(self._tokenizer)
+        return [PaddedCollate(len(taken), length, pad, pad_to_full=True)(taken) for taken in micro_batches]
+
+    def document_facts(self) -> dict[str, Any]:
+        """Size of the documents; sha256 of their tokens tells whether two variants trained on the same."""
+        tokens = b"".join(document.input_ids.tobytes() for document in self.documents)
+        num_tokens = sum(len(document.input_ids) for document in self.documents)
+        return {
+            "num_documents": len(self.documents),
+            "num_tokens": num_tokens,
+            "mean_length": num_tokens / len(self.documents),
+            "sha256": hashlib.sha256(tokens).hexdigest(),
+        }
 
 
 def parse_workloads(text: str, num_steps: int) -> list[Workload]:
@@ -204,88 +267,6 @@ class Recorder:
     def steps(self, records: list[dict[str, Any]]) -> None:
         self.step_times_s += [record["step_time_s"] for record in records]
         self.losses += [record["loss"] for record in records]
-
-
-ROWS_AT_A_TIME = 256
-"""Rows of the dataset that are tokenised at a time."""
-
-
-@dataclass(frozen=True)
-class TextStep:
-    """The documents of one optimizer step of a workload on real documents, packed into its rows."""
-
-    work: Workload
-
-    @functools.cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(self.work.model_options, self.work.source)[0]
-
-    @functools.cached_property
-    def documents(self) -> list[Document]:
-        """In order, as many as the step's rows hold. Raises `UserError` where the dataset has too few."""
-        length, num_rows = self.work.seq_length, self.work.batch_size * self.work.micro_batches
-        found = self._read(num_rows * length)
-        lengths = [len(document.input_ids) for document in found]
-        if sum(lengths) <= num_rows * length:
-            raise UserError(
-                f"{self.work.text} holds {sum(lengths)} tokens in {len(found)} documents of at most {length}, and a "
-                f"step of {num_rows} rows of {length} takes more; give a longer text or fewer rows."
-            )
-        taken = len(found) - 1
-        while len(pack(lengths[:taken], length)) > num_rows:
-            taken -= 1
-        return found[:taken]
-
-    def _read(self, num_tokens: int) -> list[Document]:
-        """Documents from the first on, until they have more than `num_tokens` tokens or there are no more."""
-        source = open_source(self.work.text or "")
-        dataset = load_split(source, source.training_split(None))
-        options = TokeniseOptions(detect_columns(dataset.column_names), self.work.seq_length, train_on_prompt=True)
-        found: list[Document] = []
-        total = 0
-        for first in range(0, len(dataset), ROWS_AT_A_TIME):
-            rows = list(dataset.select(range(first, min(first + ROWS_AT_A_TIME, len(dataset)))))
-            columns = tokenise_rows(rows, range(first, first + len(rows)), self._tokenizer, options)
-            for document in map(Document.of, columns["input_ids"], columns["supervised"], columns["row_id"]):
-                if not len(document.input_ids):
-                    continue  # empty, or longer than a row
-                found.append(document)
-                total += len(document.input_ids)
-                if total > num_tokens:
-                    return found
-        return found
-
-    def packed(self) -> list[Batch]:
-        """The step's micro-batches, documents behind each other."""
-        work = self.work
-        plan = pack([len(document.input_ids) for document in self.documents], work.seq_length)
-        rows = [[self.documents[index] for index in plan[row]] for row in range(len(plan))]
-        collate = PackedCollate(work.batch_size, work.seq_length, pad_token_id(self._tokenizer))
-        starts = range(0, work.batch_size * work.micro_batches, work.batch_size)
-        return [collate(rows[start : start + work.batch_size]) for start in starts]
-
-    def padded(self) -> list[Batch]:
-        """The same documents, one to a row of `seq_length` tokens."""
-        rows, size = [[document] for document in self.documents], self.work.batch_size
-        micro_batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-        length, pad = self.work.seq_length, pad_token_id(self._tokenizer)
-        return [PaddedCollate(len(taken), length, pad, pad_to_full=True)(taken) for taken in micro_batches]
-
-    def tokens(self, padded: bool) -> StepTokens:
-        return count_tokens(self.padded() if padded else self.packed())
-
-    def facts(self) -> dict[str, Any]:
-        """Size of the documents; sha256 of their tokens tells whether two variants trained on the same."""
-        digest = hashlib.sha256()
-        for document in self.documents:
-            digest.update(document.input_ids.tobytes())
-        num_tokens = sum(len(document.input_ids) for document in self.documents)
-        return {
-            "num_documents": len(self.documents),
-            "num_tokens": num_tokens,
-            "mean_length": num_tokens / len(self.documents),
-            "sha256": digest.hexdigest(),
-        }
 
 
 def draw_weights_(model: PreTrainedModel, device: torch.device, *, is_te: bool) -> None:

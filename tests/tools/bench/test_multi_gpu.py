@@ -317,20 +317,20 @@ def test_each_process_has_tokens_of_its_own():
 def test_a_results_file_outlives_its_processes(tmp_path):
     path = tmp_path / "folder" / "r.json"
     results = ResultsFile(path, "a", writes=True)
-    assert not results.is_of_this_launch()
+    assert results.read() == {}
     results.start({"provenance": 1})
     results.begin({"arm": "x"})
-    assert results.interrupted() == {"arm": "x"}
+    assert results.read()["measuring"] == {"arm": "x"}
     results.add({"arm": "x", "tokens_per_s": 1.0})
     results.add_failure({"arm": "x"}, "too late: it has a row")
     other = ResultsFile(path, "a", writes=False)
     other.begin({"arm": "y"})
-    assert results.interrupted() is None, "another process does not say what is measured"
+    assert results.read()["measuring"] is None, "another process does not say what is measured"
     other.add({"arm": "y", "tokens_per_s": 2.0})
     other.add_failure({"arm": "y"}, "out of memory")
     again = ResultsFile(path, "a", writes=True)
-    assert again.is_of_this_launch() and not ResultsFile(path, "b", writes=True).is_of_this_launch()
-    assert again.rows() == [{"arm": "x", "tokens_per_s": 1.0}, {"arm": "y", "failed": "out of memory"}]
+    assert again.read()["launch"] == "a"
+    assert again.read()["rows"] == [{"arm": "x", "tokens_per_s": 1.0}, {"arm": "y", "failed": "out of memory"}]
     assert json.loads(path.read_text())["provenance"] == 1
     again.start({"provenance": 2})
-    assert again.rows() == [] and json.loads(path.read_text())["provenance"] == 2
+    assert again.read()["rows"] == [] and json.loads(path.read_text())["provenance"] == 2

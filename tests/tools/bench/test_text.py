@@ -12,7 +12,7 @@ from llm_fp8.data.collate import IGNORED
 from llm_fp8.data.pack import pack
 from llm_fp8.tools.bench.measure import measure, speed
 from llm_fp8.tools.bench.variants import parse_variant
-from llm_fp8.tools.bench.workload import TextStep, Workload
+from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 from scripts import benchmark
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def step():
-    return Workload.parse("embedded:2x256x2@embedded", 1).text_step
+    return Workload.parse("embedded:2x256x2@embedded", 1)
 
 
 def documents_of(batch):
@@ -40,16 +40,16 @@ def documents_of(batch):
 
 
 def test_both_arms_have_the_same_documents_and_labels(step):
-    packed, padded = step.packed(), step.padded()
+    packed, padded = step.packed_documents(), step.padded_documents()
     assert len(packed) == 2 and all(batch.input_ids.shape == (1, 512) for batch in packed)
     assert all(batch.input_ids.shape[1] == 256 and len(batch.input_ids) <= 2 for batch in padded)
     here, there = ([ids for batch in batches for ids in documents_of(batch)] for batches in (packed, padded))
     assert sorted(here) == sorted(there) and len(there) == len(step.documents) > 4
-    counts, wider = step.tokens(padded=False), step.tokens(padded=True)
+    counts, wider = step.step_tokens(padded=False), step.step_tokens(padded=True)
     assert counts.num_real_tokens == wider.num_real_tokens == sum(map(len, there))
     assert counts.num_supervised_tokens == wider.num_supervised_tokens == sum(len(ids) - 1 for ids in there)
     assert counts.num_tokens == 1024 and wider.num_tokens == 256 * len(there)
-    facts = step.facts()
+    facts = step.document_facts()
     assert facts["num_documents"] == len(there) and facts["mean_length"] == counts.num_real_tokens / len(there)
 
 
@@ -59,12 +59,12 @@ def test_as_many_documents_as_fit(step):
     lengths = [len(document.input_ids) for document in step._read(2048)]
     assert lengths[:number] == [len(document.input_ids) for document in step.documents]
     assert len(pack(lengths[:number], 256)) == 4 and len(pack(lengths[: number + 1], 256)) == 5
-    assert step.facts()["sha256"] != Workload.parse("embedded:2x256x1@embedded", 1).text_step.facts()["sha256"]
+    assert step.document_facts()["sha256"] != Workload.parse("embedded:2x256x1@embedded", 1).document_facts()["sha256"]
 
 
 def test_a_rivals_labels_are_the_tokens_and_none_where_it_pads(step):
     work = Workload.parse("embedded:2x256x2@embedded", 1)
-    for inputs, batch in zip(work.hf_inputs(1024), step.padded(), strict=True):
+    for inputs, batch in zip(work.hf_inputs(1024), step.padded_documents(), strict=True):
         mask = inputs["attention_mask"]
         learnt = mask.clone()
         learnt[:, 0] = False  # which the model never looks at
@@ -132,7 +132,7 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
 
 def test_a_name_is_read_back():
     work = Workload.parse("embedded:1x64x2@embedded", 1)
-    assert Workload.parse(work.name, 1) == work and isinstance(work.text_step, TextStep)
+    assert Workload.parse(work.name, 1) == work
 
 
 def test_the_8_bit_optimizer_is_an_option_of_ours():
