@@ -25,12 +25,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from llm_fp8.precision.context import Precision
-from llm_fp8.utils.torch_internals import local_of
+from llm_fp8.utils.torch_internals import local_of, sharded_like
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -136,11 +135,7 @@ def _fp8_parameter(master: Any, quantizer: Any) -> Parameter:
     # The transpose, which Hopper's backward pass wants, is made of the gathered weight.
     quantizer.set_usage(rowwise=True, columnwise=False)
     quantizer.internal = False
-    shard = quantizer(local_of(master))
-    sharded = DTensor.from_local(
-        shard, master.device_mesh, master.placements, shape=master.shape, stride=master.stride()
-    )
-    parameter = Parameter(sharded)
+    parameter = Parameter(sharded_like(quantizer(local_of(master)), master))
     local: Any = local_of(parameter)
     local.fsdp_pre_all_gather = functools.partial(_gather, local.fsdp_pre_all_gather)
     return parameter

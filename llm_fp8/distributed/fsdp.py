@@ -38,10 +38,12 @@ from llm_fp8.distributed.fsdp_internals import (
 from llm_fp8.distributed.sharding_mode import default_optimizer
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
+from llm_fp8.optim.adamw_master import join_master, remainder_of
 from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.torchao import refresh_scales_, unwrapped_shard
 from llm_fp8.utils.te_internals import keep_casts_under_fsdp2
+from llm_fp8.utils.torch_internals import local_of, sharded_like
 
 
 class FsdpStrategy(DistributedStrategy):
@@ -126,10 +128,12 @@ class FsdpStrategy(DistributedStrategy):
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
         """On the accelerator's device, which the collective needs."""
-        parameter = unwrapped_shard(master_of(parameter))
+        remainder, parameter = remainder_of(parameter), unwrapped_shard(master_of(parameter)).detach()
         if not isinstance(parameter, DTensor):
-            return parameter.detach()
-        sharded: DTensor = parameter.detach().to(self.accelerator.device)  # type: ignore[assignment]
+            return parameter if remainder is None else join_master(parameter, remainder)
+        if remainder is not None:
+            parameter = sharded_like(join_master(local_of(parameter), local_of(remainder)), parameter)
+        sharded: DTensor = parameter.to(self.accelerator.device)  # type: ignore[assignment]
         return sharded.full_tensor()
 
     def local_tensor(self, parameter: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from llm_fp8.config.options import OptimConfig, ParallelConfig
 from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
+from llm_fp8.optim.adamw_master import join_master, remainder_of
 from llm_fp8.optim.optimizers import OptimizerKind, build_optimizer, clip_and_step, parameter_dtype, resolve_optimizer
 
 
@@ -98,8 +99,9 @@ class DistributedStrategy:
         return norm
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        """The unsharded parameter on every rank; collective where it is sharded."""
-        return parameter.detach()
+        """The unsharded parameter on every rank, in fp32 where it has a remainder; collective where it is sharded."""
+        remainder = remainder_of(parameter)
+        return parameter.detach() if remainder is None else join_master(parameter.detach(), remainder)
 
     def local_tensor(self, parameter: Tensor) -> Tensor:
         """This rank's shard of a parameter; all of it where it is not sharded."""

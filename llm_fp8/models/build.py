@@ -34,8 +34,8 @@ import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.kernels.flash_attention import keep_from_transformer_engine
 from llm_fp8.models.source import ModelSource, has_random_weights, named_errors
-from llm_fp8.models.weight_shards import initialize_shards_
-from llm_fp8.models.weights import corrupt_file, fill_te_model, weight_files
+from llm_fp8.models.weight_shards import initialize_shards_, stored_names
+from llm_fp8.models.weights import corrupt_file, fill_hf_model, fill_te_model, give_remainders_, weight_files
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import supports_attention
@@ -114,10 +114,13 @@ def build_model(
     device: torch.device,
     seed: int,
     unfused_mlp: bool = False,
+    keep_lower_bits: bool = False,
 ) -> tuple[PreTrainedModel, bool]:
     """The model on `device` with parameters of `parameter_dtype`, and whether its weights were loaded (else: random).
 
-    For `unfused_mlp` (TE decoder) see `te_llama.DecoderSpec`.
+    For `unfused_mlp` (TE decoder) see `te_llama.DecoderSpec`. `keep_lower_bits`: bf16 parameters keep what stored fp32
+    or fp16 weights have beyond bf16, in remainders for `llm_fp8.optim.adamw_master`; not in a Hugging Face model whose
+    files hold tensors in another layout.
     """
     random_weights = has_random_weights(options, source)
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -128,6 +131,8 @@ def build_model(
         if random_weights:
             te_llama.initialize_weights_(model, generator)
         else:
+            if keep_lower_bits:
+                give_remainders_(model)
             fill_te_model(model, weight_files(options, source))
         return model, not random_weights
     attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
@@ -136,7 +141,11 @@ def build_model(
             model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
         initialize_shards_(model, generator)  # not Hugging Face's own, which cannot be drawn in shards
         return model, False
-    return _load_hf_model(options, source, attention, parameter_dtype, device), True
+    model = _load_hf_model(options, source, attention, parameter_dtype, device)
+    if keep_lower_bits and (names := stored_names(model)) is not None:
+        give_remainders_(model)
+        fill_hf_model(model, names, weight_files(options, source))
+    return model, True
 
 
 def build_structure(

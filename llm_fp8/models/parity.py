@@ -41,6 +41,7 @@ import te_llama
 from llm_fp8.data.collate import Batch
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.weights import stored_tensors
+from llm_fp8.optim.adamw_master import split_master
 from llm_fp8.utils.cuda_environment import TF32_VARIABLE
 from llm_fp8.utils.errors import UserError
 
@@ -261,7 +262,10 @@ def check_weights(
     for te_name, parts in te_llama.parameter_map(te_llama.spec_of(model)).items():
         full = full_tensor(parameters[te_name])
         for part in parts:
-            stored = read(part.hf_name).to(full)
+            stored = read(part.hf_name)
+            if stored.dtype != full.dtype == torch.bfloat16:
+                stored = split_master(stored.float())[0]  # as it was loaded
+            stored = stored.to(full)
             if not torch.equal(full[part.start : part.stop], stored):
                 raise UserError(
                     f"--parity_check: the model's {part.hf_name} is not the tensor in {files[0].parent}. Training "

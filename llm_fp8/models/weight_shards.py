@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import te_llama
 from llm_fp8.models.lora_names import is_adapter, name_without_adapter
+from llm_fp8.optim.adamw_master import remainder_of, split_master
 from llm_fp8.utils.hf_internals import ignored_on_load
 from llm_fp8.utils.torch_internals import local_of, persistent_buffers
 from te_llama import DecoderSpec, Part, UnsupportedArchitecture, parameter_map
@@ -36,18 +37,20 @@ def local_shard(tensor: Tensor) -> LocalShard:
 
     Raises `ValueError` for a DTensor that is sharded in another way.
     """
+    remainder = remainder_of(tensor)
     if not isinstance(tensor, DTensor):
-        return LocalShard(tensor.detach(), 0)
+        return LocalShard(tensor.detach(), 0, remainder)
     sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     local = local_of(tensor).detach()
+    remainder = None if remainder is None else local_of(remainder)
     if not sharded:
-        return LocalShard(local, 0)
+        return LocalShard(local, 0, remainder)
     if len(sharded) > 1 or not tensor.placements[sharded[0]].is_shard(0):
         raise ValueError(f"a parameter is placed as {tensor.placements}; only sharding along dim 0 is supported")
     mesh_dim = sharded[0]
     rows_per_rank = -(-tensor.shape[0] // tensor.device_mesh.size(mesh_dim))
     start = min(tensor.device_mesh.get_local_rank(mesh_dim) * rows_per_rank, tensor.shape[0])
-    return LocalShard(local, start)
+    return LocalShard(local, start, remainder)
 
 
 def is_te_model(model: nn.Module) -> bool:
@@ -129,6 +132,17 @@ class LocalShard:
 
     data: Tensor
     start: int
+    remainder: Tensor | None = None
+    """Of bf16 `data` whose fp32 values are kept: their lower bits (`llm_fp8.optim.adamw_master`)."""
+
+    def write(self, first: int, values: Tensor) -> None:
+        """Copy rows of the parameter, from row `first` of it on, into place, cast to the shard's dtype."""
+        place = slice(first - self.start, first - self.start + len(values))
+        if self.data.dtype == torch.bfloat16 and values.dtype in (torch.float32, torch.float16):
+            values, remainder = split_master(values.to(self.data.device, torch.float32))
+            if self.remainder is not None:
+                self.remainder[place].copy_(remainder)
+        self.data[place].copy_(values)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -185,7 +199,7 @@ class PartFiller:
         first, last = max(part.start, shard.start), min(part.stop, shard.start + len(shard.data))
         if first < last:
             with torch.no_grad():
-                shard.data[first - shard.start : last - shard.start].copy_(rows[first - part.start : last - part.start])
+                shard.write(first, rows[first - part.start : last - part.start])
         self._missing.discard(known_name)
 
     def finish(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from llm_fp8.models.weight_shards import (
     local_shard,
     stored_names,
 )
+from llm_fp8.optim.adamw_master import give_remainder_
 from llm_fp8.utils.errors import UserError
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -127,19 +128,41 @@ def _open_weights(path: Path, device: torch.device) -> Iterator[Any]:
         raise UserError(f"{path} is truncated or corrupt ({error}); fetch it again.") from error
 
 
+def give_remainders_(model: PreTrainedModel) -> None:
+    """Let every bf16 parameter keep the lower bits of stored weights of higher precision, which are loaded next."""
+    for parameter in model.parameters():
+        if parameter.dtype == torch.bfloat16:
+            give_remainder_(parameter)
+
+
+def fill_hf_model(model: PreTrainedModel, names: Mapping[str, str], files: list[Path]) -> None:
+    """Copy the weights of `files` into a Hugging Face model (this rank's shards of it); `names`: its `stored_names`.
+    Raises `UserError` that names file and tensor.
+    """
+    _fill(HfFiller(model, names, _stored_files(files)), files, next(model.parameters()).device)
+
+
 def fill_sharded(
-    model: PreTrainedModel, options: ModelConfig, source: ModelSource, device: torch.device, seed: int
+    model: PreTrainedModel,
+    options: ModelConfig,
+    source: ModelSource,
+    device: torch.device,
+    seed: int,
+    keep_lower_bits: bool = False,
 ) -> bool:
     """Give a model of `build_structure` its weights, once its parameters are sharded and have memory.
 
     Each rank reads its own shards from the files. Random weights are those of `te_llama.initialize_weights_`, drawn on
-    `device` from `seed` whatever the world size. Returns whether the weights were loaded (else: random). Raises
-    `UserError` naming file and tensor where the files do not fit the model.
+    `device` from `seed` whatever the world size. `keep_lower_bits`: as of `build_model`. Returns whether
+    the weights were loaded (else: random). Raises `UserError` naming file and tensor where the files do not fit the
+    model.
     """
     if has_random_weights(options, source):
         initialize_shards_(model, torch.Generator(device=device).manual_seed(seed))
         return False
     files = weight_files(options, source)
+    if keep_lower_bits:
+        give_remainders_(model)
     if options.use_te:
         fill_te_model(model, files)
         return True
@@ -149,7 +172,7 @@ def fill_sharded(
             f"--model_name {options.model_name}: its files hold tensors in another layout than its modules (a mixture "
             "of experts does), which cannot be read as shards; use --sharding_mode ddp or a deepspeed mode."
         )
-    _fill(HfFiller(model, names, _stored_files(files)), files, next(model.parameters()).device)
+    fill_hf_model(model, names, files)
     return True
 
 

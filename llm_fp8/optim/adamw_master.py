@@ -76,6 +76,18 @@ def update_with_torch_(
             part.copy_(part * coefficients.decay - update)
 
 
+def give_remainder_(parameter: Tensor) -> None:
+    """Add a remainder of zeros to a bf16 parameter, before its weights are loaded from a checkpoint of higher
+    precision, for `MasterAdamW` to start from.
+    """
+    parameter.master_remainder = torch.zeros_like(parameter, dtype=torch.int16)  # type: ignore[attr-defined]
+
+
+def remainder_of(parameter: Tensor) -> Tensor | None:
+    """What `give_remainder_` added, and training updates; None without."""
+    return getattr(parameter, "master_remainder", None)
+
+
 class MasterAdamW(GroupedAdamW):
     """AdamW over bf16 parameters with exact fp32 master weights; the state is sharded like the parameter."""
 
@@ -85,7 +97,8 @@ class MasterAdamW(GroupedAdamW):
             "exp_avg_sq": torch.zeros_like(parameter, dtype=SECOND_MOMENT_DTYPE),
         }
         if parameter.dtype == torch.bfloat16:
-            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+            given = remainder_of(parameter)
+            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16) if given is None else given
         return state
 
     def _update_(self, weight: Tensor, *arguments: Any, place: tuple[int, int]) -> None:

@@ -34,7 +34,7 @@ from llm_fp8.config.recipes import recipe_names
 from llm_fp8.models.layer_forward import forward_is_wrapped
 from llm_fp8.precision.module_state import ModuleState
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.torch_internals import compile_without_ddp_cuts, local_of
+from llm_fp8.utils.torch_internals import compile_without_ddp_cuts, local_of, sharded_like
 
 
 def require_c_compiler(why: str) -> None:
@@ -155,14 +155,7 @@ def unwrapped_shard(parameter: Tensor) -> Tensor:
     if type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
         return parameter
     shard: Tensor = local._tensor
-    return DTensor.from_local(
-        shard.detach(),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return sharded_like(shard.detach(), parameter)
 
 
 def refresh_scales_(model: nn.Module) -> None:

@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.torch_internals import sharded_like
 
 if TYPE_CHECKING:
     from llm_fp8.distributed.strategy import DistributedStrategy
@@ -368,10 +369,7 @@ def _host_copy(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor.to("cpu", copy=True)
-    local = tensor.to_local().to("cpu", copy=True)
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return sharded_like(tensor.to_local().to("cpu", copy=True), tensor)
 
 
 def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

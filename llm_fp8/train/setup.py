@@ -33,6 +33,7 @@ from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapt
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.source import ModelSource, load_config, resolve_source, stored_dtype
 from llm_fp8.models.weights import fill_sharded
+from llm_fp8.optim.adamw_master import remainder_of
 from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision, bf16_modules
@@ -89,6 +90,16 @@ class RunPlan:
         if self.config.lora.lora_rank == 0:
             return self.parameter_dtype
         return torch.bfloat16 if self.precision.compute_dtype == torch.bfloat16 else torch.float32
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether stored weights have bits that the model's bf16 ones have not."""
+        return self.weight_dtype == torch.bfloat16 and self.export_dtype in (torch.float32, torch.float16)
+
+    @property
+    def keeps_lower_bits(self) -> bool:
+        """Whether those bits go into the remainders of the optimizer."""
+        return self.rounds_weights and self.optimizer_kind == "adamw_master" and self.config.lora.lora_rank == 0
 
     @property
     def certifies(self) -> bool:
@@ -216,8 +227,10 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
         strategy.keep_in_fp8(precision)
     strategy.shard(training_model, layers)
     if strategy.shards_parameters:
-        loaded = fill_sharded(model, config.model, plan.source, plan.device, seed)
+        loaded = fill_sharded(model, config.model, plan.source, plan.device, seed, plan.keeps_lower_bits)
         initialize_adapters_(model, seed)
+    if loaded and plan.rounds_weights:
+        plan.say(_describe_rounding(plan, model))
     if precision_plan.backend == "torchao" and not precision_plan.emulated:
         compile_layers(layers, recomputed=bool(recomputed))
     return TrainingSetup(
@@ -247,12 +260,22 @@ def _decoder_with_adapters(plan: RunPlan) -> tuple[PreTrainedModel, bool]:
     if sharded:
         model = build_structure(options, plan.source, plan.hf_config, **shared)
     else:
-        model, loaded = build_model(options, plan.source, plan.hf_config, seed=seed, **shared)
+        model, loaded = build_model(
+            options, plan.source, plan.hf_config, seed=seed, keep_lower_bits=plan.keeps_lower_bits, **shared
+        )
     if lora.lora_rank:
         add_adapters(model, lora, plan.parameter_dtype)
         if not sharded:
             initialize_adapters_(model, seed)
     return model, loaded
+
+
+def _describe_rounding(plan: RunPlan, model: PreTrainedModel) -> str:
+    stored = str(plan.export_dtype).removeprefix("torch.")
+    if any(remainder_of(parameter) is not None for parameter in model.parameters()):
+        return f"stored weights are {stored}: training starts from their exact values, and final/ is {stored} again"
+    advice = "" if plan.config.lora.lora_rank else "; --optimizer adamw_master or adamw_fp32 keeps them exact"
+    return f"WARNING: stored weights are {stored} and are rounded to bfloat16{advice}"
 
 
 def _convert_linears(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, str]:

@@ -20,11 +20,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor itself, not a view of it."""
     return tensor._local_tensor  # type: ignore[attr-defined]
+
+
+def sharded_like(local: Tensor, tensor: DTensor) -> DTensor:
+    """A DTensor placed as `tensor`, of which this rank holds `local`."""
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

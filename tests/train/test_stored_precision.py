@@ -1,0 +1,67 @@
+"""Checkpoints of higher precision than the bf16 weights that a run computes with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.processes import exit_code, start_ranks
+from tests.support.small import final_weights, train, write_model
+
+SHORT = ["--validation_fraction=0", "--max_seq_length=256", "--batch_size=2", "--log_every=1"]
+IN_BF16 = ["--mixed_precision=bf16", "--optimizer=adamw_master"]
+DTYPES = [torch.float32, torch.float16]
+
+
+def stored_weights(folder) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mode", [None, "fsdp_full"])
+def test_a_run_that_learns_nothing_exports_the_stored_bits(mode, dtype, rows, tmp_path, capfd):
+    model, folder = write_model(tmp_path / "model", dtype=dtype), tmp_path / "run"
+    options = [f"--model_name={model}", f"--dataset_name={rows}", *SHORT, *IN_BF16, "--max_steps=2"]
+    options += ["--learning_rate=0", f"--output_dir={folder}"]
+    if mode is None:
+        train(*options)
+        said = capfd.readouterr().out
+    else:
+        log = tmp_path / "log"
+        assert [exit_code(process) for process in start_ranks(2, log, *options, f"--sharding_mode={mode}")] == [0, 0]
+        said = log.read_text()
+    name = str(dtype).removeprefix("torch.")
+    assert f"stored weights are {name}: training starts from their exact values, and final/ is {name} again" in said
+    assert_same_bits(final_weights(folder), stored_weights(tmp_path / "model"))
+
+
+def test_a_resumed_run_goes_on_with_the_lower_bits(rows, tmp_path):
+    model = write_model(tmp_path / "model")
+    options = [f"--model_name={model}", f"--dataset_name={rows}", *SHORT, *IN_BF16, "--max_steps=4", "--save_every=2"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(*options, f"--output_dir={whole}")
+    checkpoint = whole / "checkpoints" / "step-00000002"
+    train(*options, f"--output_dir={resumed}", f"--resume_from={checkpoint}")
+    assert_same_bits(final_weights(whole), final_weights(resumed))
+    rounded = {name: tensor.bfloat16().float() for name, tensor in final_weights(whole).items()}
+    assert any(not torch.equal(rounded[name], tensor) for name, tensor in final_weights(whole).items())
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (["--optimizer=adamw_8bit"], "; --optimizer adamw_master or adamw_fp32 keeps them exact"),
+        (["--optimizer=adamw_master", "--lora_rank=4"], ""),
+    ],
+    ids=["8bit", "lora"],
+)
+def test_rounding_is_said(options, advice, tiny_model, rows, tmp_path, capfd):
+    shared = [f"--model_name={tiny_model}", f"--dataset_name={rows}", *SHORT, "--max_steps=1", "--no_export"]
+    train(*shared, "--mixed_precision=bf16", *options, f"--output_dir={tmp_path}")
+    assert f"WARNING: stored weights are float32 and are rounded to bfloat16{advice}\n" in capfd.readouterr().out
