@@ -55,14 +55,11 @@ class MeasuredRates:
     """Bytes read plus bytes written over time, copying inside the GPU's memory."""
 
     def bf16_gemm_s(self, flops: float) -> float:
-        """Seconds of these FLOPs in bf16."""
         return flops / self.bf16_gemm_tflops / 1e12
 
     def fp8_gemm_s(self, flops: float, forward_in_fp8: bool = True) -> float | None:
-        """Seconds of these model FLOPs of fp8 layers, a third of them with fast accumulation (fprop) and the rest
-        split; None without fp8.
-
-        Without `forward_in_fp8` fprop is in bf16.
+        """Seconds of these model FLOPs of fp8 layers, a third with fast accumulation (fprop; in bf16 without
+        `forward_in_fp8`) and the rest with split; None without fp8.
         """
         fast, split = self.fp8_gemm_tflops, self.fp8_split_gemm_tflops
         if fast is None or split is None:
@@ -70,9 +67,8 @@ class MeasuredRates:
         return flops * (1 / (fast if forward_in_fp8 else self.bf16_gemm_tflops) + 2 / split) / 3 / 1e12
 
     def head_gemm_s(self, flops: float, num_fp8_gemms_of: int) -> float | None:
-        """Seconds of these model FLOPs of the lm_head; None where a rate that is needed was not measured.
-
-        `num_fp8_gemms_of`: of its three those in fp8 (--fp8_lm_head): none, those of the gradients, or all.
+        """Seconds of these model FLOPs of the lm_head, of whose three GEMMs none, those of the gradients, or all run in
+        fp8 (--fp8_lm_head); None where a rate that is needed was not measured.
         """
         if not num_fp8_gemms_of:
             return self.bf16_gemm_s(flops)
@@ -91,12 +87,12 @@ class KnownRates:
 
 
 def gemm_tflops(size: int, seconds: float) -> float:
-    """TFLOP/s of a GEMM of three equal sizes that takes so long: 2 size**3 / seconds / 10**12."""
+    """TFLOP/s of a GEMM of three equal sizes: 2 size**3 / seconds / 10**12."""
     return 2 * size**3 / seconds / 1e12
 
 
 def copy_tb_s(num_bytes: int, seconds: float) -> float:
-    """TB/s of a copy of `num_bytes`, each of which is read and written."""
+    """TB/s of a copy, each byte of which is read and written."""
     return 2 * num_bytes / seconds / 1e12
 
 
@@ -159,20 +155,16 @@ def _recorded(folder: Path) -> dict[str, KnownRates]:
     return known
 
 
-def known_gpu_names(folder: Path | None = None) -> list[str]:
-    """GPUs that something was recorded of."""
-    return sorted(_recorded(folder or GPUS))
+def known_gpu_names() -> list[str]:
+    return sorted(_recorded(GPUS))
 
 
-def known_rates(gpu_name: str, folder: Path | None = None) -> KnownRates | None:
+def known_rates(gpu_name: str) -> KnownRates | None:
     """What was recorded of GPUs that `torch.cuda.get_device_name` calls so; None where nothing was."""
-    return _recorded(folder or GPUS).get(gpu_name)
+    return _recorded(GPUS).get(gpu_name)
 
 
 def shares(measured: MeasuredRates, known: MeasuredRates) -> dict[str, float]:
     """Measured over known by the names of `MeasuredRates`, for the figures that both have."""
-    pairs = (
-        (field.name, getattr(measured, field.name), getattr(known, field.name))
-        for field in dataclasses.fields(MeasuredRates)
-    )
-    return {name: ours / theirs for name, ours, theirs in pairs if ours is not None and theirs is not None}
+    ours, theirs = dataclasses.asdict(measured), dataclasses.asdict(known)
+    return {name: ours[name] / theirs[name] for name in ours if ours[name] is not None and theirs[name] is not None}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Mapping
@@ -23,10 +24,10 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import nn
 from tqdm import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from llm_fp8.config.accelerate_env import FP8_KEYS, PREFIX, chosen_values, is_on
-from llm_fp8.observability.kernel_trace import KernelTimes, kernel_times, record_kernels
+from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, attention_library, certify, worst
 from llm_fp8.precision.convert import output_head, reason_to_leave
@@ -68,7 +69,7 @@ class CertificateCallback(TrainerCallback):
         self.certificate: Certificate | None = None
         """The verdict, once the step was recorded; the worst of all processes'."""
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         """Warn of nn.DataParallel in fp8: the error that Accelerate raises next does not name it."""
         if args.n_gpu > 1 and asked_precision(self._precision, self._launch, args) == "fp8":
             print(
@@ -78,50 +79,31 @@ class CertificateCallback(TrainerCallback):
                 flush=True,
             )
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         self._recorded_step = min(state.global_step + self._step, state.max_steps)
         if not can_record() and state.is_world_process_zero:
             print("certificate: none, there is no NVIDIA GPU whose kernels could be recorded", flush=True)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         if state.global_step + 1 != self._recorded_step or self.certificate is not None or not can_record():
             return
         self._num_micro_batches = 1
         layers = te_linears(kwargs["model"])
         if layers:
-            note_recipe_inside(layers[0], self._note_recipe)
+            note_recipe_inside(layers[0], functools.partial(setattr, self, "_recipe_inside"))
         self._recording = contextlib.ExitStack()
         self._profile = self._recording.enter_context(record_kernels())
 
-    def _note_recipe(self, name: str) -> None:
-        self._recipe_inside = name
-
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         self._num_micro_batches += 1
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         """Judge the recorded step; `SystemExit` with code 1 on every process where any process failed."""
         if self._recording is None:
             return
         self._recording.close()
         self._recording = None
-        asked = asked_precision(self._precision, self._launch, args)
-        own = judge_trainer_step(
-            kwargs["model"],
-            kwargs["optimizer"],
-            kernel_times(self._profile),
-            asked=asked,
-            launch=self._launch,
-            num_micro_batches=self._num_micro_batches,
-            recipe_inside_modules=self._recipe_inside,
-            rank=args.process_index,
-        )
+        own = self._judge(kwargs["model"], kwargs["optimizer"], args)
         self._profile = None
         certificate = self.certificate = worst(gather_object([own]))
         path = Path(args.output_dir or ".") / "certificate.json"
@@ -137,6 +119,41 @@ class CertificateCallback(TrainerCallback):
         if certificate.verdict == "undetermined" and state.is_world_process_zero:
             reasons = "; ".join(certificate.reasons)
             _say(f"WARNING: this run could not be certified: {reasons}. See {path}.", sys.stdout)
+
+    def _judge(self, model: nn.Module, optimizer: torch.optim.Optimizer, args: TrainingArguments) -> Certificate:
+        """The certificate of the recorded step, right after it; `model` as Accelerate converted it, without DDP.
+
+        Expected of an fp8 run: three GEMMs in a micro-batch for each trained weight that Transformer Engine holds, and
+        one more where its layer is recomputed. Where it holds none at all, those of every linear layer whose sizes fp8
+        can take. A value of fp8_config that the recipe in force does not have is a failure too.
+        """
+        asked, launch = asked_precision(self._precision, self._launch, args), self._launch
+        kernels = kernel_times(self._profile)
+        layers = te_linears(model)
+        own_dtype = _COMPUTE[next(model.parameters()).dtype]
+        attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        compute = own_dtype if asked == "no" else asked
+        in_fp8 = asked == "fp8"
+        expected = _expected_in_fp8(model, layers, launch) if in_fp8 else ExpectedKernels(compute, compute)
+        certificate = certify(
+            expected,
+            kernels,
+            read_te_state(layers),
+            num_micro_batches=self._num_micro_batches,
+            recipe_inside_modules=self._recipe_inside,
+            attention=f"sdpa ({attention_library(kernels)})" if attention == "sdpa" else attention,
+            rank=args.process_index,
+        )
+        failures, remarks = _compare_recipe(layers, launch) if in_fp8 else ([], [])
+        remarks += _remarks_on_layers(model, optimizer, asked)
+        if not failures and not remarks:
+            return certificate
+        return dataclasses.replace(
+            certificate,
+            verdict="failed" if failures else certificate.verdict,
+            reasons=[*certificate.reasons, *failures],
+            remarks=[*certificate.remarks, *remarks],
+        )
 
 
 def _say(line: str, stream: TextIO) -> None:
@@ -155,59 +172,6 @@ def asked_precision(given: AskedPrecision | None, launch: Mapping[str, str], arg
     if launched != "no":
         return launched
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
-
-
-def judge_trainer_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    kernels: KernelTimes,
-    *,
-    asked: str,
-    launch: Mapping[str, str],
-    num_micro_batches: int,
-    recipe_inside_modules: str | None = None,
-    rank: int = 0,
-) -> Certificate:
-    """The certificate of a recorded step of `model`, right after the step.
-
-    Expected of an fp8 run: three GEMMs in a micro-batch for each trained weight that Transformer Engine holds, and one
-    more where its layer is recomputed. Where it holds none at all, those of every linear layer whose sizes fp8 can
-    take. A value of fp8_config that the recipe in force does not have is a failure too.
-
-    Args:
-        model: as Accelerate converted it, without the wrapper of DDP.
-        asked: fp8, bf16, fp16 or no.
-        launch: the variables of `accelerate launch`.
-        num_micro_batches: of the step, on one GPU.
-        recipe_inside_modules: the class of the recipe in force inside a module of Transformer Engine, or 'none'.
-    """
-    layers = te_linears(model)
-    own_dtype = _COMPUTE[next(model.parameters()).dtype]
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if asked == "fp8":
-        expected = _expected_in_fp8(model, layers, launch)
-    else:
-        compute = own_dtype if asked == "no" else asked
-        expected = ExpectedKernels(compute, compute)
-    certificate = certify(
-        expected,
-        kernels,
-        read_te_state(layers),
-        num_micro_batches=num_micro_batches,
-        recipe_inside_modules=recipe_inside_modules,
-        attention=f"sdpa ({attention_library(kernels)})" if attention == "sdpa" else attention,
-        rank=rank,
-    )
-    failures, remarks = _compare_recipe(layers, launch) if asked == "fp8" else ([], [])
-    remarks += _remarks_on_layers(model, optimizer, asked)
-    if not failures and not remarks:
-        return certificate
-    return dataclasses.replace(
-        certificate,
-        verdict="failed" if failures else certificate.verdict,
-        reasons=[*certificate.reasons, *failures],
-        remarks=[*certificate.remarks, *remarks],
-    )
 
 
 def _convertible(model: nn.Module) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.ceilings import median_of
+from llm_fp8.tools import gemm_rates
 from llm_fp8.tools.gemm_rates import (
     GPUS,
     MeasuredRates,
@@ -46,18 +47,19 @@ def test_a_cpu_has_no_ceilings():
         measure_rates(torch.device("cpu"))
 
 
-def test_the_table_is_what_was_recorded(tmp_path: Path):
+def test_the_table_is_what_was_recorded(tmp_path: Path, monkeypatch):
     provenance = {"gpus": [{"memory_gib": 79.0}]}
     record = {"gpu": "NVIDIA Test", "ceilings": vars(FIGURES), "rounds": [], "provenance": provenance}
     (tmp_path / "test.json").write_text(json.dumps(record))
-    known = known_rates("NVIDIA Test", tmp_path)
+    monkeypatch.setattr(gemm_rates, "GPUS", tmp_path)
+    known = known_rates("NVIDIA Test")
     assert (
         known is not None
         and known.ceilings == FIGURES
         and known.source.endswith("test.json")
         and known.memory_gib == 79.0
     )
-    assert known_rates("NVIDIA Test NVL", tmp_path) is None, "another GPU's figures are no guess at this one's"
+    assert known_rates("NVIDIA Test NVL") is None, "another GPU's figures are no guess at this one's"
 
 
 def test_recorded_files_name_each_gpu_once_and_say_where_they_come_from():
