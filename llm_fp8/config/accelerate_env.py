@@ -200,10 +200,7 @@ def require_single_process(environ: Mapping[str, str]) -> None:
         )
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if is_on(environ.get(f"ACCELERATE_USE_{name}", "false"), f"use_{name.lower()}"):
-            raise UserError(
-                f"{_SOURCE} asks for {name}, and train_fp8.py trains on one device; take it out of the "
-                "configuration, or start train_multi_gpu.py."
-            )
+            raise UserError(f"{_SOURCE} asks for {name}, and train_fp8.py has one device; start train_multi_gpu.py.")
 
 
 def require_launched(environ: Mapping[str, str]) -> None:
@@ -216,9 +213,7 @@ def require_launched(environ: Mapping[str, str]) -> None:
             f"train_multi_gpu.py needs a launcher, which starts its processes: {command} (for one: train_fp8.py)."
         )
     if missing:
-        raise UserError(
-            f"WORLD_SIZE is set in the environment without {', '.join(missing)}; let a launcher set them all: {command}"
-        )
+        raise UserError(f"WORLD_SIZE is set without {', '.join(missing)}; let a launcher set them all: {command}")
 
 
 # ---- what `accelerate launch` asked for ----
@@ -257,9 +252,7 @@ def merge_launch_settings(flags: Section, launch: dict[str, Any]) -> Section:
             raise UserError(f"{_SOURCE} asks for {name} {asked}, and --{name} knows {', '.join(choices)} only.")
         flag = getattr(flags, name)
         if flag != getattr(unset, name) and flag != asked:
-            raise UserError(
-                f"--{name} {flag} contradicts {_SOURCE}, which asks for {asked}; drop the flag or change the file."
-            )
+            raise UserError(f"--{name} {flag} contradicts {_SOURCE}, which asks for {asked}; change one of them.")
     return dataclasses.replace(flags, **launch)  # type: ignore[type-var]
 
 
@@ -310,16 +303,13 @@ def take_precision_settings(environ: MutableMapping[str, str]) -> dict[str, Any]
     if precision != "fp8":
         return {} if precision == "no" else {"mixed_precision": precision}
     if backend not in ("TE", "AO"):
-        raise UserError(
-            f"accelerate's fp8_config asks for backend {backend}; set TE (Transformer Engine) or AO (torchao)."
-        )
+        raise UserError(f"accelerate's fp8_config asks for backend {backend}; set TE or AO (torchao).")
     settings: dict[str, Any] = {"mixed_precision": "fp8"}
     if backend == "AO":
         for variable, value in chosen_values(fp8).items():
             if (key := _FP8_KEY_OF.get(variable)) and key.te_only:
                 raise UserError(
-                    f"accelerate's fp8_config sets {key.name} to {value}, which belongs to backend TE and has no "
-                    "effect with backend AO; remove it."
+                    f"accelerate's fp8_config sets {key.name} to {value}, which has no effect with backend AO; drop it."
                 )
         gathers = switched_on("enable_fsdp_float8_all_gather")
         return {**settings, "fp8_backend": "torchao", **({"fp8_all_gather": True} if gathers else {})}
@@ -465,9 +455,7 @@ def _deepspeed_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         if file:
             stage = int(json.loads(Path(file).read_text(encoding="utf-8"))["zero_optimization"]["stage"])
     except OSError as error:
-        raise UserError(
-            f"{_SOURCE} names the DeepSpeed file {file}, which cannot be read: {error.strerror}."
-        ) from error
+        raise UserError(f"{file}, which {_SOURCE} names, cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}, which {_SOURCE} names, must be JSON with a zero_optimization.stage.") from error
     if stage not in (1, 2, 3):

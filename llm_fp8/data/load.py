@@ -54,19 +54,14 @@ class DatasetSource:
         for split in DEFAULT_SPLITS:
             if split in self.files:
                 return split
-        raise UserError(
-            f"--dataset_name {self.name} has no split 'train'; choose --split_name from: {', '.join(self.files)}."
-        )
+        raise UserError(f"{self.name} has no split 'train'; choose --split_name from: {', '.join(self.files)}.")
 
     def validation_split(self, wanted: str | None, train: str) -> str | None:
         """`wanted` (--validation_split_name), else 'validation'; None where there is none beside the split `train`."""
         if wanted is None:
             return VALIDATION_SPLIT if VALIDATION_SPLIT in self.files and train != VALIDATION_SPLIT else None
         if wanted == train:
-            raise UserError(
-                f"--validation_split_name {wanted} is the split that is trained on; leave it out to hold out a share "
-                "of it."
-            )
+            raise UserError(f"--validation_split_name {wanted} is the split that is trained on; name another.")
         return self._check_split(wanted, "--validation_split_name")
 
     def _check_split(self, wanted: str, flag: str) -> str:
@@ -80,9 +75,9 @@ def open_source(name: str) -> DatasetSource:
     path = DATASET_DIR if name == EMBEDDED else Path(name).expanduser()
     if path.is_file():
         if path.suffix not in FILE_BUILDERS:
+            known = ", ".join(FILE_BUILDERS)
             raise UserError(
-                f"--dataset_name {name}: '{path.suffix}' files are not understood; give one of "
-                f"{', '.join(FILE_BUILDERS)} or a folder."
+                f"--dataset_name {name}: '{path.suffix}' files are not understood; give {known} or a folder."
             )
         return DatasetSource(name, FILE_BUILDERS[path.suffix], {"train": [str(path.resolve())]})
     if path.is_dir():
@@ -96,9 +91,8 @@ def open_source(name: str) -> DatasetSource:
             folder = str(path.resolve())
             return _source(name, folder, datasets.load_dataset_builder(folder))
         except READ_ERRORS as error:
-            raise UserError(
-                f"--dataset_name {name}: the folder holds no data that can be read: {_first_line(error)}"
-            ) from error
+            reason = _first_line(error)
+            raise UserError(f"--dataset_name {name}: the folder holds no data that can be read: {reason}") from error
     if name.startswith((".", "/", "~")) or path.suffix in FILE_BUILDERS or name.count("/") > 1:
         raise UserError(f"--dataset_name {name}: no such file or folder.")
     return _open_hub(name)
@@ -120,9 +114,8 @@ def _open_hub(name: str) -> DatasetSource:
             pass
         if isinstance(error, ConnectionError):
             raise UserError(
-                f"--dataset_name {name} is not a local path, and the Hugging Face hub cannot be reached; check the "
-                f"network, or fetch it where there is one with 'hf download {name} --repo-type dataset --local-dir "
-                "DIR' and pass that folder."
+                f"--dataset_name {name} is not a local path, and the Hugging Face hub cannot be reached; where it "
+                f"can, fetch it with 'hf download {name} --repo-type dataset --local-dir DIR', and pass that folder."
             ) from error
         raise UserError(f"--dataset_name {name}: the dataset cannot be opened: {_first_line(error)}") from error
 

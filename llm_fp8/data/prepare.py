@@ -158,6 +158,10 @@ class _Job:
         packed = pack(lengths[chosen], self.config.data.max_seq_length, self.document_multiple)
         return PackingPlan(chosen[packed.samples], packed.offsets)
 
+    def nothing_to_train_on(self, why: str) -> UserError:
+        name = self.config.data.dataset_name
+        return UserError(f"--dataset_name {name}: no row of split {self.split} can be trained on: {why}.")
+
     def identify(self, *parts: Any) -> str:
         """Hash of what decides which sequences there are and in which order they come."""
         content = [*parts, self.config.packing, self.config.optim.seed]
@@ -215,24 +219,21 @@ def _prepare_map(job: _Job) -> PreparedData:
         report.num_eval_rows_seen_in_training = int(seen.sum())
         if len(eval_set) == 0:
             raise UserError(
-                f"--validation_split_name {job.validation}: none of its {len(eval_source)} rows can be "
-                f"evaluated on: {int(seen.sum())} hold a problem that split {job.split} trains on, the others are "
-                "empty or too long."
+                f"--validation_split_name {job.validation}: none of its {len(eval_source)} rows can be evaluated on: "
+                f"{seen.sum()} hold a problem that split {job.split} trains on, the others are empty or too long."
             )
     report.count(figures, held_out)
     report.num_eval_rows = len(eval_set)
     train_set = np.flatnonzero(used & ~held_out)
     if len(train_set) == 0:
-        raise UserError(
-            f"--dataset_name {data.dataset_name}: no row of split {job.split} can be trained on: {report.summary()}."
-        )
+        raise job.nothing_to_train_on(report.summary())
     problems: list[Problem] = []
     if num_problems and len(eval_set):
         problems = choose_problems(eval_source, eval_set, eval_figures["problem_key"][eval_set], num_problems)
         if not problems:
             raise UserError(
-                f"--eval_exact_match {num_problems}: none of the {len(eval_set)} held-out rows has an "
-                f"{ANSWER_COLUMN}; fill the column, or drop it."
+                f"--eval_exact_match {num_problems}: none of the {len(eval_set)} held-out rows has an {ANSWER_COLUMN}; "
+                "fill the column, or drop it."
             )
     read, plan = document_reader(rows), job.plan(figures["length"], train_set)
     report.num_rows_of_batches = len(plan)
@@ -274,10 +275,7 @@ def _prepare_stream(job: _Job) -> PreparedData:
         if example and (fraction == 0.0 or len(held_out) >= STREAMED_EVAL_ROWS):
             break
     if example is None:
-        raise UserError(
-            f"--dataset_name {data.dataset_name}: no row of split {job.split} can be trained on: all that were read "
-            f"are empty, longer than --max_seq_length {data.max_seq_length} or held out."
-        )
+        raise job.nothing_to_train_on(f"all are empty, longer than {data.max_seq_length} tokens or held out")
     held_out = held_out[:STREAMED_EVAL_ROWS]
     eval_from = f"the first {len(held_out)} rows of {fraction:.2%} of its problems" if held_out else "nothing"
     if validation is not None:

@@ -118,9 +118,7 @@ def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokeni
         prompt = "" if form == "text" else row["prompt"] or ""
         answer = row[COLUMNS[form][-1]] or ""
         if not isinstance(prompt, str) or not isinstance(answer, str):
-            raise UserError(
-                "--dataset_name: prompt and completion must be strings; put conversations into a column 'messages'."
-            )
+            raise UserError("--dataset_name: prompt and completion must be text; conversations belong in 'messages'.")
         if not answer.strip():
             return Rendered()
     return Rendered(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
@@ -138,8 +136,7 @@ def _conversation(row: Mapping[str, Any], form: ColumnForm) -> list[dict[str, An
         turn = {key: value for key, value in message.items() if value is not None}
         if "role" not in turn or not isinstance(turn.setdefault("content", ""), str):
             raise UserError(
-                "--dataset_name: every entry of 'messages' must be an object with 'role' and 'content', and the "
-                "'content' of a message must be text."
+                "--dataset_name: messages need 'role' and 'content'; the 'content' of a message must be text."
             )
         turns.append(turn)
     while turns and (turns[-1]["role"] != "assistant" or not turns[-1]["content"].strip()):
@@ -173,9 +170,7 @@ def _apply_template(
         )
     except TemplateError as error:
         roles = ", ".join(str(message["role"]) for message in messages)
-        raise UserError(
-            f"--dataset_name: the tokenizer's chat template refuses a conversation of the roles {roles}: {error}"
-        ) from error
+        raise UserError(f"--dataset_name: the template refuses a conversation of the roles {roles}: {error}") from error
 
 
 def _template_span(

@@ -115,9 +115,7 @@ def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
     bounds = cu_seqlens.long()
     lengths = bounds.diff()
     if bool((lengths % (2 * size)).any()):
-        raise ValueError(
-            f"documents of {lengths.tolist()} tokens cannot all be cut into {2 * size} chunks of equal length"
-        )
+        raise ValueError(f"documents of {lengths.tolist()} tokens cannot be cut into {2 * size} chunks of equal length")
     document = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths // size)
     offset = torch.arange(len(document), device=bounds.device) - (bounds[:-1] // size)[document]
     chunk = lengths[document] // (2 * size)

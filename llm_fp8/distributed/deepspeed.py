@@ -212,7 +212,5 @@ def _load_module_state(src: dict[str, Tensor], dst: nn.Module) -> None:
     loaded = dst.load_state_dict(kept, strict=False)
     missing = [name for name in loaded.missing_keys if not name.endswith("_extra_state")]
     if missing or loaded.unexpected_keys:
-        raise UserError(
-            "--resume_from: the checkpoint holds other weights than this run: "
-            f"{(missing + loaded.unexpected_keys)[0]} is on one side only."
-        )
+        name = (missing + loaded.unexpected_keys)[0]
+        raise UserError(f"--resume_from: the checkpoint holds other weights than this run: {name} is on one side only.")

@@ -118,9 +118,7 @@ class EightBitAdamW(GroupedAdamW):
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
         if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"EightBitAdamW takes unsharded parameters, and one of shape {tuple(parameter.shape)} is sharded."
-            )
+            raise ValueError(f"EightBitAdamW takes unsharded parameters, and one of shape {[*parameter.shape]} is not.")
         count = parameter.numel()
         encoded = count >= SMALLEST_ENCODED and count % CODE_BLOCK == 0
         state = {}

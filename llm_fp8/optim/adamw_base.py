@@ -95,9 +95,7 @@ class GroupedAdamW(Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(
-                f"lr {lr}, eps {eps} and weight_decay {weight_decay} must be at least 0 and betas {betas} in [0, 1)."
-            )
+            raise ValueError(f"lr {lr}, eps {eps}, weight_decay {weight_decay} must be >= 0, betas {betas} in [0, 1).")
         self.gradient_scale = None
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
 

@@ -68,8 +68,8 @@ def load_optimizer_scalars(optimizer: Optimizer, scalars: Mapping[str, Any]) -> 
     groups, steps = unwrap(optimizer).param_groups, scalars["group_steps"]
     if len(groups) != len(steps):
         raise UserError(
-            f"The saved optimizer has {len(steps)} parameter groups and this one {len(groups)}; "
-            "resume with the --optimizer and model that the checkpoint was written with."
+            f"--resume_from: the checkpoint's optimizer has {len(steps)} parameter groups and this one {len(groups)}; "
+            "resume with the --optimizer and model that it was written with."
         )
     for group, step in zip(groups, steps, strict=True):
         if step is not None:

@@ -52,9 +52,8 @@ class OptionalPackage:
             self.require_installed(why)
             return importlib.import_module(self.module)
         except (ImportError, OSError, RuntimeError) as error:
-            raise UserError(
-                f"{why} needs {self.name}, which is installed but does not load ({error}); run: {self.install}"
-            ) from error
+            problem = f"which is installed but does not load ({error})"
+            raise UserError(f"{why} needs {self.name}, {problem}; run: {self.install}") from error
 
 
 TRANSFORMER_ENGINE = OptionalPackage(
