@@ -14,9 +14,7 @@ from llm_fp8.train.run_record import RunOutcome
 
 
 def mean_length(size: DecoderSize, model_flops_per_token: float) -> float:
-    """The token-averaged document length that gives so many model FLOPs per token: `metrics.model_flops_per_token`
-    solved for it.
-    """
+    """The token-averaged document length of so many model FLOPs per token (`metrics.model_flops_per_token` solved)."""
     return (model_flops_per_token / 6 - size.num_linear_parameters) / (size.num_layers * size.attention_width)
 
 

@@ -1,19 +1,17 @@
 """The constants of the prediction: what an H200 reached inside training, each with the records that it was fitted to.
 
-They are rates *in training*, which are not the ceilings of llm_fp8/tools/gemm_rates.py: clocks follow the power that
-the whole step draws. For another GPU every rate is scaled by the ratio of the two GPUs' measured ceilings.
+They are rates *in training*, not the measured peak rates of llm_fp8/tools/gemm_rates.py: clocks follow the power that
+the whole step draws. For another GPU every rate is scaled by the ratio of the two GPUs' measured peak rates.
 
 Where no other record is named, a constant comes from the rows 1b, 8b and 8b_s8192 of
 benchmarks/results/speed_table_h200.json, arms bf16 and delayed with and without :fp8head_all, :flash3 (since removed)
-and :flash4, the first round of each. Their recorded steps have the time of each class of kernels
-(llm_fp8/observability/kernel_trace.py): the FLOPs or bytes that step_time.py counts for a class, over its time, the
-mean of the rows, rounded. The table's other rows of one GPU were left out: arms current and block of these, 3b,
-text_1b, 1b_128k, 8b_128k, and 14b but for its optimizer.
+and :flash4, first rounds: the FLOPs or bytes that step_time.py counts for a class of kernels
+(llm_fp8/observability/kernel_trace.py), over its recorded time, the mean of the rows, rounded. Held out of one GPU:
+arms current and block of these, 3b, text_1b, 1b_128k, 8b_128k, and 14b but for its optimizer.
 
 On several GPUs `exchange_tb_s` and `WAIT_SPREAD` come from row 8b_x4 (8B, four GPUs of one host, seven arms of
-fsdp_full and fsdp_grad), `fsdp_tb_s` from it and what is named there. Rows on two GPUs, with 8,192 tokens in a
-document, of other models and under ddp were left out. `MEASURED_GPUS`, and the notes of prediction.py, follow from
-which rows there are.
+fsdp_full and fsdp_grad), `fsdp_tb_s` from it and what is named there. Held out: two GPUs, documents of 8,192 tokens,
+other models, ddp. `MEASURED_GPUS` and the notes of prediction.py follow from which rows there are.
 """
 
 from __future__ import annotations
@@ -28,28 +26,25 @@ if TYPE_CHECKING:
 CALIBRATED_GPU = "NVIDIA H200"
 
 SMALL_GEMM_TOKENS = 256
-"""A GEMM over t tokens runs at t / (t + this) of its full rate: from fp8 and bf16 GEMM times of throughput_8b.json
-(8,192 tokens) and throughput_8b_b6.json (6,144), which give 381 in fp8 and 148 in bf16."""
+"""A GEMM over t tokens runs at t / (t + this) of its full rate: from throughput_8b.json (8,192 tokens) and
+throughput_8b_b6.json (6,144), which give 381 in fp8 and 148 in bf16."""
 
 DIAGONAL_TOKENS = 970
-"""Causal attention over documents of l tokens takes the time of l + this: the tiles on the diagonal are computed whole,
-and some of its kernels pass over the tokens once, whatever l is. From the class `attention` of row 8b against row
-8b_s8192: 992, 975 and 938 by arm, cuDNN's."""
+"""Causal attention over documents of l tokens takes the time of l + this: tiles on the diagonal are computed in full,
+and some kernels pass over the tokens once. Row 8b against 8b_s8192: 992, 975 and 938 by arm, cuDNN's."""
 
 FLASH_ATTENTION_4_SPEED_UP = 1.14
-"""Of flash-attn 4 over cuDNN's attention, time of the class: with `:flash4` against without 1.16, 1.11 and 1.16 for 1b,
-8b and 8b_s8192."""
+"""Of flash-attn 4 over cuDNN's attention: 1.16, 1.11 and 1.16 for 1b, 8b and 8b_s8192."""
 
 GAP_S = 0.027
-"""Seconds of a step in which no kernel of it runs: the step less the sum of the classes, 18 to 32 ms and much the same
-for four and eight micro-batches; 37 and 49 ms in row 14b with its sixteen. It is the host's, and is not scaled for
-another GPU."""
+"""Seconds of a step without a kernel: the step less the sum of the classes, 18 to 32 ms for four and eight
+micro-batches; 37 and 49 ms in row 14b with its sixteen. It is the host's, and is not scaled for another GPU."""
 
 WAIT_SPREAD = 0.021
-"""Standard deviation of the time that GPUs of one kind take for the same step, over that time. The rates are of the
-mean GPU and the others wait for the slowest, which is the farther off the more there are (`idle_share` in
-step_time.py). From `work_s_by_rank` of row 8b_x4, fsdp_grad, three arms: the slowest of four is 1.9% to 2.4% over the
-mean. Under fsdp_full, whose GPUs wait for each other in every layer, the record cannot tell."""
+"""Standard deviation of the time that GPUs of one kind take for the same step, over that time. Rates are of the mean
+GPU, and the others wait for the slowest (`idle_share` in step_time.py). From `work_s_by_rank` of row 8b_x4, three arms
+of fsdp_grad: the slowest of four is 1.9% to 2.4% over the mean. Under fsdp_full, whose GPUs wait in every layer, the
+record cannot tell."""
 
 MEASURED_TOKENS = (4096, 65536)
 """Fewest and most tokens of a micro-batch in the records that predictions are compared with (records.py)."""
@@ -59,15 +54,13 @@ FITS_RESERVE_GIB = 2.0
 gaps. The fullest recorded run (speed_table_h200.json, 8b, delayed:fp8head_all) peaked at 137.5 of 139.8 GiB."""
 
 FULL_SHARE = 0.98
-"""Of a GPU's memory: a recorded FSDP step whose allocator reserved as much had none left for a stream that asked for
-more, so that blocks of other streams were freed and mapped anew within steps. Such steps take longer, in some by turns
-(`flash4` of rows 8b_x2 and 8b_s8192_x2), and no sum of kernels can say by how much: they are neither fitted nor
-scored."""
+"""Of a GPU's memory: where the allocator reserved as much, recorded FSDP steps freed blocks of other streams and mapped
+them anew, which takes longer (in rows 8b_x2 and 8b_s8192_x2 with `flash4` in some steps). No sum of kernels can say by
+how much, and such steps are neither fitted nor scored."""
 
 WAITED_SHARE = 0.15
-"""Of a recorded step on several GPUs: where nothing but communication ran for as long, GPUs waited for each other, each
-for a host that launched its kernels too slowly. How fast a host is differs from machine to machine, so these steps too
-are neither fitted nor scored."""
+"""Of a recorded step on several GPUs: where communication ran alone for as long, GPUs waited for hosts that launched
+kernels too slowly, which differs from machine to machine. These steps are neither fitted nor scored."""
 
 MODES = ("single", "ddp", "fsdp_grad", "fsdp_full")
 """One GPU and the sharding modes, with recorded runs that the constants were fitted to."""
@@ -77,10 +70,10 @@ HOST_S_PER_LAYER = {
     **dict.fromkeys(("fsdp_grad", "fsdp_full"), (0.0114, 0.0127)),
 }
 """Seconds of the host for a decoder layer of a micro-batch in fp8, forward and backward, on the slowest recorded
-machines: with activations kept, and computed again. From levers_3b_recompute_*.json and documented_3b_x2.json, where
-GPUs had work for less than a fifth of a step, and `fsdp_full:delayed` of multi_gpu_throughput_8b_engines_x2.json; `ddp`
-is taken to be like one GPU and `fsdp_grad` like `fsdp_full`. The fastest recorded machine took 0.0088 under fsdp_full
-with recomputation (levers_3b_x2_recompute_*.json)."""
+machines: with activations kept, and recomputed. From levers_3b_recompute_*.json and documented_3b_x2.json, where GPUs
+were busy for less than a fifth of a step, and `fsdp_full:delayed` of multi_gpu_throughput_8b_engines_x2.json; `ddp` is
+taken to be like one GPU, `fsdp_grad` like `fsdp_full`. The fastest recorded machine took 0.0088 under fsdp_full with
+recomputation (levers_3b_x2_recompute_*.json)."""
 
 MEASURED_GPUS = {"ddp": (2,), "fsdp_grad": (2, 4), "fsdp_full": (2, 4)}
 """By mode: GPUs of one host in the records of today's code, but for steps that are not scored."""
@@ -102,8 +95,8 @@ class Rates:
     fp8_gemm_tflops: dict[str, float] = field(
         default_factory=lambda: {"delayed": 1340.0, "current": 1340.0, "block": 1110.0}
     )
-    """By recipe, forward and both backward GEMMs together, and the products of an fp8 head. `current` runs the kernels
-    of `delayed`; `block` from throughput_1b.json and throughput_8b_b6.json, whose GEMMs are today's."""
+    """By recipe, all three GEMMs, and those of an fp8 lm_head. `current` runs the kernels of `delayed`; `block` from
+    throughput_1b.json and throughput_8b_b6.json, whose GEMMs are today's."""
     attention_tflops: dict[int, float] = field(default_factory=lambda: {64: 320.0, 128: 393.0})
     """By head size, cuDNN's, model FLOPs (llm_fp8/observability/metrics.py) with `DIAGONAL_TOKENS`."""
     pass_tb_s: float = 3.65
@@ -116,36 +109,31 @@ class Rates:
     loss_tb_s: float = 2.75
     """Cross entropy."""
     cast_tb_s: dict[str, float] = field(default_factory=lambda: {"delayed": 3.63, "current": 3.67, "block": 2.33})
-    """Casts, transposes and maxima of activations and gradients, by recipe. `current` from levers_8b_first_scales.json,
+    """Casts, transposes and amax of activations and gradients, by recipe. `current` from levers_8b_first_scales.json,
     `block` from throughput_1b.json and throughput_3b.json, whose casts are today's."""
     weight_tb_s: float = 3.83
     """Optimizer, gradient norm and accumulation, weight casts."""
     eight_bit_tb_s: float = 2.03
-    """adamw_8bit and the gradient norm before it (llm_fp8/optim/adamw_triton.py): the class `optimizer` of row
-    14b.
-    """
+    """adamw_8bit and the gradient norm before it (llm_fp8/optim/adamw_triton.py): `optimizer` of row 14b."""
     fsdp_tb_s: float = 2.3
-    """FSDP2's own copies, casts and sums. Sums of bf16 gradients in fp32: the class `elementwise` of
-    levers_8b_x4_sums_apart.json less that of speed_table_h200.json, 8b, beyond its own sums, 2.29 and 2.32. Copies out
-    of gathered buffers: how the class `copy` grows with the gathers from fsdp_grad to fsdp_full, 2.34; and what all
-    rows have of it beside gathers, 47 ms, is the casts to fp32 and the layout for the reduction, 2.4. The exchange runs
-    beside them and takes a share of the memory's bandwidth."""
+    """FSDP2's own copies, casts and sums; communication beside them takes a share of the bandwidth. Sums of bf16
+    gradients in fp32: `elementwise` of levers_8b_x4_sums_apart.json less that of speed_table_h200.json, 8b, beyond its
+    own sums, 2.29 and 2.32. Copies out of gathered buffers: the growth of `copy` from fsdp_grad to fsdp_full, 2.34.
+    Casts to fp32 and the layout for the reduction: the rest of `copy` in all rows, 47 ms, 2.4."""
     exchange_tb_s: float = 1.1
-    """Bytes of the whole tensors that are gathered and reduced, over the time that they lengthen a step by: the wire is
-    hidden behind the computation, what is left is what shares the GPU with it, GEMMs and casts above all. Least squares
-    of what the seven steps of row 8b_x4 take beyond every other part, waiting among them, relative to the step; with it
-    they come out 1.0% too short to 1.8% too long. That a GPU receives (N - 1) / N of the bytes, and casts and copies 10
-    / N bytes of every gathered bf16 weight into the buffer beside the computation, nearly make up for each other from
-    two GPUs to four; counting both brought the held-out rows no nearer."""
+    """Unsharded bytes that are gathered and reduced, over the time that they lengthen a step by: the wire is hidden
+    behind the computation, which shares the GPU with communication. Least squares of what the seven steps of row 8b_x4
+    take beyond every other part, relative to the step; errors are then -1.0% to 1.8%. That a GPU receives (N - 1) / N
+    of the bytes, and copies 10 / N bytes of every gathered bf16 weight, nearly cancel from two GPUs to four; counting
+    both brought the held-out rows no nearer."""
 
     def attention_rate(self, head_dim: int) -> float:
         """TFLOP/s of the measured head size that is nearest."""
         return self.attention_tflops[min(self.attention_tflops, key=lambda size: abs(size - head_dim))]
 
     def scaled(self, here: MeasuredRates, calibrated: MeasuredRates) -> Rates:
-        """The rates of a GPU with the ceilings `here`, these being those of one with `calibrated`.
-
-        Block scaling is left out: its kernels are others on every generation.
+        """The rates of a GPU with the measured rates `here`, these being those of one with `calibrated`; without block
+        scaling, whose kernels differ by generation.
         """
         bf16 = here.bf16_gemm_tflops / calibrated.bf16_gemm_tflops
         copy = here.copy_tb_s / calibrated.copy_tb_s

@@ -45,7 +45,6 @@ class Gpu:
 
 
 def known_gpus() -> list[str]:
-    """Names of the GPUs that `known_gpu` knows."""
     return sorted({CALIBRATED_GPU, *known_gpu_names()})
 
 
@@ -58,17 +57,15 @@ def known_gpu(name: str) -> Gpu | None:
 
 
 def _scaled(name: str, here: MeasuredRates, memory_gib: float | None) -> Gpu:
-    """A GPU by its measured rates, scaled from the calibrated GPU, whose rates are package data."""
+    """A GPU by its measured rates, scaled from the calibrated GPU."""
     calibrated = known_rates(CALIBRATED_GPU)
     assert calibrated is not None
     return Gpu(name, Rates().scaled(here, calibrated.ceilings), memory_gib)
 
 
 def gpu_by_name(name: str | None) -> Gpu:
-    """The GPU called `name`; None: this machine's, or without one the calibrated GPU.
-
-    A GPU of this machine that is not known is measured, which takes two seconds. Raises `UserError` for one that is
-    neither.
+    """The GPU called `name`; None: this machine's, or without one the calibrated GPU. An unknown GPU of this machine is
+    measured, which takes two seconds. Raises `UserError` for one that is neither.
     """
     own = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     name = name or own or CALIBRATED_GPU
@@ -87,8 +84,6 @@ def gpu_by_name(name: str | None) -> Gpu:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step will take."""
-
     scenario: StepWorkload
     gpu: Gpu
     time: StepTime
@@ -100,7 +95,6 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        """Positions of the step on all GPUs over its time."""
         return self.scenario.tokens_per_step / self.time.total_s
 
     @property
@@ -211,11 +205,7 @@ def can_predict(gpu: Gpu, recipe: str) -> bool:
 
 
 def predict(scenario: StepWorkload, gpu: Gpu) -> Prediction:
-    """Time and memory of a step.
-
-    Raises `UserError` for several GPUs of a kind whose exchange was never measured, and a recipe without constants on
-    this GPU.
-    """
+    """Time and memory of a step. Raises `UserError` where communication or the recipe was never measured on this GPU."""
     if scenario.num_gpus > 1 and not gpu.calibrated:
         raise UserError(
             f"--num_gpus {scenario.num_gpus}: exchange between GPUs was measured on {CALIBRATED_GPU} only; leave it "

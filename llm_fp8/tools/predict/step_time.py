@@ -1,19 +1,16 @@
 """Seconds of an optimizer step, by part.
 
     GEMMs        6 n FLOPs per token and weight matrix of n entries (8 n where its layer is recomputed), over the rate
-                 of its precision; and what sums in fp32, which weight-gradient GEMMs under FSDP add to, move beyond
-                 sums in bf16
+                 of its precision; and the extra bytes of fp32 sums, which wgrad GEMMs under FSDP accumulate into
     attention    6 h l FLOPs per token and layer over its rate
     passes       bytes of norms, RoPE, SwiGLU, residuals and cross entropy over their bandwidth
     casts        bytes of fp8 casts, transposes and amax of activations and gradients over theirs
-    weights      bytes per parameter of the optimizer, of gradients that no GEMM adds up, of FSDP's copies and
-                 of weight casts
+    weights      bytes per parameter of the optimizer, gradients that no GEMM accumulates, FSDP's copies, weight casts
     exchange     bytes between GPUs by what they lengthen a step, and waiting for the slowest GPU
     gap          a constant
 
-The GPU runs one kernel after the other, so a step is their sum. That the host may need longer to launch its kernels is
-not in it. Bytes are counted from the kernels that Transformer Engine 2.20 and this project's own launch for a layer, at
-2 bytes per bf16 and 1 per fp8 element.
+The GPU runs one kernel after the other, so a step is their sum; a host that launches too slowly is not in it. Bytes are
+counted from the kernels that Transformer Engine 2.20 and this project launch for a layer.
 """
 
 from __future__ import annotations
@@ -127,11 +124,6 @@ def update_bytes(work: StepWorkload) -> float:
     return work.model.num_parameters * (update + norm_and_clip) / (work.num_gpus if work.sharded else 1)
 
 
-def layer_weights(work: StepWorkload) -> int:
-    """Entries of the weight matrices of all decoder layers."""
-    return work.model.spec.num_layers * work.model.layer_linear
-
-
 def _summed_by_fsdp(work: StepWorkload) -> int:
     """Entries of layers' weights whose gradients FSDP accumulates although a GEMM computes them: q, k and v of fp8
     layers that keep no casts (`_would_lose_main_grad` in llm_fp8/distributed/fsdp_internals.py).
@@ -146,7 +138,7 @@ def gemm_accumulator_bytes(work: StepWorkload) -> float:
     """Bytes of a step that GEMMs move for sums in fp32, beyond those for sums in bf16, which their rates contain."""
     if not (work.sharded and work.accumulates):
         return 0.0
-    return 4 * (work.micro_batches - 1) * (layer_weights(work) - _summed_by_fsdp(work))
+    return 4 * (work.micro_batches - 1) * (work.model.layer_weights - _summed_by_fsdp(work))
 
 
 def weight_bytes(work: StepWorkload) -> float:
@@ -160,7 +152,7 @@ def weight_bytes(work: StepWorkload) -> float:
         # A tied embedding has two gradients.
         return total + 6 * work.model.head * repeats * work.model.spec.tied_embeddings
     # wgrad GEMMs accumulate those of the layers (llm_fp8/distributed/wgrad_fusion.py), except where DDP reduces.
-    layers = layer_weights(work)
+    layers = work.model.layer_weights
     added = (parameters - layers) * (repeats - 1)
     added += work.model.head * repeats * work.model.spec.tied_embeddings
     if work.mode == "ddp":
@@ -193,7 +185,7 @@ def fsdp_bytes(work: StepWorkload) -> float:
     """
     if not work.sharded:
         return 0.0
-    parameters, of_layers = work.model.num_parameters, layer_weights(work)
+    parameters, of_layers = work.model.num_parameters, work.model.layer_weights
     outer = parameters - of_layers
     layer_gathers, outer_gathers = work.gathers
     copies = layer_gathers * (4 * of_layers - 2 * work.fp8_weights) + outer_gathers * 4 * outer
@@ -206,7 +198,7 @@ def fsdp_bytes(work: StepWorkload) -> float:
 
 def exchanged_bytes(work: StepWorkload) -> float:
     """Bytes of the unsharded tensors that a step gathers from, or reduces over, the GPUs."""
-    parameters, of_layers = work.model.num_parameters, layer_weights(work)
+    parameters, of_layers = work.model.num_parameters, work.model.layer_weights
     if work.mode == "ddp":  # an all-reduce is a reduce-scatter and an all-gather
         return parameters * 2 * bytes_per_parameter(work.optimizer).gradient * work.reductions
     if not work.sharded:

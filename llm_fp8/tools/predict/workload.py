@@ -29,7 +29,7 @@ class ModelSize:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> ModelSize:
-        """Read off a Hugging Face config. Raises `UserError` where there is no TE decoder for it."""
+        """Of a Hugging Face config. Raises `UserError` where there is no TE decoder for it."""
         try:
             spec = decoder_spec(config)
         except UnsupportedArchitecture as error:
@@ -42,6 +42,11 @@ class ModelSize:
         """Entries of the weight matrices of one decoder layer."""
         spec = self.spec
         return spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
+
+    @property
+    def layer_weights(self) -> int:
+        """`layer_linear` of all decoder layers."""
+        return self.spec.num_layers * self.layer_linear
 
     @property
     def head(self) -> int:

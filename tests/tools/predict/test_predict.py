@@ -40,7 +40,6 @@ from llm_fp8.tools.predict.step_time import (
     gemm_accumulator_bytes,
     head_cast_bytes,
     idle_share,
-    layer_weights,
     norm_seconds,
     step_time,
     update_bytes,
@@ -291,7 +290,7 @@ def test_the_exchange_of_steps_before_gemms_added_up_gradients():
     for row in rows:
         then = workload_of(row)
         time = step_time(then, rates)
-        layers, parameters = layer_weights(then), then.model.num_parameters
+        layers, parameters = then.model.layer_weights, then.model.num_parameters
         fsdp = 10 * gemm_accumulator_bytes(then) / 4  # of the same weights and micro-batches
         casts = exchanged = 0
         if then.mode == "fsdp_grad":  # everything was gathered and cast in every micro-batch
