@@ -205,7 +205,7 @@ def can_predict(gpu: Gpu, recipe: str) -> bool:
 
 
 def predict(scenario: StepWorkload, gpu: Gpu) -> Prediction:
-    """Time and memory of a step. Raises `UserError` where communication or the recipe was never measured on this GPU."""
+    """Time and memory of a step. Raises `UserError` where communication or the recipe was not measured on this GPU."""
     if scenario.num_gpus > 1 and not gpu.calibrated:
         raise UserError(
             f"--num_gpus {scenario.num_gpus}: exchange between GPUs was measured on {CALIBRATED_GPU} only; leave it "
