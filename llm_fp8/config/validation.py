@@ -58,7 +58,11 @@ FP8_SIZE_MULTIPLE = 16
 """What the sizes of an fp8 GEMM must be multiples of."""
 
 
-def _refuse(wrong: Mapping[str, Any]) -> None:
+Checks = Mapping[str, Any]
+"""Sentence -> whether it is true, which makes it the error."""
+
+
+def _refuse(wrong: Checks) -> None:
     """Raise `UserError` with the first sentence that is true."""
     for sentence, is_wrong in wrong.items():
         if is_wrong:
@@ -67,13 +71,10 @@ def _refuse(wrong: Mapping[str, Any]) -> None:
 
 def check_options(config: Config) -> None:
     """Raise `UserError` for options that no machine could run with."""
-    _check_ranges(config)
-    _check_data(config)
-    _check_attention(config)
-    _check_precision(config)
-    _check_lora(config)
+    for checks in (_range_checks, _data_checks, _attention_checks, _precision_checks, _lora_checks):
+        _refuse(checks(config))
     if config.parallel.sharding_mode != "auto":
-        _check_mode(config, config.parallel.sharding_mode)
+        _refuse(_mode_checks(config, config.parallel.sharding_mode))
     model, run = config.model, config.run
     _refuse(
         {
@@ -100,141 +101,124 @@ def check_options(config: Config) -> None:
     )
 
 
-def _check_ranges(config: Config) -> None:
+def _range_checks(config: Config) -> Checks:
     options: dict[str, Any] = {name: value for section in config.to_dict().values() for name, value in section.items()}
-    _refuse(
-        {
-            f"--{name} must be {wanted}, not {options[name]}.": options[name] is not None and not fits(options[name])
-            for wanted, fits, names in RANGES
-            for name in names.split()
-        }
-    )
+    return {
+        f"--{name} must be {wanted}, not {options[name]}.": options[name] is not None and not fits(options[name])
+        for wanted, fits, names in RANGES
+        for name in names.split()
+    }
 
 
-def _check_data(config: Config) -> None:
+def _data_checks(config: Config) -> Checks:
     data, size = config.data, config.parallel.context_parallel_size
     length, tokens = data.max_seq_length, data.max_seq_length * data.batch_size
     by_multiples = config.precision.mixed_precision == "fp8" or config.packing
-    _refuse(
-        {
-            f"--batch_size {data.batch_size} times --max_seq_length {length} is {tokens} tokens, which is not a "
-            f"multiple of {FP8_SIZE_MULTIPLE} as fp8 kernels and packed sequences need; choose a --max_seq_length that "
-            "is.": by_multiples and tokens % FP8_SIZE_MULTIPLE != 0,
-            f"--context_parallel_size {size} cuts every sequence into {2 * size} chunks of equal length, and "
-            f"--max_seq_length {length} is not a multiple of {2 * size}; choose one that is.": (
-                size > 1 and length % (2 * size) != 0
-            ),
-            f"--eval_exact_match {config.run.eval_exact_match} needs to look problems up by row, which --streaming "
-            "cannot; drop it and evaluate the trained model with scripts/evaluate.py.": (
-                data.streaming and config.run.eval_exact_match > 0
-            ),
-            "--streaming does not know how many rows there are; add --max_steps.": (
-                data.streaming and config.optim.max_steps is None
-            ),
-        }
-    )
+    return {
+        f"--batch_size {data.batch_size} times --max_seq_length {length} is {tokens} tokens, which is not a "
+        f"multiple of {FP8_SIZE_MULTIPLE} as fp8 kernels and packed sequences need; choose a --max_seq_length that "
+        "is.": by_multiples and tokens % FP8_SIZE_MULTIPLE != 0,
+        f"--context_parallel_size {size} cuts every sequence into {2 * size} chunks of equal length, and "
+        f"--max_seq_length {length} is not a multiple of {2 * size}; choose one that is.": (
+            size > 1 and length % (2 * size) != 0
+        ),
+        f"--eval_exact_match {config.run.eval_exact_match} needs to look problems up by row, which --streaming "
+        "cannot; drop it and evaluate the trained model with scripts/evaluate.py.": (
+            data.streaming and config.run.eval_exact_match > 0
+        ),
+        "--streaming does not know how many rows there are; add --max_steps.": (
+            data.streaming and config.optim.max_steps is None
+        ),
+    }
 
 
-def _check_attention(config: Config) -> None:
+def _attention_checks(config: Config) -> Checks:
     flag, use_te = f"--attn_implementation {config.model.attn_implementation}", config.model.use_te
     fa4, size = config.model.flash_attention_4, config.parallel.context_parallel_size
     mixed = config.precision.mixed_precision
-    _refuse(
-        {
-            f"{flag} has no effect with --use_te, whose attention is Transformer Engine's, or flash_attention_4; drop "
-            "one.": use_te and not fa4 and config.model.attn_implementation != "auto",
-            f"{flag} is attention of the TE decoder; add --use_te, or choose flash_attention_2.": fa4 and not use_te,
-            f"{flag} is for packed sequences; drop --no_packing, or {flag}.": fa4 and not config.packing,
-            f"{flag}: its gradients were compared in bf16 alone; drop it, or --mixed_precision {mixed}.": (
-                fa4 and mixed in ("no", "fp16")
-            ),
-            f"{flag} cannot share a sequence between GPUs; drop it, or --context_parallel_size {size}.": (
-                fa4 and size > 1
-            ),
-        }
-    )
+    return {
+        f"{flag} has no effect with --use_te, whose attention is Transformer Engine's, or flash_attention_4; drop "
+        "one.": use_te and not fa4 and config.model.attn_implementation != "auto",
+        f"{flag} is attention of the TE decoder; add --use_te, or choose flash_attention_2.": fa4 and not use_te,
+        f"{flag} is for packed sequences; drop --no_packing, or {flag}.": fa4 and not config.packing,
+        f"{flag}: its gradients were compared in bf16 alone; drop it, or --mixed_precision {mixed}.": (
+            fa4 and mixed in ("no", "fp16")
+        ),
+        f"{flag} cannot share a sequence between GPUs; drop it, or --context_parallel_size {size}.": (fa4 and size > 1),
+    }
 
 
-def _check_precision(config: Config) -> None:
+def _precision_checks(config: Config) -> Checks:
     """--mixed_precision, and what goes with fp8, one of its backends or one of its recipes only."""
     options, unset = config.precision, PrecisionConfig()
     backend, scenario, mixed = options.fp8_backend, options.fp8_scenario, options.mixed_precision
     own, other, torchao = recipe_names(backend), "torchao" if backend == "te" else "te", backend == "torchao"
-    _refuse(
-        {
+    if scenario not in (DEFAULT, *own):
+        raise UserError(
             f"--fp8_scenario {scenario} is a recipe of --fp8_backend {other}, and those of --fp8_backend {backend} "
-            f"are {', '.join(own)}; change one of them.": scenario not in (DEFAULT, *own)
-        }
-    )
+            f"are {', '.join(own)}; change one of them."
+        )
     recipe = RECIPES[chosen(scenario, backend)]
     gathers = config.parallel.fp8_all_gather
     without = "without --mixed_precision fp8" if mixed is None else f"with --mixed_precision {mixed}"
-    _refuse(
-        {
-            "--fp8_all_gather belongs to --fp8_backend torchao; for Transformer Engine's modules there is "
-            "--fp8_params.": gathers and not torchao,
-            f"--fp8_all_gather gathers a weight with the one scale of tensorwise, and --fp8_scenario {scenario} has "
-            "one per row; drop one of them.": gathers and not recipe.one_scale_per_weight,
-            "--use_te builds the decoder from Transformer Engine's modules, which --fp8_backend torchao cannot "
-            "convert; drop one of them.": torchao and config.model.use_te,
-            f"--fp8_lm_head {options.fp8_lm_head} is computed by Transformer Engine and cannot go with --fp8_backend "
-            "torchao; drop one of them.": torchao and options.fp8_lm_head != "none",
-            **{
-                f"--{name} has no effect {without}; use --mixed_precision fp8 or drop it.": (
-                    mixed != "fp8" and name != "mixed_precision" and getattr(options, name) != getattr(unset, name)
-                )
-                for name in vars(unset)
-            },
-            **{
-                f"--{name} has no effect with --fp8_scenario {recipe.name}, only with {', '.join(taking(name))}; drop "
-                "one of them.": getattr(options, name) is not None and name not in recipe.options
-                for name in RECIPE_OPTIONS
-            },
-        }
-    )
+    return {
+        "--fp8_all_gather belongs to --fp8_backend torchao; for Transformer Engine's modules there is "
+        "--fp8_params.": gathers and not torchao,
+        f"--fp8_all_gather gathers a weight with the one scale of tensorwise, and --fp8_scenario {scenario} has "
+        "one per row; drop one of them.": gathers and not recipe.one_scale_per_weight,
+        "--use_te builds the decoder from Transformer Engine's modules, which --fp8_backend torchao cannot "
+        "convert; drop one of them.": torchao and config.model.use_te,
+        f"--fp8_lm_head {options.fp8_lm_head} is computed by Transformer Engine and cannot go with --fp8_backend "
+        "torchao; drop one of them.": torchao and options.fp8_lm_head != "none",
+        **{
+            f"--{name} has no effect {without}; use --mixed_precision fp8 or drop it.": (
+                mixed != "fp8" and name != "mixed_precision" and getattr(options, name) != getattr(unset, name)
+            )
+            for name in vars(unset)
+        },
+        **{
+            f"--{name} has no effect with --fp8_scenario {recipe.name}, only with {', '.join(taking(name))}; drop "
+            "one of them.": getattr(options, name) is not None and name not in recipe.options
+            for name in RECIPE_OPTIONS
+        },
+    }
 
 
-def _check_lora(config: Config) -> None:
+def _lora_checks(config: Config) -> Checks:
     options, unset = config.lora, LoraConfig()
     if options.lora_rank == 0:
-        _refuse(
-            {
-                f"--{name} {value} has no effect without --lora_rank; add it or drop --{name}.": (
-                    value != getattr(unset, name)
-                )
-                for name, value in vars(options).items()
-            }
-        )
-        return
+        return {
+            f"--{name} {value} has no effect without --lora_rank; add it or drop --{name}.": value
+            != getattr(unset, name)
+            for name, value in vars(options).items()
+        }
     names, flag = options.targets, f"--lora_rank {options.lora_rank}"
     unknown = [name for name in names if name not in (*DECODER_LINEARS, ALL_LINEAR)]
     mode = config.parallel.sharding_mode
-    _refuse(
-        {
-            f"--lora_targets '{options.lora_targets}' names no layer; give names such as q_proj,v_proj, or "
-            f"{ALL_LINEAR}.": not names,
-            f"--lora_targets {options.lora_targets} names a layer twice.": len(set(names)) < len(names),
-            f"--lora_targets {options.lora_targets}: {ALL_LINEAR} stands alone, since it means all of them.": (
-                ALL_LINEAR in names and len(names) > 1
-            ),
-            f"--lora_targets {', '.join(unknown)}: with --use_te the layers are {', '.join(DECODER_LINEARS)}, or "
-            f"{ALL_LINEAR}.": config.model.use_te and unknown,
-            f"{flag} cannot go with --sharding_mode {mode}; use ddp or an fsdp mode.": mode.startswith("deepspeed"),
-            f"{flag} cannot go with --fp8_backend torchao, whose layers compute the gradients of frozen weights too; "
-            "use --fp8_backend te.": (
-                config.precision.mixed_precision == "fp8" and config.precision.fp8_backend == "torchao"
-            ),
-            f"--fp8_params gives trained weights an fp8 form, and {flag} freezes them; drop one of them.": (
-                config.parallel.fp8_params
-            ),
-            "--lora_merge has no effect with --no_export; drop one of them.": (
-                options.lora_merge and not config.run.export
-            ),
-        }
-    )
+    return {
+        f"--lora_targets '{options.lora_targets}' names no layer; give names such as q_proj,v_proj, or "
+        f"{ALL_LINEAR}.": not names,
+        f"--lora_targets {options.lora_targets} names a layer twice.": len(set(names)) < len(names),
+        f"--lora_targets {options.lora_targets}: {ALL_LINEAR} stands alone, since it means all of them.": (
+            ALL_LINEAR in names and len(names) > 1
+        ),
+        f"--lora_targets {', '.join(unknown)}: with --use_te the layers are {', '.join(DECODER_LINEARS)}, or "
+        f"{ALL_LINEAR}.": config.model.use_te and unknown,
+        f"{flag} cannot go with --sharding_mode {mode}; use ddp or an fsdp mode.": mode.startswith("deepspeed"),
+        f"{flag} cannot go with --fp8_backend torchao, whose layers compute the gradients of frozen weights too; "
+        "use --fp8_backend te.": (
+            config.precision.mixed_precision == "fp8" and config.precision.fp8_backend == "torchao"
+        ),
+        f"--fp8_params gives trained weights an fp8 form, and {flag} freezes them; drop one of them.": (
+            config.parallel.fp8_params
+        ),
+        "--lora_merge has no effect with --no_export; drop one of them.": (
+            options.lora_merge and not config.run.export
+        ),
+    }
 
 
-def _check_mode(config: Config, mode: str) -> None:
+def _mode_checks(config: Config, mode: str) -> Checks:
     """What cannot go with the run's sharding mode: one of `SHARDING_MODES`, or 'single'."""
     options, precision, flag = config.parallel, config.precision, f"--sharding_mode {mode}"
     sharded, deepspeed = mode.startswith("fsdp"), mode.startswith("deepspeed")
@@ -247,39 +231,37 @@ def _check_mode(config: Config, mode: str) -> None:
         }
     )
     lacking_for_context = _lacking({"--use_te": use_te, "an fsdp mode": sharded})
-    _refuse(
-        {
-            f"--mixed_precision fp16 cannot go with {flag}, which would shard what its gradient scaler has to see; use "
-            "bf16.": precision.mixed_precision == "fp16" and mode not in ("ddp", "single"),
-            f"--optimizer adamw_8bit cannot go with {flag}: its 8-bit blocks cannot be split over GPUs; use "
-            "--optimizer auto, or --sharding_mode ddp.": kind == "adamw_8bit" and (sharded or deepspeed),
-            f"--optimizer {kind} cannot go with {flag}, where DeepSpeed keeps fp32 master weights itself; use auto or "
-            "adamw_fp32.": deepspeed and kind not in ("auto", "adamw_fp32"),
-            "--fp8_params needs an fsdp mode other than fsdp_offload, --use_te and --mixed_precision fp8; this run has "
-            f"{flag} and lacks {lacking_for_fp8_params}.": options.fp8_params and lacking_for_fp8_params,
-            f"--fp8_params keeps fp32 master weights, which --optimizer {kind} has not; use adamw_fp32 or auto.": (
-                options.fp8_params and kind not in ("auto", "adamw_fp32")
-            ),
-            f"--fp8_all_gather needs --sharding_mode {' or '.join(FP8_GATHER_MODES)}, and this run has {flag}; change "
-            "the mode or drop it.": options.fp8_all_gather and mode not in FP8_GATHER_MODES,
-            f"--fp8_backend torchao cannot go with {flag}: DeepSpeed moves parameters in and out of modules that "
-            "torchao compiles; use ddp or an fsdp mode.": deepspeed and precision.fp8_backend == "torchao",
-            f"--fp8_lm_head {precision.fp8_lm_head} cannot go with {flag}, where DeepSpeed moves parameters "
-            "itself; use ddp or an fsdp mode.": deepspeed and precision.fp8_lm_head != "none",
-            f"--context_parallel_size {size} needs --use_te and an fsdp mode; this run has {flag} and lacks "
-            f"{lacking_for_context}.": size > 1 and lacking_for_context,
-            f"--hybrid_shard_size {options.hybrid_shard_size} has no effect with {flag}; use --sharding_mode "
-            "fsdp_hybrid or drop it.": options.hybrid_shard_size is not None and mode != "fsdp_hybrid",
-            f"--deepspeed_config {options.deepspeed_config} has no effect with {flag}; use a deepspeed mode or drop "
-            "it.": options.deepspeed_config is not None and not deepspeed,
-            f"--async_save cannot go with {flag}, whose checkpoints DeepSpeed writes itself; drop it.": (
-                options.async_save and deepspeed
-            ),
-            f"--sync_every_micro_batch has no effect with {flag}, which decides that itself; drop it.": (
-                options.sync_every_micro_batch and (deepspeed or mode == "single")
-            ),
-        }
-    )
+    return {
+        f"--mixed_precision fp16 cannot go with {flag}, which would shard what its gradient scaler has to see; use "
+        "bf16.": precision.mixed_precision == "fp16" and mode not in ("ddp", "single"),
+        f"--optimizer adamw_8bit cannot go with {flag}: its 8-bit blocks cannot be split over GPUs; use "
+        "--optimizer auto, or --sharding_mode ddp.": kind == "adamw_8bit" and (sharded or deepspeed),
+        f"--optimizer {kind} cannot go with {flag}, where DeepSpeed keeps fp32 master weights itself; use auto or "
+        "adamw_fp32.": deepspeed and kind not in ("auto", "adamw_fp32"),
+        "--fp8_params needs an fsdp mode other than fsdp_offload, --use_te and --mixed_precision fp8; this run has "
+        f"{flag} and lacks {lacking_for_fp8_params}.": options.fp8_params and lacking_for_fp8_params,
+        f"--fp8_params keeps fp32 master weights, which --optimizer {kind} has not; use adamw_fp32 or auto.": (
+            options.fp8_params and kind not in ("auto", "adamw_fp32")
+        ),
+        f"--fp8_all_gather needs --sharding_mode {' or '.join(FP8_GATHER_MODES)}, and this run has {flag}; change "
+        "the mode or drop it.": options.fp8_all_gather and mode not in FP8_GATHER_MODES,
+        f"--fp8_backend torchao cannot go with {flag}: DeepSpeed moves parameters in and out of modules that "
+        "torchao compiles; use ddp or an fsdp mode.": deepspeed and precision.fp8_backend == "torchao",
+        f"--fp8_lm_head {precision.fp8_lm_head} cannot go with {flag}, where DeepSpeed moves parameters "
+        "itself; use ddp or an fsdp mode.": deepspeed and precision.fp8_lm_head != "none",
+        f"--context_parallel_size {size} needs --use_te and an fsdp mode; this run has {flag} and lacks "
+        f"{lacking_for_context}.": size > 1 and lacking_for_context,
+        f"--hybrid_shard_size {options.hybrid_shard_size} has no effect with {flag}; use --sharding_mode "
+        "fsdp_hybrid or drop it.": options.hybrid_shard_size is not None and mode != "fsdp_hybrid",
+        f"--deepspeed_config {options.deepspeed_config} has no effect with {flag}; use a deepspeed mode or drop "
+        "it.": options.deepspeed_config is not None and not deepspeed,
+        f"--async_save cannot go with {flag}, whose checkpoints DeepSpeed writes itself; drop it.": (
+            options.async_save and deepspeed
+        ),
+        f"--sync_every_micro_batch has no effect with {flag}, which decides that itself; drop it.": (
+            options.sync_every_micro_batch and (deepspeed or mode == "single")
+        ),
+    }
 
 
 def _lacking(needed: dict[str, bool]) -> str:
@@ -369,45 +351,41 @@ def check_machine(config: Config, facts: MachineFacts) -> None:
             ),
         }
     )
-    _check_tokens(config, facts)
+    _refuse(_token_checks(config, facts))
     if config.parallel.sharding_mode == "auto":
-        _check_mode(config, facts.sharding_mode)
-    _check_ranks(config, facts)
+        _refuse(_mode_checks(config, facts.sharding_mode))
+    _refuse(_rank_checks(config, facts))
     if facts.model is not None:
         _check_model(config, facts, facts.model)
 
 
-def _check_tokens(config: Config, facts: MachineFacts) -> None:
+def _token_checks(config: Config, facts: MachineFacts) -> Checks:
     data, size, multiple = config.data, config.parallel.context_parallel_size, facts.token_multiple
     tokens = data.batch_size * data.max_seq_length
     product = f"--batch_size {data.batch_size} times --max_seq_length {data.max_seq_length}"
-    _refuse(
-        {
-            f"--fp8_scenario {facts.scenario} needs a multiple of {multiple} tokens in a micro-batch, and {product} is "
-            f"{tokens}; choose a --max_seq_length that is a multiple of {multiple}.": tokens % multiple != 0,
-            f"--context_parallel_size {size} leaves each GPU 1/{size} of the {tokens} tokens of {product}, which is no "
-            f"multiple of {multiple} as this precision needs; choose a --max_seq_length that is a multiple of "
-            f"{size * multiple}.": tokens % (size * multiple) != 0,
-        }
-    )
+    return {
+        f"--fp8_scenario {facts.scenario} needs a multiple of {multiple} tokens in a micro-batch, and {product} is "
+        f"{tokens}; choose a --max_seq_length that is a multiple of {multiple}.": tokens % multiple != 0,
+        f"--context_parallel_size {size} leaves each GPU 1/{size} of the {tokens} tokens of {product}, which is no "
+        f"multiple of {multiple} as this precision needs; choose a --max_seq_length that is a multiple of "
+        f"{size * multiple}.": tokens % (size * multiple) != 0,
+    }
 
 
-def _check_ranks(config: Config, facts: MachineFacts) -> None:
+def _rank_checks(config: Config, facts: MachineFacts) -> Checks:
     size, world_size = config.parallel.context_parallel_size, facts.ranks.world_size
     shard = config.parallel.gpus_per_copy(facts.ranks.local_world_size)
-    _refuse(
-        {
-            f"--context_parallel_size {size} does not divide the {world_size} processes; choose a size that does.": (
-                world_size % size != 0
-            ),
-            f"--context_parallel_size {size} needs attention in bf16, and this run computes in {facts.compute}; use "
-            "--mixed_precision bf16 or fp8.": size > 1 and facts.compute == "fp32",
-            f"--sharding_mode fsdp_hybrid shards over {shard} GPUs (--hybrid_shard_size, by default those of a host) "
-            f"and replicates, which {world_size} GPUs cannot be divided into; choose a proper divisor, or fsdp_full.": (
-                facts.sharding_mode == "fsdp_hybrid" and (world_size % shard != 0 or world_size == shard)
-            ),
-        }
-    )
+    return {
+        f"--context_parallel_size {size} does not divide the {world_size} processes; choose a size that does.": (
+            world_size % size != 0
+        ),
+        f"--context_parallel_size {size} needs attention in bf16, and this run computes in {facts.compute}; use "
+        "--mixed_precision bf16 or fp8.": size > 1 and facts.compute == "fp32",
+        f"--sharding_mode fsdp_hybrid shards over {shard} GPUs (--hybrid_shard_size, by default those of a host) "
+        f"and replicates, which {world_size} GPUs cannot be divided into; choose a proper divisor, or fsdp_full.": (
+            facts.sharding_mode == "fsdp_hybrid" and (world_size % shard != 0 or world_size == shard)
+        ),
+    }
 
 
 def _check_model(config: Config, facts: MachineFacts, model: ModelFacts) -> None:
