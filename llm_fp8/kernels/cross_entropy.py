@@ -4,16 +4,15 @@ For hidden states `x [T, h]`, the lm_head's weight `W [V, h]` and labels `y [T]`
 
     loss = sum over t with y_t != -100 of  -log softmax(x_t W^T)[y_t]
 
-and its gradients. The training loop divides the sum by the supervised tokens of the whole optimizer step, so that the
-loss does not depend on how a batch is cut into micro-batches and ranks.
+and its gradients. The training loop divides the sum by the supervised tokens of the whole optimizer step.
 
 `F.cross_entropy(model(x).float(), y)` with V = 128,256 (Llama 3) and T = 8,192 holds the bf16 logits (2.0 GiB), their
 fp32 copy, the fp32 log-softmax and its gradient (3.9 GiB each) at once. Here the gradient overwrites the bf16 logits:
 
     one chunk     The logits are kept for the backward pass, which the loss is next to: the peak does not rise.
     many chunks   At most `chunk_tokens` rows of logits exist at a time, so both gradients are formed in the forward
-                  pass. grad_W is summed over chunks in fp32 (4 V h bytes): in bf16 each addition would round the
-                  running sum. Because of this accumulator chunks save memory only for T well above 2 h.
+                  pass. grad_W is summed over chunks in fp32 (4 V h bytes), since bf16 would round the running sum;
+                  because of this accumulator chunks save memory only for T well above 2 h.
 
 The GEMMs run in `compute_dtype` (bf16 in training). From the logits on everything is fp32 (fp64 for fp64 inputs); only
 the gradient with respect to the logits is rounded, to `compute_dtype` or fp8. NaN stays NaN.

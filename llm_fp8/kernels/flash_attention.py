@@ -1,7 +1,7 @@
 """flash-attn 4 over packed documents (--attn_implementation flash_attention_4), called directly.
 
 Transformer Engine can choose flash-attn 4 too, but does so for every head dimension that flash-attn accepts; on an H200
-dQ was wrong for d = 80 and right for `FLASH_ATTENTION_HEAD_DIMS` (tests/kernels/test_flash_attention_gpu.py). So
+dQ was wrong for d = 80 and right for `FLASH_ATTENTION_HEAD_DIMS` (tests/kernels/test_flash_attention_gpu.py), so
 `keep_from_transformer_engine` forbids it for others. With grouped queries dK and dV are summed in an order that changes
 from run to run. What it gains: docs/precision.md.
 """

@@ -12,13 +12,12 @@ be multiples of 16; tokens are padded with rows of zeros.
     g       E5M2, by a bound. g = grad_output * (softmax - one_hot) with softmax - one_hot in [-1, 1], so |grad_output|
             bounds it: no pass over [T, V] for an amax. Where some token is predicted badly the bound is nearly reached.
 
-Most probabilities are tiny, and E4M3 flushes those below 2e-6 to zero, E5M2 those below 1e-10. With E4M3 the rows of W
-for seldom predicted tokens would get no gradient, which Adam turns into a missing update. E5M2 rounds each entry by up
-to an eighth, with errors that do not add up over tokens.
+Most probabilities are tiny: E4M3 flushes those below 2e-6 to zero, E5M2 those below 1e-10. With E4M3 the rows of W for
+seldom predicted tokens would get no gradient, and Adam no update. E5M2 rounds each entry by up to an eighth, with
+errors that do not add up over tokens.
 
 Memory beside bf16's: the cast of W, kept for the step, one byte per weight, two for `all`, which needs both layouts. g
 (T V bytes) is transposed between its GEMMs, after the bf16 logits (2 T V) were freed: at most 3 T V bytes at once.
-
 On a CPU the same rounding is emulated: torch casts with the same scales and multiplies in fp32 or fp64.
 """
 
@@ -44,10 +43,8 @@ Layout = Literal["TN", "NN", "NT"]
 
 
 class Fp8Head:
-    """The lm_head `module` and the cast of its weight, kept between micro-batches.
-
-    `is_first_microbatch`, as for TE's modules: True casts the weight and keeps the cast, False takes the kept one, None
-    neither takes nor keeps. `llm_fp8.precision.context.Precision.context` sets it.
+    """The lm_head `module` and the cast of its weight, kept between micro-batches. `is_first_microbatch`, set by
+    `Precision.context`: True casts the weight and keeps the cast, False takes the kept one, None does neither.
     """
 
     def __init__(self, module: nn.Module, gemms: Literal["gradients", "all"]) -> None:

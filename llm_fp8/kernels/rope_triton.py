@@ -4,9 +4,8 @@
 
 Columns i and rotary_dim / 2 + i, (x, y), of q and k become (x cos - y sin, y cos + x sin) (the rotate-half layout), in
 fp32, rounded once to the dtype of `fused`. Another fp32 implementation, like Transformer Engine's, may differ by at
-most 2^-21 (|x| + |y|), and in bf16 and fp16 by one unit in the last place besides; Hugging Face's, which rounds sine,
-cosine and each term to bf16, by more. In the backward pass the same kernel rotates the gradients, of any strides, by
-the negative angle.
+most 2^-21 (|x| + |y|), and in bf16 and fp16 by one unit in the last place besides. In the backward pass the same kernel
+rotates the gradients, of any strides, by the negative angle.
 
 A program takes BLOCK_ELEMENTS / (rotary_dim / 2) tokens and HEADS_PER_PROGRAM heads, so that sine and cosine serve
 several heads. It finds a token's position by bisection of `cu_seqlens`: no pass over the tokens, no host

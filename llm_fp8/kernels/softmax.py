@@ -31,10 +31,8 @@ def use_triton(logits: Tensor) -> bool:
 
 
 def losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses [T] and statistics [T, 2] of `logits [T, V]`, which are unchanged.
-
-    Statistics are the row maximum m and d = sum of exp(logit - m); losses are log(d) - (logit[label] - m), or 0 for an
-    ignored label.
+    """Losses [T], log(d) - (logit[label] - m) or 0 for an ignored label, of `logits [T, V]`, which are unchanged; and
+    statistics [T, 2]: the row maximum m, and d = sum of exp(logit - m).
     """
     if not use_triton(logits):
         return torch_losses(logits, labels)

@@ -3,9 +3,8 @@
 LayerNormMLP looks its activation up by name in a table that has, for some, one function for the backward pass, the bias
 gradient and the cast. SwiGLU has none, so its gradient is written in bf16 and read again: to be cast, and to be summed
 for a bias that our MLPs do not have. `fuse_swiglu_backward` adds a name that has one: with delayed scaling the kernel
-`dswiglu_cast`, with other recipes Transformer Engine's own two steps without the sum.
-
-The table is private (`llm_fp8.utils.te_internals`). Where it is not found, modules stay as they are: slower, as exact.
+`dswiglu_cast`, with other recipes Transformer Engine's own two steps without the sum. Where the private table
+(`llm_fp8.utils.te_internals`) is not found, modules stay as they are: slower, as exact.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """This process's rank, and what ranks agree on before there is a process group.
 
-Through torchrun's key-value store, which outlives the processes, they print a message once and take the same output
-folder, also after a restart.
+Through torchrun's key-value store, which outlives them, processes print a message once and take one output folder.
 """
 
 from __future__ import annotations

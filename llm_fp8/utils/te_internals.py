@@ -17,11 +17,10 @@ from torch import nn
 
 
 def keep_casts_under_fsdp2(model: nn.Module) -> None:
-    """Let the modules of `model` treat sharded parameters as unsharded ones, whose fp8 casts they keep for further
-    micro-batches and the backward pass. They look for FSDP2 once and keep the answer in this attribute.
-    """
+    """Let the modules of `model` keep fp8 casts of sharded weights for further micro-batches and the backward pass."""
     for module in model.modules():
         if hasattr(type(module), "is_fsdp2"):
+            # They look for FSDP2 once and keep the answer here.
             module._is_fsdp2 = False  # type: ignore[assignment]
 
 
