@@ -26,30 +26,16 @@ _ZERO = "zero_optimization"
 _DTYPE_NAMES = {"fp32": ("fp32", "float32", "torch.float32"), "bf16": ("bf16", "bfloat16", "torch.bfloat16")}
 """How DeepSpeed's file may spell the dtypes in which a run computes."""
 
-_PASSED_ON = {
-    _ZERO,
-    "bf16",
-    "fp16",
-    "communication_data_type",
-    "data_types",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "zero_allow_untested_optimizer",
-    "checkpoint",
-    "comms_logger",
-    "flops_profiler",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "dump_state",
-    "steps_per_print",
-}
-"""Accepted top-level keys."""
-
 _SECTIONS = (_ZERO, "bf16", "fp16", "data_types")
+_PASSED_ON = (
+    *_SECTIONS,
+    *(
+        "communication_data_type prescale_gradients gradient_predivide_factor train_batch_size gradient_clipping "
+        "train_micro_batch_size_per_gpu gradient_accumulation_steps zero_allow_untested_optimizer checkpoint "
+        "comms_logger flops_profiler wall_clock_breakdown memory_breakdown dump_state steps_per_print"
+    ).split(),
+)
+"""Accepted top-level keys."""
 
 _SET_ELSEWHERE = {
     "fp8": "fp8 is Transformer Engine's here, from --mixed_precision fp8 and --fp8_scenario",
@@ -64,13 +50,6 @@ _SET_ELSEWHERE = {
     "wandb": "trackers come from --report_to",
 }
 """Why other keys are refused."""
-
-_FLAGS = {
-    "train_micro_batch_size_per_gpu": "--batch_size",
-    "gradient_accumulation_steps": "--gradient_accumulation_steps",
-    "train_batch_size": "--batch_size, --gradient_accumulation_steps and the number of processes",
-    "gradient_clipping": "--max_grad_norm",
-}
 
 _ROUNDED_AWAY = "small updates would be rounded away without fp32 master weights"
 _COMPILED = "it needs operators that DeepSpeed compiles"
@@ -117,15 +96,16 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
     path = file_of(config.parallel.deepspeed_config, mode)
     settings = read_file(path)
     batch_size, steps = config.data.batch_size, config.optim.gradient_accumulation_steps
+    all_of_them = "--batch_size, --gradient_accumulation_steps and the number of processes"
     wanted = {
-        "train_micro_batch_size_per_gpu": batch_size,
-        "gradient_accumulation_steps": steps,
-        "train_batch_size": batch_size * steps * num_processes,
-        "gradient_clipping": config.optim.max_grad_norm,
+        "train_micro_batch_size_per_gpu": (batch_size, "--batch_size"),
+        "gradient_accumulation_steps": (steps, "--gradient_accumulation_steps"),
+        "train_batch_size": (batch_size * steps * num_processes, all_of_them),
+        "gradient_clipping": (config.optim.max_grad_norm, "--max_grad_norm"),
     }
     for key, why in file_problems(settings, wanted, mode, compute_name):
         raise UserError(f"--deepspeed_config {path}, {key}: {why}.")
-    settings = _without_auto(settings) | wanted
+    settings = _without_auto(settings) | {key: value for key, (value, _) in wanted.items()}
     settings[_ZERO] = {**settings[_ZERO], "stage": zero_stage(mode)}
     if zero_stage(mode) < 3:
         # Weights become views of one tensor; kernels load 16 bytes at a time.
@@ -157,10 +137,10 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def file_problems(
-    settings: dict[str, Any], wanted: dict[str, Any], mode: str, compute_name: str
+    settings: dict[str, Any], wanted: dict[str, tuple[Any, str]], mode: str, compute_name: str
 ) -> Iterator[tuple[str, str]]:
     """The refused entries of a file's `settings`, as written there, each with the reason and what to do. `wanted`: the
-    run's own values of top-level entries.
+    run's own values of top-level entries, and the flags that they come from.
     """
     entries = dict(settings)
     for key, value in settings.items():
@@ -185,8 +165,8 @@ def file_problems(
     )
     computes = f"the run computes in {compute_name}, from --mixed_precision; remove the entry"
     accepted: dict[str, tuple[Sequence[Any], str]] = {
-        key: ([value], f'this run has {value}, from {_FLAGS[key]}; remove the entry or make it "{AUTO}"')
-        for key, value in wanted.items()
+        key: ([value], f'this run has {value}, from {flag}; remove the entry or make it "{AUTO}"')
+        for key, (value, flag) in wanted.items()
     } | {
         "bf16.enabled": ([compute_name == "bf16"], computes),
         "fp16.enabled": ([False], computes),
