@@ -214,7 +214,7 @@ def table(predictions: list[Prediction], title: str) -> Table:
             f"{found.tokens_per_s:,.0f}",
             f"{speed_up(found, predictions):.2f}",
             f"{found.peak_memory_gib:.1f}",
-            "tight" if found.fits and found.tight else {True: "yes", False: "no", None: "not known"}[found.fits],
+            ("tight" if found.tight else "yes") if found.fits else "no",
         )
     return result
 
@@ -237,10 +237,9 @@ def main() -> int:
     odd = {name: token_multiple(name) for name in recipes if tokens % token_multiple(name)}
     predictions = [predict(scenario.with_recipe(recipe), gpu) for recipe in recipes if recipe not in odd]
     where = gpu.name if scenario.num_gpus == 1 else f"{scenario.num_gpus} x {gpu.name}, {scenario.mode}"
-    memory = "" if gpu.memory_gib is None else f" ({gpu.memory_gib:.1f} GiB)"
     title = (
         f"{options.model_name}, {scenario.micro_batches} x {tokens:,} tokens a step on each GPU, "
-        f"{scenario.optimizer}\n{where}{memory}: predicted"
+        f"{scenario.optimizer}\n{where} ({gpu.memory_gib:.1f} GiB): predicted"
     )
     console = Console()
     console.print(table(predictions, title))

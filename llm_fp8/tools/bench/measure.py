@@ -20,7 +20,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from llm_fp8.distributed.process_group import own_device
-from llm_fp8.observability.metrics import GIB, DecoderSize, StepTokens, device_peak_tflops, step_flops
+from llm_fp8.observability.metrics import GIB, DecoderSize, StepTokens, device_peak_tflops, memory_metrics, step_flops
 from llm_fp8.observability.nvml import GpuStateSampler
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.observability.step_profile import profiled
@@ -65,21 +65,22 @@ def measure(work: Workload, variant: Variant, warmup: int, device: torch.device)
     GradientState._reset_state()
     forget_delayed_scales()
     started = time.perf_counter()
-    memory_before = _memory_gib(device)[0]
+    on_gpu = device.type == "cuda"
+    before = {"memory_before_gib": torch.cuda.memory_allocated(device) / GIB} if on_gpu else {}
     training = build(work, variant)
     built = time.perf_counter()
-    if device.type == "cuda":
+    if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     with GpuStateSampler(device) as sampler:
         training.take(work.num_steps)
     times, losses = training.recorder.step_times_s[warmup:], list(training.recorder.losses)
-    figures = torch.tensor([[*times, *_memory_gib(device)[1:], memory_before]], dtype=torch.float64, device=device)
+    memory = {**memory_metrics(device), **before}
+    figures = torch.tensor([[*times, *memory.values()]], dtype=torch.float64, device=device)
     by_rank = training.accelerator.gather(figures)
-    found = {**training.facts, "step_times_s_by_rank": by_rank[:, :-3].tolist(), "losses": losses}
-    if device.type == "cuda":
-        peaks = by_rank[:, -3:].amax(dim=0).tolist()
-        found.update(zip(("peak_memory_gib", "peak_reserved_memory_gib", "memory_before_gib"), peaks, strict=True))
+    found = {**training.facts, "step_times_s_by_rank": by_rank[:, : len(times)].tolist(), "losses": losses}
+    if on_gpu:
+        found.update(zip(memory, by_rank[:, len(times) :].amax(dim=0).tolist(), strict=True))
         found["gpu_state"] = sampler.figures(sum(times))
         with profiled(training.accelerator) as step:
             training.take(1)
@@ -91,14 +92,6 @@ def measure(work: Workload, variant: Variant, warmup: int, device: torch.device)
         found.update(recorded_step=step.to_dict(), **step.figures())
     training.accelerator.free_memory()
     return {**found, "build_s": built - started, "wall_time_s": time.perf_counter() - started}
-
-
-def _memory_gib(device: torch.device) -> list[float]:
-    """Allocated now, and the peaks of allocated and reserved memory; zeros on a CPU, where PyTorch keeps no count."""
-    if device.type != "cuda":
-        return [0.0, 0.0, 0.0]
-    count = (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
-    return [of(device) / GIB for of in count]
 
 
 def header(command: list[str], device: torch.device) -> dict[str, Any]:
@@ -127,10 +120,9 @@ def speed(
 ) -> dict[str, float]:
     """Throughput from step times (seconds, at least one); `step_tokens` is `StepTokens` of real documents as a dict.
 
-    Returns:
-        tokens_per_s: positions of all GPUs over the median step, and over the longest (_slowest), the shortest
-            (_fastest) and the tenths (_p10, _p90); real_tokens_per_s: without padding, on real documents.
-        model_tflops: of one GPU at the median step.
+    tokens_per_s are positions of all GPUs over the median step, and over the longest (_slowest), the shortest
+    (_fastest) and the tenths (_p10, _p90); real_tokens_per_s, on real documents, without padding; model_tflops of one
+    GPU at the median step.
     """
     if step_tokens is not None:
         tokens = StepTokens(**step_tokens)

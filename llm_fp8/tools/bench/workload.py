@@ -63,15 +63,13 @@ class Workload:
     num_steps: int
     """Steps per round, the left-out ones included."""
     text: str | None = field(default=None, kw_only=True)
-    """A dataset as --dataset_name takes it: real documents instead of random tokens. Ours packs them into
-    `micro_batches` of `batch_size` rows, a baseline pads them to `seq_length` and takes as many micro-batches as they
-    need.
+    """A dataset as --dataset_name takes it: real documents, packed by ours, padded to `seq_length` by a baseline, which
+    takes as many micro-batches as they need.
     """
 
     @classmethod
     def parse(cls, text: str, num_steps: int, flag: str = "--workloads") -> Workload:
-        """'MODEL:ROWSxLENGTHxMICRO_BATCHES[@DATASET]' as a workload. Raises `UserError`, which names `flag`, where it
-        is none, or the model or dataset is unknown."""
+        """Of 'MODEL:ROWSxLENGTHxMICRO_BATCHES[@DATASET]'; `UserError`, which names `flag`, where that is unknown."""
         match = _NAME.fullmatch(text)
         if match is None:
             raise UserError(
@@ -98,7 +96,7 @@ class Workload:
         return shape if self.text is None else f"{shape}@{self.text}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for a results file; without `text` on random tokens."""
+        """For a results file; without `text` on random tokens."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "text" or value is not None}
 
     @property
@@ -154,8 +152,8 @@ class Workload:
         return {"documents": self.document_facts(), "step_tokens": dataclasses.asdict(self.step_tokens(padded))}
 
     def hf_inputs(self, vocab_size: int, reader: int = 0) -> list[dict[str, Tensor]]:
-        """The same step as transformers' model takes it, by micro-batch: input_ids and labels int64 [B, S], not
-        shifted, and for real documents attention_mask bool [B, S]."""
+        """The step as transformers' model takes it, by micro-batch: input_ids and unshifted labels int64 [B, S], for
+        real documents attention_mask bool [B, S]."""
         if self.text is None:
             rows = (batch.input_ids.view(self.batch_size, -1) for batch in self.batches(vocab_size, reader))
             return [{"input_ids": ids, "labels": ids} for ids in rows]
@@ -187,7 +185,7 @@ class Workload:
         return found[:taken]
 
     def _read(self, num_tokens: int) -> list[Document]:
-        """Documents from the first on, until they have more than `num_tokens` tokens or there are no more."""
+        """The first documents of the dataset, with more than `num_tokens` tokens in all if it has so many."""
         source = open_source(self.text or "")
         dataset = load_split(source, source.training_split(None))
         options = TokeniseOptions(detect_columns(dataset.column_names), self.seq_length, train_on_prompt=True)
@@ -233,7 +231,7 @@ class Workload:
 
 
 def parse_workloads(text: str, num_steps: int) -> list[Workload]:
-    """The workloads of a comma-separated list; raises `UserError` for one that is unknown or there twice."""
+    """Of a comma-separated list; raises `UserError` for one that is unknown or there twice."""
     return [Workload.parse(name, num_steps) for name in split_names(text, "--workloads")]
 
 

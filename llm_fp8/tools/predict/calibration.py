@@ -80,9 +80,6 @@ MEASURED_GPUS = {"ddp": (2,), "fsdp_grad": (2, 4), "fsdp_full": (2, 4)}
 MAX_GPUS = 8
 """Of one host; several hosts exchange over a network that no record has."""
 
-GPU_MEMORY_GIB = {CALIBRATED_GPU: 139.8}
-"""By GPU name, as the provenance of the records has it."""
-
 
 @dataclass(frozen=True)
 class Rates:

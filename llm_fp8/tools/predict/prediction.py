@@ -17,7 +17,6 @@ from llm_fp8.tools.gemm_rates import MeasuredRates, known_gpu_names, known_rates
 from llm_fp8.tools.predict.calibration import (
     CALIBRATED_GPU,
     FITS_RESERVE_GIB,
-    GPU_MEMORY_GIB,
     HOST_S_PER_LAYER,
     MEASURED_GPUS,
     MEASURED_TOKENS,
@@ -35,8 +34,7 @@ class Gpu:
 
     name: str
     rates: Rates
-    memory_gib: float | None
-    """None where it is not known."""
+    memory_gib: float
 
     @property
     def calibrated(self) -> bool:
@@ -44,20 +42,16 @@ class Gpu:
         return self.name == CALIBRATED_GPU
 
 
-def known_gpus() -> list[str]:
-    return sorted({CALIBRATED_GPU, *known_gpu_names()})
-
-
 def known_gpu(name: str) -> Gpu | None:
     """The GPU that `torch.cuda.get_device_name` calls so; None for one without records."""
-    if name == CALIBRATED_GPU:
-        return Gpu(name, Rates(), GPU_MEMORY_GIB[name])
     here = known_rates(name)
-    return None if here is None else _scaled(name, here.ceilings, here.memory_gib)
+    return None if here is None else _gpu(name, here.ceilings, here.memory_gib)
 
 
-def _scaled(name: str, here: MeasuredRates, memory_gib: float | None) -> Gpu:
-    """A GPU by its measured rates, scaled from the calibrated GPU."""
+def _gpu(name: str, here: MeasuredRates, memory_gib: float) -> Gpu:
+    """A GPU by its measured rates; those of the calibrated one are package data."""
+    if name == CALIBRATED_GPU:
+        return Gpu(name, Rates(), memory_gib)
     calibrated = known_rates(CALIBRATED_GPU)
     assert calibrated is not None
     return Gpu(name, Rates().scaled(here, calibrated.ceilings), memory_gib)
@@ -73,11 +67,11 @@ def gpu_by_name(name: str | None) -> Gpu:
     if gpu is None and name == own:
         device = torch.device("cuda", torch.cuda.current_device())
         memory_gib = torch.cuda.get_device_properties(device).total_memory / GIB
-        gpu = _scaled(name, measure_rates(device), memory_gib)
+        gpu = _gpu(name, measure_rates(device), memory_gib)
     if gpu is None:
         raise UserError(
             f"--gpu {name}: nothing was measured on such a GPU and it is not this machine's, so there is no "
-            f"prediction; known are {', '.join(known_gpus())}."
+            f"prediction; known are {', '.join(known_gpu_names())}."
         )
     return gpu
 
@@ -103,17 +97,14 @@ class Prediction:
         return self.memory.total_gib
 
     @property
-    def fits(self) -> bool | None:
-        """Whether the GPU has that memory; None where its size is not known."""
-        if self.gpu.memory_gib is None:
-            return None
+    def fits(self) -> bool:
+        """Whether the GPU has that memory."""
         return self.memory.total_gib + FITS_RESERVE_GIB <= self.gpu.memory_gib
 
     @property
     def tight(self) -> bool:
         """Whether under FSDP the allocator reserves all memory: steps get longer than predicted, or memory runs out."""
-        memory = self.gpu.memory_gib
-        return self.scenario.sharded and memory is not None and self.memory.reserved_gib + FITS_RESERVE_GIB > memory
+        return self.scenario.sharded and self.memory.reserved_gib + FITS_RESERVE_GIB > self.gpu.memory_gib
 
     @property
     def host_s(self) -> float | None:
@@ -130,7 +121,7 @@ class Prediction:
     @property
     def notes(self) -> list[str]:
         """Sentences on what the figures leave out."""
-        work, several, memory_gib = self.scenario, self.scenario.num_gpus > 1, self.gpu.memory_gib
+        work, several = self.scenario, self.scenario.num_gpus > 1
         fewest, most = MEASURED_TOKENS
         counts = MEASURED_GPUS.get(work.mode, ())
         slow_host = self.host_s is not None and self.host_s > self.step_time_s
@@ -184,7 +175,7 @@ class Prediction:
             (
                 self.tight and self.fits,
                 f"{work.recipe}: FSDP's streams cannot use each other's free memory and ask for about "
-                f"{self.memory.reserved_gib:.0f} of {memory_gib or 0:.1f} GiB, CUDA's own beside them, so the "
+                f"{self.memory.reserved_gib:.0f} of {self.gpu.memory_gib:.1f} GiB, CUDA's own beside them, so the "
                 "allocator will free and map memory within steps, which get longer than this, or memory runs out: "
                 f"take {self._ways_to_less_memory()}",
             ),

@@ -33,7 +33,7 @@ from llm_fp8.tools.predict.calibration import (
     Rates,
 )
 from llm_fp8.tools.predict.memory import peak_memory, saved_bytes
-from llm_fp8.tools.predict.prediction import gpu_by_name, known_gpu, known_gpus, predict
+from llm_fp8.tools.predict.prediction import gpu_by_name, known_gpu, predict
 from llm_fp8.tools.predict.step_time import (
     exchanged_bytes,
     fsdp_bytes,
@@ -737,7 +737,7 @@ def two_gpus(tmp_path, monkeypatch):
 
 
 def test_another_gpu_is_scaled_by_its_ceilings(two_gpus):
-    assert known_gpus() == sorted(["Slow", "Old", CALIBRATED_GPU])
+    assert gemm_rates.known_gpu_names() == sorted(["Slow", "Old", CALIBRATED_GPU])
     slow, own = gpu_by_name("Slow"), gpu_by_name(CALIBRATED_GPU)
     for recipe in ("bf16", "delayed", "current"):
         found = predict(scenario(recipe=recipe), slow)
