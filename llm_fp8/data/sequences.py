@@ -121,9 +121,7 @@ class StreamSequences:
     counted: tuple[int, int] = (0, 0)
     """Epoch and dataset row up to which the report counts: a refilled buffer is not counted again."""
 
-    @property
-    def num_sequences(self) -> None:
-        return None
+    num_sequences = None  # not known
 
     def start(self) -> Position:
         return {
@@ -177,7 +175,7 @@ class StreamSequences:
                     "next_row": 0,
                     "source_row": 0 if ended else next_source_row,
                     "source": None if ended else stream.state_dict(),
-                    "carried": [_to_json(d) for d in handed_on],
+                    "carried": [document.to_dict() for document in handed_on],
                 }
             if full_pass and num_sequences == 0:
                 raise UserError(f"--dataset_name: no row of the stream can be trained on: {self.report.summary()}.")
@@ -197,11 +195,3 @@ class StreamSequences:
             emit = sorted(set(emit) - set(handed_on))
         sequences = [[documents[i] for i in plan[number]] for number in emit]
         return sequences, [documents[i] for number in handed_on for i in plan[number]]
-
-
-def _to_json(document: Document) -> dict[str, Any]:
-    return {
-        "input_ids": document.input_ids.tolist(),
-        "supervised": document.supervised.astype(int).tolist(),
-        "row_id": document.row_id,
-    }

@@ -130,6 +130,11 @@ class Document:
     def of(cls, input_ids: Sequence[int], supervised: Sequence[bool], row_id: int) -> Document:
         return cls(np.array(input_ids, dtype=np.int64), np.array(supervised, dtype=bool), row_id)
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; `of` takes it back."""
+        supervised = self.supervised.astype(int).tolist()
+        return {"input_ids": self.input_ids.tolist(), "supervised": supervised, "row_id": self.row_id}
+
 
 def tokenise_rows(
     rows: Sequence[Mapping[str, Any]],
