@@ -3,8 +3,8 @@
     plan = plan_run(config, ranks)      device, precision, sharding and the model's config: no weights yet
     setup = build_setup(plan)           the model: built, adapted (LoRA), converted to fp8, recomputed, sharded, filled
 
-Both are frozen; what a run finds out later is in `llm_fp8.train.run_record.RunResults`. A benchmark brings its own
-model and prints nothing: `plan_run(config, ranks, source=..., hf_config=..., say=silent)`.
+Both are frozen; what a run finds out later is in `llm_fp8.train.run_record.RunResults`. A benchmark
+prints nothing: `plan_run(config, ranks, say=silent)`.
 """
 
 from __future__ import annotations
@@ -129,21 +129,14 @@ class TrainingSetup:
     num_trainable_parameters: int
 
 
-def plan_run(
-    config: Config,
-    ranks: LaunchRanks,
-    source: ModelSource | None = None,
-    hf_config: PretrainedConfig | None = None,
-    say: Say | None = None,
-) -> RunPlan:
+def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunPlan:
     """Resolve the options on this machine; `UserError` for what `check_machine` refuses. Collective.
 
-    `config` passed `check_options`, and the process group exists. `source` and `hf_config` replace what --model_name
-    resolves to, `say` replaces printing on the main process.
+    `config` passed `check_options`, and the process group exists. `say` replaces printing on the main process.
     """
     device = own_device()
-    source = source or resolve_source(config.model)
-    model_config = hf_config or load_config(config.model, source)
+    source = resolve_source(config.model)
+    model_config = load_config(config.model, source)
     precision = resolve_precision(config.precision, device)
     sharding = choose_mode(config, ranks, lambda: count_parameters(model_config), smallest_gpu_gib(device))
     check_machine(config, gather_facts(config, model_config, device, ranks, precision, sharding.mode))

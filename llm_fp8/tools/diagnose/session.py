@@ -141,7 +141,7 @@ class _Session:
             self.training.take(1)
         head = model.get_output_embeddings()
         name = next(name for name, module in model.named_modules() if module is head)
-        recorder.note_lm_head(name, self.plan.compute_dtype, self._num_fp8_lm_head_gemms())
+        recorder.note_lm_head(name, self.plan.compute_dtype, self.training.coverage.num_fp8_lm_head_gemms)
         return recorder.modules()
 
     def _attention(self, step: StepTime) -> str | None:
@@ -153,7 +153,6 @@ class _Session:
     def _facts(self, step: StepTime, rates: MeasuredRates, attention: str | None) -> StepMeasurements:
         training, config = self.training, self.config
         trainer, coverage = training.loop, training.coverage
-        head = training.model.get_output_embeddings().weight.numel()
         num_micro_batches = config.optim.gradient_accumulation_steps
         num_tokens = num_micro_batches * config.data.batch_size * config.data.max_seq_length
         tokens = StepTokens(num_tokens, num_tokens, num_tokens, num_tokens * config.data.max_seq_length)
@@ -170,8 +169,8 @@ class _Session:
             rates=rates,
             peak=device_peak_tflops(self.device),
             num_fp8_weights=coverage.num_fp8_weights,
-            num_bf16_weights=coverage.num_linear_weights - coverage.num_fp8_weights - head,
-            num_head_weights=head,
+            num_bf16_weights=coverage.num_linear_weights - coverage.num_fp8_weights - coverage.num_head_weights,
+            num_head_weights=coverage.num_head_weights,
             num_tokens=num_tokens,
             num_micro_batches=num_micro_batches,
             attention_flops=step_flops(trainer.size, tokens) - linear_flops,
@@ -183,12 +182,9 @@ class _Session:
             scenario=self.plan.effective_scenario,
             use_te=config.model.use_te,
             attention=attention,
-            num_fp8_lm_head_gemms=self._num_fp8_lm_head_gemms(),
+            num_fp8_lm_head_gemms=coverage.num_fp8_lm_head_gemms,
             compiled=self.plan.backend == "torchao",
         )
-
-    def _num_fp8_lm_head_gemms(self) -> int:
-        return sum(self.training.precision.lm_head_gemms({}).values())
 
     def _notes(self) -> list[str]:
         notes = ["rows are full of random tokens, one document each"]
