@@ -1,16 +1,8 @@
 """The usual set-ups, measured beside ours: transformers' model and Accelerate, written as their documentation does.
 
-    hf_bf16              Accelerate's bf16 mixed precision, sdpa attention
-    hf_bf16_compiled     the same, each decoder layer compiled
-    accelerate_te        Accelerate's fp8 (TERecipeKwargs): te.Linear in place of every nn.Linear, lm_head included;
-                         delayed scaling with our recipe's history and format
-    te_autocast          the same layers and recipe by Transformer Engine's own calls, Accelerate in bf16 for the rest:
-                         what accelerate_te should come to
-    torchao_tensorwise   torchao's fp8, one scale per tensor; lm_head in bf16; decoder layers compiled
-    torchao_rowwise      the same, one scale per row
-
-All with torch's fused AdamW at our learning rate, betas and weight decay, the loss as transformers computes it, and
-gradients accumulated by `accelerator.accumulate`. Spread over GPUs:
+What each name stands for is said in scripts/benchmark.py. All have torch's fused AdamW at our learning rate, betas and
+weight decay, the loss as transformers computes it, and gradients accumulated by `accelerator.accumulate`. Spread over
+GPUs:
 
     one process, DDP   bf16 weights without master weights: lighter than ours
     FSDP2              Accelerate's plugin, wrapped per decoder layer: fp32 weights and moments; communication in bf16

@@ -81,15 +81,10 @@ def variants_of(options: argparse.Namespace) -> list[Variant]:
 
 
 def subject_of(work: Workload, variant: Variant, num_gpus: int) -> dict[str, Any]:
-    return {
-        "workload": work.name,
-        **work.to_dict(),
-        "arm": variant.name,
-        "mode": variant.mode,
-        "context_parallel_size": variant.context_size,
-        "num_gpus": num_gpus,
-        **({"deepspeed_config": read_file(variant.deepspeed_file)} if variant.deepspeed_file else {}),
-    }
+    subject = {"workload": work.name, **work.to_dict(), "arm": variant.name, "mode": variant.mode}
+    subject.update(context_parallel_size=variant.context_size, num_gpus=num_gpus)
+    file = variant.deepspeed_file
+    return {**subject, "deepspeed_config": read_file(file)} if file else subject
 
 
 def summarise(

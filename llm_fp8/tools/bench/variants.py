@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from llm_fp8.config.options import (
     SHARDING_MODES,
     Config,
@@ -35,6 +37,7 @@ from llm_fp8.config.options import (
 )
 from llm_fp8.config.recipes import Backend, recipe_names, token_multiple
 from llm_fp8.config.validation import MachineFacts, check_machine, check_options
+from llm_fp8.distributed.deepspeed_config import file_of, load_deepspeed
 from llm_fp8.tools.bench.worker import split_names
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
@@ -124,8 +127,6 @@ class Variant:
     @property
     def deepspeed_file(self) -> Path | None:
         """None in a mode without DeepSpeed."""
-        from llm_fp8.distributed.deepspeed_config import file_of
-
         if self.mode is None or self.mode not in DEEPSPEED_MODES:
             return None
         return file_of(self.deepspeed_config, self.mode)
@@ -143,9 +144,6 @@ class Variant:
 
     def check(self, work: Workload, ranks: LaunchRanks) -> None:
         """Raise `UserError` where it cannot train `work` in this launch, as far as that is known beforehand."""
-        import torch
-
-        from llm_fp8.distributed.deepspeed_config import load_deepspeed
         from llm_fp8.train.machine import model_facts
 
         is_baseline, name = isinstance(self.what, Baseline), self.name
@@ -188,10 +186,9 @@ def parse_variant(name: str) -> Variant:
     """The variant of that name; raises `UserError` where there is none."""
     words = name.split(":")
     context = re.fullmatch(r"cp([1-9]\d*)", words[0])
-    if context:
-        words.pop(0)
-    mode = words.pop(0) if words and words[0] in SHARDING_MODES else None
-    what, options = (words[0], words[1:]) if words else ("", [])
+    words = words[1:] if context else words
+    mode = next((mode for mode in SHARDING_MODES if words and words[0] == mode), None)
+    what, *options = (words[1:] if mode else words) or [""]
     if what in BASELINES and not options and not context and mode in (None, *BASELINE_MODES):
         if BASELINES[what].computes_in_fp8 and mode in DEEPSPEED_MODES:
             raise UserError(f"--arms {name}: a baseline under DeepSpeed computes in bf16; write {mode}:hf_bf16.")
@@ -230,7 +227,7 @@ def parse_variant(name: str) -> Variant:
             lora_targets="q_proj,v_proj" if adapters and adapters[2] else LoraConfig.lora_targets,
         ),
         parallel=ParallelConfig(
-            sharding_mode=mode or ParallelConfig.sharding_mode,  # type: ignore[arg-type]
+            sharding_mode=mode or ParallelConfig.sharding_mode,
             context_parallel_size=int(context[1]) if context else 1,
             fp8_params="fp8_params" in options,
             fp8_all_gather="fp8_all_gather" in options,

@@ -62,8 +62,8 @@ def measure_apart(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answer.json"
         if num_gpus == 1:
-            words = [ALONE, workload, variant, str(num_steps), str(warmup), str(path)]
-            failed = _run([sys.executable, "-m", *words], variables, timeout_s, stopped)
+            words = [sys.executable, "-m", ALONE, workload, variant, str(num_steps), str(warmup), str(path)]
+            failed = _run(words, variables, timeout_s, stopped)
             if not path.exists():
                 return {"failed": failed or f"{ENDED_IN_SILENCE} (exit code 0)"}
             answer = read_json(path)
@@ -115,23 +115,17 @@ def _run(
             if stopped is not None and stopped.is_set():
                 return STOPPED
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(left if stopped is None else min(left, POLL_S))
+                code = process.wait(min(left, POLL_S))
                 return f"{ENDED_IN_SILENCE} (exit code {code})" if code else None
         return f"took longer than {timeout_s:g} s"
     finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a program that still runs, with the processes that it started."""
-    if process.poll() is not None:
-        return
-    process.terminate()  # torchrun passes it on to its processes, which are in sessions of their own
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(END_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile for it
-    process.wait()
+        if process.poll() is None:
+            process.terminate()  # torchrun passes it on to its processes, which are in sessions of their own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile for it
+            process.wait()
 
 
 # --- options of the programs that measure ---

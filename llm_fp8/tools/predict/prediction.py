@@ -45,13 +45,13 @@ class Gpu:
 def known_gpu(name: str) -> Gpu | None:
     """The GPU that `torch.cuda.get_device_name` calls so; None for one without records."""
     here = known_rates(name)
-    return None if here is None else _gpu(name, here.ceilings, here.memory_gib)
+    if here is None or name == CALIBRATED_GPU:
+        return None if here is None else Gpu(name, Rates(), here.memory_gib)
+    return _scaled(name, here.ceilings, here.memory_gib)
 
 
-def _gpu(name: str, here: MeasuredRates, memory_gib: float) -> Gpu:
-    """A GPU by its measured rates; those of the calibrated one are package data."""
-    if name == CALIBRATED_GPU:
-        return Gpu(name, Rates(), memory_gib)
+def _scaled(name: str, here: MeasuredRates, memory_gib: float) -> Gpu:
+    """A GPU by its measured rates, scaled from the calibrated one, whose rates are package data."""
     calibrated = known_rates(CALIBRATED_GPU)
     assert calibrated is not None
     return Gpu(name, Rates().scaled(here, calibrated.ceilings), memory_gib)
@@ -67,7 +67,7 @@ def gpu_by_name(name: str | None) -> Gpu:
     if gpu is None and name == own:
         device = torch.device("cuda", torch.cuda.current_device())
         memory_gib = torch.cuda.get_device_properties(device).total_memory / GIB
-        gpu = _gpu(name, measure_rates(device), memory_gib)
+        gpu = _scaled(name, measure_rates(device), memory_gib)
     if gpu is None:
         raise UserError(
             f"--gpu {name}: nothing was measured on such a GPU and it is not this machine's, so there is no "
