@@ -185,22 +185,19 @@ def _broken_line(path: Path) -> tuple[int, str] | None:
     """Number (from 1) of the first line that is no JSON object, and why; None if there is none."""
     content = path.read_bytes()
     try:
-        json.loads(content)
+        text = content.decode("utf-8-sig")
+        json.loads(text)
         return None  # one JSON document, however it is broken into lines
-    except UnicodeDecodeError:
-        pass
+    except UnicodeDecodeError as error:
+        return content.count(b"\n", 0, error.start) + 1, f"not UTF-8: {error.reason}"
     except json.JSONDecodeError as error:
-        if content.lstrip().startswith(b"["):
+        if text.lstrip().startswith("["):
             return error.lineno, error.msg
-    for number, line in enumerate(content.splitlines(), start=1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(text.split("\n"), start=1):
         try:
-            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            row = json.loads(line) if line.strip() else {}
         except json.JSONDecodeError as error:
             return number, error.msg
-        except UnicodeDecodeError as error:
-            return number, f"not UTF-8: {error.reason}"
         if not isinstance(row, dict):
             return number, f"a {type(row).__name__}, not an object"
     return None

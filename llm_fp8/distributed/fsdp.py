@@ -75,10 +75,6 @@ class FsdpStrategy(DistributedStrategy):
     def num_shards(self) -> int:
         return self.mesh.size(self.mesh.ndim - 1)
 
-    @property
-    def parameter_device(self) -> torch.device:
-        return torch.device("cpu") if self.mode == "fsdp_offload" else self.accelerator.device
-
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
         asked = default_optimizer(self.mode) if requested == "auto" else requested
         return super().resolve_optimizer(asked, compute_dtype)
@@ -89,22 +85,22 @@ class FsdpStrategy(DistributedStrategy):
 
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
         """Shard every layer, then the other parameters; those on the meta device get memory, contents undefined."""
-        on_gpu = self.accelerator.device.type == "cuda"
+        on_gpu, offloads = self.accelerator.device.type == "cuda", self.mode == "fsdp_offload"
         shard = functools.partial(
             fully_shard,
             mesh=self.mesh,
             mp_policy=MixedPrecisionPolicy(self.compute_dtype, torch.float32, cast_forward_inputs=False),
-            offload_policy=CPUOffloadPolicy(pin_memory=on_gpu) if self.mode == "fsdp_offload" else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy(pin_memory=on_gpu) if offloads else OffloadPolicy(),
         )
         for layer in layers:
             shard(layer, reshard_after_forward=self.mode != "fsdp_grad")
         shard(model, reshard_after_forward=False)
-        from_backward_stream = self.parameter_device.type == "cuda" and self.mesh.ndim == 1
+        from_backward_stream = on_gpu and not offloads and self.mesh.ndim == 1
         use_memory_saving_reduce_scatter(model, torch.cuda.current_stream() if from_backward_stream else None)
         if self.caches_weight_casts:
             keep_casts_under_fsdp2(model)
         model.register_forward_hook(_reshard_without_backward)
-        materialize_(model, self.parameter_device, self.accelerator.device)
+        materialize_(model, torch.device("cpu") if offloads else self.accelerator.device, self.accelerator.device)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         """Returns its arguments: the optimizer was built over the shards."""
