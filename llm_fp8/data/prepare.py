@@ -275,7 +275,9 @@ def _prepare_stream(job: _Job) -> PreparedData:
         if example and (fraction == 0.0 or len(held_out) >= STREAMED_EVAL_ROWS):
             break
     if example is None:
-        raise job.nothing_to_train_on(f"all are empty, longer than {data.max_seq_length} tokens or held out")
+        raise job.nothing_to_train_on(
+            f"all that were read are empty, longer than {data.max_seq_length} tokens or held out"
+        )
     held_out = held_out[:STREAMED_EVAL_ROWS]
     eval_from = f"the first {len(held_out)} rows of {fraction:.2%} of its problems" if held_out else "nothing"
     if validation is not None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
-import datasets
-import transformers
-
 
 def quiet_libraries() -> None:
     """Leave the console to the run's own lines; on a terminal, bars of downloads and of tokenising stay."""
+    # Here, because they take long to import: --help imports this module.
+    import datasets
+    import transformers
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.logging.set_verbosity_error()
