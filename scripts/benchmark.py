@@ -42,7 +42,6 @@ from llm_fp8.tools.bench.measure import describe_gemms, speed
 from llm_fp8.tools.bench.variants import BASELINES, REFERENCE, Variant, parse_variants
 from llm_fp8.tools.bench.worker import (
     add_measuring_options,
-    add_resuming_option,
     add_workload_options,
     check_measuring_options,
     measure_apart,
@@ -80,8 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "unless given otherwise",
     )
     add_workload_options(parser, ",".join([*BASELINES, *OURS]), "scripts/benchmark.py")
-    add_measuring_options(parser, steps=8, warmup=3, rounds=3, arm_timeout_s=300, output_required=False)
-    add_resuming_option(parser)
+    add_measuring_options(parser, steps=8, warmup=3, rounds=3, arm_timeout_s=300, output_required=False, resumable=True)
     options = parser.parse_args(argv)
     if options.quick:
         parser.set_defaults(**QUICK)

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.tools.bench.variants import HEADS, LORA, Variant, parse_variants, precisions
-from llm_fp8.tools.bench.worker import add_measuring_options, add_resuming_option, check_measuring_options
+from llm_fp8.tools.bench.worker import add_measuring_options, check_measuring_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import write_json_atomic
 from scripts.benchmark import measure_and_print
@@ -69,8 +69,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="RECIPE",
         help=f"the fp8 recipe: {', '.join(RECIPES)} (default %(default)s)",
     )
-    add_measuring_options(parser, steps=8, warmup=3, rounds=3, arm_timeout_s=300, output_required=False)
-    add_resuming_option(parser)
+    add_measuring_options(parser, steps=8, warmup=3, rounds=3, arm_timeout_s=300, output_required=False, resumable=True)
     options = parser.parse_args(argv)
     check_measuring_options(options)
     return options

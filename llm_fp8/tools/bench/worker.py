@@ -158,8 +158,9 @@ def add_measuring_options(
     arm_timeout_s: float,
     rounds: int | None = None,
     output_required: bool = True,
+    resumable: bool = False,
 ) -> None:
-    """Without `rounds` each variant is measured once, and there is no --rounds."""
+    """Without `rounds` each variant is measured once. `resumable`: the file is written after every measurement."""
     for flag, kind, default, what in (
         ("--steps", int, steps, "optimizer steps of a measurement, the left-out ones included"),
         ("--warmup", int, warmup, "first steps of a measurement, left out"),
@@ -169,16 +170,13 @@ def add_measuring_options(
         if default is not None:
             parser.add_argument(flag, type=kind, default=default, help=f"{what} (default %(default)s)")
     parser.add_argument("--output", type=Path, required=output_required, help="JSON file for the results")
-
-
-def add_resuming_option(parser: argparse.ArgumentParser) -> None:
-    """--resume, of programs that write their file after every measurement."""
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="keep what --output holds and measure the rounds and variants that it lacks, or that failed; same code, "
-        "packages and kind of GPU only",
-    )
+    if resumable:
+        parser.add_argument(
+            "--resume",
+            action="store_true",
+            help="keep what --output holds and measure the rounds and variants that it lacks, or that failed; same "
+            "code, packages and kind of GPU only",
+        )
 
 
 def check_measuring_options(options: argparse.Namespace, recorded_step: int = 0) -> None:

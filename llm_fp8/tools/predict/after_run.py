@@ -19,18 +19,9 @@ def mean_length(size: DecoderSize, model_flops_per_token: float) -> float:
 
 
 def compare_with_prediction(run: RunOutcome) -> tuple[dict[str, Any], str] | None:
-    """The entry `prediction` of a finished run's summary and its line for the terminal; None where nothing predicts
-    the run. A `llm_fp8.train.run_record.Predict`.
-    """
-    entry = run_prediction(run)
-    return None if entry is None else (entry, describe_comparison(entry))
-
-
-def run_prediction(run: RunOutcome) -> dict[str, Any] | None:
-    """The entry `prediction` of a run's summary; None where there is nothing to predict it with.
-
-    That is: a GPU without constants, a decoder that is not TE's, a sharding mode, recipe or option that no constant was
-    fitted for, or no step. Tokens and lengths are those of the steps that were measured, padding included.
+    """The entry `prediction` of a finished run's summary and its line for the terminal; None where nothing predicts it:
+    a GPU without constants, a decoder that is not TE's, a sharding mode, recipe or option that no constant was fitted
+    for, or no step. Tokens and lengths are those of the steps that were measured, padding included.
     """
     config, options, precision = run.config, run.config.parallel, run.config.precision
     num_gpus, steps, recipe = run.num_gpus, run.steps, run.recipe
@@ -76,7 +67,8 @@ def run_prediction(run: RunOutcome) -> dict[str, Any] | None:
         fp8_params=options.fp8_params,
     )
     peak = steps[-1].get("peak_memory_gib_max_rank", steps[-1]["peak_memory_gib"])
-    return compare(predict(scenario, gpu), throughput["median_step_time_s"], peak)
+    entry = compare(predict(scenario, gpu), throughput["median_step_time_s"], peak)
+    return entry, describe_comparison(entry)
 
 
 def compare(prediction: Prediction, step_time_s: float, peak_memory_gib: float) -> dict[str, Any]:

@@ -124,6 +124,9 @@ class Prediction:
         work, several = self.scenario, self.scenario.num_gpus > 1
         fewest, most = MEASURED_TOKENS
         counts = MEASURED_GPUS.get(work.mode, ())
+        less = "--sharding_mode fsdp_full" if work.mode == "fsdp_grad" else "more GPUs"
+        can_be_fp8 = work.mode == "fsdp_grad" and work.recipe in fp8_params_recipes() and not work.fp8_params
+        in_fp8 = ", --fp8_params" if can_be_fp8 else ""
         slow_host = self.host_s is not None and self.host_s > self.step_time_s
         sentences = (
             (
@@ -177,17 +180,10 @@ class Prediction:
                 f"{work.recipe}: FSDP's streams cannot use each other's free memory and ask for about "
                 f"{self.memory.reserved_gib:.0f} of {self.gpu.memory_gib:.1f} GiB, CUDA's own beside them, so the "
                 "allocator will free and map memory within steps, which get longer than this, or memory runs out: "
-                f"take {self._ways_to_less_memory()}",
+                f"take a smaller --batch_size{in_fp8} or {less}",
             ),
         )
         return [sentence for applies, sentence in sentences if applies]
-
-    def _ways_to_less_memory(self) -> str:
-        work = self.scenario
-        if work.mode != "fsdp_grad":
-            return "a smaller --batch_size or more GPUs"
-        in_fp8 = ", --fp8_params" if work.recipe in fp8_params_recipes() and not work.fp8_params else ""
-        return f"a smaller --batch_size{in_fp8} or --sharding_mode fsdp_full"
 
 
 def can_predict(gpu: Gpu, recipe: str) -> bool:

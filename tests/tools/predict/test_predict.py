@@ -21,7 +21,7 @@ from llm_fp8.observability.metrics import DecoderSize, StepTokens, speed_metrics
 from llm_fp8.observability.step_stats import own_steps
 from llm_fp8.tools import gemm_rates
 from llm_fp8.tools.gemm_rates import MeasuredRates
-from llm_fp8.tools.predict.after_run import compare, describe_comparison, mean_length, run_prediction
+from llm_fp8.tools.predict.after_run import compare, compare_with_prediction, describe_comparison, mean_length
 from llm_fp8.tools.predict.calibration import (
     CALIBRATED_GPU,
     FITS_RESERVE_GIB,
@@ -792,7 +792,9 @@ def outcome(
     gpu: str = CALIBRATED_GPU,
 ):
     shape = hf_config("Llama-3.2-1B")
-    return run_prediction(RunOutcome(config, shape, recipe, "adamw_master", mode, num_gpus, gpu, own_steps(path)))
+    run = RunOutcome(config, shape, recipe, "adamw_master", mode, num_gpus, gpu, own_steps(path))
+    found = compare_with_prediction(run)
+    return None if found is None else found[0]
 
 
 def test_a_run_is_held_against_the_tokens_it_had(tmp_path):
