@@ -200,7 +200,7 @@ def require_single_process(environ: Mapping[str, str]) -> None:
         )
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if is_on(environ.get(f"ACCELERATE_USE_{name}", "false"), f"use_{name.lower()}"):
-            raise UserError(f"{_SOURCE} asks for {name}, and train_fp8.py has one device; start train_multi_gpu.py.")
+            raise UserError(f"{_SOURCE} asks for {name}; take it out for train_fp8.py, or start train_multi_gpu.py.")
 
 
 def require_launched(environ: Mapping[str, str]) -> None:
